@@ -1,0 +1,42 @@
+# make serve   ask the default model one question (makes .venv, fetches the model on the first run)
+# make test    lint, types and tests
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+
+.PHONY: serve test lint types format bench clean
+
+serve: $(VENV)/.serve
+	$(PY) -m lightserve.generate $(ARGS)
+
+test: lint types
+	$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.test
+	$(PY) -m ruff check lightserve test setup.py
+	$(PY) -m ruff format --check lightserve test setup.py
+
+types: $(VENV)/.test
+	$(PY) -m mypy
+
+format: $(VENV)/.test
+	$(PY) -m ruff check --fix lightserve test setup.py
+	$(PY) -m ruff format lightserve test setup.py
+
+bench: $(VENV)/.test
+	$(PY) -m lightserve.benchmark.offline $(ARGS)
+
+clean:
+	rm -rf $(VENV) *.egg-info .mypy_cache .pytest_cache .ruff_cache
+
+$(VENV)/.serve: requirements.txt constraints.txt setup.py
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) -r requirements.txt
+	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.serve requirements-test.txt
+	$(PIP) -r requirements-test.txt
+	@touch $@

@@ -1,0 +1,30 @@
+"""Loggers of one format; the level is the only thing LightServe reads from the environment."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def init_logger(name: str) -> logging.Logger:
+    """The logger ``name`` at the level of ``LIGHTSERVE_LOG_LEVEL`` (INFO if unset), writing to stderr once."""
+    logger = logging.getLogger(name)
+    logger.setLevel(_level())
+    root = logging.getLogger("lightserve")
+    if not root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        root.addHandler(handler)
+        root.propagate = False
+    return logger
+
+
+def _level() -> int:
+    name = os.environ.get("LIGHTSERVE_LOG_LEVEL", "INFO").upper()
+    level = logging.getLevelNamesMapping().get(name)
+    if level is None:
+        raise ValueError(f"LIGHTSERVE_LOG_LEVEL={name} is not among {', '.join(logging.getLevelNamesMapping())}")
+    return level

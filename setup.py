@@ -1,0 +1,28 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="lightserve",
+    version="0.1.0",
+    description="A server for large language models: token-granular KV memory, Triton kernels, a laptop or a GPU",
+    long_description=Path("README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["lightserve", "lightserve.*"]),
+    install_requires=[
+        "gguf>=0.17",
+        "jinja2>=3.1",
+        "msgspec>=0.19",
+        "numpy>=2",
+        "safetensors>=0.5",
+        "tokenizers>=0.22",
+        "torch>=2.11,<2.14",
+    ],
+    extras_require={
+        "gpu": ["triton>=3.6"],
+        "test": ["accelerate", "mypy", "pytest", "pytest-timeout", "ruff", "transformers>=5.17", "triton>=3.6"],
+    },
+    entry_points={"console_scripts": ["lightserve = lightserve.generate:main"]},
+)
