@@ -1,0 +1,6 @@
+"""A model's files as every process sees them; torch-free."""
+
+from lightserve.model_files.source import ModelSource, resolve
+from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["ModelSource", "Tokenizer", "load_tokenizer", "resolve"]

@@ -1,0 +1,99 @@
+"""Text to ids and back, without torch and without transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tokenizers
+from jinja2 import TemplateError
+
+from lightserve.errors import InvalidRequestError, ModelFilesError
+from lightserve.model_files.chat_template import ChatTemplate
+from lightserve.model_files.folder_tokenizer import tokenizer_from_folder
+from lightserve.model_files.gguf_tokenizer import tokenizer_from_gguf
+from lightserve.model_files.source import GgufSource, ModelSource
+from lightserve.model_files.special_tokens import SpecialTokens
+
+
+class Tokenizer:
+    def __init__(self, backend: tokenizers.Tokenizer, special: SpecialTokens, chat_template: str | None) -> None:
+        self._backend = backend
+        self._special = special
+        self._template = ChatTemplate(chat_template, special) if chat_template is not None else None
+        self.special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token(self) -> str | None:
+        return self._special.bos
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._special.eos
+
+    @property
+    def bos_id(self) -> int | None:
+        return None if self._special.bos is None else self.token_to_id(self._special.bos)
+
+    @property
+    def eos_id(self) -> int | None:
+        return None if self._special.eos is None else self.token_to_id(self._special.eos)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can smuggle in half of a surrogate pair
+            raise InvalidRequestError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``; ids beyond the vocabulary (padding of the embedding) have none."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary entry as it is stored, for example ``Ġworld``."""
+        token: str | None = self._backend.id_to_token(token_id)
+        return token
+
+    def token_to_id(self, token: str) -> int | None:
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
+
+    def to_json(self) -> str:
+        """The whole tokenizer as the text of a ``tokenizer.json``, for libraries that read one."""
+        text: str = self._backend.to_str()
+        return text
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt for ``messages``; encode it with ``add_special_tokens=False``, the template writes its own."""
+        if self._template is None:
+            raise InvalidRequestError("this model has no chat template; use the completion endpoint instead")
+        return self._template.render(
+            messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
+        )
+
+
+def load_tokenizer(source: ModelSource) -> Tokenizer:
+    if isinstance(source, GgufSource):
+        backend, special = tokenizer_from_gguf(source.header)
+    else:
+        backend, special = tokenizer_from_folder(source.path)
+    try:
+        return Tokenizer(backend, special, source.chat_template())
+    except TemplateError as error:
+        raise ModelFilesError(f"{source.path}: the chat template is not valid Jinja ({error}); correct it") from error
