@@ -1,0 +1,66 @@
+"""Attention over the token-granular KV cache.
+
+``kv_cache`` is ``[slots, 2 * kv_heads, dim]``, the keys' heads first. A token lives in any slot;
+``AttnBatch.req_to_token`` says which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightserve.common.ops.registry import op
+
+
+@dataclass(frozen=True, slots=True)
+class AttnBatch:
+    """Where the tokens of a batch are: among the query rows and in the cache."""
+
+    req_to_token: Tensor  # [rows, max_len] int32: cache slot of every token of every request
+    b_req_idx: Tensor  # [batch] int32: the request's row in req_to_token
+    b_start_loc: Tensor  # [batch] int32: the request's first query row
+    b_seq_len: Tensor  # [batch] int32: tokens in the cache, this step's included
+    b_ready_cache_len: Tensor  # [batch] int32: tokens in the cache before this step
+    max_q_len: int  # the longest b_seq_len - b_ready_cache_len, known to the host
+    max_seq_len: int  # the longest b_seq_len, known to the host
+    plans: dict[str, Any] = field(default_factory=dict)  # by backend: what it derives once for all layers of a step
+
+
+@op
+def write_kv(kv: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
+    """Store ``[tokens, 2 * kv_heads, dim]`` in the cache, one slot a token."""
+    kv_cache[slots.long()] = kv.to(kv_cache.dtype)
+
+
+@op
+def context_attention(
+    q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
+) -> Tensor:
+    """Causal attention of ``q`` ``[tokens, heads, dim]``: the last rows of each request over all its cached tokens.
+
+    ``alibi_slopes`` ``[heads]`` in float32 adds slope * (key position - query position) to the scores.
+    """
+    out = torch.empty_like(q)
+    columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
+    for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):
+        rows = slice(start, start + seq_len - ready)
+        kv = kv_cache[batch.req_to_token[req, :seq_len].long()].float()
+        k, v = kv.repeat_interleave(2 * q.shape[1] // kv.shape[1], dim=1).chunk(2, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * scale
+        distance = torch.arange(seq_len, device=q.device) - torch.arange(ready, seq_len, device=q.device)[:, None]
+        if alibi_slopes is not None:
+            scores += alibi_slopes[:, None, None] * distance
+        scores.masked_fill_(distance > 0, float("-inf"))
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
+    return out
+
+
+@op
+def token_attention(
+    q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
+) -> Tensor:
+    """Attention of a decode step: one query row a request, row i the i-th request's."""
+    return context_attention(q, kv_cache, batch, scale, alibi_slopes)

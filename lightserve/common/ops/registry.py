@@ -1,0 +1,55 @@
+"""Operators: one meaning, one implementation per backend.
+
+An op is declared by its PyTorch body. That body defines the op, runs on any device that has nothing better, and is the
+oracle of the op's tests. A backend replaces the ops it does faster; a coarse op whose body calls finer ops is faster as
+soon as those are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+REFERENCE = "torch"
+OPS: dict[str, Op[Any, Any]] = {}
+
+
+class Op(Generic[P, R]):
+    def __init__(self, reference: Callable[P, R]) -> None:
+        self.name = reference.__name__
+        self.__doc__ = reference.__doc__
+        self.impls: dict[str, Callable[P, R]] = {REFERENCE: reference}
+        self._active = reference
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._active(*args, **kwargs)
+
+    def impl(self, backend: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        def register(fn: Callable[P, R]) -> Callable[P, R]:
+            if backend in self.impls:
+                raise ValueError(f"op {self.name} already has a {backend} implementation")
+            self.impls[backend] = fn
+            return fn
+
+        return register
+
+    def select(self, backend: str) -> None:
+        self._active = self.impls.get(backend, self.impls[REFERENCE])
+
+
+def op(reference: Callable[P, R]) -> Op[P, R]:
+    if reference.__name__ in OPS:
+        raise ValueError(f"op {reference.__name__} is declared twice")
+    OPS[reference.__name__] = declared = Op(reference)
+    return declared
+
+
+def use_backend(backend: str) -> None:
+    """Bind every op to ``backend``, or to its reference where ``backend`` has none. Once a worker."""
+    if not any(backend in o.impls for o in OPS.values()):
+        raise ValueError(f"no op is implemented by backend {backend!r}")
+    for o in OPS.values():
+        o.select(backend)

@@ -1,0 +1,83 @@
+"""From logits to tokens. Every op works on ``[batch, vocab]`` float32 logits, one request a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightserve.common.ops.registry import op
+
+HALF_STEP = 2.0**-24  # of a 23-bit uniform: keeps it inside (0, 1); with 24 bits the largest would round to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Penalties of a batch and the tokens they fall on, as a sparse list of (row, token, count in the output)."""
+
+    b_repetition: Tensor  # [batch] float32, 1 = none: divides positive logits, multiplies negative ones
+    b_presence: Tensor  # [batch] float32, 0 = none: subtracted once from tokens of the output
+    b_frequency: Tensor  # [batch] float32, 0 = none: subtracted for each occurrence in the output
+    rows: Tensor  # [entries] int32
+    token_ids: Tensor  # [entries] int32, each (row, token) at most once
+    output_counts: Tensor  # [entries] int32, 0 for a token that only the prompt has
+
+
+@op
+def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
+    """Penalise in place: repetition first, then frequency and presence."""
+    rows, tokens = penalties.rows.long(), penalties.token_ids.long()
+    counts = penalties.output_counts.float()
+    picked = logits[rows, tokens]
+    repetition = penalties.b_repetition[rows]
+    picked = torch.where(picked > 0, picked / repetition, picked * repetition)
+    picked -= penalties.b_frequency[rows] * counts + penalties.b_presence[rows] * (counts > 0)
+    logits[rows, tokens] = picked
+
+
+@op
+def argmax(logits: Tensor) -> Tensor:
+    """The most likely token of each row, int64; the first of equals."""
+    return logits.argmax(-1)
+
+
+@op
+def cut_logits(logits: Tensor, b_top_k: Tensor, b_top_p: Tensor, b_min_p: Tensor) -> None:
+    """Set to -inf in place what top-k, then top-p of the rest, or min-p leaves out; equals stay or go together.
+
+    ``b_top_k`` int32, vocab or more = all; ``b_top_p`` float32, 1 = all; ``b_min_p`` float32 of the best, 0 = all.
+    """
+    ordered = logits.sort(-1, descending=True).values
+    kth = ordered.gather(1, (b_top_k.long().clamp(1, logits.shape[1]) - 1)[:, None])
+    ordered = ordered.masked_fill(ordered < kth, float("-inf"))
+    probs = ordered.softmax(-1)
+    is_in_nucleus = (probs.cumsum(-1) - probs < b_top_p[:, None]) | (b_top_p[:, None] >= 1)
+    nucleus_end = ordered.masked_fill(~is_in_nucleus, float("inf")).amin(-1, keepdim=True)
+    min_p_end = ordered[:, :1] + b_min_p[:, None].log()
+    logits.masked_fill_((logits < kth) | (logits < nucleus_end) | (logits < min_p_end), float("-inf"))
+
+
+@op
+def sample(logits: Tensor, b_seed: Tensor, b_position: Tensor) -> Tensor:
+    """One token of softmax(logits) a row, int64, drawn by Gumbel noise that depends on (seed, position, token) alone.
+
+    ``b_seed`` int64, ``b_position`` int32: the same seed gives the same text in any batch.
+    """
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    uniform = counter_uniform(b_seed[:, None], b_position[:, None].long(), tokens)
+    return (logits - (-uniform.log()).log()).argmax(-1)
+
+
+def counter_uniform(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    """Uniform float32 numbers in (0, 1) from three counters: a chain of 32-bit hashes (lowbias32) in int64."""
+    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    key = _hash32(_hash32(_hash32(low) ^ high) ^ position)
+    bits = _hash32(key ^ token)
+    return (bits >> 9).float() * 2.0**-23 + HALF_STEP
+
+
+def _hash32(x: Tensor) -> Tensor:
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
