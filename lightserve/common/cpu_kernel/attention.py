@@ -1,0 +1,146 @@
+"""Attention through torch's fused CPU kernel over gathered K and V.
+
+Decode rows are batched: requests of like length are padded together, and the query heads that share a KV head become
+the rows of one query, so K and V are neither repeated nor read twice. Prompts go one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightserve.common import ops
+from lightserve.common.ops import AttnBatch
+
+MAX_PADDING = (
+    1.25  # gathered over real tokens in a group; 32 requests of one length are 1.9x faster together than alone
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Requests with one query row each, padded to one length."""
+
+    rows: Tensor  # [group] their query rows
+    slots: Tensor  # [group * length] cache slots, each request's first one repeated as padding
+    mask: Tensor | None  # [group, 1, 1, length] 0 or -inf, if there is padding
+    distance: Tensor  # [group, 1, 1, length] key position - query position
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    rows: slice
+    slots: Tensor  # [seq_len]
+    distance: Tensor  # [q_len, seq_len] key position - query position
+
+
+@ops.write_kv.impl("cpu")
+def write_kv(kv: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
+    kv_cache.index_copy_(0, slots.long(), kv.to(kv_cache.dtype))
+
+
+@ops.context_attention.impl("cpu")
+def context_attention(
+    q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
+) -> Tensor:
+    groups, prompts = _plan(batch)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for group in groups:
+        out[group.rows] = _attend_group(q[group.rows], kv_cache, group, scale, alibi_slopes)
+    for prompt in prompts:
+        out[prompt.rows] = _attend_prompt(q[prompt.rows], kv_cache, prompt, scale, alibi_slopes)
+    return out
+
+
+@ops.token_attention.impl("cpu")
+def token_attention(
+    q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
+) -> Tensor:
+    groups, _ = _plan(batch)
+    if len(groups) == 1:
+        return _attend_group(q, kv_cache, groups[0], scale, alibi_slopes)
+    return context_attention(q, kv_cache, batch, scale, alibi_slopes)
+
+
+def _attend_group(q: Tensor, kv_cache: Tensor, group: _Group, scale: float, alibi_slopes: Tensor | None) -> Tensor:
+    count, heads, dim = q.shape
+    kv_heads = kv_cache.shape[1] // 2
+    kv = kv_cache.index_select(0, group.slots).view(count, -1, 2 * kv_heads, dim).transpose(1, 2)
+    mask = group.mask
+    if alibi_slopes is not None:
+        alibi = alibi_slopes.view(1, kv_heads, -1, 1) * group.distance
+        mask = alibi if mask is None else alibi + mask
+    if mask is not None:
+        mask = mask.to(q.dtype)
+    packed = q.reshape(count, kv_heads, heads // kv_heads, dim)
+    out = F.scaled_dot_product_attention(packed, kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=mask, scale=scale)
+    return out.reshape(count, heads, dim)
+
+
+def _attend_prompt(q: Tensor, kv_cache: Tensor, prompt: _Prompt, scale: float, alibi_slopes: Tensor | None) -> Tensor:
+    kv_heads = kv_cache.shape[1] // 2
+    kv = kv_cache.index_select(0, prompt.slots).transpose(0, 1)[None]
+    mask = torch.zeros_like(prompt.distance, dtype=torch.float32)
+    if alibi_slopes is not None:
+        mask = alibi_slopes[:, None, None] * prompt.distance
+    mask = mask.masked_fill(prompt.distance > 0, float("-inf")).to(q.dtype)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
+
+
+def _plan(batch: AttnBatch) -> tuple[list[_Group], list[_Prompt]]:
+    """What the layers of a step have in common, worked out by the first of them."""
+    plan = batch.plans.get("cpu")
+    if plan is None:
+        plan = batch.plans["cpu"] = _make_plan(batch)
+    return plan
+
+
+def _make_plan(batch: AttnBatch) -> tuple[list[_Group], list[_Prompt]]:
+    fields = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
+    reqs = list(zip(*(field.tolist() for field in fields), strict=True))
+    prompts = []
+    singles = []
+    for req_idx, start, seq_len, ready in reqs:
+        if seq_len - ready == 1:
+            singles.append((seq_len, start, req_idx))
+            continue
+        distance = torch.arange(seq_len) - torch.arange(ready, seq_len)[:, None]
+        slots = batch.req_to_token[req_idx, :seq_len].long()
+        prompts.append(_Prompt(slice(start, start + seq_len - ready), slots, distance))
+    return [_make_group(batch, members) for members in _alike(singles)], prompts
+
+
+def _alike(singles: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Split (length, row, request) into runs of like length; one run, in row order, if that pads little."""
+    if not singles:
+        return []
+    longest, total = max(singles)[0], sum(length for length, _, _ in singles)
+    if longest * len(singles) <= MAX_PADDING * total:
+        return [singles]
+    runs: list[list[tuple[int, int, int]]] = []
+    for single in sorted(singles):
+        if runs and single[0] <= MAX_PADDING * runs[-1][0][0]:
+            runs[-1].append(single)
+        else:
+            runs.append([single])
+    return runs
+
+
+def _make_group(batch: AttnBatch, members: Sequence[tuple[int, int, int]]) -> _Group:
+    lens, rows, req_idx = (torch.tensor(column) for column in zip(*members, strict=True))
+    positions = torch.arange(int(lens.max()))
+    is_real = positions < lens[:, None]
+    slots = batch.req_to_token[req_idx, : len(positions)]
+    slots = torch.where(is_real, slots, slots[:, :1]).flatten().long()
+    mask = None
+    if not is_real.all():
+        mask = torch.zeros(is_real.shape).masked_fill_(~is_real, float("-inf"))[:, None, None]
+    distance = (positions - (lens[:, None] - 1))[:, None, None]
+    return _Group(rows, slots, mask, distance)

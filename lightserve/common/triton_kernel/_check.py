@@ -1,0 +1,31 @@
+"""What the wrappers check before a launch: the kernels step through the last dimension one element at a time."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from torch import Tensor
+
+from lightserve.common.ops import AttnBatch, Penalties
+
+
+def check_last_contiguous(op: str, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(
+                f"{op}: the last dimension of {name} must be contiguous, found stride {tensor.stride(-1)}; "
+                "call contiguous() first"
+            )
+
+
+def tensors_of(struct: AttnBatch | Penalties) -> dict[str, Tensor]:
+    values = {field.name: getattr(struct, field.name) for field in fields(struct)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def rows_in_place(op: str, name: str, x: Tensor) -> Tensor:
+    """``x`` as ``[rows, width]`` in the same memory."""
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.data_ptr() != x.data_ptr():
+        raise ValueError(f"{op}: {name} is written in place, and its strides {x.stride()} do not fold into rows")
+    return rows

@@ -1,0 +1,79 @@
+"""Activations, plain and gated: one program a block of a row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.triton_kernel._check import check_last_contiguous
+
+BLOCK = 1024  # 8 elements a lane of 4 warps: one 16-byte load of float16
+
+SQRT_HALF = tl.constexpr(0.5**0.5)
+TWO_SQRT_2_OVER_PI = tl.constexpr(2 * (2 / 3.141592653589793) ** 0.5)
+
+
+@triton.jit
+def _activate(x, FUNCTION: tl.constexpr):
+    if FUNCTION == "silu":
+        return x * tl.sigmoid(x)
+    if FUNCTION == "gelu":
+        return 0.5 * x * (1 + tl.erf(x * SQRT_HALF))
+    # gelu_tanh, as 0.5 * (1 + tanh(y)) = sigmoid(2 * y)
+    return x * tl.sigmoid(TWO_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def _activation_kernel(
+    x_ptr, out_ptr, x_row_stride, n_cols, FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < n_cols
+
+    x_ptrs = x_ptr + row * x_row_stride + cols
+    out = _activate(tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32), FUNCTION)
+    if IS_GATED:
+        out *= tl.load(x_ptrs + n_cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * n_cols + cols, out, mask=mask)
+
+
+def _launch(op: str, x: Tensor, function: str, is_gated: bool) -> Tensor:
+    if is_gated and x.shape[-1] % 2:
+        raise ValueError(f"{op}: the last dimension holds gate and up, and {x.shape[-1]} is odd")
+    width = x.shape[-1] // (2 if is_gated else 1)
+    out = x.new_empty((*x.shape[:-1], width))
+    if out.numel() == 0:
+        return out
+    rows = x.reshape(-1, x.shape[-1])
+    check_last_contiguous(op, x=rows)
+    grid = (rows.shape[0], triton.cdiv(width, BLOCK))
+    _activation_kernel[grid](rows, out, rows.stride(0), width, function, is_gated, BLOCK)
+    return out
+
+
+@ops.gelu.impl("triton")
+def gelu(x: Tensor) -> Tensor:
+    return _launch("gelu", x, "gelu", is_gated=False)
+
+
+@ops.gelu_tanh.impl("triton")
+def gelu_tanh(x: Tensor) -> Tensor:
+    return _launch("gelu_tanh", x, "gelu_tanh", is_gated=False)
+
+
+@ops.silu_and_mul.impl("triton")
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    return _launch("silu_and_mul", gate_up, "silu", is_gated=True)
+
+
+@ops.gelu_and_mul.impl("triton")
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    return _launch("gelu_and_mul", gate_up, "gelu", is_gated=True)
+
+
+@ops.gelu_tanh_and_mul.impl("triton")
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    return _launch("gelu_tanh_and_mul", gate_up, "gelu_tanh", is_gated=True)

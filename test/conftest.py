@@ -1,0 +1,42 @@
+"""Kernels run on the GPU where there is one and in Triton's interpreter where there is none."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing before this line does
+    os.environ.setdefault("TRITON_CACHE_DIR", os.path.expanduser("~/.triton/cache"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--backend", help="run only the op tests of this backend")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if backend := config.getoption("--backend"):
+        _keep_backend(backend, config, items)
+    for item in items:
+        if torch.cuda.is_available() and _backend_of(item) == "triton":
+            item.add_marker(pytest.mark.gpu)  # the same tests that interpret the kernels elsewhere
+        elif item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+def _keep_backend(backend: str, config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = [item for item in items if _backend_of(item) == backend]
+    if not kept:
+        known = sorted({_backend_of(item) for item in items} - {""})
+        raise pytest.UsageError(f"--backend {backend}: no test runs it; there are {known}")
+    config.hook.pytest_deselected(items=[item for item in items if _backend_of(item) != backend])
+    items[:] = kept
+
+
+def _backend_of(item: pytest.Item) -> str:
+    callspec = getattr(item, "callspec", None)
+    backend = callspec.params.get("backend") if callspec else None
+    return backend if isinstance(backend, str) else ""

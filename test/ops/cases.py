@@ -1,0 +1,229 @@
+"""What the tests of all ops share: backends, dtypes, tolerances, and inputs that make a wrong read show.
+
+``ARGS`` holds arguments for every op; an op without an entry fails ``test_every_op``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightserve.common.cpu_kernel
+import lightserve.common.triton_kernel  # noqa: F401  both register what they implement
+from lightserve.common import ops
+from lightserve.common.ops.registry import Op
+
+
+class Tolerance(TypedDict):
+    rtol: float
+    atol: float
+
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+TOLERANCE: dict[
+    torch.dtype, Tolerance
+] = {  # against an oracle in float32 on the same rounded inputs: a few roundings of the dtype
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
+    torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2},
+}
+NAN = float("nan")
+EPS = 1e-5
+
+
+def backends_of(op: Op[Any, Any]) -> list[str]:
+    return [backend for backend in op.impls if backend != ops.REFERENCE]
+
+
+def each_backend(op: Op[Any, Any]) -> pytest.MarkDecorator:
+    """For ops on float32 and integers alone."""
+    return pytest.mark.parametrize("backend", backends_of(op))
+
+
+def each_backend_and_dtype(op: Op[Any, Any]) -> pytest.MarkDecorator:
+    pairs = [pytest.param(*pair, id=_id(*pair)) for pair in _pairs(op)]
+    return pytest.mark.parametrize(("backend", "dtype"), pairs)
+
+
+def each_op_backend_and_dtype(*names: str) -> pytest.MarkDecorator:
+    """For a family of ops that one test can call alike."""
+    triples = [pytest.param(name, *pair, id=_id(name, *pair)) for name in names for pair in _pairs(ops.OPS[name])]
+    return pytest.mark.parametrize(("name", "backend", "dtype"), triples)
+
+
+def _pairs(op: Op[Any, Any]) -> list[tuple[str, torch.dtype]]:
+    return [(backend, dtype) for backend in backends_of(op) for dtype in FLOATS if _runs(backend, dtype)]
+
+
+def _id(*params: object) -> str:
+    return "-".join(str(param).removeprefix("torch.") for param in params)
+
+
+def _runs(backend: str, dtype: torch.dtype) -> bool:
+    is_interpreted = backend == "triton" and not torch.cuda.is_available()
+    return not (is_interpreted and dtype == torch.bfloat16)  # the interpreter's dot is wrong in bfloat16
+
+
+def device_of(backend: str) -> str:
+    return "cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu"
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
+    """The same numbers on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def strided(x: Tensor, poison: float = NAN) -> Tensor:
+    """The same values as the middle columns of a wider tensor of poison."""
+    wider = x.new_full((*x.shape[:-1], x.shape[-1] + 7), poison)
+    view = wider[..., 3:-4]
+    view.copy_(x)
+    return view
+
+
+def wide(x: Tensor) -> Tensor:
+    """A float32 copy, for the oracle."""
+    return x.to(torch.float32, copy=True)
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.float(), expected, **TOLERANCE[dtype])
+
+
+def ints(values: list[int], device: str, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def attention_args(
+    lens: list[tuple[int, int]], heads: tuple[int, int], dim: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, ops.AttnBatch, float]:
+    """``lens``: (tokens in the cache, new tokens) of each request; ``heads``: of queries, of keys.
+
+    The queries are a part of a fused qkv, the cache a layer of a bigger one, the slots scattered. All else is NaN, and
+    the table's entries past a request's end name a slot of NaN.
+    """
+    q_heads, kv_heads = heads
+    seq_lens = [ready + new for ready, new in lens]
+    used, tokens = sum(seq_lens), sum(new for _, new in lens)
+    cache = torch.full((used + 3, 2, 2 * kv_heads, dim), NAN, dtype=dtype, device=device)[:, 1]
+    order = torch.randperm(used + 3, generator=torch.Generator().manual_seed(used)).tolist()
+    slots, nan_slot = order[:used], order[used]
+    cache[slots] = randn(used, 2 * kv_heads, dim, dtype=dtype, device=device, seed=1)
+
+    table = torch.full((len(lens) + 2, max(seq_lens, default=0) + 2), nan_slot, dtype=torch.int32, device=device)
+    req_idx = list(range(len(lens) + 1, 1, -1))
+    for row, seq_len in zip(req_idx, seq_lens, strict=True):
+        table[row, :seq_len] = ints([slots.pop() for _ in range(seq_len)], device)
+
+    fused = torch.full((tokens, q_heads + 2 * kv_heads, dim), NAN, dtype=dtype, device=device)
+    q = fused[:, :q_heads]
+    q.copy_(randn(tokens, q_heads, dim, dtype=dtype, device=device, seed=2))
+    batch = ops.AttnBatch(
+        req_to_token=table,
+        b_req_idx=ints(req_idx, device),
+        b_start_loc=ints([sum(new for _, new in lens[:i]) for i in range(len(lens))], device),
+        b_seq_len=ints(seq_lens, device),
+        b_ready_cache_len=ints([ready for ready, _ in lens], device),
+        max_q_len=max((new for _, new in lens), default=0),
+        max_seq_len=max(seq_lens, default=0),
+    )
+    return q, cache, batch, dim**-0.5
+
+
+def penalties_of(entries: list[tuple[int, int, int]], batch: int, device: str) -> ops.Penalties:
+    """``entries``: (row, token, count in the output)."""
+    return ops.Penalties(
+        b_repetition=torch.linspace(1.0, 1.5, batch, device=device),
+        b_presence=torch.linspace(0.3, 0.0, batch, device=device),
+        b_frequency=torch.linspace(-0.1, 0.2, batch, device=device),
+        rows=ints([row for row, _, _ in entries], device),
+        token_ids=ints([token for _, token, _ in entries], device),
+        output_counts=ints([count for _, _, count in entries], device),
+    )
+
+
+Args = tuple[Any, ...]
+
+
+def _norm_args(*names: str) -> Callable[[int, torch.dtype, str], Args]:
+    shapes = {"rows": (48,), "param": (48,)}
+
+    def args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+        tensors = [
+            randn(*((tokens,) if name == "rows" else ()), *shapes[name], dtype=dtype, device=device, seed=seed)
+            for seed, name in enumerate(names)
+        ]
+        return (*tensors, EPS)
+
+    return args
+
+
+def _activation_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return (randn(tokens, 70, dtype=dtype, device=device),)
+
+
+def _embedding_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return torch.arange(tokens, device=device), randn(50, 48, dtype=dtype, device=device), 2
+
+
+def _linear_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return randn(tokens, 48, dtype=dtype, device=device), randn(40, 48, dtype=dtype, device=device, seed=1)
+
+
+def _rotary_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    qk = [randn(tokens, heads, 64, dtype=dtype, device=device) for heads in (4, 2)]
+    return (*qk, randn(tokens, 32, device=device, seed=1), randn(tokens, 32, device=device, seed=2))
+
+
+def _write_kv_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    kv = randn(tokens, 4, 64, dtype=dtype, device=device)
+    return kv, ints(list(range(tokens)), device), torch.zeros(tokens + 1, 4, 64, dtype=dtype, device=device)
+
+
+def _attention_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return attention_args([(9, 1)] * tokens, (4, 2), 64, dtype, device)
+
+
+def _logits(tokens: int, device: str) -> Tensor:
+    return randn(tokens, 300, device=device)
+
+
+def _penalties_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return _logits(tokens, device), penalties_of([(row, row + 1, row) for row in range(tokens)], tokens, device)
+
+
+def _cut_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    b_floats = [torch.full((tokens,), value, device=device) for value in (0.9, 0.01)]
+    return (_logits(tokens, device), ints([5] * tokens, device), *b_floats)
+
+
+def _sample_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return _logits(tokens, device), ints([7] * tokens, device, torch.int64), ints([3] * tokens, device)
+
+
+ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
+    "add_layer_norm": _norm_args("rows", "rows", "param", "param"),
+    "add_rms_norm": _norm_args("rows", "rows", "param"),
+    "apply_penalties": _penalties_args,
+    "argmax": lambda tokens, dtype, device: (_logits(tokens, device),),
+    "context_attention": _attention_args,
+    "cut_logits": _cut_args,
+    "gelu": _activation_args,
+    "gelu_and_mul": _activation_args,
+    "gelu_tanh": _activation_args,
+    "gelu_tanh_and_mul": _activation_args,
+    "layer_norm": _norm_args("rows", "param", "param"),
+    "linear": _linear_args,
+    "rms_norm": _norm_args("rows", "param"),
+    "rotary": _rotary_args,
+    "sample": _sample_args,
+    "silu_and_mul": _activation_args,
+    "token_attention": _attention_args,
+    "vocab_embedding": _embedding_args,
+    "write_kv": _write_kv_args,
+}

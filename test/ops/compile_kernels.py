@@ -1,0 +1,75 @@
+"""Compile for an H200, without a GPU, all that the wrappers would launch; prints what came of it as JSON.
+
+The wrappers run on CPU tensors with Triton told that an sm_90 is there, and each launch stops after the compiler: so a
+kernel is compiled with the very types, constants and alignments its wrapper passes. Runs as a process of its own,
+because Triton decides on import whether it interprets.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from lightserve.common import ops
+from test.ops.cases import ARGS, FLOATS, attention_args
+
+HEAD_DIMS = (80, 256)  # padded, and the largest; ARGS holds 64
+
+
+class AbsentH200:
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiler:
+    """Stands in for ``JITFunction.run``; notes of each kernel in each dtype the shared memory, or what went wrong."""
+
+    def __init__(self) -> None:
+        self.dtype = ""
+        self.shared_bytes: dict[str, dict[str, int]] = {}
+        self.errors: dict[str, str] = {}
+        self._run = JITFunction.run
+
+    def install(self) -> None:
+        driver.set_active(AbsentH200())
+        JITFunction.run = lambda *args, **kwargs: self.compile(*args, **kwargs)
+
+    def compile(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        name = kernel.fn.__name__
+        try:
+            compiled = self._run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        except Exception as error:  # whatever the compiler raises is this kernel's result; the others go on
+            self.errors[name] = f"{self.dtype}: {error!r}"
+            return
+        by_dtype = self.shared_bytes.setdefault(name, {})
+        by_dtype[self.dtype] = max(by_dtype.get(self.dtype, 0), compiled.metadata.shared)
+
+
+def call_every_wrapper(dtype: torch.dtype) -> None:
+    for name, op in ops.OPS.items():
+        if "triton" in op.impls:
+            op.impls["triton"](*ARGS[name](16, dtype, "cpu"))
+    for dim in HEAD_DIMS:
+        for op in (ops.context_attention, ops.token_attention):
+            args = attention_args([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
+            op.impls["triton"](*args, torch.ones(8))
+
+
+if __name__ == "__main__":
+    compiler = Compiler()
+    compiler.install()
+    for dtype in FLOATS:
+        compiler.dtype = str(dtype).removeprefix("torch.")
+        call_every_wrapper(dtype)
+    print(json.dumps({"shared_bytes": compiler.shared_bytes, "errors": compiler.errors}))

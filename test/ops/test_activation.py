@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightserve.common import ops
+from test.ops.cases import assert_close, device_of, each_op_backend_and_dtype, randn, strided, wide
+
+PLAIN = ["gelu", "gelu_tanh"]
+GATED = ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"]
+SHAPES = [(1, 2), (3, 66), (2, 2 * 1100), (2, 3, 10)]
+
+
+@each_op_backend_and_dtype(*PLAIN)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_activation_matches_its_definition(name: str, backend: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = randn(*shape, dtype=dtype, device=device_of(backend)) * 4
+
+    out = ops.OPS[name].impls[backend](x)
+
+    assert_close(out, ops.OPS[name](wide(x)), dtype)
+
+
+@each_op_backend_and_dtype(*GATED)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gated_activation_matches_its_definition(
+    name: str, backend: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    gate_up = randn(*shape, dtype=dtype, device=device_of(backend)) * 2
+
+    out = ops.OPS[name].impls[backend](gate_up)
+
+    assert_close(out, ops.OPS[name](wide(gate_up)), dtype)
+
+
+@each_op_backend_and_dtype(*PLAIN, *GATED)
+def test_activation_reads_a_part_of_a_wider_row(name: str, backend: str, dtype: torch.dtype) -> None:
+    x = strided(randn(3, 34, dtype=dtype, device=device_of(backend)))
+
+    out = ops.OPS[name].impls[backend](x)
+
+    assert_close(out, ops.OPS[name](wide(x)), dtype)
+
+
+@each_op_backend_and_dtype(*PLAIN)
+def test_activation_saturates_without_nan(name: str, backend: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([[-30000.0, -200.0, 0.0, 200.0, 30000.0]], dtype=dtype, device=device_of(backend))
+
+    out = ops.OPS[name].impls[backend](x)
+
+    assert_close(out, wide(x).clamp(min=0), dtype)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightserve.common import ops
+from test.ops.cases import assert_close, device_of, each_backend_and_dtype, randn, strided, wide
+
+
+def angles(tokens: int, half: int, device: str) -> tuple[Tensor, Tensor]:
+    angle = randn(tokens, half, device=device, seed=9) * 3
+    return angle.cos(), angle.sin()
+
+
+@each_backend_and_dtype(ops.rotary)
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 40), (80, 10), (2, 1), (96, 24)])
+def test_rotary_turns_queries_and_keys_and_leaves_the_tail(
+    backend: str, dtype: torch.dtype, heads: tuple[int, int], dim: int, half: int
+) -> None:
+    q, k = (randn(3, n, dim, dtype=dtype, device=device_of(backend), seed=n) for n in heads)
+    cos, sin = angles(3, half, device_of(backend))
+    q_expected, k_expected, q_before, k_before = wide(q), wide(k), q.clone(), k.clone()
+    ops.rotary(q_expected, k_expected, cos, sin)
+
+    ops.rotary.impls[backend](q, k, cos, sin)
+
+    assert_close(q, q_expected, dtype)
+    assert_close(k, k_expected, dtype)
+    assert torch.equal(q[..., 2 * half :], q_before[..., 2 * half :])
+    assert torch.equal(k[..., 2 * half :], k_before[..., 2 * half :])
+
+
+@each_backend_and_dtype(ops.rotary)
+def test_rotary_turns_its_part_of_a_fused_qkv_and_nothing_else(backend: str, dtype: torch.dtype) -> None:
+    qkv = randn(5, 4 + 2 + 2, 80, dtype=dtype, device=device_of(backend))
+    cos, sin = (strided(table) for table in angles(5, 40, device_of(backend)))
+    expected, values_before = wide(qkv), qkv[:, 6:].clone()
+    ops.rotary(expected[:, :4], expected[:, 4:6], cos, sin)
+
+    ops.rotary.impls[backend](qkv[:, :4], qkv[:, 4:6], cos, sin)
+
+    assert_close(qkv, expected, dtype)
+    assert torch.equal(qkv[:, 6:], values_before)

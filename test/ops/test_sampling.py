@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightserve.common import ops
+from test.ops.cases import TOLERANCE, device_of, each_backend, ints, penalties_of, randn, strided
+
+INF = float("inf")
+VOCABS = [1, 33, 300, 5000]  # the last is more than one block of a kernel's walk
+
+
+def row(values: list[float], device: str) -> Tensor:
+    return torch.tensor([values], device=device)
+
+
+@each_backend(ops.argmax)
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_argmax_finds_the_largest_in_strided_rows(backend: str, vocab: int) -> None:
+    logits = strided(randn(3, vocab, device=device_of(backend)), poison=INF)
+
+    out = ops.argmax.impls[backend](logits)
+
+    assert out.dtype == torch.int64
+    assert out.tolist() == logits.argmax(-1).tolist()
+
+
+@each_backend(ops.argmax)
+@pytest.mark.parametrize("ties", [[0, 299], [7, 4096, 4999], [4100, 4101]])
+def test_argmax_takes_the_first_of_equals(backend: str, ties: list[int]) -> None:
+    logits = randn(1, 5000, device=device_of(backend)).clamp(max=3)
+    logits[0, ties] = 9.0
+
+    assert ops.argmax.impls[backend](logits).tolist() == [ties[0]]
+
+
+@each_backend(ops.argmax)
+def test_argmax_of_rows_with_minus_infinity_is_a_token(backend: str) -> None:
+    logits = torch.full((2, 33), -INF, device=device_of(backend))
+    logits[0, 31] = -1e30
+
+    assert ops.argmax.impls[backend](logits).tolist() == [31, 0]
+
+
+@each_backend(ops.apply_penalties)
+def test_penalties_change_their_entries_as_defined_and_no_others(backend: str) -> None:
+    logits = strided(randn(3, 300, device=device_of(backend)))
+    entries = [(0, 5, 0), (0, 299, 2), (1, 0, 1), (2, 150, 7), (2, 151, 0)]
+    penalties = penalties_of(entries, 3, device_of(backend))
+    expected, before = logits.clone(), logits.clone()
+    ops.apply_penalties(expected, penalties)
+
+    ops.apply_penalties.impls[backend](logits, penalties)
+
+    torch.testing.assert_close(logits, expected, **TOLERANCE[torch.float32])
+    changed = (logits != before).nonzero().tolist()
+    assert changed == [[0, 299], [1, 0], [2, 150], [2, 151]]  # row 0 has no repetition penalty: its unused 5 stays
+
+
+@each_backend(ops.apply_penalties)
+def test_penalties_of_more_entries_than_a_block_all_fall(backend: str) -> None:
+    logits = randn(2, 700, device=device_of(backend))
+    penalties = penalties_of([(i % 2, i, i % 3) for i in range(601)], 2, device_of(backend))
+    expected = logits.clone()
+    ops.apply_penalties(expected, penalties)
+
+    ops.apply_penalties.impls[backend](logits, penalties)
+
+    torch.testing.assert_close(logits, expected, **TOLERANCE[torch.float32])
+
+
+def cut(backend: str, logits: Tensor, top_k: list[int], top_p: list[float], min_p: list[float]) -> Tensor:
+    device = str(logits.device)
+    cut_logits = logits.clone(memory_format=torch.preserve_format)
+    b_top_p, b_min_p = (torch.tensor(values, device=device) for values in (top_p, min_p))
+    ops.cut_logits.impls[backend](cut_logits, ints(top_k, device), b_top_p, b_min_p)
+    return cut_logits
+
+
+@each_backend(ops.cut_logits)
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_cut_matches_its_definition(backend: str, vocab: int) -> None:
+    logits = randn(6, vocab, device=device_of(backend)) * 3
+    top_k = [vocab, 1, 7, vocab + 9, 50, vocab]
+    top_p = [1.0, 1.0, 1.0, 0.8, 0.95, 0.3]
+    min_p = [0.0, 0.0, 0.0, 0.0, 0.02, 0.1]
+
+    out = cut(backend, logits, top_k, top_p, min_p)
+
+    assert torch.equal(out, cut(ops.REFERENCE, logits, top_k, top_p, min_p))
+
+
+@each_backend(ops.cut_logits)
+def test_cut_leaves_what_is_beside_its_rows(backend: str) -> None:
+    buffer = randn(3, 200, device=device_of(backend))
+    before = buffer.clone()
+
+    b_top_p, b_min_p = torch.ones(3, device=buffer.device), torch.zeros(3, device=buffer.device)
+    ops.cut_logits.impls[backend](buffer[:, 50:150], ints([1] * 3, device_of(backend)), b_top_p, b_min_p)
+
+    assert torch.equal(buffer[:, :50], before[:, :50])
+    assert torch.equal(buffer[:, 150:], before[:, 150:])
+    assert buffer[:, 50:150].isfinite().sum(-1).tolist() == [1, 1, 1]
+
+
+@each_backend(ops.cut_logits)
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (1, 1.0, 2),  # two share the top
+        (3, 1.0, 5),  # three share the third place
+        (6, 1.0, 6),
+        (9, 0.4, 2),  # the top two hold 0.64
+        (9, 0.7, 5),
+        (3, 0.9, 5),
+    ],
+)
+def test_cut_keeps_equals_together(backend: str, top_k: int, top_p: float, kept: int) -> None:
+    logits = row([1.0, 3.0, 2.0, 2.0, -1.0, 3.0, 2.0, -2.0], device_of(backend))
+
+    out = cut(backend, logits, [top_k], [top_p], [0.0])
+
+    assert int(out.isfinite().sum()) == kept
+    assert torch.equal(out, cut(ops.REFERENCE, logits, [top_k], [top_p], [0.0]))
+
+
+@each_backend(ops.cut_logits)
+def test_cut_treats_both_zeros_as_equal(backend: str) -> None:
+    logits = row([-0.0, 0.0, -1.0], device_of(backend))
+
+    assert cut(backend, logits, [1], [1.0], [0.0]).isfinite().tolist() == [[True, True, False]]
+
+
+@each_backend(ops.cut_logits)
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5])
+@pytest.mark.parametrize("top_p", [0.5, 0.99, 1.0])
+def test_cut_of_masked_logits_counts_and_weighs_the_rest(backend: str, top_k: int, top_p: float) -> None:
+    logits = row([-INF, 2.0, -INF, 1.0, -3.0, -INF], device_of(backend))
+
+    out = cut(backend, logits, [top_k], [top_p], [0.0])
+
+    assert torch.equal(out, cut(ops.REFERENCE, logits, [top_k], [top_p], [0.0]))
+
+
+@each_backend(ops.cut_logits)
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_cut_orders_tiny_and_huge_logits(backend: str, scale: float) -> None:
+    logits = row([-2.0, 1.0, -1.0, 3.0, 2.0], device_of(backend)) * scale
+
+    out = cut(backend, logits, [4], [1.0], [0.0])
+
+    assert out.isfinite().tolist() == [[False, True, True, True, True]]
+
+
+@each_backend(ops.sample)
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_sample_draws_what_its_definition_draws(backend: str, vocab: int) -> None:
+    seeds = [0, 1, -1, 2**63 - 1, -(2**63), 0x1234_5678_9ABC_DEF0] * 2
+    logits = strided(randn(len(seeds), vocab, device=device_of(backend)), poison=INF)
+    b_seed = ints(seeds, device_of(backend), torch.int64)
+    b_position = ints([i * 1000 for i in range(len(seeds))], device_of(backend))
+
+    out = ops.sample.impls[backend](logits, b_seed, b_position)
+
+    assert out.dtype == torch.int64
+    assert out.tolist() == ops.sample(logits, b_seed, b_position).tolist()
+
+
+@each_backend(ops.sample)
+def test_sample_never_draws_a_masked_token(backend: str) -> None:
+    logits = torch.full((64, 300), -INF, device=device_of(backend))
+    logits[:, [17, 203]] = 0.0
+    b_seed = torch.arange(64, device=logits.device)
+
+    out = ops.sample.impls[backend](logits, b_seed, b_seed.int())
+
+    assert set(out.tolist()) == {17, 203}
+
+
+@each_backend(ops.sample)
+def test_sample_of_a_request_does_not_depend_on_its_batch(backend: str) -> None:
+    logits = randn(5, 300, device=device_of(backend))
+    b_seed = ints([11, 12, 13, 14, 15], device_of(backend), torch.int64)
+    b_position = ints([4, 5, 6, 7, 8], device_of(backend))
+
+    together = ops.sample.impls[backend](logits, b_seed, b_position)
+    alone = ops.sample.impls[backend](logits[3:4], b_seed[3:4], b_position[3:4])
+
+    assert together[3:4].tolist() == alone.tolist()
