@@ -1,0 +1,55 @@
+"""What a model is made of. People who add a model need nothing else but ``lightserve.common.ops``."""
+
+from lightserve.common.basemodel.basemodel import ModelArgs, TpPartBaseModel
+from lightserve.common.basemodel.infer_struct import InferStateInfo, ModelInput
+from lightserve.common.basemodel.layer_infer.base_layer_infer import (
+    BaseLayerInfer,
+    PostLayerInfer,
+    PreLayerInfer,
+    TransformerLayerInfer,
+)
+from lightserve.common.basemodel.layer_infer.template.post_layer_infer_template import PostLayerInferTpl
+from lightserve.common.basemodel.layer_infer.template.pre_layer_infer_template import PreLayerInferTpl
+from lightserve.common.basemodel.layer_infer.template.transformer_layer_infer_template import (
+    TransformerLayerInferTpl,
+)
+from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
+from lightserve.common.basemodel.layer_weights.weights import (
+    Block,
+    ColumnWeight,
+    LayerNormWeight,
+    RmsNormWeight,
+    RowWeight,
+    VocabWeight,
+    WeightContext,
+)
+from lightserve.common.basemodel.rotary import RotaryInferStateInfo, RotaryModel
+from lightserve.common.checkpoint import CheckpointTensor
+from lightserve.common.model_config import ModelConfig
+
+__all__ = [
+    "BaseLayerInfer",
+    "Block",
+    "CheckpointTensor",
+    "ColumnWeight",
+    "InferStateInfo",
+    "LayerNormWeight",
+    "ModelArgs",
+    "ModelConfig",
+    "ModelInput",
+    "PostLayerInfer",
+    "PostLayerInferTpl",
+    "PreAndPostLayerWeight",
+    "PreLayerInfer",
+    "PreLayerInferTpl",
+    "RmsNormWeight",
+    "RotaryInferStateInfo",
+    "RotaryModel",
+    "RowWeight",
+    "TpPartBaseModel",
+    "TransformerLayerInfer",
+    "TransformerLayerInferTpl",
+    "TransformerLayerWeight",
+    "VocabWeight",
+    "WeightContext",
+]

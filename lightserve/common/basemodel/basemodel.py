@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightserve.common.basemodel.infer_struct import InferStateInfo, ModelInput
+from lightserve.common.basemodel.layer_infer.base_layer_infer import (
+    PostLayerInfer,
+    PreLayerInfer,
+    TransformerLayerInfer,
+)
+from lightserve.common.basemodel.layer_infer.template.post_layer_infer_template import PostLayerInferTpl
+from lightserve.common.basemodel.layer_infer.template.pre_layer_infer_template import PreLayerInferTpl
+from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
+from lightserve.common.basemodel.layer_weights.loader import fill_dummy, load_weights
+from lightserve.common.basemodel.layer_weights.weights import WeightContext
+from lightserve.common.checkpoint import CheckpointTensor
+from lightserve.common.mem_manager import MemoryManager
+from lightserve.common.model_config import ModelConfig
+from lightserve.common.req_manager import ReqManager
+from lightserve.common.tp import TpGroup
+from lightserve.errors import ModelFilesError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArgs:
+    """What a rank needs to know to build its part of a model."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    tp: TpGroup
+    checkpoint: Iterable[CheckpointTensor] | None  # None: random weights
+    max_total_token_num: Callable[[], int]  # asked once the weights have taken their memory
+    max_reqs: int
+    max_req_total_len: int
+
+
+class TpPartBaseModel:
+    """One rank's part of a model: its weights, its layers and its KV cache.
+
+    Each ``_init_*`` and ``_verify_*`` step may be overridden; they run in the order of ``__init__``.
+    """
+
+    pre_and_post_weight_class: ClassVar[type[PreAndPostLayerWeight]]
+    transformer_weight_class: ClassVar[type[TransformerLayerWeight]]
+    pre_layer_infer_class: ClassVar[type[PreLayerInfer[Any, Any]]] = PreLayerInferTpl
+    transformer_layer_infer_class: ClassVar[type[TransformerLayerInfer[Any, Any]]]
+    post_layer_infer_class: ClassVar[type[PostLayerInfer[Any, Any]]] = PostLayerInferTpl
+    infer_state_class: ClassVar[type[InferStateInfo]] = InferStateInfo
+
+    alibi_slopes: Tensor | None = None  # [heads of this rank] float32
+
+    def __init__(self, args: ModelArgs) -> None:
+        self.args = args
+        self.tp = args.tp
+        self.device = args.device
+        self._init_config()
+        self._verify_must()
+        self._verify_params()
+        self._init_weights()
+        self._init_mem_manager()
+        self._init_infer_layer()
+        self._init_some_value()
+        self._init_custom()
+
+    def _init_config(self) -> None:
+        self.config = self.args.config
+
+    def _verify_must(self) -> None:
+        """The shapes that every model needs to divide among the ranks."""
+        config, size = self.config, self.tp.size
+        for what, count in (("attention heads", config.num_heads), ("FFN rows", config.intermediate_size)):
+            if count % size:
+                raise ModelFilesError(
+                    f"{count} {what} do not divide among tp={size} ranks; choose a tp that divides them"
+                )
+        if config.num_kv_heads % size and size % config.num_kv_heads:
+            raise ModelFilesError(f"{config.num_kv_heads} KV heads and tp={size}: one must divide the other")
+
+    def _verify_params(self) -> None:
+        """Refuse a config.json that asks for what the model's code does not do."""
+
+    def _init_weights(self) -> None:
+        context = WeightContext(self.tp, self.args.dtype, self.device)
+        self.pre_post_weight = self.pre_and_post_weight_class(self.config, context)
+        self.layer_weights = [
+            self.transformer_weight_class(i, self.config, context) for i in range(self.config.num_layers)
+        ]
+        layers = [self.pre_post_weight, *self.layer_weights]
+        if self.args.checkpoint is None:
+            fill_dummy(layers)
+        else:
+            load_weights(layers, self.adapt_checkpoint(self.args.checkpoint))
+
+    def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
+        """Give the checkpoint's tensors the names and layouts that the weights declare, and drop what is derived."""
+        for tensor in checkpoint:
+            is_tied_head = self.config.tie_word_embeddings and tensor.name == "lm_head.weight"
+            if not is_tied_head and not tensor.name.endswith(".rotary_emb.inv_freq"):
+                yield tensor
+
+    def _init_mem_manager(self) -> None:
+        size = self.args.max_total_token_num()
+        self.mem_manager = MemoryManager(size, self.config, self.tp.size, self.args.dtype, self.device)
+        self.req_manager = ReqManager(self.args.max_reqs, self.args.max_req_total_len, self.device)
+
+    def _init_infer_layer(self) -> None:
+        self.pre_infer = self.pre_layer_infer_class(self.config, self.tp)
+        self.layers_infer = [
+            self.transformer_layer_infer_class(i, self.config, self.tp) for i in range(self.config.num_layers)
+        ]
+        self.post_infer = self.post_layer_infer_class(self.config, self.tp)
+
+    def _init_some_value(self) -> None:
+        """Tables that every step reads."""
+
+    def _init_custom(self) -> None:
+        """Whatever else a model needs."""
+
+    @torch.inference_mode()
+    def forward(self, step: ModelInput) -> Tensor:
+        """Logits in float32: ``[batch, vocab]`` of each request's last token, or ``[tokens, vocab]`` of all."""
+        infer_state = self.infer_state_class(step, self.mem_manager)
+        infer_state.init_some_extra_state(self, step.input_ids)
+        if step.is_prefill:
+            return self._context_forward(step.input_ids, infer_state)
+        return self._token_forward(step.input_ids, infer_state)
+
+    def _context_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
+        x = self.pre_infer.context_forward(input_ids, infer_state, self.pre_post_weight)
+        for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
+            x = layer.context_forward(x, infer_state, weight)
+        return self.post_infer.context_forward(x, infer_state, self.pre_post_weight)
+
+    def _token_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
+        x = self.pre_infer.token_forward(input_ids, infer_state, self.pre_post_weight)
+        for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
+            x = layer.token_forward(x, infer_state, weight)
+        return self.post_infer.token_forward(x, infer_state, self.pre_post_weight)

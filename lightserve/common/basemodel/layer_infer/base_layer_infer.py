@@ -1,0 +1,52 @@
+"""The parts of a forward pass. A layer owns no weights: they come with each call, as does the step's state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from lightserve.common.basemodel.infer_struct import InferStateInfo
+from lightserve.common.basemodel.layer_weights.layer_weight import (
+    LayerWeight,
+    PreAndPostLayerWeight,
+    TransformerLayerWeight,
+)
+from lightserve.common.model_config import ModelConfig
+from lightserve.common.tp import TpGroup
+
+Weight = TypeVar("Weight", bound=LayerWeight)
+OuterWeight = TypeVar("OuterWeight", bound=PreAndPostLayerWeight)
+InnerWeight = TypeVar("InnerWeight", bound=TransformerLayerWeight)
+State = TypeVar("State", bound=InferStateInfo)
+
+
+class BaseLayerInfer(ABC, Generic[Weight, State]):
+    def __init__(self, config: ModelConfig, tp: TpGroup) -> None:
+        self.config = config
+        self.tp = tp
+
+    @abstractmethod
+    def context_forward(self, input: Tensor, infer_state: State, layer_weight: Weight) -> Tensor:
+        """Any number of new tokens a request: prefill and mixed steps."""
+
+    @abstractmethod
+    def token_forward(self, input: Tensor, infer_state: State, layer_weight: Weight) -> Tensor:
+        """One new token a request: decode."""
+
+
+class PreLayerInfer(BaseLayerInfer[OuterWeight, State]):
+    """Token ids to hidden states."""
+
+
+class TransformerLayerInfer(BaseLayerInfer[InnerWeight, State]):
+    """What the layer adds to the hidden states, which ``infer_state.residual`` holds."""
+
+    def __init__(self, layer_num: int, config: ModelConfig, tp: TpGroup) -> None:
+        super().__init__(config, tp)
+        self.layer_num = layer_num
+
+
+class PostLayerInfer(BaseLayerInfer[OuterWeight, State]):
+    """Hidden states to logits in float32."""

@@ -1,0 +1,47 @@
+"""Groups of weights: those of one layer, and those before the first and after the last."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from lightserve.common.basemodel.layer_weights.weights import (
+    NormWeight,
+    Piece,
+    RowWeight,
+    VocabWeight,
+    Weight,
+    WeightContext,
+)
+from lightserve.common.model_config import ModelConfig
+
+
+class LayerWeight:
+    """Weights as attributes; a weight that has two names is still one weight."""
+
+    def pieces(self) -> Iterator[Piece]:
+        weights = {id(weight): weight for weight in vars(self).values() if isinstance(weight, Weight)}
+        for weight in weights.values():
+            yield from weight.pieces()
+
+
+class PreAndPostLayerWeight(LayerWeight, ABC):
+    """What the templates read; a model adds what else it has."""
+
+    embedding: VocabWeight
+    final_norm: NormWeight
+    lm_head: VocabWeight
+
+    @abstractmethod
+    def __init__(self, config: ModelConfig, context: WeightContext) -> None: ...
+
+
+class TransformerLayerWeight(LayerWeight, ABC):
+    """What the templates read; a model adds what else it has."""
+
+    att_norm: NormWeight
+    o_proj: RowWeight
+    ffn_norm: NormWeight
+
+    @abstractmethod
+    def __init__(self, layer_num: int, config: ModelConfig, context: WeightContext) -> None: ...

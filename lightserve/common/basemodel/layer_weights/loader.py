@@ -1,0 +1,65 @@
+"""One pass over a checkpoint into the weights that declared its tensors, with every mistake named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from lightserve.common.basemodel.layer_weights.layer_weight import LayerWeight
+from lightserve.common.basemodel.layer_weights.weights import Piece
+from lightserve.common.checkpoint import CheckpointTensor
+from lightserve.errors import CheckpointError
+from lightserve.utils.logger import init_logger
+
+logger = init_logger(__name__)
+
+SHOWN = 8  # names in a message; a wrong config misses hundreds
+DUMMY_STD = 0.02  # as models are initialised: activations stay finite through any number of layers
+
+
+def load_weights(layers: Iterable[LayerWeight], checkpoint: Iterable[CheckpointTensor]) -> None:
+    """Fill the layers' weights. Tensors that no layer declared are reported and left."""
+    wanted = {piece.name: piece for layer in layers for piece in layer.pieces()}
+    known = set(wanted)
+    extra: list[str] = []
+    for name, tensor, file in checkpoint:
+        if name in wanted:
+            _fill(wanted.pop(name), tensor, file)
+        elif name in known:
+            raise CheckpointError(f"{file}: the tensor {name} occurs a second time")
+        else:
+            extra.append(f"{name} ({file})")
+    if wanted:
+        raise CheckpointError(f"the checkpoint lacks {_listed(sorted(wanted))}")
+    if extra:
+        logger.warning("ignored: the model has no use for %s", _listed(extra))
+
+
+def fill_dummy(layers: Iterable[LayerWeight], seed: int = 0) -> None:
+    """Random weights of the right shapes, the same at every start."""
+    for layer in layers:
+        for piece in layer.pieces():
+            if piece.into is not None:
+                generator = torch.Generator(piece.into.device).manual_seed(seed)
+                piece.into.normal_(std=DUMMY_STD, generator=generator)
+                if piece.into.ndim == 1 and piece.name.endswith(".weight"):
+                    piece.into.add_(1)  # norms
+            seed += 1
+
+
+def _fill(piece: Piece, tensor: torch.Tensor, file: str) -> None:
+    if tuple(tensor.shape) != piece.shape:
+        raise CheckpointError(f"{file}: {piece.name} has shape {tuple(tensor.shape)}, config.json wants {piece.shape}")
+    if not tensor.is_floating_point():
+        raise CheckpointError(
+            f"{file}: {piece.name} is {str(tensor.dtype).removeprefix('torch.')}; "
+            "only float checkpoints load, quantised ones do not yet"
+        )
+    if piece.into is not None:
+        piece.into.copy_(piece.part(tensor))
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{len(names)} tensors: {', '.join(names[:SHOWN])}{more}"

@@ -1,0 +1,105 @@
+"""A model's ``config.json``, read once into names that the code uses everywhere. The launcher reads it: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightserve.errors import ModelFilesError
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_OPTIONAL_ROPE = (
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary positions: the base and how it is stretched past the length the model was trained on."""
+
+    rope_type: str = "default"
+    theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> RopeConfig:
+        rope: dict[str, Any] = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+        rope_type = rope.get("rope_type") or rope.get("type") or "default"
+        if rope_type not in ROPE_TYPES:
+            raise ModelFilesError(f"config.json: rope type {rope_type!r} is not supported; supported: {ROPE_TYPES}")
+        max_position = hf.get("max_position_embeddings", 0)
+        original = hf.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        return cls(
+            rope_type=rope_type,
+            theta=rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
+            partial_rotary_factor=rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0,
+            factor=rope.get("factor") or (max_position / original if original else 1.0),
+            original_max_position=original or max_position,
+            **{key: rope[key] for key in _OPTIONAL_ROPE if rope.get(key) is not None},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    model_type: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    norm_eps: float
+    max_position: int
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    hf: Mapping[str, Any]  # the whole config.json, for what only one model reads
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
+        num_heads = _first(hf, "num_attention_heads", "n_head")
+        hidden_size = _first(hf, "hidden_size", "n_embed")
+        return cls(
+            model_type=_first(hf, "model_type"),
+            num_layers=_first(hf, "num_hidden_layers", "n_layer"),
+            num_heads=num_heads,
+            num_kv_heads=hf.get("num_key_value_heads") or num_heads,
+            head_dim=hf.get("head_dim") or hidden_size // num_heads,
+            hidden_size=hidden_size,
+            intermediate_size=hf.get("intermediate_size") or hf.get("n_inner") or 4 * hidden_size,
+            vocab_size=_first(hf, "vocab_size"),
+            norm_eps=_first(hf, "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
+            max_position=hf.get("max_position_embeddings") or hf.get("seq_length") or 2048,
+            tie_word_embeddings=hf.get("tie_word_embeddings", False),
+            rope=RopeConfig.from_hf(hf),
+            hf=hf,
+        )
+
+    def kv_heads_of_rank(self, tp_size: int) -> int:
+        """KV heads that each of ``tp_size`` ranks holds; ranks share a head when there are too few."""
+        return max(self.num_kv_heads // tp_size, 1)
+
+
+def _first(hf: Mapping[str, Any], *keys: str) -> Any:
+    for key in keys:
+        if hf.get(key) is not None:
+            return hf[key]
+    raise ModelFilesError(f"config.json has no {' or '.join(keys)}")

@@ -1,0 +1,33 @@
+"""Rows of ``req_to_token``: which slot holds each token of each running request."""
+
+from __future__ import annotations
+
+import torch
+
+
+class ReqManager:
+    """``max_reqs`` rows of ``max_len`` tokens and one more row for the padding of a batch."""
+
+    def __init__(self, max_reqs: int, max_len: int, device: torch.device) -> None:
+        self.max_reqs = max_reqs
+        self.max_len = max_len
+        self.req_to_token = torch.zeros(max_reqs + 1, max_len, dtype=torch.int32, device=device)
+        self._free_rows = list(range(max_reqs - 1, -1, -1))
+
+    @property
+    def padding_row(self) -> int:
+        return self.max_reqs
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free_rows)
+
+    def alloc(self) -> int:
+        if not self._free_rows:
+            raise ValueError(f"all {self.max_reqs} request rows are taken: the scheduler overdrew")
+        return self._free_rows.pop()
+
+    def free(self, row: int) -> None:
+        if row in self._free_rows:
+            raise ValueError(f"request row {row} was freed twice")
+        self._free_rows.append(row)
