@@ -1,0 +1,98 @@
+"""Find the first layer in which a model differs from transformers.
+
+python -m lightserve.tools.dump --model_dir DIR [--prompt TEXT] [--tolerance 1e-3]
+
+Runs one prompt through both, compares the hidden states after every layer and the logits, and for the first layer that
+differs the inner steps that transformers' modules expose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightserve.common.basemodel import ModelInput, TpPartBaseModel
+from lightserve.common.basemodel.hooks import recorded
+from lightserve.common.ops import AttnBatch
+from lightserve.common.tp import TpGroup
+from lightserve.config import WorkerConfig
+from lightserve.errors import LightserveError
+from lightserve.model_files.source import GgufSource, ModelSource, resolve
+from lightserve.model_files.tokenizer import load_tokenizer
+from lightserve.router.model_infer.worker import ModelWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    name: str
+    relative: float  # largest difference over the largest value of transformers
+
+
+def compare(model: TpPartBaseModel, hf: Any, ids: Sequence[int]) -> list[Difference]:
+    """How far each hidden state and the logits of a prompt are from transformers', in the order of computation."""
+    with recorded(model) as ours:
+        model.forward(_prefill(model, ids))
+    with torch.inference_mode():
+        out = hf(torch.tensor([list(ids)]), output_hidden_states=True)
+    last = model.config.num_layers - 1  # transformers norms the last hidden state, so it shows in the logits
+    theirs = {"embedding": out.hidden_states[0][0]}
+    theirs |= {f"layers.{i}": out.hidden_states[i + 1][0] for i in range(last)}
+    theirs["logits"] = out.logits[0, -1:]
+    return [Difference(name, _relative(ours[name], value)) for name, value in theirs.items()]
+
+
+def first_difference(differences: Sequence[Difference], tolerance: float) -> Difference | None:
+    return next((d for d in differences if not d.relative <= tolerance), None)
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.float().cpu() - theirs.float()).abs().max() / theirs.float().abs().max())
+
+
+def _prefill(model: TpPartBaseModel, ids: Sequence[int]) -> ModelInput:
+    """The prompt alone, in the first row and the first slots."""
+    count, device = len(ids), model.device
+    slots = torch.arange(count, dtype=torch.int32, device=device)
+    model.req_manager.req_to_token[0, :count] = slots
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    attn = AttnBatch(model.req_manager.req_to_token, zero, zero, zero + count, zero, count, count)
+    return ModelInput(torch.tensor(list(ids), device=device), slots, attn, is_prefill=True)
+
+
+def _load_hf(source: ModelSource) -> Any:
+    from transformers import AutoModelForCausalLM  # only this tool needs it, and it takes seconds to import
+
+    if isinstance(source, GgufSource):
+        return AutoModelForCausalLM.from_pretrained(source.path.parent, gguf_file=source.path.name, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightserve.tools.dump", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--model_dir")
+    parser.add_argument("--prompt", default="The capital of France is Paris, and the capital of Italy is")
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="of the largest value; float32 gives about 1e-5")
+    args = parser.parse_args()
+    try:
+        source = resolve(args.model_dir)
+        config = WorkerConfig(model_dir=args.model_dir, data_type="float32", max_total_token_num=4096)
+        model = ModelWorker(config, source, TpGroup()).model
+        differences = compare(model, _load_hf(source).eval(), load_tokenizer(source).encode(args.prompt))
+    except LightserveError as error:
+        sys.exit(str(error))
+    for difference in differences:
+        print(f"{difference.name:12} {difference.relative:.2e}")
+    first = first_difference(differences, args.tolerance)
+    print(f"first difference: {first.name}" if first else f"the same within {args.tolerance:g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Requests fed to a model as a worker feeds them: slots anywhere, lengths unequal, tokens in pieces."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightserve.common.basemodel import ModelInput, TpPartBaseModel
+from lightserve.common.ops import AttnBatch
+from lightserve.common.token_slots import TokenSlots
+
+
+class Session:
+    """Slots come in random order, and a slot that holds no token holds NaN, so that reading it shows."""
+
+    def __init__(self, model: TpPartBaseModel) -> None:
+        self.model = model
+        self.device = model.device
+        self.free_slots = TokenSlots(model.mem_manager.size)
+        self._place = np.random.default_rng(1).permutation(model.mem_manager.size).astype(np.int32)
+        self._slots: dict[int, list[int]] = {}  # by row, as the allocator names them
+        model.mem_manager.kv_buffer.fill_(float("nan"))
+
+    def step(self, new_tokens: dict[int, list[int]], *, all_logits: bool = False) -> Tensor:
+        """Append tokens to the requests in the given rows; logits of each request's last token."""
+        ready = {row: len(self._slots.setdefault(row, [])) for row in new_tokens}
+        for row, tokens in new_tokens.items():
+            self._slots[row] += self.free_slots.alloc(len(tokens)).tolist()
+            self._write_row(row)
+        q_len = [len(tokens) for tokens in new_tokens.values()]
+        slots = [s for row in new_tokens for s in self._place[self._slots[row][ready[row] :]].tolist()]
+        attn = AttnBatch(
+            req_to_token=self.model.req_manager.req_to_token,
+            b_req_idx=self._ints(list(new_tokens)),
+            b_start_loc=self._ints([sum(q_len[:i]) for i in range(len(q_len))]),
+            b_seq_len=self._ints([len(self._slots[row]) for row in new_tokens]),
+            b_ready_cache_len=self._ints(list(ready.values())),
+            max_q_len=max(q_len),
+            max_seq_len=max(len(self._slots[row]) for row in new_tokens),
+        )
+        ids = torch.tensor([t for tokens in new_tokens.values() for t in tokens], device=self.device)
+        is_prefill = max(q_len) > 1
+        return self.model.forward(ModelInput(ids, self._ints(slots), attn, is_prefill, all_logits)).cpu()
+
+    def share_prefix(self, donor: int, row: int, length: int) -> None:
+        """The request in ``row`` starts with the first tokens of another, in the same slots."""
+        self._slots[row] = self._slots[donor][:length]
+        self._write_row(row)
+
+    def finish(self, row: int) -> None:
+        """The request leaves; its slots are free and hold garbage."""
+        slots = np.array(self._slots.pop(row), dtype=np.int32)
+        self.free_slots.free(slots)
+        self.model.mem_manager.kv_buffer[:, self._place[slots]] = float("nan")
+
+    def _write_row(self, row: int) -> None:
+        places = torch.from_numpy(self._place[self._slots[row]])
+        self.model.req_manager.req_to_token[row, : len(places)] = places.to(self.device)
+
+    def _ints(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)

@@ -1,0 +1,186 @@
+"""One pass over a checkpoint, and every mistake in it named with its file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
+from lightserve.common.tp import TpGroup
+from lightserve.errors import CheckpointError, ModelFilesError
+from lightserve.models.registry import get_model_class
+from test.models.session import Session
+from test.models.tiny import HF_CONFIGS, build_hf, checkpoint_of
+
+Tensors = Iterator[CheckpointTensor]
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What our loggers say; they do not pass it on to the root logger, where pytest listens."""
+    ours = logging.getLogger("lightserve")
+    ours.addHandler(caplog.handler)
+    yield caplog
+    ours.removeHandler(caplog.handler)
+
+
+def build(hf: Any, checkpoint: Tensors | None) -> TpPartBaseModel:
+    config = ModelConfig.from_hf(hf.config.to_dict())
+    args = ModelArgs(config, torch.float32, torch.device("cpu"), TpGroup(), checkpoint, lambda: 64, 4, 64)
+    return get_model_class(config.model_type)(args)
+
+
+def changed(hf: Any, change: Callable[[CheckpointTensor], CheckpointTensor | None]) -> Tensors:
+    for tensor in checkpoint_of(hf):
+        if (out := change(tensor._replace(file="shard-7.safetensors"))) is not None:
+            yield out
+
+
+def test_missing_tensors_are_named() -> None:
+    hf = build_hf("llama-gqa")
+    checkpoint = changed(hf, lambda t: None if "input_layernorm" in t.name else t)
+
+    with pytest.raises(CheckpointError, match=rf"lacks 2 tensors: .*layers\.0.*, {NORM}"):
+        build(hf, checkpoint)
+
+
+def test_a_misshapen_tensor_is_named_with_its_file_and_both_shapes() -> None:
+    hf = build_hf("llama-gqa")
+    checkpoint = changed(hf, lambda t: t._replace(tensor=t.tensor[:-1]) if t.name == NORM else t)
+
+    with pytest.raises(CheckpointError, match=rf"shard-7\.safetensors: {NORM} has shape \(63,\).*wants \(64,\)"):
+        build(hf, checkpoint)
+
+
+def test_a_wrongly_typed_tensor_is_named_with_its_file() -> None:
+    hf = build_hf("llama-gqa")
+    checkpoint = changed(hf, lambda t: t._replace(tensor=t.tensor.to(torch.int8)) if t.name == NORM else t)
+
+    with pytest.raises(CheckpointError, match=rf"shard-7\.safetensors: {NORM} is int8"):
+        build(hf, checkpoint)
+
+
+def test_extra_tensors_are_named_with_their_file_and_the_model_loads(log: pytest.LogCaptureFixture) -> None:
+    hf = build_hf("llama-gqa")
+
+    def with_extra() -> Tensors:
+        yield from checkpoint_of(hf)
+        yield CheckpointTensor("model.layers.0.vision.weight", torch.ones(3), "shard-7.safetensors")
+
+    build(hf, with_extra())
+
+    assert "model.layers.0.vision.weight (shard-7.safetensors)" in log.text
+
+
+def test_a_tied_head_that_the_checkpoint_repeats_is_no_mistake(log: pytest.LogCaptureFixture) -> None:
+    hf = build_hf("qwen2-tied")
+    assert "lm_head.weight" in hf.state_dict()
+
+    build(hf, checkpoint_of(hf))
+
+    assert not log.text
+
+
+@pytest.mark.parametrize("name", HF_CONFIGS)
+def test_dummy_weights_have_the_shape_of_the_config_and_give_finite_logits(name: str) -> None:
+    hf = build_hf(name)
+
+    model = build(hf, None)
+
+    logits = Session(model).step({0: [1, 2, 3]})
+    assert logits.shape == (1, 131)
+    assert logits.isfinite().all()
+    assert logits.std() > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: bloom, llama, qwen2, qwen3"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window is not supported"),
+        ({"num_hidden_layers": None, "n_layer": None}, "config.json has no num_hidden_layers or n_layer"),
+    ],
+)
+def test_a_config_that_asks_for_what_we_do_not_do_is_refused(changes: dict[str, Any], message: str) -> None:
+    hf = build_hf("llama-gqa")
+    hf_config = {**hf.config.to_dict(), "rope_parameters": None, **changes}
+    hf.config.to_dict = lambda: hf_config
+
+    with pytest.raises(ModelFilesError, match=message):
+        build(hf, None)
+
+
+MEASURE = """
+import json, resource, sys, torch
+from lightserve.common.basemodel import ModelArgs, ModelConfig
+from lightserve.common.checkpoint import open_checkpoint
+from lightserve.common.tp import TpGroup
+from lightserve.model_files.source import resolve
+from lightserve.models.llama.model import LlamaTpPartModel
+
+def peak():
+    return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
+
+source = resolve(sys.argv[1])
+config = ModelConfig.from_hf(source.hf_config())
+before = peak()
+args = ModelArgs(config, torch.float32, torch.device("cpu"), TpGroup(1, 2), open_checkpoint(source), lambda: 64, 4, 64)
+model = LlamaTpPartModel(args)
+layers = [model.pre_post_weight, *model.layer_weights]
+own = sum(p.into.nbytes for layer in layers for p in layer.pieces() if p.into is not None)
+print(json.dumps({"grown": peak() - before, "own": own}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's peak memory")
+def test_loading_a_rank_takes_little_more_memory_than_its_weights_and_one_file(tmp_path: Path) -> None:
+    hf_config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+    )
+    largest = _write_sharded(hf_config, tmp_path, num_files=8)
+
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+
+    assert run.returncode == 0, run.stderr
+    measured = json.loads(run.stdout)
+    assert measured["own"] > 200e6
+    assert measured["grown"] < 1.2 * largest + measured["own"]
+
+
+def _write_sharded(hf_config: LlamaConfig, folder: Path, num_files: int) -> int:
+    """A checkpoint of random weights in ``num_files`` files; the size of the largest."""
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(hf_config).state_dict().items()}
+    names = list(shapes)
+    weight_map: dict[str, str] = {}
+    for i in range(num_files):
+        file = f"model-{i}.safetensors"
+        part = names[i::num_files]
+        save_file({name: torch.randn(shapes[name]) for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    hf_config.save_pretrained(folder)
+    return max(file.stat().st_size for file in folder.glob("*.safetensors"))

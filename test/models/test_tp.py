@@ -1,0 +1,63 @@
+"""Ranks that share a model give the logits of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from lightserve.common.device import KINDS
+from lightserve.common.tp import TpGroup, init_tp
+from lightserve.errors import ModelFilesError
+from test.models.session import Session
+from test.models.tiny import HF_CONFIGS, build_hf, build_ours, hf_logits
+
+PROMPTS = [[5, 17, 3, 99, 42, 8, 1], [77, 2, 130], [64]]
+
+
+def _logits(session: Session) -> torch.Tensor:
+    prefill = session.step(dict(enumerate(PROMPTS)))
+    return torch.cat([prefill, session.step({0: [11], 1: [12, 13], 2: [14]})])
+
+
+def _run_rank(rank: int, size: int, store: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    KINDS["cpu"].bind(torch.device("cpu"))
+    tp = init_tp(rank, size, f"file://{store}", "gloo")
+    for name in HF_CONFIGS:
+        ours = _logits(Session(build_ours(build_hf(name), tp)))
+        torch.save(ours, f"{folder}/{name}.{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """The logits of every model on every rank, as files; one start of the ranks serves all models."""
+    folder = tmp_path_factory.mktemp(f"tp{request.param}")
+    spawn(_run_rank, args=(request.param, str(folder / "store"), str(folder)), nprocs=request.param)  # type: ignore[no-untyped-call]
+    return request.param, folder
+
+
+@pytest.mark.tp
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HF_CONFIGS)
+def test_every_rank_has_the_logits_of_one_rank_and_of_transformers(name: str, ranks: tuple[int, Path]) -> None:
+    size, folder = ranks
+    hf = build_hf(name)
+    alone = _logits(Session(build_ours(hf)))
+    theirs = hf_logits(hf, [*PROMPTS, [*PROMPTS[0], 11], [*PROMPTS[1], 12, 13], [*PROMPTS[2], 14]])
+
+    for rank in range(size):
+        ours = torch.load(folder / f"{name}.{rank}.pt", weights_only=True)
+
+        assert (ours - alone).abs().max() <= 1e-5 * alone.abs().max()
+        assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama-gqa", 3), ("bloom-12-heads", 8)])
+def test_heads_that_do_not_divide_among_the_ranks_are_refused_before_loading(name: str, size: int) -> None:
+    with pytest.raises(ModelFilesError, match=f"do not divide among tp={size} ranks"):
+        build_ours(build_hf(name), TpGroup(0, size))
