@@ -1,0 +1,1 @@
+"""Programs that print tables. They measure or compare, and assert nothing."""

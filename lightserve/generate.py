@@ -1,0 +1,54 @@
+"""One answer on the command line, without a server: ``lightserve "What is the capital of France?"``."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from lightserve.config import WorkerConfig
+from lightserve.errors import LightserveError
+from lightserve.server.args import Parser, add_flags, take
+
+QUESTION = "What is the capital of France, and what is it known for?"
+
+
+def main() -> None:
+    parser = Parser(prog="lightserve", description="Ask a model one question.")
+    parser.add_argument("prompt", nargs="?", default=QUESTION, help="the question")
+    parser.add_argument("--max_new_tokens", "--max-new-tokens", type=int, default=128, help="longest answer in tokens")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    add_flags(parser, WorkerConfig)
+    args = parser.parse()
+    try:
+        answer(take(WorkerConfig, args), args.prompt, args.max_new_tokens, args.temperature)
+    except LightserveError as error:
+        sys.exit(f"lightserve: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def answer(config: WorkerConfig, prompt: str, max_new_tokens: int, temperature: float) -> None:
+    from dataclasses import asdict
+
+    from lightserve.io_struct import SamplingParams
+    from lightserve.llm import LLM  # torch begins here: flags and their errors come without it
+
+    begin = time.monotonic()
+    llm = LLM(**asdict(config))
+    loaded = time.monotonic()
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
+    if llm.tokenizer.has_chat_template:
+        stream = llm.chat([{"role": "user", "content": prompt}], params)
+    else:
+        stream = llm.stream(prompt, params)
+    print(f"> {prompt}")
+    count = 0
+    for out in stream:
+        count += 1
+        print(out.text, end="", flush=True)
+    seconds = time.monotonic() - loaded
+    print(f"\n({count} tokens, {count / seconds:.0f} tokens/s; loaded in {loaded - begin:.1f} s)", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

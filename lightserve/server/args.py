@@ -1,0 +1,59 @@
+"""Command line -> frozen config. A flag's name, default and help are those of the config's field."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import types
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+C = TypeVar("C")
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses an unknown flag with the nearest known one."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        namespace, unknown = self.parse_known_args(argv)
+        for flag in unknown:
+            self.unknown(flag)
+        return namespace
+
+    def unknown(self, flag: str) -> NoReturn:
+        known = [option for action in self._actions for option in action.option_strings]
+        near = difflib.get_close_matches(flag.split("=")[0], known, n=1)
+        self.error(f"unknown argument {flag}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def add_flags(parser: argparse.ArgumentParser, config_class: type[Any]) -> None:
+    """One flag a field, with underscores or dashes, and under the names that other servers give it."""
+    hints = get_type_hints(config_class)
+    for spec in fields(config_class):
+        names = [spec.name, *spec.metadata.get("aliases", ())]
+        spellings = dict.fromkeys(f"--{s}" for name in names for s in (name, name.replace("_", "-")))
+        parser.add_argument(*spellings, dest=spec.name, **_kind_of(hints[spec.name]), **_help_of(spec))
+
+
+def take(config_class: type[C], namespace: argparse.Namespace) -> C:
+    names = [spec.name for spec in fields(config_class)]  # type: ignore[arg-type]
+    return config_class(**{name: getattr(namespace, name) for name in names})
+
+
+def _help_of(spec: Field[Any]) -> dict[str, Any]:
+    default = None if spec.default is MISSING else spec.default
+    return {"default": default, "help": spec.metadata.get("help", "").replace("%", "%%")}
+
+
+def _kind_of(hint: Any) -> dict[str, Any]:
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint)}
+    if isinstance(hint, types.UnionType):
+        hint = next(kind for kind in get_args(hint) if kind is not type(None))
+    if hint is bool:
+        return {"action": "store_true"}
+    return {"type": hint}

@@ -1,0 +1,150 @@
+"""A package imports only packages below it. The table here is the architecture."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "lightserve"
+
+GROUND = {"errors", "utils", "config", "io_struct"}
+# name: what it may import from lightserve besides itself
+LAYERS: dict[str, set[str]] = {
+    "errors": set(),
+    "utils": set(),
+    "config": {"errors"},
+    "io_struct": {"errors"},
+    "model_files": {"errors", "utils"},
+    "common.token_slots": set(),
+    "common.model_config": {"errors"},
+    "common.ops": set(),
+    "common.triton_kernel": {"common.ops"},
+    "common.cpu_kernel": {"utils", "common.ops"},
+    "common.device": {"errors", "utils", "common.ops"},
+    "common.tp": set(),
+    "common.gguf": {"errors", "model_files"},
+    "common.checkpoint": {"errors", "model_files", "common.gguf"},
+    "common.mem_manager": {"common.model_config"},
+    "common.req_manager": set(),
+    "common.basemodel": {
+        "errors",
+        "utils",
+        "common.checkpoint",
+        "common.mem_manager",
+        "common.model_config",
+        "common.ops",
+        "common.req_manager",
+        "common.tp",
+    },
+    "models": {"errors", "common.basemodel", "common.ops"},
+    "router": {*GROUND, "common.token_slots"},
+    "router.model_infer": {*GROUND, "common", "models", "model_files"},
+    "detokenization": GROUND,
+    "httpserver": {*GROUND, "model_files"},
+    "server": {*GROUND, "model_files", "common.model_config", "httpserver", "router", "detokenization"},
+    "batching": {*GROUND, "common.token_slots"},
+    "llm": {*GROUND, "batching", "common.tp", "detokenization", "model_files", "router.model_infer"},
+    "generate": {*GROUND, "llm", "server"},
+    "tools": {*GROUND, "common", "model_files", "router.model_infer"},
+    "benchmark": {*GROUND, "common", "llm", "model_files", "models"},
+}
+TORCH_FREE = [
+    "batching",
+    "common.model_config",
+    "common.token_slots",
+    "config",
+    "detokenization.decode",
+    "detokenization.stop",
+    "errors",
+    "io_struct",
+    "model_files.source",
+    "model_files.tokenizer",
+    "router",
+    "server.args",
+    "utils.logger",
+    "utils.progress",
+]
+PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+
+
+def layer_of(module: str) -> str:
+    """The longest declared prefix of a dotted name under lightserve."""
+    matches = [layer for layer in LAYERS if module == layer or module.startswith(layer + ".")]
+    assert matches, f"lightserve.{module} belongs to no layer; add it to LAYERS"
+    return max(matches, key=len)
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def modules() -> list[Path]:
+    return [p for p in ROOT.rglob("*.py") if p.read_text().strip()]
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def is_within(module: str, layer: str) -> bool:
+    return module == layer or module.startswith(layer + ".")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down(path: Path) -> None:
+    if path == ROOT / "__init__.py":
+        return
+    here = layer_of(dotted(path))
+    allowed = LAYERS[here] | {here}
+    for name in imports(path):
+        if name.startswith("lightserve."):
+            there = layer_of(name.removeprefix("lightserve."))
+            assert any(is_within(there, layer) for layer in allowed), f"{here} may not import {there}"
+
+
+def test_no_module_is_named_twice_in_the_table() -> None:
+    for layer, below in LAYERS.items():
+        assert layer not in below
+        for name in below:
+            assert name in LAYERS or any(known.startswith(name + ".") for known in LAYERS), f"{name} is no layer"
+
+
+def test_torch_free_modules_do_not_import_torch_even_indirectly() -> None:
+    program = f"""
+import importlib, sys
+for name in {TORCH_FREE!r}:
+    importlib.import_module("lightserve." + name)
+    heavy = [m for m in ("torch", "triton", "transformers") if m in sys.modules]
+    assert not heavy, f"lightserve.{{name}} imports {{heavy}}"
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT.parent, capture_output=True, text=True)
+
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_pickles(path: Path) -> None:
+    text = path.read_text()
+
+    assert not {name.split(".")[0] for name in imports(path)} & PICKLES
+    assert "recv_pyobj" not in text
+    assert "send_pyobj" not in text
+    assert "allow_pickle=True" not in text
+    assert "weights_only=False" not in text
+
+
+def test_torch_loads_weights_only() -> None:
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                flags = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                assert flags.get("weights_only") == "True", f"{path}:{node.lineno}"

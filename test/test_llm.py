@@ -1,0 +1,185 @@
+"""The offline LLM, on the real default model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lightserve.errors import InvalidRequestError, ModelFilesError, PromptTooLongError, ServerError
+from lightserve.io_struct import FinishReason, SamplingParams
+from lightserve.llm import LLM
+
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(max_total_token_num=2000, max_req_total_len=1000, running_max_req_size=6, batch_max_tokens=64)
+
+
+@pytest.fixture(autouse=True)
+def _all_rows_come_back(llm: LLM) -> Iterator[None]:
+    yield
+    assert llm.worker.model.req_manager.num_free == 6
+
+
+def test_a_prompt_has_the_same_text_alone_and_among_others(llm: LLM) -> None:
+    prompts = [f"Tell me about the number {i} and " * (i % 4 + 1) for i in range(9)]
+
+    together = llm.generate(prompts, GREEDY)
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+
+    assert [g.token_ids for g in together] == [g.token_ids for g in alone]
+
+
+def test_a_seed_fixes_the_text_in_any_batch(llm: LLM) -> None:
+    seeded = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=1234)
+    other = SamplingParams(max_new_tokens=12, temperature=1.0)
+
+    alone = llm.generate("Once upon a time", seeded)[0].text
+    among = llm.generate(["Once upon a time", "Hello", "The sky is"], [seeded, other, other])[0].text
+    another = llm.generate("Once upon a time", SamplingParams(max_new_tokens=12, temperature=0.9, seed=99))[0].text
+
+    assert among == alone
+    assert another != alone
+
+
+def test_streamed_pieces_add_up_to_the_text(llm: LLM) -> None:
+    prompts = ["日本語で数を数える: 一、二、", "😀 😃 😄 😁", "Liberté, égalité,"]
+    params = SamplingParams(max_new_tokens=30, temperature=0, ignore_eos=True)
+
+    outs = list(llm.stream(prompts, params))
+
+    for i, prompt in enumerate(prompts):
+        pieces = [out for out in outs if out.index == i]
+        whole = llm.tokenizer.decode([out.token_id for out in pieces])
+        assert "".join(out.text for out in pieces) == whole, prompt
+        assert all("\ufffd" not in out.text for out in pieces[:-1])
+        assert [out.finish_reason for out in pieces] == [None] * 29 + [FinishReason.LENGTH]
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    full = llm.generate("1, 2, 3, 4,", SamplingParams(max_new_tokens=20, temperature=0))[0]
+    assert " 7" in full.text
+
+    stopped = llm.generate("1, 2, 3, 4,", SamplingParams(max_new_tokens=20, temperature=0, stop=(" 7",)))[0]
+
+    assert stopped.text == full.text[: full.text.index(" 7")]
+    assert stopped.finish_reason is FinishReason.STOP
+    assert len(stopped.token_ids) < len(full.token_ids)
+
+
+def test_a_stop_token_ends_the_text(llm: LLM) -> None:
+    full = llm.generate("The capital of France is", GREEDY)[0]
+
+    stop = full.token_ids[-1]
+    params = SamplingParams(max_new_tokens=12, temperature=0, stop_token_ids=(stop,))
+    stopped = llm.generate("The capital of France is", params)[0]
+
+    assert stopped.token_ids == full.token_ids[: full.token_ids.index(stop) + 1]
+    assert stopped.finish_reason is FinishReason.STOP
+
+
+def test_min_new_tokens_keeps_the_model_from_ending(llm: LLM) -> None:
+    prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
+    ids = llm.tokenizer.encode(prompt, add_special_tokens=False)
+    short = llm.generate([ids], SamplingParams(max_new_tokens=40, temperature=0))[0]
+    assert short.finish_reason is FinishReason.STOP
+
+    params = SamplingParams(max_new_tokens=40, min_new_tokens=20, temperature=0)
+    longer = llm.generate([ids], params)[0]
+
+    assert len(short.token_ids) < 20 <= len(longer.token_ids)
+
+
+def test_a_repetition_penalty_breaks_a_loop(llm: LLM) -> None:
+    prompt = "the cat the cat the cat the cat the cat the cat"
+    loop = llm.generate(prompt, SamplingParams(max_new_tokens=12, temperature=0))[0].text
+
+    free = llm.generate(prompt, SamplingParams(max_new_tokens=12, temperature=0, repetition_penalty=1.8))[0].text
+
+    assert loop.count("cat") > 3
+    assert free.count("cat") < loop.count("cat")
+
+
+def test_logprobs_are_those_of_the_chosen_tokens(llm: LLM) -> None:
+    asking = SamplingParams(max_new_tokens=12, temperature=0, logprobs=True)
+
+    silent, told = llm.generate(["The capital of France is"] * 2, [GREEDY, asking])
+
+    assert not silent.logprobs
+    assert len(told.logprobs) == len(told.token_ids)
+    assert all(-10 < logprob <= 0 for logprob in told.logprobs)
+    assert told.logprobs[0] == pytest.approx(-0.5, abs=0.5)  # " Paris" is likely, not certain
+
+
+def test_a_caller_who_leaves_in_the_middle_leaves_nothing_behind(llm: LLM) -> None:
+    stream = llm.stream(["Hello", "The sky is", "A long " * 60], SamplingParams(max_new_tokens=50, temperature=0))
+    next(stream)
+
+    stream.close()  # type: ignore[attr-defined]
+
+    assert llm.worker.model.req_manager.num_free == 6
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ("", InvalidRequestError, "empty"),
+        ([5, 49152], InvalidRequestError, r"0\.\.49151"),
+        ([5, -1], InvalidRequestError, r"0\.\.49151"),
+        ("word " * 1500, PromptTooLongError, "1501 tokens; this server takes at most 999"),
+    ],
+)
+def test_a_bad_prompt_is_refused_and_the_next_one_served(
+    llm: LLM, prompt: str | list[int], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        llm.generate([prompt], GREEDY)
+
+    assert llm.generate("The capital of France is", GREEDY)[0].text.startswith(" Paris")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": 0},
+        {"min_p": 2.0},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": float("nan")},
+        {"min_new_tokens": 17},
+        {"stop": ("",)},
+        {"seed": 2**63},
+    ],
+)
+def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+        SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model_dir": "/no/such/folder"}, ModelFilesError, "/no/such/folder"),
+        ({"max_req_total_len": 9000}, ModelFilesError, "trained on 8192"),
+        ({"data_type": "float8"}, ServerError, "float32, float16, bfloat16"),
+        ({"device": "tpu"}, ServerError, "'tpu' is not supported"),
+        ({"tp": 2}, ServerError, "single rank"),
+        ({"running_max_req_size": 0}, ServerError, "at least 1"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_weights_load(
+    options: dict[str, object], error: type[Exception], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(error, match=message):
+        LLM(**options)  # type: ignore[arg-type]
+
+    assert "weights" not in capsys.readouterr().err

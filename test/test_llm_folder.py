@@ -1,0 +1,76 @@
+"""The offline LLM on a folder as transformers writes it, on whatever device this machine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from lightserve.io_struct import SamplingParams
+from lightserve.llm import LLM
+from test.models.tiny import build_hf
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+PROMPTS = [[5, 17, 3, 99, 42], [77, 2, 130], [64], list(range(1, 40))]
+
+
+@pytest.fixture(scope="module")
+def hf() -> Any:
+    return build_hf("llama-gqa")
+
+
+@pytest.fixture(scope="module")
+def folder(hf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-llama")
+    hf.save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(131)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_greedy_tokens_are_those_of_transformers(hf: Any, folder: Path, device: str) -> None:
+    llm = LLM(str(folder), device=device, data_type="float32", max_total_token_num=512, running_max_req_size=3)
+
+    ours = llm.generate(PROMPTS, SamplingParams(max_new_tokens=20, temperature=0, ignore_eos=True))
+
+    for prompt, generation in zip(PROMPTS, ours, strict=True):
+        ids = torch.tensor([prompt])
+        theirs = hf.generate(ids, max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert generation.token_ids == theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_seed_gives_the_same_tokens_alone_and_among_others(folder: Path, device: str) -> None:
+    llm = LLM(str(folder), device=device, data_type="float32", max_total_token_num=512)
+    seeded = SamplingParams(max_new_tokens=20, temperature=0.8, top_k=40, top_p=0.9, seed=5, ignore_eos=True)
+    other = SamplingParams(max_new_tokens=20, temperature=1.0, min_p=0.05, repetition_penalty=1.2, ignore_eos=True)
+
+    alone = llm.generate([PROMPTS[0]], seeded)[0].token_ids
+    among = llm.generate(PROMPTS, [seeded, other, other, seeded])[0].token_ids
+
+    assert among == alone
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dummy_weights_need_no_weight_files(folder: Path, tmp_path: Path, device: str) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+
+    llm = LLM(str(tmp_path), load_format="dummy", device=device, max_total_token_num=512)
+
+    assert len(llm.generate("w5 w6 w7", SamplingParams(max_new_tokens=8, ignore_eos=True))[0].token_ids) == 8
+
+
+@pytest.mark.gpu
+def test_the_kv_pool_of_a_gpu_comes_from_its_free_memory(folder: Path) -> None:
+    free, _ = torch.cuda.mem_get_info()
+
+    llm = LLM(str(folder), device="cuda", mem_fraction=0.5, running_max_req_size=8)
+
+    assert llm.worker.max_total_token_num == 8 * llm.worker.max_req_total_len  # the pool needs no more than that
+    assert torch.cuda.mem_get_info()[0] > free * 0.4
