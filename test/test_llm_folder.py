@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from lightserve.errors import ModelFilesError
 from lightserve.io_struct import SamplingParams
 from lightserve.llm import LLM
 from test.models.tiny import build_hf
@@ -64,6 +66,27 @@ def test_dummy_weights_need_no_weight_files(folder: Path, tmp_path: Path, device
     llm = LLM(str(tmp_path), load_format="dummy", device=device, max_total_token_num=512)
 
     assert len(llm.generate("w5 w6 w7", SamplingParams(max_new_tokens=8, ignore_eos=True))[0].token_ids) == 8
+
+
+def test_a_model_that_nobody_holds_is_gone_at_once(folder: Path) -> None:
+    llm = LLM(str(folder), device="cpu", max_total_token_num=512)
+    llm.generate([PROMPTS[0]], SamplingParams(max_new_tokens=2))
+    kv_buffer = weakref.ref(llm.worker.model.mem_manager.kv_buffer)
+
+    del llm  # without waiting for the garbage collector: a GPU's memory is needed for the next model
+
+    assert kv_buffer() is None
+
+
+def test_a_pool_that_holds_no_whole_request_is_refused_with_the_number_that_fits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightserve.common.device.free_ram", lambda: 100_000)  # the model takes 256 bytes a token
+
+    with pytest.raises(ModelFilesError, match=r"holds 97 tokens of KV, fewer than one request of 128; set .* to 97"):
+        LLM(str(folder), device="cpu")
+
+    assert LLM(str(folder), device="cpu", max_req_total_len=97).worker.max_total_token_num == 97
 
 
 @pytest.mark.gpu

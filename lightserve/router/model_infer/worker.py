@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -29,33 +30,17 @@ class ModelWorker:
         self.model_config = ModelConfig.from_hf(source.hf_config())
         self.max_req_total_len = _max_req_total_len(config, self.model_config)
         dtype = _dtype(config, self.model_config, kind)
-        checkpoint = _with_progress(source) if config.load_format == "auto" else None
-
-        def max_total_token_num() -> int:
-            wanted = config.max_total_token_num
-            if wanted is None:
-                budget = kind.kv_budget(device, config.mem_fraction)
-                wanted = budget // kv_bytes_per_token(self.model_config, tp.size, dtype)
-            wanted = min(tp.min_of_ranks(wanted, device), config.running_max_req_size * self.max_req_total_len)
-            if wanted < self.max_req_total_len and config.max_total_token_num is None:
-                raise ModelFilesError(
-                    f"memory holds {wanted} tokens of KV, fewer than one request of {self.max_req_total_len}; "
-                    f"lower max_req_total_len to {wanted} or less"
-                )
-            return wanted
-
-        self.model = get_model_class(self.model_config.model_type)(
-            ModelArgs(
-                config=self.model_config,
-                dtype=dtype,
-                device=device,
-                tp=tp,
-                checkpoint=checkpoint,
-                max_total_token_num=max_total_token_num,
-                max_reqs=config.running_max_req_size,
-                max_req_total_len=self.max_req_total_len,
-            )
+        args = ModelArgs(
+            config=self.model_config,
+            dtype=dtype,
+            device=device,
+            tp=tp,
+            checkpoint=_with_progress(source) if config.load_format == "auto" else None,
+            max_total_token_num=_KvPool(config, self.model_config, self.max_req_total_len, dtype, device, tp),
+            max_reqs=config.running_max_req_size,
+            max_req_total_len=self.max_req_total_len,
         )
+        self.model = get_model_class(self.model_config.model_type)(args)
         self._batch = InferBatch(self.model.req_manager, device)
 
     @property
@@ -80,6 +65,33 @@ class ModelWorker:
                 req.append(token)
                 outs.append(TokenOut(req.req_id, token, logprob))
         return outs
+
+
+@dataclass(frozen=True, slots=True)
+class _KvPool:
+    """How many tokens the KV pool holds; called once the weights have taken their memory."""
+
+    config: WorkerConfig
+    model: ModelConfig
+    max_req_total_len: int
+    dtype: torch.dtype
+    device: torch.device
+    tp: TpGroup
+
+    def __call__(self) -> int:
+        most = self.config.running_max_req_size * self.max_req_total_len  # more could never be used
+        if self.config.max_total_token_num is not None:
+            return min(self.config.max_total_token_num, most)
+        budget = pick_device(self.device.type).kv_budget(self.device, self.config.mem_fraction)
+        fits = budget // kv_bytes_per_token(self.model, self.tp.size, self.dtype)
+        fits = min(self.tp.min_of_ranks(fits, self.device), most)
+        if fits < self.max_req_total_len:
+            remedy = f"set max_req_total_len to {fits} or less" if fits else "use a smaller model or more ranks"
+            raise ModelFilesError(
+                f"after the weights, memory holds {fits} tokens of KV, fewer than one request of "
+                f"{self.max_req_total_len}; {remedy}"
+            )
+        return fits
 
 
 def _max_req_total_len(config: WorkerConfig, model: ModelConfig) -> int:

@@ -1,0 +1,38 @@
+"""Whole models on the Triton kernels where there is no GPU; where there is one, test_parity.py runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lightserve.common import (
+    ops,
+    triton_kernel,  # noqa: F401  registers its backend
+)
+from test.models.session import Session
+from test.models.test_parity import ON_GPU, PROMPTS, assert_same
+from test.models.tiny import build_hf, build_ours, hf_logits
+
+
+@pytest.fixture
+def _kernels() -> Iterator[None]:
+    ops.use_backend("triton")
+    yield
+    ops.use_backend(ops.REFERENCE)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.skipif(ON_GPU, reason="test_parity.py runs the kernels there")
+@pytest.mark.parametrize("name", ["llama-gqa", "bloom-12-heads"])
+def test_kernels_in_the_interpreter_give_the_logits_of_transformers(name: str) -> None:
+    hf = build_hf(name)
+    session = Session(build_ours(hf))
+    session.step({0: PROMPTS[0][:5], 1: PROMPTS[1]})
+
+    mixed = session.step({0: PROMPTS[0][5:], 1: [9]})
+    decode = session.step({0: [7], 1: [8]})
+
+    assert_same(mixed, hf_logits(hf, [PROMPTS[0], [*PROMPTS[1], 9]]))
+    assert_same(decode, hf_logits(hf, [[*PROMPTS[0], 7], [*PROMPTS[1], 9, 8]]))
