@@ -3,13 +3,12 @@
 python -m lightserve.benchmark.offline [--model_dir DIR] [--batches 1 8 32] [--threads 2] [--no_transformers]
 
 Prefill is the time to the first token of every prompt; decode is what follows, tokens of all prompts together. Both are
-medians over the repeats, ours and theirs in turn, so that a noisy neighbour hurts both.
+the best of the repeats, ours and theirs in turn: what the machine does when nobody disturbs it.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,8 +68,8 @@ def measure(runs: dict[str, Run], batch: int, args: argparse.Namespace) -> dict[
                 whole[name].append(seconds[1])
     speeds = {}
     for name in runs:
-        prefill = statistics.median(first[name])
-        decode = statistics.median(whole[name]) - prefill
+        prefill = min(first[name])
+        decode = min(whole[name]) - prefill
         speeds[name] = Speed(batch * args.prompt_len / prefill, batch * (args.new_tokens - 1) / decode)
     return speeds
 

@@ -142,3 +142,21 @@ def test_write_kv_rounds_to_the_dtype_of_the_cache(backend: str, dtype: torch.dt
     ops.write_kv.impls[backend](kv, ints([2, 0], device_of(backend)), cache)
 
     assert torch.equal(cache[[2, 0]], kv.to(dtype))
+
+
+@each_backend_and_dtype(ops.context_attention)
+@pytest.mark.parametrize(
+    "slots", [[2, 3, 4, 5, 6], [2, 4, 3, 5, 6], [6, 5, 4, 3, 2]], ids=["run", "swapped", "falling"]
+)
+@pytest.mark.parametrize("new", [1, 4])
+def test_slots_that_are_neighbours_or_nearly_so_are_read_in_their_order(
+    backend: str, dtype: torch.dtype, slots: list[int], new: int
+) -> None:
+    q, cache, batch, scale = attention_args([(5 - new, new)], (4, 2), 64, dtype, device_of(backend))
+    cache.copy_(randn(*cache.shape, dtype=dtype, device=device_of(backend), seed=7))
+    batch.req_to_token[batch.b_req_idx, :5] = ints(slots, device_of(backend))
+    slopes = alibi_slopes(4, device_of(backend))
+
+    out = ops.context_attention.impls[backend](q, cache, batch, scale, slopes)
+
+    assert_close(out, ops.context_attention(wide(q), wide(cache), batch, scale, slopes), dtype)

@@ -1,7 +1,8 @@
 """Attention through torch's fused CPU kernel over gathered K and V.
 
 Decode rows are batched: requests of like length are padded together, and the query heads that share a KV head become
-the rows of one query, so K and V are neither repeated nor read twice. Prompts go one by one.
+the rows of one query, so K and V are neither repeated nor read twice. Prompts go one by one. A request whose slots are
+neighbours, as those of a single stream are, is read in place.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class _Group:
     """Requests with one query row each, padded to one length."""
 
     rows: Tensor  # [group] their query rows
-    slots: Tensor  # [group * length] cache slots, each request's first one repeated as padding
+    slots: Tensor | slice  # [group * length] cache slots, each request's first one repeated as padding
     mask: Tensor | None  # [group, 1, 1, length] 0 or -inf, if there is padding
     distance: Tensor  # [group, 1, 1, length] key position - query position
 
@@ -34,13 +35,8 @@ class _Group:
 @dataclass(frozen=True, slots=True)
 class _Prompt:
     rows: slice
-    slots: Tensor  # [seq_len]
+    slots: Tensor | slice  # [seq_len]
     distance: Tensor  # [q_len, seq_len] key position - query position
-
-
-@ops.write_kv.impl("cpu")
-def write_kv(kv: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
-    kv_cache.index_copy_(0, slots.long(), kv.to(kv_cache.dtype))
 
 
 @ops.context_attention.impl("cpu")
@@ -69,7 +65,7 @@ def token_attention(
 def _attend_group(q: Tensor, kv_cache: Tensor, group: _Group, scale: float, alibi_slopes: Tensor | None) -> Tensor:
     count, heads, dim = q.shape
     kv_heads = kv_cache.shape[1] // 2
-    kv = kv_cache.index_select(0, group.slots).view(count, -1, 2 * kv_heads, dim).transpose(1, 2)
+    kv = _read(kv_cache, group.slots).view(count, -1, 2 * kv_heads, dim).transpose(1, 2)
     mask = group.mask
     if alibi_slopes is not None:
         alibi = alibi_slopes.view(1, kv_heads, -1, 1) * group.distance
@@ -83,7 +79,7 @@ def _attend_group(q: Tensor, kv_cache: Tensor, group: _Group, scale: float, alib
 
 def _attend_prompt(q: Tensor, kv_cache: Tensor, prompt: _Prompt, scale: float, alibi_slopes: Tensor | None) -> Tensor:
     kv_heads = kv_cache.shape[1] // 2
-    kv = kv_cache.index_select(0, prompt.slots).transpose(0, 1)[None]
+    kv = _read(kv_cache, prompt.slots).transpose(0, 1)[None]
     mask = torch.zeros_like(prompt.distance, dtype=torch.float32)
     if alibi_slopes is not None:
         mask = alibi_slopes[:, None, None] * prompt.distance
@@ -92,6 +88,18 @@ def _attend_prompt(q: Tensor, kv_cache: Tensor, prompt: _Prompt, scale: float, a
         q.transpose(0, 1)[None], kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=mask, scale=scale, enable_gqa=True
     )
     return out[0].transpose(0, 1)
+
+
+def _read(kv_cache: Tensor, slots: Tensor | slice) -> Tensor:
+    return kv_cache[slots] if isinstance(slots, slice) else kv_cache.index_select(0, slots)
+
+
+def _as_run(slots: Tensor) -> Tensor | slice:
+    """A slice instead of slots that are neighbours."""
+    first, last = int(slots[0]), int(slots[-1])
+    if last - first + 1 == len(slots) and bool((slots[1:] - slots[:-1] == 1).all()):
+        return slice(first, last + 1)
+    return slots
 
 
 def _plan(batch: AttnBatch) -> tuple[list[_Group], list[_Prompt]]:
@@ -112,7 +120,7 @@ def _make_plan(batch: AttnBatch) -> tuple[list[_Group], list[_Prompt]]:
             singles.append((seq_len, start, req_idx))
             continue
         distance = torch.arange(seq_len) - torch.arange(ready, seq_len)[:, None]
-        slots = batch.req_to_token[req_idx, :seq_len].long()
+        slots = _as_run(batch.req_to_token[req_idx, :seq_len].long())
         prompts.append(_Prompt(slice(start, start + seq_len - ready), slots, distance))
     return [_make_group(batch, members) for members in _alike(singles)], prompts
 
@@ -143,4 +151,4 @@ def _make_group(batch: AttnBatch, members: Sequence[tuple[int, int, int]]) -> _G
     if not is_real.all():
         mask = torch.zeros(is_real.shape).masked_fill_(~is_real, float("-inf"))[:, None, None]
     distance = (positions - (lens[:, None] - 1))[:, None, None]
-    return _Group(rows, slots, mask, distance)
+    return _Group(rows, _as_run(slots), mask, distance)
