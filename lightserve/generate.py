@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import asdict
 
 from lightserve.config import WorkerConfig
 from lightserve.errors import LightserveError
+from lightserve.io_struct import SamplingParams
 from lightserve.server.args import Parser, add_flags, take
 
 QUESTION = "What is the capital of France, and what is it known for?"
@@ -20,23 +22,21 @@ def main() -> None:
     add_flags(parser, WorkerConfig)
     args = parser.parse()
     try:
-        answer(take(WorkerConfig, args), args.prompt, args.max_new_tokens, args.temperature)
+        params = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature)
+        answer(take(WorkerConfig, args), args.prompt, params)
     except LightserveError as error:
-        sys.exit(f"lightserve: {error}")
+        print(f"lightserve: {error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def answer(config: WorkerConfig, prompt: str, max_new_tokens: int, temperature: float) -> None:
-    from dataclasses import asdict
-
-    from lightserve.io_struct import SamplingParams
+def answer(config: WorkerConfig, prompt: str, params: SamplingParams) -> None:
     from lightserve.llm import LLM  # torch begins here: flags and their errors come without it
 
     begin = time.monotonic()
     llm = LLM(**asdict(config))
     loaded = time.monotonic()
-    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
     if llm.tokenizer.has_chat_template:
         stream = llm.chat([{"role": "user", "content": prompt}], params)
     else:
@@ -47,7 +47,8 @@ def answer(config: WorkerConfig, prompt: str, max_new_tokens: int, temperature: 
         count += 1
         print(out.text, end="", flush=True)
     seconds = time.monotonic() - loaded
-    print(f"\n({count} tokens, {count / seconds:.0f} tokens/s; loaded in {loaded - begin:.1f} s)", file=sys.stderr)
+    print()
+    print(f"({count} tokens, {count / seconds:.0f} tokens/s; loaded in {loaded - begin:.1f} s)", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ LAYERS: dict[str, set[str]] = {
     "llm": {*GROUND, "batching", "common.tp", "detokenization", "model_files", "router.model_infer"},
     "generate": {*GROUND, "llm", "server"},
     "tools": {*GROUND, "common", "model_files", "router.model_infer"},
-    "benchmark": {*GROUND, "common", "llm", "model_files", "models"},
+    "benchmark": {*GROUND, "common", "llm", "model_files", "models", "tools"},
 }
 TORCH_FREE = [
     "batching",
@@ -140,6 +140,11 @@ def test_nothing_pickles(path: Path) -> None:
     assert "send_pyobj" not in text
     assert "allow_pickle=True" not in text
     assert "weights_only=False" not in text
+
+
+def test_tests_do_not_pickle_either() -> None:
+    for path in (ROOT.parent / "test").rglob("*.py"):
+        assert not {name.split(".")[0] for name in imports(path)} & PICKLES, path
 
 
 def test_torch_loads_weights_only() -> None:

@@ -18,7 +18,8 @@ import torch
 
 from lightserve.io_struct import SamplingParams
 from lightserve.llm import LLM
-from lightserve.model_files.source import GgufSource, resolve
+from lightserve.model_files.source import resolve
+from lightserve.tools.oracle import load_transformers
 
 Run = Callable[[list[list[int]], int], float]  # prompts and number of new tokens -> seconds
 
@@ -74,19 +75,6 @@ def measure(runs: dict[str, Run], batch: int, args: argparse.Namespace) -> dict[
     return speeds
 
 
-def load_transformers(model_dir: str | None) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    source = resolve(model_dir)
-    if isinstance(source, GgufSource):
-        model = AutoModelForCausalLM.from_pretrained(
-            source.path.parent, gguf_file=source.path.name, dtype=torch.float32
-        )
-    else:
-        model = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
-    return model.eval()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m lightserve.benchmark.offline", description=(__doc__ or "").splitlines()[0]
@@ -102,7 +90,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     runs = {"lightserve": our_run(LLM(args.model_dir, device="cpu", data_type="float32"))}
     if not args.no_transformers:
-        runs["transformers"] = transformers_run(load_transformers(args.model_dir))
+        runs["transformers"] = transformers_run(load_transformers(resolve(args.model_dir)))
     print(f"float32, {args.threads} threads, {args.prompt_len}-token prompts, {args.new_tokens} new tokens")
     print(f"{'batch':>5} {'':12} {'prefill tok/s':>14} {'decode tok/s':>13} {'ms a step':>10}")
     for batch in args.batches:

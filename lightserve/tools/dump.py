@@ -23,9 +23,10 @@ from lightserve.common.ops import AttnBatch
 from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
 from lightserve.errors import LightserveError
-from lightserve.model_files.source import GgufSource, ModelSource, resolve
+from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import load_tokenizer
 from lightserve.router.model_infer.worker import ModelWorker
+from lightserve.tools.oracle import load_transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,6 @@ def _prefill(model: TpPartBaseModel, ids: Sequence[int]) -> ModelInput:
     return ModelInput(torch.tensor(list(ids), device=device), slots, attn, is_prefill=True)
 
 
-def _load_hf(source: ModelSource) -> Any:
-    from transformers import AutoModelForCausalLM  # only this tool needs it, and it takes seconds to import
-
-    if isinstance(source, GgufSource):
-        return AutoModelForCausalLM.from_pretrained(source.path.parent, gguf_file=source.path.name, dtype=torch.float32)
-    return AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m lightserve.tools.dump", description=(__doc__ or "").splitlines()[0]
@@ -85,7 +78,7 @@ def main() -> None:
         source = resolve(args.model_dir)
         config = WorkerConfig(model_dir=args.model_dir, data_type="float32", max_total_token_num=4096)
         model = ModelWorker(config, source, TpGroup()).model
-        differences = compare(model, _load_hf(source).eval(), load_tokenizer(source).encode(args.prompt))
+        differences = compare(model, load_transformers(source), load_tokenizer(source).encode(args.prompt))
     except LightserveError as error:
         sys.exit(str(error))
     for difference in differences:

@@ -11,6 +11,7 @@ import torch
 
 from lightserve.io_struct import FinishReason, SamplingParams
 from lightserve.llm import LLM
+from lightserve.tools.oracle import load_transformers
 from test.models.session import Session
 from test.real_model import smollm2
 
@@ -44,10 +45,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def hf() -> Any:
-    from transformers import AutoModelForCausalLM
-
-    path = smollm2().path
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    return load_transformers(smollm2())
 
 
 @pytest.fixture(scope="module")
