@@ -32,6 +32,7 @@ clean:
 
 $(VENV)/.serve: requirements.txt constraints.txt setup.py
 	@echo "installing into $(VENV) (a few minutes the first time)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --no-build-isolation -e .

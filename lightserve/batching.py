@@ -6,6 +6,7 @@ Each step carries one token of every running request and prompt chunks up to a b
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from lightserve.common.token_slots import Slots, TokenSlots
 from lightserve.io_struct import FinishReason, NewReq, SamplingParams, Step, StepRow, TokenOut
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Req:
     req_id: int
     prompt_ids: list[int]
@@ -27,6 +28,11 @@ class Req:
     slots: list[Slots] = field(default_factory=list)
     computed_len: int = 0
     finish_reason: FinishReason | None = None
+
+    @property
+    def seed(self) -> int:
+        """The same on every rank, so drawn here where the request names none."""
+        return random.getrandbits(63) if self.sampling.seed is None else self.sampling.seed
 
     @property
     def total_len(self) -> int:
@@ -62,7 +68,7 @@ class ContinuousBatching:
 
     def next_step(self) -> Step | None:
         """What to compute next; None when nothing waits or runs and the workers are clean."""
-        new = [NewReq(r.req_id, r.prompt_ids, r.sampling, r.eos_ids) for r in self._admit()]
+        new = [NewReq(r.req_id, r.prompt_ids, r.sampling, r.seed, r.eos_ids) for r in self._admit()]
         rows = self._rows()
         left, self._left = self._left, []
         return Step(rows, new, left) if rows or left else None
@@ -84,12 +90,17 @@ class ContinuousBatching:
         self._promised -= req.peak_len
         self._left.append(req.req_id)
 
-    def abort_all(self) -> Step | None:
-        """Drop what waits and runs; the step that makes the workers forget it, if any of it reached them."""
+    def abort(self, req: Req) -> None:
+        """Drop a request that waits or runs; the next step makes the workers forget it."""
+        if req.req_id in self._running:
+            self.release(req)
+        elif req in self._waiting:
+            self._waiting.remove(req)
+
+    def abort_all(self) -> None:
         self._waiting.clear()
         for req in list(self._running.values()):
             self.release(req)
-        return self.next_step()
 
     def _admit(self) -> list[Req]:
         admitted = []

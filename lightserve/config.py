@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from lightserve.errors import ServerError
@@ -24,9 +24,13 @@ class WorkerConfig:
         None, "HF folder, .gguf file or name in the HF cache; omitted: SmolLM2-135M-Instruct, fetched once", "model"
     )
     load_format: LoadFormat = option("auto", "auto reads the weights; dummy makes random ones of the config's shape")
-    data_type: DataType = option("auto", "of weights and KV; auto: float32 on a CPU, the model's own on a GPU", "dtype")
+    data_type: DataType = option(
+        "auto",
+        "of weights and KV; auto: float32 on a CPU; on a GPU float16 for a float16 model, else bfloat16",
+        "dtype",
+    )
     device: str | None = option(None, "cpu or cuda; omitted: the best one here")
-    tp: int = option(1, "tensor-parallel ranks", "tensor_parallel_size")
+    tp: int = option(1, "tensor-parallel ranks; more than one needs the server", "tensor_parallel_size")
     max_total_token_num: int | None = option(None, "tokens the KV pool holds; omitted: what memory allows")
     mem_fraction: float = option(0.9, "share of a GPU's memory that weights and KV may take", "gpu_memory_utilization")
     max_req_total_len: int | None = option(
@@ -45,7 +49,3 @@ class WorkerConfig:
                 raise ServerError(f"{name}={value}: must be at least 1")
         if not 0 < self.mem_fraction <= 1:
             raise ServerError(f"mem_fraction={self.mem_fraction}: must be in (0, 1]")
-
-    @classmethod
-    def flags(cls) -> list[Any]:
-        return list(fields(cls))

@@ -28,7 +28,7 @@ class InvalidRequestError(RequestError):
 
 class PromptTooLongError(RequestError):
     def __init__(self, length: int, limit: int) -> None:
-        super().__init__(f"the prompt has {length} tokens; this server takes at most {limit}")
+        super().__init__(f"the prompt has {length} tokens; at most {limit} are possible")
 
 
 class OverloadedError(RequestError):

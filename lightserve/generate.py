@@ -29,6 +29,8 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # the reader has seen enough
+        sys.stderr.close()
 
 
 def answer(config: WorkerConfig, prompt: str, params: SamplingParams) -> None:

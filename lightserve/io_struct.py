@@ -41,6 +41,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False  # of the chosen tokens
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        try:
+            msgspec.convert(msgspec.structs.asdict(self), _SamplingTypes)
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(str(error)) from error
         limits = {
             "max_new_tokens": self.max_new_tokens >= 1,
             "min_new_tokens": 0 <= self.min_new_tokens <= self.max_new_tokens,
@@ -67,12 +73,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
+# the fields without the checks, so that they can be checked
+_SamplingTypes = msgspec.defstruct(
+    "_SamplingTypes", [(field.name, field.type) for field in msgspec.structs.fields(SamplingParams)]
+)
+
+
 class NewReq(msgspec.Struct, frozen=True):
     """A request that enters the workers."""
 
     req_id: int
     prompt_ids: list[int]
     sampling: SamplingParams
+    seed: int
     eos_ids: tuple[int, ...] = ()  # not to be sampled before min_new_tokens
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 from lightserve.batching import ContinuousBatching, Req
 from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
-from lightserve.detokenization.decode import TextStream
+from lightserve.detokenization.decode import Decode, TextStream
 from lightserve.detokenization.stop import StopMatcher
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
 from lightserve.io_struct import FinishReason, SamplingParams, TokenOut
 from lightserve.model_files.source import resolve
-from lightserve.model_files.tokenizer import load_tokenizer
+from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.router.model_infer.worker import ModelWorker
 
 Prompt = str | Sequence[int]
@@ -45,17 +47,29 @@ class Generation:
 
 
 class LLM:
-    """``LLM()`` is the default model; options are the fields of WorkerConfig."""
+    """``LLM()`` is the default model; options are the fields of WorkerConfig. For one thread."""
 
     def __init__(self, model_dir: str | None = None, **options: Any) -> None:
         self.config = WorkerConfig(model_dir=model_dir, **options)
         if self.config.tp != 1:
-            raise ServerError("LLM runs a single rank; tp > 1 needs the server")
-        source = resolve(model_dir, needs_weights=self.config.load_format == "auto")
-        self.tokenizer = load_tokenizer(source)
-        self.eos_token_ids = source.eos_token_ids()
+            raise ServerError("LLM runs a single rank; tp > 1 will come with the server")
+        is_dummy = self.config.load_format == "dummy"
+        source = resolve(model_dir, needs_weights=not is_dummy)
+        self._tokenizer = None if is_dummy and not has_tokenizer(source) else load_tokenizer(source)
         self.worker = ModelWorker(self.config, source, TpGroup())
+        vocab_size = self.worker.model_config.vocab_size
+        self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
+        self._batching = ContinuousBatching(
+            self.worker.max_total_token_num, self.config.running_max_req_size, self.config.batch_max_tokens
+        )
+        self._texts: dict[int, _Text] = {}  # of the requests under way
         self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidRequestError("this model has no tokenizer; give prompts as token ids")
+        return self._tokenizer
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -96,46 +110,73 @@ class LLM:
     def _request(self, prompt: Any, sampling: SamplingParams) -> Req:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         longest = min(self.worker.max_req_total_len, self.worker.max_total_token_num)
-        vocab_size = self.worker.model_config.vocab_size
         if not ids:
             raise InvalidRequestError("the prompt is empty")
-        if not all(0 <= token < vocab_size for token in ids):
-            raise InvalidRequestError(f"a prompt's token ids must lie in 0..{vocab_size - 1}")
+        self._check_ids("a prompt's token ids", ids)
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
         if len(ids) >= longest:
             raise PromptTooLongError(len(ids), longest - 1)
         max_new_tokens = min(sampling.max_new_tokens, longest - len(ids))
-        return Req(next(self._ids), ids, sampling, max_new_tokens, self.eos_token_ids)
+        return Req(next(self._ids), [int(token) for token in ids], sampling, max_new_tokens, self.eos_token_ids)
+
+    def _check_ids(self, what: str, ids: Sequence[Any]) -> None:
+        vocab_size = self.worker.model_config.vocab_size
+        if not all(isinstance(token, Integral) and 0 <= int(token) < vocab_size for token in ids):
+            raise InvalidRequestError(f"{what} must be integers in 0..{vocab_size - 1}")
 
     def _run(self, requests: Sequence[Req]) -> Iterator[StreamOut]:
-        batching = ContinuousBatching(
-            self.worker.max_total_token_num, self.config.running_max_req_size, self.config.batch_max_tokens
-        )
-        texts = {req.req_id: _Text(self, i, req) for i, req in enumerate(requests)}
-        for req in requests:
-            batching.add(req)
+        """Run steps until these requests end; other streams may be under way, and share the steps."""
+        outs: deque[StreamOut] = deque()
+        for i, req in enumerate(requests):
+            self._texts[req.req_id] = _Text(i, req, outs, self._decode(req))
+            self._batching.add(req)
+        pending = len(requests)
         try:
-            while step := batching.next_step():
-                outs = self.worker.run(step)
-                for req, out in zip(batching.take(outs), outs, strict=True):
-                    yield texts[req.req_id].push(out)
-                    if req.finish_reason is not None:
-                        batching.release(req)
+            while pending:
+                while not outs:
+                    self._step()
+                out = outs.popleft()
+                pending -= out.finish_reason is not None
+                yield out
         finally:  # the caller may leave in the middle
-            if step := batching.abort_all():
-                self.worker.run(step)
+            for req in requests:
+                if self._texts.pop(req.req_id, None) is not None:
+                    self._batching.abort(req)
+
+    def _step(self) -> None:
+        """Run one step for all streams and hand out its tokens."""
+        step = self._batching.next_step()
+        if step is None:
+            raise ServerError("the request was dropped: a step that it shared with others failed")
+        try:
+            outs = self.worker.run(step)
+        except Exception:
+            self._batching.abort_all()  # what the step computed of any request is unknown
+            self._texts.clear()
+            raise
+        for req, out in zip(self._batching.take(outs), outs, strict=True):
+            self._texts[req.req_id].push(out)
+            if req.finish_reason is not None:
+                del self._texts[req.req_id]
+                self._batching.release(req)
+
+    def _decode(self, req: Req) -> Decode:
+        if self._tokenizer is None:
+            return lambda ids: ""
+        return partial(self._tokenizer.decode, skip_special_tokens=req.sampling.skip_special_tokens)
 
 
 class _Text:
     """The text of one request as its tokens come; a stop string ends the request."""
 
-    def __init__(self, llm: LLM, index: int, req: Req) -> None:
-        decode = partial(llm.tokenizer.decode, skip_special_tokens=req.sampling.skip_special_tokens)
+    def __init__(self, index: int, req: Req, outs: deque[StreamOut], decode: Decode) -> None:
         self._index = index
         self._req = req
+        self._outs = outs  # of the stream that the request belongs to
         self._stream = TextStream(decode)
         self._stop = StopMatcher(req.sampling.stop)
 
-    def push(self, out: TokenOut) -> StreamOut:
+    def push(self, out: TokenOut) -> None:
         text = self._stop.push(self._stream.push(out.token_id))
         if self._req.finish_reason is not None:
             text += self._stop.push(self._stream.flush())
@@ -143,8 +184,8 @@ class _Text:
             self._req.finish_reason = FinishReason.STOP
         elif self._req.finish_reason is not None:
             text += self._stop.flush()
-        return StreamOut(self._index, out.token_id, out.logprob, text, self._req.finish_reason)
+        self._outs.append(StreamOut(self._index, out.token_id, out.logprob, text, self._req.finish_reason))
 
 
 def _is_one(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))

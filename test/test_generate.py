@@ -33,7 +33,7 @@ def test_a_question_is_answered_with_what_it_cost_on_stderr() -> None:
         (["--model", __file__], "not a GGUF file"),
         (["--temperature", "-1"], "lightserve: temperature=-1.0 is out of range"),
         (["--data_type", "int3"], "invalid choice: 'int3'"),
-        (["--max-model-len", "99999"], "trained on 8192 tokens"),
+        (["--max-model-len", "99999"], "the model reaches 8192 tokens"),
         (["--running_max_req_size", "0"], "must be at least 1"),
     ],
 )

@@ -18,10 +18,16 @@ def llm() -> LLM:
     return LLM(max_total_token_num=2000, max_req_total_len=1000, running_max_req_size=6, batch_max_tokens=64)
 
 
+def test_a_stop_token_beyond_the_vocabulary_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"stop_token_ids must be integers in 0\.\.49151"):
+        llm.generate("Hello", SamplingParams(stop_token_ids=(49152,), min_new_tokens=2))
+
+
 @pytest.fixture(autouse=True)
 def _all_rows_come_back(llm: LLM) -> Iterator[None]:
     yield
-    assert llm.worker.model.req_manager.num_free == 6
+    llm.generate([1], SamplingParams(max_new_tokens=1))  # its step makes the worker forget whatever was aborted
+    assert llm.worker.model.req_manager.num_free == 5  # its own row goes with the step that follows
 
 
 def test_a_prompt_has_the_same_text_alone_and_among_others(llm: LLM) -> None:
@@ -59,11 +65,44 @@ def test_streamed_pieces_add_up_to_the_text(llm: LLM) -> None:
         assert [out.finish_reason for out in pieces] == [None] * 29 + [FinishReason.LENGTH]
 
 
+def test_streams_under_way_at_once_do_not_disturb_each_other(llm: LLM) -> None:
+    prompts = ["The capital of France is", "Water boils at", "1, 2, 3, 4,"]
+    alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
+
+    first, second = llm.stream(prompts[0], GREEDY), llm.stream(prompts[1], GREEDY)
+    together = [(a.token_id, b.token_id) for a, b in zip(first, second, strict=True)]
+    open_stream = llm.stream(prompts[2], GREEDY)
+    begun = next(open_stream).token_id
+    between = llm.generate(prompts[0], GREEDY)[0].token_ids
+    rest = [out.token_id for out in open_stream]
+
+    assert [list(ids) for ids in zip(*together, strict=True)] == alone[:2]
+    assert between == alone[0]
+    assert [begun, *rest] == alone[2]
+
+
+def test_a_step_that_fails_ends_every_stream_and_the_next_request_is_served(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = llm.stream("Water boils at", GREEDY)
+    next(other)
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.worker.model, "forward", lambda step: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate("Hello", GREEDY)
+
+    with pytest.raises(ServerError, match="dropped"):
+        list(other)
+
+    assert llm.generate("The capital of France is", GREEDY)[0].text.startswith(" Paris")
+
+
 def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     full = llm.generate("1, 2, 3, 4,", SamplingParams(max_new_tokens=20, temperature=0))[0]
     assert " 7" in full.text
 
-    stopped = llm.generate("1, 2, 3, 4,", SamplingParams(max_new_tokens=20, temperature=0, stop=(" 7",)))[0]
+    params = SamplingParams(max_new_tokens=20, temperature=0, stop=" 7")  # type: ignore[arg-type]  # one needs no tuple
+    stopped = llm.generate("1, 2, 3, 4,", params)[0]
 
     assert stopped.text == full.text[: full.text.index(" 7")]
     assert stopped.finish_reason is FinishReason.STOP
@@ -120,7 +159,7 @@ def test_a_caller_who_leaves_in_the_middle_leaves_nothing_behind(llm: LLM) -> No
 
     stream.close()  # type: ignore[attr-defined]
 
-    assert llm.worker.model.req_manager.num_free == 6
+    assert llm._batching.slots.num_used == 0
 
 
 @pytest.mark.parametrize(
@@ -129,7 +168,8 @@ def test_a_caller_who_leaves_in_the_middle_leaves_nothing_behind(llm: LLM) -> No
         ("", InvalidRequestError, "empty"),
         ([5, 49152], InvalidRequestError, r"0\.\.49151"),
         ([5, -1], InvalidRequestError, r"0\.\.49151"),
-        ("word " * 1500, PromptTooLongError, "1501 tokens; this server takes at most 999"),
+        ([[5.5]], InvalidRequestError, "must be integers"),
+        ("word " * 1500, PromptTooLongError, "1501 tokens; at most 999 are possible"),
     ],
 )
 def test_a_bad_prompt_is_refused_and_the_next_one_served(
@@ -157,11 +197,15 @@ def test_a_bad_prompt_is_refused_and_the_next_one_served(
         {"frequency_penalty": float("nan")},
         {"min_new_tokens": 17},
         {"stop": ("",)},
+        {"stop": (5,)},
+        {"stop_token_ids": (1.5,)},
+        {"max_new_tokens": 2.5},
+        {"temperature": "hot"},
         {"seed": 2**63},
     ],
 )
 def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, float]) -> None:
-    with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+    with pytest.raises(InvalidRequestError, match=next(iter(wrong)).split("_")[0]):
         SamplingParams(**wrong)  # type: ignore[arg-type]
 
 
@@ -169,7 +213,7 @@ def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, float]) ->
     ("options", "error", "message"),
     [
         ({"model_dir": "/no/such/folder"}, ModelFilesError, "/no/such/folder"),
-        ({"max_req_total_len": 9000}, ModelFilesError, "trained on 8192"),
+        ({"max_req_total_len": 9000}, ServerError, "reaches 8192"),
         ({"data_type": "float8"}, ServerError, "float32, float16, bfloat16"),
         ({"device": "tpu"}, ServerError, "'tpu' is not supported"),
         ({"tp": 2}, ServerError, "single rank"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from lightserve.errors import ModelFilesError
+from lightserve.errors import InvalidRequestError, ServerError
 from lightserve.io_struct import SamplingParams
 from lightserve.llm import LLM
 from test.models.tiny import build_hf
@@ -59,13 +60,31 @@ def test_a_seed_gives_the_same_tokens_alone_and_among_others(folder: Path, devic
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_dummy_weights_need_no_weight_files(folder: Path, tmp_path: Path, device: str) -> None:
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
+def test_dummy_weights_need_no_file_but_the_config(folder: Path, tmp_path: Path, device: str) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
 
     llm = LLM(str(tmp_path), load_format="dummy", device=device, max_total_token_num=512)
 
-    assert len(llm.generate("w5 w6 w7", SamplingParams(max_new_tokens=8, ignore_eos=True))[0].token_ids) == 8
+    generation = llm.generate([5, 6, 7], SamplingParams(max_new_tokens=8, ignore_eos=True))[0]
+    assert len(generation.token_ids) == 8
+    assert generation.text == ""
+    with pytest.raises(InvalidRequestError, match="no tokenizer; give prompts as token ids"):
+        llm.generate("w5 w6 w7")
+
+
+def test_rope_scaling_stretches_the_longest_request(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
+    config["rope_parameters"]["original_max_position_embeddings"] = 128
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    llm = LLM(str(tmp_path), load_format="dummy", device="cpu", max_req_total_len=512)
+
+    assert (
+        len(llm.generate([list(range(130)) * 3], SamplingParams(max_new_tokens=4, ignore_eos=True))[0].token_ids) == 4
+    )
+    with pytest.raises(ServerError, match="the model reaches 512 tokens"):
+        LLM(str(tmp_path), load_format="dummy", device="cpu", max_req_total_len=513)
 
 
 def test_a_model_that_nobody_holds_is_gone_at_once(folder: Path) -> None:
@@ -83,7 +102,7 @@ def test_a_pool_that_holds_no_whole_request_is_refused_with_the_number_that_fits
 ) -> None:
     monkeypatch.setattr("lightserve.common.device.free_ram", lambda: 100_000)  # the model takes 256 bytes a token
 
-    with pytest.raises(ModelFilesError, match=r"holds 97 tokens of KV, fewer than one request of 128; set .* to 97"):
+    with pytest.raises(ServerError, match=r"holds 97 tokens of KV, fewer than one request of 128; set .* to 97"):
         LLM(str(folder), device="cpu")
 
     assert LLM(str(folder), device="cpu", max_req_total_len=97).worker.max_total_token_num == 97

@@ -41,12 +41,14 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> RopeConfig:
-        rope: dict[str, Any] = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+        rope = _table(hf, "rope_scaling") | _table(hf, "rope_parameters")
         rope_type = rope.get("rope_type") or rope.get("type") or "default"
         if rope_type not in ROPE_TYPES:
             raise ModelFilesError(f"config.json: rope type {rope_type!r} is not supported; supported: {ROPE_TYPES}")
         max_position = hf.get("max_position_embeddings", 0)
         original = hf.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        if rope_type != "default" and not rope.get("factor") and not original:
+            raise ModelFilesError(f"config.json: rope type {rope_type!r} needs a factor")
         return cls(
             rope_type=rope_type,
             theta=rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
@@ -75,27 +77,58 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        num_heads = _first(hf, "num_attention_heads", "n_head")
-        hidden_size = _first(hf, "hidden_size", "n_embed")
-        return cls(
+        if hf.get("quantization_config"):
+            raise ModelFilesError(
+                "config.json: quantised checkpoints are not supported yet; give the float one or a GGUF"
+            )
+        num_heads = _count(hf, "num_attention_heads", "n_head")
+        hidden_size = _count(hf, "hidden_size", "n_embed")
+        config = cls(
             model_type=_first(hf, "model_type"),
-            num_layers=_first(hf, "num_hidden_layers", "n_layer"),
+            num_layers=_count(hf, "num_hidden_layers", "n_layer"),
             num_heads=num_heads,
             num_kv_heads=hf.get("num_key_value_heads") or num_heads,
             head_dim=hf.get("head_dim") or hidden_size // num_heads,
             hidden_size=hidden_size,
             intermediate_size=hf.get("intermediate_size") or hf.get("n_inner") or 4 * hidden_size,
-            vocab_size=_first(hf, "vocab_size"),
+            vocab_size=_count(hf, "vocab_size"),
             norm_eps=_first(hf, "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
             max_position=hf.get("max_position_embeddings") or hf.get("seq_length") or 2048,
             tie_word_embeddings=hf.get("tie_word_embeddings", False),
             rope=RopeConfig.from_hf(hf),
             hf=hf,
         )
+        config._check()
+        return config
+
+    def _check(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ModelFilesError(f"config.json: {self.num_kv_heads} KV heads do not divide {self.num_heads} heads")
+        if int(self.head_dim * self.rope.partial_rotary_factor) % 2:
+            raise ModelFilesError(f"config.json: head_dim {self.head_dim} is odd, and rotary turns pairs")
+
+    @property
+    def longest_position(self) -> int:
+        """Tokens a request may have: what the model was trained on, or what its rope scaling stretches that to."""
+        return max(self.max_position, int(self.rope.factor * self.rope.original_max_position))
 
     def kv_heads_of_rank(self, tp_size: int) -> int:
         """KV heads that each of ``tp_size`` ranks holds; ranks share a head when there are too few."""
         return max(self.num_kv_heads // tp_size, 1)
+
+
+def _table(hf: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = hf.get(key) or {}
+    if not isinstance(value, dict):
+        raise ModelFilesError(f"config.json: {key} is {value!r}, wanted an object")
+    return value
+
+
+def _count(hf: Mapping[str, Any], *keys: str) -> int:
+    value = _first(hf, *keys)
+    if not isinstance(value, int) or value < 1:
+        raise ModelFilesError(f"config.json: {keys[0]} is {value!r}, wanted a positive integer")
+    return value
 
 
 def _first(hf: Mapping[str, Any], *keys: str) -> Any:

@@ -76,7 +76,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             _check_magic(path, data)
             return _parse(path, data)
-    except (struct.error, EOFError) as error:
+    except (struct.error, EOFError, OverflowError, IndexError) as error:
         raise _truncated(path) from error
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise ModelFilesError(f"{path}: cannot be read as GGUF ({error}); fetch it again") from error

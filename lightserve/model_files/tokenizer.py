@@ -82,10 +82,15 @@ class Tokenizer:
     ) -> str:
         """The prompt for ``messages``; encode it with ``add_special_tokens=False``, the template writes its own."""
         if self._template is None:
-            raise InvalidRequestError("this model has no chat template; use the completion endpoint instead")
+            raise InvalidRequestError("this model has no chat template; complete a plain prompt instead")
         return self._template.render(
             messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
         )
+
+
+def has_tokenizer(source: ModelSource) -> bool:
+    """A GGUF file always has one; a folder that is to be filled with random weights may do without."""
+    return isinstance(source, GgufSource) or any(source.path.glob("tokenizer*"))
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:

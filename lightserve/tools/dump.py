@@ -2,8 +2,8 @@
 
 python -m lightserve.tools.dump --model_dir DIR [--prompt TEXT] [--tolerance 1e-3]
 
-Runs one prompt through both, compares the hidden states after every layer and the logits, and for the first layer that
-differs the inner steps that transformers' modules expose.
+Runs one prompt through both and compares the hidden states after every layer and the logits; exit code 1 if they
+differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightserve.common.basemodel.hooks import recorded
 from lightserve.common.ops import AttnBatch
 from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
-from lightserve.errors import LightserveError
+from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import load_tokenizer
 from lightserve.router.model_infer.worker import ModelWorker
@@ -37,6 +37,8 @@ class Difference:
 
 def compare(model: TpPartBaseModel, hf: Any, ids: Sequence[int]) -> list[Difference]:
     """How far each hidden state and the logits of a prompt are from transformers', in the order of computation."""
+    if not 0 < len(ids) <= model.req_manager.max_len:
+        raise InvalidRequestError(f"the prompt has {len(ids)} tokens, wanted 1 to {model.req_manager.max_len}")
     with recorded(model) as ours:
         model.forward(_prefill(model, ids))
     with torch.inference_mode():
@@ -80,11 +82,13 @@ def main() -> None:
         model = ModelWorker(config, source, TpGroup()).model
         differences = compare(model, load_transformers(source), load_tokenizer(source).encode(args.prompt))
     except LightserveError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(2)
     for difference in differences:
         print(f"{difference.name:12} {difference.relative:.2e}")
     first = first_difference(differences, args.tolerance)
     print(f"first difference: {first.name}" if first else f"the same within {args.tolerance:g}")
+    sys.exit(first is not None)
 
 
 if __name__ == "__main__":

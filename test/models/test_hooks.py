@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightserve.common.basemodel.hooks import HookRegistry, recorded
+from lightserve.common.basemodel.hooks import hooks_of, recorded
 from lightserve.errors import InvalidRequestError
 from lightserve.tools.dump import compare, first_difference
 from test.models.session import Session
@@ -17,7 +17,7 @@ PROMPT = [5, 17, 3, 99, 42]
 def test_a_callback_sees_the_intermediate_it_asked_for_in_prefill_and_decode() -> None:
     model = build_ours(build_hf("llama-gqa"))
     seen: list[tuple[str, tuple[int, ...]]] = []
-    hooks = HookRegistry(model)
+    hooks = hooks_of(model)
     hooks.register("layers.*.ffn", lambda name, value: seen.append((name, tuple(value.shape))))
     hooks.register("logits", lambda name, value: seen.append((name, tuple(value.shape))))
     session = Session(model)
@@ -31,18 +31,35 @@ def test_a_callback_sees_the_intermediate_it_asked_for_in_prefill_and_decode() -
 
 def test_a_model_without_hooks_runs_its_own_methods() -> None:
     model = build_ours(build_hf("llama-gqa"))
-    hooks = HookRegistry(model)
-    hooks.register("*", lambda name, value: pytest.fail("called after clear"))
+    remove = hooks_of(model).register("*", lambda name, value: pytest.fail("called after it was removed"))
 
-    hooks.clear()
+    remove()
 
     assert "_ffn" not in vars(model.layers_infer[0])
     Session(model).step({0: PROMPT})
 
 
+def test_hooks_come_and_go_without_disturbing_one_another() -> None:
+    model = build_ours(build_hf("llama-gqa"))
+    seen: list[str] = []
+    remove_first = hooks_of(model).register("logits", lambda name, value: seen.append("first"))
+    session = Session(model)
+
+    with recorded(model, "layers.0.ffn") as values:
+        remove_second = hooks_of(model).register("logits", lambda name, value: seen.append("second"))
+        session.step({0: PROMPT})
+    remove_first()
+    session.step({0: [9]})
+    remove_second()
+    session.step({0: [9]})
+
+    assert list(values) == ["layers.0.ffn"]
+    assert seen == ["first", "second", "second"]
+
+
 def test_a_name_that_no_intermediate_has_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"layers\.9\.ffn"):
-        HookRegistry(build_ours(build_hf("llama-gqa"))).register("layers.9.ffn", print)
+        hooks_of(build_ours(build_hf("llama-gqa"))).register("layers.9.ffn", print)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen2-tied", "bloom-12-heads"])

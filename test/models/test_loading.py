@@ -71,6 +71,23 @@ def test_a_wrongly_typed_tensor_is_named_with_its_file() -> None:
         build(hf, checkpoint)
 
 
+def test_an_8_bit_float_is_refused_since_its_scale_would_be_ignored() -> None:
+    hf = build_hf("llama-gqa")
+    checkpoint = changed(hf, lambda t: t._replace(tensor=t.tensor.to(torch.float8_e4m3fn)) if t.name == NORM else t)
+
+    with pytest.raises(CheckpointError, match=rf"shard-7\.safetensors: {NORM} is float8_e4m3fn"):
+        build(hf, checkpoint)
+
+
+def test_a_misshapen_fused_projection_is_named_with_its_file() -> None:
+    hf = build_hf("bloom-8-heads")
+    fused = "h.1.self_attention.query_key_value.bias"
+    checkpoint = changed(hf, lambda t: t._replace(tensor=t.tensor[:-1]) if t.name.endswith(fused) else t)
+
+    with pytest.raises(CheckpointError, match=rf"shard-7\.safetensors: {fused} has 383 rows, wanted 384"):
+        build(hf, checkpoint)
+
+
 def test_extra_tensors_are_named_with_their_file_and_the_model_loads(log: pytest.LogCaptureFixture) -> None:
     hf = build_hf("llama-gqa")
 
@@ -112,6 +129,14 @@ def test_dummy_weights_have_the_shape_of_the_config_and_give_finite_logits(name:
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window is not supported"),
         ({"num_hidden_layers": None, "n_layer": None}, "config.json has no num_hidden_layers or n_layer"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints are not supported yet"),
+        ({"hidden_size": "64"}, "hidden_size is '64', wanted a positive integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, wanted a positive integer"),
+        ({"vocab_size": -1}, "vocab_size is -1, wanted a positive integer"),
+        ({"num_key_value_heads": 3}, "3 KV heads do not divide 8 heads"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', wanted an object"),
+        ({"rope_scaling": {"type": "linear"}}, "rope type 'linear' needs a factor"),
     ],
 )
 def test_a_config_that_asks_for_what_we_do_not_do_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -40,7 +40,7 @@ _FORWARDS = ("context_forward", "token_forward")
 
 
 class HookRegistry:
-    """Callbacks by name or pattern (``layers.*.ffn``), called in the order of the computation."""
+    """Callbacks by name or pattern (``layers.*.ffn``), called in the order of the computation. One a model."""
 
     def __init__(self, model: TpPartBaseModel) -> None:
         self._model = model
@@ -52,19 +52,23 @@ class HookRegistry:
         inner = [f"{layer}.{point}" for layer in layers for point in _LAYER_METHODS]
         return ["embedding", *inner, *layers, "logits"]
 
-    def register(self, pattern: str, callback: Callback) -> None:
+    def register(self, pattern: str, callback: Callback) -> Callable[[], None]:
+        """Call back on every intermediate that matches; the function returned ends that."""
         if not fnmatch.filter(self.names(), pattern):
             raise InvalidRequestError(f"no intermediate is named {pattern!r}; see lightserve.common.basemodel.hooks")
         if not self._callbacks:
             self._wrap_model()
-        self._callbacks.append((pattern, callback))
+        entry = (pattern, callback)
+        self._callbacks.append(entry)
+        return lambda: self._remove(entry)
 
-    def clear(self) -> None:
-        """Forget the callbacks and give the model its own methods back."""
-        self._callbacks.clear()
-        for owner, method in self._wrapped:
-            delattr(owner, method)
-        self._wrapped.clear()
+    def _remove(self, entry: tuple[str, Callback]) -> None:
+        """Without callbacks the model has its own methods back."""
+        self._callbacks.remove(entry)
+        if not self._callbacks:
+            for owner, method in self._wrapped:
+                delattr(owner, method)
+            self._wrapped.clear()
 
     def _wrap_model(self) -> None:
         model = self._model
@@ -96,6 +100,11 @@ class HookRegistry:
                 callback(name, value)
 
 
+def hooks_of(model: TpPartBaseModel) -> HookRegistry:
+    registry: HookRegistry = vars(model).setdefault("_hook_registry", HookRegistry(model))
+    return registry
+
+
 def after_layer(added: Tensor, infer_state: Any) -> Tensor:
     """The hidden states once what the layer returned is added, which the next norm does."""
     residual: Tensor = infer_state.residual
@@ -110,10 +119,9 @@ def recorded(model: TpPartBaseModel, pattern: str = "*") -> Iterator[dict[str, A
     def keep(name: str, value: Any) -> None:
         values[name] = value.clone() if isinstance(value, Tensor) else tuple(part.clone() for part in value)
 
-    hooks = HookRegistry(model)
-    hooks.register(pattern, keep)
+    remove = hooks_of(model).register(pattern, keep)
     try:
         with torch.inference_mode():
             yield values
     finally:
-        hooks.clear()
+        remove()

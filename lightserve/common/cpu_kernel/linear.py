@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightserve.common import ops
 from lightserve.utils.memory import free_ram
 
-RAM_SHARE = 0.25  # of the RAM that is free when the first weight is packed
+RAM_SHARE = 0.25  # of the free RAM that one copy may take: the last ones leave the machine room
 MIN_ROWS = (
     2  # all matmuls of SmolLM2 in ms, plain and packed: 1 row 24 and 33, 2: 27 and 29, 8: 59 and 32, 32: 84 and 56
 )
@@ -31,7 +31,6 @@ class _PackedWeights:
         self.is_usable = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         # weight -> (its version, the copy)
         self._copies: MutableMapping[Tensor, tuple[int, Tensor | None]] = WeakTensorKeyDictionary()
-        self._room: int | None = None  # bytes
 
     def get(self, weight: Tensor) -> Tensor | None:
         version = weight._version
@@ -42,11 +41,8 @@ class _PackedWeights:
         return found[1]
 
     def _pack(self, weight: Tensor) -> Tensor | None:
-        if self._room is None:
-            self._room = int(free_ram() * RAM_SHARE)
-        if weight.nbytes > self._room:
+        if weight.nbytes > free_ram() * RAM_SHARE:
             return None
-        self._room -= weight.nbytes
         with torch.inference_mode(False):
             packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACK_FOR)
         return packed

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import basemodel as bm, ops
-from lightserve.errors import ModelFilesError
+from lightserve.errors import CheckpointError, ModelFilesError
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -78,6 +78,8 @@ class BloomTpPartModel(bm.TpPartBaseModel):
             if ".query_key_value." not in name:
                 yield bm.CheckpointTensor(name, tensor, file)
                 continue
+            if len(tensor) != 3 * self.config.hidden_size:
+                raise CheckpointError(f"{file}: {name} has {len(tensor)} rows, wanted {3 * self.config.hidden_size}")
             per_head = tensor.reshape(self.config.num_heads, 3, self.config.head_dim, *tensor.shape[1:])
             for i, letter in enumerate("qkv"):
                 part = per_head[:, i].flatten(0, 1)

@@ -45,18 +45,16 @@ class InferBatch:
         self._req_manager = req_manager
         self._device = device
         self._reqs: dict[int, InferReq] = {}
-        self._unseeded = np.random.default_rng()
 
     def add(self, new: NewReq) -> None:
-        seed = new.sampling.seed
-        if seed is None:
-            seed = int(self._unseeded.integers(2**63))
         row = self._req_manager.alloc()
         ids = list(new.prompt_ids)
-        self._reqs[new.req_id] = InferReq(new.req_id, row, ids, len(ids), new.sampling, seed, new.eos_ids)
+        self._reqs[new.req_id] = InferReq(new.req_id, row, ids, len(ids), new.sampling, new.seed, new.eos_ids)
 
     def remove(self, req_id: int) -> None:
-        self._req_manager.free(self._reqs.pop(req_id).row)
+        req = self._reqs.pop(req_id, None)  # a step that failed may not have let it in
+        if req is not None:
+            self._req_manager.free(req.row)
 
     def prepare(self, rows: Sequence[StepRow]) -> tuple[ModelInput, list[InferReq]]:
         """The model's input for the rows of a step, whose tokens count as cached from here on."""

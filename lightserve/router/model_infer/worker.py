@@ -13,7 +13,7 @@ from lightserve.common.device import DeviceKind, pick_device
 from lightserve.common.mem_manager import kv_bytes_per_token
 from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
-from lightserve.errors import ModelFilesError
+from lightserve.errors import ServerError
 from lightserve.io_struct import Step, TokenOut
 from lightserve.model_files.source import ModelSource
 from lightserve.models.registry import get_model_class
@@ -87,7 +87,7 @@ class _KvPool:
         fits = min(self.tp.min_of_ranks(fits, self.device), most)
         if fits < self.max_req_total_len:
             remedy = f"set max_req_total_len to {fits} or less" if fits else "use a smaller model or more ranks"
-            raise ModelFilesError(
+            raise ServerError(
                 f"after the weights, memory holds {fits} tokens of KV, fewer than one request of "
                 f"{self.max_req_total_len}; {remedy}"
             )
@@ -96,9 +96,9 @@ class _KvPool:
 
 def _max_req_total_len(config: WorkerConfig, model: ModelConfig) -> int:
     wanted = config.max_req_total_len or model.max_position
-    if wanted > model.max_position:
-        raise ModelFilesError(
-            f"max_req_total_len={wanted}, but the model was trained on {model.max_position} tokens; lower it"
+    if wanted > model.longest_position:
+        raise ServerError(
+            f"max_req_total_len={wanted}, but the model reaches {model.longest_position} tokens; lower it"
         )
     return wanted
 

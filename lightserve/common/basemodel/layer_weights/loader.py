@@ -15,6 +15,7 @@ from lightserve.utils.logger import init_logger
 logger = init_logger(__name__)
 
 SHOWN = 8  # names in a message; a wrong config misses hundreds
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # an 8-bit float would lack its scale
 DUMMY_STD = 0.02  # as models are initialised: activations stay finite through any number of layers
 
 
@@ -51,7 +52,7 @@ def fill_dummy(layers: Iterable[LayerWeight], seed: int = 0) -> None:
 def _fill(piece: Piece, tensor: torch.Tensor, file: str) -> None:
     if tuple(tensor.shape) != piece.shape:
         raise CheckpointError(f"{file}: {piece.name} has shape {tuple(tensor.shape)}, config.json wants {piece.shape}")
-    if not tensor.is_floating_point():
+    if tensor.dtype not in FLOATS:
         raise CheckpointError(
             f"{file}: {piece.name} is {str(tensor.dtype).removeprefix('torch.')}; "
             "only float checkpoints load, quantised ones do not yet"
