@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -333,3 +334,15 @@ def rope_factors(scaling: dict[str, object]) -> np.ndarray[tuple[int], np.dtype[
     plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
     factors: np.ndarray[tuple[int], np.dtype[np.float32]] = (plain / scaled).float().numpy()
     return factors
+
+
+def test_a_damaged_gguf_header_is_refused_in_one_line_whatever_byte_is_wrong(tmp_path: Path) -> None:
+    whole = save_as_gguf(tiny_model("llama"), tmp_path / "whole.gguf").read_bytes()
+    first_tensor = whole.index(b"token_embd.weight")
+    damaged = tmp_path / "damaged.gguf"
+
+    for at in (*range(80), *range(first_tensor - 8, first_tensor + 60)):
+        for byte in (0, 1, 0x7F, 0xFF):
+            damaged.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
+            with contextlib.suppress(ModelFilesError):  # a byte of a name may be as good as another
+                resolve(str(damaged))
