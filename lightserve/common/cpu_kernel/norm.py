@@ -1,4 +1,4 @@
-"""Norms in few kernels: at small batches a norm costs what its kernels cost to call."""
+"""Norms that read the rows as seldom as torch's kernels allow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightserve.common import ops
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype != torch.float32:
         return ops.rms_norm.impls[ops.REFERENCE](x, weight, eps)
-    # 13 us for one row of 576 where F.rms_norm takes 50: all but the last line work on one number a row
+    # 512 rows of 576 take 70 us, F.rms_norm 100; up to 32 rows they are equal. Only the first and last line read rows.
     scale: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (x * scale).mul_(weight)
