@@ -22,7 +22,7 @@ setup(
     ],
     extras_require={
         "gpu": ["triton>=3.6"],
-        "test": ["accelerate", "mypy", "pytest", "pytest-timeout", "ruff", "transformers>=5.17", "triton>=3.6"],
+        "test": ["accelerate", "mypy", "pytest", "ruff", "transformers>=5.17", "triton>=3.6"],
     },
     entry_points={"console_scripts": ["lightserve = lightserve.generate:main"]},
 )
