@@ -30,11 +30,6 @@ class Req:
     finish_reason: FinishReason | None = None
 
     @property
-    def seed(self) -> int:
-        """The same on every rank, so drawn here where the request names none."""
-        return random.getrandbits(63) if self.sampling.seed is None else self.sampling.seed
-
-    @property
     def total_len(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
 
@@ -68,7 +63,7 @@ class ContinuousBatching:
 
     def next_step(self) -> Step | None:
         """What to compute next; None when nothing waits or runs and the workers are clean."""
-        new = [NewReq(r.req_id, r.prompt_ids, r.sampling, r.seed, r.eos_ids) for r in self._admit()]
+        new = [_new_req(req) for req in self._admit()]
         rows = self._rows()
         left, self._left = self._left, []
         return Step(rows, new, left) if rows or left else None
@@ -127,3 +122,9 @@ class ContinuousBatching:
                 req.computed_len += count
                 rows.append(StepRow(req.req_id, slots.tolist()))
         return rows
+
+
+def _new_req(req: Req) -> NewReq:
+    """What the workers are told of a request; a seed it lacks is drawn here, for all ranks the same."""
+    seed = random.getrandbits(63) if req.sampling.seed is None else req.sampling.seed
+    return NewReq(req.req_id, req.prompt_ids, req.sampling, seed, req.eos_ids)

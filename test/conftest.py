@@ -9,7 +9,6 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing before this line does
-    os.environ.setdefault("TRITON_CACHE_DIR", os.path.expanduser("~/.triton/cache"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

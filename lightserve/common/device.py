@@ -20,7 +20,7 @@ class DeviceKind:
     backend: str  # of common.ops
     backend_module: str  # importing it registers the backend
     comm: str  # torch.distributed's backend
-    dtypes: tuple[torch.dtype, ...]  # those it computes in at speed, best first
+    dtypes: tuple[torch.dtype, ...]  # of a model that it keeps; a model of another is computed in the first
 
     def device(self, rank: int) -> torch.device:
         return torch.device(self.name) if self.name == "cpu" else torch.device(self.name, rank)
@@ -32,6 +32,10 @@ class DeviceKind:
         if self.name != "cpu":
             torch.cuda.set_device(device)
 
+    def dtype_for(self, model_dtype: str | None) -> torch.dtype:
+        """What a model is computed in unless told otherwise."""
+        return next((dtype for dtype in self.dtypes if str(dtype) == f"torch.{model_dtype}"), self.dtypes[0])
+
     def kv_budget(self, device: torch.device, mem_fraction: float) -> int:
         """Bytes for KV once the weights are loaded: all but 1 - mem_fraction of a GPU, a share of the free RAM."""
         if self.name == "cpu":
@@ -41,12 +45,8 @@ class DeviceKind:
 
 
 KINDS = {
-    "cpu": DeviceKind(
-        "cpu", "cpu", "lightserve.common.cpu_kernel", "gloo", (torch.float32, torch.bfloat16, torch.float16)
-    ),
-    "cuda": DeviceKind(
-        "cuda", "triton", "lightserve.common.triton_kernel", "nccl", (torch.bfloat16, torch.float16, torch.float32)
-    ),
+    "cpu": DeviceKind("cpu", "cpu", "lightserve.common.cpu_kernel", "gloo", (torch.float32,)),
+    "cuda": DeviceKind("cuda", "triton", "lightserve.common.triton_kernel", "nccl", (torch.bfloat16, torch.float16)),
 }
 
 

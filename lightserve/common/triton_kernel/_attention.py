@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -78,3 +79,8 @@ def check_attention(op: str, q: Tensor, kv_cache: Tensor, batch: AttnBatch) -> N
         raise ValueError(
             f"{op}: {heads} heads of {dim} cannot share the cache's {kv_cache.shape[1] / 2:g} of {kv_cache.shape[2]}"
         )
+
+
+def keys_a_tile(dtype: torch.dtype, block_d: int) -> int:
+    """K and V tiles, doubled by the pipeline, must fit the 227 KiB of shared memory of an H200's multiprocessor."""
+    return 32 if dtype == torch.float32 or block_d > 128 else 64

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel._attention import attend, check_attention, dot_block
+from lightserve.common.triton_kernel._attention import attend, check_attention, dot_block, keys_a_tile
 
 
 @triton.jit
@@ -66,13 +65,6 @@ def _context_attention_kernel(
     tl.store(out_ptrs, acc / total[:, None], mask=mask)
 
 
-def _blocks(dtype: torch.dtype, block_d: int) -> tuple[int, int]:
-    """Query rows and keys a tile: what fits the 227 KiB of shared memory of an H200's multiprocessor."""
-    if dtype == torch.float32 or block_d > 128:
-        return 32, 32
-    return 64, 64
-
-
 @ops.context_attention.impl("triton")
 def context_attention(
     q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None = None
@@ -84,8 +76,8 @@ def context_attention(
         return out
     kv_heads = kv_cache.shape[1] // 2
     block_d = dot_block(dim)
-    block_m, block_n = _blocks(q.dtype, block_d)
-    _context_attention_kernel[(triton.cdiv(batch.max_q_len, block_m), heads, batch.b_req_idx.shape[0])](
+    block = keys_a_tile(q.dtype, block_d)  # query rows a tile too
+    _context_attention_kernel[(triton.cdiv(batch.max_q_len, block), heads, batch.b_req_idx.shape[0])](
         q,
         kv_cache,
         out,
@@ -106,8 +98,8 @@ def context_attention(
         heads // kv_heads,
         dim,
         scale,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        BLOCK_M=block,
+        BLOCK_N=block,
         BLOCK_D=block_d,
     )
     return out

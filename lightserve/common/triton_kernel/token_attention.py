@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel._attention import attend, check_attention, dot_block
+from lightserve.common.triton_kernel._attention import attend, check_attention, dot_block, keys_a_tile
 
 MIN_SPLIT = 128  # keys; a shorter split costs more to merge than to read
 MAX_SPLITS = 32  # bounds the partial sums: 512 KiB a request at 32 heads of 128
@@ -107,10 +107,6 @@ def _token_attention_merge_kernel(
     tl.store(out_ptr + row * dim + cols, out, mask=cols < dim)
 
 
-def _keys_a_tile(dtype: torch.dtype, block_d: int) -> int:
-    return 32 if dtype == torch.float32 or block_d > 128 else 64  # K and V tiles, doubled by the pipeline, in 227 KiB
-
-
 @ops.token_attention.impl("triton")
 def token_attention(
     q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None = None
@@ -123,7 +119,7 @@ def token_attention(
     kv_heads = kv_cache.shape[1] // 2
     splits = min(triton.cdiv(batch.max_seq_len, MIN_SPLIT), MAX_SPLITS)
     block_d = dot_block(dim)
-    blocks = {"SPLITS": splits, "BLOCK_N": _keys_a_tile(q.dtype, block_d), "BLOCK_D": block_d}
+    blocks = {"SPLITS": splits, "BLOCK_N": keys_a_tile(q.dtype, block_d), "BLOCK_D": block_d}
     partials = q.new_empty((requests, heads, splits, dim), dtype=torch.float32)
     log_sums = q.new_empty((requests, heads, splits), dtype=torch.float32)
     _token_attention_split_kernel[(requests, kv_heads, splits)](

@@ -65,15 +65,16 @@ class InferBatch:
         slots = np.array([slot for row in rows for slot in row.slots], dtype=np.int32)
         ids = [req.token_ids[r : r + n] for req, r, n in zip(reqs, ready.tolist(), q_len.tolist(), strict=True)]
 
+        table_rows = np.array([req.row for req in reqs], dtype=np.int32)
+        positions = np.arange(len(slots)) + np.repeat(ready - start, q_len)
         mem_index = self._to_device(slots)
-        b_req_idx = self._to_device(np.array([req.row for req in reqs], dtype=np.int32))
-        self._write_slots(reqs, ready, q_len, mem_index)
+        self._write_slots(np.repeat(table_rows, q_len), positions, mem_index)
         for req, count in zip(reqs, q_len.tolist(), strict=True):
             req.cache_len += count
 
         attn = AttnBatch(
             req_to_token=self._req_manager.req_to_token,
-            b_req_idx=b_req_idx,
+            b_req_idx=self._to_device(table_rows),
             b_start_loc=self._to_device(start),
             b_seq_len=self._to_device(ready + q_len),
             b_ready_cache_len=self._to_device(ready),
@@ -83,11 +84,8 @@ class InferBatch:
         input_ids = self._to_device(np.array([token for chunk in ids for token in chunk], dtype=np.int64))
         return ModelInput(input_ids, mem_index, attn, is_prefill=attn.max_q_len > 1), reqs
 
-    def _write_slots(self, reqs: list[InferReq], ready: np.ndarray, q_len: np.ndarray, mem_index: torch.Tensor) -> None:
+    def _write_slots(self, rows: np.ndarray, positions: np.ndarray, mem_index: torch.Tensor) -> None:
         """req_to_token[row, position] = slot for every token of the step, in one scatter."""
-        rows = np.repeat(np.array([req.row for req in reqs], dtype=np.int64), q_len)
-        first = np.repeat(ready - (np.cumsum(q_len) - q_len), q_len)
-        positions = first + np.arange(len(first))
         self._req_manager.req_to_token[self._to_device(rows), self._to_device(positions)] = mem_index
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:

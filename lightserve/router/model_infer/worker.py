@@ -104,14 +104,9 @@ def _max_req_total_len(config: WorkerConfig, model: ModelConfig) -> int:
 
 
 def _dtype(config: WorkerConfig, model: ModelConfig, kind: DeviceKind) -> torch.dtype:
-    name = config.data_type
-    if name == "auto":
-        if kind.name == "cpu":
-            return kind.dtypes[0]
-        name = model.hf.get("dtype") or model.hf.get("torch_dtype") or "bfloat16"
-        if name not in ("float16", "bfloat16"):
-            return kind.dtypes[0]
-    dtype: torch.dtype = getattr(torch, name)
+    if config.data_type == "auto":
+        return kind.dtype_for(model.hf.get("dtype") or model.hf.get("torch_dtype"))
+    dtype: torch.dtype = getattr(torch, config.data_type)
     return dtype
 
 
