@@ -13,7 +13,10 @@ DataType = Literal["auto", "float32", "float16", "bfloat16"]
 
 def option(default: Any, help: str, *aliases: str) -> Any:
     """A field that is also a flag; ``aliases`` are the names other servers give it."""
-    return field(default=default, metadata={"help": help, "aliases": aliases})
+    metadata = {"help": help, "aliases": aliases}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,7 @@ class WorkerConfig:
         "dtype",
     )
     device: str | None = option(None, "cpu or cuda; omitted: the best one here")
-    tp: int = option(1, "tensor-parallel ranks; more than one needs the server", "tensor_parallel_size")
+    tp: int = option(1, "tensor-parallel ranks, one process and one device each", "tensor_parallel_size")
     max_total_token_num: int | None = option(None, "tokens the KV pool holds; omitted: what memory allows")
     mem_fraction: float = option(0.9, "share of a GPU's memory that weights and KV may take", "gpu_memory_utilization")
     max_req_total_len: int | None = option(
@@ -43,9 +46,78 @@ class WorkerConfig:
         for name, choices in (("load_format", get_args(LoadFormat)), ("data_type", get_args(DataType))):
             if getattr(self, name) not in choices:
                 raise ServerError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
-        for name in ("tp", "running_max_req_size", "batch_max_tokens", "max_req_total_len", "max_total_token_num"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ServerError(f"{name}={value}: must be at least 1")
+        _at_least(self, 1, "tp", "running_max_req_size", "batch_max_tokens", "max_req_total_len", "max_total_token_num")
         if not 0 < self.mem_fraction <= 1:
             raise ServerError(f"mem_fraction={self.mem_fraction}: must be in (0, 1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """What the router needs to know besides."""
+
+    max_queue_size: int = option(2048, "requests that may wait; one more is answered 429", "max_queued_requests")
+    eos_id: list[int] = option([], "token ids that end an answer; omitted: those of the model's files")
+    log_stats_interval: float = option(10.0, "seconds between throughput lines while there is work; 0: none")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "max_queue_size")
+        _at_least(self, 0, "log_stats_interval")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig:
+    """What an HTTP process needs to know besides."""
+
+    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 for every one of this machine")
+    port: int = option(8000, "port to listen at; 0 picks a free one")
+    httpserver_workers: int = option(1, "HTTP processes behind the port", "api_server_count")
+    model_name: str | None = option(
+        None, "what clients call the model; omitted: its folder's name", "served_model_name"
+    )
+    api_key: list[str] = option([], "keys that clients may send; omitted: no key is needed")
+    use_tgi_api: bool = option(False, "read a body on /generate that could be LightLLM's or TGI's as TGI's")
+    allowed_origins: list[str] = option([], "origins whose pages may call the server (CORS); * for all")
+    max_body_bytes: int = option(16 * 2**20, "largest request body; a larger one is answered 413")
+    max_choices: int = option(128, "answers that one request may ask for: prompts times n")
+    metrics_compat: str = option("", "also export metrics under the names of vllm and/or lightllm, comma-separated")
+    disable_log_requests: bool = option(False, "write no line a request", "disable_uvicorn_access_log")
+    step_timeout: float = option(120.0, "seconds after which a step that runs makes /health say 503")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "httpserver_workers", "max_body_bytes", "max_choices", "step_timeout")
+        if not 0 <= self.port < 65536:
+            raise ServerError(f"port={self.port}: must be in 0..65535")
+        unknown = set(self.compat_names) - {"vllm", "lightllm"}
+        if unknown:
+            raise ServerError(f"metrics_compat={self.metrics_compat!r}: choose from vllm, lightllm")
+
+    @property
+    def compat_names(self) -> list[str]:
+        return [name.strip() for name in self.metrics_compat.split(",") if name.strip()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """What only the launcher needs to know."""
+
+    drain_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
+    null_worker: bool = option(False, "no model: a worker that makes up tokens, to measure the rest of the server")
+    null_step_ms: float = option(0.0, "how long a step of the null worker takes")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "drain_timeout", "null_step_ms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    worker: WorkerConfig
+    router: RouterConfig
+    http: HttpConfig
+    launch: LaunchConfig
+
+
+def _at_least(config: Any, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not least <= value < float("inf"):
+            raise ServerError(f"{name}={value}: must be at least {least}")

@@ -3,9 +3,18 @@
 LightserveError
 ├── RequestError               the client's fault: 4xx, told to the client as it is
 │   ├── InvalidRequestError        400
+│   │   └── NotSupportedYetError       the contract names it, a later version does it
 │   ├── PromptTooLongError         400
-│   └── OverloadedError            429
+│   ├── UnauthorizedError          401
+│   ├── ModelNotFoundError         404
+│   ├── BodyTimeoutError           408
+│   ├── BodyTooLargeError          413
+│   ├── MediaTypeError             415
+│   ├── OverloadedError            429
+│   ├── AbortedError               499: by /abort_request
+│   └── ClientGoneError            499, for the log only
 └── ServerError                ours: 5xx, logged with its traceback, told to the client without it
+    ├── UnavailableError           503: loading, draining or dead
     ├── WorkerDiedError            503
     └── ModelFilesError            at start only: one line that names the file, what is wrong and what to do
         └── CheckpointError            the same about a tensor
@@ -16,6 +25,11 @@ from __future__ import annotations
 
 class LightserveError(Exception):
     status = 500
+    code: str | None = None  # OpenAI's machine-readable word, where there is one
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param  # the field of the request that is to blame
 
 
 class RequestError(LightserveError):
@@ -26,17 +40,64 @@ class InvalidRequestError(RequestError):
     pass
 
 
+class NotSupportedYetError(InvalidRequestError):
+    code = "not_supported"
+
+    def __init__(self, what: str, param: str | None = None) -> None:
+        super().__init__(f"{what} is not supported yet", param)
+
+
 class PromptTooLongError(RequestError):
-    def __init__(self, length: int, limit: int) -> None:
-        super().__init__(f"the prompt has {length} tokens; at most {limit} are possible")
+    code = "context_length_exceeded"
+
+    def __init__(self, length: int, limit: int, new_tokens: int | None = None) -> None:
+        beside = "" if new_tokens is None else f" beside {new_tokens} new ones"
+        super().__init__(f"the prompt has {length} tokens; at most {max(limit, 0)} are possible{beside}")
+
+
+class UnauthorizedError(RequestError):
+    status = 401
+    code = "invalid_api_key"
+
+
+class ModelNotFoundError(RequestError):
+    status = 404
+    code = "model_not_found"
+
+
+class BodyTimeoutError(RequestError):
+    status = 408
+
+
+class BodyTooLargeError(RequestError):
+    status = 413
+
+
+class MediaTypeError(RequestError):
+    status = 415
 
 
 class OverloadedError(RequestError):
     status = 429
+    code = "rate_limit_exceeded"
+
+
+class AbortedError(RequestError):
+    status = 499
+    code = "request_aborted"
+
+
+class ClientGoneError(RequestError):
+    status = 499
 
 
 class ServerError(LightserveError):
     pass
+
+
+class UnavailableError(ServerError):
+    status = 503
+    code = "service_unavailable"
 
 
 class WorkerDiedError(ServerError):
@@ -49,3 +110,11 @@ class ModelFilesError(ServerError):
 
 class CheckpointError(ModelFilesError):
     pass
+
+
+_BY_STATUS: dict[int, type[LightserveError]] = {400: InvalidRequestError, 429: OverloadedError, 503: UnavailableError}
+
+
+def error_of(status: int, message: str) -> LightserveError:
+    """The error that another process put into words."""
+    return _BY_STATUS.get(status, ServerError)(message)

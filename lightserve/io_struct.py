@@ -1,5 +1,10 @@
 """Every message that crosses a process boundary, and nothing else. Neither torch nor a tokenizer is imported here.
 
+    httpserver ──GenerateReq, AbortReq──▶ router ──BatchTokenIdOut, RouterStats──▶ detokenization
+    httpserver ◀──BatchStrOut, RouterStats── detokenization ──AbortReq──▶ router
+    router ──Step──▶ model worker ──list[TokenOut]──▶ router
+    launcher ──ToChild──▶ each of them ──FromChild──▶ launcher
+
 The scheduler tells the workers what to run in a Step: requests that enter, the slots that each row of the step fills,
 requests that leave. A worker knows the rest (the tokens of its requests), so prefill, a chunk of it and decode are the
 same message: the next len(slots) tokens of a request.
@@ -8,9 +13,11 @@ same message: the next len(slots) tokens of a request.
 from __future__ import annotations
 
 import enum
-import math
+import reprlib
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from lightserve.errors import InvalidRequestError
 
@@ -23,46 +30,49 @@ class FinishReason(enum.Enum):
     ABORT = "abort"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    max_new_tokens: int = 16
-    min_new_tokens: int = 0
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
-    top_k: int = -1  # -1: all
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None  # None: a random one
+INT32_MAX = 2**31 - 1
+TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]  # one beyond the vocabulary is ignored where it is used
+Share = Annotated[float, Meta(gt=0, le=1)]  # of the probability mass; 1: all of it
+OpenAIPenalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=64)]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose the next token. Logits are changed in the order of vLLM and transformers: what may not come next is
+    forbidden, logit_bias, penalties, temperature, top_k, top_p, min_p, typical_p."""
+
+    max_new_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)] = 16
+    min_new_tokens: Annotated[int, Meta(ge=0)] = 0
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] = 1.0  # 0: greedy
+    top_p: Share = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] = -1  # -1 and 0: all
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    typical_p: Share = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
+    presence_penalty: OpenAIPenalty = 0.0
+    frequency_penalty: OpenAIPenalty = 0.0
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] = {}
+    bad_words_ids: Annotated[tuple[BadWord, ...], Meta(max_length=1024)] = ()  # sequences never to be completed
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=16384)] | None = None  # None: all
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # None: a random one
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
+    include_stop: bool = False  # leave the stop string or the end token in the text
     skip_special_tokens: bool = True
-    logprobs: bool = False  # of the chosen tokens
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # the chosen token's, and those of the k most likely
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         try:
-            msgspec.convert(msgspec.structs.asdict(self), _SamplingTypes)
+            msgspec.convert(self, _SamplingTypes, from_attributes=True)
         except msgspec.ValidationError as error:
-            raise InvalidRequestError(str(error)) from error
-        limits = {
-            "max_new_tokens": self.max_new_tokens >= 1,
-            "min_new_tokens": 0 <= self.min_new_tokens <= self.max_new_tokens,
-            "temperature": 0 <= self.temperature < math.inf,
-            "top_p": 0 < self.top_p <= 1,
-            "top_k": self.top_k == -1 or self.top_k >= 1,
-            "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": 0 < self.repetition_penalty < math.inf,
-            "presence_penalty": -2 <= self.presence_penalty <= 2,
-            "frequency_penalty": -2 <= self.frequency_penalty <= 2,
-            "seed": self.seed is None or -(2**63) <= self.seed < 2**63,
-            "stop": all(self.stop),
-        }
-        for name, is_within in limits.items():
-            if not is_within:
-                raise InvalidRequestError(f"{name}={getattr(self, name)!r} is out of range")
+            raise _blame(self, error) from error
+        if self.min_new_tokens > self.max_new_tokens:
+            found = f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}"
+            raise InvalidRequestError(found, "min_new_tokens")
 
     @property
     def is_greedy(self) -> bool:
@@ -73,10 +83,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-# the fields without the checks, so that they can be checked
+# the same fields on a struct without __post_init__: msgspec checks types and ranges as it fills one, in a microsecond
 _SamplingTypes = msgspec.defstruct(
     "_SamplingTypes", [(field.name, field.type) for field in msgspec.structs.fields(SamplingParams)]
 )
+
+
+def _blame(params: SamplingParams, error: msgspec.ValidationError) -> InvalidRequestError:
+    """Which field, what was wanted, what was found; msgspec says "Expected `int` >= 1 - at `$.top_k`"."""
+    wanted, _, place = str(error).partition(" - at ")
+    field = place.partition("$.")[2].partition("[")[0].rstrip("`")
+    return InvalidRequestError(f"{field}: {wanted}, found {reprlib.repr(getattr(params, field))}", field)
 
 
 class NewReq(msgspec.Struct, frozen=True):
@@ -109,4 +126,184 @@ class TokenOut(msgspec.Struct, frozen=True):
 
     req_id: int
     token_id: int
-    logprob: float | None = None  # where the request asked for it
+    logprob: float | None = None  # where the request asked for it; of the model, before anything changed the logits
+    top: list[tuple[int, float]] | None = None  # with it, as many of the likeliest tokens as asked for, best first
+
+
+# httpserver -> router
+
+
+class GenerateReq(msgspec.Struct, frozen=True, tag=True):
+    """One sequence to generate. The upper bits of its id say which HTTP process asks: see http_worker_of."""
+
+    req_id: int
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    arrived_s: float  # time.monotonic() when the HTTP request came; one clock for all processes of a machine
+
+
+class AbortReq(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for the rest: the client left (ABORT), or the detokenizer found a stop string (STOP)."""
+
+    req_id: int
+    reason: FinishReason = FinishReason.ABORT
+
+
+class AbortNamed(msgspec.Struct, frozen=True, tag=True):
+    """An operator's abort by a client's request id, None for all: every HTTP process gets it and aborts its own."""
+
+    name: str | None
+
+
+ToRouter = GenerateReq | AbortReq | AbortNamed
+
+REQ_ID_BITS = 48  # low bits of an id count the requests of one HTTP process
+
+
+def http_worker_of(req_id: int) -> int:
+    return req_id >> REQ_ID_BITS
+
+
+# router -> detokenization
+
+
+class TextReq(msgspec.Struct, frozen=True):
+    """What must be known to turn a request's tokens into its text."""
+
+    req_id: int
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+
+
+class Admission(msgspec.Struct, frozen=True):
+    """What became of a request before its first token."""
+
+    queue_s: float
+    cached_tokens: int  # of the prompt, whose KV was there already
+
+
+class TokenIdOut(msgspec.Struct, frozen=True, array_like=True):
+    """One token of a request, on its way to become text."""
+
+    req_id: int
+    token_id: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None  # alternatives, most likely first, where asked for
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None  # the stop token id that ended it; None for an end token of the model
+    admission: Admission | None = None  # with the first token
+
+
+class ReqFailed(msgspec.Struct, frozen=True):
+    """A request that ends without (more) tokens. ``status`` is what HTTP would say."""
+
+    req_id: int
+    status: int
+    message: str
+
+
+class BatchTokenIdOut(msgspec.Struct, frozen=True, tag=True):
+    """All news of one step; ``new`` come before their tokens, ``gone`` were aborted."""
+
+    outs: list[TokenIdOut] = []
+    new: list[TextReq] = []
+    failed: list[ReqFailed] = []
+    gone: list[int] = []
+
+
+class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):
+    counts: list[int]  # one a bucket of the catalogue, the last is all that is larger
+    total: float  # sum of the observed values
+
+
+class MetricsSnapshot(msgspec.Struct, frozen=True):
+    """Metrics by the names of metrics.py, which knows their kinds, buckets and labels."""
+
+    values: dict[str, float] = {}
+    labelled: dict[str, dict[str, float]] = {}  # name -> label value -> count
+    histograms: dict[str, HistogramCounts] = {}
+
+
+class RouterStats(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life of router and detokenizer, once a second, with every metric as it stands."""
+
+    sent_s: float  # time.monotonic()
+    step_age_s: float  # how long the workers have been at the oldest step under way; 0 when idle
+    metrics: MetricsSnapshot
+
+
+ToDetokenization = BatchTokenIdOut | RouterStats | AbortNamed
+
+
+# detokenization -> httpserver
+
+
+class StrOut(msgspec.Struct, frozen=True, array_like=True):
+    """A token with the text it completes, which is "" while a character or a stop string may be under way."""
+
+    req_id: int
+    text: str
+    token_id: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id or string that ended it
+    admission: Admission | None = None
+
+
+class BatchStrOut(msgspec.Struct, frozen=True, tag=True):
+    outs: list[StrOut] = []
+    failed: list[ReqFailed] = []
+
+
+ToHttpserver = BatchStrOut | RouterStats | AbortNamed
+
+
+# between the launcher and each of its children, as lines of JSON
+
+
+class Phase(msgspec.Struct, frozen=True, tag=True):
+    """A part of the start that is over, for the table of the banner."""
+
+    name: str
+    seconds: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The ready word: the child can do its work."""
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    """The ready word of a worker, and what the router and the HTTP processes then learn."""
+
+    max_total_token_num: int  # tokens the KV pool holds
+    max_req_total_len: int  # prompt plus output
+    vocab_size: int
+    pipeline_depth: int  # steps that may be under way at once
+    eos_token_ids: tuple[int, ...] = ()
+    computed_in: str = ""  # data type and device, for people
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The last word of a child that cannot go on: one line for the operator."""
+
+    message: str
+
+
+class Drained(msgspec.Struct, frozen=True, tag=True):
+    """No request is left in this HTTP process."""
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Take no new request, finish the others, say Drained."""
+
+
+class EngineDied(msgspec.Struct, frozen=True, tag=True):
+    """Fail every request with this message."""
+
+    message: str
+
+
+FromChild = Phase | Ready | EngineReady | Failed | Drained
+ToChild = EngineReady | Drain | EngineDied

@@ -21,6 +21,7 @@ class DeviceKind:
     backend_module: str  # importing it registers the backend
     comm: str  # torch.distributed's backend
     dtypes: tuple[torch.dtype, ...]  # of a model that it keeps; a model of another is computed in the first
+    pipeline_depth: int  # steps under way at once: an accelerator must find its next one ready, a CPU is busy anyway
 
     def device(self, rank: int) -> torch.device:
         return torch.device(self.name) if self.name == "cpu" else torch.device(self.name, rank)
@@ -45,8 +46,8 @@ class DeviceKind:
 
 
 KINDS = {
-    "cpu": DeviceKind("cpu", "cpu", "lightserve.common.cpu_kernel", "gloo", (torch.float32,)),
-    "cuda": DeviceKind("cuda", "triton", "lightserve.common.triton_kernel", "nccl", (torch.bfloat16, torch.float16)),
+    "cpu": DeviceKind("cpu", "cpu", "lightserve.common.cpu_kernel", "gloo", (torch.float32,), 1),
+    "cuda": DeviceKind("cuda", "triton", "lightserve.common.triton_kernel", "nccl", (torch.bfloat16, torch.float16), 2),
 }
 
 

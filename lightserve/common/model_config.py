@@ -112,6 +112,24 @@ class ModelConfig:
         """Tokens a request may have: what the model was trained on, or what its rope scaling stretches that to."""
         return max(self.max_position, int(self.rope.factor * self.rope.original_max_position))
 
+    def request_len(self, wanted: int | None) -> int:
+        """The longest request: what the operator wants, or what the model was made for."""
+        if wanted is not None and wanted > self.longest_position:
+            raise ModelFilesError(
+                f"max_req_total_len={wanted}, but the model reaches {self.longest_position} tokens; lower it"
+            )
+        return wanted or self.max_position
+
+    def check_tp(self, size: int) -> None:
+        """The shapes that every model needs to divide among the ranks."""
+        for what, count in (("attention heads", self.num_heads), ("FFN rows", self.intermediate_size)):
+            if count % size:
+                raise ModelFilesError(
+                    f"{count} {what} do not divide among tp={size} ranks; choose a tp that divides them"
+                )
+        if self.num_kv_heads % size and size % self.num_kv_heads:
+            raise ModelFilesError(f"{self.num_kv_heads} KV heads and tp={size}: one must divide the other")
+
     def kv_heads_of_rank(self, tp_size: int) -> int:
         """KV heads that each of ``tp_size`` ranks holds; ranks share a head when there are too few."""
         return max(self.num_kv_heads // tp_size, 1)

@@ -1,11 +1,17 @@
-"""``model_type`` of config.json -> where the model's class is. A model's module is imported only when it is served."""
+"""``model_type`` of config.json -> where the model's class is. A model's module is imported only when it is served.
+
+The launcher reads the names: no torch.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.errors import ModelFilesError
+
+if TYPE_CHECKING:
+    from lightserve.common.basemodel import TpPartBaseModel
 
 MODELS = {
     "bloom": "lightserve.models.bloom.model:BloomTpPartModel",
@@ -15,9 +21,13 @@ MODELS = {
 }
 
 
-def get_model_class(model_type: str) -> type[TpPartBaseModel]:
+def check_supported(model_type: str) -> None:
     if model_type not in MODELS:
         raise ModelFilesError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(MODELS))}")
+
+
+def get_model_class(model_type: str) -> type[TpPartBaseModel]:
+    check_supported(model_type)
     module, name = MODELS[model_type].split(":")
     model_class: type[TpPartBaseModel] = getattr(import_module(module), name)
     return model_class

@@ -135,15 +135,25 @@ def attention_args(
     return q, cache, batch, dim**-0.5
 
 
-def penalties_of(entries: list[tuple[int, int, int]], batch: int, device: str) -> ops.Penalties:
-    """``entries``: (row, token, count in the output)."""
+def penalties_of(entries: list[tuple[int, int, int]], shape: tuple[int, int], device: str) -> ops.Penalties:
+    """Penalties of every row of logits of this shape; ``entries``: (row, token, count in the output).
+
+    A token of an odd id is in the prompt too, one that the output lacks is in the prompt alone. What requests saw is in
+    another order than the rows of the logits, between rows of a request that saw everything.
+    """
+    batch, vocab = shape
+    seen = torch.full((2 * batch + 1, vocab), 3, dtype=torch.int32, device=device)
+    seen_rows = [2 * (batch - row) - 1 for row in range(batch)]
+    seen[seen_rows] = 0
+    for row, token, count in entries:
+        seen[seen_rows[row], token] = 2 * count + (token % 2 or count == 0)
     return ops.Penalties(
+        rows=ints(list(range(batch)), device),
         b_repetition=torch.linspace(1.0, 1.5, batch, device=device),
         b_presence=torch.linspace(0.3, 0.0, batch, device=device),
         b_frequency=torch.linspace(-0.1, 0.2, batch, device=device),
-        rows=ints([row for row, _, _ in entries], device),
-        token_ids=ints([token for _, token, _ in entries], device),
-        output_counts=ints([count for _, _, count in entries], device),
+        b_seen_row=ints(seen_rows, device),
+        seen=seen,
     )
 
 
@@ -194,12 +204,17 @@ def _logits(tokens: int, device: str) -> Tensor:
 
 
 def _penalties_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
-    return _logits(tokens, device), penalties_of([(row, row + 1, row) for row in range(tokens)], tokens, device)
+    logits = _logits(tokens, device)
+    return logits, penalties_of([(row, row + 1, row) for row in range(tokens)], (tokens, logits.shape[1]), device)
 
 
 def _cut_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     b_floats = [torch.full((tokens,), value, device=device) for value in (0.9, 0.01)]
     return (_logits(tokens, device), ints([5] * tokens, device), *b_floats)
+
+
+def _typical_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return _logits(tokens, device), torch.full((tokens,), 0.5, device=device)
 
 
 def _sample_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
@@ -212,6 +227,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "apply_penalties": _penalties_args,
     "argmax": lambda tokens, dtype, device: (_logits(tokens, device),),
     "context_attention": _attention_args,
+    "cut_atypical": _typical_args,
     "cut_logits": _cut_args,
     "gelu": _activation_args,
     "gelu_and_mul": _activation_args,

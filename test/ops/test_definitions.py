@@ -79,7 +79,7 @@ def pytorch_attention(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) ->
 def test_penalties_follow_their_formula() -> None:
     logits = randn(3, 20)
     entries = [(0, 3, 0), (1, 0, 2), (1, 19, 1), (2, 7, 0), (2, 8, 5)]
-    penalties = penalties_of(entries, 3, "cpu")
+    penalties = penalties_of(entries, (3, 20), "cpu")
     expected = logits.clone()
     for row, token, count in entries:
         value, repetition = float(logits[row, token]), float(penalties.b_repetition[row])

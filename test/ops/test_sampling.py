@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
+from transformers import TypicalLogitsWarper
 
 from lightserve.common import ops
-from test.ops.cases import TOLERANCE, device_of, each_backend, ints, penalties_of, randn, strided
+from test.ops.cases import TOLERANCE, backends_of, device_of, each_backend, ints, penalties_of, randn, strided
 
 INF = float("inf")
 VOCABS = [1, 33, 300, 5000]  # the last is more than one block of a kernel's walk
@@ -47,7 +50,7 @@ def test_argmax_of_rows_with_minus_infinity_is_a_token(backend: str) -> None:
 def test_penalties_change_their_entries_as_defined_and_no_others(backend: str) -> None:
     logits = strided(randn(3, 300, device=device_of(backend)))
     entries = [(0, 5, 0), (0, 299, 2), (1, 0, 1), (2, 150, 7), (2, 151, 0)]
-    penalties = penalties_of(entries, 3, device_of(backend))
+    penalties = penalties_of(entries, (3, 300), device_of(backend))
     expected, before = logits.clone(), logits.clone()
     ops.apply_penalties(expected, penalties)
 
@@ -59,15 +62,36 @@ def test_penalties_change_their_entries_as_defined_and_no_others(backend: str) -
 
 
 @each_backend(ops.apply_penalties)
-def test_penalties_of_more_entries_than_a_block_all_fall(backend: str) -> None:
-    logits = randn(2, 700, device=device_of(backend))
-    penalties = penalties_of([(i % 2, i, i % 3) for i in range(601)], 2, device_of(backend))
+def test_penalties_of_more_tokens_than_a_block_all_fall(backend: str) -> None:
+    logits = randn(2, 5000, device=device_of(backend))
+    penalties = penalties_of([(i % 2, i, i % 3) for i in range(5000)], (2, 5000), device_of(backend))
     expected = logits.clone()
     ops.apply_penalties(expected, penalties)
 
     ops.apply_penalties.impls[backend](logits, penalties)
 
     torch.testing.assert_close(logits, expected, **TOLERANCE[torch.float32])
+
+
+@each_backend(ops.apply_penalties)
+def test_penalties_fall_on_their_rows_of_the_logits_alone(backend: str) -> None:
+    logits = randn(3, 300, device=device_of(backend))
+    of_two = penalties_of([(0, 7, 2), (1, 8, 1)], (2, 300), device_of(backend))
+    before = logits.clone()
+
+    ops.apply_penalties.impls[backend](logits, replace(of_two, rows=ints([2, 0], device_of(backend))))
+
+    assert (logits != before).nonzero().tolist() == [[0, 8], [2, 7]]
+
+
+@each_backend(ops.apply_penalties)
+def test_a_masked_token_stays_masked_under_any_penalty(backend: str) -> None:
+    logits = torch.full((3, 33), -INF, device=device_of(backend))
+    entries = [(row, token, token % 3) for row in range(3) for token in range(33)]
+
+    ops.apply_penalties.impls[backend](logits, penalties_of(entries, (3, 33), device_of(backend)))
+
+    assert torch.equal(logits, torch.full_like(logits, -INF))
 
 
 def cut(backend: str, logits: Tensor, top_k: list[int], top_p: list[float], min_p: list[float]) -> Tensor:
@@ -188,3 +212,65 @@ def test_sample_of_a_request_does_not_depend_on_its_batch(backend: str) -> None:
     alone = ops.sample.impls[backend](logits[3:4], b_seed[3:4], b_position[3:4])
 
     assert together[3:4].tolist() == alone.tolist()
+
+
+def typical(backend: str, logits: Tensor, typical_p: list[float]) -> Tensor:
+    cut_logits = logits.clone(memory_format=torch.preserve_format)
+    ops.cut_atypical.impls[backend](cut_logits, torch.tensor(typical_p, device=logits.device))
+    return cut_logits
+
+
+TYPICAL_BACKENDS = pytest.mark.parametrize("backend", [ops.REFERENCE, *backends_of(ops.cut_atypical)])
+
+
+@TYPICAL_BACKENDS
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
+def test_typical_keeps_what_transformers_keeps(backend: str, vocab: int, scale: float) -> None:
+    logits = randn(5, vocab, device=device_of(backend)) * scale
+    masses = [0.05, 0.2, 0.5, 0.9, 0.99]
+
+    out = typical(backend, logits, masses)
+
+    for row, mass in enumerate(masses):
+        expected = TypicalLogitsWarper(mass)(None, logits[row : row + 1].double())  # its float32 is off by 1e-6
+        assert torch.equal(out[row : row + 1], expected.float()), mass
+
+
+@TYPICAL_BACKENDS
+def test_typical_of_masked_logits_weighs_the_rest(backend: str) -> None:
+    logits = row([-INF, 2.0, -INF, 1.0, -3.0, 0.5, -INF], device_of(backend))
+
+    for mass in (0.1, 0.4, 0.8, 0.999):
+        assert torch.equal(typical(backend, logits, [mass]), TypicalLogitsWarper(mass)(None, logits)), mass
+
+
+@TYPICAL_BACKENDS
+def test_typical_of_one_keeps_everything(backend: str) -> None:
+    logits = randn(2, 5000, device=device_of(backend)) * 9
+
+    out = typical(backend, logits, [1.0, 0.5])
+
+    assert torch.equal(out[0], logits[0])
+    assert int(out[1].isfinite().sum()) < 5000
+
+
+@TYPICAL_BACKENDS
+def test_typical_may_drop_the_most_likely_token_and_keeps_equals_together(backend: str) -> None:
+    logits = row([3.0, *[1.0] * 40], device_of(backend))  # the mean logit is 1.67: the forty are nearer to it
+
+    out = typical(backend, logits, [0.1])
+
+    assert out.isfinite().tolist() == [[False] + [True] * 40]
+
+
+@TYPICAL_BACKENDS
+def test_typical_leaves_what_is_beside_its_rows(backend: str) -> None:
+    buffer = randn(3, 200, device=device_of(backend))
+    before = buffer.clone()
+
+    ops.cut_atypical.impls[backend](buffer[:, 50:150], torch.full((3,), 0.2, device=buffer.device))
+
+    assert torch.equal(buffer[:, :50], before[:, :50])
+    assert torch.equal(buffer[:, 150:], before[:, 150:])
+    assert buffer[:, 50:150].isneginf().any(-1).all()

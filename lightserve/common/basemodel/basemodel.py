@@ -23,7 +23,6 @@ from lightserve.common.mem_manager import MemoryManager
 from lightserve.common.model_config import ModelConfig
 from lightserve.common.req_manager import ReqManager
 from lightserve.common.tp import TpGroup
-from lightserve.errors import ModelFilesError
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +71,8 @@ class TpPartBaseModel:
         self.config = self.args.config
 
     def _verify_must(self) -> None:
-        """The shapes that every model needs to divide among the ranks."""
-        config, size = self.config, self.tp.size
-        for what, count in (("attention heads", config.num_heads), ("FFN rows", config.intermediate_size)):
-            if count % size:
-                raise ModelFilesError(
-                    f"{count} {what} do not divide among tp={size} ranks; choose a tp that divides them"
-                )
-        if config.num_kv_heads % size and size % config.num_kv_heads:
-            raise ModelFilesError(f"{config.num_kv_heads} KV heads and tp={size}: one must divide the other")
+        """What every model needs."""
+        self.config.check_tp(self.tp.size)
 
     def _verify_params(self) -> None:
         """Refuse a config.json that asks for what the model's code does not do."""

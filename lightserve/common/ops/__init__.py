@@ -7,7 +7,7 @@ from lightserve.common.ops.linear import linear
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lightserve.common.ops.registry import OPS, REFERENCE, use_backend
 from lightserve.common.ops.rotary import rotary
-from lightserve.common.ops.sampling import Penalties, apply_penalties, argmax, cut_logits, sample
+from lightserve.common.ops.sampling import Penalties, apply_penalties, argmax, cut_atypical, cut_logits, sample
 
 __all__ = [
     "OPS",
@@ -19,6 +19,7 @@ __all__ = [
     "apply_penalties",
     "argmax",
     "context_attention",
+    "cut_atypical",
     "cut_logits",
     "gelu",
     "gelu_and_mul",

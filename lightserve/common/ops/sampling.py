@@ -14,25 +14,25 @@ HALF_STEP = 2.0**-24  # of a 23-bit uniform: keeps it inside (0, 1); with 24 bit
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of a batch and the tokens they fall on, as a sparse list of (row, token, count in the output)."""
+    """The penalised rows of a batch, and which tokens their requests have seen."""
 
-    b_repetition: Tensor  # [batch] float32, 1 = none: divides positive logits, multiplies negative ones
-    b_presence: Tensor  # [batch] float32, 0 = none: subtracted once from tokens of the output
-    b_frequency: Tensor  # [batch] float32, 0 = none: subtracted for each occurrence in the output
-    rows: Tensor  # [entries] int32
-    token_ids: Tensor  # [entries] int32, each (row, token) at most once
-    output_counts: Tensor  # [entries] int32, 0 for a token that only the prompt has
+    rows: Tensor  # [penalised] int32, of the logits, each once
+    b_repetition: Tensor  # [penalised] float32, 1 = none: divides positive logits, multiplies negative ones
+    b_presence: Tensor  # [penalised] float32, 0 = none: subtracted once from tokens of the output
+    b_frequency: Tensor  # [penalised] float32, 0 = none: subtracted for each occurrence in the output
+    b_seen_row: Tensor  # [penalised] int32, of ``seen``
+    seen: Tensor  # [requests, vocab] int32: 1 for a token of the prompt, and 2 for each time that the output has it
 
 
 @op
 def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
     """Penalise in place: repetition first, then frequency and presence."""
-    rows, tokens = penalties.rows.long(), penalties.token_ids.long()
-    counts = penalties.output_counts.float()
+    which, tokens = penalties.seen[penalties.b_seen_row].nonzero(as_tuple=True)
+    counts = penalties.seen[penalties.b_seen_row[which], tokens] >> 1
+    rows, repetition = penalties.rows[which], penalties.b_repetition[which]
     picked = logits[rows, tokens]
-    repetition = penalties.b_repetition[rows]
     picked = torch.where(picked > 0, picked / repetition, picked * repetition)
-    picked -= penalties.b_frequency[rows] * counts + penalties.b_presence[rows] * (counts > 0)
+    picked -= penalties.b_frequency[which] * counts + penalties.b_presence[which] * (counts > 0)
     logits[rows, tokens] = picked
 
 
@@ -56,6 +56,22 @@ def cut_logits(logits: Tensor, b_top_k: Tensor, b_top_p: Tensor, b_min_p: Tensor
     nucleus_end = ordered.masked_fill(~is_in_nucleus, float("inf")).amin(-1, keepdim=True)
     min_p_end = ordered[:, :1] + b_min_p[:, None].log()
     logits.masked_fill_((logits < kth) | (logits < nucleus_end) | (logits < min_p_end), float("-inf"))
+
+
+@op
+def cut_atypical(logits: Tensor, b_typical_p: Tensor) -> None:
+    """Set to -inf in place all but the locally typical tokens, whose information is nearest to the entropy.
+
+    As many are kept as hold the mass ``b_typical_p``, float32, 1 = all; equals stay or go together. The information
+    -log p of a token is as far from its mean, the entropy, as the token's logit from the mean logit.
+    """
+    probs = logits.softmax(-1)
+    mean = (probs * logits).nansum(-1, keepdim=True)  # 0 * -inf is of no weight
+    distance = (logits - mean).abs()
+    ordered, order = distance.sort(-1)
+    is_short = probs.gather(1, order).cumsum(-1) < b_typical_p[:, None]
+    last = is_short.sum(-1, keepdim=True).clamp(max=logits.shape[1] - 1)
+    logits.masked_fill_((distance > ordered.gather(1, last)) & (b_typical_p[:, None] < 1), float("-inf"))
 
 
 @op

@@ -1,4 +1,4 @@
-"""Penalties on the tokens a request has seen: one program a block of (row, token) entries."""
+"""Penalties on the tokens a request has seen: one program a block of a penalised row, which skips what was not seen."""
 
 from __future__ import annotations
 
@@ -8,54 +8,58 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel._check import check_last_contiguous, tensors_of
-
-BLOCK = 256  # two scattered loads a lane of 4 warps
+from lightserve.common.triton_kernel._vocab import BLOCK, WARPS
 
 
 @triton.jit
 def _apply_penalties_kernel(
     logits_ptr,
-    row_stride,
+    rows_ptr,
     b_repetition_ptr,
     b_presence_ptr,
     b_frequency_ptr,
-    rows_ptr,
-    token_ids_ptr,
-    output_counts_ptr,
-    n_entries,
+    b_seen_row_ptr,
+    seen_ptr,
+    logits_row_stride,
+    seen_row_stride,
+    n_cols,
     BLOCK: tl.constexpr,
 ):
-    entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = entries < n_entries
-    rows = tl.load(rows_ptr + entries, mask=mask, other=0).to(tl.int64)
-    token_ids = tl.load(token_ids_ptr + entries, mask=mask, other=0)
-    counts = tl.load(output_counts_ptr + entries, mask=mask, other=0).to(tl.float32)
-    repetition = tl.load(b_repetition_ptr + rows, mask=mask, other=1.0)
-    presence = tl.load(b_presence_ptr + rows, mask=mask, other=0.0)
-    frequency = tl.load(b_frequency_ptr + rows, mask=mask, other=0.0)
+    which = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + which).to(tl.int64)
+    seen_row = tl.load(b_seen_row_ptr + which).to(tl.int64)
+    repetition = tl.load(b_repetition_ptr + which)
+    presence = tl.load(b_presence_ptr + which)
+    frequency = tl.load(b_frequency_ptr + which)
 
-    logit_ptrs = logits_ptr + rows * row_stride + token_ids
-    logits = tl.load(logit_ptrs, mask=mask, other=0.0)
+    seen = tl.load(seen_ptr + seen_row * seen_row_stride + cols, mask=cols < n_cols, other=0)
+    is_seen = seen > 0
+    counts = seen >> 1
+    logit_ptrs = logits_ptr + row * logits_row_stride + cols
+    logits = tl.load(logit_ptrs, mask=is_seen, other=0.0)
     logits = tl.where(logits > 0, logits / repetition, logits * repetition)
-    logits -= frequency * counts + tl.where(counts > 0, presence, 0.0)
-    tl.store(logit_ptrs, logits, mask=mask)
+    logits -= frequency * counts.to(tl.float32) + tl.where(counts > 0, presence, 0.0)
+    tl.store(logit_ptrs, logits, mask=is_seen)
 
 
 @ops.apply_penalties.impl("triton")
 def apply_penalties(logits: Tensor, penalties: ops.Penalties) -> None:
     check_last_contiguous("apply_penalties", logits=logits, **tensors_of(penalties))
-    entries = penalties.rows.shape[0]
-    if entries == 0:
+    penalised, vocab = penalties.rows.shape[0], logits.shape[1]
+    if penalised == 0:
         return
-    _apply_penalties_kernel[(triton.cdiv(entries, BLOCK),)](
+    _apply_penalties_kernel[(penalised, triton.cdiv(vocab, BLOCK))](
         logits,
-        logits.stride(0),
+        penalties.rows,
         penalties.b_repetition,
         penalties.b_presence,
         penalties.b_frequency,
-        penalties.rows,
-        penalties.token_ids,
-        penalties.output_counts,
-        entries,
+        penalties.b_seen_row,
+        penalties.seen,
+        logits.stride(0),
+        penalties.seen.stride(0),
+        vocab,
         BLOCK,
+        num_warps=WARPS,
     )

@@ -1,7 +1,7 @@
-"""Top-k, top-p and min-p without a sort: one program a row finds each threshold by bisection over the floats' bits.
+"""Top-k, top-p and min-p without a sort: one program a row searches each threshold among the bits of all floats.
 
 Both thresholds are the smallest value with less than a limit strictly above it: for top-k fewer than k tokens, for
-top-p less than p of the mass that top-k left. An int32 that orders as the float does makes 32 halvings exact.
+top-p less than p of the mass that top-k left. An int32 that orders as the float does makes 16 quarterings exact.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel._check import check_last_contiguous
-from lightserve.common.triton_kernel._vocab import BLOCK, WARPS
+from lightserve.common.triton_kernel._vocab import BLOCK
 
+WARPS = 16  # 256 rows of 151,936, top-p on an H200: 1.0 ms, with 8 warps 1.2, halving with 8 warps 2.0
 LOWEST_KEY = tl.constexpr(-0x7F800001)  # the key of -inf
 
 
@@ -27,28 +28,40 @@ def _load_block(row_ptr, first_col, n_cols, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _weight_above(row_ptr, n_cols, key, peak, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Tokens (COUNTS) or probability mass relative to the peak's, of what lies strictly above ``key``."""
-    total = tl.zeros([BLOCK], tl.float32)  # a sum a lane; float32 counts exactly to 2^24
+def _weights_above(row_ptr, n_cols, key_1, key_2, key_3, peak, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Tokens (COUNTS) or probability mass relative to the peak's, of what lies strictly above each key."""
+    total_1 = tl.zeros([BLOCK], tl.float32)  # a sum a lane; float32 counts exactly to 2^24
+    total_2 = tl.zeros([BLOCK], tl.float32)
+    total_3 = tl.zeros([BLOCK], tl.float32)
     for first_col in range(0, n_cols, BLOCK):
         logits, keys = _load_block(row_ptr, first_col, n_cols, BLOCK)
-        if COUNTS:
-            total += tl.where(keys > key, 1.0, 0.0)
-        else:
-            total += tl.where(keys > key, tl.exp(logits - peak), 0.0)
-    return tl.sum(total, axis=0)
+        weights = tl.full([BLOCK], 1.0, tl.float32) if COUNTS else tl.exp(logits - peak)
+        total_1 += tl.where(keys > key_1, weights, 0.0)
+        total_2 += tl.where(keys > key_2, weights, 0.0)
+        total_3 += tl.where(keys > key_3, weights, 0.0)
+    return tl.sum(total_1, axis=0), tl.sum(total_2, axis=0), tl.sum(total_3, axis=0)
 
 
 @triton.jit
 def _smallest_key(row_ptr, n_cols, low, high, limit, peak, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
     """The smallest key in ``low`` .. ``high`` with a weight below ``limit`` above it; ``high`` if none."""
+    low = low.to(tl.int64)  # the distance of two int32 is none
+    high = high.to(tl.int64)
     while low < high:
-        middle = (low & high) + ((low ^ high) >> 1)  # rounds down and does not overflow
-        if _weight_above(row_ptr, n_cols, middle, peak, COUNTS, BLOCK) < limit:
-            high = middle
+        quarter = tl.cdiv(high - low, 4)
+        key_1 = low + quarter - 1
+        key_2 = tl.minimum(key_1 + quarter, high)
+        key_3 = tl.minimum(key_2 + quarter, high)
+        above_1, above_2, above_3 = _weights_above(
+            row_ptr, n_cols, key_1.to(tl.int32), key_2.to(tl.int32), key_3.to(tl.int32), peak, COUNTS, BLOCK
+        )
+        if above_2 < limit:
+            low = tl.where(above_1 < limit, low, key_1 + 1)
+            high = tl.where(above_1 < limit, key_1, key_2)
         else:
-            low = middle + 1
-    return low
+            low = tl.minimum(tl.where(above_3 < limit, key_2, key_3) + 1, high)
+            high = tl.where(above_3 < limit, key_3, high)
+    return low.to(tl.int32)
 
 
 @triton.jit
@@ -66,11 +79,12 @@ def _cut_logits_kernel(logits_ptr, b_top_k_ptr, b_top_p_ptr, b_min_p_ptr, row_st
         peak = tl.maximum(peak, tl.max(logits, axis=0))
         peak_key = tl.maximum(peak_key, tl.max(keys, axis=0))
 
-    cut_key = LOWEST_KEY
+    cut_key = tl.full([], LOWEST_KEY, tl.int32)
     if top_k < n_cols:
         cut_key = _smallest_key(row_ptr, n_cols, cut_key, peak_key, top_k, peak, True, BLOCK)
     if top_p < 1:
-        mass = _weight_above(row_ptr, n_cols, cut_key - 1, peak, False, BLOCK)
+        below = cut_key - 1
+        mass, _, _ = _weights_above(row_ptr, n_cols, below, below, below, peak, False, BLOCK)
         cut_key = _smallest_key(row_ptr, n_cols, cut_key, peak_key, top_p * mass, peak, False, BLOCK)
 
     min_p_end = peak + tl.log(min_p)

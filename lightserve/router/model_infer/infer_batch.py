@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,9 +12,10 @@ from lightserve.common.basemodel import ModelInput
 from lightserve.common.ops import AttnBatch
 from lightserve.common.req_manager import ReqManager
 from lightserve.io_struct import NewReq, SamplingParams, StepRow
+from lightserve.router.model_infer.req_rules import ReqRules
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class InferReq:
     """A request in the worker: its tokens, and how many of them are in the KV cache."""
 
@@ -27,7 +27,11 @@ class InferReq:
     seed: int
     eos_ids: tuple[int, ...]
     cache_len: int = 0
-    output_counts: Counter[int] = field(default_factory=Counter)
+    counted_len: int = 0  # tokens that SeenTokens has counted
+    rules: ReqRules = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rules = ReqRules(self.sampling, self.eos_ids)
 
     @property
     def output_len(self) -> int:
@@ -35,7 +39,9 @@ class InferReq:
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
-        self.output_counts[token_id] += 1
+
+    def forbidden_next(self) -> list[int]:
+        return self.rules.forbidden_after(self.token_ids, self.output_len)
 
 
 class InferBatch:

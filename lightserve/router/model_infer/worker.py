@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,12 +15,19 @@ from lightserve.common.mem_manager import kv_bytes_per_token
 from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
-from lightserve.io_struct import Step, TokenOut
+from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow, TokenOut
 from lightserve.model_files.source import ModelSource
 from lightserve.models.registry import get_model_class
 from lightserve.router.model_infer.infer_batch import InferBatch
-from lightserve.router.model_infer.sampler import logprobs_of, sample
+from lightserve.router.model_infer.sampler import Sampler
 from lightserve.utils.progress import Progress
+
+WARM_UP_LENGTHS = (16, 7, 100, 1)  # Triton compiles apart for 1, for multiples of 16 and for other lengths
+WARM_UP_DECODES = 2
+WARM_UP_SAMPLING = (
+    SamplingParams(max_new_tokens=8, temperature=0.0),
+    SamplingParams(max_new_tokens=8, top_k=10, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=1),
+)
 
 
 class ModelWorker:
@@ -28,7 +36,7 @@ class ModelWorker:
         device = kind.device(tp.rank)
         kind.bind(device)
         self.model_config = ModelConfig.from_hf(source.hf_config())
-        self.max_req_total_len = _max_req_total_len(config, self.model_config)
+        self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
         dtype = _dtype(config, self.model_config, kind)
         args = ModelArgs(
             config=self.model_config,
@@ -41,11 +49,41 @@ class ModelWorker:
             max_req_total_len=self.max_req_total_len,
         )
         self.model = get_model_class(self.model_config.model_type)(args)
+        ranks = f", {tp.size} ranks" if tp.size > 1 else ""
+        self.computed_in = f"in {str(dtype).removeprefix('torch.')} on {kind.name}{ranks}"
         self._batch = InferBatch(self.model.req_manager, device)
+        self._sampler = Sampler()
 
     @property
     def max_total_token_num(self) -> int:
         return self.model.mem_manager.size
+
+    def warm_up(self) -> None:
+        """Run every kind of step once before anyone waits: what compiles or packs at first use does it here."""
+        longest = min(self.max_req_total_len, self.max_total_token_num // len(WARM_UP_LENGTHS)) - WARM_UP_DECODES
+        reqs = [
+            NewReq(-1 - i, [0] * length, WARM_UP_SAMPLING[i % 2], seed=0)
+            for i, length in enumerate(WARM_UP_LENGTHS)
+            if length <= longest
+        ]
+        reqs = reqs[: self.model.req_manager.max_reqs]
+        for batch in ([req] for req in reqs[:2]):
+            self._run_once(batch)
+        self._run_once(reqs)
+
+    def _run_once(self, new: list[NewReq]) -> None:
+        """Prefill and decode; the slots are free, since nobody else runs."""
+        if not new:
+            return
+        ids = [req.req_id for req in new]
+        lengths = [len(req.prompt_ids) for req in new]
+        ends = list(itertools.accumulate(lengths))
+        prompts = [StepRow(i, list(range(end - n, end))) for i, n, end in zip(ids, lengths, ends, strict=True)]
+        self.run(Step(prompts, new))
+        for step in range(WARM_UP_DECODES):
+            first = ends[-1] + step * len(ids)
+            self.run(Step([StepRow(req_id, [first + i]) for i, req_id in enumerate(ids)]))
+        self.run(Step([], free=ids))
 
     def run(self, step: Step) -> list[TokenOut]:
         """Run a step; a token comes back for every row that reaches the end of its request's known tokens."""
@@ -57,13 +95,13 @@ class ModelWorker:
             return []
         model_input, reqs = self._batch.prepare(step.rows)
         logits = self.model.forward(model_input)
-        tokens = sample(logits, reqs)
-        logprobs = logprobs_of(tokens, logits, reqs)
+        tokens = self._sampler.sample(logits, reqs)
+        logprobs = self._sampler.logprobs(tokens, logits, reqs)
         outs = []
-        for req, token, logprob in zip(reqs, tokens.tolist(), logprobs, strict=True):
+        for req, token, (logprob, top) in zip(reqs, tokens.tolist(), logprobs, strict=True):
             if req.cache_len == len(req.token_ids):
                 req.append(token)
-                outs.append(TokenOut(req.req_id, token, logprob))
+                outs.append(TokenOut(req.req_id, token, logprob, top))
         return outs
 
 
@@ -92,15 +130,6 @@ class _KvPool:
                 f"{self.max_req_total_len}; {remedy}"
             )
         return fits
-
-
-def _max_req_total_len(config: WorkerConfig, model: ModelConfig) -> int:
-    wanted = config.max_req_total_len or model.max_position
-    if wanted > model.longest_position:
-        raise ServerError(
-            f"max_req_total_len={wanted}, but the model reaches {model.longest_position} tokens; lower it"
-        )
-    return wanted
 
 
 def _dtype(config: WorkerConfig, model: ModelConfig, kind: DeviceKind) -> torch.dtype:

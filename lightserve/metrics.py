@@ -1,0 +1,120 @@
+"""Every metric, declared once: the router counts by these names, the HTTP processes export them.
+
+The names are vLLM's without its prefix, so that a dashboard made for one fits the other.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from lightserve.io_struct import HistogramCounts, MetricsSnapshot
+
+
+class Kind(enum.Enum):
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    name: str
+    kind: Kind
+    help: str
+    buckets: tuple[float, ...] = ()  # upper bounds, inclusive; the last one, infinity, is understood
+    label: str | None = None
+    label_values: tuple[str, ...] = ()  # exported as 0 from the start, so that rates have a beginning
+
+
+def _gauge(name: str, help: str) -> Metric:
+    return Metric(name, Kind.GAUGE, help)
+
+
+def _counter(name: str, help: str) -> Metric:
+    return Metric(name, Kind.COUNTER, help)
+
+
+def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, help, buckets)
+
+
+# vLLM's, with finer ones below: a small model on a GPU takes a few milliseconds a token
+_FIRST_TOKEN_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_S = (
+    *(0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_S = (
+    *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0),
+    *(15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_REQUEST_TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
+_STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 16)))
+
+CATALOGUE = (
+    _gauge("num_requests_running", "Requests that the workers compute."),
+    _gauge("num_requests_waiting", "Requests that wait for room."),
+    _gauge("kv_cache_usage_perc", "Share of the KV pool in use; 1 is all of it."),
+    _gauge("kv_used_tokens", "Tokens of the KV pool in use."),
+    _counter("prompt_tokens_total", "Prompt tokens of requests whose prompt is computed, cached ones too."),
+    _counter("generation_tokens_total", "Tokens generated."),
+    Metric(
+        "request_success_total",
+        Kind.COUNTER,
+        "Requests that ended, by how.",
+        label="finished_reason",
+        label_values=("stop", "length", "abort"),
+    ),
+    _counter("request_refused_total", "Requests refused because the queue was full."),
+    _counter("request_failed_total", "Requests that ended with an error."),
+    _counter("num_preemptions_total", "Times a running request was paused to make room."),
+    _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
+    _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
+    _histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_S),
+    _histogram("inter_token_latency_seconds", "Between two tokens of a request.", _TOKEN_S),
+    _histogram("request_time_per_output_token_seconds", "Mean time a token after a request's first.", _TOKEN_S),
+    _histogram("e2e_request_latency_seconds", "From a request's arrival to its last token.", _REQUEST_S),
+    _histogram("request_queue_time_seconds", "From a request's arrival to its first step.", _REQUEST_S),
+    _histogram("request_prefill_time_seconds", "From a request's first step to its first token.", _REQUEST_S),
+    _histogram("request_decode_time_seconds", "From a request's first token to its last.", _REQUEST_S),
+    _histogram("request_inference_time_seconds", "From a request's first step to its last token.", _REQUEST_S),
+    _histogram("request_prompt_tokens", "Prompt tokens a request.", _REQUEST_TOKENS),
+    _histogram("request_generation_tokens", "Tokens generated a request.", _REQUEST_TOKENS),
+    _histogram("request_max_num_generation_tokens", "Tokens that a request allowed.", _REQUEST_TOKENS),
+    _histogram("iteration_tokens_total", "Tokens computed a step.", _STEP_TOKENS),
+)
+
+
+class Histogram:
+    __slots__ = ("_buckets", "counts", "total")
+
+    def __init__(self, buckets: tuple[float, ...]) -> None:
+        self._buckets = buckets
+        self.counts = [0] * (len(buckets) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """``count`` observations of the same value."""
+        self.counts[bisect_left(self._buckets, value)] += count
+        self.total += value * count
+
+
+class Recorder:
+    """Holds every metric of the catalogue, from zero. Its user writes ``values`` and ``labelled`` directly."""
+
+    def __init__(self) -> None:
+        self.values = {one.name: 0.0 for one in CATALOGUE if one.kind is not Kind.HISTOGRAM and one.label is None}
+        self.labelled = {one.name: dict.fromkeys(one.label_values, 0.0) for one in CATALOGUE if one.label is not None}
+        self.histograms = {one.name: Histogram(one.buckets) for one in CATALOGUE if one.kind is Kind.HISTOGRAM}
+
+    def snapshot(self) -> MetricsSnapshot:
+        return MetricsSnapshot(
+            dict(self.values),
+            {name: dict(counts) for name, counts in self.labelled.items()},
+            {name: HistogramCounts(list(one.counts), one.total) for name, one in self.histograms.items()},
+        )
