@@ -6,36 +6,99 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Lets text through up to the first stop string; holds back an end that may be the start of one."""
+    """Lets text through up to the first stop string; holds back an end that may be the start of one.
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._held = ""
+    The stop string that ends first wins, the longest of those that end together: it does not matter how text is cut.
+    Time and space are linear in the text for each stop string, however long that is.
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         self.matched: str | None = None
+        self._include_stop = include_stop
+        self._stops = [_Stop(stop) for stop in stops]
+        self._first_chars = frozenset(stop[0] for stop in stops)
+        self._set_lengths([0] * len(stops))
 
     def push(self, text: str) -> str:
         """The text that may be shown now. Once ``matched`` is set, the rest is dropped."""
-        if self.matched is not None:
+        if not self._stops:
+            return text
+        if self.matched is not None or not text:
             return ""
-        text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, self.matched = min(found)  # the one that ends first, so that it does not matter how text is cut
-            self._held = ""
-            return text[:at]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        self._ahead = self._lengths
+        if not self._n_held and self._first_chars.isdisjoint(text):
+            return text
+        ends, lengths = self._scan(text, self._lengths)
+        if any(ends):
+            return self._stop_at(ends, text)
+        shown = self._head(self._n_held + len(text) - max(lengths), text)
+        self._set_lengths(lengths)
+        return shown
+
+    def would_match(self, ahead: str) -> bool:
+        """Whether a stop string ends in this text, which continues all before it; the next text pushed replaces it."""
+        if not ahead or self.matched is not None:
+            return False
+        ends, self._ahead = self._scan(ahead, self._ahead)
+        return any(ends)
 
     def flush(self) -> str:
         """What is still held back, at the end."""
-        held, self._held = self._held, ""
+        held = self._head(self._n_held, "")
+        self._set_lengths([0] * len(self._stops))
         return held
 
+    def _set_lengths(self, lengths: list[int]) -> None:
+        self._lengths = lengths  # how much of each stop string the text ends with
+        self._n_held = max(lengths, default=0)  # characters at the end of the text that were not shown yet
+        self._ahead = lengths  # as _lengths, at the end of the text that may be taken back
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    def _scan(self, text: str, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Where in ``text`` each stop string first ends (0: nowhere), and how much of each it ends with."""
+        scanned = [stop.scan(text, length) for stop, length in zip(self._stops, lengths, strict=True)]
+        return [end for end, _ in scanned], [length for _, length in scanned]
+
+    def _stop_at(self, ends: Sequence[int], text: str) -> str:
+        found = [(end, -len(stop.text), stop.text) for stop, end in zip(self._stops, ends, strict=True) if end]
+        end, n_back, self.matched = min(found)
+        shown = self._head(self._n_held + end + (0 if self._include_stop else n_back), text)
+        self._set_lengths([0] * len(self._stops))
+        return shown
+
+    def _head(self, n_chars: int, text: str) -> str:
+        """The first characters of what is held back and ``text``; costs no more than they are long."""
+        if not self._n_held:
+            return text[:n_chars]
+        held_in = self._stops[self._lengths.index(self._n_held)].text  # what is held back begins a stop string
+        return held_in[: min(n_chars, self._n_held)] + text[: max(n_chars - self._n_held, 0)]
+
+
+class _Stop:
+    """One stop string and Knuth, Morris and Pratt's table of it, which grows only as far as a text has matched."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._borders = [0, 0]  # [n]: length of the longest proper beginning of text[:n] that is also its end
+
+    def scan(self, text: str, length: int) -> tuple[int, int]:
+        """Go on with ``length`` characters matched: where the first match ends (0: nowhere), and the new length."""
+        stop = self.text
+        if not length and stop[0] not in text:
+            return 0, 0
+        for end, char in enumerate(text, 1):
+            while length and stop[length] != char:
+                length = self._border(length)
+            if stop[length] == char:
+                length += 1
+            if length == len(stop):
+                return end, 0
+        return 0, length
+
+    def _border(self, length: int) -> int:
+        stop, borders = self.text, self._borders
+        for n in range(len(borders), length + 1):
+            border = borders[-1]
+            while border and stop[border] != stop[n - 1]:
+                border = borders[border]
+            borders.append(border + (stop[border] == stop[n - 1]))
+        return borders[length]

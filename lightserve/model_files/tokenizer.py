@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -10,6 +11,7 @@ from jinja2 import TemplateError
 
 from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.model_files.chat_template import ChatTemplate
+from lightserve.model_files.decoding import Decoder, decoder_of
 from lightserve.model_files.folder_tokenizer import tokenizer_from_folder
 from lightserve.model_files.gguf_tokenizer import tokenizer_from_gguf
 from lightserve.model_files.source import GgufSource, ModelSource
@@ -21,9 +23,9 @@ class Tokenizer:
         self._backend = backend
         self._special = special
         self._template = ChatTemplate(chat_template, special) if chat_template is not None else None
-        self.special_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
-        )
+        special_by_id = {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = frozenset(special_by_id)
+        self.special_tokens = frozenset(token.content for token in special_by_id.values())
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -42,17 +44,35 @@ class Tokenizer:
     def eos_id(self) -> int | None:
         return None if self._special.eos is None else self.token_to_id(self._special.eos)
 
+    @cached_property
+    def decoder(self) -> Decoder:
+        """Ids to text token by token, and what a token adds to it."""
+        return decoder_of(self)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest vocabulary entry: a text of n characters has at least n / longest_token tokens."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._encoding(text, add_special_tokens).ids
+        return ids
+
+    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
+        """(id, start, stop) of each token, in characters of ``text``; (0, 0) for a token that is not in it."""
+        encoding = self._encoding(text, add_special_tokens)
+        return [(token_id, start, stop) for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)]
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
             text.encode()
         except UnicodeEncodeError as error:  # JSON can smuggle in half of a surrogate pair
             raise InvalidRequestError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; ids beyond the vocabulary (padding of the embedding) have none."""
@@ -67,6 +87,11 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
+
+    def decoder_json(self) -> str | None:
+        """How tokens become text: the field ``decoder`` of a ``tokenizer.json``."""
+        decoder = self._backend.decoder
+        return None if decoder is None else decoder.__getstate__().decode()
 
     def to_json(self) -> str:
         """The whole tokenizer as the text of a ``tokenizer.json``, for libraries that read one."""
@@ -91,6 +116,10 @@ class Tokenizer:
 def has_tokenizer(source: ModelSource) -> bool:
     """A GGUF file always has one; a folder that is to be filled with random weights may do without."""
     return isinstance(source, GgufSource) or any(source.path.glob("tokenizer*"))
+
+
+def tokenizer_if_any(source: ModelSource) -> Tokenizer | None:
+    return load_tokenizer(source) if has_tokenizer(source) else None
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:

@@ -1,6 +1,11 @@
+"""Text ends at the first stop string, however it is cut, and no longer text is held back than may be one."""
+
 from __future__ import annotations
 
 import itertools
+import random
+import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -15,6 +20,10 @@ def splits(text: str) -> list[list[str]]:
     ]
 
 
+def run(matcher: StopMatcher, pieces: Sequence[str]) -> str:
+    return "".join([*map(matcher.push, pieces), matcher.flush()])
+
+
 @pytest.mark.parametrize(
     ("text", "stops", "shown", "matched"),
     [
@@ -23,6 +32,11 @@ def splits(text: str) -> list[list[str]]:
         ("abab", ("abc",), "abab", None),
         ("xyz", ("z", "yz"), "x", "yz"),
         ("abcd", ("abcd", "bc"), "a", "bc"),
+        ("abcd", ("abce", "bcd"), "a", "bcd"),
+        ("aaaa", ("aa", "a"), "", "a"),
+        ("xaa", ("aa", "aa"), "x", "aa"),
+        ("a]^-b", ("]^-",), "a", "]^-"),
+        ("日本語", ("本",), "日", "本"),
         ("hello", (), "hello", None),
         ("a<en", ("<end>",), "a<en", None),
     ],
@@ -33,7 +47,104 @@ def test_text_ends_before_the_first_stop_string_however_it_is_cut(
     for pieces in splits(text):
         matcher = StopMatcher(stops)
 
-        out = [matcher.push(piece) for piece in pieces] + [matcher.flush()]
-
-        assert "".join(out) == shown, pieces
+        assert run(matcher, pieces) == shown, pieces
         assert matcher.matched == matched
+
+
+def test_a_stop_string_may_stay_in_the_text_however_it_is_cut() -> None:
+    for pieces in splits("ab<end>cd"):
+        matcher = StopMatcher(("<end>",), include_stop=True)
+
+        assert run(matcher, pieces) == "ab<end>", pieces
+        assert matcher.matched == "<end>"
+
+
+def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """The definition: the shortest beginning of the text that ends with a stop string, and the longest such string."""
+    for end in range(1, len(text) + 1):
+        if found := [stop for stop in stops if text[:end].endswith(stop)]:
+            return end, max(found, key=len)
+    return None
+
+
+def possible_start(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of ``text`` that a stop string begins with."""
+    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+
+
+def random_case(rng: random.Random) -> tuple[list[str], list[str]]:
+    stops = ["".join(rng.choices("aab", k=rng.randrange(1, 7))) for _ in range(rng.randrange(1, 4))]
+    pieces = ["".join(rng.choices("aaabc", k=rng.randrange(4))) for _ in range(rng.randrange(10))]
+    return pieces, stops
+
+
+def test_random_texts_end_where_they_should_and_come_as_early_as_they_can() -> None:
+    rng = random.Random(0)
+    for _ in range(20_000):
+        pieces, stops = random_case(rng)
+        matcher, shown, seen = StopMatcher(stops), "", ""
+
+        for piece in pieces:
+            shown, seen = shown + matcher.push(piece), seen + piece
+
+            if found := first_stop(seen, stops):
+                assert (matcher.matched, shown) == (found[1], seen[: found[0] - len(found[1])]), (pieces, stops)
+            else:
+                assert matcher.matched is None, (pieces, stops)
+                assert shown == seen[: len(seen) - possible_start(seen, stops)], (pieces, stops)
+        assert matcher.matched or shown + matcher.flush() == seen
+
+
+def test_a_look_ahead_tells_whether_a_stop_string_would_end_there_and_changes_nothing() -> None:
+    rng = random.Random(1)
+    for _ in range(10_000):
+        pieces, stops = random_case(rng)
+        ahead, _ = random_case(rng)
+        matcher, untouched, seen = StopMatcher(stops), StopMatcher(stops), ""
+        for piece in pieces:
+            assert matcher.push(piece) == untouched.push(piece)
+            seen += piece
+            if piece and matcher.matched is None:
+                would_match = False
+                for part in ahead:
+                    matcher.push("")  # no text comes of an id in the middle of a character
+                    would_match |= matcher.would_match(part)
+
+                assert would_match == bool(first_stop(seen + "".join(ahead), stops)), (seen, ahead, stops)
+
+
+def test_after_a_match_everything_is_dropped() -> None:
+    matcher = StopMatcher(("b",))
+
+    assert matcher.push("abab") == "a"
+    assert matcher.push("more") == ""
+    assert not matcher.would_match("b")
+    assert matcher.flush() == ""
+
+
+def test_without_stop_strings_text_passes_through_as_it_is() -> None:
+    text = "some text"
+
+    assert StopMatcher(()).push(text) is text
+
+
+def seconds(stops: Sequence[str], pieces: Sequence[str]) -> float:
+    start = time.process_time()
+    run(StopMatcher(stops), pieces)
+    return time.process_time() - start
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces"),
+    [
+        (["a" * 1_000_000], ["aaaa"] * 100_000),  # held back to the end
+        (["a" * 50_000 + "b"], ["aaaa"] * 50_000),  # always nearly there
+        (["a" * 1_000_000 + "b"], ["aaaa"] * 50_000 + ["c"] + ["aaaa"] * 50_000),  # all of it let go at once
+        ([f"{i}stop" for i in range(64)], ["no stop at all"] * 20_000),
+        ([f"stop{i}" for i in range(64)], ["st"] * 20_000),
+        (["ab" * i + "c" for i in range(1, 65)], ["ab"] * 20_000),
+    ],
+    ids=["long", "near", "let go", "many idle", "many begun", "many alike"],
+)
+def test_no_stop_strings_make_a_long_text_slow(stops: list[str], pieces: list[str]) -> None:
+    assert seconds(stops, pieces) < 10  # at most 1 s measured; a square of the length would take minutes

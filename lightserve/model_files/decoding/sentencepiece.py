@@ -1,0 +1,166 @@
+"""SentencePiece vocabularies: a token is text with ``▁`` for a space, or a single byte such as ``<0x0A>``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightserve.model_files.decoding.base import (
+    REPLACEMENT,
+    Decoder,
+    Table,
+    TextStream,
+    Vocabulary,
+    decode_utf8,
+    raw_byte,
+)
+
+Piece = str | int  # an int is a byte
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """The steps of such a decoder, in the order in which they are taken."""
+
+    replaced: tuple[tuple[str, str], ...] = ()  # in every token
+    dropped_at_first: str = ""  # in the first token, instead
+    has_raw_bytes: bool = False
+    stripped: str = ""  # a character
+    n_stripped: int = 0  # as many of it are taken from the beginning of the text
+
+    @staticmethod
+    def of(steps: Sequence[dict[str, Any]]) -> Scheme | None:
+        """None where the steps are others, or in another order."""
+        match [step["type"] for step in steps]:
+            case ["Metaspace"] | ["Metaspace", "Fuse"]:
+                return Scheme._of_metaspace(steps[0])
+            case [*head, "Fuse", "Strip"] if steps[-1]["stop"] == 0:
+                return Scheme._of_replacing(steps[: len(head)], steps[-1]["content"], steps[-1]["start"])
+            case [*head, "Fuse"]:
+                return Scheme._of_replacing(steps[: len(head)])
+            case [_, *_]:
+                return Scheme._of_replacing(steps)
+        return None
+
+    @staticmethod
+    def _of_metaspace(step: dict[str, Any]) -> Scheme:
+        space = step["replacement"]
+        return Scheme(((space, " "),), dropped_at_first="" if step["prepend_scheme"] == "never" else space)
+
+    @staticmethod
+    def _of_replacing(steps: Sequence[dict[str, Any]], stripped: str = "", n_stripped: int = 0) -> Scheme | None:
+        has_raw_bytes = bool(steps) and steps[-1]["type"] == "ByteFallback"
+        replaces = steps[:-1] if has_raw_bytes else steps
+        if not all(step["type"] == "Replace" and step["pattern"].get("String") for step in replaces):
+            return None
+        replaced = tuple((step["pattern"]["String"], step["content"]) for step in replaces)
+        return Scheme(replaced, has_raw_bytes=has_raw_bytes, stripped=stripped, n_stripped=n_stripped)
+
+    def piece(self, token: str, is_first: bool) -> Piece:
+        if is_first and self.dropped_at_first:
+            return token.replace(self.dropped_at_first, "")
+        for old, new in self.replaced:
+            token = token.replace(old, new)
+        byte = raw_byte(token) if self.has_raw_bytes else None
+        return token if byte is None else byte
+
+
+class SentencePieceDecoder(Decoder):
+    def __init__(self, vocabulary: Vocabulary, scheme: Scheme) -> None:
+        super().__init__(vocabulary)
+        self._scheme = scheme
+        self._pieces = self._tables(partial(scheme.piece, is_first=False))
+        self._firsts = self._tables(partial(scheme.piece, is_first=True)) if scheme.dropped_at_first else self._pieces
+
+    def stream(self, skip_special_tokens: bool) -> TextStream:
+        return SentencePieceStream(self._firsts[skip_special_tokens], self._pieces[skip_special_tokens], self._scheme)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self._pieces[False][token_id]
+        return bytes((piece,)) if isinstance(piece, int) else (piece or "").encode()
+
+
+class SentencePieceStream:
+    __slots__ = ("_is_plain", "_n_to_strip", "_pieces", "_rest", "_run", "_stripped", "ahead")
+
+    def __init__(self, firsts: Table[Piece], rest: Table[Piece], scheme: Scheme) -> None:
+        self.ahead = ""
+        self._pieces = firsts  # until the first token is met
+        self._rest = rest
+        self._run = _ByteRun()
+        self._stripped = scheme.stripped
+        self._n_to_strip = scheme.n_stripped  # while all of the text so far was stripped
+        self._is_plain = False  # neither at the beginning nor in a run of bytes: texts are given out as they are
+
+    def push(self, token_id: int) -> str:
+        piece = self._pieces[token_id]
+        if self._is_plain and type(piece) is str:  # nearly always
+            return piece
+        self.ahead = ""
+        if piece is None:
+            return ""
+        self._pieces = self._rest
+        if isinstance(piece, int):
+            return self._push_byte(piece)
+        text = self._strip(self._end_run() + piece)
+        self._is_plain = not self._n_to_strip
+        return text
+
+    def flush(self) -> str:
+        self.ahead = ""
+        return self._strip(self._end_run())
+
+    def _push_byte(self, byte: int) -> str:
+        self._is_plain = False
+        text = self._run.push(byte)
+        if not self._n_to_strip:  # else it may not be text at all
+            self.ahead = self._run.newest_char
+        return self._strip(text)
+
+    def _end_run(self) -> str:
+        text = self._run.end()
+        self._run = _ByteRun()
+        return text
+
+    def _strip(self, text: str) -> str:
+        if not self._n_to_strip or not text:
+            return text
+        n_leading = len(text) - len(text.lstrip(self._stripped))
+        n_cut = min(n_leading, self._n_to_strip)
+        self._n_to_strip = self._n_to_strip - n_cut if n_cut == len(text) else 0
+        return text[n_cut:]
+
+
+class _ByteRun:
+    """Bytes in a row: text if all of them are UTF-8, else a replacement character each. Only the end decides it."""
+
+    __slots__ = ("_chars", "_is_doomed", "_n_bytes", "_tail", "newest_char")
+
+    def __init__(self) -> None:
+        self._chars: list[str] = []
+        self._tail = b""  # the beginning of a character
+        self._n_bytes = 0
+        self._is_doomed = False  # no UTF-8, whatever comes
+        self.newest_char = ""  # which the last byte completed
+
+    def push(self, byte: int) -> str:
+        """Text that no further byte changes."""
+        self.newest_char = ""
+        if self._is_doomed:
+            return REPLACEMENT
+        self._n_bytes += 1
+        try:
+            self.newest_char, self._tail = decode_utf8(self._tail + bytes((byte,)), "strict")
+        except UnicodeDecodeError:
+            self._is_doomed = True
+            return REPLACEMENT * self._n_bytes
+        self._chars.append(self.newest_char)
+        return ""
+
+    def end(self) -> str:
+        """The text that was not given out yet."""
+        if self._is_doomed:
+            return ""
+        return REPLACEMENT * self._n_bytes if self._tail else "".join(self._chars)

@@ -1,0 +1,350 @@
+"""Pieces of text add up to the text of all ids, come as early as they can, and no piece is half a character."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers
+
+from lightserve.detokenization.stop import StopMatcher
+from lightserve.model_files.decoding import decoder_of
+from lightserve.model_files.decoding.base import REPLACEMENT, Decoder, TextStream
+from lightserve.model_files.decoding.byte_level import ByteLevelDecoder
+from lightserve.model_files.decoding.sentencepiece import SentencePieceDecoder
+from lightserve.model_files.decoding.window import WindowDecoder
+from lightserve.model_files.special_tokens import SpecialTokens
+from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer
+from test.real_model import smollm2
+
+N_SEQUENCES = 10_000  # a kind of tokenizer and an option
+RAW_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+WORDS = ["", " ", "  ", "a", "b c", "é", "日本", "😀", REPLACEMENT, "▁", "▁▁", "▁the", "x▁y", "the", ".", "n't", "do"]
+SUBWORDS = ["##", "##a", "##é", "a</w>", "the</w>", "</w>", "<0x+4>", "<0x4>", "<0xé>", "<pad>", "|"]
+ADDED = [
+    AddedToken("<s>", special=True),
+    AddedToken("é", special=True),  # a byte-level vocabulary reads it as a byte
+    AddedToken("▁special", special=True),
+    AddedToken("<0xFE>", special=True),
+    AddedToken("<tool>", special=False),
+    AddedToken("日 本", special=False),
+    AddedToken("Upper", special=True, normalized=True),  # decoded as the normalizer leaves it, and then not special
+]
+
+
+def made(model: models.Model, decoder: decoders.Decoder | None) -> Tokenizer:
+    backend = Backend(model)
+    backend.normalizer = normalizers.Lowercase()
+    backend.add_tokens(ADDED)
+    if decoder is not None:
+        backend.decoder = decoder
+    return Tokenizer(backend, SpecialTokens(None, None, None, None), None)
+
+
+def byte_level(*more_steps: decoders.Decoder) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    longer = [as_bytes.pre_tokenize_str(text)[0][0] for text in ("the", " a", "日本", "😀", "é.", REPLACEMENT)]
+    parts = [token[:cut] + tail for token in longer[2:] for cut in (1, 2) for tail in ("", "a", "ł")]
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys([*alphabet, *longer, *parts, "", "日"]))}
+    decoder = decoders.ByteLevel()
+    return made(models.BPE(vocabulary, []), decoders.Sequence([decoder, *more_steps]) if more_steps else decoder)
+
+
+def pieces(decoder: decoders.Decoder | None) -> Tokenizer:
+    tokens = dict.fromkeys(["<unk>", *RAW_BYTES, *WORDS, *SUBWORDS])
+    return made(models.BPE({token: i for i, token in enumerate(tokens)}, []), decoder)
+
+
+def unigram(decoder: decoders.Decoder) -> Tokenizer:
+    return made(models.Unigram([("<unk>", 0.0), *((word, -1.0) for word in WORDS[1:])], unk_id=0), decoder)
+
+
+def sequence(*steps: decoders.Decoder) -> decoders.Decoder:
+    return decoders.Sequence(list(steps))
+
+
+SPACE = decoders.Replace("▁", " ")
+BYTES, FUSE = decoders.ByteFallback(), decoders.Fuse()
+
+KINDS: dict[str, tuple[type[Decoder], Callable[[], Tokenizer]]] = {
+    "smollm2": (ByteLevelDecoder, lambda: load_tokenizer(smollm2())),
+    "byte level": (ByteLevelDecoder, byte_level),
+    "llama": (SentencePieceDecoder, lambda: pieces(sequence(SPACE, BYTES, FUSE, decoders.Strip(" ", 1, 0)))),
+    "gemma": (SentencePieceDecoder, lambda: pieces(sequence(SPACE, BYTES, FUSE))),
+    "two stripped": (SentencePieceDecoder, lambda: pieces(sequence(SPACE, BYTES, FUSE, decoders.Strip(" ", 2, 0)))),
+    "raw bytes only": (SentencePieceDecoder, lambda: pieces(BYTES)),
+    "nested": (SentencePieceDecoder, lambda: pieces(sequence(sequence(SPACE), sequence(BYTES, FUSE)))),
+    "metaspace": (SentencePieceDecoder, lambda: unigram(decoders.Metaspace())),
+    "metaspace in the middle": (SentencePieceDecoder, lambda: pieces(decoders.Metaspace(prepend_scheme="first"))),
+    "metaspace without prefix": (SentencePieceDecoder, lambda: unigram(decoders.Metaspace(prepend_scheme="never"))),
+    "word piece": (WindowDecoder, lambda: pieces(decoders.WordPiece())),
+    "suffixes": (WindowDecoder, lambda: pieces(decoders.BPEDecoder())),
+    "ctc": (WindowDecoder, lambda: pieces(decoders.CTC())),
+    "no decoder": (WindowDecoder, lambda: pieces(None)),
+    "bytes, then metaspace": (WindowDecoder, lambda: pieces(sequence(BYTES, decoders.Metaspace()))),
+    "stripped bytes": (WindowDecoder, lambda: byte_level(decoders.Strip(" ", 1, 0))),
+    "regex": (WindowDecoder, lambda: pieces(sequence(decoders.Replace(Regex("▁+"), " "), BYTES, FUSE))),
+}
+
+
+@functools.cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    return KINDS[kind][1]()
+
+
+@functools.cache
+def decoder_for(kind: str) -> Decoder:
+    return decoder_of(tokenizer_of(kind))
+
+
+@functools.cache
+def byte_ids(kind: str) -> dict[int, int]:
+    """Byte to the id that stands for it alone, as far as the vocabulary has them."""
+    tokenizer, token_bytes = tokenizer_of(kind), decoder_for(kind).token_bytes
+    alone = {data[0]: i for i in range(tokenizer.vocab_size) if len(data := token_bytes(i)) == 1}
+    raw = {byte: i for byte, token in enumerate(RAW_BYTES) if (i := tokenizer.token_to_id(token)) is not None}
+    return alone | raw
+
+
+def ids_of_bytes(kind: str, data: Sequence[int]) -> list[int]:
+    return [byte_ids(kind)[byte] for byte in data if byte in byte_ids(kind)]
+
+
+def random_ids(kind: str, rng: random.Random) -> list[int]:
+    match rng.randrange(4):
+        case 0:
+            data = "".join(rng.choices("a é日€😀\ufffd\ud7ff▁\n", k=rng.randrange(1, 4))).encode()
+            return ids_of_bytes(kind, data[rng.randrange(2) : len(data) - rng.randrange(2)])
+        case 1:
+            return ids_of_bytes(kind, rng.choices(b"\x80\x90\xbf\xc3\xe2\xed\xf0\xf4\xff ", k=2))
+        case 2:
+            return [rng.choice([*tokenizer_of(kind).special_ids, 10**6])]
+    return rng.choices(range(tokenizer_of(kind).vocab_size), k=rng.randrange(1, 4))
+
+
+def random_sequences(kind: str, count: int, seed: int = 0) -> Iterator[list[int]]:
+    """Any ids, special ones often; whole, cut and mixed up characters in bytes."""
+    rng = random.Random(f"{kind} {seed}")
+    for _ in range(count):
+        yield list(itertools.chain.from_iterable(random_ids(kind, rng) for _ in range(rng.randrange(8))))
+
+
+def fold(stream: TextStream, ids: Sequence[int]) -> str:
+    return "".join([*map(stream.push, ids), stream.flush()])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_decoder_is_recognised(kind: str) -> None:
+    assert type(decoder_for(kind)) is KINDS[kind][0]
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_of_random_ids_add_up_to_the_text_of_all(kind: str, skip_special_tokens: bool) -> None:
+    tokenizer, decoder = tokenizer_of(kind), decoder_for(kind)
+
+    for ids in random_sequences(kind, N_SEQUENCES):
+        expected = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        assert fold(decoder.stream(skip_special_tokens), ids) == expected, ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_texts_add_up_too(kind: str) -> None:
+    ids = list(itertools.chain.from_iterable(random_sequences(kind, 2_000, seed=1)))
+
+    assert fold(decoder_for(kind).stream(True), ids) == tokenizer_of(kind).decode(ids, skip_special_tokens=True)
+
+
+def common_beginning(texts: Sequence[str]) -> str:
+    low, high = min(texts), max(texts)
+    n_equal = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False)))
+    return low[:n_equal]
+
+
+ENDS = [b"", b"a", b"\xff", *(bytes([byte] * n) for byte in (0x80, 0x90, 0xA0, 0xBF) for n in (1, 2, 3))]
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "byte level", "llama", "gemma", "two stripped"])
+def test_text_comes_as_soon_as_no_further_id_can_change_it(kind: str) -> None:
+    tokenizer, decoder = tokenizer_of(kind), decoder_for(kind)
+    the = tokenizer.token_to_id("the")
+    assert the is not None
+    ends = [[the], *(ids_of_bytes(kind, end) for end in ENDS)]
+    for ids in random_sequences(kind, 500, seed=2):
+        if REPLACEMENT.encode() in b"".join(map(decoder.token_bytes, ids)):
+            continue  # written out it looks like bytes that are no character, so it could come a little sooner
+        stream, given = decoder.stream(True), ""
+
+        for n, token_id in enumerate(ids, 1):
+            given += stream.push(token_id)
+
+            assert given == common_beginning([tokenizer.decode(ids[:n] + end) for end in ends]), ids[:n]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hello, world!",
+        "日本の首都は東京です。",
+        "😀👩‍👩‍👧‍👦🏳️‍🌈",
+        "naïve café\n\n\tdef f(x):\n        return x",
+        "a" * 50 + "   " * 20,
+    ],
+)
+def test_pieces_of_a_text_hold_no_half_characters(text: str) -> None:
+    stream = decoder_for("smollm2").stream(True)
+
+    given = [stream.push(token) for token in tokenizer_of("smollm2").encode(text)] + [stream.flush()]
+
+    assert "".join(given) == text
+    assert all(REPLACEMENT not in piece for piece in given)
+
+
+def test_bytes_that_never_become_a_character_come_at_the_end() -> None:
+    half = tokenizer_of("smollm2").encode("😀")[:1]
+    stream = decoder_for("smollm2").stream(True)
+
+    assert stream.push(half[0]) == ""
+    assert stream.flush() == REPLACEMENT
+    assert stream.flush() == ""
+
+
+def test_streams_of_one_decoder_do_not_mix() -> None:
+    tokenizer, decoder = tokenizer_of("smollm2"), decoder_for("smollm2")
+    first, second = tokenizer.encode("😀"), tokenizer.encode("日")
+    one, other = decoder.stream(True), decoder.stream(True)
+
+    texts = [(one.push(a), other.push(b)) for a, b in itertools.zip_longest(first, second, fillvalue=10**6)]
+
+    assert ["".join(pieces) for pieces in zip(*texts, strict=True)] == ["😀", "日"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_characters_in_bytes_are_told_ahead_as_they_would_be_if_the_text_ended(kind: str) -> None:
+    tokenizer, decoder = tokenizer_of(kind), decoder_for(kind)
+    n_told = 0
+    for ids in random_sequences(kind, 1_000, seed=3):
+        stream, given, ahead = decoder.stream(True), "", ""
+        for n, token_id in enumerate(ids, 1):
+            news = stream.push(token_id)
+            given, ahead = given + news, "" if news else ahead + stream.ahead
+            if stream.ahead:
+                n_told += 1
+                assert given + ahead == tokenizer.decode(ids[:n])
+    assert n_told > 100
+
+
+def test_a_line_that_ends_in_a_byte_can_be_told_before_the_next_token() -> None:
+    tokenizer, stream = tokenizer_of("llama"), decoder_for("llama").stream(True)
+    the, newline = tokenizer.token_to_id("▁the"), tokenizer.token_to_id("<0x0A>")
+    assert the is not None
+    assert newline is not None
+
+    assert (stream.push(the), stream.ahead) == ("the", "")
+    assert (stream.push(newline), stream.ahead) == ("", "\n")
+    assert (stream.push(the), stream.ahead) == ("\n the", "")
+
+
+def text_until_stop(stream: TextStream, stop: StopMatcher, ids: Sequence[int]) -> tuple[str, int]:
+    """The text, and the number of ids that it took."""
+    text = ""
+    for n, token_id in enumerate(ids, 1):
+        text += stop.push(stream.push(token_id))
+        if stop.would_match(stream.ahead):
+            text += stop.push(stream.flush())
+        if stop.matched is not None:
+            return text, n
+    return text + stop.push(stream.flush()) + stop.flush(), len(ids)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "gemma"])
+def test_a_stop_string_ends_the_text_at_the_token_that_completes_it(kind: str) -> None:
+    tokenizer, decoder = tokenizer_of(kind), decoder_for(kind)
+    n_stopped = 0
+    for ids in random_sequences(kind, 2_000, seed=5):
+        texts = [tokenizer.decode(ids[:n]) for n in range(len(ids) + 1)]
+        for stop in ("the", " a", "\n", "日日", "é", "€\n", "aa"):
+            stopped = ((text.partition(stop)[0], n) for n, text in enumerate(texts) if stop in text)
+            expected = next(stopped, (texts[-1], len(ids)))
+            n_stopped += expected[0] != texts[-1]
+
+            assert text_until_stop(decoder.stream(True), StopMatcher((stop,)), ids) == expected, (ids, stop)
+    assert n_stopped > 100
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text() -> None:
+    for kind in ("smollm2", "byte level"):
+        tokenizer, decoder = tokenizer_of(kind), decoder_for(kind)
+        for ids in random_sequences(kind, 1_000, seed=4):
+            data = b"".join(map(decoder.token_bytes, ids))
+            assert data.decode(errors="replace") == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "token", "data"),
+    [
+        ("smollm2", "Ġworld", b" world"),
+        ("smollm2", "<|im_end|>", b"<|im_end|>"),
+        ("byte level", "ð", b"\xf0"),
+        ("llama", "▁the", b" the"),
+        ("llama", "<0xF0>", b"\xf0"),
+        ("metaspace", "▁the", b" the"),
+        ("word piece", "the", b" the"),
+        ("word piece", "##a", b"a"),
+    ],
+)
+def test_a_token_has_the_bytes_it_adds_in_the_middle_of_a_text(kind: str, token: str, data: bytes) -> None:
+    token_id = tokenizer_of(kind).token_to_id(token)
+    assert token_id is not None
+
+    assert decoder_for(kind).token_bytes(token_id) == data
+    assert decoder_for(kind).token_text(token_id) == data.decode(errors="replace")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_id_beyond_the_vocabulary_adds_nothing(kind: str) -> None:
+    assert decoder_for(kind).token_bytes(10**6) == b""
+    assert fold(decoder_for(kind).stream(True), [10**6]) == ""
+
+
+def seconds_to_push(kind: str, ids: Sequence[int]) -> float:
+    stream = decoder_for(kind).stream(True)
+    start = time.process_time()
+    fold(stream, ids)
+    return time.process_time() - start
+
+
+@pytest.mark.parametrize(
+    ("kind", "token"),
+    [
+        ("smollm2", "<|im_end|>"),
+        ("smollm2", "ð"),
+        *itertools.product(["llama", "word piece"], ["<s>", "", "▁", REPLACEMENT, "<0xF0>", "<0x0A>"]),
+    ],
+)
+def test_no_token_makes_a_long_text_slow(kind: str, token: str) -> None:
+    token_id = tokenizer_of(kind).token_to_id(token)
+    assert token_id is not None
+
+    assert seconds_to_push(kind, [token_id] * 20_000) < 3  # 0.4 s measured for a window, 0.02 s for the others
+
+
+def test_a_token_of_text_costs_well_under_a_microsecond_or_so() -> None:
+    ids = tokenizer_of("smollm2").encode("The capital of France is Paris, as everybody knows.") * 1_000
+    seconds_to_push("smollm2", ids)
+
+    assert seconds_to_push("smollm2", ids) / len(ids) < 5e-6  # 0.1e-6 measured
+
+
+def test_a_decoder_costs_nothing_to_make() -> None:
+    tokenizer = tokenizer_of("smollm2")
+
+    start = time.process_time()
+    decoder_of(tokenizer)
+
+    assert time.process_time() - start < 0.02  # 0.00003 measured
