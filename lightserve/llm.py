@@ -6,20 +6,19 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from numbers import Integral
 from typing import Any
 
-from lightserve.batching import ContinuousBatching, Req
 from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
-from lightserve.detokenization.decode import Decode, TextStream
-from lightserve.detokenization.stop import StopMatcher
+from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
 from lightserve.io_struct import FinishReason, SamplingParams, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.router.model_infer.worker import ModelWorker
+from lightserve.router.req import Req
+from lightserve.router.scheduler import Scheduler
 
 Prompt = str | Sequence[int]
 
@@ -33,6 +32,7 @@ class StreamOut:
     logprob: float | None  # where asked for
     text: str
     finish_reason: FinishReason | None
+    top: list[tuple[int, float]] | None = None  # the likeliest tokens and their logprobs, where asked for
 
 
 @dataclass(slots=True)
@@ -43,6 +43,7 @@ class Generation:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # (token id, logprob), most likely first
     finish_reason: FinishReason | None = None
 
 
@@ -52,17 +53,17 @@ class LLM:
     def __init__(self, model_dir: str | None = None, **options: Any) -> None:
         self.config = WorkerConfig(model_dir=model_dir, **options)
         if self.config.tp != 1:
-            raise ServerError("LLM runs a single rank; tp > 1 will come with the server")
+            raise ServerError("LLM runs a single rank; tp > 1 is for the server")
         is_dummy = self.config.load_format == "dummy"
         source = resolve(model_dir, needs_weights=not is_dummy)
         self._tokenizer = None if is_dummy and not has_tokenizer(source) else load_tokenizer(source)
         self.worker = ModelWorker(self.config, source, TpGroup())
         vocab_size = self.worker.model_config.vocab_size
         self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
-        self._batching = ContinuousBatching(
+        self._scheduler = Scheduler(
             self.worker.max_total_token_num, self.config.running_max_req_size, self.config.batch_max_tokens
         )
-        self._texts: dict[int, _Text] = {}  # of the requests under way
+        self._open: dict[int, _Open] = {}
         self._ids = itertools.count()
 
     @property
@@ -83,6 +84,7 @@ class LLM:
             generation.token_ids.append(out.token_id)
             if out.logprob is not None:
                 generation.logprobs.append(out.logprob)
+                generation.top_logprobs.append(out.top or [])
             generation.finish_reason = out.finish_reason
         return generations
 
@@ -128,8 +130,8 @@ class LLM:
         """Run steps until these requests end; other streams may be under way, and share the steps."""
         outs: deque[StreamOut] = deque()
         for i, req in enumerate(requests):
-            self._texts[req.req_id] = _Text(i, req, outs, self._decode(req))
-            self._batching.add(req)
+            self._open[req.req_id] = _Open(i, self._text_of(req), outs)
+            self._scheduler.add(req)
         pending = len(requests)
         try:
             while pending:
@@ -140,51 +142,51 @@ class LLM:
                 yield out
         finally:  # the caller may leave in the middle
             for req in requests:
-                if self._texts.pop(req.req_id, None) is not None:
-                    self._batching.abort(req)
+                if self._open.pop(req.req_id, None) is not None:
+                    self._scheduler.abort(req.req_id)
 
     def _step(self) -> None:
         """Run one step for all streams and hand out its tokens."""
-        step = self._batching.next_step()
+        step = self._scheduler.next_step()
         if step is None:
             raise ServerError("the request was dropped: a step that it shared with others failed")
         try:
             outs = self.worker.run(step)
         except Exception:
-            self._batching.abort_all()  # what the step computed of any request is unknown
-            self._texts.clear()
+            self._scheduler.abort_all()  # what the step computed of any request is unknown
+            self._open.clear()
             raise
-        for req, out in zip(self._batching.take(outs), outs, strict=True):
-            self._texts[req.req_id].push(out)
-            if req.finish_reason is not None:
-                del self._texts[req.req_id]
-                self._batching.release(req)
+        for req, out in self._scheduler.take(outs):
+            self._hand_out(req, out)
 
-    def _decode(self, req: Req) -> Decode:
-        if self._tokenizer is None:
-            return lambda ids: ""
-        return partial(self._tokenizer.decode, skip_special_tokens=req.sampling.skip_special_tokens)
+    def _hand_out(self, req: Req, out: TokenOut) -> None:
+        stream = self._open[req.req_id]
+        text = stream.text.push(out.token_id, req.finish_reason)
+        finish_reason = req.finish_reason
+        if stream.text.matched_stop is not None:
+            finish_reason = FinishReason.STOP
+            self._scheduler.abort(req.req_id)
+        if finish_reason is not None:
+            del self._open[req.req_id]
+        stream.outs.append(StreamOut(stream.index, out.token_id, out.logprob, text, finish_reason, out.top))
+
+    def _text_of(self, req: Req) -> ReqText:
+        sampling = req.sampling
+        return ReqText(
+            None if self._tokenizer is None else self._tokenizer.decoder,
+            sampling.stop,
+            include_stop=sampling.include_stop,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
 
 
-class _Text:
-    """The text of one request as its tokens come; a stop string ends the request."""
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A request under way."""
 
-    def __init__(self, index: int, req: Req, outs: deque[StreamOut], decode: Decode) -> None:
-        self._index = index
-        self._req = req
-        self._outs = outs  # of the stream that the request belongs to
-        self._stream = TextStream(decode)
-        self._stop = StopMatcher(req.sampling.stop)
-
-    def push(self, out: TokenOut) -> None:
-        text = self._stop.push(self._stream.push(out.token_id))
-        if self._req.finish_reason is not None:
-            text += self._stop.push(self._stream.flush())
-        if self._stop.matched is not None:
-            self._req.finish_reason = FinishReason.STOP
-        elif self._req.finish_reason is not None:
-            text += self._stop.flush()
-        self._outs.append(StreamOut(self._index, out.token_id, out.logprob, text, self._req.finish_reason))
+    index: int  # of its prompt
+    text: ReqText
+    outs: deque[StreamOut]  # of the stream that it belongs to
 
 
 def _is_one(prompts: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -143,7 +144,7 @@ def test_a_repetition_penalty_breaks_a_loop(llm: LLM) -> None:
 
 
 def test_logprobs_are_those_of_the_chosen_tokens(llm: LLM) -> None:
-    asking = SamplingParams(max_new_tokens=12, temperature=0, logprobs=True)
+    asking = SamplingParams(max_new_tokens=12, temperature=0, logprobs=2)
 
     silent, told = llm.generate(["The capital of France is"] * 2, [GREEDY, asking])
 
@@ -151,6 +152,8 @@ def test_logprobs_are_those_of_the_chosen_tokens(llm: LLM) -> None:
     assert len(told.logprobs) == len(told.token_ids)
     assert all(-10 < logprob <= 0 for logprob in told.logprobs)
     assert told.logprobs[0] == pytest.approx(-0.5, abs=0.5)  # " Paris" is likely, not certain
+    assert [top[0] for top in told.top_logprobs] == list(zip(told.token_ids, told.logprobs, strict=True))
+    assert all(len(top) == 2 and top[0][1] >= top[1][1] for top in told.top_logprobs)
 
 
 def test_a_caller_who_leaves_in_the_middle_leaves_nothing_behind(llm: LLM) -> None:
@@ -159,7 +162,7 @@ def test_a_caller_who_leaves_in_the_middle_leaves_nothing_behind(llm: LLM) -> No
 
     stream.close()  # type: ignore[attr-defined]
 
-    assert llm._batching.slots.num_used == 0
+    assert llm._scheduler.slots.num_used == 0
 
 
 @pytest.mark.parametrize(
@@ -190,8 +193,11 @@ def test_a_bad_prompt_is_refused_and_the_next_one_served(
         {"temperature": float("inf")},
         {"top_p": 0.0},
         {"top_p": 1.1},
-        {"top_k": 0},
+        {"top_k": -2},
+        {"top_k": 2**31},
         {"min_p": 2.0},
+        {"typical_p": 0.0},
+        {"typical_p": 1.1},
         {"repetition_penalty": 0.0},
         {"presence_penalty": 2.1},
         {"frequency_penalty": float("nan")},
@@ -202,11 +208,30 @@ def test_a_bad_prompt_is_refused_and_the_next_one_served(
         {"max_new_tokens": 2.5},
         {"temperature": "hot"},
         {"seed": 2**63},
+        {"logit_bias": {5: 100.5}},
+        {"logit_bias": {5: float("nan")}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"bad_words_ids": ((),)},
+        {"bad_words_ids": ((-1,),)},
+        {"bad_words_ids": ((1,) * 65,)},
+        {"bad_words_ids": ((1,),) * 1025},
+        {"allowed_token_ids": ()},
+        {"allowed_token_ids": (-3,)},
+        {"allowed_token_ids": (3,) * 16385},
+        {"logprobs": -1},
+        {"logprobs": 21},
+        {"logprobs": True},
     ],
 )
-def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, float]) -> None:
-    with pytest.raises(InvalidRequestError, match=next(iter(wrong)).split("_")[0]):
-        SamplingParams(**wrong)  # type: ignore[arg-type]
+def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    name = next(iter(wrong))
+
+    with pytest.raises(InvalidRequestError, match=name) as refused:
+        SamplingParams(**wrong)
+
+    assert refused.value.param == name
+    assert len(str(refused.value)) < 200
 
 
 @pytest.mark.parametrize(

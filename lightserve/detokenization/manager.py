@@ -1,0 +1,88 @@
+"""The detokenizer's loop: tokens of a step in, their text out to the HTTP processes that wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightserve.detokenization.req_text import ReqText
+from lightserve.io_struct import (
+    AbortReq,
+    BatchStrOut,
+    BatchTokenIdOut,
+    FinishReason,
+    ReqFailed,
+    StrOut,
+    TextReq,
+    ToDetokenization,
+    ToHttpserver,
+    TokenIdOut,
+    ToRouter,
+    http_worker_of,
+)
+from lightserve.model_files.decoding import Decoder
+from lightserve.utils.channel import Receiver, Sender
+
+
+class DetokenizationManager:
+    def __init__(
+        self,
+        decoder: Decoder | None,
+        inbox: Receiver[ToDetokenization],
+        to_router: Sender[ToRouter],
+        to_http: Sequence[Sender[ToHttpserver]],
+    ) -> None:
+        self._decoder = decoder
+        self._inbox = inbox
+        self._to_router = to_router
+        self._to_http = to_http
+        self._texts: dict[int, ReqText] = {}
+
+    @property
+    def num_open(self) -> int:
+        return len(self._texts)
+
+    async def run(self) -> None:
+        while True:
+            message = await self._inbox.recv()
+            if isinstance(message, BatchTokenIdOut):
+                self._handle(message)
+            else:  # for every HTTP process; it comes this way so that a sign of life is one of all processes
+                for sender in self._to_http:
+                    sender.send(message)
+
+    def _handle(self, batch: BatchTokenIdOut) -> None:
+        for req in batch.new:
+            self._texts[req.req_id] = self._text_of(req)
+        outs: list[list[StrOut]] = [[] for _ in self._to_http]
+        failed: list[list[ReqFailed]] = [[] for _ in self._to_http]
+        for token in batch.outs:
+            text = self._texts.get(token.req_id)
+            if text is not None:  # else a stop string ended it while this token was under way
+                outs[http_worker_of(token.req_id)].append(self._next(text, token))
+        for failure in batch.failed:
+            self._texts.pop(failure.req_id, None)
+            failed[http_worker_of(failure.req_id)].append(failure)
+        for req_id in batch.gone:
+            self._texts.pop(req_id, None)
+        for sender, own_outs, own_failed in zip(self._to_http, outs, failed, strict=True):
+            if own_outs or own_failed:
+                sender.send(BatchStrOut(own_outs, own_failed))
+
+    def _text_of(self, req: TextReq) -> ReqText:
+        return ReqText(
+            self._decoder, req.stop, include_stop=req.include_stop, skip_special_tokens=req.skip_special_tokens
+        )
+
+    def _next(self, text: ReqText, token: TokenIdOut) -> StrOut:
+        piece = text.push(token.token_id, token.finish_reason)
+        finish_reason: FinishReason | None = token.finish_reason
+        stop_reason: int | str | None = token.stop_reason
+        if text.matched_stop is not None:
+            if finish_reason is None:
+                self._to_router.send(AbortReq(token.req_id, FinishReason.STOP))
+            finish_reason, stop_reason = FinishReason.STOP, text.matched_stop
+        if finish_reason is not None:
+            del self._texts[token.req_id]
+        return StrOut(
+            token.req_id, piece, token.token_id, token.logprob, token.top, finish_reason, stop_reason, token.admission
+        )

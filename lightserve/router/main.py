@@ -1,0 +1,38 @@
+"""The router process."""
+
+from __future__ import annotations
+
+import gc
+
+import msgspec
+
+from lightserve.io_struct import EngineReady, Ready, ToDetokenization, ToRouter
+from lightserve.router.manager import RouterManager
+from lightserve.router.model_client import RpycModelClient
+from lightserve.router.scheduler import Scheduler
+from lightserve.router.stats import ThroughputLog
+from lightserve.utils.channel import Receiver, Sender
+from lightserve.utils.process import Boot, Parent, run_child
+
+
+async def main(boot: Boot, parent: Parent) -> None:
+    config = boot.config
+    inbox: Receiver[ToRouter] = Receiver(boot.address("router"), ToRouter)
+    to_detokenization: Sender[ToDetokenization] = Sender(boot.address("detokenization"))
+    engine = await parent.recv()
+    if not isinstance(engine, EngineReady):
+        raise TypeError(f"the first message must be EngineReady, not {engine!r}")
+    if config.router.eos_id:
+        engine = msgspec.structs.replace(engine, eos_token_ids=tuple(config.router.eos_id))
+    model = RpycModelClient([boot.path(f"worker-{rank}") for rank in range(config.worker.tp)])
+    scheduler = Scheduler(
+        engine.max_total_token_num, config.worker.running_max_req_size, config.worker.batch_max_tokens
+    )
+    manager = RouterManager(scheduler, model, engine, inbox, to_detokenization, config.router.max_queue_size)
+    parent.send(Ready())
+    gc.freeze()  # what is alive now lives for ever: no collection need look at it
+    await manager.run(ThroughputLog(manager.metrics, config.router.log_stats_interval))
+
+
+if __name__ == "__main__":
+    run_child("router", main)

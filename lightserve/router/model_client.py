@@ -1,0 +1,86 @@
+"""The model workers as the router sees them: one step command to all ranks, one list of tokens back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import rpyc
+from rpyc.utils.factory import unix_connect
+
+from lightserve.errors import WorkerDiedError
+from lightserve.io_struct import Step, TokenOut
+
+RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "include_local_version": False}
+
+_encode_step = msgspec.msgpack.Encoder().encode
+_decode_tokens = msgspec.msgpack.Decoder(list[TokenOut]).decode
+
+
+class ModelClient(Protocol):
+    """Runs steps in the order in which they are given; more than one may be under way."""
+
+    def run(self, step: Step) -> asyncio.Future[list[TokenOut]]: ...
+
+    def close(self) -> None: ...
+
+
+class RpycModelClient:
+    """All ranks of one model behind rpyc: every rank runs every step, and rank 0 answers.
+
+    Commands and answers cross as bytes: an object would cross as a proxy, one round trip a field. Replies are read by
+    the event loop when a socket has them, so that a step under way blocks nobody.
+    """
+
+    def __init__(self, socket_paths: Sequence[str]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._under_way: deque[asyncio.Future[list[TokenOut]]] = deque()
+        self._connections: list[Any] = [unix_connect(path, config=RPYC_CONFIG) for path in socket_paths]
+        self._runs = [rpyc.async_(connection.root.run) for connection in self._connections]
+        for rank, connection in enumerate(self._connections):
+            self._loop.add_reader(connection.fileno(), self._read, rank)
+
+    def run(self, step: Step) -> asyncio.Future[list[TokenOut]]:
+        future: asyncio.Future[list[TokenOut]] = self._loop.create_future()
+        self._under_way.append(future)
+        command = _encode_step(step)
+        for rank, run in enumerate(self._runs):
+            try:
+                reply = run(command)
+            except EOFError:
+                self._lose(rank)
+                break
+            if rank == 0:
+                reply.add_callback(self._answered)
+        return future
+
+    def close(self) -> None:
+        for connection in self._connections:
+            if not connection.closed:
+                self._loop.remove_reader(connection.fileno())
+                connection.close()
+
+    def _read(self, rank: int) -> None:
+        connection = self._connections[rank]
+        fileno = connection.fileno()
+        try:
+            while connection.poll(0):
+                pass
+        except EOFError:
+            self._loop.remove_reader(fileno)
+            self._lose(rank)
+
+    def _answered(self, reply: Any) -> None:
+        """Rank 0 is done with the oldest step."""
+        future = self._under_way.popleft()
+        if not future.done():
+            future.set_result(_decode_tokens(reply.value))
+
+    def _lose(self, rank: int) -> None:
+        """A worker that fails hangs up; why, it has told the launcher."""
+        for future in self._under_way:
+            if not future.done():
+                future.set_exception(WorkerDiedError(f"model worker {rank} is gone"))

@@ -1,0 +1,51 @@
+"""A model worker process: one rank of the model. Torch begins here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightserve.io_struct import EngineReady, Phase
+from lightserve.model_files.source import resolve
+from lightserve.router.model_infer.model_rpc import StepServer
+from lightserve.utils.process import Boot, Parent, run_child
+
+
+def main(boot: Boot, parent: Parent) -> None:
+    config = boot.config.worker
+    with _phase(parent, "import torch"):
+        from lightserve.common.device import pick_device
+        from lightserve.common.tp import init_tp
+        from lightserve.router.model_infer.worker import ModelWorker
+    server = StepServer(boot.path(f"worker-{boot.index}"))
+    kind = pick_device(config.device)
+    with _phase(parent, "load the model"):
+        source = resolve(config.model_dir, needs_weights=config.load_format == "auto")
+        tp = init_tp(boot.index, config.tp, f"file://{boot.path('tp')}", kind.comm)
+        worker = ModelWorker(config, source, tp)
+    with _phase(parent, "warm up"):
+        worker.warm_up()
+    vocab_size = worker.model_config.vocab_size
+    parent.send(
+        EngineReady(
+            max_total_token_num=worker.max_total_token_num,
+            max_req_total_len=worker.max_req_total_len,
+            vocab_size=vocab_size,
+            pipeline_depth=kind.pipeline_depth,
+            eos_token_ids=tuple(token for token in source.eos_token_ids() if token < vocab_size),
+            computed_in=worker.computed_in,
+        )
+    )
+    server.serve(worker.run)
+
+
+@contextmanager
+def _phase(parent: Parent, name: str) -> Iterator[None]:
+    begin = time.monotonic()
+    yield
+    parent.send(Phase(name, time.monotonic() - begin))
+
+
+if __name__ == "__main__":
+    run_child("model worker", main)

@@ -1,0 +1,55 @@
+"""A worker without a model, which makes up tokens: it measures the rest of the server."""
+
+from __future__ import annotations
+
+import time
+
+from lightserve.io_struct import EngineReady, Step, TokenOut
+from lightserve.router.model_infer.model_rpc import StepServer
+from lightserve.utils.process import Boot, Parent, run_child
+
+CONTEXT_LEN = 8192
+VOCAB_SIZE = 32_000
+
+
+class NullWorker:
+    """Every token is the one after the last; requests end by their length only."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._missing: dict[int, int] = {}  # tokens of a request that are known and not yet computed
+        self._next_token = 0
+
+    def run(self, step: Step) -> list[TokenOut]:
+        for req_id in step.free:
+            self._missing.pop(req_id, None)
+        for new in step.new:
+            self._missing[new.req_id] = len(new.prompt_ids)
+        outs = []
+        time.sleep(self._step_s)
+        for row in step.rows:
+            self._missing[row.req_id] -= len(row.slots)
+            if self._missing[row.req_id] == 0:
+                self._missing[row.req_id] = 1
+                self._next_token = (self._next_token + 1) % VOCAB_SIZE
+                outs.append(TokenOut(row.req_id, self._next_token))
+        return outs
+
+
+def main(boot: Boot, parent: Parent) -> None:
+    config = boot.config.worker
+    server = StepServer(boot.path(f"worker-{boot.index}"))
+    context_len = config.max_req_total_len or CONTEXT_LEN
+    parent.send(
+        EngineReady(
+            max_total_token_num=config.max_total_token_num or config.running_max_req_size * context_len,
+            max_req_total_len=context_len,
+            vocab_size=VOCAB_SIZE,
+            pipeline_depth=1,
+        )
+    )
+    server.serve(NullWorker(boot.config.launch.null_step_ms / 1e3).run)
+
+
+if __name__ == "__main__":
+    run_child("null worker", main)

@@ -1,0 +1,126 @@
+"""What the router counts, and the line about it in the log. The clock is the caller's."""
+
+from __future__ import annotations
+
+from lightserve.io_struct import MetricsSnapshot
+from lightserve.metrics import Recorder
+
+
+class RouterMetrics:
+    """One method an event of a request's life. All times are in seconds."""
+
+    def __init__(self) -> None:
+        self._recorder = Recorder()
+        self.values = self._recorder.values  # counters and gauges as they stand, for the log
+        self._ended = self._recorder.labelled["request_success_total"]
+        histograms = self._recorder.histograms
+        self._first_token = histograms["time_to_first_token_seconds"]
+        self._next_token = histograms["inter_token_latency_seconds"]
+        self._mean_token = histograms["request_time_per_output_token_seconds"]
+        self._e2e = histograms["e2e_request_latency_seconds"]
+        self._queue = histograms["request_queue_time_seconds"]
+        self._prefill = histograms["request_prefill_time_seconds"]
+        self._decode = histograms["request_decode_time_seconds"]
+        self._inference = histograms["request_inference_time_seconds"]
+        self._prompt_tokens = histograms["request_prompt_tokens"]
+        self._output_tokens = histograms["request_generation_tokens"]
+        self._max_new_tokens = histograms["request_max_num_generation_tokens"]
+        self._step_tokens = histograms["iteration_tokens_total"]
+
+    def admitted(self, queue_s: float, prompt_tokens: int, cached_tokens: int) -> None:
+        """Once a request, also if it is paused and resumed."""
+        self._queue.observe(queue_s)
+        self.values["prompt_tokens_total"] += prompt_tokens
+        self.values["prefix_cache_queries_total"] += prompt_tokens
+        self.values["prefix_cache_hits_total"] += cached_tokens
+
+    def first_token(self, ttft_s: float, prefill_s: float) -> None:
+        self._first_token.observe(ttft_s)
+        self._prefill.observe(prefill_s)
+        self.values["generation_tokens_total"] += 1
+
+    def next_tokens(self, itl_s: float, count: int = 1) -> None:
+        """A further token of ``count`` requests whose last one is equally long ago."""
+        self._next_token.observe(itl_s, count)
+        self.values["generation_tokens_total"] += count
+
+    def finished(  # noqa: PLR0913  once a request, all plain numbers
+        self,
+        reason: str,
+        e2e_s: float,
+        decode_s: float,
+        inference_s: float,
+        prompt_tokens: int,
+        output_tokens: int,
+        max_new_tokens: int,
+    ) -> None:
+        """A request ended, aborted ones too. Without a token it has no ``decode_s`` and ``inference_s``."""
+        self._ended[reason] = self._ended.get(reason, 0.0) + 1
+        self._e2e.observe(e2e_s)
+        self._prompt_tokens.observe(prompt_tokens)
+        self._output_tokens.observe(output_tokens)
+        self._max_new_tokens.observe(max_new_tokens)
+        if output_tokens > 0:
+            self._decode.observe(decode_s)
+            self._inference.observe(inference_s)
+        if output_tokens > 1:
+            self._mean_token.observe(decode_s / (output_tokens - 1))
+
+    def refused(self) -> None:
+        self.values["request_refused_total"] += 1
+
+    def failed(self) -> None:
+        self.values["request_failed_total"] += 1
+
+    def preempted(self) -> None:
+        self.values["num_preemptions_total"] += 1
+
+    def step(self, num_tokens: int) -> None:
+        self._step_tokens.observe(num_tokens)
+
+    def set_load(self, running: int, waiting: int, used_tokens: int, total_tokens: int) -> None:
+        self.values["num_requests_running"] = running
+        self.values["num_requests_waiting"] = waiting
+        self.values["kv_used_tokens"] = used_tokens
+        self.values["kv_cache_usage_perc"] = used_tokens / total_tokens
+
+    def snapshot(self) -> MetricsSnapshot:
+        return self._recorder.snapshot()
+
+
+COUNTED = ("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total")
+
+
+class ThroughputLog:
+    """A line every ``interval_s`` while there is work; 0: none."""
+
+    def __init__(self, metrics: RouterMetrics, interval_s: float) -> None:
+        self._metrics = metrics
+        self._interval_s = interval_s
+        self._since_s: float | None = None
+        self._before = dict.fromkeys(COUNTED, 0.0)
+
+    def line(self, now: float) -> str | None:
+        """To be asked more often than the interval, so that idle time before the work does not count as its time."""
+        values = self._metrics.values
+        counts = {name: values[name] - self._before[name] for name in COUNTED}
+        is_idle = not (any(counts.values()) or values["num_requests_running"] or values["num_requests_waiting"])
+        if self._since_s is None or is_idle:
+            self._since_s = now
+        elapsed_s = now - self._since_s
+        if self._interval_s == 0 or elapsed_s < self._interval_s:
+            return None
+        self._since_s = now
+        self._before = {name: values[name] for name in COUNTED}
+        return self._text(counts, elapsed_s)
+
+    def _text(self, counts: dict[str, float], elapsed_s: float) -> str:
+        values = self._metrics.values
+        looked_up = counts["prefix_cache_queries_total"]
+        hits = f"{counts['prefix_cache_hits_total'] / looked_up:.1%}" if looked_up else "-"
+        return (
+            f"prompt {counts['prompt_tokens_total'] / elapsed_s:.1f} tok/s, "
+            f"output {counts['generation_tokens_total'] / elapsed_s:.1f} tok/s, "
+            f"running {values['num_requests_running']:.0f}, waiting {values['num_requests_waiting']:.0f}, "
+            f"KV {values['kv_cache_usage_perc']:.1%}, prefix hits {hits}"
+        )

@@ -1,0 +1,192 @@
+"""The detokenizer's loop over real channels, with the vocabulary of a real model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightserve.detokenization.manager import DetokenizationManager
+from lightserve.io_struct import (
+    REQ_ID_BITS,
+    AbortReq,
+    Admission,
+    BatchStrOut,
+    BatchTokenIdOut,
+    FinishReason,
+    MetricsSnapshot,
+    ReqFailed,
+    RouterStats,
+    StrOut,
+    TextReq,
+    ToDetokenization,
+    ToHttpserver,
+    TokenIdOut,
+    ToRouter,
+)
+from lightserve.model_files.tokenizer import load_tokenizer
+from lightserve.utils.channel import Receiver, Sender
+from test.real_model import smollm2
+from test.waiting import until
+
+M = TypeVar("M")
+
+SECOND = 1 << REQ_ID_BITS  # an id of the second HTTP process
+
+
+class Detokenizer:
+    """A running detokenizer with two HTTP processes."""
+
+    def __init__(self, manager: DetokenizationManager, run_dir: Path) -> None:
+        self.manager = manager
+        self.tokenizer = load_tokenizer(smollm2())
+        self.told: list[list[ToHttpserver]] = [[], []]
+        self.aborts: list[ToRouter] = []
+        self.inbox: Sender[ToDetokenization] = Sender(f"ipc://{run_dir}/detok")
+
+    def send(self, *outs: TokenIdOut, **rest: list[TextReq] | list[ReqFailed] | list[int]) -> None:
+        self.inbox.send(BatchTokenIdOut(list(outs), **rest))  # type: ignore[arg-type]
+
+    def outs(self, http: int = 0) -> list[StrOut]:
+        return [out for batch in self.told[http] if isinstance(batch, BatchStrOut) for out in batch.outs]
+
+    def text(self, http: int = 0) -> str:
+        return "".join(out.text for out in self.outs(http))
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, run_dir: Path) -> AsyncIterator[Detokenizer]:
+        inbox: Receiver[ToDetokenization] = Receiver(f"ipc://{run_dir}/detok", ToDetokenization)
+        router: Receiver[ToRouter] = Receiver(f"ipc://{run_dir}/router", ToRouter)
+        https: list[Receiver[ToHttpserver]] = [Receiver(f"ipc://{run_dir}/http-{i}", ToHttpserver) for i in range(2)]
+        senders: list[Sender[ToHttpserver]] = [Sender(f"ipc://{run_dir}/http-{i}") for i in range(2)]
+        to_router: Sender[ToRouter] = Sender(f"ipc://{run_dir}/router")
+        manager = DetokenizationManager(load_tokenizer(smollm2()).decoder, inbox, to_router, senders)
+        detokenizer = cls(manager, run_dir)
+        tasks = [
+            asyncio.create_task(manager.run()),
+            asyncio.create_task(_collect(router, detokenizer.aborts)),
+            *(asyncio.create_task(_collect(http, told)) for http, told in zip(https, detokenizer.told, strict=True)),
+        ]
+        try:
+            yield detokenizer
+        finally:
+            for task in tasks:
+                task.cancel()
+            channels: list[Any] = [inbox, router, *https, *senders, to_router, detokenizer.inbox]
+            for channel in channels:
+                channel.close()
+
+
+async def _collect(
+    receiver: Receiver[ToHttpserver] | Receiver[ToRouter], into: list[ToHttpserver] | list[ToRouter]
+) -> None:
+    while True:
+        into.append(await receiver.recv())  # type: ignore[arg-type]
+
+
+def check(scenario: Callable[[Detokenizer], Awaitable[None]], run_dir: Path) -> None:
+    async def run() -> None:
+        async with Detokenizer.running(run_dir) as detokenizer:
+            await scenario(detokenizer)
+
+    asyncio.run(run())
+
+
+def text_req(req_id: int, stop: tuple[str, ...] = (), include_stop: bool = False) -> TextReq:
+    return TextReq(req_id, stop, include_stop, skip_special_tokens=True)
+
+
+def test_tokens_become_the_text_that_decoding_all_at_once_gives(tmp_path: Path) -> None:
+    wanted = "Grüße 🦙🦙 und 漢字!"
+
+    async def scenario(detokenizer: Detokenizer) -> None:
+        ids = detokenizer.tokenizer.encode(wanted, add_special_tokens=False)
+        detokenizer.send(new=[text_req(1)])
+        for i, token_id in enumerate(ids):
+            is_last = i == len(ids) - 1
+            admission = Admission(0.5, 3) if i == 0 else None
+            reason = FinishReason.LENGTH if is_last else None
+            detokenizer.send(TokenIdOut(1, token_id, -1.0, [(5, -2.0)], reason, admission=admission))
+
+        await until(lambda: len(detokenizer.outs()) == len(ids))
+
+        assert detokenizer.text() == wanted
+        assert [out.token_id for out in detokenizer.outs()] == ids
+        assert detokenizer.outs()[0].admission == Admission(0.5, 3)
+        assert detokenizer.outs()[0].top == [(5, -2.0)]
+        assert detokenizer.outs()[-1].finish_reason is FinishReason.LENGTH
+        assert detokenizer.manager.num_open == 0
+
+    check(scenario, tmp_path)
+
+
+def test_a_stop_string_ends_the_request_and_tells_the_router(tmp_path: Path) -> None:
+    async def scenario(detokenizer: Detokenizer) -> None:
+        ids = detokenizer.tokenizer.encode("one two three four", add_special_tokens=False)
+        detokenizer.send(new=[text_req(1, stop=("o thr",)), text_req(2, stop=("o thr",), include_stop=True)])
+        for token_id in ids:
+            detokenizer.send(TokenIdOut(1, token_id), TokenIdOut(2, token_id))
+
+        await until(lambda: len(detokenizer.aborts) == 2)
+
+        first = [out for out in detokenizer.outs() if out.req_id == 1]
+        second = [out for out in detokenizer.outs() if out.req_id == 2]
+        assert "".join(out.text for out in first) == "one tw"
+        assert "".join(out.text for out in second) == "one two thr"
+        assert first[-1].finish_reason is FinishReason.STOP
+        assert first[-1].stop_reason == "o thr"
+        assert detokenizer.aborts == [AbortReq(1, FinishReason.STOP), AbortReq(2, FinishReason.STOP)]
+        assert detokenizer.manager.num_open == 0
+
+    check(scenario, tmp_path)
+
+
+def test_the_token_that_ends_a_request_is_text_only_when_asked(tmp_path: Path) -> None:
+    async def scenario(detokenizer: Detokenizer) -> None:
+        word, end = (detokenizer.tokenizer.encode(text, add_special_tokens=False)[0] for text in ("word", " end"))
+        detokenizer.send(new=[text_req(1), text_req(2, include_stop=True)])
+        detokenizer.send(TokenIdOut(1, word), TokenIdOut(2, word))
+        ends = [TokenIdOut(i, end, finish_reason=FinishReason.STOP, stop_reason=end) for i in (1, 2)]
+        detokenizer.send(*ends)
+
+        await until(lambda: len(detokenizer.outs()) == 4)
+
+        texts = {i: "".join(out.text for out in detokenizer.outs() if out.req_id == i) for i in (1, 2)}
+        assert texts == {1: "word", 2: "word end"}
+        assert detokenizer.outs()[-1].stop_reason == end
+
+    check(scenario, tmp_path)
+
+
+def test_each_http_process_gets_its_own_and_all_get_signs_of_life(tmp_path: Path) -> None:
+    async def scenario(detokenizer: Detokenizer) -> None:
+        detokenizer.send(new=[text_req(1), text_req(SECOND + 1)])
+        detokenizer.send(TokenIdOut(1, 400), TokenIdOut(SECOND + 1, 401))
+        detokenizer.send(failed=[ReqFailed(SECOND + 1, 429, "full")])
+        stats = RouterStats(1.0, 0.0, MetricsSnapshot())
+        detokenizer.inbox.send(stats)
+
+        await until(lambda: all(stats in told for told in detokenizer.told))
+
+        assert [out.token_id for out in detokenizer.outs(0)] == [400]
+        assert [out.token_id for out in detokenizer.outs(1)] == [401]
+        assert BatchStrOut([], [ReqFailed(SECOND + 1, 429, "full")]) in detokenizer.told[1]
+        assert detokenizer.manager.num_open == 1
+
+    check(scenario, tmp_path)
+
+
+def test_tokens_of_an_aborted_request_are_dropped(tmp_path: Path) -> None:
+    async def scenario(detokenizer: Detokenizer) -> None:
+        detokenizer.send(new=[text_req(1), text_req(2)])
+        detokenizer.send(gone=[1])
+        detokenizer.send(TokenIdOut(1, 400), TokenIdOut(2, 401))
+
+        await until(lambda: bool(detokenizer.outs()))
+
+        assert [out.req_id for out in detokenizer.outs()] == [2]
+
+    check(scenario, tmp_path)

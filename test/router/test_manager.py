@@ -1,0 +1,273 @@
+"""The router's loop over real channels, with a model that answers when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from lightserve.io_struct import (
+    AbortNamed,
+    AbortReq,
+    BatchTokenIdOut,
+    EngineReady,
+    FinishReason,
+    GenerateReq,
+    ReqFailed,
+    RouterStats,
+    SamplingParams,
+    Step,
+    ToDetokenization,
+    TokenIdOut,
+    TokenOut,
+    ToRouter,
+)
+from lightserve.router.manager import RouterManager
+from lightserve.router.scheduler import Scheduler
+from lightserve.router.stats import ThroughputLog
+from lightserve.utils.channel import Receiver, Sender
+from test.waiting import DEADLINE_S, until
+
+EOS = 2
+
+
+class FakeModel:
+    """Token n of a request is 100 + n; a step ends when the test lets it."""
+
+    def __init__(self, end_after: int | None = None) -> None:
+        self.steps: list[Step] = []
+        self.may_run = asyncio.Event()
+        self.may_run.set()
+        self._end_after = end_after
+        self._missing: dict[int, int] = {}
+        self._made: dict[int, int] = {}
+        self._tasks: list[asyncio.Task[list[TokenOut]]] = []
+
+    def run(self, step: Step) -> asyncio.Future[list[TokenOut]]:
+        self.steps.append(step)
+        self._tasks.append(asyncio.create_task(self._run(step)))
+        return self._tasks[-1]
+
+    def close(self) -> None: ...
+
+    async def _run(self, step: Step) -> list[TokenOut]:
+        await self.may_run.wait()
+        for new in step.new:
+            self._missing[new.req_id], self._made[new.req_id] = len(new.prompt_ids), 0
+        outs = []
+        for row in step.rows:
+            self._missing[row.req_id] -= len(row.slots)
+            if self._missing[row.req_id] == 0:
+                self._missing[row.req_id] = 1
+                self._made[row.req_id] += 1
+                is_end = self._made[row.req_id] == self._end_after
+                outs.append(TokenOut(row.req_id, EOS if is_end else 100 + self._made[row.req_id]))
+        return outs
+
+
+class Router:
+    """A running router and the two ends a test needs."""
+
+    def __init__(self, manager: RouterManager, scheduler: Scheduler, model: FakeModel) -> None:
+        self.manager = manager
+        self.scheduler = scheduler
+        self.model = model
+        self.sent: list[ToDetokenization] = []
+
+    def send(self, message: ToRouter) -> None:
+        self._to_router.send(message)
+
+    @property
+    def batches(self) -> list[BatchTokenIdOut]:
+        return [message for message in self.sent if isinstance(message, BatchTokenIdOut)]
+
+    @property
+    def outs(self) -> list[TokenIdOut]:
+        return [out for batch in self.batches for out in batch.outs]
+
+    def tokens_of(self, req_id: int) -> list[int]:
+        return [out.token_id for out in self.outs if out.req_id == req_id]
+
+    def has_finished(self, *req_ids: int) -> bool:
+        finished = {out.req_id for out in self.outs if out.finish_reason is not None}
+        return finished >= set(req_ids)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                self.sent.append(await self._from_router.recv())
+
+    @classmethod
+    @asynccontextmanager
+    async def running(
+        cls, run_dir: Path, depth: int = 1, max_queue_size: int = 100, end_after: int | None = None
+    ) -> AsyncIterator[Router]:
+        inbox: Receiver[ToRouter] = Receiver(f"ipc://{run_dir}/router", ToRouter)
+        from_router: Receiver[ToDetokenization] = Receiver(f"ipc://{run_dir}/detok", ToDetokenization)
+        outbox: Sender[ToDetokenization] = Sender(f"ipc://{run_dir}/detok")
+        engine = EngineReady(200, 100, 1000, depth, (EOS,))
+        scheduler, model = Scheduler(200, 8, 64), FakeModel(end_after)
+        manager = RouterManager(scheduler, model, engine, inbox, outbox, max_queue_size)
+        router = cls(manager, scheduler, model)
+        router._to_router = Sender(f"ipc://{run_dir}/router")
+        router._from_router = from_router
+        task = asyncio.create_task(manager.run(ThroughputLog(manager.metrics, 10.0)))
+        try:
+            yield router
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            for channel in (inbox, from_router, outbox, router._to_router):
+                channel.close()
+
+    _to_router: Sender[ToRouter]
+    _from_router: Receiver[ToDetokenization]
+
+
+def ask(req_id: int, prompt_len: int = 3, max_new_tokens: int = 4) -> GenerateReq:
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, stop=("x",))
+    return GenerateReq(req_id, [5] * prompt_len, sampling, time.monotonic())
+
+
+def check(scenario: Callable[[Router], Awaitable[None]], run_dir: Path, **options: int | None) -> None:
+    async def run() -> None:
+        async with Router.running(run_dir, **options) as router:  # type: ignore[arg-type]
+            await scenario(router)
+
+    asyncio.run(run())
+
+
+def test_requests_get_their_tokens_in_order_whatever_the_depth(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        for req_id in range(20):
+            router.send(ask(req_id, prompt_len=1 + req_id, max_new_tokens=1 + req_id % 7))
+
+        await router.until(lambda: router.has_finished(*range(20)))
+
+        for req_id in range(20):
+            assert router.tokens_of(req_id) == [101 + i for i in range(1 + req_id % 7)]
+        await until(lambda: router.scheduler.used_tokens == 0)
+
+    for depth in (1, 2):
+        run_dir = tmp_path / str(depth)
+        run_dir.mkdir()
+        check(scenario, run_dir, depth=depth)
+
+
+def test_the_tokens_of_a_step_travel_in_one_message(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.model.may_run.clear()
+        for req_id in range(6):
+            router.send(ask(req_id))
+        await until(lambda: router.scheduler.num_waiting + router.scheduler.num_running == 6)
+        router.model.may_run.set()
+
+        await router.until(lambda: router.has_finished(*range(6)))
+
+        assert max(len(batch.outs) for batch in router.batches) == 6
+
+    check(scenario, tmp_path)
+
+
+def test_the_next_step_is_sent_before_the_tokens_of_this_one_are_back(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.model.may_run.clear()
+        router.send(ask(1))
+
+        await until(lambda: len(router.model.steps) == 2)
+
+        assert [len(step.rows[0].slots) for step in router.model.steps] == [3, 1]
+        assert not router.outs
+
+    check(scenario, tmp_path, depth=2)
+
+
+def test_a_token_computed_once_too_often_is_dropped(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.send(ask(1, max_new_tokens=50))
+
+        await router.until(lambda: router.has_finished(1))
+
+        assert router.tokens_of(1) == [101, 102, EOS]
+        assert router.outs[-1].finish_reason is FinishReason.STOP
+        await until(lambda: router.scheduler.used_tokens == 0)
+
+    check(scenario, tmp_path, depth=2, end_after=3)
+
+
+def test_the_first_token_tells_of_the_admission(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.send(ask(1))
+
+        await router.until(lambda: router.has_finished(1))
+
+        admissions = [out.admission for out in router.outs]
+        assert admissions[0] is not None
+        assert admissions[0].queue_s >= 0
+        assert admissions[1:] == [None] * 3
+        assert [req.stop for batch in router.batches for req in batch.new] == [("x",)]
+
+    check(scenario, tmp_path)
+
+
+def test_an_abort_frees_what_the_request_held_and_is_passed_on(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.model.may_run.clear()
+        router.send(ask(1, max_new_tokens=50))
+        router.send(ask(2))
+        await until(lambda: router.scheduler.num_running + router.scheduler.num_waiting == 2)
+        router.send(AbortReq(1))
+        await until(lambda: router.scheduler.num_running + router.scheduler.num_waiting == 1)
+        router.model.may_run.set()
+
+        await router.until(lambda: router.has_finished(2) and any(batch.gone == [1] for batch in router.batches))
+
+        assert router.tokens_of(1) == []
+        await until(lambda: router.scheduler.used_tokens == 0)
+
+    check(scenario, tmp_path)
+
+
+def test_a_full_queue_refuses_and_the_others_are_served(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.model.may_run.clear()
+        for req_id in range(40):
+            router.send(ask(req_id))
+        await router.until(lambda: len(refused(router)) > 0)
+        router.model.may_run.set()
+
+        await router.until(
+            lambda: len(refused(router)) + sum(out.finish_reason is not None for out in router.outs) == 40
+        )
+
+        assert {failure.status for failure in refused(router)} == {429}
+
+    check(scenario, tmp_path, max_queue_size=4)
+
+
+def refused(router: Router) -> list[ReqFailed]:
+    return [failure for batch in router.batches for failure in batch.failed]
+
+
+def test_a_sign_of_life_comes_even_when_idle_and_tells_how_old_a_step_is(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        await router.until(lambda: any(isinstance(message, RouterStats) for message in router.sent))
+        router.model.may_run.clear()
+        router.send(ask(1))
+
+        await router.until(
+            lambda: any(isinstance(message, RouterStats) and message.step_age_s > 0 for message in router.sent)
+        )
+
+    check(scenario, tmp_path)
+
+
+def test_an_operators_abort_goes_to_the_http_processes(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.send(AbortNamed("abc"))
+
+        await router.until(lambda: AbortNamed("abc") in router.sent)
+
+    check(scenario, tmp_path)

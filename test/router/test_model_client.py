@@ -1,0 +1,147 @@
+"""Steps over a real unix socket and rpyc, with workers that answer without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightserve.errors import WorkerDiedError
+from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow, TokenOut
+from lightserve.router.model_client import RpycModelClient
+from lightserve.router.model_infer.model_rpc import StepServer
+from test.waiting import DEADLINE_S, until
+
+
+def echo(step: Step) -> list[TokenOut]:
+    return [TokenOut(row.req_id, row.slots[0], -0.5, [(1, -1.0)]) for row in step.rows]
+
+
+def served(tmp_path: Path, *runs: Callable[[Step], list[TokenOut]]) -> list[str]:
+    """A thread a rank; the paths of their sockets."""
+    paths = []
+    for rank, run in enumerate(runs):
+        path = str(tmp_path / f"worker-{rank}")
+        server = StepServer(path)
+        threading.Thread(target=server.serve, args=(run,), daemon=True).start()
+        paths.append(path)
+    return paths
+
+
+def within_deadline(work: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await work
+
+    asyncio.run(limited())
+
+
+def test_a_step_and_its_tokens_cross_whole(tmp_path: Path) -> None:
+    new = NewReq(
+        1 << 50, [1, 2, 3], SamplingParams(temperature=0.5, stop=("é\0",), logit_bias={7: 1.5}), 2**63 - 1, (4,)
+    )
+    seen: list[Step] = []
+
+    def run(step: Step) -> list[TokenOut]:
+        seen.append(step)
+        return echo(step)
+
+    async def scenario() -> None:
+        client = RpycModelClient(served(tmp_path, run))
+        step = Step([StepRow(1 << 50, [9, 8])], [new], [3])
+
+        outs = await client.run(step)
+
+        assert seen == [step]
+        assert outs == [TokenOut(1 << 50, 9, -0.5, [(1, -1.0)])]
+        client.close()
+
+    within_deadline(scenario())
+
+
+def test_steps_are_under_way_together_and_run_in_order(tmp_path: Path) -> None:
+    may_run = threading.Event()
+    order: list[int] = []
+
+    def run(step: Step) -> list[TokenOut]:
+        may_run.wait(DEADLINE_S)
+        order.append(step.rows[0].slots[0])
+        return echo(step)
+
+    async def scenario() -> None:
+        client = RpycModelClient(served(tmp_path, run))
+
+        futures = [client.run(Step([StepRow(1, [i])])) for i in range(5)]
+        is_pending = [not future.done() for future in futures]
+        may_run.set()
+        outs = await asyncio.gather(*futures)
+
+        assert is_pending == [True] * 5
+        assert order == [out[0].token_id for out in outs] == [0, 1, 2, 3, 4]
+        client.close()
+
+    within_deadline(scenario())
+
+
+def test_every_rank_runs_every_step_and_rank_0_answers(tmp_path: Path) -> None:
+    ran: list[tuple[int, int]] = []
+
+    def rank(number: int) -> Callable[[Step], list[TokenOut]]:
+        def run(step: Step) -> list[TokenOut]:
+            ran.append((number, step.rows[0].slots[0]))
+            return [TokenOut(1, number)]
+
+        return run
+
+    async def scenario() -> None:
+        client = RpycModelClient(served(tmp_path, rank(0), rank(1)))
+
+        outs = [await client.run(Step([StepRow(1, [i])])) for i in range(2)]
+
+        assert outs == [[TokenOut(1, 0)], [TokenOut(1, 0)]]
+        await until(lambda: len(ran) == 4)
+        assert sorted(ran) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        client.close()
+
+    within_deadline(scenario())
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_worker_that_fails_tells_its_own_process_and_fails_the_steps_under_way(tmp_path: Path, bad_rank: int) -> None:
+    may_end = threading.Event()
+    told: list[BaseException] = []
+
+    def good(step: Step) -> list[TokenOut]:
+        may_end.wait(DEADLINE_S)
+        return echo(step)
+
+    def bad(step: Step) -> list[TokenOut]:
+        raise SystemExit("out of memory")
+
+    def serve_bad(server: StepServer) -> None:
+        try:
+            server.serve(bad)
+        except SystemExit as error:
+            told.append(error)
+
+    async def scenario() -> None:
+        paths = [str(tmp_path / "worker-0"), str(tmp_path / "worker-1")]
+        servers = [StepServer(path) for path in paths]
+        thread = threading.Thread(target=serve_bad, args=(servers[bad_rank],))
+        thread.start()
+        threading.Thread(target=servers[1 - bad_rank].serve, args=(good,), daemon=True).start()
+        client = RpycModelClient(paths)
+
+        with pytest.raises(WorkerDiedError, match=f"model worker {bad_rank} is gone"):
+            await client.run(Step([StepRow(1, [0])]))
+        thread.join(DEADLINE_S)
+
+        assert [str(error) for error in told] == ["out of memory"]
+        may_end.set()
+        client.close()
+
+    within_deadline(scenario())

@@ -1,0 +1,24 @@
+"""Waiting for a condition, never for a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+DEADLINE_S = 30.0  # far beyond what any of them needs: a slow machine is no failure
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+    async with asyncio.timeout(deadline_s):
+        while not condition():  # noqa: ASYNC110  the condition is anyone's, there is no event to wait for
+            await asyncio.sleep(0.001)
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+    """The same without a loop, for what other processes do."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not so within {deadline_s} s")
+        time.sleep(0.01)
