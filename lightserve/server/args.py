@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
+from lightserve.config import ServerConfig
+
 C = TypeVar("C")
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses an unknown flag with the nearest known one."""
+    """Refuses an unknown flag with the nearest known one. A mistake is one line."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
@@ -24,13 +26,27 @@ class Parser(argparse.ArgumentParser):
             self.unknown(flag)
         return namespace
 
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"lightserve: {message} (--help lists the flags)\n")
+
     def unknown(self, flag: str) -> NoReturn:
         known = [option for action in self._actions for option in action.option_strings]
         near = difflib.get_close_matches(flag.split("=")[0], known, n=1)
         self.error(f"unknown argument {flag}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
-def add_flags(parser: argparse.ArgumentParser, config_class: type[Any]) -> None:
+def parse_server(argv: Sequence[str] | None = None) -> ServerConfig:
+    """The flags of the server, grouped in the help by who needs them."""
+    prog = "python -m lightserve.server.api_server"
+    parser = Parser(prog=prog, usage="%(prog)s [flags]", description="Serve a model over HTTP.")
+    parts: dict[str, type[Any]] = get_type_hints(ServerConfig)
+    for name, config_class in parts.items():
+        add_flags(parser.add_argument_group(name, config_class.__doc__), config_class)
+    namespace = parser.parse(argv)
+    return ServerConfig(**{name: take(config_class, namespace) for name, config_class in parts.items()})
+
+
+def add_flags(parser: argparse._ActionsContainer, config_class: type[Any]) -> None:
     """One flag a field, with underscores or dashes, and under the names that other servers give it."""
     hints = get_type_hints(config_class)
     for spec in fields(config_class):
@@ -45,7 +61,7 @@ def take(config_class: type[C], namespace: argparse.Namespace) -> C:
 
 
 def _help_of(spec: Field[Any]) -> dict[str, Any]:
-    default = None if spec.default is MISSING else spec.default
+    default = spec.default if spec.default_factory is MISSING else spec.default_factory()
     return {"default": default, "help": spec.metadata.get("help", "").replace("%", "%%")}
 
 
@@ -56,4 +72,6 @@ def _kind_of(hint: Any) -> dict[str, Any]:
         hint = next(kind for kind in get_args(hint) if kind is not type(None))
     if hint is bool:
         return {"action": "store_true"}
+    if get_origin(hint) is list:
+        return {"type": get_args(hint)[0], "nargs": "+"}
     return {"type": hint}

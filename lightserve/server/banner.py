@@ -1,0 +1,23 @@
+"""What the operator sees when the server is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightserve.io_struct import EngineReady, Phase
+from lightserve.server.checks import ModelFacts
+
+
+def banner(url: str, model: ModelFacts, engine: EngineReady, phases: Mapping[str, Sequence[Phase]]) -> str:
+    """``phases`` are the parts of each process's start."""
+    rows = {
+        "model": model.name,
+        "computed as": " ".join((model.architecture, engine.computed_in)),
+        "longest request": f"{engine.max_req_total_len:,} tokens",
+        "KV pool": f"{engine.max_total_token_num:,} tokens",
+    }
+    for role, parts in phases.items():
+        if parts:
+            rows[role] = ", ".join(f"{part.name} {part.seconds:.2f} s" for part in parts)
+    width = max(map(len, rows))
+    return "\n".join([f"LightServe is ready at {url}", *(f"  {name:{width}}  {text}" for name, text in rows.items())])

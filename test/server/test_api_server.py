@@ -1,0 +1,286 @@
+"""The lives of the server's processes, from the first to the last."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightserve.server.api_server import run_directory
+from lightserve.server.child import ChildDiedError
+from lightserve.server.fleet import Fleet, Modules
+from test.server.launched import WORKER, launched, until
+
+SLOW_TO_LOAD = """
+    def main(boot, parent):
+        parent.send(Phase("import torch", 1.0))
+        note("loading")
+        signal.pause()
+    run_child("model worker", main)
+"""
+BUSY_HTTPSERVER = """
+    async def main(boot, parent):
+        parent.send(Ready())
+        while True:
+            message = await parent.recv()
+            note(type(message).__name__)
+            if isinstance(message, EngineDied) or Path(__file__).with_name("finish").exists():
+                parent.send(Drained())
+    run_child("httpserver", main)
+"""
+
+
+def test_all_become_ready_in_order_and_the_banner_says_so(tmp_path: Path) -> None:
+    with launched(tmp_path, "--httpserver_workers=2", "--tp=2", "--dtype=float16") as server:
+        server.until_ready()
+
+        (run_dir,) = server.run_base.iterdir()
+        assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+        said = " ".join(server.said().split())
+        port = server.heard("httpserver")[0].split()[1]
+        assert f"LightServe is ready at http://127.0.0.1:{port} model {tmp_path.name} " in said
+        assert "computed as LlamaForCausalLM, float16, 2 ranks longest request 512 tokens KV pool 4,096 tokens" in said
+        assert "model worker 1 weights 0.25 s" in said
+        assert "has no tokenizer: prompts must be token ids" in said
+        assert server.heard("router") == ["EngineReady"]
+        until(lambda: server.heard("httpserver").count("EngineReady") == 2, "both learn the limits")
+        assert server.heard("httpserver").count(f"port {port}") == 2
+        assert sorted(server.children().values()) == [
+            "ls-detokenizer",
+            "ls-httpserver",
+            "ls-httpserver-1",
+            "ls-router",
+            "ls-worker",
+            "ls-worker-1",
+        ]
+
+
+def test_a_mistake_that_a_child_finds_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    worker = """
+        def main(boot, parent):
+            raise ModelFilesError("tensor lm_head.weight is missing; fetch the model again")
+        run_child("model worker", main)
+    """
+    with launched(tmp_path, worker=worker) as server:
+        assert server.exit_code() == 2
+
+        assert server.last_line() == "lightserve: tensor lm_head.weight is missing; fetch the model again"
+        assert "Traceback" not in server.said()
+        assert not server.children()
+        assert server.has_cleaned_up()
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def main(boot, parent): raise RuntimeError('boom')", "died (exit code 1): RuntimeError: boom"),
+        ("def main(boot, parent): os.kill(os.getpid(), signal.SIGSEGV)", "died (signal 11)"),
+        ("import no_such_module", "died (exit code 1)"),
+        ("os.write(int(sys.argv[1]), b'nonsense' + bytes([10])); signal.pause()", "what it said makes no sense"),
+    ],
+)
+def test_a_child_that_dies_at_the_start_is_named_and_nobody_waits(tmp_path: Path, source: str, words: str) -> None:
+    with launched(tmp_path, worker=f"{source}\nrun_child('model worker', main)") as server:
+        assert server.exit_code() == 1
+
+        assert server.last_line().startswith("lightserve: model worker 0 died")
+        assert words in server.last_line()
+        assert not server.children()
+        assert server.has_cleaned_up()
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("ls-worker", "model worker 0"),
+        ("ls-router", "router"),
+        ("ls-detokenizer", "detokenizer"),
+        ("ls-httpserver", "httpserver 0"),
+    ],
+)
+def test_when_one_is_killed_it_is_named_clients_are_told_and_all_end(tmp_path: Path, name: str, role: str) -> None:
+    with launched(tmp_path) as server:
+        server.until_ready()
+
+        server.signal_child(name, signal.SIGKILL)
+
+        assert server.exit_code(seconds=10) == 1
+        assert server.last_line() == f"lightserve: {role} died (signal 9)"
+        assert name == "ls-httpserver" or server.heard("httpserver")[-2:] == ["EngineDied", "Drain"]
+        assert not server.children()
+        assert server.has_cleaned_up()
+
+
+def test_a_child_that_ends_by_itself_while_serving_counts_as_dead(tmp_path: Path) -> None:
+    router = """
+        async def main(boot, parent):
+            await parent.recv()
+            parent.send(Ready())
+            os.read(os.open(Path(__file__).with_name("go"), os.O_RDONLY), 1)  # until the fifo is opened
+        run_child("router", main)
+    """
+    os.mkfifo(tmp_path / "go")
+    with launched(tmp_path, router=router) as server:
+        server.until_ready()
+
+        (tmp_path / "go").write_text("x")
+
+        assert server.exit_code(seconds=10) == 1
+        assert server.last_line() == "lightserve: router died (exit code 0)"
+
+
+def test_clients_that_cannot_be_told_do_not_hold_up_the_end(tmp_path: Path) -> None:
+    deaf = """
+        async def main(boot, parent):
+            parent.send(Ready())
+            signal.pause()
+        run_child("httpserver", main)
+    """
+    with launched(tmp_path, httpserver=deaf) as server:
+        server.until_ready()
+
+        server.signal_child("ls-router", signal.SIGKILL)
+
+        assert server.exit_code(seconds=10) == 1
+        assert not server.children()
+
+
+def test_the_processes_that_a_child_started_end_with_it(tmp_path: Path) -> None:
+    worker = """
+        def main(boot, parent):
+            subprocess.Popen(["sleep", "1000"])
+            parent.send(EngineReady(max_total_token_num=1, max_req_total_len=1, vocab_size=1, pipeline_depth=1))
+            signal.pause()
+        run_child("model worker", main)
+    """
+    with launched(tmp_path, worker=worker) as server:
+        server.until_ready()
+        assert "sleep" in server.children().values()
+
+        server.process.send_signal(signal.SIGTERM)
+
+        assert server.exit_code() == 0
+        assert not server.children()
+
+
+def test_when_the_launcher_is_killed_the_children_go_by_themselves(tmp_path: Path) -> None:
+    busy = """
+        async def main(boot, parent):
+            parent.send(Ready())
+            while True: pass
+        run_child("detokenizer", main)
+    """
+    with launched(tmp_path, detokenizer=busy) as server:
+        server.until_ready()
+        server.signal_child("ls-router", signal.SIGSTOP)  # sees nothing any more
+
+        server.process.kill()
+
+        until(lambda: not server.children(), "all are gone", seconds=5)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_requests_finish(tmp_path: Path, signum: signal.Signals) -> None:
+    with launched(tmp_path) as server:
+        server.until_ready()
+
+        server.process.send_signal(signum)
+
+        assert server.exit_code() == 0
+        assert server.heard("httpserver")[-1] == "Drain"
+        assert server.last_line() == f"lightserve: {signum.name}: waiting up to 30 s for running requests"
+        assert not server.children()
+        assert server.has_cleaned_up()
+
+
+def test_a_signal_to_every_process_at_once_is_no_death(tmp_path: Path) -> None:
+    with launched(tmp_path) as server:
+        server.until_ready()
+
+        for pid in (*server.children(), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
+
+        assert server.exit_code() == 0
+        assert "died" not in server.said()
+
+
+def test_a_signal_does_not_kill_a_child_that_is_still_importing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "go")
+    slow_import = """
+    note(str(os.getpid()))
+    Path(__file__).with_name("go").read_text()  # until the other end writes
+    """
+    with launched(tmp_path, worker=slow_import + WORKER) as server:
+        until(lambda: server.heard("worker"), "the worker imports")
+
+        os.kill(int(server.heard("worker")[0]), signal.SIGTERM)
+        (tmp_path / "go").write_text("x")
+
+        server.until_ready()
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    with launched(tmp_path, httpserver=BUSY_HTTPSERVER) as server:
+        server.until_ready()
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: "Drain" in server.heard("httpserver"), "it drains")
+
+        server.process.send_signal(signal.SIGTERM)
+
+        assert server.exit_code(seconds=5) == 143
+        assert server.last_line() == "lightserve: SIGTERM: stopped at once"
+        assert not server.children()
+        assert server.has_cleaned_up()
+
+
+def test_requests_that_outlast_the_drain_end_with_an_error(tmp_path: Path) -> None:
+    with launched(tmp_path, "--drain_timeout=0.1", httpserver=BUSY_HTTPSERVER) as server:
+        server.until_ready()
+
+        server.process.send_signal(signal.SIGTERM)
+
+        assert server.exit_code() == 0
+        assert server.heard("httpserver")[-2:] == ["EngineDied", "Drain"]
+        assert "some requests were not done in time" in server.last_line()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_load_ends_it(tmp_path: Path, signum: signal.Signals) -> None:
+    with launched(tmp_path, worker=SLOW_TO_LOAD) as server:
+        until(lambda: server.heard("worker"), "the worker loads")
+
+        server.process.send_signal(signum)
+
+        assert server.exit_code(seconds=5) == 128 + signum
+        assert server.last_line() == f"lightserve: {signum.name}: stopped at once"
+        assert not server.children()
+        assert server.has_cleaned_up()
+
+
+def test_the_run_directory_leaves_room_for_the_names_of_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + 60 * "x")
+
+    with run_directory() as path:
+        assert len(path) < 60
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o700
+
+    assert not os.path.exists(path)
+
+
+def test_a_killed_process_is_blamed_before_those_that_complain_of_it() -> None:
+    def child(role: str, exit_code: int | None, words: str | None = None) -> Any:
+        return SimpleNamespace(role=role, exit_code=exit_code, last_words=words)
+
+    router = child("router", 1, "the worker is gone")
+    fleet = Fleet(config=Any, run_dir="", modules=Modules())  # type: ignore[arg-type]
+    fleet.children = [child("model worker 0", None), child("model worker 1", -9), router]
+
+    culprit = asyncio.run(fleet.culprit(ChildDiedError(router, 1)))
+
+    assert str(culprit) == "model worker 1 died (signal 9)"

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+
+from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
+from lightserve.server.args import parse_server
+
+
+def parse(line: str) -> ServerConfig:
+    return parse_server(line.split())
+
+
+def test_no_flag_is_every_default() -> None:
+    assert parse_server([]) == ServerConfig(
+        worker=WorkerConfig(), router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig()
+    )
+
+
+def test_each_flag_reaches_its_part() -> None:
+    config = parse("--tp 2 --max-queue-size 5 --port 9 --drain_timeout 1.5 --use_tgi_api")
+
+    assert config.worker.tp == 2
+    assert config.router.max_queue_size == 5
+    assert (config.http.port, config.http.use_tgi_api) == (9, True)
+    assert config.launch.drain_timeout == 1.5
+
+
+def test_lists_take_several_values() -> None:
+    config = parse("--eos_id 1 2 --api-key a b --allowed_origins *")
+
+    assert config.router.eos_id == [1, 2]
+    assert config.http.api_key == ["a", "b"]
+    assert config.http.allowed_origins == ["*"]
+
+
+def test_the_names_of_other_servers_work() -> None:
+    config = parse("--model x --tensor-parallel-size 4 --served-model-name y --max-num-seqs 3")
+
+    assert (config.worker.model_dir, config.worker.tp, config.worker.running_max_req_size) == ("x", 4, 3)
+    assert config.http.model_name == "y"
+
+
+def test_help_groups_flags_by_who_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        parse_server(["--help"])
+
+    text = capsys.readouterr().out
+    places = [text.index(f"\n{group}:\n") for group in ("worker", "router", "http", "launch")]
+    assert places == sorted(places)
+    assert places[2] < text.index("--api-key") < places[3]

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from pathlib import Path
+
+import pytest
+
+from lightserve.errors import ServerError
+from lightserve.utils import net
+
+
+def test_one_process_gets_a_port_of_its_own() -> None:
+    (sock,) = net.listen("127.0.0.1", 0, 1)
+
+    with sock:
+        assert net.url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+        assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT)
+        socket.create_connection(sock.getsockname()).close()
+
+
+def test_several_processes_share_the_port_that_was_picked() -> None:
+    sockets = net.listen("127.0.0.1", 0, 3)
+
+    assert len({sock.getsockname() for sock in sockets}) == 1
+    assert len({sock.fileno() for sock in sockets}) == 3
+    for sock in sockets:
+        sock.close()
+
+
+def test_a_port_in_use_is_told_with_its_holder_even_if_that_would_share() -> None:
+    holders = net.listen("127.0.0.1", 0, 2)
+    port = holders[0].getsockname()[1]
+
+    holder = rf"process {os.getpid()}, child of {os.getppid()} \(.*pytest.*\)"
+    with pytest.raises(ServerError, match=f"port {port} is in use by {holder}; stop that"):
+        net.listen("127.0.0.1", port, 2)
+    for sock in holders:
+        sock.close()
+
+
+def test_a_port_whose_last_connection_lingers_is_free() -> None:
+    (sock,) = net.listen("127.0.0.1", 0, 1)
+    address = sock.getsockname()
+    client = socket.create_connection(address)
+    served, _ = sock.accept()
+    served.close()  # the side that closes first keeps the port in TIME_WAIT
+    client.close()
+    sock.close()
+
+    net.bind(*address).close()
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+@pytest.mark.parametrize(("host", "shown"), [("::1", "[::1]"), ("[::1]", "[::1]"), ("::", "[::1]")])
+def test_ipv6_hosts_work(host: str, shown: str) -> None:
+    (sock,) = net.listen(host, 0, 1)
+
+    with sock:
+        assert net.url_of(sock) == f"http://{shown}:{sock.getsockname()[1]}"
+
+
+def test_a_name_with_both_addresses_is_ipv4() -> None:
+    (sock,) = net.listen("localhost", 0, 1)
+
+    with sock:
+        assert sock.family == socket.AF_INET
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [("no.such.host.invalid", "is no address"), ("203.0.113.1", "is not an address of this machine; use 127.0.0.1")],
+)
+def test_a_host_that_is_not_here_is_told(host: str, message: str) -> None:
+    with pytest.raises(ServerError, match=message):
+        net.bind(host, 0)
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+
+    net.raise_fd_limit()
+
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)

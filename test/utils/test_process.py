@@ -1,0 +1,251 @@
+"""A child of the launcher, with the test in the launcher's place."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
+from lightserve.io_struct import Drain, Drained, EngineDied, Failed, FromChild, Phase, Ready, ToChild
+from lightserve.utils.process import Boot, process_name
+
+ROOT = Path(__file__).parent.parent.parent
+CONFIG = ServerConfig(
+    worker=WorkerConfig(tp=2), router=RouterConfig(eos_id=[7]), http=HttpConfig(api_key=["k"]), launch=LaunchConfig()
+)
+DEADLINE_S = 20.0
+PRELUDE = """
+import asyncio, signal, sys
+from lightserve.errors import ModelFilesError
+from lightserve.io_struct import Drained, Failed, Phase, Ready
+from lightserve.utils.process import run_child
+"""
+
+
+class Launcher:
+    """One end of the line to a child that runs ``source``."""
+
+    def __init__(self, source: str) -> None:
+        self._line, theirs = socket.socketpair()
+        self._line.settimeout(DEADLINE_S)
+        self._file = self._line.makefile("rb")
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", PRELUDE + textwrap.dedent(source), str(theirs.fileno())],
+                cwd=ROOT,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+
+    def boot(self, index: int = 0) -> None:
+        self._write(Boot(CONFIG, "/tmp/run", index, listen_fd=None))
+
+    def send(self, message: ToChild) -> None:
+        self._write(message)
+
+    def recv(self) -> FromChild:
+        message: FromChild = msgspec.json.decode(self._file.readline(), type=FromChild)
+        return message
+
+    def hang_up(self) -> None:
+        self._file.close()
+        self._line.close()
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and stderr of a child that ends by itself."""
+        _, stderr = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, stderr
+
+    def _write(self, message: Boot | ToChild) -> None:
+        self._line.sendall(msgspec.json.encode(message) + b"\n")
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[[str], Launcher]]:
+    launched: list[Launcher] = []
+
+    def launch(source: str) -> Launcher:
+        launched.append(Launcher(source))
+        return launched[-1]
+
+    yield launch
+    for launcher in launched:
+        launcher.process.kill()
+        launcher.process.communicate()
+        launcher.hang_up()
+
+
+Launch = Callable[[str], Launcher]
+
+
+def test_a_child_is_told_the_whole_config_and_its_place(launch: Launch) -> None:
+    launcher = launch("""
+        async def main(boot, parent):
+            worker, router, http = boot.config.worker, boot.config.router, boot.config.http
+            parent.send(Phase(f"{worker.tp} {router.eos_id} {http.api_key} {boot.index}", 1.0))
+            parent.send(Phase(f"{boot.address('router')} {boot.path('worker-0')}", 2.0))
+        run_child("router", main)
+    """)
+
+    launcher.boot(index=3)
+
+    assert launcher.recv() == Phase("2 [7] ['k'] 3", 1.0)
+    assert launcher.recv() == Phase("ipc:///tmp/run/router /tmp/run/worker-0", 2.0)
+
+
+def test_messages_wait_for_a_busy_loop_and_keep_their_order(launch: Launch) -> None:
+    launcher = launch("""
+        async def main(boot, parent):
+            parent.send(Ready())
+            sys.stdin.readline()  # blocks the loop
+            for _ in range(2):
+                parent.send(Phase(repr(await parent.recv()), 0.0))
+        run_child("httpserver", main)
+    """)
+    launcher.boot()
+    assert launcher.recv() == Ready()
+
+    launcher.send(Drain())
+    launcher.send(EngineDied("x"))
+    launcher.process.communicate("go on\n", timeout=DEADLINE_S)
+
+    assert launcher.recv() == Phase("Drain()", 0.0)
+    assert launcher.recv() == Phase("EngineDied(message='x')", 0.0)
+
+
+@pytest.mark.parametrize(
+    "busy",
+    [
+        "signal.pause()",
+        "while True: pass",  # the interpreter never idles
+    ],
+)
+@pytest.mark.parametrize("kind", ["async def", "def"])
+def test_a_child_ends_when_the_launcher_hangs_up_whatever_it_is_doing(launch: Launch, kind: str, busy: str) -> None:
+    launcher = launch(f"""
+        {kind} main(boot, parent):
+            parent.send(Ready())
+            {busy}
+        run_child("model worker", main)
+    """)
+    launcher.boot()
+    assert launcher.recv() == Ready()
+
+    launcher.hang_up()
+
+    assert launcher.end() == (1, "")
+
+
+def test_a_child_whose_launcher_went_before_the_first_word_ends_too(launch: Launch) -> None:
+    launcher = launch('run_child("router", None)')
+
+    launcher.hang_up()
+
+    assert launcher.end() == (1, "")
+
+
+def test_signals_are_the_launchers_business(launch: Launch) -> None:
+    launcher = launch("""
+        async def main(boot, parent):
+            parent.send(Ready())
+            await parent.recv()
+            parent.send(Drained())
+        run_child("router", main)
+    """)
+    launcher.boot()
+    assert launcher.recv() == Ready()
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        launcher.process.send_signal(signum)
+    launcher.send(Drain())
+
+    assert launcher.recv() == Drained()
+    assert launcher.end() == (0, "")
+
+
+def test_a_mistake_is_the_last_word_without_a_traceback(launch: Launch) -> None:
+    launcher = launch("""
+        def main(boot, parent):
+            raise ModelFilesError("config.json: broken;\\n  fetch it again")
+        run_child("model worker", main)
+    """)
+
+    launcher.boot()
+
+    assert launcher.recv() == Failed("config.json: broken; fetch it again")
+    assert launcher.end() == (2, "")
+
+
+def test_a_crash_is_the_last_word_with_a_traceback(launch: Launch) -> None:
+    launcher = launch("""
+        async def fail():
+            raise ZeroDivisionError("by zero")
+        async def main(boot, parent):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(fail())
+                await parent.recv()
+        run_child("router", main)
+    """)
+
+    launcher.boot()
+
+    assert launcher.recv() == Failed("ZeroDivisionError: by zero")
+    code, stderr = launcher.end()
+    assert code == 1
+    assert "in fail" in stderr
+
+
+def test_threads_do_not_keep_a_child_that_is_done(launch: Launch) -> None:
+    launcher = launch("""
+        import threading
+        def main(boot, parent):
+            threading.Thread(target=signal.pause).start()
+        run_child("model worker", main)
+    """)
+
+    launcher.boot()
+
+    assert launcher.end() == (0, "")
+
+
+def test_a_child_started_by_hand_says_what_to_start() -> None:
+    program = PRELUDE + 'run_child("router", None)'
+
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+
+    assert run.returncode == 1
+    assert run.stderr.splitlines() == [
+        "this is a part of the server; start the whole: python -m lightserve.server.api_server"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("role", "index", "name"),
+    [("router", 0, "ls-router"), ("model worker", 1, "ls-worker-1"), ("httpserver", 12, "ls-httpserve-12")],
+)
+def test_a_process_has_a_name_that_the_kernel_keeps(role: str, index: int, name: str) -> None:
+    assert process_name(role, index) == name
+    assert len(name) <= 15
+
+
+def test_the_name_is_what_ps_shows(launch: Launch) -> None:
+    launcher = launch("""
+        def main(boot, parent):
+            parent.send(Ready())
+            signal.pause()
+        run_child("model worker", main)
+    """)
+    launcher.boot(index=1)
+    assert launcher.recv() == Ready()
+
+    assert Path(f"/proc/{launcher.process.pid}/comm").read_text() == "ls-worker-1\n"
