@@ -1,0 +1,50 @@
+"""The HTTP application: routes, middleware, error handlers."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.middleware.cors import CORSMiddleware
+
+from lightserve import __version__
+from lightserve.httpserver import engine_api, generate_api, openai_chat, openai_completions, tokenize_api
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.error_handlers import DOCUMENTED, add_error_handlers
+from lightserve.httpserver.middleware import RequestMiddleware
+
+# routes are tried in order: what is asked most comes first
+ROUTE_MODULES = (openai_chat, openai_completions, generate_api, tokenize_api, engine_api)
+
+
+def build_app(context: ServerContext) -> FastAPI:
+    app = FastAPI(
+        title="LightServe",
+        version=__version__,
+        redirect_slashes=False,  # a redirect would name whatever host the client claims
+    )
+    _add_routes(app, context)
+    add_error_handlers(app)
+    _add_middleware(app, context)
+    return app
+
+
+def _add_routes(app: FastAPI, context: ServerContext) -> None:
+    """In the app's own table: with include_router an empty request takes 1.5x as long (74-147 us, not 51-94)."""
+    routes = [route for module in ROUTE_MODULES for route in module.routes(context).routes]
+    for route in routes:
+        if isinstance(route, APIRoute):
+            route.responses = DOCUMENTED | route.responses
+    app.router.routes[:0] = routes  # before those of /docs
+
+
+def _add_middleware(app: FastAPI, context: ServerContext) -> None:
+    """The last one added is the outermost: a preflight needs no key, and a page may read a refusal."""
+    app.add_middleware(RequestMiddleware, api_keys=context.config.api_key)
+    if context.config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=context.config.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )

@@ -1,0 +1,75 @@
+"""What every route needs, made once a process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from lightserve.config import HttpConfig
+from lightserve.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
+from lightserve.httpserver.access_log import AccessLog
+from lightserve.httpserver.body import read_json
+from lightserve.httpserver.manager import HttpServerManager
+from lightserve.model_files.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+LONG_TEXT = 2_000  # characters: encoding more than this (about a millisecond) leaves the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContext:
+    config: HttpConfig
+    model_name: str
+    manager: HttpServerManager
+    maybe_tokenizer: Tokenizer | None  # a folder with dummy weights may have none
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.maybe_tokenizer is None:
+            raise InvalidRequestError("this model has no tokenizer; give prompts as token ids")
+        return self.maybe_tokenizer
+
+    async def read(self, request: Request) -> dict[str, Any]:
+        return await read_json(request, self.config.max_body_bytes)
+
+    def log(self, request: Request) -> AccessLog:
+        """The access-log line of a request that is about to generate."""
+        return AccessLog(request.state.request_id, request.url.path)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            raise ModelNotFoundError(
+                f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}", "model"
+            )
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt."""
+        return await self._encode(self.tokenizer.encode, text, add_special_tokens)
+
+    async def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
+        """Each token's id, and where in the text it begins and ends."""
+        return await self._encode(self.tokenizer.encode_with_offsets, text, add_special_tokens)
+
+    async def _encode(self, encode: Callable[[str, bool], list[T]], text: str, add_special_tokens: bool) -> list[T]:
+        """Text that cannot fit is refused before it is encoded, long text leaves the loop."""
+        limit, longest = self.manager.limits.max_req_total_len, self.tokenizer.longest_token
+        if len(text) > limit * longest:
+            raise PromptTooLongError(len(text) // longest, limit - 1)
+        if len(text) < LONG_TEXT:
+            return encode(text, add_special_tokens)
+        return await asyncio.to_thread(encode, text, add_special_tokens)
+
+    async def encode_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+        """Token ids of a conversation, by the model's chat template."""
+        if sum(len(str(message.get("content"))) for message in messages) < LONG_TEXT:
+            prompt = self.tokenizer.apply_chat_template(messages, **kwargs)
+        else:
+            prompt = await asyncio.to_thread(self.tokenizer.apply_chat_template, messages, **kwargs)
+        return await self.encode(prompt, add_special_tokens=False)

@@ -1,0 +1,81 @@
+"""What the routes that generate have in common, whatever the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightserve.errors import InvalidRequestError
+from lightserve.httpserver.access_log import AccessLog
+from lightserve.httpserver.body import Body
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.manager import Ask
+from lightserve.httpserver.openai_protocol import documented
+from lightserve.io_struct import StrOut
+
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
+MAX_STOP_LENGTH = 1024  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An HTTP request that wants text."""
+
+    context: ServerContext
+    request: Request
+    log: AccessLog
+    streams: bool | None  # None: ``stream`` in the body says
+
+    async def rows(self, ask: Ask, n: int) -> list[list[StrOut]]:
+        """All tokens of ``n`` answers."""
+        rows: list[list[StrOut]] = [[] for _ in range(n)]
+        async with self.context.manager.generate([ask], self.log, n) as generation:
+            async for news in generation:
+                for index, out in news:
+                    rows[index].append(out)
+        return rows
+
+
+def check_prompt(context: ServerContext, ids: Sequence[int]) -> None:
+    if not ids:
+        raise InvalidRequestError("`inputs` cannot be empty", "inputs")
+    context.manager.check_ids("inputs", ids)
+
+
+def check_stops(name: str, stops: Sequence[str]) -> None:
+    for stop in stops:
+        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
+            raise InvalidRequestError(f"`{name}`: a stop string must have 1..{MAX_STOP_LENGTH} characters", name)
+
+
+def text_of(rows: Sequence[StrOut]) -> str:
+    return "".join([row.text for row in rows])
+
+
+def finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
+
+
+def logprob_json(logprob: float | None) -> bytes:
+    if logprob is None:
+        return b"null"
+    return orjson.dumps(logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB)  # max() takes 0.2 us longer
+
+
+def mean_logprob(rows: Sequence[StrOut]) -> float:
+    return sum(row.logprob or 0.0 for row in rows) / len(rows)
+
+
+def json_response(value: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), headers=headers, media_type="application/json")
+
+
+def documented_any(*bodies: type[Body]) -> dict[str, Any]:
+    """What /openapi.json says of a route that takes any of these bodies."""
+    schemas = [documented(body)["requestBody"]["content"]["application/json"]["schema"] for body in bodies]
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": {"anyOf": schemas}}}}}

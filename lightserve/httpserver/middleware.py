@@ -1,0 +1,64 @@
+"""What surrounds every request: its id, the key check, and a last net for errors.
+
+Pure ASGI in one class: a request pays some 5 us, a chunk of a stream one plain function call of 0.1 us.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+from collections.abc import Awaitable, Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lightserve.errors import UnauthorizedError
+from lightserve.httpserver.error_handlers import error_response, log_error
+
+OPEN_PATHS = frozenset({"/health", "/healthz", "/liveness", "/readiness"})  # for probes, which have no key
+MAX_ID_LENGTH = 128
+_NOT_IN_AN_ID = re.compile(rb"[^\w.:-]+")  # of bytes, so \w is ASCII
+
+
+class RequestMiddleware:
+    def __init__(self, app: ASGIApp, api_keys: Iterable[str]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # lifespan; there are no websocket routes
+            await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        id_bytes = _clean(headers.get(b"x-request-id", b"")) or os.urandom(8).hex().encode()
+        request_id = scope.setdefault("state", {})["request_id"] = id_bytes.decode()
+        is_started = False
+
+        def send_with_id(message: Message) -> Awaitable[None]:  # not async: a chunk needs no frame of its own
+            nonlocal is_started
+            if not is_started:
+                is_started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", id_bytes)]
+            return send(message)
+
+        try:
+            if self._digests and scope["path"] not in OPEN_PATHS and not self._has_key(headers):
+                raise UnauthorizedError("the API key is missing or wrong; send it as Authorization: Bearer KEY")
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            log_error(error, request_id)
+            if is_started:
+                raise  # the server cuts the connection, so the client sees that something is missing
+            await error_response(error, request_id)(scope, receive, send_with_id)
+
+    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
+        """Takes as long for a key that is almost right as for any other."""
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        keys = [headers.get(b"x-api-key", b""), bearer.strip() if scheme.lower() == b"bearer" else b""]
+        given = [hashlib.sha256(key).digest() for key in keys if key]
+        return sum(hmac.compare_digest(one, known) for one in given for known in self._digests) > 0
+
+
+def _clean(request_id: bytes) -> bytes:
+    return _NOT_IN_AN_ID.sub(b"", request_id[:MAX_ID_LENGTH])

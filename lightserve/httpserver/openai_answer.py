@@ -1,0 +1,238 @@
+"""Answers in OpenAI's JSON, whole or as server-sent events. Chat and completions differ by a Form.
+
+Nothing is built per token but bytes: the JSON around a piece of text is prepared once a choice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightserve.errors import LightserveError
+from lightserve.httpserver.access_log import AccessLog
+from lightserve.httpserver.error_handlers import error_object, log_error
+from lightserve.httpserver.manager import Generation
+from lightserve.httpserver.openai_logprobs import Logprobs, LogprobsOf, joined
+from lightserve.httpserver.openai_protocol import GenerationBody
+from lightserve.httpserver.sse import EventStream, unless_gone
+from lightserve.io_struct import StrOut
+
+DONE = b"data: [DONE]\n\n"
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How an endpoint writes the text of a choice."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+    whole_text: Callable[[str], Object]
+    first: Callable[[str], bytes]  # what a choice begins with in a stream, given the echo; empty: no such chunk
+    before_text: bytes  # around a piece of text
+    after_text: bytes
+    last: bytes  # beside the finish reason
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is to be written about a generation."""
+
+    form: Form
+    request_id: str
+    model: str
+    n: int  # answers shown for each prompt; where more are generated, the best
+    echoes: Sequence[str]  # by choice shown: what stands before its text
+    new_logprobs: Callable[[], LogprobsOf] | None = None  # for one choice
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def head(self, is_whole: bool) -> Object:
+        kind = self.form.whole_object if is_whole else self.form.chunk_object
+        ident = self.form.id_prefix + self.request_id
+        return {"id": ident, "object": kind, "created": self.created, "model": self.model}
+
+
+async def respond(request: Request, body: GenerationBody, generation: Generation, answer: Answer) -> Response:
+    if body.stream:
+        chunks = Chunks(answer, generation.log, body.wants_usage, body.wants_running_usage)
+        return await EventStream.open(request, stream(generation, chunks, answer.request_id))
+    whole = await unless_gone(request, collect(generation, answer))
+    return Response(orjson.dumps(whole), media_type="application/json")
+
+
+def name_request(request: Request, body: GenerationBody) -> None:
+    """The body may name the request where no header does."""
+    if body.request_id is not None and "x-request-id" not in request.headers:
+        request.state.request_id = body.request_id
+
+
+# the whole answer
+
+
+async def collect(generation: Generation, answer: Answer) -> Object:
+    choices = [Choice(answer.new_logprobs and answer.new_logprobs()) for _ in generation.asks]
+    async with generation:
+        async for news in generation:
+            for index, out in news:
+                choices[index].add(out)
+    shown = best(choices, generation.n, answer.n)
+    written = [write(index, choice, answer) for index, choice in enumerate(shown)]
+    usage = usage_of(generation.log, generation.log.output_tokens)
+    return {**answer.head(is_whole=True), "choices": written, "system_fingerprint": None, "usage": usage}
+
+
+class Choice:
+    """One answer, from its tokens."""
+
+    def __init__(self, logprobs_of: LogprobsOf | None) -> None:
+        self.finish: StrOut | None = None
+        self._logprobs_of = logprobs_of
+        self._texts: list[str] = []
+        self._logprobs: list[Logprobs] = []
+        self._total_logprob = 0.0
+        self._n_tokens = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        return joined(self._logprobs)
+
+    @property
+    def mean_logprob(self) -> float:
+        return self._total_logprob / max(self._n_tokens, 1)
+
+    def add(self, out: StrOut) -> None:
+        self._texts.append(out.text)
+        self._total_logprob += out.logprob or 0.0
+        self._n_tokens += 1
+        if self._logprobs_of is not None:
+            self._logprobs.append(self._logprobs_of(out))
+        if out.finish_reason is not None:
+            self.finish = out
+
+
+def best(choices: Sequence[Choice], candidates: int, n: int) -> Iterable[Choice]:
+    """Of every ``candidates`` choices the ``n`` most likely, best first; all in their order where none is dropped."""
+    if n == candidates:
+        return choices
+    groups = (choices[start : start + candidates] for start in range(0, len(choices), candidates))
+    return [one for group in groups for one in sorted(group, key=lambda c: c.mean_logprob, reverse=True)[:n]]
+
+
+def write(index: int, choice: Choice, answer: Answer) -> Object:
+    text = answer.form.whole_text(answer.echoes[index] + choice.text)
+    return {"index": index, **text, "logprobs": choice.logprobs, **finish_of(choice.finish)}
+
+
+# the same in pieces
+
+
+async def stream(generation: Generation, chunks: Chunks, request_id: str) -> AsyncGenerator[bytes, None]:
+    has_begun = False
+    try:
+        async with generation:
+            async for news in generation:
+                events = chunks.write(news)
+                if events:
+                    has_begun = True
+                    yield events
+        yield chunks.end()
+    except LightserveError as error:
+        if not has_begun:
+            raise  # it is still an HTTP status
+        log_error(error, request_id)
+        yield _event(error_object(error, request_id)) + DONE
+
+
+class Chunks:
+    """Writes what comes as events: a chunk a token that has text, more for the first and the last of a choice."""
+
+    def __init__(self, answer: Answer, log: AccessLog, has_usage: bool, has_running_usage: bool) -> None:
+        form = answer.form
+        echoes = answer.echoes
+        self._answer = answer
+        self._log = log
+        self._has_usage = has_usage
+        self._has_running_usage = has_running_usage
+        self._n_written = 0  # tokens, counted for running usage only
+        self._unopened = set(range(len(echoes)))
+        self._logprobs_of = [answer.new_logprobs() for _ in echoes] if answer.new_logprobs is not None else None
+        head = b"data: " + orjson.dumps(answer.head(is_whole=False))[:-1] + b',"choices":[{"index":'
+        self._heads = [head + b"%d," % index for index in range(len(echoes))]
+        self._text_heads = [head + form.before_text for head in self._heads]
+        usage = b',"usage":null' if has_usage else b""
+        self._text_tail = form.after_text + b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+
+    def write(self, news: Iterable[tuple[int, StrOut]]) -> bytes:
+        events: list[bytes] = []
+        for index, out in news:
+            if index in self._unopened:
+                events.append(self._open(index))
+            if self._has_running_usage:
+                self._n_written += 1
+            if self._logprobs_of is not None or self._has_running_usage:
+                events.append(self._full_piece(index, out))
+            elif out.text:
+                events += (self._text_heads[index], orjson.dumps(out.text), self._text_tail)
+            if out.finish_reason is not None:
+                events.append(self._chunk(index, self._answer.form.last, **finish_of(out)))
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        if not self._has_usage:
+            return DONE
+        usage = usage_of(self._log, self._log.output_tokens)
+        return _event({**self._answer.head(is_whole=False), "choices": [], "usage": usage}) + DONE
+
+    def _open(self, index: int) -> bytes:
+        self._unopened.discard(index)
+        first = self._answer.form.first(self._answer.echoes[index])
+        return self._chunk(index, first) if first else b""
+
+    def _full_piece(self, index: int, out: StrOut) -> bytes:
+        """A chunk with logprobs or running usage."""
+        form = self._answer.form
+        logprobs = None if self._logprobs_of is None else self._logprobs_of[index](out)
+        if not out.text and logprobs is None:
+            return b""
+        return self._chunk(index, form.before_text + orjson.dumps(out.text) + form.after_text, logprobs=logprobs)
+
+    def _chunk(self, index: int, body: bytes, **fields: Any) -> bytes:
+        rest = orjson.dumps({"logprobs": None, "finish_reason": None} | fields)[1:]
+        return self._heads[index] + body + b"," + rest + b"]" + self._usage() + b"}\n\n"
+
+    def _usage(self) -> bytes:
+        if not self._has_usage:
+            return b""
+        running = usage_of(self._log, self._n_written) if self._has_running_usage else None
+        return b',"usage":' + orjson.dumps(running)
+
+
+def finish_of(out: StrOut | None) -> Object:
+    if out is None or out.finish_reason is None:
+        return {"finish_reason": None, "stop_reason": None}
+    return {"finish_reason": out.finish_reason.value, "stop_reason": out.stop_reason}
+
+
+def usage_of(log: AccessLog, output_tokens: int) -> Object:
+    return {
+        "prompt_tokens": log.prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": log.prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": log.cached_tokens},
+    }
+
+
+def _event(value: Object) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"

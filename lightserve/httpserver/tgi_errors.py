@@ -1,0 +1,41 @@
+"""Errors as TGI tells them, so that its clients raise what they would raise with TGI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from lightserve.errors import AbortedError, LightserveError, OverloadedError, RequestError, UnavailableError
+from lightserve.httpserver.error_handlers import error_object, log_error
+
+INVALID = 422
+FAILED = 424
+INCOMPLETE = 500
+RETRY_AFTER = {OverloadedError.status: {"Retry-After": "1"}, UnavailableError.status: {"Retry-After": "5"}}
+
+
+def tgi_error_object(error: LightserveError, request_id: str) -> tuple[int, dict[str, Any]]:
+    """The status and ``{"error", "error_type"}``."""
+    if isinstance(error, OverloadedError):
+        return error.status, _object("Model is overloaded", "overloaded")
+    if isinstance(error, AbortedError):
+        return INCOMPLETE, _object(f"Incomplete generation: {error}", "incomplete_generation")
+    if isinstance(error, RequestError):
+        status = INVALID if error.status == RequestError.status else error.status
+        return status, _object(f"Input validation error: {error}", "validation")
+    if isinstance(error, UnavailableError):
+        return error.status, _object(str(error), "generation")
+    message = error_object(error, request_id)["error"]["message"]
+    return FAILED, _object(f"Request failed during generation: {message}", "generation")
+
+
+def tgi_error_response(error: LightserveError, request_id: str) -> Response:
+    log_error(error, request_id)
+    status, body = tgi_error_object(error, request_id)
+    return Response(orjson.dumps(body), status, RETRY_AFTER.get(status), "application/json")
+
+
+def _object(message: str, kind: str) -> dict[str, Any]:
+    return {"error": message, "error_type": kind}

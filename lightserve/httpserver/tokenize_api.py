@@ -1,0 +1,132 @@
+"""/tokenize, /detokenize and /tokens: text to token ids and back, without generating."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightserve.errors import InvalidRequestError, LightserveError, NotSupportedYetError
+from lightserve.httpserver.body import Body, check
+from lightserve.httpserver.context import LONG_TEXT, ServerContext
+from lightserve.httpserver.generate_call import documented_any, json_response
+from lightserve.httpserver.openai_messages import chat_ids
+from lightserve.httpserver.openai_protocol import ChatBody, checked, documented
+from lightserve.httpserver.tgi_errors import tgi_error_response
+
+MAX_TOKENS = 1_000_000  # of one /detokenize: about a second
+
+
+class TokenizePromptBody(Body):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = Field(default=None, description="default true")
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatBody(ChatBody):
+    return_token_strs: bool | None = None
+
+
+class TokenizeTgiBody(Body):
+    inputs: str
+    add_special_tokens: bool | None = Field(default=None, description="default true")
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int] = Field(max_length=MAX_TOKENS)
+
+
+class CountParameters(Body):
+    add_special_tokens: bool | None = Field(default=None, description="default true")
+
+
+class CountBody(Body):
+    text: str
+    parameters: CountParameters | None = None
+    multimodal_params: dict[str, Any] | None = None
+
+
+def routes(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["tokens"])
+
+    @router.post("/tokenize", openapi_extra=documented_any(TokenizePromptBody, TokenizeChatBody, TokenizeTgiBody))
+    async def tokenize(request: Request) -> Response:
+        """vLLM's answer to a prompt or a conversation, TGI's to ``inputs``."""
+        value = await context.read(request)
+        if "inputs" not in value:
+            return json_response(await _tokenize(context, value))
+        try:
+            return json_response(await _tokenize_as_tgi(context, value))
+        except LightserveError as error:
+            return tgi_error_response(error, request.state.request_id)
+
+    @router.post("/detokenize", openapi_extra=documented(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        body = check(DetokenizeBody, await context.read(request))
+        context.check_model(body.model)
+        return json_response({"prompt": await _decode(context, body.tokens)})
+
+    @router.post("/tokens", openapi_extra=documented(CountBody))
+    @router.get("/tokens", include_in_schema=False)  # the same body: LightLLM's clients send one with GET
+    async def tokens(request: Request) -> Response:
+        """How many tokens a text has."""
+        body = check(CountBody, await context.read(request))
+        return json_response({"ntokens": await _count(context, body)})
+
+    return router
+
+
+async def _tokenize(context: ServerContext, value: dict[str, Any]) -> dict[str, Any]:
+    body, ids = await (_chat_ids(context, value) if "messages" in value else _prompt_ids(context, value))
+    tokenizer = context.tokenizer
+    return {
+        "count": len(ids),
+        "max_model_len": context.manager.limits.max_req_total_len,
+        "tokens": ids,
+        "token_strs": [tokenizer.id_to_token(token_id) for token_id in ids] if body.return_token_strs else None,
+    }
+
+
+async def _prompt_ids(context: ServerContext, value: dict[str, Any]) -> tuple[TokenizePromptBody, list[int]]:
+    body = check(TokenizePromptBody, value)
+    context.check_model(body.model)
+    return body, await context.encode(body.prompt, body.add_special_tokens is not False)
+
+
+async def _chat_ids(context: ServerContext, value: dict[str, Any]) -> tuple[TokenizeChatBody, list[int]]:
+    if value.get("prompt") is not None:
+        raise InvalidRequestError("prompt and messages exclude each other", "prompt")
+    body = checked(TokenizeChatBody, value)
+    context.check_model(body.model)
+    return body, await chat_ids(context, body)
+
+
+async def _tokenize_as_tgi(context: ServerContext, value: dict[str, Any]) -> list[dict[str, Any]]:
+    body = check(TokenizeTgiBody, value)
+    tokens = await context.encode_with_offsets(body.inputs, body.add_special_tokens is not False)
+    return [
+        {"id": token_id, "text": body.inputs[start:stop], "start": start, "stop": stop}
+        for token_id, start, stop in tokens
+    ]
+
+
+async def _decode(context: ServerContext, ids: list[int]) -> str:
+    context.manager.check_ids("tokens", ids)
+    if len(ids) < LONG_TEXT:
+        return context.tokenizer.decode(ids, skip_special_tokens=False)
+    return await asyncio.to_thread(context.tokenizer.decode, ids, skip_special_tokens=False)
+
+
+async def _count(context: ServerContext, body: CountBody) -> int:
+    for kind, items in (body.multimodal_params or {}).items():
+        if items:
+            raise NotSupportedYetError(f"`multimodal_params.{kind[:100]}`", "multimodal_params")
+    adds_special = body.parameters is None or body.parameters.add_special_tokens is not False
+    return len(await context.encode(body.text, adds_special))

@@ -1,0 +1,112 @@
+"""Router and detokenizer of a test: real channels, scripted answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from lightserve.config import HttpConfig
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.manager import HttpServerManager
+from lightserve.io_struct import (
+    AbortReq,
+    Admission,
+    BatchStrOut,
+    EngineReady,
+    FinishReason,
+    GenerateReq,
+    ReqFailed,
+    StrOut,
+    ToHttpserver,
+    ToRouter,
+)
+from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.utils.channel import Receiver, Sender
+
+LIMITS = EngineReady(max_total_token_num=4096, max_req_total_len=1024, vocab_size=49152, pipeline_depth=1)
+
+Script = Callable[[GenerateReq], list[StrOut | ReqFailed]]
+
+
+def spell(text: str, finish_reason: FinishReason = FinishReason.STOP) -> Script:
+    """Answers every request with ``text``, a character a token, the character's code as its id."""
+
+    def script(req: GenerateReq) -> list[StrOut | ReqFailed]:
+        outs: list[StrOut | ReqFailed] = []
+        for i, char in enumerate(text):
+            is_last = i == len(text) - 1
+            wants = req.sampling.logprobs
+            outs.append(
+                StrOut(
+                    req.req_id,
+                    char,
+                    ord(char) % LIMITS.vocab_size,
+                    logprob=None if wants is None else -0.5,
+                    top=None if wants is None else [(k, -1.0 - k) for k in range(int(wants))],
+                    finish_reason=finish_reason if is_last else None,
+                    admission=Admission(0.001, 2) if i == 0 else None,
+                )
+            )
+        return outs
+
+    return script
+
+
+class FakeEngine:
+    """Answers what it is asked by its script, a token a message; ``asked`` and ``aborted`` tell what came."""
+
+    def __init__(self, script: Script, run_dir: Path) -> None:
+        self.script = script
+        self.asked: list[GenerateReq] = []
+        self.aborted: list[int] = []
+        self.hold = asyncio.Event()  # cleared: tokens after the first of a request wait
+        self.hold.set()
+        self._inbox: Receiver[ToRouter] = Receiver(f"ipc://{run_dir}/router", ToRouter)
+        self._outbox: Sender[ToHttpserver] | None = None
+        self._run_dir = run_dir
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        self._outbox = Sender(f"ipc://{self._run_dir}/http")
+        while True:
+            message = await self._inbox.recv()
+            if isinstance(message, AbortReq):
+                self.aborted.append(message.req_id)
+            elif isinstance(message, GenerateReq):
+                self.asked.append(message)
+                task = asyncio.create_task(self._answer(message))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, req: GenerateReq) -> None:
+        assert self._outbox is not None
+        for i, out in enumerate(self.script(req)):
+            if i:
+                await self.hold.wait()
+            failed = [out] if isinstance(out, ReqFailed) else []
+            outs = [out] if isinstance(out, StrOut) else []
+            self._outbox.send(BatchStrOut(outs, failed))
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def engine(
+    run_dir: Path, script: Script, tokenizer: Tokenizer | None, config: HttpConfig | None = None
+) -> AsyncIterator[tuple[ServerContext, FakeEngine]]:
+    """A context whose manager talks to a fake engine."""
+    fake = FakeEngine(script, run_dir)
+    from_detokenization: Receiver[ToHttpserver] = Receiver(f"ipc://{run_dir}/http", ToHttpserver)
+    to_router: Sender[ToRouter] = Sender(f"ipc://{run_dir}/router")
+    manager = HttpServerManager(0, to_router, from_detokenization, step_timeout_s=60.0)
+    manager.serve(LIMITS)
+    tasks = [asyncio.create_task(fake.run()), asyncio.create_task(manager.run())]
+    try:
+        yield ServerContext(config or HttpConfig(), "tiny", manager, tokenizer, created=int(time.time())), fake
+    finally:
+        for task in tasks:
+            task.cancel()
+        from_detokenization.close()
+        to_router.close()

@@ -1,0 +1,450 @@
+"""Request ids, keys, CORS and the shape of errors, whatever the route."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from lightserve.config import HttpConfig
+from lightserve.errors import (
+    ClientGoneError,
+    InvalidRequestError,
+    LightserveError,
+    OverloadedError,
+    PromptTooLongError,
+    ServerError,
+    UnavailableError,
+    WorkerDiedError,
+)
+from lightserve.httpserver.error_handlers import error_object
+from lightserve.httpserver.middleware import RequestMiddleware
+from test.httpserver.app_client import Served, served
+
+KEYED = HttpConfig(api_key=["sk-right", "schlüssel"])
+SECRET = "/home/someone/weights.bin"
+
+
+def with_server(run_dir: Path, check: Callable[[Served], Awaitable[None]], config: HttpConfig | None = None) -> None:
+    async def run() -> None:
+        async with served(run_dir, config) as server:
+            await check(server)
+
+    asyncio.run(run())
+
+
+def add_failing(server: Served, error: Exception) -> None:
+    async def fail() -> None:
+        raise error
+
+    server.app.add_api_route("/fail", fail)
+
+
+# request ids
+
+
+@pytest.mark.parametrize(
+    ("given", "echoed"),
+    [
+        (b"abc-1.2:3_4", "abc-1.2:3_4"),
+        (b"x" * 128, "x" * 128),
+        (b"x" * 1_000_000, "x" * 128),
+        (b"a\r\nSet-Cookie: b=c", "aSet-Cookie:bc"),
+        ("é漢a".encode(), "a"),
+        (b"../../etc/passwd", "....etcpasswd"),
+    ],
+)
+def test_a_request_id_is_cleaned_and_echoed(given: bytes, echoed: str) -> None:
+    seen, headers = through_middleware([(b"x-request-id", given)])
+
+    assert seen == echoed
+    assert headers == [(b"a", b"b"), (b"x-request-id", echoed.encode())]
+
+
+@pytest.mark.parametrize("given", [[], [(b"x-request-id", b"")], [(b"x-request-id", b" \xff\r\n")]])
+def test_a_request_without_a_usable_id_gets_a_fresh_one(given: list[tuple[bytes, bytes]]) -> None:
+    ids = {through_middleware(given)[0] for _ in range(3)}
+
+    assert len(ids) == 3
+    assert all(re.fullmatch("[0-9a-f]{16}", one) for one in ids)
+
+
+def through_middleware(given: list[tuple[bytes, bytes]]) -> tuple[str, list[tuple[bytes, bytes]]]:
+    """The id that the application sees, and the headers that the client gets."""
+    seen: list[str] = []
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["state"]["request_id"])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        raise AssertionError("nobody reads the body here")
+
+    asyncio.run(RequestMiddleware(app, [])({"type": "http", "path": "/", "headers": given}, receive, send))
+    assert sent[1] == {"type": "http.response.body", "body": b"x"}
+    return seen[0], sent[0]["headers"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/health", 200), ("GET", "/nowhere", 404), ("PUT", "/health", 405), ("GET", "/fail", 500)],
+)
+def test_every_answer_carries_the_id(tmp_path: Path, method: str, path: str, status: int) -> None:
+    async def check(server: Served) -> None:
+        add_failing(server, RuntimeError(SECRET))
+
+        answer = await server.http.request(method, path, headers={"X-Request-Id": "mine"})
+
+        assert (answer.status_code, answer.headers["x-request-id"]) == (status, "mine")
+
+    with_server(tmp_path, check)
+
+
+# keys
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Bearer "},
+        {"Authorization": "Bearer sk-wrong"},
+        {"Authorization": "Bearer SK-RIGHT"},
+        {"Authorization": "Bearer sk-right-and-more"},
+        {"Authorization": "Basic sk-right"},
+        {"Authorization": "sk-right"},
+        {"Authorization": b"Bearer \xff\xfe"},
+        {"Authorization": "Bearer " + "k" * 2**20},
+        {"x-api-key": ""},
+        {"x-api-key": "sk-wrong"},
+        {"x-api-key": "Bearer sk-right"},
+    ],
+    ids=lambda headers: str(headers)[:40],
+)
+def test_a_request_without_the_right_key_is_refused(tmp_path: Path, headers: dict[str, str]) -> None:
+    async def check(server: Served) -> None:
+        for path in ("/v1/models", "/metrics", "/docs", "/nowhere"):
+            answer = await server.get(path, headers=headers)
+
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.headers["x-request-id"]
+            error = answer.json()["error"]
+            assert (error["type"], error["code"], error["param"]) == ("authentication_error", "invalid_api_key", None)
+            assert "sk-" not in error["message"]
+
+    with_server(tmp_path, check, KEYED)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer sk-right"},
+        {"Authorization": "bearer sk-right"},
+        {"Authorization": "BEARER  sk-right"},
+        {"Authorization": "Bearer schlüssel".encode()},
+        {"x-api-key": "sk-right"},
+        {"x-api-key": "sk-right", "Authorization": "Bearer sk-wrong"},
+    ],
+    ids=str,
+)
+def test_a_right_key_is_let_through(tmp_path: Path, headers: dict[str, str]) -> None:
+    async def check(server: Served) -> None:
+        assert (await server.get("/v1/models", headers=headers)).status_code == 200
+
+    with_server(tmp_path, check, KEYED)
+
+
+def test_probes_need_no_key(tmp_path: Path) -> None:
+    async def check(server: Served) -> None:
+        for path in ("/health", "/healthz", "/liveness", "/readiness"):
+            assert (await server.get(path)).status_code == 200
+
+    with_server(tmp_path, check, KEYED)
+
+
+def test_an_empty_key_opens_nothing(tmp_path: Path) -> None:
+    async def check(server: Served) -> None:
+        assert (await server.get("/v1/models", headers={"x-api-key": ""})).status_code == 401
+
+    with_server(tmp_path, check, HttpConfig(api_key=[""]))
+
+
+# CORS
+
+PREFLIGHT = {
+    "Origin": "http://page",
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+
+
+@pytest.mark.parametrize("origin", ["http://page", "*"])
+def test_a_preflight_of_an_allowed_page_needs_no_key(tmp_path: Path, origin: str) -> None:
+    async def check(server: Served) -> None:
+        answer = await server.http.options("/v1/models", headers=PREFLIGHT)
+
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == origin
+        assert "authorization" in answer.headers["access-control-allow-headers"]
+
+    with_server(tmp_path, check, HttpConfig(api_key=["k"], allowed_origins=[origin]))
+
+
+def test_an_allowed_page_may_read_a_refusal_and_its_id(tmp_path: Path) -> None:
+    async def check(server: Served) -> None:
+        answer = await server.get("/v1/models", headers={"Origin": "http://page"})
+
+        assert answer.status_code == 401
+        assert answer.headers["access-control-allow-origin"] == "http://page"
+        assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
+
+    with_server(tmp_path, check, HttpConfig(api_key=["k"], allowed_origins=["http://page"]))
+
+
+@pytest.mark.parametrize("origins", [[], ["http://other"]])
+def test_other_pages_get_no_cors_headers(tmp_path: Path, origins: list[str]) -> None:
+    async def check(server: Served) -> None:
+        simple = await server.get("/version", headers={"Origin": "http://page"})
+        preflight = await server.http.options("/version", headers=PREFLIGHT)
+
+        assert "access-control-allow-origin" not in simple.headers
+        assert preflight.status_code >= 400
+        assert "access-control-allow-origin" not in preflight.headers
+
+    with_server(tmp_path, check, HttpConfig(allowed_origins=origins))
+
+
+# errors
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "expected"),
+    [
+        (InvalidRequestError("no", "top_p"), 400, ("no", "invalid_request_error", "top_p", None)),
+        (
+            PromptTooLongError(9, 8),
+            400,
+            (
+                "the prompt has 9 tokens; at most 8 are possible",
+                "invalid_request_error",
+                None,
+                "context_length_exceeded",
+            ),
+        ),
+        (OverloadedError("later"), 429, ("later", "rate_limit_error", None, "rate_limit_exceeded")),
+        (UnavailableError("loading"), 503, ("loading", "service_unavailable", None, "service_unavailable")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_that_clients_may_know_is_told_in_full(
+    tmp_path: Path, error: LightserveError, status: int, expected: tuple[str | None, ...]
+) -> None:
+    async def check(server: Served) -> None:
+        add_failing(server, error)
+
+        answer = await server.get("/fail")
+
+        assert answer.status_code == status
+        message, kind, param, code = expected
+        assert answer.json() == {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        assert ("retry-after" in answer.headers) == (status in (429, 503))
+        assert answer.json() == error_object(error)
+
+    with_server(tmp_path, check)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (ServerError(SECRET), 500, "server_error"),
+        (WorkerDiedError(SECRET), 503, "service_unavailable"),
+        (RuntimeError(SECRET), 500, "server_error"),
+        (AssertionError(SECRET), 500, "server_error"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_our_fault_is_logged_with_its_traceback_and_told_without_detail(
+    tmp_path: Path, log: list[logging.LogRecord], error: Exception, status: int, kind: str
+) -> None:
+    async def check(server: Served) -> None:
+        add_failing(server, error)
+
+        answer = await server.get("/fail", headers={"X-Request-Id": "mine"})
+
+        assert answer.status_code == status
+        assert answer.json()["error"] == {
+            "message": "the server failed to answer this request; the request's id is mine",
+            "type": kind,
+            "param": None,
+            "code": None,
+        }
+
+    with_server(tmp_path, check)
+    (record,) = log
+    assert record.levelno == logging.ERROR
+    assert record.getMessage() == f"mine failed: {SECRET}"
+    assert record.exc_info is not None
+    assert record.exc_info[2] is not None
+
+
+def test_the_clients_faults_and_refusals_leave_no_traceback(tmp_path: Path, log: list[logging.LogRecord]) -> None:
+    async def check(server: Served) -> None:
+        for i, error in enumerate((InvalidRequestError("no"), UnavailableError("loading"))):
+            server.app.add_api_route(f"/fail{i}", _raising(error))
+            await server.get(f"/fail{i}")
+
+    with_server(tmp_path, check)
+    (record,) = log
+    assert record.getMessage().endswith("refused: loading")
+    assert record.exc_info is None
+
+
+def _raising(error: Exception) -> Callable[[], Awaitable[None]]:
+    async def fail() -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/nowhere/at%0aall", 404, "not_found_error"),
+        ("GET", "/v1/models/", 404, "not_found_error"),
+        ("GET", "/health/", 404, "not_found_error"),
+        ("DELETE", "/health", 405, "invalid_request_error"),
+        ("BREW", "/metrics", 405, "invalid_request_error"),
+        ("GET", "/number/x%2Fy", 400, "invalid_request_error"),
+    ],
+)
+def test_what_the_framework_refuses_has_the_same_shape(
+    tmp_path: Path, method: str, path: str, status: int, kind: str
+) -> None:
+    async def number(value: int) -> None:
+        raise AssertionError("the value is no number")
+
+    async def check(server: Served) -> None:
+        server.app.add_api_route("/number/{value:path}", number)
+
+        answer = await server.http.request(method, path)
+
+        assert answer.status_code == status
+        assert answer.headers["content-type"] == "application/json"
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == kind
+        assert not re.search(r"/|Traceback|\.py|detail", error["message"])
+
+    with_server(tmp_path, check)
+
+
+def test_a_refused_method_is_told_every_method_of_the_path(tmp_path: Path) -> None:
+    async def check(server: Served) -> None:
+        assert (await server.http.delete("/health")).headers["allow"] == "GET, HEAD"
+        assert (await server.http.delete("/get_model_name")).headers["allow"] == "GET, POST"
+
+    with_server(tmp_path, check)
+
+
+def test_a_client_that_has_gone_is_not_told_anything(tmp_path: Path, log: list[logging.LogRecord]) -> None:
+    async def check(server: Served) -> None:
+        add_failing(server, ClientGoneError("gone"))
+
+        answer = await server.get("/fail")
+
+        assert (answer.status_code, answer.content) == (499, b"")
+
+    with_server(tmp_path, check)
+    assert not log
+
+
+def test_an_answer_that_breaks_off_is_not_made_to_look_whole(tmp_path: Path, log: list[logging.LogRecord]) -> None:
+    sent: list[Message] = []
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"one"
+        raise RuntimeError("broken")
+
+    async def stream(request: Request) -> StreamingResponse:
+        return StreamingResponse(pieces())
+
+    async def check(server: Served) -> None:
+        server.app.add_api_route("/stream", stream)
+        with pytest.raises(RuntimeError, match="broken"):
+            await call(server.app, "/stream", sent)
+
+    with_server(tmp_path, check)
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent[1]["more_body"] is True
+    assert log[0].exc_info is not None
+
+
+async def call(app: Any, path: str, sent: list[Message]) -> None:
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b"", "root_path": ""}
+    await app(scope, receive, send)
+
+
+@pytest.fixture
+def log() -> Any:
+    """What the error handlers wrote."""
+    records: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    logger, handler = logging.getLogger("lightserve.httpserver.error_handlers"), Keep()
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+# documentation
+
+
+def test_the_docs_describe_every_route_validly(tmp_path: Path) -> None:
+    async def check(server: Served) -> None:
+        assert (await server.get("/docs")).status_code == 200
+        document = (await server.get("/openapi.json")).json()
+
+        ids = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]
+        assert len(ids) == len(set(ids))
+        for ref in refs(document):
+            node = document
+            for part in ref.removeprefix("#/").split("/"):
+                node = node[part]
+        assert {"/health", "/v1/models", "/metrics", "/abort_request"} <= set(document["paths"])
+        assert "4XX" in document["paths"]["/v1/models/{model_id}"]["get"]["responses"]
+
+    with_server(tmp_path, check)
+
+
+def refs(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        own = [node["$ref"]] if isinstance(node.get("$ref"), str) else []
+        return own + [ref for value in node.values() for ref in refs(value)]
+    if isinstance(node, list):
+        return [ref for value in node for ref in refs(value)]
+    return []

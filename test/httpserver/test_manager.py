@@ -1,0 +1,212 @@
+"""The HTTP process's side of the engine, over real channels."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from lightserve.errors import AbortedError, OverloadedError, PromptTooLongError, UnavailableError
+from lightserve.httpserver.access_log import AccessLog
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.manager import Ask, EngineState
+from lightserve.io_struct import REQ_ID_BITS, GenerateReq, MetricsSnapshot, ReqFailed, RouterStats, SamplingParams
+from test.httpserver.fake_engine import LIMITS, FakeEngine, Script, engine, spell
+from test.waiting import DEADLINE_S, until
+
+ASK = Ask([1, 2, 3], SamplingParams(max_new_tokens=8, seed=5))
+
+
+def check(
+    scenario: Callable[[ServerContext, FakeEngine], Awaitable[None]], run_dir: Path, script: Script | None = None
+) -> None:
+    async def run() -> None:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            engine(run_dir, script or spell("hello"), None) as (context, fake),
+        ):
+            await scenario(context, fake)
+
+    asyncio.run(run())
+
+
+def log() -> AccessLog:
+    return AccessLog("r1", "/test")
+
+
+async def texts(context: ServerContext, *asks: Ask, n: int = 1, line: AccessLog | None = None) -> list[str]:
+    found = [""] * (len(asks) * n)
+    async with context.manager.generate(asks, line or log(), n) as generation:
+        async for outs in generation:
+            for index, out in outs:
+                found[index] += out.text
+    return found
+
+
+def test_every_choice_of_every_prompt_gets_its_text(tmp_path: Path) -> None:
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        line = log()
+
+        found = await texts(context, ASK, Ask([4], SamplingParams()), n=3, line=line)
+
+        assert found == ["hello"] * 6
+        assert [req.prompt_ids for req in fake.asked] == [[1, 2, 3]] * 3 + [[4]] * 3
+        assert line.output_tokens == 30
+        assert line.cached_tokens == 4  # a prompt's cached tokens count once, not once a choice
+
+    check(scenario, tmp_path)
+
+
+def test_choices_of_one_seed_differ_and_are_the_same_every_time(tmp_path: Path) -> None:
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        await texts(context, ASK, n=3)
+
+        assert [req.sampling.seed for req in fake.asked] == [5, 6, 7]
+
+    check(scenario, tmp_path)
+
+
+def test_a_caller_that_leaves_aborts_its_request(tmp_path: Path) -> None:
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        fake.hold.clear()
+        async with context.manager.generate([ASK, ASK], log()) as generation:
+            await anext(generation)
+
+        await until(lambda: len(fake.aborted) == 2)
+
+        assert set(fake.aborted) == {req.req_id for req in fake.asked}
+        assert context.manager.open_requests == 0
+
+    check(scenario, tmp_path)
+
+
+def test_a_finished_request_is_not_aborted(tmp_path: Path) -> None:
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        await texts(context, ASK)
+        fake.hold.clear()
+        async with context.manager.generate([ASK], log()) as generation:
+            await anext(generation)
+
+        await until(lambda: bool(fake.aborted))
+
+        assert fake.aborted == [fake.asked[1].req_id]
+
+    check(scenario, tmp_path)
+
+
+def test_text_that_arrives_in_a_burst_is_kept(tmp_path: Path) -> None:
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        async with context.manager.generate([ASK], log()) as generation:
+            await until(lambda: not generation._unfinished)
+
+            outs = await anext(generation)
+
+            assert "".join(out.text for _, out in outs) == "hello"
+            with pytest.raises(StopAsyncIteration):
+                await anext(generation)
+
+    check(scenario, tmp_path)
+
+
+def test_a_refusal_is_an_error_of_its_status(tmp_path: Path) -> None:
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        with pytest.raises(OverloadedError, match="full"):
+            await texts(context, ASK)
+
+    def refuse(req: GenerateReq) -> list[ReqFailed]:
+        return [ReqFailed(req.req_id, 429, "full")]
+
+    check(scenario, tmp_path, refuse)  # type: ignore[arg-type]
+
+
+def test_the_death_of_the_engine_ends_every_request(tmp_path: Path) -> None:
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        fake.hold.clear()
+        waiting = asyncio.create_task(texts(context, ASK))
+        await until(lambda: bool(fake.asked))
+
+        context.manager.die("the router died")
+
+        with pytest.raises(UnavailableError, match="the router died"):
+            await waiting
+        with pytest.raises(UnavailableError, match="the router died"):
+            await texts(context, ASK)
+
+    check(scenario, tmp_path)
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> None:
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        fake.hold.clear()
+        running = asyncio.create_task(texts(context, ASK))
+        await until(lambda: bool(fake.asked))
+
+        context.manager.drain()
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await texts(context, ASK)
+        fake.hold.set()
+
+        assert await running == ["hello"]
+        await context.manager.drained()
+
+    check(scenario, tmp_path)
+
+
+def test_an_operator_can_abort_by_name(tmp_path: Path) -> None:
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        fake.hold.clear()
+        one = asyncio.create_task(texts(context, ASK, line=AccessLog("one", "/")))
+        two = asyncio.create_task(texts(context, ASK, line=AccessLog("two", "/")))
+        await until(lambda: len(fake.asked) == 2)
+
+        context.manager._abort_named("one")
+
+        with pytest.raises(AbortedError):
+            await one
+        fake.hold.set()
+        assert await two == ["hello"]
+
+    check(scenario, tmp_path)
+
+
+def test_a_prompt_must_leave_room_for_its_answer(tmp_path: Path) -> None:
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        limit = LIMITS.max_req_total_len
+        new_tokens = context.manager.new_tokens
+
+        assert new_tokens(10, None) == limit - 10
+        assert new_tokens(limit - 1, None) == 1
+        assert new_tokens(10, limit - 10) == limit - 10
+        with pytest.raises(PromptTooLongError, match=f"{limit} tokens.*{limit - 1}"):
+            new_tokens(limit, None)
+        with pytest.raises(PromptTooLongError, match=r"10 tokens.*9 .*beside"):
+            new_tokens(10, limit - 9)
+
+    check(scenario, tmp_path)
+
+
+def test_health_tells_the_truth(tmp_path: Path) -> None:
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        manager = context.manager
+        assert manager.trouble() is None
+
+        manager.stats = RouterStats(time.monotonic(), step_age_s=61.0, metrics=MetricsSnapshot())
+        assert manager.trouble() == "a step has been running for 61 s"
+        manager._heard_s -= 6.0
+        assert manager.trouble() == "the engine does not answer"
+        manager.state = EngineState.LOADING
+        assert manager.trouble() == "the model is loading"
+
+    check(scenario, tmp_path)
+
+
+def test_ids_of_different_processes_never_meet(tmp_path: Path) -> None:
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        await texts(context, ASK)
+
+        assert fake.asked[0].req_id >> REQ_ID_BITS == 0
+
+    check(scenario, tmp_path)
