@@ -1,4 +1,4 @@
-# make serve   ask the default model one question (makes .venv, fetches the model on the first run)
+# make serve   start the server with the default model (makes .venv, fetches the model on the first run)
 # make test    lint, types and tests
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 .PHONY: serve test lint types format bench clean
 
 serve: $(VENV)/.serve
-	$(PY) -m lightserve.generate $(ARGS)
+	$(PY) -m lightserve.server.api_server $(ARGS)
 
 test: lint types
 	$(PY) -m pytest $(ARGS)
@@ -40,4 +40,5 @@ $(VENV)/.serve: requirements.txt constraints.txt setup.py
 
 $(VENV)/.test: $(VENV)/.serve requirements-test.txt
 	$(PIP) -r requirements-test.txt
+	$(PIP) --no-deps text-generation==0.7.0  # its last release asks for an older huggingface_hub than transformers does
 	@touch $@

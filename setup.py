@@ -1,10 +1,11 @@
+import runpy
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 setup(
     name="lightserve",
-    version="0.1.0",
+    version=runpy.run_path("lightserve/__init__.py")["__version__"],
     description="A server for large language models: token-granular KV memory, Triton kernels, a laptop or a GPU",
     long_description=Path("README.md").read_text(),
     long_description_content_type="text/markdown",
@@ -12,17 +13,36 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["lightserve", "lightserve.*"]),
     install_requires=[
+        "fastapi>=0.115",
         "gguf>=0.17",
+        "httptools>=0.6",
         "jinja2>=3.1",
         "msgspec>=0.19",
         "numpy>=2",
+        "orjson>=3.10",
+        "prometheus-client>=0.20",
+        "pyzmq>=26",
+        "rpyc>=6",
         "safetensors>=0.5",
         "tokenizers>=0.22",
         "torch>=2.11,<2.14",
+        "uvicorn>=0.30",
+        "uvloop>=0.20",
     ],
     extras_require={
         "gpu": ["triton>=3.6"],
-        "test": ["accelerate", "mypy", "pytest", "ruff", "transformers>=5.17", "triton>=3.6"],
+        "test": [
+            "accelerate",
+            "aiohttp",
+            "hypothesis",
+            "mypy",
+            "openai",
+            "pytest",
+            "ruff",
+            "schemathesis",
+            "transformers>=5.17",
+            "triton>=3.6",
+        ],
     },
     entry_points={"console_scripts": ["lightserve = lightserve.generate:main"]},
 )

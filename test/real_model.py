@@ -3,10 +3,67 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
+from typing import Any
 
 from lightserve.model_files import ModelSource, resolve
+
+ROOT = Path(__file__).parents[1]
+LONG = (ROOT / "LICENSE").read_text()
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "def fibonacci(n):\n    ",
+    "Q: What is 17 + 25?\nA:",
+    "La Révolution française a commencé en",
+    "1, 1, 2, 3, 5, 8,",
+    "SELECT name, age FROM users WHERE",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "日本の首都は",
+    "😀 😃 😄",
+    "<html>\n<head>\n<title>",
+    "To be, or not to be:",
+    "   leading spaces and\ttabs",
+    "Water boils at",
+    "import numpy as np\n\nx = np.zeros((3, 4))\n",
+    "List three colours:\n-",
+    "a",
+    LONG[:600],
+    LONG[600:1800],
+    LONG[1800:3900],
+]
+GOLDEN_TOKENS = 24
 
 
 @functools.cache
 def smollm2() -> ModelSource:
     return resolve(None)
+
+
+@functools.cache
+def transformers_smollm2() -> Any:
+    from lightserve.tools.oracle import load_transformers  # torch begins here
+
+    return load_transformers(smollm2())
+
+
+@functools.cache
+def golden_ids() -> list[list[int]]:
+    """What transformers makes of each of PROMPTS: exactly GOLDEN_TOKENS tokens, greedily."""
+    import torch
+
+    from lightserve.model_files.tokenizer import load_tokenizer
+
+    tokenizer, model = load_tokenizer(smollm2()), transformers_smollm2()
+    golden = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([tokenizer.encode(prompt)])
+        whole = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=GOLDEN_TOKENS,
+            min_new_tokens=GOLDEN_TOKENS,
+            do_sample=False,
+        )
+        golden.append(whole[0, ids.shape[1] :].tolist())
+    return golden

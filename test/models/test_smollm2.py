@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,41 +10,15 @@ import torch
 
 from lightserve.io_struct import FinishReason, SamplingParams
 from lightserve.llm import LLM
-from lightserve.tools.oracle import load_transformers
 from test.models.session import Session
-from test.real_model import smollm2
+from test.real_model import GOLDEN_TOKENS, PROMPTS, ROOT, golden_ids, transformers_smollm2
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
-LONG = (ROOT / "LICENSE").read_text()
-PROMPTS = [
-    "The capital of France is",
-    "Once upon a time, in a small village by the sea,",
-    "def fibonacci(n):\n    ",
-    "Q: What is 17 + 25?\nA:",
-    "La Révolution française a commencé en",
-    "1, 1, 2, 3, 5, 8,",
-    "SELECT name, age FROM users WHERE",
-    "Dear Sir or Madam,\n\nI am writing to",
-    "日本の首都は",
-    "😀 😃 😄",
-    "<html>\n<head>\n<title>",
-    "To be, or not to be:",
-    "   leading spaces and\ttabs",
-    "Water boils at",
-    "import numpy as np\n\nx = np.zeros((3, 4))\n",
-    "List three colours:\n-",
-    "a",
-    LONG[:600],
-    LONG[600:1800],
-    LONG[1800:3900],
-]
 
 
 @pytest.fixture(scope="module")
 def hf() -> Any:
-    return load_transformers(smollm2())
+    return transformers_smollm2()
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +26,13 @@ def llm() -> LLM:
     return LLM(max_total_token_num=16384, device="cpu")
 
 
-def test_greedy_text_of_varied_prompts_is_that_of_transformers(llm: LLM, hf: Any) -> None:
-    lengths = [len(llm.tokenizer.encode(prompt)) for prompt in PROMPTS]
-    assert len(PROMPTS) == 20
-    assert max(lengths) > 400
+def test_greedy_text_of_varied_prompts_is_that_of_transformers(llm: LLM) -> None:
+    assert max(len(llm.tokenizer.encode(prompt)) for prompt in PROMPTS) > 400
+    params = SamplingParams(max_new_tokens=GOLDEN_TOKENS, min_new_tokens=GOLDEN_TOKENS, temperature=0)
 
-    ours = llm.generate(PROMPTS, SamplingParams(max_new_tokens=24, min_new_tokens=24, temperature=0))
+    ours = llm.generate(PROMPTS, params)
 
-    for prompt, generation in zip(PROMPTS, ours, strict=True):
-        ids = torch.tensor([generation.prompt_ids])
-        theirs = hf.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
-        )
-        assert generation.token_ids == theirs[0, ids.shape[1] :].tolist(), prompt
+    assert [generation.token_ids for generation in ours] == golden_ids()
 
 
 def test_perplexity_is_that_of_transformers(llm: LLM, hf: Any) -> None:

@@ -1,0 +1,181 @@
+"""What the server costs without a model: streamed tokens a second, and CPU a token by process.
+
+    python -m lightserve.benchmark.serving_path --streams 64 --http 1 2
+
+A null worker answers every step at once, so all time is HTTP, routing and detokenising (and this client's own). Tokens
+then come faster than they can be written one by one, and several events share a write; with --step_ms they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+from urllib.parse import urlsplit
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+START_S = 60.0
+DRIVE_S = 300.0
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "lightllm": "/generate_stream"}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    api: str
+    streams: int  # at once
+    rounds: int  # requests of each stream, one after the other
+    tokens: int  # of each request
+
+
+class StreamClient(asyncio.Protocol):
+    """Sends one request and counts the events until its answer ends; parses as little as possible."""
+
+    def __init__(self, request: bytes) -> None:
+        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.events = 0
+        self.reads = 0
+        self._request = request
+        self._end = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.reads += 1
+        self.events += data.count(b"data:")
+        self._end = (self._end + data)[-200:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_result(self._end)
+
+
+def request_of(load: Load, host: str) -> bytes:
+    text = "The quick brown fox jumps over the lazy dog. " * 3
+    body: dict[str, object]
+    if load.api == "lightllm":
+        body = {"inputs": text, "parameters": {"max_new_tokens": load.tokens, "ignore_eos": True}}
+    else:
+        body = {"max_tokens": load.tokens, "ignore_eos": True, "stream": True}
+        body |= {"prompt": text} if load.api == "completions" else {"messages": [{"role": "user", "content": text}]}
+    raw = json.dumps(body).encode()
+    head = (
+        f"POST {PATHS[load.api]} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(raw)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + raw
+
+
+@dataclass(slots=True)
+class Result:
+    seconds: float = 0.0
+    events: int = 0
+    reads: int = 0
+
+
+async def drive(load: Load, url: str) -> Result:
+    place = urlsplit(url)
+    request = request_of(load, place.netloc)
+    loop = asyncio.get_running_loop()
+
+    async def stream() -> None:
+        for _ in range(load.rounds):
+            _, client = await loop.create_connection(lambda: StreamClient(request), place.hostname, place.port)
+            end = await client.done
+            if b"error" in end or not (b"[DONE]" in end or b'"finished":true' in end):
+                raise RuntimeError(f"a stream ended with {end!r}")
+            result.events += client.events
+            result.reads += client.reads
+
+    result = Result()
+    begin = time.perf_counter()
+    async with asyncio.timeout(DRIVE_S), asyncio.TaskGroup() as tasks:
+        for _ in range(load.streams):
+            tasks.create_task(stream())
+    result.seconds = time.perf_counter() - begin
+    return result
+
+
+class Server:
+    """A real server with the null worker."""
+
+    def __init__(self, http_workers: int, flags: list[str]) -> None:
+        self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115  closed in stop
+        command = [sys.executable, "-m", "lightserve.server.api_server", "--null_worker", "--port", "0"]
+        command += ["--httpserver_workers", str(http_workers), "--disable_log_requests", *flags]
+        self._process = subprocess.Popen(command, stderr=self._log)
+
+    def wait_until_ready(self) -> str:
+        end = time.monotonic() + START_S
+        while time.monotonic() < end and self._process.poll() is None:
+            found = re.search(r"ready at (\S+)", Path(self._log.name).read_text())
+            if found:
+                return found[1]
+            time.sleep(0.05)
+        raise RuntimeError(f"the server did not start: {Path(self._log.name).read_text()}")
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds used so far, by process."""
+        used: dict[str, float] = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                name, _, rest = path.read_text().partition("(")[2].rpartition(")")
+            except OSError:  # it has just ended
+                continue
+            fields = rest.split()
+            if name.startswith("ls-") and int(fields[1]) == self._process.pid:
+                used[name] = used.get(name, 0.0) + (int(fields[11]) + int(fields[12])) * TICK_S
+        return used
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+        self._log.close()
+
+
+def measure(http_workers: int, load: Load, flags: list[str]) -> str:
+    import uvloop
+
+    server = Server(http_workers, flags)
+    try:
+        url = server.wait_until_ready()
+        uvloop.run(drive(Load(load.api, load.streams, 1, load.tokens // 4), url))  # every process has met the load once
+        before, own_before = server.cpu_s(), time.process_time()
+        result = uvloop.run(drive(load, url))
+        own = time.process_time() - own_before
+        after = server.cpu_s()
+    finally:
+        server.stop()
+    tokens = load.streams * load.rounds * load.tokens
+    costs = {name: (after[name] - before[name]) / tokens * 1e6 for name in sorted(after)}
+    row = ", ".join(f"{name} {cost:.0f}" for name, cost in (costs | {"client": own / tokens * 1e6}).items())
+    rates = f"{tokens / result.seconds:,.0f} tokens/s, {result.events / result.reads:.1f} events a read"
+    return f"{load.api}, {http_workers} http: {rates}; CPU us a token: {row}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--api", choices=PATHS, nargs="+", default=["completions"])
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--http", type=int, nargs="+", default=[1, 2], help="HTTP processes")
+    parser.add_argument("--step_ms", type=float, default=0.0, help="how long a step of the null worker takes")
+    args, flags = parser.parse_known_args()
+    flags += ["--null_step_ms", str(args.step_ms)]
+    for api in args.api:
+        for http_workers in args.http:
+            print(measure(http_workers, Load(api, args.streams, args.rounds, args.tokens), flags), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from test.api.server import ServerProcess, running_server
+
+KV_TOKENS = 16384
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One server with the real default model for all tests that only ask it things."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    with running_server(log, "--max_total_token_num", str(KV_TOKENS), "--max_queue_size", "64") as server:
+        yield server
