@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve the servers under test; read by torch
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 import pytest
 import torch
 

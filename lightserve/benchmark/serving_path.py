@@ -84,12 +84,13 @@ class Result:
 
 async def drive(load: Load, url: str) -> Result:
     place = urlsplit(url)
+    host, port = place.hostname or "", place.port or 80
     request = request_of(load, place.netloc)
     loop = asyncio.get_running_loop()
 
     async def stream() -> None:
         for _ in range(load.rounds):
-            _, client = await loop.create_connection(lambda: StreamClient(request), place.hostname, place.port)
+            _, client = await loop.create_connection(lambda: StreamClient(request), host, port)
             end = await client.done
             if b"error" in end or not (b"[DONE]" in end or b'"finished":true' in end):
                 raise RuntimeError(f"a stream ended with {end!r}")

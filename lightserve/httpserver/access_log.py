@@ -14,13 +14,14 @@ logger = init_logger("lightserve.access")
 class AccessLog:
     """Counts what one HTTP request used; the sums of ``usage`` come from here too."""
 
-    def __init__(self, request_id: str, route: str) -> None:
+    def __init__(self, request_id: str, route: str, is_written: bool = True) -> None:
         self.request_id = request_id
         self.arrived_s = time.monotonic()
         self.prompt_tokens = 0  # set by the route: each prompt once, however many answers it gets
         self.cached_tokens = 0
         self.output_tokens = 0
         self._route = route
+        self._is_written = is_written
         self._queue_s = 0.0
         self._first_token_s: float | None = None
         self._finish_reasons: list[str] = []
@@ -36,6 +37,8 @@ class AccessLog:
             self._finish_reasons.append(out.finish_reason.value)
 
     def close(self, error: BaseException | None) -> None:
+        if not self._is_written:
+            return
         first = "-" if self._first_token_s is None else f"{self._first_token_s:.3f}s"
         logger.info(
             "%s %s prompt=%d cached=%d output=%d queue=%.3fs first=%s total=%.3fs finish=%s",

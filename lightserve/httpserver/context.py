@@ -41,7 +41,7 @@ class ServerContext:
 
     def log(self, request: Request) -> AccessLog:
         """The access-log line of a request that is about to generate."""
-        return AccessLog(request.state.request_id, request.url.path)
+        return AccessLog(request.state.request_id, request.url.path, not self.config.disable_log_requests)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:

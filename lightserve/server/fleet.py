@@ -13,10 +13,9 @@ from lightserve.io_struct import EngineReady, ToChild
 from lightserve.server.child import Child, ChildDiedError
 from lightserve.utils.process import Boot
 
-# In a worker's environment before it imports torch. OpenMP threads that wait spinning lose 4x as soon as another
-# process wants a core (35 to 143 ms a step of SmolLM2 on two cores), and here others always do; sleeping costs 46 and
-# 55 ms.
-WORKER_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
+# In a worker's environment before it imports torch. OpenMP threads that spin while they wait lose 4x as soon as another
+# process wants a core, and here others always do; threads that sleep at once lose 1.3x. So they spin for microseconds.
+WORKER_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 LAST_BYTES_S = 0.2  # from the end of the last request to that of its last byte
 BLINK_S = 0.2  # within which the processes that one death takes along complain of it

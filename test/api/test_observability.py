@@ -1,0 +1,91 @@
+"""What an operator can see: a line a request, a line of throughput, metrics under the names of their dashboards."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from test.api.server import ServerProcess, running_server
+from test.waiting import wait_until
+
+IDLE_S = 5.0
+
+
+def post(server: ServerProcess, path: str, body: dict[str, Any], **headers: str) -> Any:
+    request = urllib.request.Request(
+        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.headers["x-request-id"] == headers.get("X-Request-Id", response.headers["x-request-id"])
+        return json.load(response)
+
+
+def samples(server: ServerProcess) -> dict[str, float]:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
+        text = response.read().decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = [f"/{sample.labels[name]}" for name in ("finished_reason", "le") if name in sample.labels]
+            found["".join([sample.name, *labels])] = sample.value
+    return found
+
+
+def test_an_operator_sees_what_happens(tmp_path: Path) -> None:
+    flags = ("--null_worker", "--null_step_ms", "5", "--log_stats_interval", "1", "--metrics_compat", "vllm,lightllm")
+    with running_server(tmp_path / "log", *flags) as server:
+        for i in range(5):
+            body = {"prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True, "n": 2}
+            post(server, "/v1/completions", body, **{"X-Request-Id": f"mine-{i}"})
+
+        wait_until(lambda: samples(server)["lightserve_request_success_total/length"] == 10, 10)
+        wait_until(lambda: "tok/s" in server.log, 10)
+        seen = samples(server)
+
+        line = next(line for line in server.log.splitlines() if "mine-0" in line)
+        pattern = (
+            r"mine-0 /v1/completions prompt=3 cached=0 output=200 "
+            r"queue=0\.\d+s first=0\.\d+s total=\d\.\d+s finish=length,length"
+        )
+        assert re.search(pattern, line)
+        assert re.search(r"prompt \d+\.\d tok/s, output \d+\.\d tok/s, running \d+, waiting \d+, KV \d", server.log)
+        for prefix in ("lightserve_", "vllm:"):
+            assert seen[f"{prefix}generation_tokens_total"] == 1000
+            assert seen[f"{prefix}prompt_tokens_total"] == 30
+            assert seen[f"{prefix}time_to_first_token_seconds_count"] == 10
+            assert seen[f"{prefix}inter_token_latency_seconds_count"] == 990
+            assert seen[f"{prefix}e2e_request_latency_seconds_count"] == 10
+            assert seen[f"{prefix}num_requests_running"] == 0
+        assert seen["lightllm_request_count_total"] == 10
+        below_5ms = seen["lightserve_inter_token_latency_seconds_bucket/0.005"]
+        below_20ms = seen["lightserve_inter_token_latency_seconds_bucket/0.02"]
+        assert below_5ms < below_20ms  # a step takes 5 ms: the buckets are fine enough to see it
+
+
+def test_lines_a_request_can_be_turned_off(tmp_path: Path) -> None:
+    with running_server(tmp_path / "log", "--null_worker", "--disable_log_requests") as server:
+        post(server, "/v1/completions", {"prompt": [1], "max_tokens": 2}, **{"X-Request-Id": "quiet"})
+
+        assert "quiet" not in server.log
+
+
+@pytest.mark.slow
+def test_an_idle_server_rests(server: ServerProcess) -> None:
+    """All processes together stay under 2 % of a core."""
+    children = [child for group in server.processes().values() for child in group]
+
+    def used_s() -> float:
+        return sum(sum(child.cpu_times()[:2]) for child in children)
+
+    wait_until(lambda: samples(server)["lightserve_num_requests_running"] == 0, 30)
+    begin_s, begin_used_s = time.monotonic(), used_s()
+    wait_until(lambda: time.monotonic() - begin_s > IDLE_S, 2 * IDLE_S)
+
+    assert (used_s() - begin_used_s) / (time.monotonic() - begin_s) < 0.02
