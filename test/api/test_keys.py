@@ -1,0 +1,48 @@
+"""A server with keys lets in those who have one."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from test.api.server import ServerProcess, running_server
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("guarded") / "log"
+    with running_server(log, "--null_worker", "--api_key", "first-key", "second-key") as server:
+        yield server
+
+
+def test_the_openai_client_gets_in_with_a_key_and_an_authentication_error_without(guarded: ServerProcess) -> None:
+    def ask(key: str) -> str:
+        client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0)
+        answer = client.completions.create(model="SmolLM2-135M-Instruct", prompt="Hello", max_tokens=3)
+        return answer.choices[0].finish_reason
+
+    assert ask("first-key") == ask("second-key") == "length"
+    with pytest.raises(openai.AuthenticationError) as refused:
+        ask("First-key")
+    assert refused.value.code == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    "path", ["/metrics", "/v1/models", "/version", "/info", "/token_load", "/docs", "/openapi.json"]
+)
+def test_every_other_route_wants_a_key(guarded: ServerProcess, path: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(guarded.url + path)
+    with_key = urllib.request.Request(guarded.url + path, headers={"x-api-key": "second-key"})
+
+    assert refused.value.code == 401
+    assert urllib.request.urlopen(with_key).status == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/healthz", "/liveness", "/readiness"])
+def test_health_needs_no_key(guarded: ServerProcess, path: str) -> None:
+    assert urllib.request.urlopen(guarded.url + path).status == 200
