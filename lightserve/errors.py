@@ -11,6 +11,7 @@ LightserveError
 │   ├── BodyTooLargeError          413
 │   ├── MediaTypeError             415
 │   ├── OverloadedError            429
+│   ├── HeadTooLargeError          431
 │   ├── AbortedError               499: by /abort_request
 │   └── ClientGoneError            499, for the log only
 └── ServerError                ours: 5xx, logged with its traceback, told to the client without it
@@ -80,6 +81,10 @@ class MediaTypeError(RequestError):
 class OverloadedError(RequestError):
     status = 429
     code = "rate_limit_exceeded"
+
+
+class HeadTooLargeError(RequestError):
+    status = 431
 
 
 class AbortedError(RequestError):

@@ -1,16 +1,44 @@
-"""Pages that show code show the code that runs."""
+"""Pages tell the truth: code that runs, flags, endpoints, fields and metrics that exist, and all of them."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import json
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute, Route
 
+from lightserve import generate
+from lightserve.config import ServerConfig
+from lightserve.httpserver import native_request, openai_later
+from lightserve.httpserver.body import Body, check
+from lightserve.httpserver.generate_schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
+from lightserve.httpserver.metrics import ENGINE_UP, NAMES
+from lightserve.httpserver.native_request import NativeBody, NativeParameters
+from lightserve.httpserver.openai_protocol import ChatBody, CompletionBody, Message, StreamOptions, checked
+from lightserve.httpserver.tgi_request import TgiBody, TgiParameters
+from lightserve.metrics import CATALOGUE
 from lightserve.models.registry import MODELS
+from lightserve.server.args import parse_server
+from test.httpserver.app_client import served
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+API = ROOT / "docs" / "api.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DATED = {"log.md"}  # tells of its day, whose flags may be gone
+OTHER_TOOLS = {"--backend"}  # pytest's
+METHODS = "GET|HEAD|POST"
+
+
+def by_name(page: Path) -> str:
+    return page.name
 
 
 def test_the_page_on_adding_a_model_is_the_model() -> None:
@@ -23,7 +51,7 @@ def test_the_page_on_adding_a_model_is_the_model() -> None:
     assert all(line in tiny for line in re.findall(r'^ +"qwen3": lambda.*$', page, flags=re.MULTILINE))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_links_and_paths_on_a_page_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     links = re.findall(r"\]\((?!http)([^)#]+)\)", text)
@@ -33,3 +61,162 @@ def test_links_and_paths_on_a_page_lead_somewhere(page: Path) -> None:
         assert (page.parent / link).exists(), link
     for path in paths:
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_links_within_a_page_lead_to_its_headings(page: Path) -> None:
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
+
+
+# flags
+
+
+def flags_of_help(capsys: pytest.CaptureFixture[str]) -> set[str]:
+    return set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
+
+
+@pytest.fixture
+def flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Of the server and of the command that asks one question."""
+    monkeypatch.setattr(sys, "argv", ["lightserve", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        parse_server(["--help"])
+    with pytest.raises(SystemExit, match="0"):
+        generate.main()
+    return flags_of_help(capsys)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in DATED], ids=by_name)
+def test_flags_on_a_page_exist(page: Path, flags: set[str]) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
+
+    assert named <= flags | OTHER_TOOLS
+
+
+def flag_rows() -> list[tuple[str, str, str]]:
+    """Flag, default and other names in the README's table."""
+    return re.findall(r"^\| `--(\w+)` \| (.*?) \| (.*?) \|", README.read_text(), flags=re.MULTILINE)
+
+
+def value_of(config: ServerConfig, name: str) -> Any:
+    parts = (config.worker, config.router, config.http, config.launch)
+    return next(getattr(part, name) for part in parts if name in {field.name for field in dataclasses.fields(part)})
+
+
+def test_defaults_in_the_readme_are_the_defaults() -> None:
+    rows = flag_rows()
+
+    assert len(rows) > 8
+    for name, default, _ in rows:
+        value = value_of(parse_server([]), name)
+        assert default == ("" if value in (None, []) else str(value)), name
+
+
+def test_other_names_in_the_readme_set_the_same_flag() -> None:
+    names = [(name, other) for name, _, others in flag_rows() for other in re.findall(r"`(--[\w-]+)`", others)]
+
+    assert len(names) > 5
+    for name, other in names:
+        value = "float16" if name == "data_type" else "1"
+        assert str(value_of(parse_server([other, value]), name)).startswith(value), other
+
+
+# endpoints
+
+
+def endpoints_of(routes: list[BaseRoute]) -> set[str]:
+    found = [route for route in routes if isinstance(route, APIRoute)]
+    return {f"{method} {without_names(route.path)}" for route in found for method in route.methods or ()}
+
+
+def without_names(path: str) -> str:
+    return re.sub(r"\{.*?\}", "{}", path)
+
+
+def test_the_api_page_names_every_endpoint_and_no_other(tmp_path: Path) -> None:
+    async def routes() -> list[BaseRoute]:
+        async with served(tmp_path) as server:
+            return server.app.routes
+
+    found = asyncio.run(routes())
+    of_the_framework = {f"GET {route.path}" for route in found if isinstance(route, Route)} - endpoints_of(found)
+    named = {without_names(one) for one in re.findall(rf"`((?:{METHODS}) /\S*?)`", API.read_text())}
+
+    assert endpoints_of(found) <= named
+    assert named - endpoints_of(found) <= of_the_framework
+
+
+def test_endpoints_in_the_readme_are_on_the_api_page() -> None:
+    named = set(re.findall(r"`((?:GET|POST) /\S*?)`", README.read_text()))
+
+    assert named
+    assert all(f"`{one}`" in API.read_text() for one in named)
+
+
+# fields and metrics
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([*ChatBody.model_fields, *CompletionBody.model_fields], id="openai"),
+        pytest.param([*Message.model_fields, *StreamOptions.model_fields], id="parts"),
+        pytest.param(list(openai_later.LATER), id="openai-later"),
+        pytest.param([*NativeBody.model_fields, *NativeParameters.model_fields], id="lightllm"),
+        pytest.param(list(native_request.LATER), id="lightllm-later"),
+        pytest.param([*TgiBody.model_fields, *TgiParameters.model_fields], id="tgi"),
+        pytest.param([*LIGHTLLM_ONLY, *TGI_ONLY], id="marks"),
+        pytest.param([one.name for one in (*CATALOGUE, ENGINE_UP)], id="metrics"),
+        pytest.param([NAMES["lightllm"].prefix + name for name in NAMES["lightllm"].ours], id="metrics-lightllm"),
+    ],
+)
+def test_the_api_page_names_all(names: list[str]) -> None:
+    page = API.read_text()
+
+    assert [name for name in names if not re.search(rf"[`\"]{name}[`\":]", page)] == []
+
+
+# examples
+
+
+def requests_of(page: Path) -> list[tuple[str, str]]:
+    """Path and body of every request on a page, as a command or as the API page shows them."""
+    text = page.read_text()
+    commands = re.findall(r"curl -s http://127\.0\.0\.1:8000(/\S*).*?-d '(.*?)'", text, flags=re.DOTALL)
+    return commands + re.findall(r"^POST (/\S*) (\{.*\})$", text, flags=re.MULTILINE)
+
+
+def check_body(path: str, value: dict[str, Any]) -> None:
+    openai: dict[str, type[ChatBody] | type[CompletionBody]]
+    openai = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
+    if path in openai:
+        checked(openai[path], value)
+    elif path in ("/generate", "/generate_stream", "/"):
+        kinds: dict[Schema, type[Body]] = {Schema.TGI: TgiBody, Schema.LIGHTLLM: NativeBody}
+        check(kinds[schema_of(value, Schema.LIGHTLLM)], value)
+
+
+@pytest.mark.parametrize(("page", "at_least"), [(README, 2), (API, 15)], ids=["README", "api"])
+def test_requests_on_a_page_are_well_formed(page: Path, at_least: int) -> None:
+    requests = requests_of(page)
+
+    assert len(requests) >= at_least
+    for path, body in requests:
+        value = json.loads(body)
+        if not re.search(rf"{re.escape(body)}\n\n4\d\d ", page.read_text()):  # else it shows an error
+            check_body(path, value)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_json_on_a_page_is_json(page: Path) -> None:
+    text = page.read_text()
+    blocks = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)
+    events = re.findall(r"^data: ?(\{.*)$", text, flags=re.MULTILINE)
+    answers = re.findall(r"^(?:4\d\d )?([{\[]\".*)$", text, flags=re.MULTILINE)
+
+    for one in (*blocks, *events, *answers):
+        json.loads(one)

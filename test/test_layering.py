@@ -54,7 +54,7 @@ LAYERS: dict[str, set[str]] = {
     "llm": {*GROUND, "common.tp", "detokenization", "model_files", "router"},
     "generate": {*GROUND, "llm", "server"},
     "tools": {*GROUND, "common", "model_files", "router.model_infer"},
-    "benchmark": {*GROUND, "common", "llm", "model_files", "models", "tools"},
+    "benchmark": {*GROUND, "common", "llm", "model_files", "models", "router", "tools"},
 }
 TORCH_FREE = [
     "common.model_config",

@@ -65,11 +65,3 @@ class ServerContext:
         if len(text) < LONG_TEXT:
             return encode(text, add_special_tokens)
         return await asyncio.to_thread(encode, text, add_special_tokens)
-
-    async def encode_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
-        """Token ids of a conversation, by the model's chat template."""
-        if sum(len(str(message.get("content"))) for message in messages) < LONG_TEXT:
-            prompt = self.tokenizer.apply_chat_template(messages, **kwargs)
-        else:
-            prompt = await asyncio.to_thread(self.tokenizer.apply_chat_template, messages, **kwargs)
-        return await self.encode(prompt, add_special_tokens=False)

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 
 from lightserve.errors import (
+    BodyTimeoutError,
     ClientGoneError,
     LightserveError,
     OverloadedError,
@@ -127,4 +128,6 @@ def _headers(error: Exception) -> dict[str, str] | None:
         return {"Retry-After": "1"}  # a step takes milliseconds: a second empties some of the queue
     if isinstance(error, UnavailableError):
         return {"Retry-After": "5"}  # a start or a restart
+    if isinstance(error, BodyTimeoutError):
+        return {"Connection": "close"}  # or what is missing could still come, for ever
     return None

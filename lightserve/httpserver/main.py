@@ -13,6 +13,7 @@ import uvicorn
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import HttpServerManager
+from lightserve.httpserver.protocol import LimitedProtocol
 from lightserve.io_struct import Drain, Drained, EngineDied, EngineReady, Ready, ToHttpserver, ToRouter
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import tokenizer_if_any
@@ -43,7 +44,7 @@ class _Server(uvicorn.Server):
     def __init__(self, context: ServerContext, parent: Parent) -> None:
         config = uvicorn.Config(
             build_app(context),
-            http="httptools",
+            http=LimitedProtocol,
             loop="none",
             ws="none",
             log_config=None,

@@ -39,7 +39,8 @@ class RequestMiddleware:
             nonlocal is_started
             if not is_started:
                 is_started = True
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", id_bytes)]
+                named: str = scope["state"]["request_id"]  # the body may have named the request since
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", named.encode())]
             return send(message)
 
         try:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from pydantic import Field
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
-from lightserve.httpserver.body import Body
+from lightserve.httpserver.body import Body, at_most
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate_call import check_prompt, check_stops
 from lightserve.httpserver.manager import Ask
@@ -19,6 +19,8 @@ DEFAULT_NEW_TOKENS = 16
 MAX_STOPS = 10
 MAX_STOP_IDS = 256  # of one stop sequence
 MAX_BANNED_IDS = 1024
+MAX_ALLOWED_IDS = 16384
+MAX_BIASED = 1024
 RANDOM_SEED = -1
 # what later versions do, and the values that ask for nothing
 LATER: dict[str, tuple[Any, ...]] = {
@@ -44,6 +46,10 @@ SAME_NAME = (
 )
 
 
+Ids = Annotated[list[int], Field(fail_fast=True)]
+StopSequences = Annotated[list[str | Ids], Field(fail_fast=True)]
+
+
 class NativeParameters(Body):
     """A null is as good as absent. A name that is not here is let through and has no effect."""
 
@@ -60,21 +66,23 @@ class NativeParameters(Body):
     ignore_eos: bool | None = None
     max_new_tokens: int | None = Field(default=None, description=f"default {DEFAULT_NEW_TOKENS}")
     min_new_tokens: int | None = None
-    stop_sequences: str | list[str | list[int]] | None = Field(
+    stop_sequences: str | StopSequences | None = Field(
         default=None, description="texts, or token ids: a single id ends the answer, several stand for their text"
     )
     print_eos_token: bool | None = Field(default=None, description="leave what ended the answer in its text")
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = Field(default=None, description="of the prompt; default true")
-    allowed_token_ids: list[int] | None = None
-    invalid_token_ids: list[int] | None = Field(default=None, max_length=MAX_BANNED_IDS)
-    logit_bias: dict[str, float] | None = Field(default=None, description="token id -> what is added to its logit")
+    allowed_token_ids: Ids | None = Field(default=None, max_length=MAX_ALLOWED_IDS)
+    invalid_token_ids: Ids | None = Field(default=None, max_length=MAX_BANNED_IDS)
+    logit_bias: Annotated[dict[str, float], at_most(MAX_BIASED)] | None = Field(
+        default=None, description="token id -> what is added to its logit"
+    )
     seed: int | None = Field(default=None, description="the same seed gives the same text; -1: a random one")
     return_details: bool | None = Field(default=None, description="every token in the answer")
 
 
 class NativeBody(Body):
-    inputs: str | list[int]
+    inputs: str | Ids
     parameters: NativeParameters | None = None
     multimodal_params: dict[str, Any] | None = None
     stream: bool | None = Field(default=None, description="only at POST /")

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, mod
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
-from lightserve.httpserver.body import Body, check
+from lightserve.httpserver.body import Body, at_most, check
 from lightserve.httpserver.openai_later import refuse_later
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
@@ -21,7 +21,9 @@ MAX_STOP_STRINGS = 16  # OpenAI takes 4
 MAX_STOP_LENGTH = 1024  # characters: that much text is held back at most
 MAX_STOP_IDS = 1024
 MAX_BAD_WORDS = 128
+MAX_BIASED = 1024
 MAX_MESSAGES = 2048
+MAX_TOOL_CALLS = 128  # of one message
 PART_SEPARATOR = "\n"  # between the text parts of a message, as vLLM and LightLLM
 MEDIA = frozenset(
     {"image_url", "image", "input_image", "input_audio", "audio_url", "audio", "video_url", "video", "file"}
@@ -74,11 +76,11 @@ class GenerationBody(Body):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASED), at_most(MAX_BIASED)] | None = None
     bad_words: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=MAX_BAD_WORDS)] | None
     ) = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=16384)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=16384, fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # -1: a random one, as in vLLM and LightLLM
     stop: StopStrings = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
@@ -160,7 +162,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | None, BeforeValidator(_joined), WithJsonSchema(_CONTENT)] = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -175,7 +177,7 @@ class Message(Body):
 
 
 class ChatBody(GenerationBody):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     add_generation_prompt: bool | None = None

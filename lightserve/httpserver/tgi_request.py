@@ -36,7 +36,7 @@ class TgiParameters(Body):
     max_new_tokens: int | None = Field(default=None, description="default: the rest of the context")
     return_full_text: bool | None = Field(default=None, description="begin generated_text with the prompt")
     stop: list[str] | None = Field(
-        default=None, description=f"up to {MAX_STOPS} texts that end the answer and stay in it"
+        default=None, fail_fast=True, description=f"up to {MAX_STOPS} texts that end the answer and stay in it"
     )
     truncate: int | None = Field(default=None, description="keep only so many of the prompt's last tokens")
     watermark: bool | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import orjson
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
@@ -18,7 +19,8 @@ from lightserve.httpserver.openai_messages import chat_ids
 from lightserve.httpserver.openai_protocol import ChatBody, checked, documented
 from lightserve.httpserver.tgi_errors import tgi_error_response
 
-MAX_TOKENS = 1_000_000  # of one /detokenize: about a second
+MAX_TOKENS = 1_000_000  # of one request: about a second
+AT_ONCE = 1_000  # tokens written in one go, so that other threads have their turn
 
 
 class TokenizePromptBody(Body):
@@ -39,7 +41,7 @@ class TokenizeTgiBody(Body):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[int] = Field(max_length=MAX_TOKENS)
+    tokens: list[int] = Field(max_length=MAX_TOKENS, fail_fast=True)
 
 
 class CountParameters(Body):
@@ -62,7 +64,7 @@ def routes(context: ServerContext) -> APIRouter:
         if "inputs" not in value:
             return json_response(await _tokenize(context, value))
         try:
-            return json_response(await _tokenize_as_tgi(context, value))
+            return Response(await _tokenize_as_tgi(context, value), media_type="application/json")
         except LightserveError as error:
             return tgi_error_response(error, request.state.request_id)
 
@@ -85,12 +87,12 @@ def routes(context: ServerContext) -> APIRouter:
 
 async def _tokenize(context: ServerContext, value: dict[str, Any]) -> dict[str, Any]:
     body, ids = await (_chat_ids(context, value) if "messages" in value else _prompt_ids(context, value))
-    tokenizer = context.tokenizer
+    _check_count(len(ids))
     return {
         "count": len(ids),
         "max_model_len": context.manager.limits.max_req_total_len,
         "tokens": ids,
-        "token_strs": [tokenizer.id_to_token(token_id) for token_id in ids] if body.return_token_strs else None,
+        "token_strs": await asyncio.to_thread(_names, context, ids) if body.return_token_strs else None,
     }
 
 
@@ -108,13 +110,31 @@ async def _chat_ids(context: ServerContext, value: dict[str, Any]) -> tuple[Toke
     return body, await chat_ids(context, body)
 
 
-async def _tokenize_as_tgi(context: ServerContext, value: dict[str, Any]) -> list[dict[str, Any]]:
+def _names(context: ServerContext, ids: list[int]) -> list[str | None]:
+    return [context.tokenizer.id_to_token(token_id) for token_id in ids]
+
+
+async def _tokenize_as_tgi(context: ServerContext, value: dict[str, Any]) -> bytes:
     body = check(TokenizeTgiBody, value)
     tokens = await context.encode_with_offsets(body.inputs, body.add_special_tokens is not False)
-    return [
-        {"id": token_id, "text": body.inputs[start:stop], "start": start, "stop": stop}
-        for token_id, start, stop in tokens
-    ]
+    _check_count(len(tokens))
+    return await asyncio.to_thread(_tgi_json, body.inputs, tokens)
+
+
+def _tgi_json(text: str, tokens: list[tuple[int, int, int]]) -> bytes:
+    parts = []
+    for begin in range(0, len(tokens), AT_ONCE):
+        rows = [
+            {"id": token_id, "text": text[start:stop], "start": start, "stop": stop}
+            for token_id, start, stop in tokens[begin : begin + AT_ONCE]
+        ]
+        parts.append(orjson.dumps(rows)[1:-1])
+    return b"[%b]" % b",".join(parts)
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_TOKENS:
+        raise InvalidRequestError(f"the text has {count} tokens; at most {MAX_TOKENS} can be told")
 
 
 async def _decode(context: ServerContext, ids: list[int]) -> str:

@@ -25,7 +25,7 @@ class ChatTemplate:
             return self._template.render(**{**self._tokens, **variables})
         except TemplateError as error:  # raise_exception included: templates check roles with it
             raise InvalidRequestError(f"the model's chat template refuses these messages: {error}") from error
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise InvalidRequestError(f"the model's chat template cannot take these messages: {error}") from error
 
 

@@ -76,6 +76,16 @@ def test_lines_a_request_can_be_turned_off(tmp_path: Path) -> None:
         assert "quiet" not in server.log
 
 
+def test_the_longest_request_told_is_one_that_fits_into_the_pool(tmp_path: Path) -> None:
+    with running_server(tmp_path / "log", "--null_worker", "--max_total_token_num", "600") as server:
+        with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as response:
+            longest = json.load(response)["data"][0]["max_model_len"]
+        answer = post(server, "/v1/completions", {"prompt": [1, 2], "max_tokens": longest - 2})
+
+    assert longest == 600
+    assert answer["usage"]["total_tokens"] == longest
+
+
 @pytest.mark.slow
 def test_an_idle_server_rests(server: ServerProcess) -> None:
     """All processes together stay under 2 % of a core."""

@@ -357,8 +357,10 @@ def test_the_request_id_names_the_answer(server: Server) -> None:
         "/v1/completions", json={"prompt": "x", "request_id": "of-the-body"}, headers={"X-Request-Id": "of-the-header"}
     )
 
-    assert header.json()["id"] == "cmpl-of-the-header"
-    assert server.complete(request_id="of-the-body").json()["id"] == "cmpl-of-the-body"
+    body = server.complete(request_id="of-the-body")
+
+    assert (header.json()["id"], header.headers["x-request-id"]) == ("cmpl-of-the-header", "of-the-header")
+    assert (body.json()["id"], body.headers["x-request-id"]) == ("cmpl-of-the-body", "of-the-body")
 
 
 def test_a_running_usage_grows_with_every_chunk(server: Server) -> None:

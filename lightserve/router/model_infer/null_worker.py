@@ -40,10 +40,11 @@ def main(boot: Boot, parent: Parent) -> None:
     config = boot.config.worker
     server = StepServer(boot.path(f"worker-{boot.index}"))
     context_len = config.max_req_total_len or CONTEXT_LEN
+    pool_len = config.max_total_token_num or config.running_max_req_size * context_len
     parent.send(
         EngineReady(
-            max_total_token_num=config.max_total_token_num or config.running_max_req_size * context_len,
-            max_req_total_len=context_len,
+            max_total_token_num=pool_len,
+            max_req_total_len=min(context_len, pool_len),
             vocab_size=VOCAB_SIZE,
             pipeline_depth=1,
         )

@@ -1,0 +1,64 @@
+"""The examples of docs/api.md, asked again: a real server still gives the answers that the page shows."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test.api.server import ServerProcess
+
+pytestmark = pytest.mark.slow
+
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+EXAMPLES = re.findall(r"```\n((?:GET|POST) /[^\n]*)\n\n(.*?)\n```", PAGE.read_text(), flags=re.DOTALL)
+JSON = r"[{\[][\"{].*"  # one a line
+DRAWN = r'("(?:chat)?cmpl-|"created":|"version":"|"cached_tokens":)\w[\w.]*'  # differs from run to run
+
+
+@pytest.mark.parametrize(("request_line", "answer"), EXAMPLES, ids=[line[:60] for line, _ in EXAMPLES])
+def test_the_answer_is_the_documented_one(server: ServerProcess, request_line: str, answer: str) -> None:
+    found, shown = ask(server.url, request_line), re.sub(DRAWN, r"\g<1>0", answer)
+
+    assert around_json(found) == around_json(shown)
+    for one, other in zip(json_in(found), json_in(shown), strict=True):
+        assert is_same(one, other), found
+
+
+def ask(url: str, request_line: str) -> str:
+    """The body as text; after the status where that is an error."""
+    method, path, *body = request_line.split(" ", 2)
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, body[0].encode() if body else None, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            text: str = response.read().decode()
+    except urllib.error.HTTPError as error:
+        text = f"{error.code} {error.read().decode()}"
+    return re.sub(DRAWN, r"\g<1>0", text.rstrip("\n"))
+
+
+def around_json(text: str) -> str:
+    """``data:`` with or without its space, empty lines, the end marker, a status."""
+    return re.sub(JSON, "", text)
+
+
+def json_in(text: str) -> list[Any]:
+    return [json.loads(one) for one in re.findall(JSON, text)]
+
+
+def is_same(found: Any, shown: Any) -> bool:
+    """Numbers with a point may differ a little from machine to machine."""
+    if isinstance(shown, float):
+        return math.isclose(found, shown, abs_tol=0.01)
+    if isinstance(shown, list):
+        return len(found) == len(shown) and all(map(is_same, found, shown))
+    if isinstance(shown, dict):
+        return list(found) == list(shown) and all(is_same(found[name], shown[name]) for name in shown)
+    return bool(found == shown)
