@@ -52,8 +52,12 @@ class PromptTooLongError(RequestError):
     code = "context_length_exceeded"
 
     def __init__(self, length: int, limit: int, new_tokens: int | None = None) -> None:
+        total = limit + (1 if new_tokens is None else new_tokens)
         beside = "" if new_tokens is None else f" beside {new_tokens} new ones"
-        super().__init__(f"the prompt has {length} tokens; at most {max(limit, 0)} are possible{beside}")
+        super().__init__(
+            f"This model's maximum context length is {total} tokens: "  # OpenAI's words: by them LiteLLM knows it
+            f"the prompt has {length} tokens; at most {max(limit, 0)} are possible{beside}"
+        )
 
 
 class UnauthorizedError(RequestError):

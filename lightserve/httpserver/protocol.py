@@ -88,12 +88,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: LightserveError) -> None:
         self._is_refused = True
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        if not is_answering or not self.cycle.response_started:
+        cycle = self.cycle
+        is_answering = cycle is not None and not cycle.response_complete
+        if not is_answering or not cycle.response_started:
             self.transport.write(_response(error))
         if is_answering:
-            self.transport.close()
-            return
+            cycle.disconnected = True  # as if the client had left: nothing more is written, and its work is aborted
+            cycle.message_event.set()
         self.transport.write_eof()
         self._end_after(LINGER_S)
 

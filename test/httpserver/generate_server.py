@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.protocol import LimitedProtocol
 from lightserve.model_files import Tokenizer, load_tokenizer
 from test.httpserver.fake_engine import FakeEngine, Script, engine
 from test.real_model import smollm2
@@ -97,7 +98,7 @@ class _Server(uvicorn.Server):
 async def _listening(app: FastAPI) -> AsyncIterator[str]:
     listener = socket.socket(proto=socket.IPPROTO_TCP)  # named, or asyncio would not set TCP_NODELAY
     listener.bind(("127.0.0.1", 0))
-    server = _Server(uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=1))
+    server = _Server(uvicorn.Config(app, http=LimitedProtocol, log_config=None, ws="none", timeout_graceful_shutdown=1))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(server.serve(sockets=[listener]))
         await until(lambda: server.started)
