@@ -55,13 +55,23 @@ class WorkerConfig:
 class RouterConfig:
     """What the router needs to know besides."""
 
+    router_policy: str = option("priority", "who is admitted next: fifo, priority or cache_aware", "scheduling_policy")
+    router_token_ratio: float = option(
+        0.85, "share of the KV pool up to which output lengths are guessed; 0: reserve all that requests may make"
+    )
+    chunked_prefill_size: int | None = option(
+        None, "prompt tokens of one request in a step; omitted: batch_max_tokens", "long_prefill_token_threshold"
+    )
+    disable_chunked_prefill: bool = option(False, "compute every prompt in one step")
+    disable_dynamic_prompt_cache: bool = option(False, "share no prefixes between requests", "no_enable_prefix_caching")
+    request_timeout: float = option(0.0, "seconds after which any request ends with an error; 0: never")
     max_queue_size: int = option(2048, "requests that may wait; one more is answered 429", "max_queued_requests")
     eos_id: list[int] = option([], "token ids that end an answer; omitted: those of the model's files")
     log_stats_interval: float = option(10.0, "seconds between throughput lines while there is work; 0: none")
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "max_queue_size")
-        _at_least(self, 0, "log_stats_interval")
+        _at_least(self, 1, "max_queue_size", "chunked_prefill_size")
+        _at_least(self, 0, "log_stats_interval", "request_timeout", "router_token_ratio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

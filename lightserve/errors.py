@@ -16,6 +16,7 @@ LightserveError
 │   └── ClientGoneError            499, for the log only
 └── ServerError                ours: 5xx, logged with its traceback, told to the client without it
     ├── UnavailableError           503: loading, draining or dead
+    ├── DeadlineError              504: the request's time was over
     ├── WorkerDiedError            503
     └── ModelFilesError            at start only: one line that names the file, what is wrong and what to do
         └── CheckpointError            the same about a tensor
@@ -52,8 +53,8 @@ class PromptTooLongError(RequestError):
     code = "context_length_exceeded"
 
     def __init__(self, length: int, limit: int, new_tokens: int | None = None) -> None:
-        total = limit + (1 if new_tokens is None else new_tokens)
         beside = "" if new_tokens is None else f" beside {new_tokens} new ones"
+        total = limit + (1 if new_tokens is None else new_tokens)
         super().__init__(
             f"This model's maximum context length is {total} tokens: "  # OpenAI's words: by them LiteLLM knows it
             f"the prompt has {length} tokens; at most {max(limit, 0)} are possible{beside}"
@@ -109,6 +110,11 @@ class UnavailableError(ServerError):
     code = "service_unavailable"
 
 
+class DeadlineError(ServerError):
+    status = 504
+    code = "timeout"
+
+
 class WorkerDiedError(ServerError):
     status = 503
 
@@ -121,7 +127,12 @@ class CheckpointError(ModelFilesError):
     pass
 
 
-_BY_STATUS: dict[int, type[LightserveError]] = {400: InvalidRequestError, 429: OverloadedError, 503: UnavailableError}
+_BY_STATUS: dict[int, type[LightserveError]] = {
+    400: InvalidRequestError,
+    429: OverloadedError,
+    503: UnavailableError,
+    504: DeadlineError,
+}
 
 
 def error_of(status: int, message: str) -> LightserveError:

@@ -97,13 +97,15 @@ def _blame(params: SamplingParams, error: msgspec.ValidationError) -> InvalidReq
 
 
 class NewReq(msgspec.Struct, frozen=True):
-    """A request that enters the workers."""
+    """A request that enters the workers, or enters again after a pause."""
 
     req_id: int
-    prompt_ids: list[int]
+    prompt_ids: list[int]  # all tokens that are known of it
     sampling: SamplingParams
     seed: int
     eos_ids: tuple[int, ...] = ()  # not to be sampled before min_new_tokens
+    cached_slots: list[int] = []  # of its first tokens, whose KV is there
+    output_len: int = 0  # the last of ``prompt_ids`` that are output
 
 
 class StepRow(msgspec.Struct, frozen=True):
@@ -133,6 +135,15 @@ class TokenOut(msgspec.Struct, frozen=True):
 # httpserver -> router
 
 
+class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a request is treated, beside what it generates."""
+
+    priority: Annotated[int, Meta(ge=-(2**31), le=INT32_MAX)] = 0  # lower goes first
+    timeout_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # from arrival to the last token
+    cache_salt: str = ""  # prefixes are shared among requests of the same salt
+    use_cache: bool = True  # share prefixes with other requests
+
+
 class GenerateReq(msgspec.Struct, frozen=True, tag=True):
     """One sequence to generate. The upper bits of its id say which HTTP process asks: see http_worker_of."""
 
@@ -140,6 +151,8 @@ class GenerateReq(msgspec.Struct, frozen=True, tag=True):
     prompt_ids: list[int]
     sampling: SamplingParams
     arrived_s: float  # time.monotonic() when the HTTP request came; one clock for all processes of a machine
+    terms: Terms = Terms()
+    group: int = 0  # id of the first of the sequences that continue the same prompt
 
 
 class AbortReq(msgspec.Struct, frozen=True, tag=True):

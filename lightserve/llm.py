@@ -9,16 +9,18 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
+from lightserve.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
 from lightserve.common.tp import TpGroup
-from lightserve.config import WorkerConfig
+from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
 from lightserve.io_struct import FinishReason, SamplingParams, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from lightserve.router.kv_pool import KvPool
 from lightserve.router.model_infer.worker import ModelWorker
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import Scheduler, limits_of
 
 Prompt = str | Sequence[int]
 
@@ -60,9 +62,7 @@ class LLM:
         self.worker = ModelWorker(self.config, source, TpGroup())
         vocab_size = self.worker.model_config.vocab_size
         self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
-        self._scheduler = Scheduler(
-            self.worker.max_total_token_num, self.config.running_max_req_size, self.config.batch_max_tokens
-        )
+        self._scheduler = Scheduler(KvPool(self.worker.max_total_token_num), limits_of(self.config, RouterConfig()))
         self._open: dict[int, _Open] = {}
         self._ids = itertools.count()
 
@@ -99,6 +99,24 @@ class LLM:
         prompt = self.tokenizer.apply_chat_template(messages)
         return self.stream([self.tokenizer.encode(prompt, add_special_tokens=False)], params)
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None
+    ) -> list[list[BeamResult]]:
+        """The likeliest continuations that a search with several beams finds, of every prompt, the best first."""
+        params = params or BeamParams()
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        starts = [req.prompt_ids for req in self._requests(prompts, None)]
+        searches = [BeamSearch(params, self.eos_token_ids, self._longest - len(ids)) for ids in starts]
+        batch = BeamBatch(starts, searches)
+        while sequences := batch.sequences():
+            batch.advance([one.top_logprobs[0] for one in self.generate(sequences, batch.sampling)])
+        return batch.best()
+
+    @property
+    def _longest(self) -> int:
+        """Tokens that a request may have, output included."""
+        return min(self.worker.max_req_total_len, self.worker.max_total_token_num)
+
     def _requests(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Req]:
@@ -111,7 +129,7 @@ class LLM:
 
     def _request(self, prompt: Any, sampling: SamplingParams) -> Req:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        longest = min(self.worker.max_req_total_len, self.worker.max_total_token_num)
+        longest = self._longest
         if not ids:
             raise InvalidRequestError("the prompt is empty")
         self._check_ids("a prompt's token ids", ids)

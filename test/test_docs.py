@@ -25,6 +25,7 @@ from lightserve.httpserver.openai_protocol import ChatBody, CompletionBody, Mess
 from lightserve.httpserver.tgi_request import TgiBody, TgiParameters
 from lightserve.metrics import CATALOGUE
 from lightserve.models.registry import MODELS
+from lightserve.router import simulate
 from lightserve.server.args import parse_server
 from test.httpserver.app_client import served
 
@@ -33,7 +34,7 @@ README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 DATED = {"log.md"}  # tells of its day, whose flags may be gone
-OTHER_TOOLS = {"--backend"}  # pytest's
+OTHER_TOOLS = {"--backend", "--policy"}  # of pytest, of benchmark/scheduler.py
 METHODS = "GET|HEAD|POST"
 
 
@@ -81,12 +82,13 @@ def flags_of_help(capsys: pytest.CaptureFixture[str]) -> set[str]:
 
 @pytest.fixture
 def flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Of the server and of the command that asks one question."""
+    """Of the server, of the command that asks one question, and of the simulator."""
     monkeypatch.setattr(sys, "argv", ["lightserve", "--help"])
     with pytest.raises(SystemExit, match="0"):
         parse_server(["--help"])
     with pytest.raises(SystemExit, match="0"):
         generate.main()
+    simulate.arguments().print_help()
     return flags_of_help(capsys)
 
 

@@ -162,7 +162,7 @@ def test_a_caller_who_leaves_in_the_middle_leaves_nothing_behind(llm: LLM) -> No
 
     stream.close()  # type: ignore[attr-defined]
 
-    assert llm._scheduler.slots.num_used == 0
+    assert llm._scheduler.pool.used == 0
 
 
 @pytest.mark.parametrize(

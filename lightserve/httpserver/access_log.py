@@ -26,6 +26,12 @@ class AccessLog:
         self._first_token_s: float | None = None
         self._finish_reasons: list[str] = []
 
+    def unwritten(self) -> AccessLog:
+        """For the requests that this one is made of: they have its name and its age, and no lines of their own."""
+        log = AccessLog(self.request_id, self._route, is_written=False)
+        log.arrived_s = self.arrived_s
+        return log
+
     def note(self, out: StrOut, is_first_choice: bool) -> None:
         self.output_tokens += 1
         if out.admission is not None:

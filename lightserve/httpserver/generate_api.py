@@ -15,6 +15,7 @@ from lightserve.httpserver.generate_call import Call, documented_any, json_respo
 from lightserve.httpserver.generate_schema import Schema, schema_of
 from lightserve.httpserver.native_answer import native_answer
 from lightserve.httpserver.native_request import NativeBody
+from lightserve.httpserver.sse import DOCUMENTED
 from lightserve.httpserver.tgi_answer import tgi_answer
 from lightserve.httpserver.tgi_errors import tgi_error_response
 from lightserve.httpserver.tgi_request import MAX_STOPS, TgiBody, max_total_tokens
@@ -28,12 +29,12 @@ def routes(context: ServerContext) -> APIRouter:
         """The whole answer."""
         return await _answer(context, request, streams=False)
 
-    @router.post("/generate_stream", openapi_extra=_BODY)
+    @router.post("/generate_stream", responses=DOCUMENTED, openapi_extra=_BODY)
     async def generate_stream(request: Request) -> Response:
         """The answer as server-sent events, one a token."""
         return await _answer(context, request, streams=True)
 
-    @router.post("/", openapi_extra=_BODY)
+    @router.post("/", responses=DOCUMENTED, openapi_extra=_BODY)
     async def compatible(request: Request) -> Response:
         """Either of the two, by ``stream`` in the body."""
         return await _answer(context, request, streams=None)

@@ -7,7 +7,7 @@ import enum
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -32,11 +32,13 @@ from lightserve.io_struct import (
     RouterStats,
     SamplingParams,
     StrOut,
+    Terms,
     ToHttpserver,
     ToRouter,
 )
 from lightserve.utils.channel import Receiver, Sender
 
+PLAIN_TERMS = Terms()
 SILENCE_S = 5.0  # the router speaks once a second; after this the engine counts as dead
 
 
@@ -49,10 +51,11 @@ class EngineState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A prompt and how to continue it."""
+    """A prompt, how to continue it, and how to treat it."""
 
     prompt_ids: list[int]
     sampling: SamplingParams
+    terms: Terms = PLAIN_TERMS
 
 
 class HttpServerManager:
@@ -159,11 +162,16 @@ class HttpServerManager:
     def _start(self, generation: Generation) -> None:
         if self.state is not EngineState.READY:
             raise UnavailableError(self._why_not)
+        self._send(generation)
+
+    def _send(self, generation: Generation) -> None:
+        arrived_s = generation.log.arrived_s
         for index, ask in enumerate(generation.asks):
             req_id = next(self._ids)
             self._open[req_id] = (generation, index)
             generation.req_ids.append(req_id)
-            self._to_router.send(GenerateReq(req_id, ask.prompt_ids, ask.sampling, generation.log.arrived_s))
+            group = generation.req_ids[index - index % generation.n]  # the first answer to the same prompt
+            self._to_router.send(GenerateReq(req_id, ask.prompt_ids, ask.sampling, arrived_s, ask.terms, group))
 
     def _deliver(self, batch: BatchStrOut) -> None:
         for out in batch.outs:
@@ -226,6 +234,15 @@ class Generation:
             self._manager._close(req_id, is_finished=index not in self._unfinished)
         self.log.close(error)
 
+    def ask(self, asks: Sequence[Ask]) -> None:
+        """Go on with these sequences, when all before them are finished. It is one request, which a drain waits for."""
+        finished, self.req_ids = self.req_ids, []
+        self.asks = list(asks)
+        self._unfinished = set(range(len(self.asks)))
+        self._manager._send(self)
+        for req_id in finished:
+            self._manager._close(req_id, is_finished=True)
+
     def push(self, index: int, out: StrOut) -> None:
         self._news.append((index, out))
         self.log.note(out, is_first_choice=index % self.n == 0)
@@ -245,4 +262,4 @@ def _with_seed(ask: Ask, choice: int) -> Ask:
     if seed is None or choice == 0:
         return ask
     sampling = msgspec.structs.replace(ask.sampling, seed=(seed + choice + 2**63) % 2**64 - 2**63)
-    return Ask(ask.prompt_ids, sampling)
+    return replace(ask, sampling=sampling)

@@ -13,6 +13,7 @@ from lightserve.httpserver.body import Body, at_most
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate_call import check_prompt, check_stops
 from lightserve.httpserver.manager import Ask
+from lightserve.httpserver.terms import TermsBody
 from lightserve.io_struct import SamplingParams
 
 DEFAULT_NEW_TOKENS = 16
@@ -50,7 +51,7 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 StopSequences = Annotated[list[str | Ids], Field(fail_fast=True)]
 
 
-class NativeParameters(Body):
+class NativeParameters(TermsBody):
     """A null is as good as absent. A name that is not here is let through and has no effect."""
 
     best_of: int | None = Field(default=None, description="answers to generate; default n")
@@ -114,7 +115,7 @@ async def native_ask(context: ServerContext, body: NativeBody, streams: bool) ->
     )
     if not parameters.do_sample:
         sampling = msgspec.structs.replace(sampling, temperature=0.0)
-    return NativeAsk(Ask(prompt_ids, sampling), n, best_of, details)
+    return NativeAsk(Ask(prompt_ids, sampling, parameters.terms), n, best_of, details)
 
 
 def _refuse_later(body: NativeBody, parameters: NativeParameters) -> None:

@@ -14,6 +14,7 @@ from lightserve.httpserver.openai_logprobs import chat_logprobs
 from lightserve.httpserver.openai_messages import chat_ids
 from lightserve.httpserver.openai_protocol import ChatBody, checked, documented
 from lightserve.httpserver.openai_sampling import asks_of, check_choices
+from lightserve.httpserver.sse import DOCUMENTED
 
 CHAT = Form(
     id_prefix="chatcmpl-",
@@ -30,7 +31,7 @@ CHAT = Form(
 def routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
-    @router.post("/v1/chat/completions", openapi_extra=documented(ChatBody))
+    @router.post("/v1/chat/completions", responses=DOCUMENTED, openapi_extra=documented(ChatBody))
     async def chat_completions(request: Request) -> Response:
         body = checked(ChatBody, await context.read(request))
         context.check_model(body.model)

@@ -16,6 +16,7 @@ from lightserve.httpserver.openai_answer import Answer, Form, name_request, resp
 from lightserve.httpserver.openai_logprobs import CompletionLogprobs
 from lightserve.httpserver.openai_protocol import CompletionBody, Prompt, checked, documented
 from lightserve.httpserver.openai_sampling import asks_of, check_choices
+from lightserve.httpserver.sse import DOCUMENTED
 
 DEFAULT_NEW_TOKENS = 16  # OpenAI's
 
@@ -34,7 +35,7 @@ COMPLETION = Form(
 def routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
-    @router.post("/v1/completions", openapi_extra=documented(CompletionBody))
+    @router.post("/v1/completions", responses=DOCUMENTED, openapi_extra=documented(CompletionBody))
     async def completions(request: Request) -> Response:
         body = checked(CompletionBody, await context.read(request))
         context.check_model(body.model)

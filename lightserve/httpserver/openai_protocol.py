@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.body import Body, at_most, check
 from lightserve.httpserver.openai_later import refuse_later
+from lightserve.httpserver.terms import TermsBody
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOP_STRINGS = 16  # OpenAI takes 4
@@ -58,7 +59,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None  # vLLM: usage in every chunk, where include_usage is set too
 
 
-class GenerationBody(Body):
+class GenerationBody(TermsBody):
     """What both endpoints take."""
 
     model: str | None = None

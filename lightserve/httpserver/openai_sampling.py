@@ -55,7 +55,7 @@ def asks_of(
         if (body.min_tokens or 0) > new_tokens:
             found = f"min_tokens={body.min_tokens}: only {new_tokens} can be generated"
             raise InvalidRequestError(found, "min_tokens")
-        asks.append(Ask(ids, SamplingParams(max_new_tokens=new_tokens, **fields)))
+        asks.append(Ask(ids, SamplingParams(max_new_tokens=new_tokens, **fields), body.terms))
     return asks
 
 

@@ -15,6 +15,8 @@ from lightserve.errors import ClientGoneError
 
 T = TypeVar("T")
 
+# what /openapi.json says of an answer that may come so
+DOCUMENTED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would hold the events back
 
 

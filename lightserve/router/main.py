@@ -7,9 +7,11 @@ import gc
 import msgspec
 
 from lightserve.io_struct import EngineReady, Ready, ToDetokenization, ToRouter
+from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
 from lightserve.router.model_client import RpycModelClient
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.policy import make_policy
+from lightserve.router.scheduler import Scheduler, limits_of
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.process import Boot, Parent, run_child
@@ -25,10 +27,9 @@ async def main(boot: Boot, parent: Parent) -> None:
     if config.router.eos_id:
         engine = msgspec.structs.replace(engine, eos_token_ids=tuple(config.router.eos_id))
     model = RpycModelClient([boot.path(f"worker-{rank}") for rank in range(config.worker.tp)])
-    scheduler = Scheduler(
-        engine.max_total_token_num, config.worker.running_max_req_size, config.worker.batch_max_tokens
-    )
-    manager = RouterManager(scheduler, model, engine, inbox, to_detokenization, config.router.max_queue_size)
+    policy = make_policy(config.router.router_policy)
+    scheduler = Scheduler(KvPool(engine.max_total_token_num), limits_of(config.worker, config.router), policy)
+    manager = RouterManager(scheduler, model, engine, inbox, to_detokenization, config.router)
     parent.send(Ready())
     gc.freeze()  # what is alive now lives for ever: no collection need look at it
     await manager.run(ThroughputLog(manager.metrics, config.router.log_stats_interval))

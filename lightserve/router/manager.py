@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 
+from lightserve.config import RouterConfig
 from lightserve.io_struct import (
     AbortReq,
     Admission,
@@ -30,6 +31,7 @@ from lightserve.utils.logger import init_logger
 logger = init_logger(__name__)
 
 HEARTBEAT_S = 1.0
+DEADLINE_CHECK_S = 0.25
 
 
 class RouterManager:
@@ -40,14 +42,14 @@ class RouterManager:
         engine: EngineReady,
         inbox: Receiver[ToRouter],
         to_detokenization: Sender[ToDetokenization],
-        max_queue_size: int,
+        config: RouterConfig,
     ) -> None:
         self._scheduler = scheduler
         self._model = model
         self._engine = engine
         self._inbox = inbox
         self._to_detokenization = to_detokenization
-        self._max_queue_size = max_queue_size
+        self._config = config
         self._has_work = asyncio.Event()
         self._under_way: deque[tuple[float, asyncio.Future[list[TokenOut]]]] = deque()  # with when it was sent
         self._gone: list[int] = []  # aborted since the last report
@@ -59,6 +61,7 @@ class RouterManager:
             tasks.create_task(self._receive())
             tasks.create_task(self._step_on())
             tasks.create_task(self._beat(log))
+            tasks.create_task(self._watch_deadlines())
 
     async def _receive(self) -> None:
         while True:
@@ -71,25 +74,33 @@ class RouterManager:
                 self._to_detokenization.send(message)
 
     def _accept(self, message: GenerateReq) -> None:
-        if self._scheduler.num_waiting >= self._max_queue_size:
+        limit = self._config.max_queue_size
+        if self._scheduler.num_waiting >= limit:
             self.metrics.refused()
-            refusal = ReqFailed(message.req_id, 429, f"{self._max_queue_size} requests are waiting already; try later")
+            refusal = ReqFailed(message.req_id, 429, f"{limit} requests are waiting already; try later")
             self._to_detokenization.send(BatchTokenIdOut(failed=[refusal]))
             return
         sampling = message.sampling
         text = TextReq(message.req_id, sampling.stop, sampling.include_stop, sampling.skip_special_tokens)
         self._to_detokenization.send(BatchTokenIdOut(new=[text]))
-        self._scheduler.add(
-            Req(
-                message.req_id,
-                message.prompt_ids,
-                sampling,
-                sampling.max_new_tokens,
-                self._engine.eos_token_ids,
-                message.arrived_s,
-            )
-        )
+        self._scheduler.add(self._req_of(message))
         self._has_work.set()
+
+    def _req_of(self, message: GenerateReq) -> Req:
+        terms = message.terms
+        timeout_s = terms.timeout_s or self._config.request_timeout or None
+        shares = terms.use_cache and not self._config.disable_dynamic_prompt_cache
+        return Req(
+            message.req_id,
+            message.prompt_ids,
+            message.sampling,
+            message.sampling.max_new_tokens,
+            self._engine.eos_token_ids,
+            arrived_s=message.arrived_s,
+            priority=terms.priority,
+            deadline_s=None if timeout_s is None else message.arrived_s + timeout_s,
+            salt=f"salt {terms.cache_salt}" if shares else f"group {message.group}",  # choices share in any case
+        )
 
     def _abort(self, message: AbortReq) -> None:
         req = self._scheduler.abort(message.req_id)
@@ -115,7 +126,9 @@ class RouterManager:
     def _fill_pipeline(self) -> None:
         while len(self._under_way) < self._engine.pipeline_depth:
             now = time.monotonic()
+            pauses = self._scheduler.num_pauses
             step = self._scheduler.next_step(now)
+            self.metrics.preempted(self._scheduler.num_pauses - pauses)
             if step is None:
                 return
             self._under_way.append((now, self._model.run(step)))
@@ -168,6 +181,16 @@ class RouterManager:
             req.max_new_tokens,
         )
 
+    async def _watch_deadlines(self) -> None:
+        while True:
+            await asyncio.sleep(DEADLINE_CHECK_S)
+            expired = self._scheduler.expire(time.monotonic())
+            if expired:
+                failed = [ReqFailed(req.req_id, 504, "the request took longer than its timeout") for req in expired]
+                self._to_detokenization.send(BatchTokenIdOut(failed=failed))
+                self.metrics.failed(len(failed))
+                self._has_work.set()
+
     async def _beat(self, log: ThroughputLog) -> None:
         """Once a second: a sign of life with the metrics, now and then a line in the log."""
         while True:
@@ -175,8 +198,8 @@ class RouterManager:
             self.metrics.set_load(
                 self._scheduler.num_running,
                 self._scheduler.num_waiting,
-                self._scheduler.used_tokens,
-                self._scheduler.slots.size,
+                self._scheduler.pool.used,
+                self._scheduler.pool.size,
             )
             step_age_s = now - self._under_way[0][0] if self._under_way else 0.0
             self._to_detokenization.send(RouterStats(now, step_age_s, self.metrics.snapshot()))

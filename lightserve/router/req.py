@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from lightserve.io_struct import FinishReason, NewReq, SamplingParams, TokenOut
+from lightserve.router.radix_cache import Ids, RadixNode
 
 
 @dataclass(slots=True, eq=False)
@@ -18,20 +21,44 @@ class Req:
     max_new_tokens: int  # what sampling asks for, cut to what the context holds
     eos_ids: tuple[int, ...]
     arrived_s: float = 0.0
+    priority: int = 0  # lower goes first
+    deadline_s: float | None = None  # when it ends with an error, wherever it is
+    salt: str = ""  # prefixes are shared with requests of the same salt only
+
     output_ids: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)  # of the tokens whose KV is computed or planned
-    planned_len: int = 0  # tokens whose KV the steps so far compute
-    planned_outputs: int = 0  # tokens that the steps so far sample
     finish_reason: FinishReason | None = None
     stop_token: int | None = None  # the one of sampling.stop_token_ids that ended it
-    cached_len: int = 0  # tokens of the prompt whose KV was there on admission
+    seed: int = field(init=False)
+    prompt: Ids = field(init=False)  # prompt_ids, to be compared
+
+    slots: list[int] = field(default_factory=list)  # of the tokens whose KV is computed or planned
+    node: RadixNode | None = None  # of the prefix cache, locked
+    shared_len: int = 0  # the first of ``slots``, which belong to the cache
+    planned_len: int = 0  # tokens whose KV is there or computed by the steps so far
+    planned_outputs: int = 0  # tokens that the steps so far sample
+
+    cached_len: int = 0  # tokens of the prompt whose KV was there on first admission
+    times_passed: int = 0  # others were admitted before it although it came first
     admitted_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.prompt = np.array(self.prompt_ids, dtype=np.int32)
+        self.seed = random.getrandbits(63) if self.sampling.seed is None else self.sampling.seed
+
     @property
-    def peak_len(self) -> int:
-        return len(self.prompt_ids) + self.max_new_tokens
+    def token_ids(self) -> list[int]:
+        return self.prompt_ids + self.output_ids
+
+    @property
+    def total_len(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def in_flight(self) -> int:
+        """Tokens that steps under way will bring."""
+        return self.planned_outputs - len(self.output_ids)
 
     @property
     def unplanned(self) -> int:
@@ -40,12 +67,21 @@ class Req:
             return 0  # its last token is sampled already; nobody needs that one's KV
         return len(self.prompt_ids) + self.planned_outputs - self.planned_len
 
+    @property
+    def is_prefilling(self) -> bool:
+        return self.unplanned > 1
+
     def plan(self, slots: list[int]) -> None:
         """The next step computes len(slots) more of its tokens."""
         self.slots += slots
         self.planned_len += len(slots)
         if self.planned_len == len(self.prompt_ids) + self.planned_outputs:
             self.planned_outputs += 1
+
+    def begin(self) -> None:
+        """On admission, with the slots of what is cached: the workers know nothing of it yet."""
+        self.planned_len = len(self.slots)
+        self.planned_outputs = len(self.output_ids)
 
     def take(self, out: TokenOut) -> None:
         token_id = out.token_id
@@ -63,6 +99,13 @@ class Req:
         return token_id in self.eos_ids and not self.sampling.ignore_eos
 
     def as_new(self) -> NewReq:
-        """What the workers are told of it; a seed it lacks is drawn here, for all ranks the same."""
-        seed = random.getrandbits(63) if self.sampling.seed is None else self.sampling.seed
-        return NewReq(self.req_id, self.prompt_ids, self.sampling, seed, self.eos_ids)
+        """What the workers are told of it when it enters, or enters again."""
+        return NewReq(
+            self.req_id,
+            self.token_ids,
+            self.sampling,
+            self.seed,
+            self.eos_ids,
+            cached_slots=self.slots.copy(),
+            output_len=len(self.output_ids),
+        )

@@ -1,125 +1,244 @@
-"""Who runs next: first come, first served, no request paused. Knows neither torch nor processes.
+"""Who runs next, and in which slots. Knows neither torch nor processes.
 
-A request is admitted when the pool can hold its prompt and all the output it may ask for, so nothing ever runs out.
-Each step carries one token of every running request and prompt chunks up to a budget. Several steps may be planned
+Every step carries one token of every request that decodes, and prompt chunks up to a budget. A request is admitted
+while the peak of what all will hold fits the pool; where a guess of that was wrong, the newest request is paused, its
+KV stays in the prefix cache while there is room, and it goes on later with the same text. Several steps may be planned
 before the tokens of the first are back: workers run them in order, so what one step frees the next may use.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
-from lightserve.common.token_slots import TokenSlots
+from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.io_struct import Step, StepRow, TokenOut
+from lightserve.router.kv_pool import KvPool
+from lightserve.router.policy import Fifo, Policy
+from lightserve.router.radix_cache import Ids
 from lightserve.router.req import Req
+from lightserve.router.req_queue import ReqQueue
+from lightserve.router.token_budget import OutputEstimate, peak_tokens
+
+WORTH_WAITING = 32  # tokens of a common prompt that another computes now: fewer are computed again
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_running: int
+    batch_max_tokens: int  # tokens of a step
+    chunk_size: int | None  # prompt tokens of one request in a step; None: all of them
+    token_ratio: float = 0.0  # share of the pool up to which outputs are guessed; beyond it all they may make counts
+
+    def chunk(self, count: int) -> int:
+        return count if self.chunk_size is None else min(count, self.chunk_size)
+
+
+def limits_of(worker: WorkerConfig, router: RouterConfig) -> Limits:
+    chunk_size = router.chunked_prefill_size or worker.batch_max_tokens
+    return Limits(
+        max_running=worker.running_max_req_size,
+        batch_max_tokens=worker.batch_max_tokens,
+        chunk_size=None if router.disable_chunked_prefill else chunk_size,
+        token_ratio=router.router_token_ratio,
+    )
 
 
 class Scheduler:
-    def __init__(self, num_slots: int, max_running: int, batch_max_tokens: int) -> None:
-        self.slots = TokenSlots(num_slots)
-        self._max_running = max_running
-        self._batch_max_tokens = batch_max_tokens
-        self._promised = 0  # slots that running requests hold or may still ask for
-        self._waiting: deque[Req] = deque()
-        self._running: dict[int, Req] = {}
+    def __init__(self, pool: KvPool, limits: Limits, policy: Policy | None = None) -> None:
+        self.pool = pool
+        self.num_pauses = 0
+        self._limits = limits
+        self._queue = ReqQueue(policy or Fifo())
+        self._running: dict[int, Req] = {}  # in the order of admission
+        self._estimate = OutputEstimate()
         self._left: list[int] = []  # requests the workers must forget
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
 
     @property
     def num_running(self) -> int:
         return len(self._running)
 
-    @property
-    def used_tokens(self) -> int:
-        return self.slots.num_used
-
     def add(self, req: Req) -> None:
-        self._waiting.append(req)
+        self._queue.add(req)
 
     def next_step(self, now_s: float = 0.0) -> Step | None:
         """What to compute next; None when there is nothing that the steps under way do not do already."""
-        new = [req.as_new() for req in self._admit(now_s)]
+        self._make_room()
+        admitted = {req.req_id: req.as_new() for req in self._admit(now_s)}
         rows = self._rows()
+        new = [entry for req_id, entry in admitted.items() if req_id in self._running]
         if not rows and not new and not (self._left and not self._running):
             return None  # freed rows of the table can wait for the next step, unless none will come
-        left, self._left = self._left, []
+        left = [req_id for req_id in self._left if req_id not in admitted]
+        self._left = []
         return Step(rows, new, left)
 
     def take(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
         """Give each request its token and release those that are done; tokens of requests that are gone are dropped."""
         taken = []
         for out in outs:
-            req = self._running.get(out.req_id)
-            if req is None:  # it ended or was aborted while this step was under way
+            req = self._running.get(out.req_id) or self._queue.paused(out.req_id)
+            if req is None or not req.in_flight:  # it ended or was aborted while this step was under way
                 continue
             req.take(out)
             taken.append((req, out))
             if req.finish_reason is not None:
-                self._release(req)
+                if req.max_new_tokens > 1:  # such as the steps of a beam search, which say nothing of answers
+                    self._estimate.learn(len(req.output_ids))
+                self._drop(req)
         return taken
 
     def abort(self, req_id: int) -> Req | None:
-        """Drop a request that waits or runs; None if it is neither."""
-        req = self._running.get(req_id)
+        """Drop a request wherever it is; None if it is gone already."""
+        req = self._running.get(req_id) or self._queue.find(req_id)
         if req is not None:
-            self._release(req)
-            return req
-        req = next((one for one in self._waiting if one.req_id == req_id), None)
-        if req is not None:
-            self._waiting.remove(req)
+            self._drop(req)
         return req
 
     def abort_all(self) -> list[Req]:
-        waiting, self._waiting = list(self._waiting), deque()
-        running = list(self._running.values())
-        for req in running:
-            self._release(req)
-        return waiting + running
+        return self._drop_all(lambda req: True)
 
-    def _release(self, req: Req) -> None:
-        del self._running[req.req_id]
-        if req.slots:
-            self.slots.free(np.array(req.slots, dtype=np.int32))
-        self._promised -= req.peak_len
+    def expire(self, now_s: float) -> list[Req]:
+        """Drop the requests whose time is over."""
+        return self._drop_all(lambda req: req.deadline_s is not None and req.deadline_s <= now_s)
+
+    def _drop(self, req: Req) -> None:
+        if self._running.pop(req.req_id, None) is None:
+            self._queue.remove(req)
+            return
+        self.pool.close(req)
         self._left.append(req.req_id)
 
+    def _drop_all(self, is_meant: Callable[[Req], bool]) -> list[Req]:
+        dropped = [req for req in (*self._queue, *self._running.values()) if is_meant(req)]
+        for req in dropped:
+            self._drop(req)
+        return dropped
+
+    def _make_room(self) -> None:
+        """Pause until every request that decodes can have its next token; one alone always can."""
+        while len(self._running) > max(1, self.pool.available):  # counted only where memory is short
+            decoding = sum(req.unplanned == 1 for req in self._running.values())
+            if decoding <= self.pool.available:
+                return
+            self._pause(self._newest())
+
+    def _pause(self, req: Req) -> None:
+        """Its tokens stay, its KV becomes cache; it goes on when there is room, ahead of the queue."""
+        del self._running[req.req_id]
+        self.pool.close(req)
+        self._left.append(req.req_id)
+        self._queue.add_paused(req)
+        self.num_pauses += 1
+
     def _admit(self, now_s: float) -> list[Req]:
-        admitted = []
-        while self._waiting and len(self._running) < self._max_running:
-            if self._promised + self._waiting[0].peak_len > self.slots.size:
+        admitted: list[Req] = []
+        if not len(self._queue) or len(self._running) >= self._limits.max_running:
+            return admitted  # most steps end here: to order the queue costs
+        unplanned = [(req, req.unplanned) for req in self._running.values()]
+        budget = self._limits.batch_max_tokens - sum(self._limits.chunk(count) for _, count in unplanned)
+        if budget <= 0:
+            return admitted
+        prefilling = [req for req, count in unplanned if count > 1]
+        for req in self._queue.candidates(self.pool.cached_len):
+            if len(self._running) >= self._limits.max_running or budget <= 0:
                 break
-            req = self._waiting.popleft()
-            req.admitted_s = now_s
-            self._promised += req.peak_len
-            self._running[req.req_id] = req
+            if req.in_flight or self._is_under_way(req, prefilling):
+                continue
+            if not self._fits(req):
+                break
+            self._queue.remove(req)
+            self._enter(req, now_s)
+            budget -= self._limits.chunk(req.unplanned)
+            if req.is_prefilling:
+                prefilling.append(req)
             admitted.append(req)
         return admitted
 
+    def _is_under_way(self, req: Req, prefilling: list[Req]) -> bool:
+        """Whether another request is computing a good part of its prompt: soon it will be in the cache."""
+        rivals = [other for other in prefilling if other.salt == req.salt]
+        if not rivals:
+            return False
+        enough = self.pool.cached_len(req) + WORTH_WAITING
+        return any(common_len(req.prompt, other.prompt) >= enough for other in rivals)
+
+    def _enter(self, req: Req, now_s: float) -> None:
+        req.begin()
+        if not req.output_ids:
+            req.admitted_s = now_s
+            req.cached_len = req.planned_len
+        self._running[req.req_id] = req
+
+    def _fits(self, req: Req) -> bool:
+        """Whether the peak with it stays within the pool; if so, it holds what is cached of it."""
+        self.pool.open(req)
+        reqs = [*self._running.values(), req]
+        made = np.array([one.planned_outputs for one in reqs])
+        most = np.array([one.max_new_tokens for one in reqs])
+        is_tight = self.pool.used >= self._limits.token_ratio * self.pool.size
+        remaining = most - made if is_tight else self._estimate.remaining(made, most)
+        held = made + np.array([len(one.prompt_ids) - one.shared_len for one in reqs])  # once all is planned
+        if self.pool.shared_tokens + peak_tokens(held, remaining) <= self.pool.size or len(reqs) == 1:
+            return True
+        self.pool.close(req)
+        return False
+
     def _rows(self) -> list[StepRow]:
-        planned = list(self._counts())
-        slots = self.slots.alloc(sum(count for _, count in planned)).tolist()
+        planned = self._counts()
+        while not planned and self._is_stuck():
+            self._pause(self._newest())
+            planned = self._counts()
+        slots = self.pool.alloc(sum(count for _, count in planned))
         rows = []
         begin = 0
         for req, count in planned:
             own = slots[begin : begin + count]
             begin += count
+            is_prompt = req.planned_len < len(req.prompt_ids)
             req.plan(own)
+            if is_prompt:
+                self.pool.share(req)
             rows.append(StepRow(req.req_id, own))
         return rows
 
-    def _counts(self) -> Iterator[tuple[Req, int]]:
-        """How many tokens of whom the next step computes."""
-        prompt_budget = self._batch_max_tokens
-        for req in self._running.values():
-            count = req.unplanned
-            if count > 1:
-                count = min(count, prompt_budget)
-                prompt_budget -= count
+    def _counts(self) -> list[tuple[Req, int]]:
+        """How many tokens of whom the next step computes: first all that decode, then prompts in their order."""
+        unplanned = [(req, req.unplanned) for req in self._running.values()]
+        counts = [entry for entry in unplanned if entry[1] == 1]
+        budget = self._limits.batch_max_tokens - len(counts)
+        room = self.pool.available - len(counts)
+        for req in [req for req, count in unplanned if count > 1]:
+            count = self._part_of_prompt(req, budget, room)
+            budget -= count
+            room -= count
             if count:
-                yield req, count
+                counts.append((req, count))
+        return counts
+
+    def _part_of_prompt(self, req: Req, budget: int, room: int) -> int:
+        if self._limits.chunk_size is not None:
+            return max(0, min(req.unplanned, self._limits.chunk_size, budget, room))
+        return req.unplanned if req.unplanned <= room and budget > 0 else 0  # whole, if need be beyond the budget
+
+    def _is_stuck(self) -> bool:
+        """Prompts that cannot go on, and nobody on the way who will end and make room."""
+        running = self._running.values()
+        return len(running) > 1 and any(req.unplanned for req in running) and not any(req.in_flight for req in running)
+
+    def _newest(self) -> Req:
+        """Who is paused first: the least important, of those the latest."""
+        return max(self._running.values(), key=lambda req: (req.priority, req.arrived_s, req.req_id))
+
+
+def common_len(a: Ids, b: Ids) -> int:
+    """Tokens that two prompts begin with in common."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    return int(differs.argmax()) if differs.any() else n

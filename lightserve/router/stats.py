@@ -69,11 +69,11 @@ class RouterMetrics:
     def refused(self) -> None:
         self.values["request_refused_total"] += 1
 
-    def failed(self) -> None:
-        self.values["request_failed_total"] += 1
+    def failed(self, count: int = 1) -> None:
+        self.values["request_failed_total"] += count
 
-    def preempted(self) -> None:
-        self.values["num_preemptions_total"] += 1
+    def preempted(self, count: int = 1) -> None:
+        self.values["num_preemptions_total"] += count
 
     def step(self, num_tokens: int) -> None:
         self._step_tokens.observe(num_tokens)

@@ -144,7 +144,6 @@ BAD: list[Bad] = [
     *later("num_beams", 2),
     *later("prompt_logprobs", 0, 1),
     *later("suffix", "end"),
-    *later("priority", 1, -1),
     *later("modalities", ["text", "audio"]),
     *later("lora_request", {"name": "a"}),
     *later("adapter_id", "a"),

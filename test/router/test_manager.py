@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
+
+from lightserve.config import RouterConfig
 from lightserve.io_struct import (
     AbortNamed,
     AbortReq,
@@ -19,13 +22,15 @@ from lightserve.io_struct import (
     RouterStats,
     SamplingParams,
     Step,
+    Terms,
     ToDetokenization,
     TokenIdOut,
     TokenOut,
     ToRouter,
 )
+from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import Limits, Scheduler
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
 from test.waiting import DEADLINE_S, until
@@ -55,7 +60,8 @@ class FakeModel:
     async def _run(self, step: Step) -> list[TokenOut]:
         await self.may_run.wait()
         for new in step.new:
-            self._missing[new.req_id], self._made[new.req_id] = len(new.prompt_ids), 0
+            self._missing[new.req_id] = len(new.prompt_ids) - len(new.cached_slots)
+            self._made[new.req_id] = new.output_len
         outs = []
         for row in step.rows:
             self._missing[row.req_id] -= len(row.slots)
@@ -108,8 +114,10 @@ class Router:
         from_router: Receiver[ToDetokenization] = Receiver(f"ipc://{run_dir}/detok", ToDetokenization)
         outbox: Sender[ToDetokenization] = Sender(f"ipc://{run_dir}/detok")
         engine = EngineReady(200, 100, 1000, depth, (EOS,))
-        scheduler, model = Scheduler(200, 8, 64), FakeModel(end_after)
-        manager = RouterManager(scheduler, model, engine, inbox, outbox, max_queue_size)
+        config = RouterConfig(max_queue_size=max_queue_size)
+        limits = Limits(max_running=8, batch_max_tokens=64, chunk_size=64)
+        scheduler, model = Scheduler(KvPool(200), limits), FakeModel(end_after)
+        manager = RouterManager(scheduler, model, engine, inbox, outbox, config)
         router = cls(manager, scheduler, model)
         router._to_router = Sender(f"ipc://{run_dir}/router")
         router._from_router = from_router
@@ -148,7 +156,7 @@ def test_requests_get_their_tokens_in_order_whatever_the_depth(tmp_path: Path) -
 
         for req_id in range(20):
             assert router.tokens_of(req_id) == [101 + i for i in range(1 + req_id % 7)]
-        await until(lambda: router.scheduler.used_tokens == 0)
+        await until(lambda: router.scheduler.pool.used == 0)
 
     for depth in (1, 2):
         run_dir = tmp_path / str(depth)
@@ -192,7 +200,7 @@ def test_a_token_computed_once_too_often_is_dropped(tmp_path: Path) -> None:
 
         assert router.tokens_of(1) == [101, 102, EOS]
         assert router.outs[-1].finish_reason is FinishReason.STOP
-        await until(lambda: router.scheduler.used_tokens == 0)
+        await until(lambda: router.scheduler.pool.used == 0)
 
     check(scenario, tmp_path, depth=2, end_after=3)
 
@@ -225,7 +233,7 @@ def test_an_abort_frees_what_the_request_held_and_is_passed_on(tmp_path: Path) -
         await router.until(lambda: router.has_finished(2) and any(batch.gone == [1] for batch in router.batches))
 
         assert router.tokens_of(1) == []
-        await until(lambda: router.scheduler.used_tokens == 0)
+        await until(lambda: router.scheduler.pool.used == 0)
 
     check(scenario, tmp_path)
 
@@ -269,5 +277,36 @@ def test_an_operators_abort_goes_to_the_http_processes(tmp_path: Path) -> None:
         router.send(AbortNamed("abc"))
 
         await router.until(lambda: AbortNamed("abc") in router.sent)
+
+    check(scenario, tmp_path)
+
+
+def test_a_request_whose_time_is_over_ends_with_an_error_and_frees_what_it_held(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.model.may_run.clear()
+        router.send(msgspec.structs.replace(ask(1), terms=Terms(timeout_s=0.1)))
+        router.send(ask(2))
+
+        await router.until(lambda: len(refused(router)) == 1)
+        router.model.may_run.set()
+        await router.until(lambda: router.has_finished(2))
+
+        assert [(failure.req_id, failure.status) for failure in refused(router)] == [(1, 504)]
+        await until(lambda: router.scheduler.pool.used == 0)
+
+    check(scenario, tmp_path)
+
+
+def test_opting_out_of_the_cache_shares_with_the_same_prompt_only(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        prompt = ask(1, prompt_len=60, max_new_tokens=1)
+        alone = Terms(use_cache=False)
+
+        for req_id, group, terms in ((1, 1, Terms()), (2, 2, Terms()), (3, 3, alone), (4, 3, alone), (5, 5, alone)):
+            router.send(msgspec.structs.replace(prompt, req_id=req_id, group=group, terms=terms))
+            await router.until(lambda: router.has_finished(req_id))  # noqa: B023  awaited at once
+
+        cached = {out.req_id: out.admission.cached_tokens for out in router.outs if out.admission}
+        assert cached == {1: 0, 2: 59, 3: 0, 4: 59, 5: 0}
 
     check(scenario, tmp_path)

@@ -1,149 +1,351 @@
-"""The scheduler, against a worker that answers without a model."""
+"""The scheduler against a worker that keeps what a KV cache keeps: every slot must hold what its reader believes."""
 
 from __future__ import annotations
 
-import random
 from collections import deque
+from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from lightserve.io_struct import FinishReason, SamplingParams, Step, TokenOut
+from lightserve.router.kv_pool import KvPool
+from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import Limits, Scheduler
 
 EOS = 7
+ROOT = 0
 
 
-class FakeWorker:
-    """Keeps the tokens of its requests as a real one does, checks what it is told, and emits EOS by script."""
+def fold(prefix: int, token_id: int) -> int:
+    return hash((prefix, token_id))
 
-    def __init__(self, num_slots: int, end_after: dict[int, int]) -> None:
-        self.num_slots = num_slots
-        self.end_after = end_after
-        self.known: dict[int, int] = {}  # tokens known
-        self.cached: dict[int, int] = {}
-        self.made: dict[int, int] = {}
-        self.slots: dict[int, set[int]] = {}
+
+def next_token(prefix: int, seed: int) -> int:
+    """What the model says after a prefix: one token in twelve ends the answer."""
+    return hash((prefix, seed, 1)) % 12  # integers only: strings hash anew in each process
+
+
+def truth(prompt: list[int], seed: int, max_new_tokens: int) -> list[int]:
+    """The answer of a server with one request and no end of memory."""
+    prefix = ROOT
+    for token_id in prompt:
+        prefix = fold(prefix, token_id)
+    made: list[int] = []
+    while len(made) < max_new_tokens and (not made or made[-1] != EOS):
+        made.append(next_token(prefix, seed))
+        prefix = fold(prefix, made[-1])
+    return made
+
+
+@dataclass
+class KvReq:
+    ids: list[int]
+    seed: int
+    slots: list[int]
+    prefixes: list[int] = field(default_factory=list)  # what each slot must hold
+
+    def __post_init__(self) -> None:
+        self.extend_prefixes()
+
+    def extend_prefixes(self) -> None:
+        for token_id in self.ids[len(self.prefixes) :]:
+            self.prefixes.append(fold(self.prefixes[-1] if self.prefixes else ROOT, token_id))
+
+
+class KvWorker:
+    """Runs steps as a model worker does, and reads every slot of a request whenever it computes something of it."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.computed = 0  # tokens
+        self.reqs: dict[int, KvReq] = {}
+        self._kv: list[int | None] = [None] * num_slots
 
     def run(self, step: Step) -> list[TokenOut]:
         for req_id in step.free:
-            for held in (self.known, self.cached, self.made, self.slots):
-                del held[req_id]
+            del self.reqs[req_id]
         for new in step.new:
-            self.known[new.req_id], self.cached[new.req_id], self.made[new.req_id] = len(new.prompt_ids), 0, 0
-            self.slots[new.req_id] = set()
-        outs = []
+            assert new.req_id not in self.reqs
+            self.reqs[new.req_id] = KvReq(list(new.prompt_ids), new.seed, list(new.cached_slots))
+        assert len({row.req_id for row in step.rows}) == len(step.rows)
+        written = [slot for row in step.rows for slot in row.slots]
+        assert len(set(written)) == len(written), "a slot is written twice in a step"
         for row in step.rows:
-            taken = set().union(*self.slots.values())
-            assert len(set(row.slots)) == len(row.slots)
-            assert not taken & set(row.slots), "a slot has two owners"
-            assert all(0 <= slot < self.num_slots for slot in row.slots)
-            self.slots[row.req_id] |= set(row.slots)
-            self.cached[row.req_id] += len(row.slots)
-            assert self.cached[row.req_id] <= self.known[row.req_id]
-            if self.cached[row.req_id] == self.known[row.req_id]:
-                self.known[row.req_id] += 1
-                self.made[row.req_id] += 1
-                is_last = self.made[row.req_id] == self.end_after.get(row.req_id)
-                outs.append(TokenOut(row.req_id, EOS if is_last else 1, 0.0))
-        return outs
+            self._write(self.reqs[row.req_id], row.slots)
+        return [out for row in step.rows if (out := self._read(row.req_id)) is not None]
+
+    def _write(self, req: KvReq, slots: list[int]) -> None:
+        for slot in slots:
+            self._kv[slot] = req.prefixes[len(req.slots)]
+            req.slots.append(slot)
+            self.computed += 1
+
+    def _read(self, req_id: int) -> TokenOut | None:
+        req = self.reqs[req_id]
+        held = [self._kv[slot] for slot in req.slots]
+        assert held == req.prefixes[: len(held)], "a slot does not hold what its reader believes"
+        if len(req.slots) < len(req.ids):
+            return None
+        token_id = next_token(req.prefixes[-1], req.seed)
+        req.ids.append(token_id)
+        req.extend_prefixes()
+        return TokenOut(req_id, token_id)
 
 
-def run(scheduler: Scheduler, worker: FakeWorker, reqs: list[Req], depth: int) -> None:
-    """As the router does: up to ``depth`` steps are planned and run before the tokens of the first are seen."""
+class Server:
+    """The router's loop without processes: ``depth`` steps are planned before the tokens of the first are seen."""
+
+    def __init__(self, scheduler: Scheduler, depth: int = 1) -> None:
+        self.scheduler = scheduler
+        self.worker = KvWorker(scheduler.pool.size)
+        self.peak_used = 0
+        self.order: list[int] = []  # request ids in the order of their first admission
+        self._depth = depth
+        self._under_way: deque[list[TokenOut]] = deque()
+
+    def step(self) -> bool:
+        """Whether anything was done."""
+        while len(self._under_way) < self._depth and (step := self.scheduler.next_step()):
+            self.order += [new.req_id for new in step.new if new.req_id not in self.order]
+            self._under_way.append(self.worker.run(step))
+            pool = self.scheduler.pool
+            self.peak_used = max(self.peak_used, pool.used)
+            assert pool.slots.num_used + pool.slots.num_free == pool.size
+        if not self._under_way:
+            return False
+        self.scheduler.take(self._under_way.popleft())
+        return True
+
+    def run(self, reqs: list[Req]) -> None:
+        for req in reqs:
+            self.scheduler.add(req)
+        while self.step():
+            pass
+
+    def assert_idle(self) -> None:
+        scheduler = self.scheduler
+        assert scheduler.num_running == scheduler.num_waiting == 0
+        assert scheduler.pool.used == scheduler.pool.shared_tokens == 0
+        assert scheduler.pool.slots.num_used == scheduler.pool.cached_tokens, "idle means used = cached"
+        assert not self.worker.reqs
+
+
+def make(num_slots: int = 1000, policy: str = "fifo", **limits: float | None) -> Scheduler:
+    chosen: dict[str, float | None] = {"max_running": 8, "batch_max_tokens": 64, "chunk_size": 64, "token_ratio": 0.0}
+    return Scheduler(KvPool(num_slots), Limits(**chosen | limits), make_policy(policy))  # type: ignore[arg-type]
+
+
+def make_req(req_id: int, prompt: list[int], max_new_tokens: int = 8, **fields: object) -> Req:
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=req_id)
+    return Req(req_id, prompt, sampling, max_new_tokens, (EOS,), arrived_s=float(req_id), **fields)  # type: ignore[arg-type]
+
+
+prompts = st.builds(
+    lambda shared, own: [100 + i for i in range(shared)] + own,
+    st.integers(0, 40),
+    st.lists(st.integers(0, 3), min_size=1, max_size=20),
+)
+
+
+@st.composite
+def servers(draw: st.DrawFn) -> Server:
+    batch_max_tokens = draw(st.integers(9, 64))
+    scheduler = make(
+        draw(st.integers(85, 200)),
+        draw(st.sampled_from(list(POLICIES))),
+        max_running=draw(st.integers(1, 8)),
+        batch_max_tokens=batch_max_tokens,
+        chunk_size=draw(st.sampled_from([batch_max_tokens, batch_max_tokens // 2, None])),
+        token_ratio=draw(st.sampled_from([0.0, 0.5, 1.0])),
+    )
+    for length in draw(st.lists(st.integers(1, 20), max_size=40)):
+        scheduler._estimate.learn(length)
+    return Server(scheduler, draw(st.integers(1, 3)))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    server=servers(),
+    asks=st.lists(st.tuples(prompts, st.integers(1, 20), st.integers(-1, 1)), min_size=1, max_size=20),
+    events=st.lists(st.tuples(st.integers(0, 3), st.none() | st.integers(0, 19)), max_size=60),
+)
+def test_every_request_gets_its_text_and_nothing_is_lost_whatever_happens(
+    server: Server, asks: list[tuple[list[int], int, int]], events: list[tuple[int, int | None]]
+) -> None:
+    reqs = [make_req(i, prompt, most, priority=priority) for i, (prompt, most, priority) in enumerate(asks)]
+    to_come = deque(reqs)
+    aborted = set()
+
+    for arrivals, victim in events:
+        for _ in range(min(arrivals, len(to_come))):
+            server.scheduler.add(to_come.popleft())
+        if victim is not None and server.scheduler.abort(victim) is not None:
+            aborted.add(victim)
+        server.step()
+    server.run(list(to_come))
+
     for req in reqs:
-        scheduler.add(req)
-    under_way: deque[list[TokenOut]] = deque()
-    while True:
-        while len(under_way) < depth and (step := scheduler.next_step()):
-            under_way.append(worker.run(step))
-        if not under_way:
-            return
-        scheduler.take(under_way.popleft())
+        if req.req_id not in aborted:
+            assert req.output_ids == truth(req.prompt_ids, req.seed, req.max_new_tokens)
+            is_end = req.output_ids[-1] == EOS
+            assert req.finish_reason is (FinishReason.STOP if is_end else FinishReason.LENGTH)
+    assert server.peak_used <= server.scheduler.pool.size
+    server.assert_idle()
 
 
-def make_req(req_id: int, prompt_len: int, max_new_tokens: int) -> Req:
-    return Req(req_id, [3] * prompt_len, SamplingParams(max_new_tokens=max_new_tokens), max_new_tokens, (EOS,))
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(20))
-def test_every_request_ends_as_it_should_whatever_the_load(seed: int, depth: int) -> None:
-    rng = random.Random(seed)
-    num_slots = rng.randint(60, 200)
-    reqs = [make_req(i, rng.randint(1, 40), rng.randint(1, 20)) for i in range(50)]
-    end_after = {req.req_id: rng.randint(1, 25) for req in reqs}
-    scheduler = Scheduler(num_slots, rng.randint(1, 12), rng.randint(1, 64))
-    worker = FakeWorker(num_slots, end_after)
-
-    run(scheduler, worker, reqs, depth)
-
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_pool_too_small_for_all_pauses_some_and_finishes_every_text(depth: int) -> None:
+    server = Server(make(600, max_running=50, batch_max_tokens=256, token_ratio=1.0), depth)
+    for _ in range(64):
+        server.scheduler._estimate.learn(10)  # far too short: these will go on
+    reqs = [make_req(i, [50 + i, 1, 2, 3], 200) for i in range(50)]
     for req in reqs:
-        ends_by_itself = end_after[req.req_id] <= req.max_new_tokens
-        assert req.finish_reason is (FinishReason.STOP if ends_by_itself else FinishReason.LENGTH)
-        assert len(req.output_ids) == min(end_after[req.req_id], req.max_new_tokens)
-    assert scheduler.slots.num_used == 0
-    assert not worker.known
+        req.eos_ids = ()
+
+    server.run(reqs)
+
+    assert all(len(req.output_ids) == 200 for req in reqs)
+    assert all(req.finish_reason is FinishReason.LENGTH for req in reqs)
+    assert server.scheduler.num_pauses > 0
+    server.assert_idle()
 
 
-def test_a_prompt_longer_than_the_budget_goes_in_chunks_beside_running_requests() -> None:
-    scheduler = Scheduler(1000, 8, batch_max_tokens=10)
-    worker = FakeWorker(1000, {})
-    scheduler.add(make_req(0, 3, 50))
-    scheduler.take(worker.run(scheduler.next_step() or pytest.fail("idle")))
-    scheduler.add(make_req(1, 25, 5))
+def test_without_guessing_nobody_is_paused() -> None:
+    server = Server(make(600, max_running=50, token_ratio=0.0))
+    for _ in range(64):
+        server.scheduler._estimate.learn(1)
+
+    server.run([make_req(i, [50 + i, 1, 2, 3], 200) for i in range(50)])
+
+    assert server.scheduler.num_pauses == 0
+
+
+def test_a_common_prompt_sent_at_once_is_computed_once() -> None:
+    server = Server(make(4000, max_running=32, batch_max_tokens=4096, chunk_size=256))
+    system = list(range(1000, 2000))
+
+    server.run([make_req(i, [*system, i], max_new_tokens=1) for i in range(32)])
+
+    assert server.worker.computed == 1000 + 32
+
+
+def test_the_next_turn_of_a_chat_computes_only_what_is_new() -> None:
+    server = Server(make(4000))
+    history = list(range(100, 130))
+    for turn in range(10):
+        req = make_req(turn, history, max_new_tokens=6)
+        before = server.worker.computed
+
+        server.run([req])
+
+        new = len(history) - req.cached_len
+        assert turn == 0 or new <= 12  # the last answer's last token, and the new question
+        assert server.worker.computed - before == new + len(req.output_ids) - 1
+        history = [*history, *req.output_ids, *range(500 + turn * 10, 510 + turn * 10)]
+
+
+def test_salts_do_not_share() -> None:
+    server = Server(make())
+    prompt = list(range(100, 150))
+
+    server.run([make_req(0, prompt, 1, salt="a")])
+    server.run([make_req(1, prompt, 1, salt="b")])
+
+    assert server.worker.computed == 100
+
+
+def test_a_long_prompt_goes_chunk_by_chunk_beside_running_requests() -> None:
+    scheduler = make(2000, batch_max_tokens=11, chunk_size=10)
+    server = Server(scheduler)
+    scheduler.add(make_req(0, [1, 2, 3], 50))
+    server.step()
+    scheduler.add(make_req(1, list(range(100, 125)), 5))
 
     sizes = []
     for _ in range(4):
-        step = scheduler.next_step() or pytest.fail("idle")
+        step = scheduler.next_step()
+        assert step is not None
         sizes.append([len(row.slots) for row in step.rows])
-        scheduler.take(worker.run(step))
+        scheduler.take(server.worker.run(step))
 
     assert sizes == [[1, 10], [1, 10], [1, 5], [1, 1]]
 
 
-def test_aborting_gives_everything_back() -> None:
-    scheduler = Scheduler(100, 2, batch_max_tokens=10)
-    worker = FakeWorker(100, {})
+def test_short_prompts_share_a_step() -> None:
+    scheduler = make(batch_max_tokens=64)
     for i in range(5):
-        scheduler.add(make_req(i, 12, 9))
-    scheduler.take(worker.run(scheduler.next_step() or pytest.fail("idle")))
+        scheduler.add(make_req(i, [i, 1, 2, 3]))
 
-    scheduler.abort_all()
-    worker.run(scheduler.next_step() or pytest.fail("the worker still holds requests"))
+    step = scheduler.next_step()
 
-    assert scheduler.slots.num_used == 0
-    assert not worker.known
-    assert scheduler.next_step() is None
+    assert step is not None
+    assert [len(row.slots) for row in step.rows] == [4] * 5
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_aborts_at_any_time_leave_nothing_behind(depth: int) -> None:
-    rng = random.Random(depth)
-    scheduler = Scheduler(300, 6, batch_max_tokens=16)
-    worker = FakeWorker(300, {})
-    for i in range(60):
-        scheduler.add(make_req(i, rng.randint(1, 40), rng.randint(1, 30)))
-    under_way: deque[list[TokenOut]] = deque()
+def test_within_a_priority_the_first_to_come_is_the_first_to_run() -> None:
+    for policy, order in (("fifo", [0, 1, 2, 3, 4, 5]), ("priority", [1, 3, 5, 0, 2, 4])):
+        server = Server(make(policy=policy, max_running=1))
+        reqs = [make_req(i, [i], 2, priority=0 if i % 2 else 1) for i in range(6)]
+        for req in reqs:
+            req.arrived_s /= 100
 
-    while True:
-        while len(under_way) < depth and (step := scheduler.next_step()):
-            under_way.append(worker.run(step))
-        if not under_way:
-            break
-        if rng.random() < 0.3:
-            scheduler.abort(rng.randrange(60))
-        scheduler.take(under_way.popleft())
+        server.run(reqs)
 
-    assert scheduler.slots.num_used == scheduler.num_running == scheduler.num_waiting == 0
-    assert not worker.known
+        assert server.order == order
 
 
-def test_a_request_is_told_which_of_its_stop_tokens_ended_it() -> None:
-    sampling = SamplingParams(max_new_tokens=5, stop_token_ids=(EOS,), ignore_eos=True)
-    req = Req(0, [3], sampling, 5, (EOS,))
+def test_waiting_long_enough_beats_priority() -> None:
+    server = Server(make(policy="priority", max_running=1))
+    old = make_req(0, [1], priority=5)
+    late = make_req(1, [2], priority=0)
+    late.arrived_s = old.arrived_s + 1000
 
-    run(Scheduler(10, 1, batch_max_tokens=16), FakeWorker(10, {0: 2}), [req], depth=1)
+    server.run([late, old])
 
-    assert req.finish_reason is FinishReason.STOP
-    assert req.stop_token == EOS
+    assert server.order == [0, 1]
+
+
+def test_cache_aware_takes_what_is_cached_first_but_passes_nobody_over_for_ever() -> None:
+    server = Server(make(4000, policy="cache_aware", max_running=1))
+    system = list(range(1000, 1100))
+    server.run([make_req(0, system, 1)])
+    stranger = make_req(1, [1, 2, 3], 1)
+
+    server.run([stranger, *(make_req(i, [*system, i], 1) for i in range(2, 50))])
+
+    place = server.order.index(1)
+    assert 30 <= place <= 34
+
+
+def test_requests_whose_time_is_over_are_dropped_wherever_they_are() -> None:
+    scheduler = make(max_running=1)
+    server = Server(scheduler)
+    reqs = [make_req(i, [i], 50, deadline_s=10.0 + i) for i in range(3)]
+    for req in reqs:
+        scheduler.add(req)
+    server.step()
+
+    assert scheduler.expire(9.0) == []
+    assert sorted(req.req_id for req in scheduler.expire(11.5)) == [0, 1]
+    while server.step():
+        pass
+    assert reqs[2].finish_reason is not None
+    server.assert_idle()
+
+
+def test_the_least_important_and_newest_is_paused_first() -> None:
+    scheduler = make(40, max_running=3, token_ratio=1.0)
+    for _ in range(64):
+        scheduler._estimate.learn(2)
+    reqs = [make_req(i, [i, 1, 2, 3], 30, priority=priority) for i, priority in enumerate((0, 1, 0))]
+    for req in reqs:
+        req.eos_ids = ()
+    server = Server(scheduler)
+    for req in reqs:
+        scheduler.add(req)
+
+    while not scheduler.num_pauses:
+        server.step()
+
+    assert set(scheduler._running) == {0, 2}

@@ -54,8 +54,11 @@ class InferBatch:
 
     def add(self, new: NewReq) -> None:
         row = self._req_manager.alloc()
-        ids = list(new.prompt_ids)
-        self._reqs[new.req_id] = InferReq(new.req_id, row, ids, len(ids), new.sampling, new.seed, new.eos_ids)
+        ids, cached = list(new.prompt_ids), np.array(new.cached_slots, dtype=np.int32)
+        self._req_manager.req_to_token[row, : len(cached)] = self._to_device(cached)
+        prompt_len = len(ids) - new.output_len
+        req = InferReq(new.req_id, row, ids, prompt_len, new.sampling, new.seed, new.eos_ids, cache_len=len(cached))
+        self._reqs[new.req_id] = req
 
     def remove(self, req_id: int) -> None:
         req = self._reqs.pop(req_id, None)  # a step that failed may not have let it in

@@ -24,7 +24,7 @@ class NullWorker:
         for req_id in step.free:
             self._missing.pop(req_id, None)
         for new in step.new:
-            self._missing[new.req_id] = len(new.prompt_ids)
+            self._missing[new.req_id] = len(new.prompt_ids) - len(new.cached_slots)
         outs = []
         time.sleep(self._step_s)
         for row in step.rows:

@@ -1,0 +1,55 @@
+"""The requests that wait for admission, in the order of a policy."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+
+from lightserve.router.policy import LOOK_AHEAD, CachedLen, Policy
+from lightserve.router.req import Req
+
+
+class ReqQueue:
+    """Paused requests go before all others, oldest first: they have begun, and somebody is reading."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._waiting: list[tuple[float, int, Req]] = []  # sorted by rank, then by arrival
+        self._paused: list[Req] = []  # sorted by arrival
+        self._arrivals = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._paused)
+
+    @property
+    def num_paused(self) -> int:
+        return len(self._paused)
+
+    def add(self, req: Req) -> None:
+        bisect.insort(self._waiting, (self._policy.rank(req), next(self._arrivals), req), key=lambda entry: entry[:2])
+
+    def add_paused(self, req: Req) -> None:
+        bisect.insort(self._paused, req, key=lambda one: one.arrived_s)
+
+    def candidates(self, cached_len: CachedLen) -> list[Req]:
+        """Who may be admitted now, the first choice first; they stay in the queue until they are removed."""
+        first = [req for _, _, req in self._waiting[:LOOK_AHEAD]]
+        return self._paused + self._policy.order(first, cached_len)
+
+    def paused(self, req_id: int) -> Req | None:
+        return next((req for req in self._paused if req.req_id == req_id), None)
+
+    def remove(self, req: Req) -> None:
+        if req in self._paused:
+            self._paused.remove(req)
+            return
+        index = next(i for i, (_, _, one) in enumerate(self._waiting) if one is req)
+        del self._waiting[index]
+        for _, _, passed in self._waiting[:index]:
+            passed.times_passed += 1
+
+    def find(self, req_id: int) -> Req | None:
+        return next((req for req in self if req.req_id == req_id), None)
+
+    def __iter__(self) -> itertools.chain[Req]:
+        return itertools.chain(self._paused, (req for _, _, req in self._waiting))
