@@ -1,0 +1,36 @@
+"""The page on policies must be true: its code is run as it stands there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightserve.router.policy import POLICIES, Policy
+from lightserve.router.scheduler import Limits
+from lightserve.router.simulate import Load, Setup, fixed, mixed, simulate
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding_a_scheduler.md"
+
+
+def policy_of_the_page() -> type[Policy]:
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 1
+    names: dict[str, type[Policy]] = {}
+    exec(blocks[0], names)
+    return names["ShortestFirst"]
+
+
+def test_the_policy_of_the_page_serves_all_and_short_prompts_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of_the_page()
+    monkeypatch.setitem(POLICIES, policy.name, policy)
+    load = Load(mixed(fixed(20), fixed(4000), 0.2), fixed(10), count=200, streams=100, max_new_tokens=10)
+    setup = Setup("fifo", Limits(8, 512, 512), pool_size=100_000)
+
+    fifo, ours = (simulate(replace(setup, policy=name), load) for name in ("fifo", policy.name))
+
+    assert ours.requests == fifo.requests == load.count
+    assert np.median(ours.ttft) < np.median(fifo.ttft) / 2
