@@ -1,0 +1,171 @@
+"""Beam search on top of an engine that only knows single tokens: it says which sequences to continue, is told the
+likeliest next tokens of each, and keeps the best. Scores, ends and stopping are those of transformers' ``generate``.
+
+Every beam of every step is a request for one token. Its prefix is in the engine's prefix cache, so that it costs one
+computed token, and beams share the KV of what they have in common without a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightserve.errors import InvalidRequestError
+from lightserve.io_struct import INT32_MAX, FinishReason, SamplingParams
+
+MAX_CANDIDATES = 20  # the likeliest tokens that the engine tells of a place
+MAX_LENGTH_PENALTY = 10.0  # INT32_MAX ** 10 is far from overflowing
+
+Candidates = Sequence[tuple[int, float]]  # the likeliest next tokens and their logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamParams:
+    """As in transformers: a sequence's score is its logprob / its length ** length_penalty, end token included."""
+
+    num_beams: int = 4
+    n: int = 1  # sequences to return, the best first
+    max_new_tokens: int = 16
+    length_penalty: float = 1.0  # above 0 favours long sequences, below 0 short ones
+    early_stopping: bool | Literal["never"] = False  # True: stop at num_beams ends; "never": only when none can improve
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()  # they end a beam as the model's end tokens do
+
+    def __post_init__(self) -> None:
+        _check_int("num_beams", self.num_beams, MAX_CANDIDATES)
+        _check_int("n", self.n, self.num_beams)
+        _check_int("max_new_tokens", self.max_new_tokens, INT32_MAX)
+        if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
+            wanted = f"-{MAX_LENGTH_PENALTY}..{MAX_LENGTH_PENALTY}"
+            raise InvalidRequestError(
+                f"length_penalty must be in {wanted}, found {self.length_penalty}", "length_penalty"
+            )
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            found = f'early_stopping must be true, false or "never", found {self.early_stopping!r:.100}'
+            raise InvalidRequestError(found, "early_stopping")
+
+
+@dataclass(frozen=True, slots=True)
+class BeamResult:
+    token_ids: list[int]  # with the end token, if one ended it
+    score: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    token_ids: tuple[int, ...]
+    logprob: float  # of all its tokens
+
+
+class BeamSearch:
+    """The search from one prompt. Until it is done: ask for the next tokens of ``beams``, and ``advance`` with them."""
+
+    def __init__(self, params: BeamParams, eos_ids: Sequence[int], room: int = INT32_MAX) -> None:
+        """``room``: tokens that the context has left."""
+        self.params = params
+        self.is_done = False
+        self._ends = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids)
+        self._max_len = min(params.max_new_tokens, room)
+        self._running = [_Beam((), 0.0)]  # the likeliest first
+        self._finished: list[BeamResult] = []  # the best first, num_beams at most
+        if self.num_candidates > MAX_CANDIDATES:
+            most = MAX_CANDIDATES - len(self._ends)
+            raise InvalidRequestError(f"num_beams: at most {most} with {len(self._ends)} end tokens", "num_beams")
+
+    @property
+    def beams(self) -> list[tuple[int, ...]]:
+        """What to continue, without the prompt."""
+        return [beam.token_ids for beam in self._running]
+
+    @property
+    def num_candidates(self) -> int:
+        """How many next tokens of a beam to tell: the num_beams likeliest, and as many that do not end it."""
+        return self.params.num_beams + len(self._ends)
+
+    def best(self) -> list[BeamResult]:
+        """What to return; less than wanted only where the vocabulary has fewer tokens than there are beams."""
+        return self._finished[: self.params.n]
+
+    def advance(self, candidates: Sequence[Candidates]) -> None:
+        """Go on by one token; ``candidates`` of each of ``beams``, as many as num_candidates."""
+        num_beams = self.params.num_beams
+        ranked = self._ranked(candidates)
+        is_last = len(ranked[0].token_ids) == self._max_len
+        # an end that is not among the num_beams likeliest is dropped: the ranks below are there only to go on with
+        self._finish([beam for beam in ranked[:num_beams] if is_last or self._has_ended(beam)])
+        going_on = [] if is_last else [beam for beam in ranked if not self._has_ended(beam)]
+        self._running = going_on[:num_beams]
+        self.is_done = not self._running or self._is_settled(self._running[0])
+
+    def _ranked(self, candidates: Sequence[Candidates]) -> list[_Beam]:
+        """All continuations that may matter, the likeliest first."""
+        pairs = zip(self._running, candidates, strict=True)
+        continued = [(beam.logprob + logprob, beam, token) for beam, top in pairs for token, logprob in top]
+        continued.sort(key=lambda one: one[0], reverse=True)
+        needed = self.params.num_beams * (1 + len(self._ends))  # every beam may end in each of the ways
+        return [_Beam((*beam.token_ids, token), logprob) for logprob, beam, token in continued[:needed]]
+
+    def _has_ended(self, beam: _Beam) -> bool:
+        return beam.token_ids[-1] in self._ends
+
+    def _finish(self, beams: list[_Beam]) -> None:
+        for beam in beams:
+            reason = FinishReason.STOP if self._has_ended(beam) else FinishReason.LENGTH
+            score = self._score(beam.logprob, len(beam.token_ids))
+            self._finished.append(BeamResult(list(beam.token_ids), score, reason))
+        self._finished.sort(key=lambda result: result.score, reverse=True)
+        del self._finished[self.params.num_beams :]
+
+    def _is_settled(self, likeliest: _Beam) -> bool:
+        """Whether what runs on would not change the outcome, by the rule that early_stopping chooses."""
+        params = self.params
+        if len(self._finished) < params.num_beams:
+            return False
+        if params.early_stopping is True or params.num_beams == 1:  # one beam is the greedy search: its end is the end
+            return True
+        is_long_best = params.early_stopping == "never" and params.length_penalty > 0
+        length = self._max_len if is_long_best else len(likeliest.token_ids)
+        return self._score(likeliest.logprob, length) <= self._finished[-1].score
+
+    def _score(self, logprob: float, length: int) -> float:
+        return logprob / math.pow(length, self.params.length_penalty)
+
+
+class BeamBatch:
+    """The searches of several prompts, a step of all of them at a time."""
+
+    def __init__(self, prompts: Sequence[list[int]], searches: Sequence[BeamSearch]) -> None:
+        self._searches = list(zip(prompts, searches, strict=True))
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How to ask for ``sequences``."""
+        wanted = max(search.num_candidates for _, search in self._searches)
+        return SamplingParams(max_new_tokens=1, temperature=0, logprobs=wanted)
+
+    def sequences(self) -> list[list[int]]:
+        """What to ask the engine for one token of; empty when all is done."""
+        return [[*prompt, *beam] for prompt, search in self._open() for beam in search.beams]
+
+    def advance(self, candidates: Sequence[Candidates]) -> None:
+        """``candidates`` of each of ``sequences``."""
+        begin = 0
+        for _, search in self._open():
+            end = begin + len(search.beams)
+            search.advance(candidates[begin:end])
+            begin = end
+
+    def best(self) -> list[list[BeamResult]]:
+        """Of each prompt."""
+        return [search.best() for _, search in self._searches]
+
+    def _open(self) -> list[tuple[list[int], BeamSearch]]:
+        return [(prompt, search) for prompt, search in self._searches if not search.is_done]
+
+
+def _check_int(name: str, value: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise InvalidRequestError(f"{name} must be an integer in 1..{most}, found {value!r:.100}", name)
