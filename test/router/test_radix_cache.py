@@ -95,18 +95,21 @@ def test_the_longest_cached_prefix_is_found_with_its_slots() -> None:
         assert (node.end, found) == (len(slots), slots)
 
 
-@pytest.mark.parametrize("at", [0, 1, FIRST_BLOCK - 1, FIRST_BLOCK, FIRST_BLOCK + 1, 5 * FIRST_BLOCK, 6000])
+LONG = 5 * FIRST_BLOCK + 100  # three blocks
+
+
+@pytest.mark.parametrize("at", [0, 1, FIRST_BLOCK - 1, FIRST_BLOCK, FIRST_BLOCK + 1, 5 * FIRST_BLOCK, LONG - 1, LONG])
 def test_the_first_difference_is_found_in_long_runs_too(at: int) -> None:
     cache = RadixCache()
-    ids = np.arange(6000, dtype=np.int32)
-    cache.insert(ids, ids + 10_000)
+    ids = np.arange(LONG, dtype=np.int32)
+    cache.insert(ids, ids + 100_000)
     other = ids.copy()
     other[at : at + 1] = -1
     other[at + 3 :] = -2
 
     assert cache.match_len(other) == at
-    assert cache.match(other)[1].tolist() == list(range(10_000, 10_000 + at))
-    assert cache.match(ids)[1].tolist() == list(range(10_000, 16_000))
+    assert cache.match(other)[1].tolist() == list(range(100_000, 100_000 + at))
+    assert cache.match(ids)[1].tolist() == list(range(100_000, 100_000 + LONG))
 
 
 def test_the_cache_keeps_its_own_copy_of_what_it_is_given_and_gives() -> None:
