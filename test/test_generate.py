@@ -31,7 +31,7 @@ def test_a_question_is_answered_with_what_it_cost_on_stderr() -> None:
         (["--model_dri", "x"], "unknown argument --model_dri; did you mean --model_dir?"),
         (["--model_dir", "/no/such"], "lightserve: /no/such: no such folder or .gguf file"),
         (["--model", __file__], "not a GGUF file"),
-        (["--temperature", "-1"], "lightserve: temperature=-1.0 is out of range"),
+        (["--temperature", "-1"], "lightserve: temperature: Expected `float` >= 0.0, found -1.0"),
         (["--data_type", "int3"], "invalid choice: 'int3'"),
         (["--max-model-len", "99999"], "the model reaches 8192 tokens"),
         (["--running_max_req_size", "0"], "must be at least 1"),

@@ -18,6 +18,7 @@ LIGHTLLM_ONLY = frozenset(
         "add_spaces_between_special_tokens",
         "add_special_tokens",
         "allowed_token_ids",
+        "cache_salt",
         "disable_prompt_cache",
         "exponential_decay_length_penalty",
         "group_request_id",
@@ -33,6 +34,7 @@ LIGHTLLM_ONLY = frozenset(
         "move_kv_to_decode_node",
         "n",
         "presence_penalty",
+        "priority",
         "print_eos_token",
         "prompt_logprobs",
         "regular_constraint",
@@ -40,6 +42,7 @@ LIGHTLLM_ONLY = frozenset(
         "skip_special_tokens",
         "stop_sequences",
         "suggested_dp_index",
+        "timeout",
     }
 )
 TGI_ONLY = frozenset(
