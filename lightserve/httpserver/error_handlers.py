@@ -14,6 +14,7 @@ from starlette.routing import Match, Route
 from lightserve.errors import (
     BodyTimeoutError,
     ClientGoneError,
+    DeadlineError,
     LightserveError,
     OverloadedError,
     RequestError,
@@ -57,7 +58,7 @@ DOCUMENTED: dict[int | str, dict[str, Any]] = {"4XX": _DOCUMENTED, "5XX": _DOCUM
 
 def error_object(error: Exception, request_id: str | None = None) -> dict[str, Any]:
     """``{"error": {...}}`` for a body or an event. What is our fault is told without detail, but for what to expect."""
-    if isinstance(error, RequestError | UnavailableError):
+    if isinstance(error, RequestError | UnavailableError | DeadlineError):
         return _object(error.status, str(error), error.param, error.code)
     status = status_of(error)
     named = "" if request_id is None else f"; the request's id is {request_id}"
@@ -76,7 +77,7 @@ def error_response(error: Exception, request_id: str | None = None) -> Response:
 
 def log_error(error: Exception, request_id: str) -> None:
     """Writes what an operator must see: our faults, with their traceback."""
-    if isinstance(error, RequestError):
+    if isinstance(error, RequestError | DeadlineError):  # the client chose its deadline
         return
     if isinstance(error, UnavailableError):
         logger.info("%s refused: %s", request_id, error)

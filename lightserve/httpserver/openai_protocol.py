@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
@@ -159,7 +160,20 @@ class ToolCall(Body):
     function: Function
 
 
+_HAS_CONTENT: JsonDict = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
+_HAS_CALLS: JsonDict = {
+    "required": ["tool_calls"],
+    "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
+}
+_ANSWERS_A_CALL: JsonDict = {
+    "if": {"properties": {"role": {"const": "tool"}}},
+    "then": {"required": ["tool_call_id"], "properties": {"tool_call_id": {"type": "string", "minLength": 1}}},
+}
+
+
 class Message(Body):
+    model_config = ConfigDict(json_schema_extra={"anyOf": [_HAS_CONTENT, _HAS_CALLS], **_ANSWERS_A_CALL})
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | None, BeforeValidator(_joined), WithJsonSchema(_CONTENT)] = None
     name: str | None = None
@@ -215,7 +229,7 @@ def _is_prompt(value: Any) -> bool:
 
 
 _TEXT = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
 _MANY = {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, _IDS]}}
 Prompts = Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema({"anyOf": [_TEXT, _IDS, _MANY]})]
 

@@ -14,6 +14,8 @@ from typing import Any
 from lightserve.errors import ServerError
 
 BACKLOG = 2048  # connections that wait to be accepted: a burst of that many clients must not be refused
+# a client whose machine is gone is noticed after 60 + 4 * 15 seconds of silence; by default it would take two hours
+KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 _LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
@@ -54,6 +56,7 @@ def _bind(host: str, port: int, is_shared: bool) -> socket.socket:
     family, address = _resolve(host, port)
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last run may linger
+    _keep_alive(sock)
     if is_shared:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
@@ -62,6 +65,14 @@ def _bind(host: str, port: int, is_shared: bool) -> socket.socket:
         sock.close()
         raise ServerError(_why_not(host, port, error)) from error
     return sock
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """For the connections too: they inherit it. Systems differ in which of the times they let one set."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:

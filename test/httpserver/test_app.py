@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from lightserve.config import HttpConfig
 from lightserve.errors import (
     ClientGoneError,
+    DeadlineError,
     InvalidRequestError,
     LightserveError,
     OverloadedError,
@@ -248,6 +249,7 @@ def test_other_pages_get_no_cors_headers(tmp_path: Path, origins: list[str]) -> 
         ),
         (OverloadedError("later"), 429, ("later", "rate_limit_error", None, "rate_limit_exceeded")),
         (UnavailableError("loading"), 503, ("loading", "service_unavailable", None, "service_unavailable")),
+        (DeadlineError("its time was over"), 504, ("its time was over", "server_error", None, "timeout")),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -304,7 +306,7 @@ def test_our_fault_is_logged_with_its_traceback_and_told_without_detail(
 
 def test_the_clients_faults_and_refusals_leave_no_traceback(tmp_path: Path, log: list[logging.LogRecord]) -> None:
     async def check(server: Served) -> None:
-        for i, error in enumerate((InvalidRequestError("no"), UnavailableError("loading"))):
+        for i, error in enumerate((InvalidRequestError("no"), DeadlineError("late"), UnavailableError("loading"))):
             server.app.add_api_route(f"/fail{i}", _raising(error))
             await server.get(f"/fail{i}")
 

@@ -127,3 +127,26 @@ def test_a_template_that_refuses_is_a_bad_request_with_its_words(
 
     assert answer.status_code == 400
     assert expected in answer.json()["error"]["message"]
+
+
+def test_values_nested_too_deeply_for_a_template_are_a_bad_request(showing: Server) -> None:
+    depth = 1000  # of the 1,024 that the body may have
+    nested = b"[" * depth + b"]" * depth
+    body = (
+        b'{"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"enable_thinking": %b}}' % nested
+    )
+
+    answer = showing.http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+
+    assert answer.status_code == 400
+    assert "recursion" in answer.json()["error"]["message"]
+
+
+def test_arguments_that_would_take_long_to_build_are_refused(showing: Server) -> None:
+    call = {"function": {"name": "f", "arguments": "[" + "[]," * 50_000 + "0]"}}
+    messages = [{"role": "assistant", "tool_calls": [call]}] * 3
+
+    answer = showing.chat(messages=messages)
+
+    assert answer.status_code == 400
+    assert "strings, lists and objects" in answer.json()["error"]["message"]

@@ -85,3 +85,11 @@ def test_the_limit_of_open_files_is_raised() -> None:
 
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_connections_notice_a_client_whose_machine_is_gone() -> None:
+    (sock,) = net.listen("127.0.0.1", 0, 1)
+
+    with sock, socket.create_connection(sock.getsockname()), sock.accept()[0] as connection:
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == net.KEEP_ALIVE["TCP_KEEPIDLE"]
