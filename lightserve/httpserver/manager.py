@@ -187,7 +187,7 @@ class HttpServerManager:
         del self._open[req_id]
         if not is_finished:
             self._to_router.send(AbortReq(req_id))
-        if self.state is EngineState.DRAINING:
+        if self.state is not EngineState.READY:
             self._note_drained()
 
     def _note_drained(self) -> None:
