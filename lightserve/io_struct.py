@@ -291,7 +291,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """The ready word of a worker, and what the router and the HTTP processes then learn."""
 
     max_total_token_num: int  # tokens the KV pool holds
-    max_req_total_len: int  # prompt plus output
+    max_req_total_len: int  # prompt plus output; never more than the pool holds
     vocab_size: int
     pipeline_depth: int  # steps that may be under way at once
     eos_token_ids: tuple[int, ...] = ()

@@ -106,16 +106,11 @@ class LLM:
         params = params or BeamParams()
         self._check_ids("stop_token_ids", params.stop_token_ids)
         starts = [req.prompt_ids for req in self._requests(prompts, None)]
-        searches = [BeamSearch(params, self.eos_token_ids, self._longest - len(ids)) for ids in starts]
+        searches = [BeamSearch(params, self.eos_token_ids, self.worker.longest_request - len(ids)) for ids in starts]
         batch = BeamBatch(starts, searches)
         while sequences := batch.sequences():
             batch.advance([one.top_logprobs[0] for one in self.generate(sequences, batch.sampling)])
         return batch.best()
-
-    @property
-    def _longest(self) -> int:
-        """Tokens that a request may have, output included."""
-        return min(self.worker.max_req_total_len, self.worker.max_total_token_num)
 
     def _requests(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -129,7 +124,7 @@ class LLM:
 
     def _request(self, prompt: Any, sampling: SamplingParams) -> Req:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        longest = self._longest
+        longest = self.worker.longest_request
         if not ids:
             raise InvalidRequestError("the prompt is empty")
         self._check_ids("a prompt's token ids", ids)

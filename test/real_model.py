@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from lightserve.model_files import ModelSource, resolve
+from lightserve.model_files import ModelSource, Tokenizer, load_tokenizer, resolve
 
 ROOT = Path(__file__).parents[1]
 LONG = (ROOT / "LICENSE").read_text()
@@ -41,6 +41,11 @@ def smollm2() -> ModelSource:
 
 
 @functools.cache
+def smollm2_tokenizer() -> Tokenizer:
+    return load_tokenizer(smollm2())
+
+
+@functools.cache
 def transformers_smollm2() -> Any:
     from lightserve.tools.oracle import load_transformers  # torch begins here
 
@@ -52,9 +57,7 @@ def golden_ids() -> list[list[int]]:
     """What transformers makes of each of PROMPTS: exactly GOLDEN_TOKENS tokens, greedily."""
     import torch
 
-    from lightserve.model_files.tokenizer import load_tokenizer
-
-    tokenizer, model = load_tokenizer(smollm2()), transformers_smollm2()
+    tokenizer, model = smollm2_tokenizer(), transformers_smollm2()
     golden = []
     for prompt in PROMPTS:
         ids = torch.tensor([tokenizer.encode(prompt)])

@@ -249,7 +249,7 @@ def test_prompts_searched_together_have_the_beams_that_each_has_alone(tiny: Tiny
 
 def test_the_context_ends_a_search(tiny: Tiny) -> None:
     room = 3
-    prompt = [1 + i % 100 for i in range(tiny.llm._longest - room)]
+    prompt = [1 + i % 100 for i in range(tiny.llm.worker.longest_request - room)]
 
     [[best]] = tiny.llm.beam_search([prompt], BeamParams(max_new_tokens=50, ignore_eos=True))
 

@@ -8,7 +8,7 @@ from lightserve.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
 from lightserve.httpserver.access_log import AccessLog
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import Ask, Generation
-from lightserve.io_struct import FinishReason, StrOut
+from lightserve.io_struct import StrOut
 
 
 async def beam_search(
@@ -54,11 +54,3 @@ def _note(log: AccessLog, first: Sequence[StrOut], found: Sequence[Sequence[Beam
                 reason = result.finish_reason if count == len(result.token_ids) else None
                 log.note(StrOut(0, "", token, finish_reason=reason, admission=admission), is_first_choice=True)
                 admission = None
-
-
-def text_of_beam(
-    context: ServerContext, result: BeamResult, skip_special_tokens: bool = True, include_stop: bool = False
-) -> str:
-    has_end = result.finish_reason is FinishReason.STOP
-    ids = result.token_ids[:-1] if has_end and not include_stop else result.token_ids
-    return context.tokenizer.decode(ids, skip_special_tokens)

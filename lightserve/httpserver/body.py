@@ -67,6 +67,29 @@ def check(model: type[B], value: dict[str, Any]) -> B:
         raise InvalidRequestError(f"{param}: {first['msg']}" if param else first["msg"], param or None) from error
 
 
+def documented(*models: type[Body]) -> dict[str, Any]:
+    """The body, one of ``models``, for /openapi.json."""
+    schemas = [_without_references(model.model_json_schema()) for model in models]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _without_references(schema: dict[str, Any]) -> Any:
+    """Every definition in its place: a reference would not resolve in /openapi.json."""
+    definitions = schema.pop("$defs", {})
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return inlined(definitions[node["$ref"].rpartition("/")[2]])
+        return {key: inlined(item) for key, item in node.items()}
+
+    return inlined(schema)
+
+
 def _check_media_type(content_type: str | None) -> None:
     kind, _, rest = (content_type or "").lower().partition(";")
     charset = rest.partition("charset=")[2].strip().strip('"')

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from lightserve import __version__
 from lightserve.errors import InvalidRequestError, UnavailableError
-from lightserve.httpserver.body import Body, check
+from lightserve.httpserver.body import Body, check, documented
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.error_handlers import error_response
 from lightserve.httpserver.metrics import CONTENT_TYPE, MetricsPage
@@ -109,15 +109,7 @@ def _add_load(router: APIRouter, context: ServerContext) -> None:
 
 
 def _add_abort(router: APIRouter, context: ServerContext) -> None:
-    @router.post(
-        "/abort_request",
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "content": {"application/json": {"schema": AbortBody.model_json_schema()}},
-            }
-        },
-    )
+    @router.post("/abort_request", openapi_extra=documented(AbortBody))
     async def abort_request(request: Request) -> JSONResponse:
         """Ends the requests of a name, or all. A name that nobody has is no error: its request may just have ended."""
         body = check(AbortBody, await context.read(request))

@@ -72,7 +72,7 @@ def status_of(error: Exception) -> int:
 def error_response(error: Exception, request_id: str | None = None) -> Response:
     if isinstance(error, ClientGoneError):
         return Response(status_code=error.status)  # nobody reads it
-    return JSONResponse(error_object(error, request_id), status_of(error), _headers(error))
+    return JSONResponse(error_object(error, request_id), status_of(error), headers_of(error))
 
 
 def log_error(error: Exception, request_id: str) -> None:
@@ -122,7 +122,7 @@ def _object(status: int, message: str, param: str | None, code: str | None) -> d
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _headers(error: Exception) -> dict[str, str] | None:
+def headers_of(error: Exception) -> dict[str, str] | None:
     if isinstance(error, UnauthorizedError):
         return {"WWW-Authenticate": "Bearer"}
     if isinstance(error, OverloadedError):

@@ -10,15 +10,16 @@ from starlette.responses import Response
 
 from lightserve import __version__
 from lightserve.errors import LightserveError
+from lightserve.httpserver.body import documented
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.generate_call import Call, documented_any, json_response
+from lightserve.httpserver.generate_call import Call, json_response
 from lightserve.httpserver.generate_schema import Schema, schema_of
 from lightserve.httpserver.native_answer import native_answer
 from lightserve.httpserver.native_request import NativeBody
 from lightserve.httpserver.sse import DOCUMENTED
 from lightserve.httpserver.tgi_answer import tgi_answer
 from lightserve.httpserver.tgi_errors import tgi_error_response
-from lightserve.httpserver.tgi_request import MAX_STOPS, TgiBody, max_total_tokens
+from lightserve.httpserver.tgi_request import MAX_STOPS, TgiBody
 
 
 def routes(context: ServerContext) -> APIRouter:
@@ -60,7 +61,7 @@ async def _answer(context: ServerContext, request: Request, streams: bool | None
 
 
 def _info(context: ServerContext) -> dict[str, Any]:
-    total = max_total_tokens(context)
+    total = context.manager.limits.max_req_total_len
     return {
         "model_id": context.model_name,
         "model_sha": None,
@@ -79,4 +80,4 @@ def _info(context: ServerContext) -> dict[str, Any]:
     }
 
 
-_BODY = documented_any(NativeBody, TgiBody)
+_BODY = documented(NativeBody, TgiBody)

@@ -12,13 +12,11 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.access_log import AccessLog
-from lightserve.httpserver.body import Body
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.manager import Ask
-from lightserve.httpserver.openai_protocol import documented
+from lightserve.httpserver.manager import Ask, Generation
+from lightserve.httpserver.openai_logprobs import NEVER
 from lightserve.io_struct import StrOut
 
-LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 MAX_STOP_LENGTH = 1024  # characters
 
 
@@ -31,10 +29,13 @@ class Call:
     log: AccessLog
     streams: bool | None  # None: ``stream`` in the body says
 
+    def generate(self, ask: Ask, n: int = 1) -> Generation:
+        return self.context.manager.generate([ask], self.log, n)
+
     async def rows(self, ask: Ask, n: int) -> list[list[StrOut]]:
         """All tokens of ``n`` answers."""
         rows: list[list[StrOut]] = [[] for _ in range(n)]
-        async with self.context.manager.generate([ask], self.log, n) as generation:
+        async with self.generate(ask, n) as generation:
             async for news in generation:
                 for index, out in news:
                     rows[index].append(out)
@@ -58,24 +59,18 @@ def text_of(rows: Sequence[StrOut]) -> str:
 
 
 def finite(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, LEAST_LOGPROB)
+    return None if logprob is None else max(logprob, NEVER)
 
 
 def logprob_json(logprob: float | None) -> bytes:
     if logprob is None:
         return b"null"
-    return orjson.dumps(logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB)  # max() takes 0.2 us longer
+    return orjson.dumps(logprob if logprob > NEVER else NEVER)  # max() takes 0.2 us longer
 
 
 def mean_logprob(rows: Sequence[StrOut]) -> float:
     return sum(row.logprob or 0.0 for row in rows) / len(rows)
 
 
-def json_response(value: Any, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(value), headers=headers, media_type="application/json")
-
-
-def documented_any(*bodies: type[Body]) -> dict[str, Any]:
-    """What /openapi.json says of a route that takes any of these bodies."""
-    schemas = [documented(body)["requestBody"]["content"]["application/json"]["schema"] for body in bodies]
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": {"anyOf": schemas}}}}}
+def json_response(value: Any, headers: dict[str, str] | None = None, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, headers, "application/json")

@@ -134,7 +134,7 @@ class HttpServerManager:
 
     def new_tokens(self, prompt_len: int, wanted: int | None) -> int:
         """How many tokens a prompt of this length may get: what was wanted, or the rest of the context."""
-        limit = min(self.limits.max_req_total_len, self.limits.max_total_token_num)
+        limit = self.limits.max_req_total_len
         if prompt_len >= limit:
             raise PromptTooLongError(prompt_len, limit - 1)
         if wanted is not None and prompt_len + wanted > limit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import orjson
@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from lightserve.errors import LightserveError
 from lightserve.httpserver.body import check
-from lightserve.httpserver.error_handlers import error_object, log_error
+from lightserve.httpserver.error_handlers import error_object
 from lightserve.httpserver.generate_call import Call, finite, json_response, logprob_json, mean_logprob, text_of
 from lightserve.httpserver.native_request import NativeAsk, NativeBody, native_ask
-from lightserve.httpserver.sse import EventStream, unless_gone
+from lightserve.httpserver.sse import EventStream, events_of, unless_gone
 from lightserve.io_struct import StrOut
 
 
@@ -23,7 +23,8 @@ async def native_answer(call: Call, value: dict[str, Any]) -> Response:
     asked = await native_ask(call.context, body, streams)
     call.log.prompt_tokens = len(asked.ask.prompt_ids)
     if streams:
-        return await EventStream.open(call.request, _events(call, asked))
+        lines = NativeLines(len(asked.ask.prompt_ids), special_ids(call))
+        return await EventStream.open(call.request, events_of(call.generate(asked.ask), lines))
     rows = await unless_gone(call.request, call.rows(asked.ask, asked.best_of))
     return json_response(native_whole(asked, rows, special_ids(call)))
 
@@ -80,6 +81,15 @@ class NativeLines:
         self._rest = b',"prompt_tokens":%d},"generated_text":null,"finished":' % prompt_tokens
         self._more = self._rest + b'false,"finish_reason":null,"details":null}\n\n'
 
+    def write(self, news: list[tuple[int, StrOut]]) -> bytes:
+        return b"".join([self.line(out) for _, out in news])
+
+    def end(self) -> bytes:
+        return b""
+
+    def error(self, error: LightserveError, request_id: str) -> bytes:
+        return b"data:%b\n\n" % orjson.dumps(error_object(error, request_id))
+
     def line(self, out: StrOut) -> bytes:
         self.count += 1
         return b'data:{"token":{"id":%d,"text":%b,"logprob":%b,"special":%b,"count_output_tokens":%d%b' % (
@@ -93,19 +103,6 @@ class NativeLines:
 
     def _end(self, out: StrOut) -> bytes:
         return self._rest + b'true,"finish_reason":%b,"details":null}\n\n' % orjson.dumps(_finish_reason(out))
-
-
-async def _events(call: Call, asked: NativeAsk) -> AsyncGenerator[bytes, None]:
-    lines = NativeLines(len(asked.ask.prompt_ids), special_ids(call))
-    try:
-        async with call.context.manager.generate([asked.ask], call.log) as generation:
-            async for news in generation:
-                yield b"".join([lines.line(out) for _, out in news])
-    except LightserveError as error:
-        if not lines.count:
-            raise
-        log_error(error, call.log.request_id)
-        yield b"data:%b\n\n" % orjson.dumps(error_object(error, call.log.request_id))
 
 
 def _finish_reason(row: StrOut) -> str | None:

@@ -6,7 +6,7 @@ Nothing is built per token but bytes: the JSON around a piece of text is prepare
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,12 @@ from starlette.responses import Response
 
 from lightserve.errors import LightserveError
 from lightserve.httpserver.access_log import AccessLog
-from lightserve.httpserver.error_handlers import error_object, log_error
+from lightserve.httpserver.error_handlers import error_object
+from lightserve.httpserver.generate_call import json_response
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.openai_logprobs import Logprobs, LogprobsOf, joined
 from lightserve.httpserver.openai_protocol import GenerationBody
-from lightserve.httpserver.sse import EventStream, unless_gone
+from lightserve.httpserver.sse import EventStream, events_of, unless_gone
 from lightserve.io_struct import StrOut
 
 DONE = b"data: [DONE]\n\n"
@@ -63,9 +64,8 @@ class Answer:
 async def respond(request: Request, body: GenerationBody, generation: Generation, answer: Answer) -> Response:
     if body.stream:
         chunks = Chunks(answer, generation.log, body.wants_usage, body.wants_running_usage)
-        return await EventStream.open(request, stream(generation, chunks, answer.request_id))
-    whole = await unless_gone(request, collect(generation, answer))
-    return Response(orjson.dumps(whole), media_type="application/json")
+        return await EventStream.open(request, events_of(generation, chunks))
+    return json_response(await unless_gone(request, collect(generation, answer)))
 
 
 def name_request(request: Request, body: GenerationBody) -> None:
@@ -138,23 +138,6 @@ def write(index: int, choice: Choice, answer: Answer) -> Object:
 # the same in pieces
 
 
-async def stream(generation: Generation, chunks: Chunks, request_id: str) -> AsyncGenerator[bytes, None]:
-    has_begun = False
-    try:
-        async with generation:
-            async for news in generation:
-                events = chunks.write(news)
-                if events:
-                    has_begun = True
-                    yield events
-        yield chunks.end()
-    except LightserveError as error:
-        if not has_begun:
-            raise  # it is still an HTTP status
-        log_error(error, request_id)
-        yield _event(error_object(error, request_id)) + DONE
-
-
 class Chunks:
     """Writes what comes as events: a chunk a token that has text, more for the first and the last of a choice."""
 
@@ -194,6 +177,9 @@ class Chunks:
             return DONE
         usage = usage_of(self._log, self._log.output_tokens)
         return _event({**self._answer.head(is_whole=False), "choices": [], "usage": usage}) + DONE
+
+    def error(self, error: LightserveError, request_id: str) -> bytes:
+        return _event(error_object(error, request_id)) + DONE
 
     def _open(self, index: int) -> bytes:
         self._unopened.discard(index)

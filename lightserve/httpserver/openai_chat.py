@@ -8,11 +8,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lightserve.httpserver.body import documented
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.openai_answer import Answer, Form, name_request, respond
 from lightserve.httpserver.openai_logprobs import chat_logprobs
 from lightserve.httpserver.openai_messages import chat_ids
-from lightserve.httpserver.openai_protocol import ChatBody, checked, documented
+from lightserve.httpserver.openai_protocol import ChatBody, checked
 from lightserve.httpserver.openai_sampling import asks_of, check_choices
 from lightserve.httpserver.sse import DOCUMENTED
 

@@ -256,20 +256,3 @@ class CompletionBody(GenerationBody):
 def checked(model: type[G], value: dict[str, Any]) -> G:
     refuse_later(value)
     return check(model, value)
-
-
-def documented(model: type[Body]) -> dict[str, Any]:
-    """The body for /openapi.json, every definition in its place: a reference would not resolve there."""
-    schema = model.model_json_schema()
-    definitions = schema.pop("$defs", {})
-
-    def inlined(node: Any) -> Any:
-        if isinstance(node, list):
-            return [inlined(item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        if "$ref" in node:
-            return inlined(definitions[node["$ref"].rpartition("/")[2]])
-        return {key: inlined(item) for key, item in node.items()}
-
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined(schema)}}}}

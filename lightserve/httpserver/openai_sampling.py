@@ -65,8 +65,7 @@ def _truncated(context: ServerContext, body: GenerationBody, ids: list[int]) -> 
     if keep is None:
         return ids
     if keep == -1:
-        limits = context.manager.limits
-        keep = max(1, min(limits.max_req_total_len, limits.max_total_token_num) - (body.new_tokens or 1))
+        keep = max(1, context.manager.limits.max_req_total_len - (body.new_tokens or 1))
     return ids[-keep:] if keep < len(ids) else ids
 
 

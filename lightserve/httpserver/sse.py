@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lightserve.errors import ClientGoneError
+from lightserve.errors import ClientGoneError, LightserveError
+from lightserve.httpserver.error_handlers import log_error
+from lightserve.httpserver.manager import Generation
+from lightserve.io_struct import StrOut
 
 T = TypeVar("T")
 
@@ -62,6 +65,39 @@ class EventStream(Response):
         async for event in self._events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventWriter(Protocol):
+    """One schema's way to put what came into the bytes of events."""
+
+    def write(self, news: list[tuple[int, StrOut]]) -> bytes: ...
+
+    def end(self) -> bytes:
+        """What comes after the last token."""
+
+    def error(self, error: LightserveError, request_id: str) -> bytes:
+        """What comes instead of the rest."""
+
+
+async def events_of(generation: Generation, writer: EventWriter) -> AsyncGenerator[bytes, None]:
+    """A generation as events. An error before the first of them is raised: it can still be an HTTP status."""
+    has_begun = False
+    try:
+        async with generation:
+            async for news in generation:
+                events = writer.write(news)
+                if events:
+                    has_begun = True
+                    yield events
+        end = writer.end()
+    except LightserveError as error:
+        if not has_begun:
+            raise
+        request_id = generation.log.request_id
+        log_error(error, request_id)
+        end = writer.error(error, request_id)
+    if end:
+        yield end
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -11,9 +11,8 @@ from starlette.responses import Response
 
 from lightserve.errors import ClientGoneError, LightserveError
 from lightserve.httpserver.body import check
-from lightserve.httpserver.error_handlers import log_error
 from lightserve.httpserver.generate_call import Call, finite, json_response, logprob_json, mean_logprob, text_of
-from lightserve.httpserver.sse import EventStream, unless_gone
+from lightserve.httpserver.sse import EventStream, events_of, unless_gone
 from lightserve.httpserver.tgi_errors import tgi_error_object, tgi_error_response
 from lightserve.httpserver.tgi_request import TgiAsk, TgiBody, tgi_ask
 from lightserve.io_struct import FinishReason, StrOut
@@ -39,7 +38,8 @@ async def _answer(call: Call, value: dict[str, Any]) -> Response:
     validated_s = time.monotonic()
     headers = {"x-compute-type": COMPUTE_TYPE, "x-compute-characters": str(len(body.inputs))}
     if streams:
-        return await EventStream.open(call.request, _events(call, asked), headers)
+        events = events_of(call.generate(asked.ask), TgiLines(asked, call.context.tokenizer))
+        return await EventStream.open(call.request, events, headers)
     choices = await unless_gone(call.request, call.rows(asked.ask, asked.best_of))
     best = max(range(asked.best_of), key=lambda i: mean_logprob(choices[i]))
     answer = tgi_whole(asked, choices, best, call.context.tokenizer)
@@ -128,6 +128,15 @@ class TgiLines:
         self._special = tokenizer.special_ids
         self._texts = [asked.before]
 
+    def write(self, news: list[tuple[int, StrOut]]) -> bytes:
+        return b"".join([self.line(out) for _, out in news])
+
+    def end(self) -> bytes:
+        return b""
+
+    def error(self, error: LightserveError, request_id: str) -> bytes:
+        return b"data: %b\n\n" % orjson.dumps(tgi_error_object(error, request_id)[1])
+
     def line(self, out: StrOut) -> bytes:
         self.count += 1
         self._texts.append(out.text)
@@ -157,16 +166,3 @@ class TgiLines:
             "seed": self._asked.seed,
             "input_length": len(self._asked.ask.prompt_ids),
         }
-
-
-async def _events(call: Call, asked: TgiAsk) -> AsyncGenerator[bytes, None]:
-    lines = TgiLines(asked, call.context.tokenizer)
-    try:
-        async with call.context.manager.generate([asked.ask], call.log) as generation:
-            async for news in generation:
-                yield b"".join([lines.line(out) for _, out in news])
-    except LightserveError as error:
-        if not lines.count:
-            raise
-        log_error(error, call.log.request_id)
-        yield b"data: %b\n\n" % orjson.dumps(tgi_error_object(error, call.log.request_id)[1])

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 
 from lightserve.errors import AbortedError, LightserveError, OverloadedError, RequestError, UnavailableError
-from lightserve.httpserver.error_handlers import error_object, log_error
+from lightserve.httpserver.error_handlers import error_object, headers_of, log_error
+from lightserve.httpserver.generate_call import json_response
 
 INVALID = 422
 FAILED = 424
 INCOMPLETE = 500
-RETRY_AFTER = {OverloadedError.status: {"Retry-After": "1"}, UnavailableError.status: {"Retry-After": "5"}}
 
 
 def tgi_error_object(error: LightserveError, request_id: str) -> tuple[int, dict[str, Any]]:
@@ -34,7 +33,7 @@ def tgi_error_object(error: LightserveError, request_id: str) -> tuple[int, dict
 def tgi_error_response(error: LightserveError, request_id: str) -> Response:
     log_error(error, request_id)
     status, body = tgi_error_object(error, request_id)
-    return Response(orjson.dumps(body), status, RETRY_AFTER.get(status), "application/json")
+    return json_response(body, headers_of(error), status)
 
 
 def _object(message: str, kind: str) -> dict[str, Any]:

@@ -75,11 +75,6 @@ class TgiAsk:
         return self.ask.sampling.logprobs or 0
 
 
-def max_total_tokens(context: ServerContext) -> int:
-    limits = context.manager.limits
-    return min(limits.max_req_total_len, limits.max_total_token_num)
-
-
 async def tgi_ask(context: ServerContext, body: TgiBody, streams: bool) -> TgiAsk:
     parameters = body.parameters or TgiParameters()
     _check(context, parameters, streams)
@@ -115,7 +110,8 @@ def _check(context: ServerContext, parameters: TgiParameters, streams: bool) -> 
 def _rules(context: ServerContext, p: TgiParameters, streams: bool) -> Iterator[tuple[bool, str]]:
     """What TGI demands, in its order and its words."""
     best_of = 1 if p.best_of is None else p.best_of
-    max_best_of, max_input, n_stops = context.config.max_choices, max_total_tokens(context) - 1, len(p.stop or ())
+    max_best_of, n_stops = context.config.max_choices, len(p.stop or ())
+    max_input = context.manager.limits.max_req_total_len - 1
     yield not (streams and best_of != 1), "`best_of` != 1 is not supported when streaming tokens"
     yield (
         not (streams and p.decoder_input_details),
@@ -171,7 +167,7 @@ async def _prompt_ids(context: ServerContext, inputs: str, truncate: int | None)
 
 
 def _new_tokens(context: ServerContext, prompt_len: int, wanted: int | None) -> int:
-    total = max_total_tokens(context)
+    total = context.manager.limits.max_req_total_len
     if wanted is not None and prompt_len + wanted > total:
         raise InvalidRequestError(
             f"`inputs` tokens + `max_new_tokens` must be <= {total}. "

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError, LightserveError, NotSupportedYetError
-from lightserve.httpserver.body import Body, check
+from lightserve.httpserver.body import Body, check, documented
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
-from lightserve.httpserver.generate_call import documented_any, json_response
+from lightserve.httpserver.generate_call import json_response
 from lightserve.httpserver.openai_messages import chat_ids
-from lightserve.httpserver.openai_protocol import ChatBody, checked, documented
+from lightserve.httpserver.openai_protocol import ChatBody, checked
 from lightserve.httpserver.tgi_errors import tgi_error_response
 
 MAX_TOKENS = 1_000_000  # of one request: about a second
@@ -57,7 +57,7 @@ class CountBody(Body):
 def routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["tokens"])
 
-    @router.post("/tokenize", openapi_extra=documented_any(TokenizePromptBody, TokenizeChatBody, TokenizeTgiBody))
+    @router.post("/tokenize", openapi_extra=documented(TokenizePromptBody, TokenizeChatBody, TokenizeTgiBody))
     async def tokenize(request: Request) -> Response:
         """vLLM's answer to a prompt or a conversation, TGI's to ``inputs``."""
         value = await context.read(request)

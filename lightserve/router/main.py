@@ -21,13 +21,13 @@ async def main(boot: Boot, parent: Parent) -> None:
     config = boot.config
     inbox: Receiver[ToRouter] = Receiver(boot.address("router"), ToRouter)
     to_detokenization: Sender[ToDetokenization] = Sender(boot.address("detokenization"))
+    policy = make_policy(config.router.router_policy)  # while the workers load: a wrong name ends them early
     engine = await parent.recv()
     if not isinstance(engine, EngineReady):
         raise TypeError(f"the first message must be EngineReady, not {engine!r}")
     if config.router.eos_id:
         engine = msgspec.structs.replace(engine, eos_token_ids=tuple(config.router.eos_id))
     model = RpycModelClient([boot.path(f"worker-{rank}") for rank in range(config.worker.tp)])
-    policy = make_policy(config.router.router_policy)
     scheduler = Scheduler(KvPool(engine.max_total_token_num), limits_of(config.worker, config.router), policy)
     manager = RouterManager(scheduler, model, engine, inbox, to_detokenization, config.router)
     parent.send(Ready())

@@ -115,7 +115,7 @@ class RouterManager:
         while True:
             self._fill_pipeline()
             if not self._under_way:
-                self._report_gone()
+                self._report([])
                 self._has_work.clear()
                 await self._has_work.wait()
                 continue
@@ -135,7 +135,7 @@ class RouterManager:
             self.metrics.step(sum(len(row.slots) for row in step.rows))
 
     def _report(self, outs: list[TokenOut]) -> None:
-        """One message with all tokens of a step."""
+        """One message with all tokens of a step, and who is gone since the last."""
         now = time.monotonic()
         gaps: dict[float, int] = {}  # when the last token was -> how many requests; one step serves most of them
         rows = []
@@ -155,11 +155,6 @@ class RouterManager:
             self.metrics.next_tokens(now - last_token_s, count)
         if rows or self._gone:
             self._to_detokenization.send(BatchTokenIdOut(rows, gone=self._gone))
-            self._gone = []
-
-    def _report_gone(self) -> None:
-        if self._gone:
-            self._to_detokenization.send(BatchTokenIdOut(gone=self._gone))
             self._gone = []
 
     def _note_first_token(self, req: Req, now: float) -> Admission:

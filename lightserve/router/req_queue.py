@@ -21,10 +21,6 @@ class ReqQueue:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._paused)
 
-    @property
-    def num_paused(self) -> int:
-        return len(self._paused)
-
     def add(self, req: Req) -> None:
         bisect.insort(self._waiting, (self._policy.rank(req), next(self._arrivals), req), key=lambda entry: entry[:2])
 

@@ -17,7 +17,7 @@ from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.io_struct import Step, StepRow, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import Fifo, Policy
-from lightserve.router.radix_cache import Ids
+from lightserve.router.radix_cache import common_len
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue
 from lightserve.router.token_budget import OutputEstimate, peak_tokens
@@ -47,13 +47,19 @@ def limits_of(worker: WorkerConfig, router: RouterConfig) -> Limits:
 
 
 class Scheduler:
-    def __init__(self, pool: KvPool, limits: Limits, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        pool: KvPool,
+        limits: Limits,
+        policy: Policy | None = None,
+        estimate: OutputEstimate | None = None,
+    ) -> None:
         self.pool = pool
         self.num_pauses = 0
         self._limits = limits
         self._queue = ReqQueue(policy or Fifo())
         self._running: dict[int, Req] = {}  # in the order of admission
-        self._estimate = OutputEstimate()
+        self._estimate = estimate or OutputEstimate()
         self._left: list[int] = []  # requests the workers must forget
 
     @property
@@ -73,10 +79,10 @@ class Scheduler:
         admitted = {req.req_id: req.as_new() for req in self._admit(now_s)}
         rows = self._rows()
         new = [entry for req_id, entry in admitted.items() if req_id in self._running]
+        self._left = [req_id for req_id in self._left if req_id not in admitted]  # paused before the workers knew it
         if not rows and not new and not (self._left and not self._running):
             return None  # freed rows of the table can wait for the next step, unless none will come
-        left = [req_id for req_id in self._left if req_id not in admitted]
-        self._left = []
+        left, self._left = self._left, []
         return Step(rows, new, left)
 
     def take(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
@@ -109,9 +115,14 @@ class Scheduler:
         return self._drop_all(lambda req: req.deadline_s is not None and req.deadline_s <= now_s)
 
     def _drop(self, req: Req) -> None:
-        if self._running.pop(req.req_id, None) is None:
+        if req.req_id in self._running:
+            self._release(req)
+        else:
             self._queue.remove(req)
-            return
+
+    def _release(self, req: Req) -> None:
+        """It runs no more and gives back what it held."""
+        del self._running[req.req_id]
         self.pool.close(req)
         self._left.append(req.req_id)
 
@@ -131,9 +142,7 @@ class Scheduler:
 
     def _pause(self, req: Req) -> None:
         """Its tokens stay, its KV becomes cache; it goes on when there is room, ahead of the queue."""
-        del self._running[req.req_id]
-        self.pool.close(req)
-        self._left.append(req.req_id)
+        self._release(req)
         self._queue.add_paused(req)
         self.num_pauses += 1
 
@@ -235,10 +244,3 @@ class Scheduler:
     def _newest(self) -> Req:
         """Who is paused first: the least important, of those the latest."""
         return max(self._running.values(), key=lambda req: (req.priority, req.arrived_s, req.req_id))
-
-
-def common_len(a: Ids, b: Ids) -> int:
-    """Tokens that two prompts begin with in common."""
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    return int(differs.argmax()) if differs.any() else n

@@ -152,9 +152,8 @@ class Setup:
     cost: CostModel = CostModel()
 
     def scheduler(self) -> Scheduler:
-        scheduler = Scheduler(KvPool(self.pool_size), self.limits, make_policy(self.policy))
-        scheduler._estimate = OutputEstimate(self.quantile)  # a constant of the server, a knob only here
-        return scheduler
+        estimate = OutputEstimate(self.quantile)  # a constant of the server, a knob only here
+        return Scheduler(KvPool(self.pool_size), self.limits, make_policy(self.policy), estimate)
 
 
 @dataclass(slots=True)

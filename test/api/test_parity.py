@@ -11,9 +11,8 @@ import pytest
 
 from lightserve.io_struct import SamplingParams
 from lightserve.llm import LLM
-from lightserve.model_files.tokenizer import load_tokenizer
 from test.api.server import ServerProcess
-from test.real_model import GOLDEN_TOKENS, PROMPTS, golden_ids, smollm2
+from test.real_model import GOLDEN_TOKENS, PROMPTS, golden_ids, smollm2_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +32,7 @@ async def complete(client: openai.AsyncOpenAI, prompt: str, is_streamed: bool, *
 
 
 def golden_texts() -> list[str]:
-    tokenizer = load_tokenizer(smollm2())
+    tokenizer = smollm2_tokenizer()
     return [tokenizer.decode(ids) for ids in golden_ids()]
 
 

@@ -26,9 +26,8 @@ from lightserve.io_struct import (
     TokenIdOut,
     ToRouter,
 )
-from lightserve.model_files.tokenizer import load_tokenizer
 from lightserve.utils.channel import Receiver, Sender
-from test.real_model import smollm2
+from test.real_model import smollm2_tokenizer
 from test.waiting import until
 
 M = TypeVar("M")
@@ -41,7 +40,7 @@ class Detokenizer:
 
     def __init__(self, manager: DetokenizationManager, run_dir: Path) -> None:
         self.manager = manager
-        self.tokenizer = load_tokenizer(smollm2())
+        self.tokenizer = smollm2_tokenizer()
         self.told: list[list[ToHttpserver]] = [[], []]
         self.aborts: list[ToRouter] = []
         self.inbox: Sender[ToDetokenization] = Sender(f"ipc://{run_dir}/detok")
@@ -63,7 +62,7 @@ class Detokenizer:
         https: list[Receiver[ToHttpserver]] = [Receiver(f"ipc://{run_dir}/http-{i}", ToHttpserver) for i in range(2)]
         senders: list[Sender[ToHttpserver]] = [Sender(f"ipc://{run_dir}/http-{i}") for i in range(2)]
         to_router: Sender[ToRouter] = Sender(f"ipc://{run_dir}/router")
-        manager = DetokenizationManager(load_tokenizer(smollm2()).decoder, inbox, to_router, senders)
+        manager = DetokenizationManager(smollm2_tokenizer().decoder, inbox, to_router, senders)
         detokenizer = cls(manager, run_dir)
         tasks = [
             asyncio.create_task(manager.run()),

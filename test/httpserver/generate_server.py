@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,15 +21,9 @@ from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.protocol import LimitedProtocol
-from lightserve.model_files import Tokenizer, load_tokenizer
 from test.httpserver.fake_engine import FakeEngine, Script, engine
-from test.real_model import smollm2
+from test.real_model import smollm2_tokenizer as smol
 from test.waiting import DEADLINE_S, until
-
-
-@functools.cache
-def smol() -> Tokenizer:
-    return load_tokenizer(smollm2())
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import socket
 import threading
@@ -21,18 +20,13 @@ from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.context import ServerContext
 from lightserve.io_struct import Admission, FinishReason, GenerateReq, ReqFailed, StrOut
-from lightserve.model_files import Tokenizer, load_tokenizer
+from lightserve.model_files import Tokenizer
 from lightserve.model_files.special_tokens import SpecialTokens
 from test.httpserver.fake_engine import FakeEngine, Script, engine, spell
-from test.real_model import smollm2
+from test.real_model import smollm2_tokenizer as smol
 from test.waiting import DEADLINE_S, until
 
 CACHED = 2  # tokens of each prompt that the engine says were cached
-
-
-@functools.cache
-def smol() -> Tokenizer:
-    return load_tokenizer(smollm2())
 
 
 def with_template(template: str | None) -> Tokenizer:

@@ -18,7 +18,8 @@ from lightserve.httpserver.native_answer import NativeLines, native_whole
 from lightserve.httpserver.native_request import NativeAsk
 from lightserve.io_struct import FinishReason, GenerateReq, ReqFailed, SamplingParams, StrOut
 from test.httpserver.fake_engine import Script, spell
-from test.httpserver.generate_server import Served, serve, smol
+from test.httpserver.generate_server import Served, serve
+from test.real_model import smollm2_tokenizer as smol
 from test.waiting import until
 
 TEXT = 'naïve 日本 👩‍👩‍👧 "q" \\ \n\x00.'

@@ -9,7 +9,8 @@ import openai
 import pytest
 
 from lightserve.io_struct import FinishReason, GenerateReq, ReqFailed, SamplingParams, StrOut
-from test.httpserver.openai_server import CACHED, Server, fails, rows, running, smol, tokens
+from test.httpserver.openai_server import CACHED, Server, fails, rows, running, tokens
+from test.real_model import smollm2_tokenizer as smol
 from test.waiting import wait_until
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from test.httpserver.fake_engine import LIMITS
-from test.httpserver.openai_server import Server, rows, running, smol
+from test.httpserver.openai_server import Server, rows, running
+from test.real_model import smollm2_tokenizer as smol
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from lightserve.httpserver.openai_logprobs import CompletionLogprobs, chat_logprobs, joined
 from lightserve.io_struct import StrOut
-from test.httpserver.openai_server import smol
+from test.real_model import smollm2_tokenizer as smol
 
 TEXTS = ["Hello world", "naïve 日本語 😀👩‍👩‍👧", "  a\n\tb ", "\u0000\x7f\xa0\xad"]
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from test.httpserver.openai_server import Server, rows, running, smol, with_template
+from test.httpserver.openai_server import Server, rows, running, with_template
+from test.real_model import smollm2_tokenizer as smol
 
 USER = {"role": "user", "content": "Hi"}
 SHOW = (

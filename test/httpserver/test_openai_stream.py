@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lightserve.io_struct import FinishReason
-from test.httpserver.openai_server import Server, events, fails, rows, running, smol, tokens
+from test.httpserver.openai_server import Server, events, fails, rows, running, tokens
+from test.real_model import smollm2_tokenizer as smol
 
 TEXTS = st.text(st.sampled_from('aé日😀\u200d👩\n"\\\u0000 <|'), max_size=4)
 PIECES = st.lists(st.tuples(st.integers(0, smol().vocab_size - 1), TEXTS), min_size=1, max_size=8)

@@ -14,8 +14,9 @@ from lightserve.httpserver.tgi_answer import TgiLines, tgi_whole
 from lightserve.httpserver.tgi_request import TgiAsk
 from lightserve.io_struct import FinishReason, ReqFailed, SamplingParams, StrOut
 from test.httpserver.fake_engine import LIMITS, spell
-from test.httpserver.generate_server import Answer, Served, serve, smol
+from test.httpserver.generate_server import Answer, Served, serve
 from test.httpserver.test_native_api import TEXT, rows_of, scripted
+from test.real_model import smollm2_tokenizer as smol
 from test.waiting import until
 
 END = 2  # <|im_end|>

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from test.httpserver.fake_engine import spell
-from test.httpserver.generate_server import Served, serve, smol
+from test.httpserver.generate_server import Served, serve
+from test.real_model import smollm2_tokenizer as smol
 
 TEXTS = ["", "Hello world", "naïve 日本 👩‍👩‍👧\n\x00", "<|im_start|>user\nhi<|im_end|>"]
 MESSAGES = [{"role": "user", "content": "Hi!"}]

@@ -30,7 +30,7 @@ def main(boot: Boot, parent: Parent) -> None:
     parent.send(
         EngineReady(
             max_total_token_num=worker.max_total_token_num,
-            max_req_total_len=min(worker.max_req_total_len, worker.max_total_token_num),
+            max_req_total_len=worker.longest_request,
             vocab_size=vocab_size,
             pipeline_depth=kind.pipeline_depth,
             eos_token_ids=tuple(token for token in source.eos_token_ids() if token < vocab_size),

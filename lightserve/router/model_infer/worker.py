@@ -58,6 +58,11 @@ class ModelWorker:
     def max_total_token_num(self) -> int:
         return self.model.mem_manager.size
 
+    @property
+    def longest_request(self) -> int:
+        """Prompt plus output in tokens, of one that has the pool for itself."""
+        return min(self.max_req_total_len, self.max_total_token_num)
+
     def warm_up(self) -> None:
         """Run every kind of step once before anyone waits: what compiles or packs at first use does it here."""
         longest = min(self.max_req_total_len, self.max_total_token_num // len(WARM_UP_LENGTHS)) - WARM_UP_DECODES
