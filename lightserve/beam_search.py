@@ -72,7 +72,7 @@ class BeamSearch:
         self._running = [_Beam((), 0.0)]  # the likeliest first
         self._finished: list[BeamResult] = []  # the best first, num_beams at most
         if self.num_candidates > MAX_CANDIDATES:
-            most = MAX_CANDIDATES - len(self._ends)
+            most = max(MAX_CANDIDATES - len(self._ends), 0)
             raise InvalidRequestError(f"num_beams: at most {most} with {len(self._ends)} end tokens", "num_beams")
 
     @property

@@ -71,7 +71,7 @@ def _info(context: ServerContext) -> dict[str, Any]:
         "max_stop_sequences": MAX_STOPS,
         "max_input_tokens": total - 1,
         "max_total_tokens": total,
-        "validation_workers": context.config.httpserver_workers,
+        "validation_workers": context.config.num_processes,
         "max_client_batch_size": context.config.max_choices,
         "router": "lightserve",
         "version": __version__,

@@ -10,8 +10,10 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lightserve.beam_search import BeamParams
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.access_log import AccessLog
+from lightserve.httpserver.beam import beam_answers
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import Ask, Generation
 from lightserve.httpserver.openai_logprobs import NEVER
@@ -40,6 +42,10 @@ class Call:
                 for index, out in news:
                     rows[index].append(out)
         return rows
+
+    async def beams(self, ask: Ask, params: BeamParams) -> list[list[StrOut]]:
+        """All tokens of the answers that a beam search finds."""
+        return await beam_answers(self.context, [ask], params, self.log)
 
 
 def check_prompt(context: ServerContext, ids: Sequence[int]) -> None:

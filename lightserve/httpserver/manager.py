@@ -56,6 +56,7 @@ class Ask:
     prompt_ids: list[int]
     sampling: SamplingParams
     terms: Terms = PLAIN_TERMS
+    group: int | None = None  # whose sequences share prefixes whatever the terms; None: that of the prompt's answers
 
 
 class HttpServerManager:
@@ -150,6 +151,10 @@ class HttpServerManager:
         """``n`` answers to each of ``asks``; enter it to start, leave it to abort what is unfinished."""
         return Generation(self, [_with_seed(ask, choice) for ask in asks for choice in range(n)], n, log)
 
+    def new_group(self) -> int:
+        """For asks that come one after the other and share prefixes."""
+        return next(self._ids)
+
     def abort_named(self, name: str | None) -> None:
         """Abort the requests of this name, None for all, in whichever HTTP process they are."""
         self._to_router.send(AbortNamed(name))
@@ -170,7 +175,8 @@ class HttpServerManager:
             req_id = next(self._ids)
             self._open[req_id] = (generation, index)
             generation.req_ids.append(req_id)
-            group = generation.req_ids[index - index % generation.n]  # the first answer to the same prompt
+            first = generation.req_ids[index - index % generation.n]  # the first answer to the same prompt
+            group = first if ask.group is None else ask.group
             self._to_router.send(GenerateReq(req_id, ask.prompt_ids, ask.sampling, arrived_s, ask.terms, group))
 
     def _deliver(self, batch: BatchStrOut) -> None:

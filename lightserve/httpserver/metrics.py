@@ -27,7 +27,12 @@ SUMS = (
     Metric("prefix_cache_hit_rate", Kind.GAUGE, "Share of all prompt tokens found in the prefix cache."),
 )
 
-_OURS_ALONE = {"kv_used_tokens", "request_refused_total", "request_failed_total"}
+_OURS_ALONE = {
+    "kv_used_tokens",
+    "request_refused_total",
+    "request_failed_total",
+    "prefix_cache_evicted_tokens_total",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ async def native_answer(call: Call, value: dict[str, Any]) -> Response:
     if streams:
         lines = NativeLines(len(asked.ask.prompt_ids), special_ids(call))
         return await EventStream.open(call.request, events_of(call.generate(asked.ask), lines))
-    rows = await unless_gone(call.request, call.rows(asked.ask, asked.best_of))
+    answers = call.rows(asked.ask, asked.best_of) if asked.beams is None else call.beams(asked.ask, asked.beams)
+    rows = await unless_gone(call.request, answers)
     return json_response(native_whole(asked, rows, special_ids(call)))
 
 

@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
+from lightserve.beam_search import BeamParams
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.httpserver.beam import BeamFields, not_with_beams, refuse_rules
 from lightserve.httpserver.body import Body, at_most
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate_call import check_prompt, check_stops
@@ -51,7 +53,7 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 StopSequences = Annotated[list[str | Ids], Field(fail_fast=True)]
 
 
-class NativeParameters(TermsBody):
+class NativeParameters(TermsBody, BeamFields):
     """A null is as good as absent. A name that is not here is let through and has no effect."""
 
     best_of: int | None = Field(default=None, description="answers to generate; default n")
@@ -81,6 +83,10 @@ class NativeParameters(TermsBody):
     seed: int | None = Field(default=None, description="the same seed gives the same text; -1: a random one")
     return_details: bool | None = Field(default=None, description="every token in the answer")
 
+    @property
+    def is_search(self) -> bool:
+        return (self.num_beams or 1) > 1
+
 
 class NativeBody(Body):
     inputs: str | Ids
@@ -95,6 +101,7 @@ class NativeAsk:
     n: int  # answers to return
     best_of: int  # answers to generate
     return_details: bool
+    beams: BeamParams | None = None  # for a beam search
 
 
 async def native_ask(context: ServerContext, body: NativeBody, streams: bool) -> NativeAsk:
@@ -115,7 +122,8 @@ async def native_ask(context: ServerContext, body: NativeBody, streams: bool) ->
     )
     if not parameters.do_sample:
         sampling = msgspec.structs.replace(sampling, temperature=0.0)
-    return NativeAsk(Ask(prompt_ids, sampling, parameters.terms), n, best_of, details)
+    ask = Ask(prompt_ids, sampling, parameters.terms)
+    return NativeAsk(ask, n, best_of, details, _beams(parameters, ask, n))
 
 
 def _refuse_later(body: NativeBody, parameters: NativeParameters) -> None:
@@ -131,6 +139,8 @@ def _refuse_later(body: NativeBody, parameters: NativeParameters) -> None:
 
 def _choices(context: ServerContext, parameters: NativeParameters, streams: bool) -> tuple[int, int]:
     """How many answers to return, and how many to generate."""
+    if parameters.is_search:
+        return _choices_of_beams(context, parameters, streams)
     best_of = parameters.best_of if parameters.best_of is not None else parameters.n
     best_of = 1 if best_of is None else best_of
     n = best_of if parameters.n is None else parameters.n
@@ -141,6 +151,32 @@ def _choices(context: ServerContext, parameters: NativeParameters, streams: bool
     if streams and best_of != 1:
         raise InvalidRequestError("`best_of` and `n` must be 1 in a stream, whose events do not tell answers apart")
     return n, best_of
+
+
+def _choices_of_beams(context: ServerContext, parameters: NativeParameters, streams: bool) -> tuple[int, int]:
+    """The best n beams, already chosen."""
+    beams, n = parameters.num_beams or 1, 1 if parameters.n is None else parameters.n
+    if streams:
+        raise InvalidRequestError("num_beams: a beam search knows no token before its end; use /generate", "num_beams")
+    if beams > context.config.max_choices:
+        raise InvalidRequestError(
+            f"`num_beams` must be in 1..{context.config.max_choices}. Given: {beams}", "num_beams"
+        )
+    if parameters.best_of not in (None, 1, beams):
+        raise InvalidRequestError(f"`best_of` must be num_beams={beams} in a beam search", "best_of")
+    if not 1 <= n <= beams:
+        raise InvalidRequestError(f"`n` must be in 1..num_beams={beams}. Given: {n}", "n")
+    return n, n
+
+
+def _beams(parameters: NativeParameters, ask: Ask, n: int) -> BeamParams | None:
+    if not parameters.is_search:
+        return None
+    for name in ("do_sample", "return_details"):
+        if getattr(parameters, name):
+            raise not_with_beams(name)
+    refuse_rules(ask.sampling, {"stop": "stop_sequences", "bad_words_ids": "invalid_token_ids"})
+    return parameters.beam_params(parameters.num_beams or 1, n, [ask])
 
 
 async def _prompt_ids(context: ServerContext, inputs: str | list[int], add_special_tokens: bool | None) -> list[int]:

@@ -83,9 +83,12 @@ async def collect(generation: Generation, answer: Answer) -> Object:
         async for news in generation:
             for index, out in news:
                 choices[index].add(out)
-    shown = best(choices, generation.n, answer.n)
-    written = [write(index, choice, answer) for index, choice in enumerate(shown)]
-    usage = usage_of(generation.log, generation.log.output_tokens)
+    return whole(answer, best(choices, generation.n, answer.n), generation.log)
+
+
+def whole(answer: Answer, choices: Iterable[Choice], log: AccessLog) -> Object:
+    written = [write(index, choice, answer) for index, choice in enumerate(choices)]
+    usage = usage_of(log, log.output_tokens)
     return {**answer.head(is_whole=True), "choices": written, "system_fingerprint": None, "usage": usage}
 
 

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from lightserve.httpserver.body import documented
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.openai_answer import Answer, Form, name_request, respond
+from lightserve.httpserver.openai_beams import Search, respond_with_beams
 from lightserve.httpserver.openai_logprobs import chat_logprobs
 from lightserve.httpserver.openai_messages import chat_ids
 from lightserve.httpserver.openai_protocol import ChatBody, checked
@@ -36,7 +37,7 @@ def routes(context: ServerContext) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         body = checked(ChatBody, await context.read(request))
         context.check_model(body.model)
-        check_choices(context, 1, body.choices)
+        check_choices(context, 1, body.beams or body.choices)
         name_request(request, body)
         log = context.log(request)
 
@@ -51,6 +52,8 @@ def routes(context: ServerContext) -> APIRouter:
             echoes=[""] * body.choices,
             new_logprobs=None if k is None else partial(chat_logprobs, context.tokenizer, k),
         )
+        if body.beams is not None:
+            return await respond_with_beams(context, request, body, Search(asks, answer, log))
         return await respond(request, body, context.manager.generate(asks, log, body.choices), answer)
 
     return router

@@ -14,6 +14,7 @@ from lightserve.httpserver.body import documented
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.openai_answer import Answer, Form, name_request, respond
+from lightserve.httpserver.openai_beams import Search, respond_with_beams
 from lightserve.httpserver.openai_logprobs import CompletionLogprobs
 from lightserve.httpserver.openai_protocol import CompletionBody, Prompt, checked
 from lightserve.httpserver.openai_sampling import asks_of, check_choices
@@ -40,7 +41,7 @@ def routes(context: ServerContext) -> APIRouter:
     async def completions(request: Request) -> Response:
         body = checked(CompletionBody, await context.read(request))
         context.check_model(body.model)
-        check_choices(context, len(body.prompt), body.candidates)
+        check_choices(context, len(body.prompt), body.beams or body.candidates)
         name_request(request, body)
         log = context.log(request)
 
@@ -56,6 +57,8 @@ def routes(context: ServerContext) -> APIRouter:
             echoes=[echo for echo in echoes for _ in range(body.choices)],
             new_logprobs=_new_logprobs(context, body),
         )
+        if body.beams is not None:
+            return await respond_with_beams(context, request, body, Search(asks, answer, log))
         return await respond(request, body, context.manager.generate(asks, log, body.candidates), answer)
 
     return router

@@ -32,8 +32,6 @@ LATER: dict[str, Callable[[Any], bool]] = {
     "json_schema": _is_given,
     "regex": _is_given,
     "ebnf": _is_given,
-    "use_beam_search": bool,
-    "num_beams": _is_not(1),
     "prompt_logprobs": _is_given,
     "prompt_embeds": _is_given,
     "suffix": bool,

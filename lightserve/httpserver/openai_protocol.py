@@ -14,6 +14,7 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.httpserver.beam import BeamFields
 from lightserve.httpserver.body import Body, at_most, check
 from lightserve.httpserver.openai_later import refuse_later
 from lightserve.httpserver.terms import TermsBody
@@ -60,7 +61,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None  # vLLM: usage in every chunk, where include_usage is set too
 
 
-class GenerationBody(TermsBody):
+class GenerationBody(TermsBody, BeamFields):
     """What both endpoints take."""
 
     model: str | None = None
@@ -91,6 +92,7 @@ class GenerationBody(TermsBody):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # keep the last ones; -1: as many as fit
+    use_beam_search: bool | None = None  # so does num_beams > 1
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] | None = None
     user: str | None = None
 
@@ -101,6 +103,18 @@ class GenerationBody(TermsBody):
     @property
     def choices(self) -> int:
         return self.n or 1
+
+    @property
+    def candidates(self) -> int:
+        """Answers to generate for a prompt."""
+        return self.choices
+
+    @property
+    def beams(self) -> int | None:
+        """Of a beam search; None where none is asked for."""
+        if not self.use_beam_search and (self.num_beams or 1) == 1:
+            return None
+        return self.num_beams or self.candidates
 
     @property
     def wants_usage(self) -> bool:

@@ -29,6 +29,7 @@ def busy() -> MetricsSnapshot:
     metrics.failed()
     metrics.failed()
     metrics.preempted()
+    metrics.evicted(tokens=77)
     metrics.step(num_tokens=103)
     metrics.set_load(running=3, waiting=4, used_tokens=512, total_tokens=2048)
     return metrics.snapshot()

@@ -141,8 +141,6 @@ BAD: list[Bad] = [
     *later("guided_choice", ["a"]),
     *later("guided_grammar", "a"),
     *later("regular_constraint", "a"),
-    *later("use_beam_search", True),
-    *later("num_beams", 2),
     *later("prompt_logprobs", 0, 1),
     *later("suffix", "end"),
     *later("modalities", ["text", "audio"]),

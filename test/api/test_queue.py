@@ -1,0 +1,146 @@
+"""The queue as clients meet it: priorities, deadlines, refusals. The worker makes tokens up, a step takes a while."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from test.api.server import ServerProcess, running_server
+from test.waiting import wait_until
+
+COMPLETE = "/v1/completions"
+FLAGS = ("--null_worker", "--null_step_ms", "5", "--running_max_req_size", "1", "--max_queue_size", "4")
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that runs one request at a time and lets four wait."""
+    with running_server(tmp_path_factory.mktemp("narrow") / "log", *FLAGS) as server:
+        yield server
+
+
+def body(max_tokens: int = 4, **options: Any) -> dict[str, Any]:
+    return {"prompt": [1, 2, 3], "max_tokens": max_tokens, **options}
+
+
+@contextmanager
+def busy(server: ServerProcess) -> Iterator[None]:
+    """Inside, a request runs that takes all there is; then its client leaves."""
+    raw = json.dumps(body(8000, stream=True)).encode()
+    request = urllib.request.Request(server.url + COMPLETE, raw, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        response.readline()
+        yield
+    wait_until(lambda: server.metrics()["num_requests_running"] == 0)
+
+
+def waiting(server: ServerProcess, count: int) -> None:
+    wait_until(lambda: server.metrics()["num_requests_waiting"] == count)
+
+
+def test_an_urgent_request_passes_those_that_wait(narrow: ServerProcess) -> None:
+    ended: list[int] = []
+
+    def ask(priority: int) -> None:
+        status, _ = narrow.post(COMPLETE, body(20, priority=priority))
+        assert status == 200
+        ended.append(priority)
+
+    threads = [threading.Thread(target=ask, args=(priority,)) for priority in (0, 1, -1)]
+    with busy(narrow):
+        for count, thread in enumerate(threads, start=1):
+            thread.start()
+            waiting(narrow, count)
+    for thread in threads:
+        thread.join(30)
+
+    assert ended == [-1, 0, 1]
+
+
+def test_a_timeout_ends_a_request_that_waits(narrow: ServerProcess) -> None:
+    before = narrow.metrics()["request_failed_total"]
+
+    with busy(narrow):
+        status, answer = narrow.post(COMPLETE, body(timeout=0.2))
+
+        assert (status, answer["error"]["code"]) == (504, "timeout")
+        wait_until(lambda: narrow.metrics()["request_failed_total"] == before + 1)
+        waiting(narrow, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (COMPLETE, body(8000, timeout=0.3)),
+        ("/generate", {"inputs": [1, 2, 3], "parameters": {"max_new_tokens": 8000, "timeout": 0.3}}),
+    ],
+)
+def test_a_timeout_ends_a_request_that_runs_and_frees_its_memory(
+    narrow: ServerProcess, path: str, asked: dict[str, Any]
+) -> None:
+    before = narrow.metrics()["request_failed_total"]
+
+    status, answer = narrow.post(path, asked)
+
+    assert (status, answer["error"]["code"]) == (504, "timeout")
+    wait_until(lambda: narrow.metrics()["request_failed_total"] == before + 1)
+    seen = narrow.metrics()
+    assert (seen["kv_used_tokens"], seen["num_requests_running"]) == (0, 0)
+    assert narrow.post(COMPLETE, body())[0] == 200
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_event(narrow: ServerProcess) -> None:
+    raw = json.dumps(body(8000, timeout=0.3, stream=True)).encode()
+    request = urllib.request.Request(narrow.url + COMPLETE, raw, {"Content-Type": "application/json"})
+
+    with urllib.request.urlopen(request, timeout=60) as response:
+        *_, last, done, _ = response.read().split(b"\n\n")
+
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "timeout"
+    assert done == b"data: [DONE]"
+
+
+def test_a_full_queue_refuses_and_counts_it(narrow: ServerProcess) -> None:
+    before = narrow.metrics()["request_refused_total"]
+
+    with busy(narrow):
+        threads = [threading.Thread(target=narrow.post, args=(COMPLETE, body())) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        waiting(narrow, 4)
+
+        status, answer = narrow.post(COMPLETE, body())
+
+        assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+    for thread in threads:
+        thread.join(30)
+    wait_until(lambda: narrow.metrics()["request_refused_total"] == before + 1)
+
+
+def test_an_operators_abort_counts_as_one(narrow: ServerProcess) -> None:
+    before = narrow.metrics()["request_success_total/abort"]
+    statuses: list[int] = []
+    asking = threading.Thread(target=lambda: statuses.append(narrow.post(COMPLETE, body(8000))[0]))
+    asking.start()
+    wait_until(lambda: narrow.metrics()["num_requests_running"] == 1)
+
+    narrow.post("/abort_request", {"abort_all": True})
+
+    asking.join(30)
+    assert statuses == [499]
+    wait_until(lambda: narrow.metrics()["request_success_total/abort"] == before + 1)
+
+
+def test_what_the_prefix_cache_loses_is_counted(narrow: ServerProcess) -> None:
+    """The pool holds one long request: the second drops what the first left."""
+    for token in (7, 8):
+        assert narrow.post(COMPLETE, {"prompt": [token] * 5000, "max_tokens": 1})[0] == 200
+
+    wait_until(lambda: narrow.metrics()["prefix_cache_evicted_tokens_total"] > 0)
+    assert narrow.metrics()["kv_used_tokens"] == 0
