@@ -11,7 +11,8 @@ import pytest
 
 from lightserve.router.policy import POLICIES, Policy
 from lightserve.router.scheduler import Limits
-from lightserve.router.simulate import Load, Setup, fixed, mixed, simulate
+from lightserve.router.simulate.load import Load, fixed, mixed
+from lightserve.router.simulate.simulation import Setup, simulate
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_scheduler.md"
 

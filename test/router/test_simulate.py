@@ -9,26 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightserve.router import simulate as module
 from lightserve.router.policy import POLICIES
 from lightserve.router.scheduler import Limits
-from lightserve.router.simulate import (
-    LOADS,
-    URGENT,
-    CostModel,
-    Load,
-    Result,
-    Setup,
-    Simulation,
-    fixed,
-    lognormal,
-    quantile,
-    simulate,
-)
+from lightserve.router.simulate.__main__ import main
+from lightserve.router.simulate.gpu import CostModel
+from lightserve.router.simulate.load import LOADS, URGENT, Load, fixed, lognormal
+from lightserve.router.simulate.report import plot
+from lightserve.router.simulate.simulation import Result, Setup, Simulation, quantile, simulate
 
 FLAT = CostModel(matmul_ms=((1, 10.0), (1000, 10.0)), bytes_per_s=float("inf"), pairs_per_s=float("inf"))
 SMALL = Load(lognormal(20, 1.0, 200), lognormal(15, 0.8, 100), count=80, streams=20, max_new_tokens=100)
-TIGHT = Setup(limits=Limits(16, 64, 32, token_ratio=1.0), quantile=0.5, pool_size=500)
+TIGHT = Setup(limits=Limits(16, 64, 32, token_ratio=1.0), quantile=0.5, pool_size=300)
 
 
 def figures(result: Result) -> tuple[object, ...]:
@@ -154,7 +145,7 @@ def test_every_named_load_runs_from_the_command_line(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["simulate", "--load", name, "--requests", "20", "--urgent", "0.5"])
 
-    module.main()
+    main()
 
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["policy", *POLICIES]
@@ -167,7 +158,7 @@ def test_plots_without_matplotlib_say_how_to_get_it(
     monkeypatch.setattr(sys, "argv", ["simulate", "--plots", str(tmp_path)])
 
     with pytest.raises(SystemExit):
-        module.main()
+        main()
 
     assert "pip install matplotlib" in capsys.readouterr().err
 
@@ -175,6 +166,8 @@ def test_plots_without_matplotlib_say_how_to_get_it(
 def test_plots_are_written_where_matplotlib_is(tmp_path: Path) -> None:
     figures = pytest.importorskip("matplotlib.figure")
 
-    module.plot(tmp_path / "plots", figures, [(TIGHT, simulate(TIGHT, SMALL))])
+    plot(tmp_path / "plots", figures, [(TIGHT, simulate(TIGHT, SMALL))])
 
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"ttft.png", "itl.png"}
+    written = {path.name: path.read_bytes() for path in (tmp_path / "plots").iterdir()}
+    assert set(written) == {"ttft.png", "itl.png"}
+    assert all(content.startswith(b"\x89PNG\r\n") for content in written.values())
