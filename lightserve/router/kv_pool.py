@@ -17,6 +17,7 @@ from lightserve.router.req import Req
 class KvPool:
     def __init__(self, size: int) -> None:
         self.slots = TokenSlots(size)
+        self.num_evicted = 0  # tokens that the cache lost to make room
         self._cache = RadixCache()
 
     @property
@@ -46,7 +47,9 @@ class KvPool:
         """The caller has made sure that ``count`` is available."""
         short = count - self.slots.num_free
         if short > 0:
-            self._free(self._cache.evict(short))
+            evicted = self._cache.evict(short)
+            self.num_evicted += len(evicted)
+            self._free(evicted)
         slots: list[int] = self.slots.alloc(count).tolist()
         return slots
 

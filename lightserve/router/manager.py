@@ -15,6 +15,7 @@ from lightserve.io_struct import (
     GenerateReq,
     ReqFailed,
     RouterStats,
+    Step,
     TextReq,
     ToDetokenization,
     TokenIdOut,
@@ -126,13 +127,19 @@ class RouterManager:
     def _fill_pipeline(self) -> None:
         while len(self._under_way) < self._engine.pipeline_depth:
             now = time.monotonic()
-            pauses = self._scheduler.num_pauses
-            step = self._scheduler.next_step(now)
-            self.metrics.preempted(self._scheduler.num_pauses - pauses)
+            step = self._plan(now)
             if step is None:
                 return
             self._under_way.append((now, self._model.run(step)))
             self.metrics.step(sum(len(row.slots) for row in step.rows))
+
+    def _plan(self, now: float) -> Step | None:
+        scheduler = self._scheduler
+        pauses, evicted = scheduler.num_pauses, scheduler.pool.num_evicted
+        step = scheduler.next_step(now)
+        self.metrics.preempted(scheduler.num_pauses - pauses)
+        self.metrics.evicted(scheduler.pool.num_evicted - evicted)
+        return step
 
     def _report(self, outs: list[TokenOut]) -> None:
         """One message with all tokens of a step, and who is gone since the last."""

@@ -75,6 +75,9 @@ class RouterMetrics:
     def preempted(self, count: int = 1) -> None:
         self.values["num_preemptions_total"] += count
 
+    def evicted(self, tokens: int) -> None:
+        self.values["prefix_cache_evicted_tokens_total"] += tokens
+
     def step(self, num_tokens: int) -> None:
         self._step_tokens.observe(num_tokens)
 

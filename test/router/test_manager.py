@@ -292,7 +292,21 @@ def test_a_request_whose_time_is_over_ends_with_an_error_and_frees_what_it_held(
         await router.until(lambda: router.has_finished(2))
 
         assert [(failure.req_id, failure.status) for failure in refused(router)] == [(1, 504)]
+        assert router.manager.metrics.values["request_failed_total"] == 1
         await until(lambda: router.scheduler.pool.used == 0)
+
+    check(scenario, tmp_path)
+
+
+def test_what_the_cache_loses_to_make_room_is_counted(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        counts = []
+        for req_id in range(3):
+            router.send(msgspec.structs.replace(ask(req_id), prompt_ids=[50 + req_id] * 96))
+            await router.until(lambda: router.has_finished(req_id))  # noqa: B023  awaited at once
+            counts.append(router.manager.metrics.values["prefix_cache_evicted_tokens_total"])
+
+        assert counts == [0, 0, 3 * 99 - 200]  # 96 + 4 tokens each, the last one's KV is never computed
 
     check(scenario, tmp_path)
 
