@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import reprlib
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -38,6 +38,17 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=64)]
 
 
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf", "structural_tag"]
+MAX_GRAMMAR_LENGTH = 256 * 1024  # characters; grammar.py knows which kinds may have fewer
+
+
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """The texts that a request may answer with. What ``text`` is for each kind, grammar.py says."""
+
+    kind: GrammarKind
+    text: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose the next token. Logits are changed in the order of vLLM and transformers: what may not come next is
     forbidden, logit_bias, penalties, temperature, top_k, top_p, min_p, typical_p."""
@@ -55,12 +66,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] = {}
     bad_words_ids: Annotated[tuple[BadWord, ...], Meta(max_length=1024)] = ()  # sequences never to be completed
     allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=16384)] | None = None  # None: all
+    grammar: GrammarSpec | None = None  # None: any text
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # None: a random one
     ignore_eos: bool = False
     stop: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
     stop_token_ids: tuple[TokenId, ...] = ()
     include_stop: bool = False  # leave the stop string or the end token in the text
     skip_special_tokens: bool = True
+    shown_special_ids: tuple[TokenId, ...] = ()  # stay in the text all the same
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # the chosen token's, and those of the k most likely
 
     def __post_init__(self) -> None:
@@ -92,7 +105,7 @@ _SamplingTypes = msgspec.defstruct(
 def _blame(params: SamplingParams, error: msgspec.ValidationError) -> InvalidRequestError:
     """Which field, what was wanted, what was found; msgspec says "Expected `int` >= 1 - at `$.top_k`"."""
     wanted, _, place = str(error).partition(" - at ")
-    field = place.partition("$.")[2].partition("[")[0].rstrip("`")
+    field = place.partition("$.")[2].partition("[")[0].partition(".")[0].rstrip("`")
     return InvalidRequestError(f"{field}: {wanted}, found {reprlib.repr(getattr(params, field))}", field)
 
 
@@ -130,6 +143,8 @@ class TokenOut(msgspec.Struct, frozen=True):
     token_id: int
     logprob: float | None = None  # where the request asked for it; of the model, before anything changed the logits
     top: list[tuple[int, float]] | None = None  # with it, as many of the likeliest tokens as asked for, best first
+    completes: bool = False  # the request's grammar, after which nothing may follow
+    error: str | None = None  # why there is no token: the request ends
 
 
 # httpserver -> router
@@ -187,6 +202,7 @@ class TextReq(msgspec.Struct, frozen=True):
     stop: tuple[str, ...]
     include_stop: bool
     skip_special_tokens: bool
+    shown_special_ids: tuple[int, ...] = ()
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -206,6 +222,7 @@ class TokenIdOut(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop token id that ended it; None for an end token of the model
     admission: Admission | None = None  # with the first token
+    ends_in_text: bool = False  # it finishes the request, and its text counts: it is no end token
 
 
 class ReqFailed(msgspec.Struct, frozen=True):
@@ -287,6 +304,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """The ready word: the child can do its work."""
 
 
+class StepLimits(msgspec.Struct, frozen=True):
+    """How much a device computes in a step unless the operator says otherwise."""
+
+    batch_max_tokens: int  # of all requests
+    chunked_prefill_size: int | None = None  # of prompts, while others decode; None: as many as the step has
+    sizes: tuple[int, ...] = ()  # of a step in which others decode, that the device computes well; none: any
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """The ready word of a worker, and what the router and the HTTP processes then learn."""
 
@@ -296,6 +321,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     pipeline_depth: int  # steps that may be under way at once
     eos_token_ids: tuple[int, ...] = ()
     computed_in: str = ""  # data type and device, for people
+    step_limits: StepLimits = StepLimits(2048)
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

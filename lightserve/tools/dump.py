@@ -59,13 +59,13 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _prefill(model: TpPartBaseModel, ids: Sequence[int]) -> ModelInput:
-    """The prompt alone, in the first row and the first slots."""
+    """The prompt alone, in the first row; position i is in slot i."""
     count, device = len(ids), model.device
     slots = torch.arange(count, dtype=torch.int32, device=device)
     model.req_manager.req_to_token[0, :count] = slots
     zero = torch.zeros(1, dtype=torch.int32, device=device)
-    attn = AttnBatch(model.req_manager.req_to_token, zero, zero, zero + count, zero, count, count)
-    return ModelInput(torch.tensor(list(ids), device=device), slots, attn, is_prefill=True)
+    attn = AttnBatch(model.req_manager.req_to_token, zero, zero, zero + count, zero)
+    return ModelInput(torch.tensor(list(ids), device=device), slots, slots, attn, is_prefill=True)
 
 
 def main() -> None:

@@ -36,12 +36,11 @@ class Session:
             b_start_loc=self._ints([sum(q_len[:i]) for i in range(len(q_len))]),
             b_seq_len=self._ints([len(self._slots[row]) for row in new_tokens]),
             b_ready_cache_len=self._ints(list(ready.values())),
-            max_q_len=max(q_len),
-            max_seq_len=max(len(self._slots[row]) for row in new_tokens),
         )
         ids = torch.tensor([t for tokens in new_tokens.values() for t in tokens], device=self.device)
-        is_prefill = max(q_len) > 1
-        return self.model.forward(ModelInput(ids, self._ints(slots), attn, is_prefill, all_logits)).cpu()
+        positions = [ready[row] + i for row, tokens in new_tokens.items() for i in range(len(tokens))]
+        step = ModelInput(ids, self._ints(positions), self._ints(slots), attn, max(q_len) > 1, all_logits)
+        return self.model.forward(step).cpu()
 
     def share_prefix(self, donor: int, row: int, length: int) -> None:
         """The request in ``row`` starts with the first tokens of another, in the same slots."""

@@ -37,7 +37,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 
 def build(hf: Any, checkpoint: Tensors | None) -> TpPartBaseModel:
     config = ModelConfig.from_hf(hf.config.to_dict())
-    args = ModelArgs(config, torch.float32, torch.device("cpu"), TpGroup(), checkpoint, lambda: 64, 4, 64)
+    args = ModelArgs(config, torch.float32, torch.device("cpu"), TpGroup(), checkpoint, 64, 4, 64)
     return get_model_class(config.model_type)(args)
 
 
@@ -162,7 +162,7 @@ def peak():
 source = resolve(sys.argv[1])
 config = ModelConfig.from_hf(source.hf_config())
 before = peak()
-args = ModelArgs(config, torch.float32, torch.device("cpu"), TpGroup(1, 2), open_checkpoint(source), lambda: 64, 4, 64)
+args = ModelArgs(config, torch.float32, torch.device("cpu"), TpGroup(1, 2), open_checkpoint(source), 64, 4, 64)
 model = LlamaTpPartModel(args)
 layers = [model.pre_post_weight, *model.layer_weights]
 own = sum(p.into.nbytes for layer in layers for p in layer.pieces() if p.into is not None)

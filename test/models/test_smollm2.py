@@ -35,6 +35,18 @@ def test_greedy_text_of_varied_prompts_is_that_of_transformers(llm: LLM) -> None
     assert [generation.token_ids for generation in ours] == golden_ids()
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_in_float32_the_greedy_text_is_that_of_transformers_too() -> None:
+    llm = LLM(max_total_token_num=16384, device="cuda", data_type="float32", batch_max_tokens=300)
+    params = SamplingParams(max_new_tokens=GOLDEN_TOKENS, min_new_tokens=GOLDEN_TOKENS, temperature=0)
+
+    alone = [llm.generate([prompt], params)[0].token_ids for prompt in PROMPTS[:4]]
+    together = [generation.token_ids for generation in llm.generate(PROMPTS, params)]
+
+    assert together == golden_ids()
+    assert alone == together[:4]
+
+
 def test_perplexity_is_that_of_transformers(llm: LLM, hf: Any) -> None:
     text = "".join(path.read_text() for path in [ROOT / "LICENSE", *sorted((ROOT / "docs").glob("*.md"))])
     ids = llm.tokenizer.encode(text)[:5200]

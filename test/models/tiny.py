@@ -81,7 +81,7 @@ def build_ours(
         device=torch.device(device),
         tp=tp,
         checkpoint=checkpoint_of(hf),
-        max_total_token_num=lambda: NUM_SLOTS,
+        max_total_token_num=NUM_SLOTS,
         max_reqs=8,
         max_req_total_len=max_len,
     )

@@ -129,10 +129,22 @@ def attention_args(
         b_start_loc=ints([sum(new for _, new in lens[:i]) for i in range(len(lens))], device),
         b_seq_len=ints(seq_lens, device),
         b_ready_cache_len=ints([ready for ready, _ in lens], device),
-        max_q_len=max((new for _, new in lens), default=0),
-        max_seq_len=max(seq_lens, default=0),
     )
     return q, cache, batch, dim**-0.5
+
+
+def context_attention_args(
+    lens: list[tuple[int, int]], heads: tuple[int, int], dim: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor, ops.AttnBatch, float]:
+    """As attention_args, with the keys and values of the step's own tokens beside its queries."""
+    q, cache, batch, scale = attention_args(lens, heads, dim, dtype, device)
+    fused = torch.cat((q, q.new_empty(len(q), cache.shape[1], dim)), dim=1)
+    kv = fused[:, q.shape[1] :]
+    row = 0
+    for req_idx, (ready, new) in zip(batch.b_req_idx.tolist(), lens, strict=True):
+        kv[row : row + new] = cache[batch.req_to_token[req_idx, ready : ready + new].long()]
+        row += new
+    return fused[:, : q.shape[1]], kv, cache, batch, scale
 
 
 def penalties_of(entries: list[tuple[int, int, int]], shape: tuple[int, int], device: str) -> ops.Penalties:
@@ -190,6 +202,12 @@ def _rotary_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return (*qk, randn(tokens, 32, device=device, seed=1), randn(tokens, 32, device=device, seed=2))
 
 
+def _rotary_write_kv_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    q, _, cos, sin = _rotary_args(tokens, dtype, device)
+    kv, slots, cache = _write_kv_args(tokens, dtype, device)
+    return q, kv, cos, sin, slots, cache
+
+
 def _write_kv_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     kv = randn(tokens, 4, 64, dtype=dtype, device=device)
     return kv, ints(list(range(tokens)), device), torch.zeros(tokens + 1, 4, 64, dtype=dtype, device=device)
@@ -199,8 +217,19 @@ def _attention_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return attention_args([(9, 1)] * tokens, (4, 2), 64, dtype, device)
 
 
+def _context_attention_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return context_attention_args([(9, 1)] * tokens, (4, 2), 64, dtype, device)
+
+
 def _logits(tokens: int, device: str) -> Tensor:
     return randn(tokens, 300, device=device)
+
+
+def _mask_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    logits = _logits(tokens, device)
+    words = -(-logits.shape[1] // 32)
+    bits = torch.randint(-(2**31), 2**31, (tokens, words), generator=torch.Generator().manual_seed(1))
+    return logits, ints(list(range(tokens))[::-1], device), bits.to(device, torch.int32)
 
 
 def _penalties_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
@@ -217,16 +246,27 @@ def _typical_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return _logits(tokens, device), torch.full((tokens,), 0.5, device=device)
 
 
-def _sample_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
-    return _logits(tokens, device), ints([7] * tokens, device, torch.int64), ints([3] * tokens, device)
+def _choose_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    b_seed, b_position = ints([7] * tokens, device, torch.int64), ints([3] * tokens, device)
+    return _logits(tokens, device).to(dtype), torch.arange(tokens, device=device) / 2, b_seed, b_position
+
+
+def _place_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    columns = ints(list(range(tokens)), device)
+    table = torch.zeros(tokens + 1, 20, dtype=torch.int32, device=device)
+    return (
+        ops.StepTokens(columns, columns, columns, columns),
+        table,
+        torch.zeros(tokens + 1, dtype=torch.int64, device=device),
+    )
 
 
 ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "add_layer_norm": _norm_args("rows", "rows", "param", "param"),
     "add_rms_norm": _norm_args("rows", "rows", "param"),
     "apply_penalties": _penalties_args,
-    "argmax": lambda tokens, dtype, device: (_logits(tokens, device),),
-    "context_attention": _attention_args,
+    "choose": _choose_args,
+    "context_attention": _context_attention_args,
     "cut_atypical": _typical_args,
     "cut_logits": _cut_args,
     "gelu": _activation_args,
@@ -235,9 +275,11 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "gelu_tanh_and_mul": _activation_args,
     "layer_norm": _norm_args("rows", "param", "param"),
     "linear": _linear_args,
+    "mask_logits": _mask_args,
+    "place_tokens": _place_args,
     "rms_norm": _norm_args("rows", "param"),
     "rotary": _rotary_args,
-    "sample": _sample_args,
+    "rotary_write_kv": _rotary_write_kv_args,
     "silu_and_mul": _activation_args,
     "token_attention": _attention_args,
     "vocab_embedding": _embedding_args,

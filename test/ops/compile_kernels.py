@@ -16,9 +16,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lightserve.common import ops
-from test.ops.cases import ARGS, FLOATS, attention_args
+from lightserve.common.triton_kernel import linear
+from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args
 
-HEAD_DIMS = (80, 256)  # padded, and the largest; ARGS holds 64
+HEAD_DIMS = (80, 128, 256)  # padded, the usual, and the largest; ARGS holds 64
 
 
 class AbsentH200:
@@ -61,9 +62,12 @@ def call_every_wrapper(dtype: torch.dtype) -> None:
         if "triton" in op.impls:
             op.impls["triton"](*ARGS[name](16, dtype, "cpu"))
     for dim in HEAD_DIMS:
-        for op in (ops.context_attention, ops.token_attention):
-            args = attention_args([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
-            op.impls["triton"](*args, torch.ones(8))
+        shape = ([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
+        ops.context_attention.impls["triton"](*context_attention_args(*shape), torch.ones(8))
+        ops.token_attention.impls["triton"](*attention_args(*shape), torch.ones(8))
+    for config in (linear.NARROW, linear.WIDE):
+        for rows in (8, 32):
+            linear.multiply(torch.ones(rows, 2048, dtype=dtype), torch.ones(128, 2048, dtype=dtype), None, config)
 
 
 if __name__ == "__main__":

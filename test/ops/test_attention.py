@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.triton_kernel import token_attention
 from test.ops.cases import (
     NAN,
+    TOLERANCE,
     assert_close,
     attention_args,
     device_of,
@@ -20,56 +20,11 @@ from test.ops.cases import (
 
 HEAD_DIMS = [64, 80, 96, 128, 256]
 HEADS = [(1, 1), (3, 3), (6, 2), (5, 1)]
-MIXED = [(0, 1), (0, 37), (5, 1), (70, 13), (33, 1), (0, 66)]  # (tokens in the cache, new tokens)
 DECODE = [(length - 1, 1) for length in (1, 2, 32, 33, 129, 300)]
 
 
 def alibi_slopes(heads: int, device: str) -> Tensor:
     return torch.tensor([2.0 ** -(1 + i) for i in range(heads)], device=device)
-
-
-@each_backend_and_dtype(ops.context_attention)
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_context_attention_matches_its_definition_at_every_head_dim(backend: str, dtype: torch.dtype, dim: int) -> None:
-    q, cache, batch, scale = attention_args(MIXED, (2, 1), dim, dtype, device_of(backend))
-
-    out = ops.context_attention.impls[backend](q, cache, batch, scale)
-
-    assert_close(out, ops.context_attention(wide(q), wide(cache), batch, scale), dtype)
-
-
-@each_backend_and_dtype(ops.context_attention)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("has_alibi", [False, True])
-def test_context_attention_shares_kv_heads_among_a_group(
-    backend: str, dtype: torch.dtype, heads: tuple[int, int], has_alibi: bool
-) -> None:
-    q, cache, batch, scale = attention_args([(3, 20), (0, 9)], heads, 64, dtype, device_of(backend))
-    slopes = alibi_slopes(heads[0], device_of(backend)) if has_alibi else None
-
-    out = ops.context_attention.impls[backend](q, cache, batch, scale, slopes)
-
-    assert_close(out, ops.context_attention(wide(q), wide(cache), batch, scale, slopes), dtype)
-
-
-@each_backend_and_dtype(ops.context_attention)
-@pytest.mark.parametrize("lens", [[(0, 1)], [(0, 150)], [(129, 64)], [(64, 1), (0, 65)]])
-def test_context_attention_crosses_tiles(backend: str, dtype: torch.dtype, lens: list[tuple[int, int]]) -> None:
-    q, cache, batch, scale = attention_args(lens, (2, 1), 64, dtype, device_of(backend))
-    slopes = alibi_slopes(2, device_of(backend))
-
-    out = ops.context_attention.impls[backend](q, cache, batch, scale, slopes)
-
-    assert_close(out, ops.context_attention(wide(q), wide(cache), batch, scale, slopes), dtype)
-
-
-@each_backend_and_dtype(ops.context_attention)
-def test_context_attention_survives_scores_that_overflow_an_exponential(backend: str, dtype: torch.dtype) -> None:
-    q, cache, batch, scale = attention_args([(40, 30)], (2, 1), 64, dtype, device_of(backend))
-
-    out = ops.context_attention.impls[backend](q * 8, cache * 8, batch, scale)
-
-    assert_close(out, ops.context_attention(wide(q) * 8, wide(cache) * 8, batch, scale), dtype)
 
 
 @each_backend_and_dtype(ops.token_attention)
@@ -97,24 +52,100 @@ def test_token_attention_shares_kv_heads_among_a_group(
 
 
 @each_backend_and_dtype(ops.token_attention)
-@pytest.mark.parametrize("max_seq_len", [300, 5000, 1_000_000])
-def test_token_attention_does_not_depend_on_how_long_a_request_might_be(
-    backend: str, dtype: torch.dtype, max_seq_len: int
-) -> None:
-    q, cache, batch, scale = attention_args([(0, 1), (299, 1), (34, 1)], (2, 1), 64, dtype, device_of(backend))
-
-    out = ops.token_attention.impls[backend](q, cache, replace(batch, max_seq_len=max_seq_len), scale)
-
-    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale), dtype)
-
-
-@each_backend_and_dtype(ops.token_attention)
 def test_token_attention_reads_a_context_longer_than_all_its_splits(backend: str, dtype: torch.dtype) -> None:
     q, cache, batch, scale = attention_args([(4999, 1)], (1, 1), 64, dtype, device_of(backend))
 
     out = ops.token_attention.impls[backend](q, cache, batch, scale)
 
     assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale), dtype)
+
+
+@each_backend_and_dtype(ops.token_attention)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_token_attention_of_a_ragged_batch(backend: str, dtype: torch.dtype, dim: int, group: int) -> None:
+    lens = [(length - 1, 1) for length in (190, 1, 64, 65)]
+    q, cache, batch, scale = attention_args(lens, (2 * group, 2), dim, dtype, device_of(backend))
+    slopes = alibi_slopes(2 * group, device_of(backend))
+
+    out = ops.token_attention.impls[backend](q, cache, batch, scale, slopes)
+
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale, slopes), dtype)
+
+
+@each_backend_and_dtype(ops.token_attention)
+def test_token_attention_of_padded_rows_leaves_the_others_as_they_are(backend: str, dtype: torch.dtype) -> None:
+    q, cache, batch, scale = attention_args([(299, 1), (6, 1), *[(0, 1)] * 6], (4, 2), 64, dtype, device_of(backend))
+    batch.b_req_idx[2:] = 0  # one row of the table for all that pad
+    batch.req_to_token[0] = batch.req_to_token[batch.b_req_idx[0], 0]
+
+    out = ops.token_attention.impls[backend](q, cache, batch, scale)
+
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale), dtype)
+
+
+@each_backend_and_dtype(ops.token_attention)
+def test_token_attention_of_a_step_gives_each_layer_its_own(backend: str, dtype: torch.dtype) -> None:
+    q, cache, batch, scale = attention_args([(299, 1), (6, 1)], (4, 2), 64, dtype, device_of(backend))
+
+    outs = [ops.token_attention.impls[backend](q, layer, batch, scale) for layer in (cache, -cache, cache)]
+
+    assert_close(outs[1], ops.token_attention(wide(q), -wide(cache), batch, scale), dtype)
+    assert torch.equal(outs[0], outs[2])
+
+
+MIXED = {
+    "decodes first": [(140, 1), (5, 1), (0, 37), (70, 13)],
+    "decodes last": [(0, 37), (70, 13), (0, 0), (140, 1), (5, 1)],
+    "in any order": [(9, 2), (300, 1), (0, 0), (0, 1), (33, 20), (0, 0), (64, 1)],
+    "one of several items between prompts": [(90, 60), (900, 1), (0, 3)],
+    "no decodes": [(0, 5), (0, 0), (70, 13)],
+    "nothing": [(0, 0), (0, 0)],
+}
+
+
+@pytest.mark.parametrize("lens", MIXED.values(), ids=MIXED.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_launch_fills_the_rows_of_requests_with_one_and_no_others(
+    lens: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    q, cache, batch, scale = attention_args(lens, (6, 2), 64, dtype, device_of("triton"))
+    slopes = alibi_slopes(6, device_of("triton"))
+    expected = torch.full(q.shape, NAN, device=q.device)
+    rows = [sum(new for _, new in lens[:i]) for i, (_, new) in enumerate(lens) if new == 1]
+    expected[rows] = ops.context_attention(wide(q), wide(q), wide(cache), batch, scale, slopes)[rows]
+    out = torch.full(q.shape, NAN, dtype=dtype, device=q.device)
+
+    for _ in range(2):  # the second finds the plan as the first left it
+        token_attention.launch(q, cache, batch, scale, slopes, out)
+        torch.testing.assert_close(out.float(), expected, **TOLERANCE[dtype], equal_nan=True)
+
+
+def test_items_of_a_request_that_has_several_come_first_and_all_fit() -> None:
+    lens = [(60, 1), (2000, 1), (0, 7), (99, 1), (0, 0), (1300, 1)]
+    heads, kv_heads = 64, 32
+    _, _, batch, _ = attention_args(lens, (heads, kv_heads), 16, torch.float32, device_of("triton"))
+
+    items = token_attention.plan(batch, (heads, kv_heads), 16, token_attention.Config(16, 1, 1)).items.tolist()
+
+    counts = [item[6] for item in items if item[6]]
+    assert items[: len(counts)] == sorted(items[: len(counts)], key=lambda item: item[6] == 1)
+    assert counts.count(1) == 2
+    for row, (ready, _) in ((0, lens[0]), (1, lens[1]), (9, lens[3]), (10, lens[5])):
+        spans = [(item[2], item[3]) for item in items[: len(counts)] if item[0] == row]
+        assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
+        assert spans[-1][1] == ready + 1
+
+
+def test_a_plan_takes_the_same_room_for_any_lengths() -> None:
+    shapes = set()
+    for lens in ([(0, 1)] * 3, [(5000, 1), (3, 1), (70, 1)], [(0, 0), (0, 40), (3, 1)]):
+        q, cache, batch, scale = attention_args(lens, (4, 2), 64, torch.float32, device_of("triton"))
+        token_attention.launch(q, cache, batch, scale, None, torch.empty_like(q))
+        (plan,) = batch.plans.values()
+        shapes.add((plan.items.shape, plan.arrivals.shape, plan.partials.shape))
+
+    assert len(shapes) == 1
 
 
 @each_backend_and_dtype(ops.write_kv)
@@ -142,21 +173,3 @@ def test_write_kv_rounds_to_the_dtype_of_the_cache(backend: str, dtype: torch.dt
     ops.write_kv.impls[backend](kv, ints([2, 0], device_of(backend)), cache)
 
     assert torch.equal(cache[[2, 0]], kv.to(dtype))
-
-
-@each_backend_and_dtype(ops.context_attention)
-@pytest.mark.parametrize(
-    "slots", [[2, 3, 4, 5, 6], [2, 4, 3, 5, 6], [6, 5, 4, 3, 2]], ids=["run", "swapped", "falling"]
-)
-@pytest.mark.parametrize("new", [1, 4])
-def test_slots_that_are_neighbours_or_nearly_so_are_read_in_their_order(
-    backend: str, dtype: torch.dtype, slots: list[int], new: int
-) -> None:
-    q, cache, batch, scale = attention_args([(5 - new, new)], (4, 2), 64, dtype, device_of(backend))
-    cache.copy_(randn(*cache.shape, dtype=dtype, device=device_of(backend), seed=7))
-    batch.req_to_token[batch.b_req_idx, :5] = ints(slots, device_of(backend))
-    slopes = alibi_slopes(4, device_of(backend))
-
-    out = ops.context_attention.impls[backend](q, cache, batch, scale, slopes)
-
-    assert_close(out, ops.context_attention(wide(q), wide(cache), batch, scale, slopes), dtype)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightserve.common import ops
 from lightserve.common.ops import sampling
-from test.ops.cases import EPS, TOLERANCE, attention_args, ints, penalties_of, randn
+from test.ops.cases import EPS, TOLERANCE, context_attention_args, ints, penalties_of, randn
 
 CLOSE = TOLERANCE[torch.float32]
 INF = float("inf")
@@ -54,16 +54,16 @@ def test_rotary_turns_pairs_as_complex_numbers() -> None:
 @pytest.mark.parametrize("has_alibi", [False, True])
 def test_context_attention_is_pytorchs_over_the_gathered_cache(has_alibi: bool) -> None:
     lens = [(0, 7), (5, 1), (4, 3)]
-    q, cache, batch, scale = attention_args(lens, (4, 2), 64, torch.float32, "cpu")
+    q, kv, cache, batch, scale = context_attention_args(lens, (4, 2), 64, torch.float32, "cpu")
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if has_alibi else None
 
-    out = ops.context_attention(q, cache, batch, scale, slopes)
+    out = ops.context_attention(q, kv, cache, batch, scale, slopes)
 
     rows = q.split_with_sizes([new for _, new in lens])
     for i, (actual, part) in enumerate(zip(out.split_with_sizes([new for _, new in lens]), rows, strict=True)):
         seq_len = sum(lens[i])
-        kv = cache[batch.req_to_token[batch.b_req_idx[i], :seq_len]]
-        expected = pytorch_attention(part, kv[:, :2], kv[:, 2:], slopes)
+        k, v = cache[batch.req_to_token[batch.b_req_idx[i], :seq_len]].chunk(2, dim=1)
+        expected = pytorch_attention(part, k, v, slopes)
         torch.testing.assert_close(actual, expected, **CLOSE)
 
 
@@ -120,13 +120,13 @@ def test_cut_keeps_what_brute_force_keeps(top_k: int, top_p: float, min_p: float
     assert logits.isfinite().tolist() == expected
 
 
-def test_sample_draws_tokens_as_often_as_softmax_says() -> None:
+def test_choose_draws_tokens_as_often_as_softmax_says() -> None:
     draws = 40_000
     logits = torch.tensor([0.0, 1.0, -1.0, 3.0, -INF, 2.0, -4.0])
     seeds = torch.arange(draws) // 100  # 400 requests of 100 tokens each
     positions = (torch.arange(draws) % 100).int()
 
-    tokens = ops.sample(logits.expand(draws, -1), seeds, positions)
+    tokens = ops.choose(logits.expand(draws, -1), torch.ones(draws), seeds, positions)
 
     probs = logits.softmax(-1)
     error = tokens.bincount(minlength=7) / draws - probs
@@ -165,3 +165,16 @@ def test_a_seeds_upper_half_counts() -> None:
     low, high = (sampling.counter_uniform(torch.tensor(seed), position, token) for seed in (7, 7 + (1 << 40)))
 
     assert low != high
+
+
+def test_mask_logits_forbids_the_tokens_of_a_row_whose_bit_is_0() -> None:
+    logits = torch.zeros(3, 70)
+    bitmask = torch.zeros(2, 4, dtype=torch.int32)  # a word more than there are tokens
+    bitmask[0, 0] = 0b101
+    bitmask[0, 1] = -(2**31)
+    bitmask[1, 2] = 1 << 5
+
+    ops.mask_logits(logits, torch.tensor([2, 0], dtype=torch.int32), bitmask)
+
+    allowed = [(row == 0).nonzero()[:, 0].tolist() for row in logits]
+    assert allowed == [[69], list(range(70)), [0, 2, 63]]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightserve.common import ops
+from lightserve.common.triton_kernel import linear
 from test.ops.cases import assert_close, device_of, each_backend_and_dtype, randn, strided, wide
 
 
@@ -20,3 +21,53 @@ def test_linear_matches_its_definition(
     out = ops.linear.impls[backend](x, weight, bias)
 
     assert_close(out, ops.linear(wide(x), wide(weight), None if bias is None else wide(bias)), dtype)
+
+
+@each_backend_and_dtype(ops.linear)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16])
+@pytest.mark.parametrize(("wide_in", "wide_out"), [(512, 48), (520, 33), (1100, 16)])
+def test_linear_of_few_rows_reads_every_tile_of_its_weight(
+    backend: str, dtype: torch.dtype, tokens: int, wide_in: int, wide_out: int
+) -> None:
+    x = randn(tokens, wide_in, dtype=dtype, device=device_of(backend))
+    weight = strided(randn(wide_out, wide_in, dtype=dtype, device=device_of(backend), seed=1) * wide_in**-0.5)
+
+    out = ops.linear.impls[backend](x, weight)
+
+    assert_close(out, ops.linear(wide(x), wide(weight)), dtype)
+
+
+@pytest.mark.parametrize("config", [linear.NARROW, linear.WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 32])
+@pytest.mark.parametrize("wide_in", [100, 1024, 1100])
+def test_linear_in_either_way_adds_a_bias(config: linear.Config, dtype: torch.dtype, tokens: int, wide_in: int) -> None:
+    x = strided(randn(tokens, wide_in, dtype=dtype, device=device_of("triton")))
+    weight = randn(130, wide_in, dtype=dtype, device=device_of("triton"), seed=1) * wide_in**-0.5
+    bias = randn(130, dtype=dtype, device=device_of("triton"), seed=2)
+
+    out = linear.multiply(x, weight, bias, config)
+
+    assert_close(out, ops.linear(wide(x), wide(weight), wide(bias)), dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "out_size", "in_size", "config"),
+    [
+        (1, 4096, 14336, linear.NARROW),
+        (8, 4096, 4096, linear.NARROW),
+        (9, 4096, 4096, linear.WIDE),
+        (8, 6144, 4096, linear.WIDE),
+        (16, 3584, 18944, linear.NARROW),
+        (17, 3584, 18944, None),
+        (1, 28672, 4096, None),
+        (3, 28672, 4096, None),
+        (4, 37888, 3584, linear.NARROW),
+        (32, 152064, 3584, linear.WIDE),
+        (33, 4096, 4096, None),
+    ],
+)
+def test_the_first_rule_that_fits_a_product_decides(
+    rows: int, out_size: int, in_size: int, config: linear.Config | None
+) -> None:
+    assert linear.config_of(rows, out_size, in_size) is config

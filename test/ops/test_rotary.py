@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from test.ops.cases import assert_close, device_of, each_backend_and_dtype, randn, strided, wide
+from test.ops.cases import NAN, assert_close, device_of, each_backend_and_dtype, ints, randn, strided, wide
 
 
 def angles(tokens: int, half: int, device: str) -> tuple[Tensor, Tensor]:
@@ -43,3 +43,37 @@ def test_rotary_turns_its_part_of_a_fused_qkv_and_nothing_else(backend: str, dty
 
     assert_close(qkv, expected, dtype)
     assert torch.equal(qkv[:, 6:], values_before)
+
+
+@each_backend_and_dtype(ops.rotary_write_kv)
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (3, 1), (5, 5)])
+@pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 40), (80, 10), (2, 1), (96, 24)])
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+def test_rotary_write_kv_turns_in_place_and_fills_its_slots_and_no_others(
+    backend: str, dtype: torch.dtype, heads: tuple[int, int], dim: int, half: int, slot_dtype: torch.dtype
+) -> None:
+    device, (q_heads, kv_heads) = device_of(backend), heads
+    qkv = randn(4, q_heads + 2 * kv_heads, dim, dtype=dtype, device=device)
+    cos, sin = (strided(table) for table in angles(4, half, device))
+    slots = ints([7, 0, 3, 8], device, slot_dtype)
+    layers = torch.full((9, 3, 2 * kv_heads, dim), NAN, dtype=dtype, device=device)
+    expected, values_before = wide(qkv), qkv[:, q_heads + kv_heads :].clone()
+    ops.rotary(expected[:, :q_heads], expected[:, q_heads : q_heads + kv_heads], cos, sin)
+
+    ops.rotary_write_kv.impls[backend](qkv[:, :q_heads], qkv[:, q_heads:], cos, sin, slots, layers[:, 1])
+
+    assert_close(qkv, expected, dtype)
+    assert torch.equal(qkv[:, q_heads + kv_heads :], values_before)
+    assert torch.equal(layers[slots.long(), 1], qkv[:, q_heads:])
+    assert int(layers.isnan().sum()) == layers.numel() - qkv[:, q_heads:].numel()
+
+
+@each_backend_and_dtype(ops.rotary_write_kv)
+def test_rotary_write_kv_rounds_to_the_dtype_of_the_cache(backend: str, dtype: torch.dtype) -> None:
+    device = device_of(backend)
+    q, kv = randn(2, 2, 64, device=device), randn(2, 2, 64, device=device, seed=1)
+    cache = torch.zeros(3, 2, 64, dtype=dtype, device=device)
+
+    ops.rotary_write_kv.impls[backend](q, kv, *angles(2, 32, device), ints([2, 0], device), cache)
+
+    assert torch.equal(cache[[2, 0]], kv.to(dtype))

@@ -8,7 +8,18 @@ from torch import Tensor
 from transformers import TypicalLogitsWarper
 
 from lightserve.common import ops
-from test.ops.cases import TOLERANCE, backends_of, device_of, each_backend, ints, penalties_of, randn, strided
+from test.ops.cases import (
+    ARGS,
+    TOLERANCE,
+    backends_of,
+    device_of,
+    each_backend,
+    each_backend_and_dtype,
+    ints,
+    penalties_of,
+    randn,
+    strided,
+)
 
 INF = float("inf")
 VOCABS = [1, 33, 300, 5000]  # the last is more than one block of a kernel's walk
@@ -18,32 +29,28 @@ def row(values: list[float], device: str) -> Tensor:
     return torch.tensor([values], device=device)
 
 
-@each_backend(ops.argmax)
+@each_backend(ops.mask_logits)
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_argmax_finds_the_largest_in_strided_rows(backend: str, vocab: int) -> None:
-    logits = strided(randn(3, vocab, device=device_of(backend)), poison=INF)
+def test_a_mask_forbids_as_defined_in_its_rows_alone(backend: str, vocab: int) -> None:
+    device = device_of(backend)
+    logits = strided(randn(4, vocab, device=device))
+    words = vocab // 32 + 2  # more than needed
+    bits = torch.randint(-(2**31), 2**31, (2, words), generator=torch.Generator().manual_seed(0))
+    bitmask, rows = bits.to(device, torch.int32), ints([3, 1], device)
+    expected = logits.clone()
+    ops.mask_logits(expected, rows, bitmask)
 
-    out = ops.argmax.impls[backend](logits)
+    ops.mask_logits.impls[backend](logits, rows, bitmask)
 
-    assert out.dtype == torch.int64
-    assert out.tolist() == logits.argmax(-1).tolist()
-
-
-@each_backend(ops.argmax)
-@pytest.mark.parametrize("ties", [[0, 299], [7, 4096, 4999], [4100, 4101]])
-def test_argmax_takes_the_first_of_equals(backend: str, ties: list[int]) -> None:
-    logits = randn(1, 5000, device=device_of(backend)).clamp(max=3)
-    logits[0, ties] = 9.0
-
-    assert ops.argmax.impls[backend](logits).tolist() == [ties[0]]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0)
+    assert logits[[0, 2]].isfinite().all()
 
 
-@each_backend(ops.argmax)
-def test_argmax_of_rows_with_minus_infinity_is_a_token(backend: str) -> None:
-    logits = torch.full((2, 33), -INF, device=device_of(backend))
-    logits[0, 31] = -1e30
+def test_triton_refuses_a_mask_that_is_too_short() -> None:
+    logits, rows, bitmask = ARGS["mask_logits"](3, torch.float32, device_of("triton"))
 
-    assert ops.argmax.impls[backend](logits).tolist() == [31, 0]
+    with pytest.raises(ValueError, match="9 words have no bit for every one of 300 tokens"):
+        ops.mask_logits.impls["triton"](logits, rows, bitmask[:, :9].contiguous())
 
 
 @each_backend(ops.apply_penalties)
@@ -177,41 +184,81 @@ def test_cut_orders_tiny_and_huge_logits(backend: str, scale: float) -> None:
     assert out.isfinite().tolist() == [[False, True, True, True, True]]
 
 
-@each_backend(ops.sample)
-@pytest.mark.parametrize("vocab", VOCABS)
-def test_sample_draws_what_its_definition_draws(backend: str, vocab: int) -> None:
-    seeds = [0, 1, -1, 2**63 - 1, -(2**63), 0x1234_5678_9ABC_DEF0] * 2
-    logits = strided(randn(len(seeds), vocab, device=device_of(backend)), poison=INF)
-    b_seed = ints(seeds, device_of(backend), torch.int64)
-    b_position = ints([i * 1000 for i in range(len(seeds))], device_of(backend))
+TEMPERATURES = [0.0, 0.3, 1.0, 0.0, 2.5, 1.0]
+SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x1234_5678_9ABC_DEF0]
 
-    out = ops.sample.impls[backend](logits, b_seed, b_position)
 
+def choose(backend: str, logits: Tensor, temperatures: list[float], seeds: list[int]) -> list[int]:
+    device = str(logits.device)
+    b_temperature = torch.tensor(temperatures, device=device)
+    b_position = ints([i * 1000 for i in range(len(seeds))], device)
+    out = ops.choose.impls[backend](logits, b_temperature, ints(seeds, device, torch.int64), b_position)
     assert out.dtype == torch.int64
-    assert out.tolist() == ops.sample(logits, b_seed, b_position).tolist()
+    return out.tolist()
 
 
-@each_backend(ops.sample)
-def test_sample_never_draws_a_masked_token(backend: str) -> None:
-    logits = torch.full((64, 300), -INF, device=device_of(backend))
-    logits[:, [17, 203]] = 0.0
-    b_seed = torch.arange(64, device=logits.device)
+@each_backend_and_dtype(ops.choose)
+@pytest.mark.parametrize("vocab", [*VOCABS, 20_000])
+def test_choose_draws_or_takes_what_its_definition_does(backend: str, dtype: torch.dtype, vocab: int) -> None:
+    logits = strided(randn(6, vocab, dtype=dtype, device=device_of(backend)), poison=INF)
 
-    out = ops.sample.impls[backend](logits, b_seed, b_seed.int())
+    out = choose(backend, logits, TEMPERATURES, SEEDS)
 
-    assert set(out.tolist()) == {17, 203}
+    assert out == choose(ops.REFERENCE, logits, TEMPERATURES, SEEDS)
 
 
-@each_backend(ops.sample)
-def test_sample_of_a_request_does_not_depend_on_its_batch(backend: str) -> None:
-    logits = randn(5, 300, device=device_of(backend))
-    b_seed = ints([11, 12, 13, 14, 15], device_of(backend), torch.int64)
-    b_position = ints([4, 5, 6, 7, 8], device_of(backend))
+CHOOSE_BACKENDS = pytest.mark.parametrize("backend", [ops.REFERENCE, *backends_of(ops.choose)])
 
-    together = ops.sample.impls[backend](logits, b_seed, b_position)
-    alone = ops.sample.impls[backend](logits[3:4], b_seed[3:4], b_position[3:4])
 
-    assert together[3:4].tolist() == alone.tolist()
+@CHOOSE_BACKENDS
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_choose_at_temperature_zero_takes_the_largest(backend: str, vocab: int) -> None:
+    logits = randn(3, vocab, device=device_of(backend))
+
+    assert choose(backend, logits, [0.0] * 3, [1, 2, 3]) == logits.argmax(-1).tolist()
+
+
+@CHOOSE_BACKENDS
+@pytest.mark.parametrize("ties", [[0, 299], [7, 2048, 4999], [4100, 4101]])
+def test_choose_takes_the_first_of_equals(backend: str, ties: list[int]) -> None:
+    logits = randn(1, 5000, device=device_of(backend)).clamp(max=3)
+    logits[0, ties] = 9.0
+
+    assert choose(backend, logits, [0.0], [1]) == [ties[0]]
+
+
+@CHOOSE_BACKENDS
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_choose_never_takes_a_token_that_is_masked_or_nan(backend: str, temperature: float) -> None:
+    logits = torch.full((3, 2000), -INF, device=device_of(backend))
+    logits[:2, [3, 1500]] = float("nan")
+    logits[0, 1700] = -50.0
+    logits[2, 1999] = INF
+
+    assert choose(backend, logits, [temperature] * 3, [1, 2, 3]) == [1700, 0, 1999]
+
+
+@CHOOSE_BACKENDS
+def test_choose_draws_every_token_that_is_not_masked(backend: str) -> None:
+    logits = torch.full((64, 3000), -INF, device=device_of(backend))
+    logits[:, [17, 2999]] = 0.0
+
+    assert set(choose(backend, logits, [1.0] * 64, list(range(64)))) == {17, 2999}
+
+
+@each_backend(ops.choose)
+def test_choose_for_a_request_does_not_depend_on_its_batch(backend: str) -> None:
+    logits = randn(20, 3000, device=device_of(backend))
+    b_seed = torch.arange(20, device=logits.device)
+    b_temperature = torch.full((20,), 0.8, device=logits.device)
+
+    together = ops.choose.impls[backend](logits, b_temperature, b_seed, b_seed.int())
+    alone = [
+        ops.choose.impls[backend](logits[i : i + 1], *(b[i : i + 1] for b in (b_temperature, b_seed, b_seed.int())))
+        for i in (0, 19)
+    ]
+
+    assert [int(token) for token in alone] == [int(together[0]), int(together[19])]
 
 
 def typical(backend: str, logits: Tensor, typical_p: list[float]) -> Tensor:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,7 +34,7 @@ class ModelArgs:
     device: torch.device
     tp: TpGroup
     checkpoint: Iterable[CheckpointTensor] | None  # None: random weights
-    max_total_token_num: Callable[[], int]  # asked once the weights have taken their memory
+    max_total_token_num: int
     max_reqs: int
     max_req_total_len: int
 
@@ -97,9 +97,12 @@ class TpPartBaseModel:
                 yield tensor
 
     def _init_mem_manager(self) -> None:
-        size = self.args.max_total_token_num()
-        self.mem_manager = MemoryManager(size, self.config, self.tp.size, self.args.dtype, self.device)
+        self.set_kv_size(self.args.max_total_token_num)
         self.req_manager = ReqManager(self.args.max_reqs, self.args.max_req_total_len, self.device)
+
+    def set_kv_size(self, size: int) -> None:
+        """Have an empty KV cache of ``size`` tokens."""
+        self.mem_manager = MemoryManager(size, self.config, self.tp.size, self.args.dtype, self.device)
 
     def _init_infer_layer(self) -> None:
         self.pre_infer = self.pre_layer_infer_class(self.config, self.tp)
@@ -116,7 +119,7 @@ class TpPartBaseModel:
 
     @torch.inference_mode()
     def forward(self, step: ModelInput) -> Tensor:
-        """Logits in float32: ``[batch, vocab]`` of each request's last token, or ``[tokens, vocab]`` of all."""
+        """Logits, ``[batch, vocab]`` of each request's last token or ``[tokens, vocab]`` of all, in the model's dtype."""
         infer_state = self.infer_state_class(step, self.mem_manager)
         infer_state.init_some_extra_state(self, step.input_ids)
         if step.is_prefill:

@@ -3,7 +3,7 @@
 =====================  ==================================================================
 ``embedding``          hidden states before the first layer
 ``layers.N.att_norm``  input of the attention
-``layers.N.qkv``       queries, and keys and values as they go into the cache
+``layers.N.qkv``       queries, keys and values as the attention reads them
 ``layers.N.att``       output of the attention, before its projection
 ``layers.N.o``         what the attention adds to the residual
 ``layers.N.ffn_norm``  input of the feed-forward
@@ -30,7 +30,7 @@ Callback = Callable[[str, Any], None]  # the name, and a tensor (for qkv a pair)
 
 _LAYER_METHODS = {
     "att_norm": ("_att_norm",),
-    "qkv": ("_get_qkv",),
+    "qkv": ("_cached_qkv",),
     "att": ("_context_attention_kernel", "_token_attention_kernel"),
     "o": ("_get_o",),
     "ffn_norm": ("_ffn_norm",),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from lightserve.common.mem_manager import MemoryManager
@@ -20,6 +19,7 @@ class ModelInput:
     """One step of a batch, as the worker hands it to the model. Prefill rows and decode rows may mix."""
 
     input_ids: Tensor  # [tokens] int64
+    position_ids: Tensor  # [tokens] int32
     mem_index: Tensor  # [tokens] int32: cache slots the step fills
     attn: AttnBatch
     is_prefill: bool  # False: exactly one token a request
@@ -33,7 +33,7 @@ class InferStateInfo:
         self.step = step
         self.attn = step.attn
         self.mem_manager = mem_manager
-        self.position_ids = _position_ids(step)
+        self.position_ids = step.position_ids
         self.alibi_slopes: Tensor | None = None
         self.residual: Tensor | None = None  # the hidden state; layers return what is to be added to it
 
@@ -45,14 +45,3 @@ class InferStateInfo:
         """The row of each request's last token."""
         attn = self.attn
         return (attn.b_start_loc + attn.b_seq_len - attn.b_ready_cache_len - 1).long()
-
-
-def _position_ids(step: ModelInput) -> Tensor:
-    attn = step.attn
-    if not step.is_prefill:
-        return attn.b_seq_len.long() - 1
-    num_tokens = len(step.input_ids)
-    first_position = (attn.b_ready_cache_len - attn.b_start_loc).long()
-    q_len = (attn.b_seq_len - attn.b_ready_cache_len).long()
-    rows = torch.arange(num_tokens, device=step.input_ids.device)
-    return rows + first_position.repeat_interleave(q_len, output_size=num_tokens)

@@ -42,15 +42,9 @@ class _Prompt:
 
 @ops.context_attention.impl("cpu")
 def context_attention(
-    q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
+    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
 ) -> Tensor:
-    groups, prompts = _plan(batch)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for group in groups:
-        out[group.rows] = _attend_group(q[group.rows], kv_cache, group, scale, alibi_slopes)
-    for prompt in prompts:
-        out[prompt.rows] = _attend_prompt(q[prompt.rows], kv_cache, prompt, scale, alibi_slopes)
-    return out
+    return _attend(q, kv_cache, batch, scale, alibi_slopes)
 
 
 @ops.token_attention.impl("cpu")
@@ -60,7 +54,17 @@ def token_attention(
     groups, _ = _plan(batch)
     if len(groups) == 1:
         return _attend_group(q, kv_cache, groups[0], scale, alibi_slopes)
-    return context_attention(q, kv_cache, batch, scale, alibi_slopes)
+    return _attend(q, kv_cache, batch, scale, alibi_slopes)
+
+
+def _attend(q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None) -> Tensor:
+    groups, prompts = _plan(batch)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for group in groups:
+        out[group.rows] = _attend_group(q[group.rows], kv_cache, group, scale, alibi_slopes)
+    for prompt in prompts:
+        out[prompt.rows] = _attend_prompt(q[prompt.rows], kv_cache, prompt, scale, alibi_slopes)
+    return out
 
 
 def _attend_group(q: Tensor, kv_cache: Tensor, group: _Group, scale: float, alibi_slopes: Tensor | None) -> Tensor:
@@ -128,6 +132,8 @@ def _make_plan(batch: AttnBatch) -> tuple[list[_Group], list[_Prompt]]:
     prompts = []
     singles = []
     for req_idx, start, seq_len, ready in reqs:
+        if seq_len == ready:
+            continue
         if seq_len - ready == 1:
             singles.append((seq_len, start, req_idx))
             continue

@@ -6,18 +6,20 @@ from lightserve.common.ops.embedding import vocab_embedding
 from lightserve.common.ops.linear import linear
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lightserve.common.ops.registry import OPS, REFERENCE, use_backend
-from lightserve.common.ops.rotary import rotary
-from lightserve.common.ops.sampling import Penalties, apply_penalties, argmax, cut_atypical, cut_logits, sample
+from lightserve.common.ops.rotary import rotary, rotary_write_kv
+from lightserve.common.ops.sampling import Penalties, apply_penalties, choose, cut_atypical, cut_logits, mask_logits
+from lightserve.common.ops.step import StepTokens, place_tokens
 
 __all__ = [
     "OPS",
     "REFERENCE",
     "AttnBatch",
     "Penalties",
+    "StepTokens",
     "add_layer_norm",
     "add_rms_norm",
     "apply_penalties",
-    "argmax",
+    "choose",
     "context_attention",
     "cut_atypical",
     "cut_logits",
@@ -27,9 +29,11 @@ __all__ = [
     "gelu_tanh_and_mul",
     "layer_norm",
     "linear",
+    "mask_logits",
+    "place_tokens",
     "rms_norm",
     "rotary",
-    "sample",
+    "rotary_write_kv",
     "silu_and_mul",
     "token_attention",
     "use_backend",

@@ -24,8 +24,8 @@ class AttnBatch:
     b_start_loc: Tensor  # [batch] int32: the request's first query row
     b_seq_len: Tensor  # [batch] int32: tokens in the cache, this step's included
     b_ready_cache_len: Tensor  # [batch] int32: tokens in the cache before this step
-    max_q_len: int  # the longest b_seq_len - b_ready_cache_len, known to the host
-    max_seq_len: int  # the longest b_seq_len, known to the host
+    # Some requests may have exactly one query row; a backend may leave those of a context step to the token attention.
+    has_decodes: bool = False
     plans: dict[str, Any] = field(default_factory=dict)  # by backend: what it derives once for all layers of a step
 
 
@@ -37,12 +37,26 @@ def write_kv(kv: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
 
 @op
 def context_attention(
-    q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
+    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
 ) -> Tensor:
     """Causal attention of ``q`` ``[tokens, heads, dim]``: the last rows of each request over all its cached tokens.
 
-    ``alibi_slopes`` ``[heads]`` in float32 adds slope * (key position - query position) to the scores.
+    ``kv`` ``[tokens, 2 * kv_heads, dim]`` holds what the cache has of this step's tokens, in the rows of ``q``: a
+    backend may read either. ``alibi_slopes`` ``[heads]`` in float32 adds slope * (key position - query position) to
+    the scores.
     """
+    return _attend(q, kv_cache, batch, scale, alibi_slopes)
+
+
+@op
+def token_attention(
+    q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
+) -> Tensor:
+    """Attention of a decode step: one query row a request, row i the i-th request's."""
+    return _attend(q, kv_cache, batch, scale, alibi_slopes)
+
+
+def _attend(q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None) -> Tensor:
     out = torch.empty_like(q)
     columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
     for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):
@@ -56,11 +70,3 @@ def context_attention(
         scores.masked_fill_(distance > 0, float("-inf"))
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
     return out
-
-
-@op
-def token_attention(
-    q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
-) -> Tensor:
-    """Attention of a decode step: one query row a request, row i the i-th request's."""
-    return context_attention(q, kv_cache, batch, scale, alibi_slopes)

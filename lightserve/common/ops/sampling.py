@@ -1,4 +1,4 @@
-"""From logits to tokens. Every op works on ``[batch, vocab]`` float32 logits, one request a row."""
+"""From logits to tokens. Every op works on ``[batch, vocab]`` logits, one request a row; all but choose in float32."""
 
 from __future__ import annotations
 
@@ -25,6 +25,18 @@ class Penalties:
 
 
 @op
+def mask_logits(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
+    """Set to -inf in place the tokens of ``rows``, int32, each once, whose bit is 0.
+
+    ``bitmask`` int32 ``[rows, words]``: bit i of word w is token 32 * w + i. It has a bit for every token, and may have
+    more.
+    """
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    is_allowed = (bitmask[:, tokens // 32] >> (tokens % 32)) & 1
+    logits[rows] = logits[rows].masked_fill(is_allowed == 0, float("-inf"))
+
+
+@op
 def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
     """Penalise in place: repetition first, then frequency and presence."""
     which, tokens = penalties.seen[penalties.b_seen_row].nonzero(as_tuple=True)
@@ -34,12 +46,6 @@ def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
     picked = torch.where(picked > 0, picked / repetition, picked * repetition)
     picked -= penalties.b_frequency[which] * counts + penalties.b_presence[which] * (counts > 0)
     logits[rows, tokens] = picked
-
-
-@op
-def argmax(logits: Tensor) -> Tensor:
-    """The most likely token of each row, int64; the first of equals."""
-    return logits.argmax(-1)
 
 
 @op
@@ -75,11 +81,23 @@ def cut_atypical(logits: Tensor, b_typical_p: Tensor) -> None:
 
 
 @op
-def sample(logits: Tensor, b_seed: Tensor, b_position: Tensor) -> Tensor:
-    """One token of softmax(logits) a row, int64, drawn by Gumbel noise that depends on (seed, position, token) alone.
+def choose(logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor) -> Tensor:
+    """The token of each row, int64: the first of the most likely where ``b_temperature`` is 0, else one that is drawn.
 
-    ``b_seed`` int64, ``b_position`` int32: the same seed gives the same text in any batch.
+    Drawn is one token of softmax(logits / temperature), by Gumbel noise that depends on (seed, position, token) alone:
+    the same seed gives the same text in any batch. Logits are of any float type; one that is NaN is never chosen, and
+    a row without a choice gives token 0. ``b_temperature`` float32, ``b_seed`` int64, ``b_position`` int32.
     """
+    logits = logits.float()
+    scores = logits.masked_fill(logits.isnan(), float("-inf"))
+    chosen = scores.argmax(-1)
+    rows = b_temperature.nonzero()[:, 0]
+    if len(rows):  # greedy rows need no noise, which costs more than all else here
+        chosen[rows] = _draw(scores[rows] / b_temperature[rows, None], b_seed[rows], b_position[rows])
+    return chosen
+
+
+def _draw(logits: Tensor, b_seed: Tensor, b_position: Tensor) -> Tensor:
     tokens = torch.arange(logits.shape[1], device=logits.device)
     uniform = counter_uniform(b_seed[:, None], b_position[:, None].long(), tokens)
     return (logits - (-uniform.log()).log()).argmax(-1)

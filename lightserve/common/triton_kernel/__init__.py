@@ -1,19 +1,18 @@
-"""Triton implementations of the ops; importing this package registers them as backend "triton".
-
-``linear`` is not here: PyTorch calls cuBLAS for it.
-"""
+"""Triton implementations of the ops; importing this package registers them as backend "triton"."""
 
 from lightserve.common.triton_kernel import (
     activation,
     apply_penalties,
-    argmax,
+    choose,
     context_attention,
     cut_atypical,
     cut_logits,
     layer_norm,
+    linear,
+    mask_logits,
+    place_tokens,
     rms_norm,
-    rotary,
-    sample,
+    rotary_write_kv,
     token_attention,
     vocab_embedding,
     write_kv,
@@ -22,14 +21,16 @@ from lightserve.common.triton_kernel import (
 __all__ = [
     "activation",
     "apply_penalties",
-    "argmax",
+    "choose",
     "context_attention",
     "cut_atypical",
     "cut_logits",
     "layer_norm",
+    "linear",
+    "mask_logits",
+    "place_tokens",
     "rms_norm",
-    "rotary",
-    "sample",
+    "rotary_write_kv",
     "token_attention",
     "vocab_embedding",
     "write_kv",

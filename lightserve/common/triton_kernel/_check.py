@@ -18,6 +18,14 @@ def check_last_contiguous(op: str, **tensors: Tensor) -> None:
             )
 
 
+def check_heads_side_by_side(op: str, **tensors: Tensor) -> None:
+    """Of ``[tokens, heads, dim]``: kernels find a head by its number alone."""
+    for name, tensor in tensors.items():
+        if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
+            check_last_contiguous(op, **{name: tensor})
+            raise ValueError(f"{op}: the heads of {name} must lie side by side, found strides {tensor.stride()}")
+
+
 def tensors_of(struct: AttnBatch | Penalties) -> dict[str, Tensor]:
     values = {field.name: getattr(struct, field.name) for field in fields(struct)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}

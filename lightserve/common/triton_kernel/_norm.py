@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightserve.common.triton_kernel._blocks import next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous, rows_in_place
 
 ELEMENTS_A_WARP = 512  # 16 a lane: two 16-byte loads of float16
@@ -31,14 +33,14 @@ def launch_norm(
     kernel: Any, op: str, x: Tensor, residual: Tensor | None, params: tuple[Tensor, ...], eps: float
 ) -> Tensor:
     normed = x if residual is None else residual
-    out = normed.new_empty(normed.shape)
+    out = torch.empty_like(normed, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
     rows = x.reshape(-1, x.shape[-1])
     residual_rows = None if residual is None else rows_in_place(op, "residual", residual)
     check_last_contiguous(op, x=rows, residual=rows if residual_rows is None else residual_rows)
     width = rows.shape[1]
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     kernel[(rows.shape[0],)](
         rows,
         residual_rows,

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.triton_kernel._blocks import cdiv
 from lightserve.common.triton_kernel._check import check_last_contiguous
 
 BLOCK = 1024  # 8 elements a lane of 4 warps: one 16-byte load of float16
@@ -49,7 +50,7 @@ def _launch(op: str, x: Tensor, function: str, is_gated: bool) -> Tensor:
         return out
     rows = x.reshape(-1, x.shape[-1])
     check_last_contiguous(op, x=rows)
-    grid = (rows.shape[0], triton.cdiv(width, BLOCK))
+    grid = (rows.shape[0], cdiv(width, BLOCK))
     _activation_kernel[grid](rows, out, rows.stride(0), width, function, is_gated, BLOCK)
     return out
 

@@ -27,11 +27,11 @@ def _layer_norm_kernel(
     cols = tl.arange(0, BLOCK)
     mask = cols < n_cols
 
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     x = load_row(x_ptr, residual_ptr, row, x_row_stride, residual_row_stride, cols, mask)
     centred = tl.where(mask, x - tl.sum(x, axis=0) / n_cols, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=0) / n_cols + eps)
-    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * n_cols + cols, centred * rstd * weight + bias, mask=mask)
 
 

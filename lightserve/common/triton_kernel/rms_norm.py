@@ -18,9 +18,9 @@ def _rms_norm_kernel(
     cols = tl.arange(0, BLOCK)
     mask = cols < n_cols
 
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     x = load_row(x_ptr, residual_ptr, row, x_row_stride, residual_row_stride, cols, mask)
     rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + eps)
-    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * n_cols + cols, x * rstd * weight, mask=mask)
 
 

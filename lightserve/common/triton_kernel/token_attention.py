@@ -1,11 +1,15 @@
-"""Attention of a decode step, in two stages: each split of a request's keys by a program, then the splits together.
+"""Attention of single query rows: the keys of all requests are cut into items of about equal length, a program each.
 
-A program of the first stage serves all query heads that share a kv head, so each key and value is loaded once. A
-request is cut by its own length, not by the longest of the batch: it fills the grid whatever ``max_seq_len`` a CUDA
-graph was captured with.
+What is launched depends on the number of requests alone, so that a CUDA graph serves any lengths, and any requests of a
+mixed step: a small kernel lists the items on the device, once a step, and programs without an item end at once. A
+program serves all query heads that share a kv head, so each key and value is loaded once. Where a request has several
+items, the program that finishes last merges them, in their order: which one that is does not show in the result. The
+length of an item depends on the whole batch, so the last bits of a request's result do too.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,144 +17,323 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel._attention import attend, check_attention, dot_block, keys_a_tile
+from lightserve.common.triton_kernel._attention import check_attention, dot_block
 
-MIN_SPLIT = 128  # keys; a shorter split costs more to merge than to read
-MAX_SPLITS = 32  # bounds the partial sums: 512 KiB a request at 32 heads of 128
+LOG2_E = tl.constexpr(1.4426950408889634)  # the softmax is computed in powers of two, the GPU's own exponential
+# Wanted, over all kv heads: as many as run at once, three on each multiprocessor of an H200. 64 requests of 1,150
+# tokens take 77 us, with twelve each 88 us, and one of 100,000 takes 113 us, with twelve 143 us.
+PROGRAMS = 132 * 3
+MIN_ITEM = 64  # keys; a shorter item costs more to merge than to read
+# int32 each: query row, row of req_to_token, begin, end, seq_len; of its request the first item and how many there are
+ITEM_FIELDS = tl.constexpr(8)
+CLEARED = tl.constexpr(256)  # arrivals at once
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a program walks its keys."""
+
+    block_n: int  # keys a tile
+    num_warps: int
+    num_stages: int  # tiles of K and V, and of their slots before them, on the way at once
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all layers of a step share: the items and room for their results."""
+
+    items: Tensor  # [max items, ITEM_FIELDS] int32; those past the last have 0 items
+    arrivals: Tensor  # [max items, kv_heads] int32: at a request's first item those that are done; 0 between launches
+    partials: Tensor  # [max items, heads, dim] float32
+    log_sums: Tensor  # [max items, heads] float32, base 2
+
+
+@triton.jit(do_not_specialize=["requests", "max_items", "wanted", "min_item"])
+def _token_attention_plan_kernel(
+    b_req_idx_ptr,
+    b_start_loc_ptr,
+    b_seq_len_ptr,
+    b_ready_cache_len_ptr,
+    items_ptr,
+    arrivals_ptr,
+    requests,
+    max_items,
+    kv_heads,
+    wanted,
+    min_item,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    lanes = tl.arange(0, BLOCK)
+    is_request = lanes < requests
+    req_idx = tl.load(b_req_idx_ptr + lanes, mask=is_request, other=0)
+    query_row = tl.load(b_start_loc_ptr + lanes, mask=is_request, other=0)
+    seq_len = tl.load(b_seq_len_ptr + lanes, mask=is_request, other=0)
+    ready_len = tl.load(b_ready_cache_len_ptr + lanes, mask=is_request, other=0)
+    keys = tl.where(seq_len - ready_len == 1, seq_len, 0)
+    longest = tl.maximum(tl.cdiv(tl.sum(keys, axis=0), wanted), min_item)
+    item_len = tl.cdiv(keys, tl.maximum(tl.cdiv(keys, longest), 1))  # a request's items are alike
+    item_len = tl.maximum(tl.cdiv(item_len, BLOCK_N), 1) * BLOCK_N
+    count = tl.cdiv(keys, item_len)
+
+    # Requests of several items go first: theirs are the longest, and what starts last should be short.
+    several = tl.where(count > 1, count, 0)
+    single = count - several
+    before = tl.where(count > 1, tl.cumsum(several, axis=0), tl.sum(several, axis=0) + tl.cumsum(single, axis=0))
+    first = before - count
+    for i in range(tl.max(count, axis=0)):
+        item_ptrs = items_ptr + (first + i) * ITEM_FIELDS
+        is_item = i < count
+        tl.store(item_ptrs, query_row, mask=is_item)
+        tl.store(item_ptrs + 1, req_idx, mask=is_item)
+        tl.store(item_ptrs + 2, i * item_len, mask=is_item)
+        tl.store(item_ptrs + 3, tl.minimum((i + 1) * item_len, seq_len), mask=is_item)
+        tl.store(item_ptrs + 4, seq_len, mask=is_item)
+        tl.store(item_ptrs + 5, first, mask=is_item)
+        tl.store(item_ptrs + 6, count, mask=is_item)
+    cells = tl.arange(0, CLEARED)
+    for begin in range(tl.sum(count, axis=0), max_items, CLEARED):
+        tl.store(items_ptr + (begin + cells) * ITEM_FIELDS + 6, 0, mask=begin + cells < max_items)
+    for begin in range(0, max_items * kv_heads, CLEARED):
+        tl.store(arrivals_ptr + begin + cells, 0, mask=begin + cells < max_items * kv_heads)
 
 
 @triton.jit
-def _split_len(seq_len, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    return tl.cdiv(tl.cdiv(seq_len, SPLITS), BLOCK_N) * BLOCK_N
+def _attend(q, slopes, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len, scale, DIM, BLOCK_N: tl.constexpr):
+    """Softmax over the keys ``begin`` .. ``end``: their values' weighted sum, the largest score, the sum of weights.
+
+    ``q`` ``[M, D]``; ``slopes`` ``[M]`` or None; scores are in base 2.
+    """
+    BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_D: tl.constexpr = q.shape[1]
+    cols = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+
+    # The slots of a tile are loaded a tile ahead: a load that waits for another's address would not be pipelined.
+    keys = begin + tl.arange(0, BLOCK_N)
+    next_slots = tl.load(slots_ptr + keys, mask=keys < end, other=0)
+    for start in range(begin, end, BLOCK_N):
+        slots = next_slots.to(tl.int64)
+        keys = start + tl.arange(0, BLOCK_N)
+        next_slots = tl.load(slots_ptr + keys + BLOCK_N, mask=keys + BLOCK_N < end, other=0)
+        is_key = keys < end
+        # A masked V is 0, not what the slot holds: 0 * NaN is NaN, and a slot never written may hold one.
+        mask = is_key[:, None] & (cols[None, :] < DIM)
+        k = tl.load(k_ptr + slots[:, None] * slot_stride + cols, mask=mask, other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + slots[:, None] * slot_stride + cols, mask=mask, other=0.0).to(q.dtype)
+
+        scores = tl.dot(q, k.T, input_precision="ieee") * scale
+        if slopes is not None:
+            scores += slopes[:, None] * (keys - seq_len + 1)
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+        acc = tl.dot(weights.to(v.dtype), v, acc=acc * decay[:, None], input_precision="ieee")
+        total = total * decay + tl.sum(weights, axis=1)
+        peak = new_peak
+    return acc, peak, total
 
 
 @triton.jit
-def _token_attention_split_kernel(
+def _merge(partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP, DIM, M: tl.constexpr, D: tl.constexpr):
+    """The result ``[M, D]`` of ``GROUP`` heads out of that of ``count`` items, eight at a time in their order.
+
+    The loads pass by the first cache, which knows nothing of what other programs have written.
+    """
+    AT_ONCE: tl.constexpr = 8
+    members = tl.arange(0, M)
+    cols = tl.arange(0, D)
+    acc = tl.zeros([M, D], tl.float32)
+    peak = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    for begin in range(0, count, AT_ONCE):
+        items = begin + tl.arange(0, AT_ONCE)
+        is_part = (items[:, None] < count) & (members[None, :] < GROUP)
+        parts = (first + items).to(tl.int64)[:, None] * heads + first_head + members[None, :]
+        log_sums = tl.load(log_sum_ptr + parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        mask = is_part[:, :, None] & (cols < DIM)[None, None, :]
+        partials = tl.load(partial_ptr + parts[:, :, None] * DIM + cols, mask=mask, other=0.0, cache_modifier=".cg")
+
+        # Not of -inf, which the heads past the group have alone: -inf - -inf is NaN.
+        new_peak = tl.maximum(tl.maximum(peak, tl.max(log_sums, axis=0)), -1e38)
+        weights = tl.exp2(log_sums - new_peak[None, :])
+        decay = tl.exp2(peak - new_peak)
+        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * partials, axis=0)
+        total = total * decay + tl.sum(weights, axis=0)
+        peak = new_peak
+    return acc / tl.where(members < GROUP, total, 1.0)[:, None]
+
+
+@triton.jit
+def _token_attention_kernel(
     q_ptr,
     kv_ptr,
-    partial_ptr,
-    log_sum_ptr,
+    out_ptr,
     alibi_slopes_ptr,
     req_to_token_ptr,
-    b_req_idx_ptr,
-    b_seq_len_ptr,
+    items_ptr,
+    arrivals_ptr,
+    partial_ptr,
+    log_sum_ptr,
     q_token_stride,
     q_head_stride,
     slot_stride,
     kv_head_stride,
+    out_token_stride,
+    out_head_stride,
     req_stride,
-    kv_heads,
-    group,
-    dim,
     scale,
-    SPLITS: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
 ):
-    request = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    seq_len = tl.load(b_seq_len_ptr + request)
-    begin = split * _split_len(seq_len, SPLITS, BLOCK_N)
-    end = tl.minimum(seq_len, begin + _split_len(seq_len, SPLITS, BLOCK_N))
-    if begin >= end:
+    kv_head = tl.program_id(0)  # neighbours read neighbouring lines of the same slots
+    item = tl.program_id(1).to(tl.int64)
+    item_ptr = items_ptr + item * ITEM_FIELDS
+    # All at once, before the test of one: another wait for memory would cost as much as a tile.
+    query_row, req_idx = tl.load(item_ptr).to(tl.int64), tl.load(item_ptr + 1).to(tl.int64)
+    begin, end, seq_len = tl.load(item_ptr + 2), tl.load(item_ptr + 3), tl.load(item_ptr + 4)
+    first, count = tl.load(item_ptr + 5), tl.load(item_ptr + 6)
+    if count == 0:
         return
+    slots_ptr = req_to_token_ptr + req_idx * req_stride
 
-    members = tl.arange(0, BLOCK_GROUP)
-    heads = kv_head * group + members
+    members = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_D)
-    mask = (members[:, None] < group) & (cols[None, :] < dim)
-    q_ptrs = q_ptr + request * q_token_stride + heads[:, None] * q_head_stride + cols
+    first_head = kv_head * GROUP
+    mask = (members[:, None] < GROUP) & (cols[None, :] < DIM)
+    q_ptrs = q_ptr + query_row * q_token_stride + (first_head + members)[:, None] * q_head_stride + cols
     q = tl.load(q_ptrs, mask=mask, other=0.0)
     slopes = None
     if alibi_slopes_ptr is not None:
-        slopes = tl.load(alibi_slopes_ptr + heads, mask=members < group, other=0.0)
-
+        slopes = tl.load(alibi_slopes_ptr + first_head + members, mask=members < GROUP, other=0.0) * LOG2_E
     k_ptr = kv_ptr + kv_head * kv_head_stride
-    v_ptr = k_ptr + kv_heads * kv_head_stride
-    slots_ptr = req_to_token_ptr + tl.load(b_req_idx_ptr + request).to(tl.int64) * req_stride
-    q_positions = tl.zeros([BLOCK_GROUP], tl.int32) + seq_len - 1
-    acc, peak, total = attend(
-        q, q_positions, slopes, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, dim, scale, BLOCK_N
+    v_ptr = k_ptr + KV_HEADS * kv_head_stride
+    acc, peak, total = _attend(
+        q, slopes, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len, scale, DIM, BLOCK_N
     )
-    parts = (request * kv_heads * group + heads) * SPLITS + split
-    tl.store(partial_ptr + parts[:, None] * dim + cols, acc / total[:, None], mask=mask)
-    tl.store(log_sum_ptr + parts, peak + tl.log(total), mask=members < group)
+    acc /= total[:, None]
+
+    out_ptr += query_row * out_token_stride + first_head * out_head_stride
+    if count == 1:
+        tl.store(out_ptr + members[:, None] * out_head_stride + cols, acc, mask=mask)
+        return
+    heads = KV_HEADS * GROUP
+    parts = item * heads + first_head + members
+    tl.store(partial_ptr + parts[:, None] * DIM + cols, acc, mask=mask)
+    tl.store(log_sum_ptr + parts, peak + tl.log2(total), mask=members < GROUP)
+    tl.debug_barrier()  # all of the program has stored before it says so
+    arrivals_ptr += first * KV_HEADS + kv_head
+    if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") != count - 1:
+        return
+    tl.store(arrivals_ptr, 0)  # for the next layer
+    merged = _merge(partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP, DIM, BLOCK_GROUP, BLOCK_D)
+    members = tl.arange(0, BLOCK_GROUP)
+    mask = (members[:, None] < GROUP) & (cols[None, :] < DIM)
+    tl.store(out_ptr + members[:, None] * out_head_stride + cols, merged, mask=mask)
 
 
-@triton.jit
-def _token_attention_merge_kernel(
-    partial_ptr,
-    log_sum_ptr,
-    out_ptr,
-    b_seq_len_ptr,
-    heads,
-    dim,
-    SPLITS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    request = tl.program_id(0).to(tl.int64)
-    row = request * heads + tl.program_id(1)
-    seq_len = tl.load(b_seq_len_ptr + request)
-    splits = tl.arange(0, BLOCK_SPLITS)
-    cols = tl.arange(0, BLOCK_D)
-    is_filled = splits * _split_len(seq_len, SPLITS, BLOCK_N) < seq_len  # the first stage left the others unwritten
+def config_of(dtype: torch.dtype, block_d: int) -> Config:
+    """The fastest of an H200 for 64 requests of 1,150 tokens in bfloat16; that for rows over 256 bytes is a guess."""
+    row_bytes = dtype.itemsize * block_d
+    if row_bytes <= 128:
+        return Config(block_n=64, num_warps=4, num_stages=3)
+    if row_bytes <= 256:
+        return Config(block_n=32, num_warps=2, num_stages=4)
+    return Config(block_n=32, num_warps=4, num_stages=3)  # of 1,024 bytes, four stages would not fit
 
-    log_sums = tl.load(log_sum_ptr + row * SPLITS + splits, mask=is_filled, other=float("-inf"))
-    weights = tl.exp(log_sums - tl.max(log_sums, axis=0))
-    partial_ptrs = partial_ptr + (row * SPLITS + splits[:, None]) * dim + cols
-    partials = tl.load(partial_ptrs, mask=is_filled[:, None] & (cols[None, :] < dim), other=0.0)
-    out = tl.sum(weights[:, None] * partials, axis=0) / tl.sum(weights, axis=0)
-    tl.store(out_ptr + row * dim + cols, out, mask=cols < dim)
+
+def plan(batch: ops.AttnBatch, heads: tuple[int, int], dim: int, config: Config) -> Plan:
+    """List the items of the requests with one query row; ``heads``: of queries, of keys."""
+    q_heads, kv_heads = heads
+    b_seq_len = batch.b_seq_len
+    requests = len(b_seq_len)
+    wanted = triton.cdiv(PROGRAMS, kv_heads)
+    max_items = wanted + requests  # each request's last item may be shorter than the others
+    found = Plan(
+        items=b_seq_len.new_empty((max_items, ITEM_FIELDS.value)),
+        arrivals=b_seq_len.new_empty((max_items, kv_heads)),
+        partials=b_seq_len.new_empty((max_items, q_heads, dim), dtype=torch.float32),
+        log_sums=b_seq_len.new_empty((max_items, q_heads), dtype=torch.float32),
+    )
+    _token_attention_plan_kernel[(1,)](
+        batch.b_req_idx,
+        batch.b_start_loc,
+        b_seq_len,
+        batch.b_ready_cache_len,
+        found.items,
+        found.arrivals,
+        requests,
+        max_items,
+        kv_heads,
+        wanted,
+        MIN_ITEM,
+        BLOCK_N=config.block_n,
+        BLOCK=triton.next_power_of_2(requests),
+    )
+    return found
+
+
+def launch(
+    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None, out: Tensor
+) -> None:
+    """Fill of ``out``, like ``q`` ``[tokens, heads, dim]``, the row of each request that has exactly one.
+
+    Layers of the same shape share a plan in ``batch.plans``.
+    """
+    check_attention("token_attention", q, kv_cache, batch)
+    _, heads, dim = q.shape
+    if len(batch.b_seq_len) == 0:
+        return
+    kv_heads = kv_cache.shape[1] // 2
+    block_d = dot_block(dim)
+    config = config_of(kv_cache.dtype, block_d)
+    key = f"token_attention {heads}/{kv_heads} x {dim}, {config.block_n}"
+    shared = batch.plans.get(key)
+    if shared is None:
+        shared = batch.plans[key] = plan(batch, (heads, kv_heads), dim, config)
+    _token_attention_kernel[(kv_heads, len(shared.items))](
+        q,
+        kv_cache,
+        out,
+        alibi_slopes,
+        batch.req_to_token,
+        shared.items,
+        shared.arrivals,
+        shared.partials,
+        shared.log_sums,
+        q.stride(0),
+        q.stride(1),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        out.stride(0),
+        out.stride(1),
+        batch.req_to_token.stride(0),
+        scale * LOG2_E.value,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        DIM=dim,
+        BLOCK_M=dot_block(heads // kv_heads),
+        BLOCK_N=config.block_n,
+        BLOCK_D=block_d,
+        BLOCK_GROUP=triton.next_power_of_2(heads // kv_heads),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
 
 
 @ops.token_attention.impl("triton")
 def token_attention(
     q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None = None
 ) -> Tensor:
-    check_attention("token_attention", q, kv_cache, batch)
-    requests, heads, dim = q.shape
     out = q.new_empty(q.shape)
-    if requests == 0:
-        return out
-    kv_heads = kv_cache.shape[1] // 2
-    splits = min(triton.cdiv(batch.max_seq_len, MIN_SPLIT), MAX_SPLITS)
-    block_d = dot_block(dim)
-    blocks = {"SPLITS": splits, "BLOCK_N": keys_a_tile(q.dtype, block_d), "BLOCK_D": block_d}
-    partials = q.new_empty((requests, heads, splits, dim), dtype=torch.float32)
-    log_sums = q.new_empty((requests, heads, splits), dtype=torch.float32)
-    _token_attention_split_kernel[(requests, kv_heads, splits)](
-        q,
-        kv_cache,
-        partials,
-        log_sums,
-        alibi_slopes,
-        batch.req_to_token,
-        batch.b_req_idx,
-        batch.b_seq_len,
-        q.stride(0),
-        q.stride(1),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        batch.req_to_token.stride(0),
-        kv_heads,
-        heads // kv_heads,
-        dim,
-        scale,
-        BLOCK_GROUP=dot_block(heads // kv_heads),
-        **blocks,
-    )
-    _token_attention_merge_kernel[(requests, heads)](
-        partials,
-        log_sums,
-        out,
-        batch.b_seq_len,
-        heads,
-        dim,
-        BLOCK_SPLITS=triton.next_power_of_2(splits),
-        **blocks,
-    )
+    launch(q, kv_cache, batch, scale, alibi_slopes, out)
     return out

@@ -41,9 +41,14 @@ W = TypeVar("W", bound=LlamaTransformerLayerWeight)
 
 class LlamaTransformerLayerInfer(bm.TransformerLayerInferTpl[W, bm.RotaryInferStateInfo]):
     def _get_qkv(self, input: Tensor, infer_state: bm.RotaryInferStateInfo, layer_weight: W) -> tuple[Tensor, Tensor]:
-        q, cache_kv = self._split_heads(layer_weight.qkv_proj.mm(input))
-        ops.rotary(q, cache_kv[:, : self.num_kv_heads], infer_state.position_cos, infer_state.position_sin)
-        return q, cache_kv
+        return self._split_heads(layer_weight.qkv_proj.mm(input))
+
+    def _post_cache_kv(
+        self, q: Tensor, cache_kv: Tensor, infer_state: bm.RotaryInferStateInfo, layer_weight: W
+    ) -> None:
+        angles = infer_state.position_cos, infer_state.position_sin
+        cache = infer_state.mem_manager.layer(self.layer_num)
+        ops.rotary_write_kv(q, cache_kv, *angles, infer_state.step.mem_index, cache)
 
     def _ffn(self, input: Tensor, infer_state: bm.RotaryInferStateInfo, layer_weight: W) -> Tensor:
         return layer_weight.down_proj.mm(ops.silu_and_mul(layer_weight.gate_up_proj.mm(input)))

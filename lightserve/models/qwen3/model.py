@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightserve.common import basemodel as bm, ops
+from lightserve.common import basemodel as bm
 from lightserve.models.llama.model import LlamaTpPartModel, LlamaTransformerLayerInfer, LlamaTransformerLayerWeight
 
 
@@ -24,7 +24,6 @@ class Qwen3TransformerLayerInfer(LlamaTransformerLayerInfer[Qwen3TransformerLaye
         k = cache_kv[:, : self.num_kv_heads]
         q = layer_weight.q_norm.norm(q)
         k.copy_(layer_weight.k_norm.norm(k))
-        ops.rotary(q, k, infer_state.position_cos, infer_state.position_sin)
         return q, cache_kv
 
 

@@ -49,4 +49,4 @@ class TransformerLayerInfer(BaseLayerInfer[InnerWeight, State]):
 
 
 class PostLayerInfer(BaseLayerInfer[OuterWeight, State]):
-    """Hidden states to logits in float32."""
+    """Hidden states to logits."""

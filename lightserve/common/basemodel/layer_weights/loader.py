@@ -9,6 +9,7 @@ import torch
 from lightserve.common.basemodel.layer_weights.layer_weight import LayerWeight
 from lightserve.common.basemodel.layer_weights.weights import Piece
 from lightserve.common.checkpoint import CheckpointTensor
+from lightserve.common.upload import Upload
 from lightserve.errors import CheckpointError
 from lightserve.utils.logger import init_logger
 
@@ -24,13 +25,14 @@ def load_weights(layers: Iterable[LayerWeight], checkpoint: Iterable[CheckpointT
     wanted = {piece.name: piece for layer in layers for piece in layer.pieces()}
     known = set(wanted)
     extra: list[str] = []
-    for name, tensor, file in checkpoint:
-        if name in wanted:
-            _fill(wanted.pop(name), tensor, file)
-        elif name in known:
-            raise CheckpointError(f"{file}: the tensor {name} occurs a second time")
-        else:
-            extra.append(f"{name} ({file})")
+    with Upload() as upload:
+        for name, tensor, file in checkpoint:
+            if name in wanted:
+                _fill(wanted.pop(name), tensor, file, upload)
+            elif name in known:
+                raise CheckpointError(f"{file}: the tensor {name} occurs a second time")
+            else:
+                extra.append(f"{name} ({file})")
     if wanted:
         raise CheckpointError(f"the checkpoint lacks {_listed(sorted(wanted))}")
     if extra:
@@ -49,7 +51,7 @@ def fill_dummy(layers: Iterable[LayerWeight], seed: int = 0) -> None:
             seed += 1
 
 
-def _fill(piece: Piece, tensor: torch.Tensor, file: str) -> None:
+def _fill(piece: Piece, tensor: torch.Tensor, file: str, upload: Upload) -> None:
     if tuple(tensor.shape) != piece.shape:
         raise CheckpointError(f"{file}: {piece.name} has shape {tuple(tensor.shape)}, config.json wants {piece.shape}")
     if tensor.dtype not in FLOATS:
@@ -58,7 +60,7 @@ def _fill(piece: Piece, tensor: torch.Tensor, file: str) -> None:
             "only float checkpoints load, quantised ones do not yet"
         )
     if piece.into is not None:
-        piece.into.copy_(piece.part(tensor))
+        upload.copy(piece.into, piece.part(tensor))
 
 
 def _listed(names: list[str]) -> str:

@@ -21,7 +21,7 @@ class PostLayerInferTpl(PostLayerInfer[OuterWeight, State]):
 
     def _logits(self, input: Tensor, residual: Tensor, layer_weight: OuterWeight) -> Tensor:
         x = self._final_norm(input, residual, layer_weight)
-        return layer_weight.lm_head.logits(x).float()
+        return layer_weight.lm_head.logits(x)
 
     def _final_norm(self, input: Tensor, residual: Tensor, layer_weight: OuterWeight) -> Tensor:
         return layer_weight.final_norm.add_norm(input, residual)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from lightserve.common import ops
@@ -24,22 +22,24 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
         self.scale = config.head_dim**-0.5
 
     def context_forward(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
-        return self._forward(input, infer_state, layer_weight, self._context_attention_kernel)
+        q, cache_kv = self._cached_qkv(input, infer_state, layer_weight)
+        att = self._context_attention_kernel(q, cache_kv, infer_state, layer_weight)
+        return self._after_attention(att, infer_state, layer_weight)
 
     def token_forward(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
-        return self._forward(input, infer_state, layer_weight, self._token_attention_kernel)
+        q, _ = self._cached_qkv(input, infer_state, layer_weight)
+        att = self._token_attention_kernel(q, infer_state, layer_weight)
+        return self._after_attention(att, infer_state, layer_weight)
 
-    def _forward(
-        self,
-        input: Tensor,
-        infer_state: State,
-        layer_weight: InnerWeight,
-        attention: Callable[[Tensor, State, InnerWeight], Tensor],
-    ) -> Tensor:
+    def _cached_qkv(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> tuple[Tensor, Tensor]:
+        """Queries, keys and values as the attention reads them; the keys and values are in the cache too."""
         x = self._att_norm(input, infer_state, layer_weight)
         q, cache_kv = self._get_qkv(x, infer_state, layer_weight)
-        self._post_cache_kv(cache_kv, infer_state, layer_weight)
-        x = self._get_o(attention(q, infer_state, layer_weight), infer_state, layer_weight)
+        self._post_cache_kv(q, cache_kv, infer_state, layer_weight)
+        return q, cache_kv
+
+    def _after_attention(self, att: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
+        x = self._get_o(att, infer_state, layer_weight)
         x = self._ffn_norm(x, infer_state, layer_weight)
         return self._ffn(x, infer_state, layer_weight)
 
@@ -47,15 +47,21 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
         return add_norm(input, infer_state, layer_weight.att_norm)
 
     def _get_qkv(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> tuple[Tensor, Tensor]:
-        """This rank's queries ``[tokens, heads, dim]``, and its keys and values ``[tokens, 2 * kv_heads, dim]``."""
+        """This rank's queries ``[tokens, heads, dim]``, and its keys and values ``[tokens, 2 * kv_heads, dim]``.
+
+        They do not know their positions yet.
+        """
         raise NotImplementedError
 
-    def _post_cache_kv(self, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight) -> None:
+    def _post_cache_kv(self, q: Tensor, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight) -> None:
+        """Put positions into queries and keys, in place, where a model does so, and store keys and values."""
         ops.write_kv(cache_kv, infer_state.step.mem_index, infer_state.mem_manager.layer(self.layer_num))
 
-    def _context_attention_kernel(self, q: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
+    def _context_attention_kernel(
+        self, q: Tensor, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight
+    ) -> Tensor:
         cache = infer_state.mem_manager.layer(self.layer_num)
-        return ops.context_attention(q, cache, infer_state.attn, self.scale, infer_state.alibi_slopes)
+        return ops.context_attention(q, cache_kv, cache, infer_state.attn, self.scale, infer_state.alibi_slopes)
 
     def _token_attention_kernel(self, q: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         cache = infer_state.mem_manager.layer(self.layer_num)

@@ -1,0 +1,104 @@
+"""Rotary positions and the cache write in one pass: one program a token turns all its heads and stores K and V."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.triton_kernel._check import check_heads_side_by_side, check_last_contiguous
+
+
+@triton.jit
+def _rotate(x_ptr, cache_ptr, cos, sin, cols, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr):
+    """Turn the heads of one token in place; where there is a cache, it gets what was stored in place."""
+    heads = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
+    mask = (heads < HEADS) & (cols < HALF)
+    low_at = heads * DIM + cols
+    high_at = low_at + HALF
+
+    low = tl.load(x_ptr + low_at, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(x_ptr + high_at, mask=mask, other=0.0).to(tl.float32)
+    turned_low = (low * cos - high * sin).to(x_ptr.dtype.element_ty)
+    turned_high = (high * cos + low * sin).to(x_ptr.dtype.element_ty)
+    tl.store(x_ptr + low_at, turned_low, mask=mask)
+    tl.store(x_ptr + high_at, turned_high, mask=mask)
+    if cache_ptr is not None:
+        tl.store(cache_ptr + low_at, turned_low, mask=mask)
+        tl.store(cache_ptr + high_at, turned_high, mask=mask)
+
+
+@triton.jit
+def _copy(x_ptr, cache_ptr, HEADS: tl.constexpr, DIM: tl.constexpr, FIRST: tl.constexpr):
+    """The elements from FIRST on of every head, as they are."""
+    heads = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
+    cols = FIRST + tl.arange(0, triton.next_power_of_2(DIM - FIRST))[None, :]
+    mask = (heads < HEADS) & (cols < DIM)
+    at = heads * DIM + cols
+    tl.store(cache_ptr + at, tl.load(x_ptr + at, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit
+def _rotary_write_kv_kernel(
+    q_ptr,
+    kv_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    cache_ptr,
+    q_token_stride,
+    kv_token_stride,
+    cos_token_stride,
+    sin_token_stride,
+    slot_stride,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    k_cache = cache_ptr + tl.load(slots_ptr + token).to(tl.int64) * slot_stride
+    q_row = q_ptr + token * q_token_stride
+    k_row = kv_ptr + token * kv_token_stride
+    cols = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+    cos = tl.load(cos_ptr + token * cos_token_stride + cols, mask=cols < HALF, other=0.0)
+    sin = tl.load(sin_ptr + token * sin_token_stride + cols, mask=cols < HALF, other=0.0)
+
+    _rotate(q_row, None, cos, sin, cols, Q_HEADS, DIM, HALF)
+    _rotate(k_row, k_cache, cos, sin, cols, KV_HEADS, DIM, HALF)
+    if 2 * HALF < DIM:
+        _copy(k_row, k_cache, KV_HEADS, DIM, 2 * HALF)
+    _copy(k_row + KV_HEADS * DIM, k_cache + KV_HEADS * DIM, KV_HEADS, DIM, 0)
+
+
+@ops.rotary_write_kv.impl("triton")
+def rotary_write_kv(q: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
+    check_heads_side_by_side("rotary_write_kv", q=q, kv=kv, kv_cache=kv_cache)
+    check_last_contiguous("rotary_write_kv", cos=cos, sin=sin, slots=slots)
+    tokens, q_heads, dim = q.shape
+    half = cos.shape[1]
+    if kv_cache.shape[1:] != kv.shape[1:] or kv.shape[2] != dim or 2 * half > dim:
+        raise ValueError(
+            f"rotary_write_kv: {half} angles, heads of q {(q_heads, dim)}, of kv {tuple(kv.shape[1:])} and of the "
+            f"cache {tuple(kv_cache.shape[1:])} do not go together"
+        )
+    if tokens == 0:
+        return
+    _rotary_write_kv_kernel[(tokens,)](
+        q,
+        kv,
+        cos,
+        sin,
+        slots,
+        kv_cache,
+        q.stride(0),
+        kv.stride(0),
+        cos.stride(0),
+        sin.stride(0),
+        kv_cache.stride(0),
+        Q_HEADS=q_heads,
+        KV_HEADS=kv.shape[1] // 2,
+        DIM=dim,
+        HALF=half,
+    )

@@ -1,0 +1,86 @@
+"""Tensors of a checkpoint to where they are used: several at once, through pinned memory, on an accelerator."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+LANES = 8  # threads; one copies 5 to 8 GB/s out of the page cache, the bus takes over 50
+BUFFER_BYTES = 16 * 2**20  # two a lane: 256 MiB of pinned memory, which takes a tenth of a second to get
+MAX_WAITING = 2 * LANES  # tensors that were given and not yet copied: they may be in memory and large
+
+
+class Upload:
+    """Use it in a ``with``: at its end all is copied, or the first error raised."""
+
+    def __init__(self) -> None:
+        self._threads: ThreadPoolExecutor | None = None  # none as long as all goes to the CPU
+        self._room = threading.BoundedSemaphore(MAX_WAITING)
+        self._copies: list[Future[None]] = []
+        self._lanes = threading.local()
+
+    def copy(self, into: Tensor, tensor: Tensor) -> None:
+        """Copy ``tensor``, a view of a file perhaps, some time before the end."""
+        if into.device.type == "cpu":  # torch uses all cores for one copy
+            into.copy_(tensor)
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(LANES, initializer=self._open_lane, initargs=(into.device,))
+        self._room.acquire()
+        copy = self._threads.submit(self._copy, into, tensor)
+        copy.add_done_callback(lambda _: self._room.release())
+        self._copies.append(copy)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._threads is None:
+            return
+        self._threads.shutdown(cancel_futures=kind is not None)
+        if kind is None:
+            for copy in self._copies:
+                copy.result()
+
+    def _open_lane(self, device: torch.device) -> None:
+        torch.set_num_threads(1)  # of this thread: lanes are enough
+        self._lanes.own = _Lane(device)
+
+    def _copy(self, into: Tensor, tensor: Tensor) -> None:
+        lane: _Lane = self._lanes.own
+        lane.copy(into, tensor)
+
+
+class _Lane:
+    """One thread's way: while one buffer is on its way to the device, the other is filled."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._is_free = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    def copy(self, into: Tensor, tensor: Tensor) -> None:
+        """Piece by piece along the first dimension; ``into`` is on the device when this returns."""
+        rows = max(1, BUFFER_BYTES // max(1, into[:1].nbytes))
+        with torch.cuda.stream(self._stream):
+            for begin in range(0, len(into), rows):
+                target, source = into[begin : begin + rows], tensor[begin : begin + rows]
+                if target.nbytes <= BUFFER_BYTES:
+                    self._copy_piece(target, source)
+                else:
+                    target.copy_(source)
+        self._stream.synchronize()
+
+    def _copy_piece(self, target: Tensor, source: Tensor) -> None:
+        turn = self._turn = 1 - self._turn
+        self._is_free[turn].synchronize()
+        staged = self._buffers[turn][: target.nbytes].view(target.dtype).view(target.shape)
+        staged.copy_(source)  # reads the file, and converts to the model's data type
+        target.copy_(staged, non_blocking=True)
+        self._is_free[turn].record()

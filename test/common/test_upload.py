@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightserve.common.upload import BUFFER_BYTES, Upload
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = [(1,), (0, 8), (37, 129), (3 * BUFFER_BYTES // 4096, 1024), (2, BUFFER_BYTES // 4 + 1)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_tensors_are_there_at_the_end(device: str) -> None:
+    tensors = [torch.arange(torch.Size(shape).numel()).float().view(shape) for shape in SHAPES * 5]
+    targets = [torch.empty_like(tensor, device=device) for tensor in tensors]
+
+    with Upload() as upload:
+        for target, tensor in zip(targets, tensors, strict=True):
+            upload.copy(target, tensor)
+
+    assert all(torch.equal(target.cpu(), tensor) for target, tensor in zip(targets, tensors, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_part_of_a_tensor_in_another_data_type_goes_into_a_part_of_a_weight(device: str) -> None:
+    tensor, weight = torch.arange(8000.0).view(80, 100), torch.zeros(120, 25, device=device, dtype=torch.bfloat16)
+
+    with Upload() as upload:
+        upload.copy(weight[40:], tensor[:, 25:50])
+
+    assert torch.equal(weight[40:].cpu(), tensor[:, 25:50].bfloat16())
+    assert not weight[:40].any()
+
+
+@pytest.mark.gpu
+def test_a_copy_that_fails_is_told() -> None:
+    with pytest.raises(RuntimeError, match="size"), Upload() as upload:
+        upload.copy(torch.empty(4, 5, device="cuda"), torch.empty(4, 6))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_error_of_the_reader_comes_through(device: str) -> None:
+    def read() -> None:
+        with Upload() as upload:
+            upload.copy(torch.empty(4, device=device), torch.zeros(4))
+            raise OSError("the file is gone")
+
+    with pytest.raises(OSError, match="gone"):
+        read()
