@@ -18,6 +18,7 @@ from lightserve.io_struct import FinishReason, SamplingParams, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.router.kv_pool import KvPool
+from lightserve.router.model_infer.model_rpc import Collect
 from lightserve.router.model_infer.worker import ModelWorker
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, limits_of
@@ -30,11 +31,12 @@ class StreamOut:
     """One token of one prompt. The texts of a prompt's tokens add up to its whole text."""
 
     index: int  # of the prompt
-    token_id: int
+    token_id: int | None  # None: the request failed before a token was chosen
     logprob: float | None  # where asked for
     text: str
     finish_reason: FinishReason | None
     top: list[tuple[int, float]] | None = None  # the likeliest tokens and their logprobs, where asked for
+    error: str | None = None  # why it was aborted
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class Generation:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # (token id, logprob), most likely first
     finish_reason: FinishReason | None = None
+    error: str | None = None  # why it was aborted
 
 
 class LLM:
@@ -60,10 +63,13 @@ class LLM:
         source = resolve(model_dir, needs_weights=not is_dummy)
         self._tokenizer = None if is_dummy and not has_tokenizer(source) else load_tokenizer(source)
         self.worker = ModelWorker(self.config, source, TpGroup())
+        self.worker.capture()
         vocab_size = self.worker.model_config.vocab_size
         self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
-        self._scheduler = Scheduler(KvPool(self.worker.max_total_token_num), limits_of(self.config, RouterConfig()))
+        limits = limits_of(self.config, RouterConfig(), self.worker.step_limits)
+        self._scheduler = Scheduler(KvPool(self.worker.max_total_token_num), limits)
         self._open: dict[int, _Open] = {}
+        self._under_way: deque[Collect] = deque()  # steps that were launched, the oldest first
         self._ids = itertools.count()
 
     @property
@@ -81,11 +87,12 @@ class LLM:
         for out in self._run(requests):
             generation = generations[out.index]
             generation.text += out.text
-            generation.token_ids.append(out.token_id)
+            if out.token_id is not None:
+                generation.token_ids.append(out.token_id)
             if out.logprob is not None:
                 generation.logprobs.append(out.logprob)
                 generation.top_logprobs.append(out.top or [])
-            generation.finish_reason = out.finish_reason
+            generation.finish_reason, generation.error = out.finish_reason, out.error
         return generations
 
     def stream(
@@ -159,22 +166,28 @@ class LLM:
                     self._scheduler.abort(req.req_id)
 
     def _step(self) -> None:
-        """Run one step for all streams and hand out its tokens."""
-        step = self._scheduler.next_step()
-        if step is None:
-            raise ServerError("the request was dropped: a step that it shared with others failed")
+        """Keep the worker busy, and hand out the tokens of the oldest step to all streams."""
         try:
-            outs = self.worker.run(step)
+            while len(self._under_way) < self.worker.pipeline_depth and (step := self._scheduler.next_step()):
+                self._under_way.append(self.worker.launch(step))
+            if not self._under_way:
+                raise ServerError("the request was dropped: a step that it shared with others failed")
+            outs = self._under_way.popleft()()
         except Exception:
             self._scheduler.abort_all()  # what the step computed of any request is unknown
             self._open.clear()
+            self._under_way.clear()
             raise
         for req, out in self._scheduler.take(outs):
             self._hand_out(req, out)
 
     def _hand_out(self, req: Req, out: TokenOut) -> None:
         stream = self._open[req.req_id]
-        text = stream.text.push(out.token_id, req.finish_reason)
+        if req.error is not None:
+            del self._open[req.req_id]
+            stream.outs.append(StreamOut(stream.index, None, None, "", req.finish_reason, error=req.error))
+            return
+        text = stream.text.push(out.token_id, req.finish_reason, req.ends_in_text)
         finish_reason = req.finish_reason
         if stream.text.matched_stop is not None:
             finish_reason = FinishReason.STOP
@@ -190,6 +203,7 @@ class LLM:
             sampling.stop,
             include_stop=sampling.include_stop,
             skip_special_tokens=sampling.skip_special_tokens,
+            shown_special_ids=sampling.shown_special_ids,
         )
 
 

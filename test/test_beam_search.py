@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, models
 
 from lightserve.beam_search import BeamParams, BeamResult, BeamSearch, Candidates
 from lightserve.errors import InvalidRequestError
-from lightserve.io_struct import FinishReason, Step, TokenOut
+from lightserve.io_struct import FinishReason, Step
 from lightserve.llm import LLM
+from lightserve.router.model_infer.model_rpc import Collect
 from test.models.tiny import build_hf
 from test.real_model import PROMPTS, transformers_smollm2
 
@@ -261,13 +262,13 @@ def test_beams_share_the_kv_of_their_prefixes(tiny: Tiny, monkeypatch: pytest.Mo
     """A step computes one token a beam, whatever came before it; nothing is held in the end."""
     llm, prompt = tiny.llm, [3 + i for i in range(60)]
     steps: list[Step] = []
-    run = llm.worker.run
+    launch = llm.worker.launch
 
-    def counting(step: Step) -> list[TokenOut]:
+    def counting(step: Step) -> Collect:
         steps.append(step)
-        return run(step)
+        return launch(step)
 
-    monkeypatch.setattr(llm.worker, "run", counting)
+    monkeypatch.setattr(llm.worker, "launch", counting)
     llm.beam_search([prompt], BeamParams(num_beams=4, max_new_tokens=16, ignore_eos=True))
 
     computed = sum(len(row.slots) for step in steps for row in step.rows)

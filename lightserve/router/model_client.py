@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -37,7 +37,7 @@ class RpycModelClient:
 
     def __init__(self, socket_paths: Sequence[str]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._under_way: deque[asyncio.Future[list[TokenOut]]] = deque()
+        self._under_way: set[asyncio.Future[list[TokenOut]]] = set()
         self._connections: list[Any] = [unix_connect(path, config=RPYC_CONFIG) for path in socket_paths]
         self._runs = [rpyc.async_(connection.root.run) for connection in self._connections]
         for rank, connection in enumerate(self._connections):
@@ -45,7 +45,7 @@ class RpycModelClient:
 
     def run(self, step: Step) -> asyncio.Future[list[TokenOut]]:
         future: asyncio.Future[list[TokenOut]] = self._loop.create_future()
-        self._under_way.append(future)
+        self._under_way.add(future)
         command = _encode_step(step)
         for rank, run in enumerate(self._runs):
             try:
@@ -54,7 +54,7 @@ class RpycModelClient:
                 self._lose(rank)
                 break
             if rank == 0:
-                reply.add_callback(self._answered)
+                reply.add_callback(partial(self._answered, future))
         return future
 
     def close(self) -> None:
@@ -73,9 +73,9 @@ class RpycModelClient:
             self._loop.remove_reader(fileno)
             self._lose(rank)
 
-    def _answered(self, reply: Any) -> None:
-        """Rank 0 is done with the oldest step."""
-        future = self._under_way.popleft()
+    def _answered(self, future: asyncio.Future[list[TokenOut]], reply: Any) -> None:
+        """Rank 0 is done with a step; replies may pass each other."""
+        self._under_way.discard(future)
         if not future.done():
             future.set_result(_decode_tokens(reply.value))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,17 @@ import pytest
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow, TokenOut
 from lightserve.router.model_client import RpycModelClient
-from lightserve.router.model_infer.model_rpc import StepServer
+from lightserve.router.model_infer.model_rpc import Launch, StepServer
 from test.waiting import DEADLINE_S, until
 
 
 def echo(step: Step) -> list[TokenOut]:
     return [TokenOut(row.req_id, row.slots[0], -0.5, [(1, -1.0)]) for row in step.rows]
+
+
+def in_order(run: Callable[[Step], list[TokenOut]]) -> Launch:
+    """A worker that computes a step when its tokens are asked for."""
+    return lambda step: partial(run, step)
 
 
 def served(tmp_path: Path, *runs: Callable[[Step], list[TokenOut]]) -> list[str]:
@@ -27,7 +33,7 @@ def served(tmp_path: Path, *runs: Callable[[Step], list[TokenOut]]) -> list[str]
     for rank, run in enumerate(runs):
         path = str(tmp_path / f"worker-{rank}")
         server = StepServer(path)
-        threading.Thread(target=server.serve, args=(run,), daemon=True).start()
+        threading.Thread(target=server.serve, args=(in_order(run),), daemon=True).start()
         paths.append(path)
     return paths
 
@@ -87,6 +93,44 @@ def test_steps_are_under_way_together_and_run_in_order(tmp_path: Path) -> None:
     within_deadline(scenario())
 
 
+def test_the_next_step_is_launched_while_the_first_waits_for_its_tokens(tmp_path: Path) -> None:
+    launched: list[int] = []
+    may_end = [threading.Event() for _ in range(4)]
+
+    def launch(step: Step) -> Callable[[], list[TokenOut]]:
+        number = step.rows[0].slots[0]
+        launched.append(number)
+
+        def collect() -> list[TokenOut]:
+            assert may_end[number].wait(DEADLINE_S)
+            return echo(step)
+
+        return collect
+
+    async def scenario() -> None:
+        server = StepServer(str(tmp_path / "worker"))
+        thread = threading.Thread(target=server.serve, args=(launch, 2), daemon=True)
+        thread.start()
+        client = RpycModelClient([str(tmp_path / "worker")])
+
+        futures = [client.run(Step([StepRow(1, [i])])) for i in range(4)]
+        await until(lambda: launched == [0, 1])
+        may_end[1].set()  # its answer passes the first one's
+        assert (await futures[1])[0].token_id == 1
+        assert not futures[0].done()
+        await until(lambda: launched == [0, 1, 2])
+        for event in may_end:
+            event.set()
+        outs = await asyncio.gather(*futures)
+
+        assert [out[0].token_id for out in outs] == launched == [0, 1, 2, 3]
+        client.close()
+        await asyncio.to_thread(thread.join, DEADLINE_S)
+        assert not thread.is_alive()
+
+    within_deadline(scenario())
+
+
 def test_every_rank_runs_every_step_and_rank_0_answers(tmp_path: Path) -> None:
     ran: list[tuple[int, int]] = []
 
@@ -124,7 +168,7 @@ def test_a_worker_that_fails_tells_its_own_process_and_fails_the_steps_under_way
 
     def serve_bad(server: StepServer) -> None:
         try:
-            server.serve(bad)
+            server.serve(in_order(bad))
         except SystemExit as error:
             told.append(error)
 
@@ -133,7 +177,7 @@ def test_a_worker_that_fails_tells_its_own_process_and_fails_the_steps_under_way
         servers = [StepServer(path) for path in paths]
         thread = threading.Thread(target=serve_bad, args=(servers[bad_rank],))
         thread.start()
-        threading.Thread(target=servers[1 - bad_rank].serve, args=(good,), daemon=True).start()
+        threading.Thread(target=servers[1 - bad_rank].serve, args=(in_order(good),), daemon=True).start()
         client = RpycModelClient(paths)
 
         with pytest.raises(WorkerDiedError, match=f"model worker {bad_rank} is gone"):

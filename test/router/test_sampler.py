@@ -16,7 +16,7 @@ import lightserve.common.triton_kernel  # noqa: F401  registers the backend
 from lightserve.common import ops
 from lightserve.io_struct import SamplingParams
 from lightserve.router.model_infer.infer_batch import InferReq
-from lightserve.router.model_infer.sampler import NOT_ASKED, Sampler
+from lightserve.router.model_infer.sampler import Sampler
 from lightserve.router.model_infer.sampling_plan import SamplingPlan, make_plan
 
 INF = float("inf")
@@ -33,6 +33,11 @@ def req_of(
     token_ids = [*prompt, *output]
     params.setdefault("max_new_tokens", 100)
     return InferReq(row, row, token_ids, len(prompt), SamplingParams(**params), seed, (EOS,))
+
+
+def append(req: InferReq, token: int) -> None:
+    req.token_ids.append(token)
+    req.total_len += 1
 
 
 def logits_of(batch: int, device: str = "cpu", seed: int = 0) -> Tensor:
@@ -92,11 +97,27 @@ def oracle_token(logits: Tensor, req: InferReq) -> int:
         return int(scores.argmax())
     seed = torch.tensor([req.seed], device=logits.device)
     position = torch.tensor([len(req.token_ids)], dtype=torch.int32, device=logits.device)
-    return int(ops.sample.impls[ops.REFERENCE](scores, seed, position))
+    return int(ops.choose.impls[ops.REFERENCE](scores, torch.ones(1, device=logits.device), seed, position))
 
 
-def sample(logits: Tensor, reqs: list[InferReq]) -> list[int]:
-    return Sampler().sample(logits, reqs).tolist()
+def sampler_of(logits: Tensor) -> Sampler:
+    return Sampler(VOCAB, logits.device, torch.zeros(64, dtype=torch.int64, device=logits.device))
+
+
+def sample(logits: Tensor, reqs: list[InferReq], sampler: Sampler | None = None) -> list[int]:
+    sampler = sampler or sampler_of(logits)
+    sampler.count_seen(reqs)
+    return sampler.sample(logits, reqs, chosen_by_the_step(logits, reqs)).tolist()
+
+
+def chosen_by_the_step(logits: Tensor, reqs: list[InferReq]) -> Tensor:
+    """Of every row, by temperature alone; those that the sampler must choose are replaced by what is no token."""
+    device = logits.device
+    temperatures = torch.tensor([req.temperature for req in reqs], device=device)
+    seeds = torch.tensor([req.seed for req in reqs], device=device)
+    positions = torch.tensor([req.total_len for req in reqs], dtype=torch.int32, device=device)
+    tokens = ops.choose(logits, temperatures, seeds, positions)
+    return tokens.masked_fill(torch.tensor([req.rules.is_special for req in reqs], device=device), -1)
 
 
 @pytest.fixture(params=[ops.REFERENCE, "triton"])
@@ -176,7 +197,8 @@ def test_tokens_come_as_often_as_their_probabilities_say(params: dict[str, Any])
     logits = logits_of(1)
     probs = oracle_scores(logits, req_of(**params)).softmax(-1)[0]
 
-    tokens = Sampler().sample(logits.expand(draws, -1), [req_of(seed, seed=seed, **params) for seed in range(draws)])
+    reqs = [req_of(seed, seed=seed, **params) for seed in range(draws)]
+    tokens = torch.tensor(sample(logits.expand(draws, -1), reqs))
 
     error = tokens.bincount(minlength=VOCAB) / draws - probs
     assert (error.abs() <= 4 * (probs * (1 - probs) / draws).sqrt()).all()
@@ -218,17 +240,17 @@ def test_a_seed_gives_other_tokens_at_other_positions() -> None:
 
 def test_step_after_step_every_request_gets_what_the_oracle_gives() -> None:
     """Counts grow, bad words come up, ends become possible; requests leave, and others take their rows."""
-    sampler = Sampler()
+    sampler = sampler_of(logits_of(1))
     reqs = mixed_reqs()
     for step in range(9):
         logits = logits_of(len(reqs), seed=step)
         expected = [oracle_token(logits[i : i + 1], req) for i, req in enumerate(reqs)]
 
-        tokens = sampler.sample(logits, reqs).tolist()
+        tokens = sample(logits, reqs, sampler)
 
         assert tokens == expected, step
         for req, token in zip(reqs, tokens, strict=True):
-            req.append(token)
+            append(req, token)
         if step % 3 == 2:
             reqs = [
                 reqs[-1],
@@ -237,36 +259,52 @@ def test_step_after_step_every_request_gets_what_the_oracle_gives() -> None:
             ]
 
 
+def test_a_token_that_only_the_device_knows_is_counted_once() -> None:
+    params = FEATURES["penalties that favour"]
+    early, late = req_of(3, **params), req_of(3, **params)
+    last_ids = torch.zeros(64, dtype=torch.int64)
+    sampler = Sampler(VOCAB, last_ids.device, last_ids)
+    for step, token in enumerate((20, 21, 20)):
+        sample(logits_of(1, seed=step), [early], sampler)
+        last_ids[3] = token
+        early.total_len += 1  # chosen, and on its way to the host
+        append(late, token)
+        expected = oracle_token(logits_of(1, seed=step + 9), late)
+
+        assert sample(logits_of(1, seed=step + 9), [early], sampler) == [expected]
+        early.token_ids.append(token)  # it has arrived
+
+
 def test_a_request_that_paused_for_some_steps_has_all_its_tokens_counted() -> None:
     params = FEATURES["penalties that favour"]
     paused, other = req_of(0, **params), req_of(1, **params)
-    sampler = Sampler()
-    sampler.sample(logits_of(2), [paused, other])
-    sampler.sample(logits_of(1), [other])
+    sampler = sampler_of(logits_of(1))
+    sample(logits_of(2), [paused, other], sampler)
+    sample(logits_of(1), [other], sampler)
     for token in (20, 21, 20):
-        paused.append(token)
+        append(paused, token)
 
-    tokens = sampler.sample(logits_of(2, seed=5), [other, paused]).tolist()
+    tokens = sample(logits_of(2, seed=5), [other, paused], sampler)
 
     assert tokens == [oracle_token(logits_of(2, seed=5)[i : i + 1], req) for i, req in enumerate([other, paused])]
 
 
 def test_a_request_inherits_no_counts_with_its_row() -> None:
-    sampler = Sampler()
-    sampler.sample(logits_of(1), [req_of(0, prompt=[TOP[0]], output=[TOP[0]] * 9, **FEATURES["repetition"])])
+    sampler = sampler_of(logits_of(1))
+    sample(logits_of(1), [req_of(0, prompt=[TOP[0]], output=[TOP[0]] * 9, **FEATURES["repetition"])], sampler)
 
     fresh = req_of(0, prompt=[1], output=[], **FEATURES["repetition"])
 
-    assert sampler.sample(logits_of(1), [fresh]).tolist() == [TOP[0]]
+    assert sample(logits_of(1), [fresh], sampler) == [TOP[0]]
 
 
 def test_counts_stay_when_a_request_of_a_higher_row_comes() -> None:
-    sampler = Sampler()
+    sampler = sampler_of(logits_of(1))
     first = req_of(0, prompt=[1], output=[TOP[0]], **FEATURES["repetition"])
-    sampler.sample(logits_of(1), [first])
+    sample(logits_of(1), [first], sampler)
 
     late = [req_of(row, prompt=[1], output=[TOP[0]], **FEATURES["repetition"]) for row in (5, 3, 40)]
-    tokens = sampler.sample(logits_of(1).expand(4, -1), [first, *late]).tolist()
+    tokens = sample(logits_of(1).expand(4, -1), [first, *late], sampler)
 
     assert tokens == [TOP[1]] * 4
 
@@ -359,18 +397,19 @@ def test_a_batch_of_the_same_requests_is_planned_once(monkeypatch: pytest.Monkey
         return make_plan(reqs, vocab, device)
 
     monkeypatch.setattr("lightserve.router.model_infer.sampler.make_plan", counted)
-    sampler, reqs = Sampler(), mixed_reqs()
+    sampler, reqs = sampler_of(logits_of(1)), mixed_reqs()
     logits = logits_of(len(reqs))
 
     for batch in (reqs, list(reqs), reqs[:-1], reqs):
-        tokens = sampler.sample(logits[: len(batch)], batch)
+        sampler.count_seen(batch)
+        tokens = sampler.sample(logits[: len(batch)], batch, chosen_by_the_step(logits[: len(batch)], batch))
         sampler.logprobs(tokens, logits, batch)
 
     assert [len(batch) for batch in planned] == [len(reqs), len(reqs) - 1, len(reqs)]
 
 
 def test_logprobs_are_the_models_own_and_only_for_who_asks(backend: str) -> None:
-    sampler = Sampler()
+    sampler = sampler_of(logits_of(1, device_of(backend)))
     changed = FEATURES["everything"]
     reqs = [
         req_of(0, logprobs=3, **changed),
@@ -379,12 +418,15 @@ def test_logprobs_are_the_models_own_and_only_for_who_asks(backend: str) -> None
         req_of(3, logprobs=20, **changed),
     ]
     logits = logits_of(4, device_of(backend))
-    tokens = sampler.sample(logits, reqs)
+    sampler.count_seen(reqs)
+    tokens = sampler.sample(logits, reqs, chosen_by_the_step(logits, reqs))
 
-    found = sampler.logprobs(tokens, logits, reqs)
+    asked = sampler.logprobs(tokens, logits, reqs)
 
     expected = logits.log_softmax(-1)
-    assert found[1] == NOT_ASKED
+    assert asked is not None
+    found = asked.by_row()
+    assert 1 not in found
     for row, k in ((0, 3), (2, 0), (3, 20)):
         logprob, top = found[row]
         assert logprob == pytest.approx(float(expected[row, tokens[row]]), abs=1e-5)
@@ -398,7 +440,10 @@ def test_a_forbidden_logit_of_the_model_has_a_logprob_of_minus_infinity() -> Non
     logits = torch.tensor([[0.0, -INF, 1.0]])
     reqs = [req_of(logprobs=20, temperature=0)]
 
-    ((logprob, top),) = Sampler().logprobs(torch.tensor([1]), logits, reqs)
+    sampler = Sampler(3, logits.device, torch.zeros(1, dtype=torch.int64))
+    found = sampler.logprobs(torch.tensor([1]), logits, reqs)
+    assert found is not None
+    logprob, top = found.by_row()[0]
 
     assert logprob == -INF
     assert top is not None

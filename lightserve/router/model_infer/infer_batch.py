@@ -1,18 +1,20 @@
-"""The requests that a worker holds, and the tensors of one step over them."""
+"""The requests that a worker holds, and the input of a step over them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from lightserve.common.basemodel import ModelInput
-from lightserve.common.ops import AttnBatch
+from lightserve.common.device import to_device
+from lightserve.common.ops.step import CHOSEN
 from lightserve.common.req_manager import ReqManager
 from lightserve.io_struct import NewReq, SamplingParams, StepRow
+from lightserve.router.model_infer.grammar import ReqGrammar
 from lightserve.router.model_infer.req_rules import ReqRules
+from lightserve.router.model_infer.step_input import StepShape, columns_of, input_size
 
 
 @dataclass(slots=True, eq=False)
@@ -21,43 +23,69 @@ class InferReq:
 
     req_id: int
     row: int  # of req_to_token
-    token_ids: list[int]
+    token_ids: list[int]  # that the host knows; the one chosen last may be known to the device alone
     prompt_len: int
     sampling: SamplingParams
     seed: int
     eos_ids: tuple[int, ...]
+    grammar: ReqGrammar | None = None
     cache_len: int = 0
     counted_len: int = 0  # tokens that SeenTokens has counted
+    total_len: int = field(init=False)  # tokens, known to the host or not
+    temperature: float = field(init=False)  # 0: greedy
     rules: ReqRules = field(init=False)
 
     def __post_init__(self) -> None:
         self.rules = ReqRules(self.sampling, self.eos_ids)
+        self.total_len = len(self.token_ids)
+        self.temperature = 0.0 if self.sampling.is_greedy else self.sampling.temperature
 
     @property
     def output_len(self) -> int:
-        return len(self.token_ids) - self.prompt_len
+        return self.total_len - self.prompt_len
 
-    def append(self, token_id: int) -> None:
-        self.token_ids.append(token_id)
+    @property
+    def is_due(self) -> bool:
+        """Whether the step that was packed last computes its last token, so that the next can be chosen."""
+        return self.cache_len == self.total_len
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host knows all of its tokens."""
+        return len(self.token_ids) == self.total_len
 
     def forbidden_next(self) -> list[int]:
         return self.rules.forbidden_after(self.token_ids, self.output_len)
 
 
-class InferBatch:
-    """All requests of a worker by id."""
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A step as one array of integers, padded to a shape."""
 
-    def __init__(self, req_manager: ReqManager, device: torch.device) -> None:
+    inputs: np.ndarray  # int32: see columns_of
+    shape: StepShape
+    reqs: list[InferReq]
+    is_last: list[bool]  # whether the step computes the last token of the request, so that the next can be chosen
+
+
+class InferBatch:
+    """All requests of a worker by id, and the tokens that were chosen last for them."""
+
+    def __init__(self, req_manager: ReqManager, padding_slot: int, device: torch.device) -> None:
         self._req_manager = req_manager
+        self._padding_slot = padding_slot
         self._device = device
         self._reqs: dict[int, InferReq] = {}
+        self.req_to_token = req_manager.req_to_token
+        self.last_ids = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int64, device=device)  # chosen last, by row
 
-    def add(self, new: NewReq) -> None:
+    def add(self, new: NewReq, grammar: ReqGrammar | None = None) -> None:
         row = self._req_manager.alloc()
         ids, cached = list(new.prompt_ids), np.array(new.cached_slots, dtype=np.int32)
-        self._req_manager.req_to_token[row, : len(cached)] = self._to_device(cached)
+        if len(cached):
+            self.req_to_token[row, : len(cached)] = to_device(cached, self._device)
         prompt_len = len(ids) - new.output_len
-        req = InferReq(new.req_id, row, ids, prompt_len, new.sampling, new.seed, new.eos_ids, cache_len=len(cached))
+        req = InferReq(new.req_id, row, ids, prompt_len, new.sampling, new.seed, new.eos_ids, grammar, len(cached))
         self._reqs[new.req_id] = req
 
     def remove(self, req_id: int) -> None:
@@ -65,37 +93,52 @@ class InferBatch:
         if req is not None:
             self._req_manager.free(req.row)
 
-    def prepare(self, rows: Sequence[StepRow]) -> tuple[ModelInput, list[InferReq]]:
-        """The model's input for the rows of a step, whose tokens count as cached from here on."""
+    def pack(self, rows: Sequence[StepRow], fit: Callable[[StepShape], StepShape]) -> PackedStep:
+        """The input of a step, whose tokens count as cached from here on; ``fit`` may want it larger."""
         reqs = [self._reqs[row.req_id] for row in rows]
         q_len = np.array([len(row.slots) for row in rows], dtype=np.int32)
-        ready = np.array([req.cache_len for req in reqs], dtype=np.int32)
-        start = np.cumsum(q_len, dtype=np.int32) - q_len
-        slots = np.array([slot for row in rows for slot in row.slots], dtype=np.int32)
-        ids = [req.token_ids[r : r + n] for req, r, n in zip(reqs, ready.tolist(), q_len.tolist(), strict=True)]
+        count = int(q_len.sum())
+        shape = fit(StepShape(count, len(rows), bool((q_len == 1).any()), bool((q_len > 1).any())))
+        inputs = self.padding(shape)
+        columns = columns_of(inputs, shape, np.float32, np.int64)
 
         table_rows = np.array([req.row for req in reqs], dtype=np.int32)
-        positions = np.arange(len(slots)) + np.repeat(ready - start, q_len)
-        mem_index = self._to_device(slots)
-        self._write_slots(np.repeat(table_rows, q_len), positions, mem_index)
-        for req, count in zip(reqs, q_len.tolist(), strict=True):
-            req.cache_len += count
+        ready = np.array([req.cache_len for req in reqs], dtype=np.int32)
+        start = np.cumsum(q_len, dtype=np.int32) - q_len
+        positions = np.arange(count) + np.repeat(ready - start, q_len)
+        slots = [slot for row in rows for slot in row.slots]
+        ids = [token for req, row in zip(reqs, rows, strict=True) for token in _ids(req, len(row.slots))]
+        _fill(columns.tokens, (np.repeat(table_rows, q_len), positions, slots, ids))
+        _fill(columns.requests, (table_rows, start, ready + q_len, ready))
+        columns.temperature[: len(reqs)] = [req.temperature for req in reqs]
+        columns.seed[: len(reqs)] = [req.seed for req in reqs]
 
-        attn = AttnBatch(
-            req_to_token=self._req_manager.req_to_token,
-            b_req_idx=self._to_device(table_rows),
-            b_start_loc=self._to_device(start),
-            b_seq_len=self._to_device(ready + q_len),
-            b_ready_cache_len=self._to_device(ready),
-            max_q_len=int(q_len.max()),
-            max_seq_len=int((ready + q_len).max()),
-        )
-        input_ids = self._to_device(np.array([token for chunk in ids for token in chunk], dtype=np.int64))
-        return ModelInput(input_ids, mem_index, attn, is_prefill=attn.max_q_len > 1), reqs
+        for req, row in zip(reqs, rows, strict=True):
+            req.cache_len += len(row.slots)
+        return PackedStep(inputs, shape, reqs, [req.is_due for req in reqs])
 
-    def _write_slots(self, rows: np.ndarray, positions: np.ndarray, mem_index: torch.Tensor) -> None:
-        """req_to_token[row, position] = slot for every token of the step, in one scatter."""
-        self._req_manager.req_to_token[self._to_device(rows), self._to_device(positions)] = mem_index
+    def padding(self, shape: StepShape) -> np.ndarray:
+        """The input of a step that computes nothing.
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        Its tokens go to a slot and a row that nobody reads; its requests have one token each, or none.
+        """
+        inputs = np.zeros(input_size(shape), dtype=np.int32)
+        columns = columns_of(inputs, shape, np.float32, np.int64)
+        rows, _, slots, _ = columns.tokens
+        req_rows, start, seq_len, _ = columns.requests
+        rows[:] = req_rows[:] = self._req_manager.padding_row
+        slots[:] = self._padding_slot
+        start[:] = shape.tokens if shape.has_prompts else np.arange(shape.requests)
+        seq_len[:] = 0 if shape.has_prompts else 1
+        return inputs
+
+
+def _ids(req: InferReq, count: int) -> list[int]:
+    """Of the next tokens to compute."""
+    known = req.token_ids[req.cache_len : req.cache_len + count]
+    return known if len(known) == count else [*known, CHOSEN]
+
+
+def _fill(columns: Sequence[np.ndarray], values: Sequence[np.ndarray | list[int]]) -> None:
+    for column, value in zip(columns, values, strict=True):
+        column[: len(value)] = value

@@ -32,12 +32,13 @@ def main(boot: Boot, parent: Parent) -> None:
             max_total_token_num=worker.max_total_token_num,
             max_req_total_len=worker.longest_request,
             vocab_size=vocab_size,
-            pipeline_depth=kind.pipeline_depth,
+            pipeline_depth=worker.pipeline_depth,
             eos_token_ids=tuple(token for token in source.eos_token_ids() if token < vocab_size),
             computed_in=worker.computed_in,
+            step_limits=worker.step_limits,
         )
     )
-    server.serve(worker.run)
+    server.serve(worker.launch, worker.pipeline_depth)
 
 
 @contextmanager

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from lightserve.io_struct import EngineReady, Step, TokenOut
-from lightserve.router.model_infer.model_rpc import StepServer
+from lightserve.router.model_infer.model_rpc import Collect, StepServer
 from lightserve.utils.process import Boot, Parent, run_child
 
 CONTEXT_LEN = 8192
@@ -20,7 +21,10 @@ class NullWorker:
         self._missing: dict[int, int] = {}  # tokens of a request that are known and not yet computed
         self._next_token = 0
 
-    def run(self, step: Step) -> list[TokenOut]:
+    def launch(self, step: Step) -> Collect:
+        return partial(self._run, step)
+
+    def _run(self, step: Step) -> list[TokenOut]:
         for req_id in step.free:
             self._missing.pop(req_id, None)
         for new in step.new:
@@ -49,7 +53,7 @@ def main(boot: Boot, parent: Parent) -> None:
             pipeline_depth=1,
         )
     )
-    server.serve(NullWorker(boot.config.launch.null_step_ms / 1e3).run)
+    server.serve(NullWorker(boot.config.launch.null_step_ms / 1e3).launch)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.device import ToHost, to_device
+from lightserve.router.model_infer.grammar import Grammars
 from lightserve.router.model_infer.infer_batch import InferReq
 from lightserve.router.model_infer.sampling_plan import (
     Allowed,
+    Constrained,
     Drawn,
-    Penalised,
     Rows,
     SamplingPlan,
+    int32s,
+    int64s,
     make_plan,
-    to_device,
 )
 from lightserve.router.model_infer.seen_tokens import SeenTokens
 
@@ -24,65 +26,116 @@ NOT_ASKED: TokenLogprobs = (None, None)
 
 
 class Sampler:
-    """Keeps from step to step what need not be made again: the plan of a batch, and which tokens a request has seen."""
+    """What is beyond choosing by temperature.
 
-    def __init__(self) -> None:
+    Keeps from step to step what need not be made again: the plan of a batch, and which tokens a request has seen.
+    """
+
+    def __init__(self, vocab: int, device: torch.device, last_ids: Tensor, grammars: Grammars | None = None) -> None:
+        self._vocab = vocab
+        self._device = device
+        self._last_ids = last_ids
+        self._grammars = grammars
         self._plan: SamplingPlan | None = None
         self._seen: SeenTokens | None = None  # as long as nobody is penalised, no memory is taken
 
+    def plan_of(self, reqs: list[InferReq]) -> SamplingPlan:
+        if self._plan is None or self._plan.reqs != reqs:
+            self._plan = make_plan(reqs, self._vocab, self._device)
+        return self._plan
+
     @torch.inference_mode()
-    def sample(self, logits: Tensor, reqs: list[InferReq]) -> Tensor:
-        """A token for each row of ``logits``, ``[batch]``. The logits stay as they are."""
-        plan = self._plan_of(reqs, logits)
+    def count_seen(self, reqs: list[InferReq]) -> None:
+        """Count the tokens that penalised requests have got. Before a step is launched: it overwrites ``last_ids``."""
+        penalised = self.plan_of(reqs).penalised
+        if penalised is None:
+            return
+        if self._seen is None:
+            self._seen = SeenTokens(self._vocab, self._last_ids)
+        self._seen.update(penalised.reqs)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, reqs: list[InferReq], tokens: Tensor) -> Tensor:
+        """``tokens``, ``[batch]``, that the step chose, with others for the requests with special wishes.
+
+        What these have seen is counted, and what they have said known. The logits stay.
+        """
+        plan = self.plan_of(reqs)
+        if not plan.special:
+            return tokens
+        if plan.special_rows is None:
+            return self._sample(logits, plan)
+        chosen = self._sample(logits[plan.special_rows], plan)
+        return tokens.index_copy(0, plan.special_rows, chosen)
+
+    def _sample(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
         changed = self._change(logits, plan)
         if plan.drawn is None:
-            return ops.argmax(changed)
+            return _most_likely(changed)
         tokens = _draw(changed, plan.drawn)
         if plan.drawn.rows is None:
             return tokens
-        return ops.argmax(changed).index_copy(0, plan.drawn.rows, tokens)
+        return _most_likely(changed).index_copy(0, plan.drawn.rows, tokens)
 
     @torch.inference_mode()
-    def logprobs(self, tokens: Tensor, logits: Tensor, reqs: list[InferReq]) -> list[TokenLogprobs]:
+    def logprobs(self, tokens: Tensor, logits: Tensor, reqs: list[InferReq]) -> StepLogprobs | None:
         """Where a request asked, log-probabilities before anything changed the logits."""
-        asking = self._plan_of(reqs, logits).asking
-        found = [NOT_ASKED] * len(reqs)
-        if asking:
-            for row, logprobs in _logprobs(tokens, logits, asking).items():
-                found[row] = logprobs
-        return found
-
-    def _plan_of(self, reqs: list[InferReq], logits: Tensor) -> SamplingPlan:
-        if self._plan is None or self._plan.reqs != reqs:
-            self._plan = make_plan(reqs, logits.shape[1], logits.device)
-        return self._plan
+        asking = self.plan_of(reqs).asking
+        return StepLogprobs(tokens, logits, asking) if asking else None
 
     def _change(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
         """``logits``, or a copy in which tokens are forbidden, biased and penalised."""
         forbidden = [(row, token) for row, req in plan.placed for token in req.forbidden_next()]
-        if not (forbidden or plan.allowed or plan.bias or plan.penalised):
+        if not (forbidden or plan.constrained or plan.allowed or plan.bias or plan.penalised):
             return logits
-        logits = logits.clone()
+        logits = logits.to(torch.float32, copy=plan.special_rows is None)
+        if plan.constrained:
+            self._mask(logits, plan.constrained)
         if plan.allowed:
             _forbid_others(logits, plan.allowed)
         if plan.bias:
             logits[plan.bias.entry_rows, plan.bias.token_ids] += plan.bias.values
         if forbidden:
             _forbid(logits, forbidden)
-        if plan.penalised:
-            self._penalise(logits, plan.penalised)
+        if plan.penalised and self._seen is not None:
+            ops.apply_penalties(logits, plan.penalised.penalties(self._seen.table))
         return logits
 
-    def _penalise(self, logits: Tensor, penalised: Penalised) -> None:
-        if self._seen is None:
-            self._seen = SeenTokens(logits.shape[1], logits.device)
-        ops.apply_penalties(logits, penalised.penalties(self._seen.update(penalised.reqs)))
+    def _mask(self, logits: Tensor, constrained: Constrained) -> None:
+        assert self._grammars is not None
+        reqs = constrained.reqs
+        masks = self._grammars.masks(
+            [req.grammar if req.is_due else None for req in reqs],
+            [req.rules.unwanted_ends(req.output_len) for req in reqs],
+        )
+        ops.mask_logits(logits, constrained.rows, to_device(masks, logits.device))
+
+
+class StepLogprobs:
+    """Log-probabilities on their way to the host, of the rows that asked for them."""
+
+    def __init__(self, tokens: Tensor, logits: Tensor, asking: Rows) -> None:
+        rows = int64s([row for row, _ in asking], logits.device)
+        self._rows = [row for row, _ in asking]
+        self._counts = [req.sampling.logprobs or 0 for _, req in asking]
+        logprobs = logits[rows].float().log_softmax(-1)
+        chosen = logprobs.gather(1, tokens[rows, None])[:, 0]
+        values, token_ids = logprobs.topk(min(max(self._counts), logprobs.shape[1]))
+        self._to_host = ToHost(chosen, values, token_ids)
+
+    def by_row(self) -> dict[int, TokenLogprobs]:
+        chosen, values, token_ids = (tensor.tolist() for tensor in self._to_host.tensors())
+        tops = [
+            list(zip(ids[:count], row[:count], strict=True))
+            for ids, row, count in zip(token_ids, values, self._counts, strict=True)
+        ]
+        return dict(zip(self._rows, zip(chosen, tops, strict=True), strict=True))
 
 
 def _forbid(logits: Tensor, entries: list[tuple[int, int]]) -> None:
     known = [(row, token) for row, token in entries if token < logits.shape[1]]
-    rows = to_device([row for row, _ in known], np.int64, logits.device)
-    token_ids = to_device([token for _, token in known], np.int64, logits.device)
+    rows = int64s([row for row, _ in known], logits.device)
+    token_ids = int64s([token for _, token in known], logits.device)
     logits[rows, token_ids] = float("-inf")
 
 
@@ -94,27 +147,15 @@ def _forbid_others(logits: Tensor, allowed: Allowed) -> None:
 
 def _draw(logits: Tensor, drawn: Drawn) -> Tensor:
     rows = logits if drawn.rows is None else logits[drawn.rows]
-    scaled = rows / drawn.temperature
+    scaled = rows.float() / drawn.temperature
     if drawn.top:
         ops.cut_logits(scaled[drawn.top.rows], drawn.top.b_top_k, drawn.top.b_top_p, drawn.top.b_min_p)
     if drawn.typical:
         ops.cut_atypical(scaled[drawn.typical.rows], drawn.typical.b_typical_p)
-    b_position = to_device([len(req.token_ids) for req in drawn.reqs], np.int32, logits.device)
-    return ops.sample(scaled, drawn.b_seed, b_position)
+    b_position = int32s([req.total_len for req in drawn.reqs], logits.device)
+    return ops.choose(scaled, torch.ones_like(drawn.temperature[:, 0]), drawn.b_seed, b_position)
 
 
-def _logprobs(tokens: Tensor, logits: Tensor, asking: Rows) -> dict[int, TokenLogprobs]:
-    rows = to_device([row for row, _ in asking], np.int64, logits.device)
-    counts = [req.sampling.logprobs or 0 for _, req in asking]
-    logprobs = logits[rows].log_softmax(-1)
-    chosen = logprobs.gather(1, tokens[rows, None])[:, 0].tolist()
-    top = _most_likely(logprobs, max(counts))
-    return {row: (chosen[i], top[i][: counts[i]]) for i, (row, _) in enumerate(asking)}
-
-
-def _most_likely(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    if count == 0:
-        return [[]] * len(logprobs)
-    values, token_ids = logprobs.topk(min(count, logprobs.shape[1]))
-    pairs = zip(token_ids.tolist(), values.tolist(), strict=True)
-    return [list(zip(*pair, strict=True)) for pair in pairs]
+def _most_likely(logits: Tensor) -> Tensor:
+    zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    return ops.choose(logits, zeros.float(), zeros, zeros.int())

@@ -1,6 +1,7 @@
 """What the parameters of a batch's requests come to, on the device. It holds as long as the requests are the same.
 
-A feature is in the plan only with the rows that use it, and is None (or empty) where none does.
+Who asks for no more than a temperature is not in it: the step itself chooses that token. A feature is in the plan only
+with the rows that use it, and is None (or empty) where none does.
 """
 
 from __future__ import annotations
@@ -15,11 +16,20 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.device import to_device
 from lightserve.io_struct import INT32_MAX
 from lightserve.router.model_infer.infer_batch import InferReq
 from lightserve.router.model_infer.req_rules import Cuts
 
 Rows = list[tuple[int, InferReq]]  # rows of the logits and whose they are
+
+
+@dataclass(frozen=True, slots=True)
+class Constrained:
+    """By grammars."""
+
+    reqs: list[InferReq]
+    rows: Tensor  # [constrained] int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +82,48 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
+    """Rows of all but ``asking`` count the special requests."""
+
     reqs: list[InferReq]
+    special: list[InferReq]  # whose tokens the step itself does not choose
+    special_rows: Tensor | None  # [special] int64, of the batch; None: all of it
+    constrained: Constrained | None
     allowed: Allowed | None
     bias: Bias | None
     placed: Rows  # where what may come next depends on what came before
     penalised: Penalised | None
     drawn: Drawn | None  # the others are greedy
-    asking: Rows  # for logprobs
+    asking: Rows  # for logprobs; rows of the batch
+
+    @property
+    def needs_last_tokens(self) -> bool:
+        """Whether the host has yet to learn tokens before it can say what may come next."""
+        constrained = self.constrained.reqs if self.constrained else []
+        by_tokens = [req for _, req in self.placed if req.rules.depend_on_tokens]
+        return any(req.is_due and not req.is_known for req in (*constrained, *by_tokens))
 
 
 def make_plan(reqs: list[InferReq], vocab: int, device: torch.device) -> SamplingPlan:
-    rows = [(row, req) for row, req in enumerate(reqs) if not req.rules.is_plain]
+    special = [(row, req) for row, req in enumerate(reqs) if req.rules.is_special]
+    rows = [(i, req) for i, (_, req) in enumerate(special)]
     return SamplingPlan(
         reqs=list(reqs),
+        special=[req for _, req in special],
+        special_rows=None if len(special) == len(reqs) else int64s([row for row, _ in special], device),
+        constrained=_constrained([(row, req) for row, req in rows if req.rules.has_grammar], device),
         allowed=_allowed([(row, req) for row, req in rows if req.rules.allowed_ids.size], vocab, device),
         bias=_bias([(row, req) for row, req in rows if req.rules.bias_ids.size], vocab, device),
         placed=[(row, req) for row, req in rows if req.rules.depend_on_place],
         penalised=_penalised([(row, req) for row, req in rows if req.sampling.has_penalty], device),
-        drawn=_drawn(reqs, device),
-        asking=[(row, req) for row, req in rows if req.sampling.logprobs is not None],
+        drawn=_drawn([req for _, req in rows], device),
+        asking=[(row, req) for row, req in enumerate(reqs) if req.sampling.logprobs is not None],
     )
+
+
+def _constrained(rows: Rows, device: torch.device) -> Constrained | None:
+    if not rows:
+        return None
+    return Constrained([req for _, req in rows], int32s([row for row, _ in rows], device))
 
 
 def _allowed(rows: Rows, vocab: int, device: torch.device) -> Allowed | None:
@@ -99,9 +131,9 @@ def _allowed(rows: Rows, vocab: int, device: torch.device) -> Allowed | None:
         return None
     entry_rows, token_ids, is_known = _entries([(row, req.rules.allowed_ids) for row, req in rows], vocab)
     return Allowed(
-        rows=to_device([row for row, _ in rows], np.int64, device),
-        entry_rows=to_device(entry_rows[is_known], np.int64, device),
-        token_ids=to_device(token_ids[is_known], np.int64, device),
+        rows=int64s([row for row, _ in rows], device),
+        entry_rows=int64s(entry_rows[is_known], device),
+        token_ids=int64s(token_ids[is_known], device),
     )
 
 
@@ -111,9 +143,9 @@ def _bias(rows: Rows, vocab: int, device: torch.device) -> Bias | None:
     entry_rows, token_ids, is_known = _entries([(row, req.rules.bias_ids) for row, req in rows], vocab)
     values = np.concatenate([req.rules.bias for _, req in rows])
     return Bias(
-        entry_rows=to_device(entry_rows[is_known], np.int64, device),
-        token_ids=to_device(token_ids[is_known], np.int64, device),
-        values=to_device(values[is_known], np.float32, device),
+        entry_rows=int64s(entry_rows[is_known], device),
+        token_ids=int64s(token_ids[is_known], device),
+        values=floats(values[is_known], device),
     )
 
 
@@ -123,11 +155,11 @@ def _penalised(rows: Rows, device: torch.device) -> Penalised | None:
     reqs = [req for _, req in rows]
     penalties = partial(
         ops.Penalties,
-        to_device([row for row, _ in rows], np.int32, device),
-        to_device([req.sampling.repetition_penalty for req in reqs], np.float32, device),
-        to_device([req.sampling.presence_penalty for req in reqs], np.float32, device),
-        to_device([req.sampling.frequency_penalty for req in reqs], np.float32, device),
-        to_device([req.row for req in reqs], np.int32, device),
+        int32s([row for row, _ in rows], device),
+        floats([req.sampling.repetition_penalty for req in reqs], device),
+        floats([req.sampling.presence_penalty for req in reqs], device),
+        floats([req.sampling.frequency_penalty for req in reqs], device),
+        int32s([req.row for req in reqs], device),
     )
     return Penalised(reqs, penalties)
 
@@ -144,9 +176,9 @@ def _drawn(batch: list[InferReq], device: torch.device) -> Drawn | None:
     typical_end, both_end, top_end, _ = accumulate(map(len, by_cuts))
     return Drawn(
         reqs=reqs,
-        rows=None if rows == list(range(len(batch))) else to_device(rows, np.int64, device),
-        temperature=to_device([req.sampling.temperature for req in reqs], np.float32, device)[:, None],
-        b_seed=to_device([req.seed for req in reqs], np.int64, device),
+        rows=None if rows == list(range(len(batch))) else int64s(rows, device),
+        temperature=floats([req.sampling.temperature for req in reqs], device)[:, None],
+        b_seed=int64s([req.seed for req in reqs], device),
         top=_top_cut(reqs, slice(typical_end, top_end), device),
         typical=_typical_cut(reqs, slice(both_end), device),
     )
@@ -158,15 +190,15 @@ def _top_cut(drawn: list[InferReq], rows: slice, device: torch.device) -> TopCut
         return None
     return TopCut(
         rows=rows,
-        b_top_k=to_device([sampling.top_k if sampling.top_k > 0 else INT32_MAX for sampling in cut], np.int32, device),
-        b_top_p=to_device([sampling.top_p for sampling in cut], np.float32, device),
-        b_min_p=to_device([sampling.min_p for sampling in cut], np.float32, device),
+        b_top_k=int32s([sampling.top_k if sampling.top_k > 0 else INT32_MAX for sampling in cut], device),
+        b_top_p=floats([sampling.top_p for sampling in cut], device),
+        b_min_p=floats([sampling.min_p for sampling in cut], device),
     )
 
 
 def _typical_cut(drawn: list[InferReq], rows: slice, device: torch.device) -> TypicalCut | None:
     masses = [req.sampling.typical_p for req in drawn[rows]]
-    return TypicalCut(rows, to_device(masses, np.float32, device)) if masses else None
+    return TypicalCut(rows, floats(masses, device)) if masses else None
 
 
 def _entries(ids_of_rows: list[tuple[int, np.ndarray]], vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -176,6 +208,13 @@ def _entries(ids_of_rows: list[tuple[int, np.ndarray]], vocab: int) -> tuple[np.
     return rows, token_ids, token_ids < vocab
 
 
-def to_device(values: Sequence[float] | np.ndarray, dtype: type[np.generic], device: torch.device) -> Tensor:
-    """Through numpy, which reads a list of numbers three times as fast as ``torch.tensor`` does."""
-    return torch.from_numpy(np.array(values, dtype=dtype)).to(device, non_blocking=True)
+def int64s(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    return to_device(np.array(values, dtype=np.int64), device)
+
+
+def int32s(values: Sequence[int], device: torch.device) -> Tensor:
+    return to_device(np.array(values, dtype=np.int32), device)
+
+
+def floats(values: Sequence[float] | np.ndarray, device: torch.device) -> Tensor:
+    return to_device(np.array(values, dtype=np.float32), device)

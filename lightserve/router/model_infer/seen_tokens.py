@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightserve.common.device import to_device
 from lightserve.router.model_infer.infer_batch import InferReq
 
 IN_PROMPT = 1  # once, however often the prompt has the token
@@ -21,34 +22,42 @@ class SeenTokens:
     requests that run at once need them: 0.6 MB each for a vocabulary of 150,000.
     """
 
-    def __init__(self, vocab: int, device: torch.device) -> None:
-        self._table = torch.zeros((0, vocab), dtype=torch.int32, device=device)
+    def __init__(self, vocab: int, last_ids: Tensor) -> None:
+        self.table = torch.zeros((0, vocab), dtype=torch.int32, device=last_ids.device)
+        self._last_ids = last_ids  # by row; the host may not know them yet
 
-    def update(self, reqs: Sequence[InferReq]) -> Tensor:
-        """The table, in which the tokens are counted that these requests have got since the last time."""
+    def update(self, reqs: Sequence[InferReq]) -> None:
+        """Count the tokens that these requests have got since the last time."""
         self._reserve(max(req.row for req in reqs) + 1)
-        vocab = self._table.shape[1]
+        vocab = self.table.shape[1]
         entries: list[int] = []  # in the flat table; one may come twice
+        waiting: list[int] = []  # rows whose last token only the device knows
         for req in reqs:
             if req.counted_len == 0:
                 self._count_prompt(req)
-            first = req.row * vocab
-            entries += [first + token for token in req.token_ids[req.counted_len :]]
-            req.counted_len = len(req.token_ids)
+            known = req.token_ids[req.counted_len :]
+            entries += [req.row * vocab + token for token in known]
+            if req.counted_len + len(known) < req.total_len:
+                waiting.append(req.row)
+            req.counted_len = req.total_len
         if entries:
-            index = torch.from_numpy(np.array(entries)).to(self._table.device, non_blocking=True)
-            self._table.view(-1).index_add_(0, index, self._table.new_full(index.shape, IN_OUTPUT))
-        return self._table
+            self._count(to_device(np.array(entries), self.table.device))
+        if waiting:
+            rows = to_device(np.array(waiting), self.table.device)
+            self._count(rows * vocab + self._last_ids[rows])
+
+    def _count(self, entries: Tensor) -> None:
+        self.table.view(-1).index_add_(0, entries, self.table.new_full(entries.shape, IN_OUTPUT))
 
     def _reserve(self, rows: int) -> None:
-        held, vocab = self._table.shape
+        held, vocab = self.table.shape
         if rows > held:
-            more = self._table.new_zeros((max(rows, 2 * held) - held, vocab))
-            self._table = torch.cat((self._table, more))
+            more = self.table.new_zeros((max(rows, 2 * held) - held, vocab))
+            self.table = torch.cat((self.table, more))
 
     def _count_prompt(self, req: InferReq) -> None:
         prompt = np.array(req.token_ids[: req.prompt_len])
-        known = torch.from_numpy(prompt[prompt < self._table.shape[1]]).to(self._table.device, non_blocking=True)
-        self._table[req.row] = 0
-        self._table[req.row, known] = IN_PROMPT
+        known = to_device(prompt[prompt < self.table.shape[1]], self.table.device)
+        self.table[req.row] = 0
+        self.table[req.row, known] = IN_PROMPT
         req.counted_len = req.prompt_len

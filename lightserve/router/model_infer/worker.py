@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig
 from lightserve.common.checkpoint import open_checkpoint, total_bytes
 from lightserve.common.device import DeviceKind, pick_device
-from lightserve.common.mem_manager import kv_bytes_per_token
 from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
-from lightserve.errors import ServerError
-from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow, TokenOut
+from lightserve.io_struct import NewReq, SamplingParams, Step, StepLimits, StepRow, TokenOut
 from lightserve.model_files.source import ModelSource
 from lightserve.models.registry import get_model_class
-from lightserve.router.model_infer.infer_batch import InferBatch
-from lightserve.router.model_infer.sampler import Sampler
+from lightserve.router.model_infer.grammar import Grammars
+from lightserve.router.model_infer.infer_batch import InferBatch, PackedStep
+from lightserve.router.model_infer.kv_size import kv_size
+from lightserve.router.model_infer.model_rpc import Collect
+from lightserve.router.model_infer.pending_step import PendingStep
+from lightserve.router.model_infer.sampler import Sampler, StepLogprobs
+from lightserve.router.model_infer.sampling_plan import int64s
+from lightserve.router.model_infer.step_runner import StepOut, StepRunner
 from lightserve.utils.progress import Progress
 
 WARM_UP_LENGTHS = (16, 7, 100, 1)  # Triton compiles apart for 1, for multiples of 16 and for other lengths
@@ -44,19 +48,33 @@ class ModelWorker:
             device=device,
             tp=tp,
             checkpoint=_with_progress(source) if config.load_format == "auto" else None,
-            max_total_token_num=_KvPool(config, self.model_config, self.max_req_total_len, dtype, device, tp),
+            max_total_token_num=1,
             max_reqs=config.running_max_req_size,
             max_req_total_len=self.max_req_total_len,
         )
         self.model = get_model_class(self.model_config.model_type)(args)
+        self.model.set_kv_size(kv_size(config, self.model, kind))
+        self._kind, self._device = kind, device
         ranks = f", {tp.size} ranks" if tp.size > 1 else ""
         self.computed_in = f"in {str(dtype).removeprefix('torch.')} on {kind.name}{ranks}"
-        self._batch = InferBatch(self.model.req_manager, device)
-        self._sampler = Sampler()
+        self._batch = InferBatch(self.model.req_manager, self.model.mem_manager.padding_slot, device)
+        self._runner = StepRunner(self.model, self._batch, kind)
+        self._grammars = Grammars(source, self.model_config.vocab_size)
+        self._sampler = Sampler(self.model_config.vocab_size, device, self._batch.last_ids, self._grammars)
+        self._launched: PendingStep | None = None  # the last one
+
+    @property
+    def step_limits(self) -> StepLimits:
+        return self._kind.step_limits
 
     @property
     def max_total_token_num(self) -> int:
         return self.model.mem_manager.size
+
+    @property
+    def pipeline_depth(self) -> int:
+        """Steps that should be under way at once."""
+        return self._kind.pipeline_depth
 
     @property
     def longest_request(self) -> int:
@@ -65,6 +83,14 @@ class ModelWorker:
 
     def warm_up(self) -> None:
         """Run every kind of step once before anyone waits: what compiles or packs at first use does it here."""
+        self._grammars.warm_up()
+        with self._kind.compiling_ahead(self._device):
+            self._run_kinds()
+            self._runner.rehearse()
+        self._run_kinds()
+        self.capture()
+
+    def _run_kinds(self) -> None:
         longest = min(self.max_req_total_len, self.max_total_token_num // len(WARM_UP_LENGTHS)) - WARM_UP_DECODES
         reqs = [
             NewReq(-1 - i, [0] * length, WARM_UP_SAMPLING[i % 2], seed=0)
@@ -75,6 +101,10 @@ class ModelWorker:
         for batch in ([req] for req in reqs[:2]):
             self._run_once(batch)
         self._run_once(reqs)
+
+    def capture(self) -> None:
+        """Capture the steps that come often, where the device can replay them."""
+        self._runner.capture()
 
     def _run_once(self, new: list[NewReq]) -> None:
         """Prefill and decode; the slots are free, since nobody else runs."""
@@ -92,49 +122,39 @@ class ModelWorker:
 
     def run(self, step: Step) -> list[TokenOut]:
         """Run a step; a token comes back for every row that reaches the end of its request's known tokens."""
+        return self.launch(step)()
+
+    def launch(self, step: Step) -> Collect:
+        """Begin a step without waiting for the one before. What is returned waits for its tokens."""
+        self._kind.enter(self._device)
         for req_id in step.free:
             self._batch.remove(req_id)
         for new in step.new:
-            self._batch.add(new)
+            self._batch.add(new, self._grammars.open(new))
         if not step.rows:
-            return []
-        model_input, reqs = self._batch.prepare(step.rows)
-        logits = self.model.forward(model_input)
-        tokens = self._sampler.sample(logits, reqs)
-        logprobs = self._sampler.logprobs(tokens, logits, reqs)
-        outs = []
-        for req, token, (logprob, top) in zip(reqs, tokens.tolist(), logprobs, strict=True):
-            if req.cache_len == len(req.token_ids):
-                req.append(token)
-                outs.append(TokenOut(req.req_id, token, logprob, top))
-        return outs
+            return list
+        packed = self._batch.pack(step.rows, self._runner.fit)
+        self._sampler.count_seen(packed.reqs)
+        out = self._runner.run(packed.inputs, packed.shape)
+        tokens, logprobs = self._sample(packed, out)
+        chosen = [(i, req) for i, (req, is_last) in enumerate(zip(packed.reqs, packed.is_last, strict=True)) if is_last]
+        for _, req in chosen:
+            req.total_len += 1
+        self._launched = PendingStep(tokens, chosen, logprobs)
+        return self._launched.collect
 
-
-@dataclass(frozen=True, slots=True)
-class _KvPool:
-    """How many tokens the KV pool holds; called once the weights have taken their memory."""
-
-    config: WorkerConfig
-    model: ModelConfig
-    max_req_total_len: int
-    dtype: torch.dtype
-    device: torch.device
-    tp: TpGroup
-
-    def __call__(self) -> int:
-        most = self.config.running_max_req_size * self.max_req_total_len  # more could never be used
-        if self.config.max_total_token_num is not None:
-            return min(self.config.max_total_token_num, most)
-        budget = pick_device(self.device.type).kv_budget(self.device, self.config.mem_fraction)
-        fits = budget // kv_bytes_per_token(self.model, self.tp.size, self.dtype)
-        fits = min(self.tp.min_of_ranks(fits, self.device), most)
-        if fits < self.max_req_total_len:
-            remedy = f"set max_req_total_len to {fits} or less" if fits else "use a smaller model or more ranks"
-            raise ServerError(
-                f"after the weights, memory holds {fits} tokens of KV, fewer than one request of "
-                f"{self.max_req_total_len}; {remedy}"
-            )
-        return fits
+    @torch.inference_mode()
+    def _sample(self, packed: PackedStep, out: StepOut) -> tuple[Tensor, StepLogprobs | None]:
+        """A token for each request of the step, and where asked for its log-probability."""
+        plan = self._sampler.plan_of(packed.reqs)
+        tokens, logits = out.tokens[: len(packed.reqs)], out.logits[: len(packed.reqs)]
+        if plan.special:
+            if plan.needs_last_tokens and self._launched is not None:
+                self._launched.collect()
+            tokens = self._sampler.sample(logits, packed.reqs, tokens)
+            rows = int64s([req.row for req in packed.reqs], self._device)
+            self._batch.last_ids.index_copy_(0, rows, tokens)
+        return tokens, self._sampler.logprobs(tokens, logits, packed.reqs)
 
 
 def _dtype(config: WorkerConfig, model: ModelConfig, kind: DeviceKind) -> torch.dtype:

@@ -1,0 +1,113 @@
+"""The grammars that a worker's requests obey: where each is in its own, and what may follow there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+from lightserve.config import cores
+from lightserve.errors import InvalidRequestError
+from lightserve.grammar import GrammarCompiler, mask_of
+from lightserve.io_struct import GrammarSpec, NewReq
+from lightserve.model_files.source import ModelSource
+from lightserve.model_files.tokenizer import has_tokenizer, load_tokenizer
+
+MAX_THREADS = 8  # for the masks of a step: 32 of them take 0.4 ms on two cores
+
+
+class ReqGrammar:
+    """One request's place in its grammar. Used by one thread at a time, but for the one that compiles."""
+
+    def __init__(self, matcher: Future[LLMatcher]) -> None:
+        self.error: str | None = None  # why nothing can follow
+        self._compiled = matcher
+        self._matcher: LLMatcher | None = None
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        """Waits until it is compiled; None where that failed, which ``error`` tells."""
+        if self._matcher is None and self.error is None:
+            try:
+                self._matcher = self._compiled.result()
+            except InvalidRequestError as error:
+                self.error = str(error)
+        return self._matcher
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer is whole and nothing may follow."""
+        return self._matcher is not None and self.error is None and self._matcher.is_stopped()
+
+    def advance(self, token_id: int, is_permitted: bool = True) -> None:
+        """The request got this token. One that the grammar or another rule does not permit ends it with an error."""
+        matcher = self.matcher
+        if matcher is None or self.error is not None or matcher.is_stopped():
+            return
+        if not (is_permitted and matcher.consume_token(token_id)):
+            self.error = "no token is left that the grammar and the other rules of the request allow"
+
+
+class Grammars:
+    """Makes the grammars of a worker's requests, and the masks of its steps."""
+
+    def __init__(self, source: ModelSource, vocab_size: int) -> None:
+        self._source = source
+        self._vocab_size = vocab_size
+        self._mask_vocab_size = vocab_size  # the tokenizer may have more tokens than the model
+        self._executor = LLExecutor(min(cores(), MAX_THREADS))
+        self._thread = ThreadPoolExecutor(1, "grammar")
+        self._compiler_for = lru_cache(maxsize=2)(self._make_compiler)  # by end tokens: one set a server
+
+    def warm_up(self) -> None:
+        """Read the vocabulary before anyone waits for it, in a thread."""
+        if has_tokenizer(self._source):
+            eos_ids = self._source.eos_token_ids()
+            self._thread.submit(self._compiler_for, tuple(token for token in eos_ids if token < self._vocab_size))
+
+    def open(self, new: NewReq) -> ReqGrammar | None:
+        """The grammar of a request that enters: compiled in a thread, and advanced by what it has said already."""
+        sampling = new.sampling
+        if sampling.grammar is None:
+            return None
+        said = new.prompt_ids[len(new.prompt_ids) - new.output_len :]
+        compiled = self._thread.submit(self._matcher_after, sampling.grammar, new.eos_ids, said)
+        return ReqGrammar(compiled)
+
+    def masks(self, grammars: Sequence[ReqGrammar | None], forbidden: Sequence[tuple[int, ...]]) -> np.ndarray:
+        """What may follow in each of ``grammars``, None for anything: int32 ``[grammars, words]``, a bit a token.
+
+        ``forbidden`` are tokens that may not come, unless nothing else may.
+        """
+        matchers = [(i, grammar.matcher) for i, grammar in enumerate(grammars) if grammar is not None]
+        bitmask = allocate_token_bitmask(len(grammars), self._mask_vocab_size)
+        jobs = [(matcher, i) for i, matcher in matchers if matcher is not None]
+        if jobs:
+            fill_next_token_bitmask_par(self._executor, jobs, bitmask)
+        for _, i in jobs:
+            if forbidden[i]:
+                _forbid(bitmask[i].view(np.uint32), forbidden[i])
+        return bitmask
+
+    def _matcher_after(self, spec: GrammarSpec, eos_ids: tuple[int, ...], said: list[int]) -> LLMatcher:
+        matcher = self._compiler_for(eos_ids).compile(spec)
+        if not matcher.consume_tokens(said):
+            raise InvalidRequestError(f"the grammar does not allow what was said: {matcher.get_error()[:200]}")
+        return matcher
+
+    def _make_compiler(self, eos_ids: tuple[int, ...]) -> GrammarCompiler:
+        if not has_tokenizer(self._source):
+            raise InvalidRequestError("this model has no tokenizer, which a grammar needs")
+        compiler = GrammarCompiler(load_tokenizer(self._source), self._vocab_size, eos_ids)
+        self._mask_vocab_size = compiler.vocab_size
+        return compiler
+
+
+def _forbid(mask: np.ndarray, token_ids: tuple[int, ...]) -> None:
+    rest = mask & ~mask_of(token_ids, 32 * len(mask))
+    if rest.any():
+        mask[:] = rest

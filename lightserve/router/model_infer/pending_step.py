@@ -1,0 +1,52 @@
+"""A step that was launched and whose tokens the host may not know yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lightserve.common.device import ToHost
+from lightserve.io_struct import TokenOut
+from lightserve.router.model_infer.infer_batch import InferReq
+from lightserve.router.model_infer.sampler import NOT_ASKED, StepLogprobs
+
+
+class PendingStep:
+    """``chosen``: the rows of ``tokens`` that are a request's next; the others belong to unfinished prompts."""
+
+    def __init__(self, tokens: Tensor, chosen: Sequence[tuple[int, InferReq]], logprobs: StepLogprobs | None) -> None:
+        self._tokens = ToHost(tokens)
+        self._chosen = chosen
+        self._logprobs = logprobs
+        self._lock = threading.Lock()  # the next step may need the tokens before the router asks
+        self._outs: list[TokenOut] | None = None
+
+    def collect(self) -> list[TokenOut]:
+        """Wait for the tokens, and give each to its request once."""
+        with self._lock:
+            if self._outs is None:
+                self._outs = self._take()
+            return self._outs
+
+    def _take(self) -> list[TokenOut]:
+        (tokens,) = self._tokens.tensors()
+        ids: list[int] = tokens.tolist()
+        logprobs = {} if self._logprobs is None else self._logprobs.by_row()
+        outs = []
+        for row, req in self._chosen:
+            is_complete, error = _advance(req, ids[row])
+            req.token_ids.append(ids[row])  # last: who finds it there may ask what follows
+            logprob, top = logprobs.get(row, NOT_ASKED)
+            outs.append(TokenOut(req.req_id, ids[row], logprob, top, is_complete, error))
+        return outs
+
+
+def _advance(req: InferReq, token_id: int) -> tuple[bool, str | None]:
+    """Whether this token completes the request's grammar, and why it may not be there."""
+    grammar = req.grammar
+    if grammar is None:
+        return False, None
+    grammar.advance(token_id, is_permitted=req.rules.permits(token_id, req.token_ids))
+    return grammar.is_complete, grammar.error
