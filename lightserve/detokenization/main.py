@@ -17,7 +17,7 @@ async def main(boot: Boot, parent: Parent) -> None:
     inbox: Receiver[ToDetokenization] = Receiver(boot.address("detokenization"), ToDetokenization)
     to_router: Sender[ToRouter] = Sender(boot.address("router"))
     to_http: list[Sender[ToHttpserver]] = [
-        Sender(boot.address(f"http-{index}")) for index in range(config.http.httpserver_workers)
+        Sender(boot.address(f"http-{index}")) for index in range(config.http.num_processes)
     ]
     tokenizer = tokenizer_if_any(resolve(config.worker.model_dir, needs_weights=False))
     decoder = None if tokenizer is None else tokenizer.decoder

@@ -70,11 +70,15 @@ class DetokenizationManager:
 
     def _text_of(self, req: TextReq) -> ReqText:
         return ReqText(
-            self._decoder, req.stop, include_stop=req.include_stop, skip_special_tokens=req.skip_special_tokens
+            self._decoder,
+            req.stop,
+            include_stop=req.include_stop,
+            skip_special_tokens=req.skip_special_tokens,
+            shown_special_ids=req.shown_special_ids,
         )
 
     def _next(self, text: ReqText, token: TokenIdOut) -> StrOut:
-        piece = text.push(token.token_id, token.finish_reason)
+        piece = text.push(token.token_id, token.finish_reason, token.ends_in_text)
         finish_reason: FinishReason | None = token.finish_reason
         stop_reason: int | str | None = token.stop_reason
         if text.matched_stop is not None:

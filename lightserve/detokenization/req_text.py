@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lightserve.detokenization.stop import StopMatcher
 from lightserve.io_struct import FinishReason
@@ -13,8 +13,17 @@ class ReqText:
     """Without a decoder, for a model that has no tokenizer, there is no text."""
 
     def __init__(
-        self, decoder: Decoder | None, stop: Sequence[str], *, include_stop: bool, skip_special_tokens: bool
+        self,
+        decoder: Decoder | None,
+        stop: Sequence[str],
+        *,
+        include_stop: bool,
+        skip_special_tokens: bool,
+        shown_special_ids: Collection[int] = (),
     ) -> None:
+        """Special tokens are skipped but for ``shown_special_ids``, or not at all."""
+        self._decoder = decoder
+        self._shown_special_ids = shown_special_ids if skip_special_tokens else ()
         self._stream = NoTextStream() if decoder is None else decoder.stream(skip_special_tokens)
         self._stop = StopMatcher(stop, include_stop)
         self._include_stop = include_stop  # an end token stays in the text too
@@ -23,10 +32,18 @@ class ReqText:
     def matched_stop(self) -> str | None:
         return self._stop.matched
 
-    def push(self, token_id: int, finish_reason: FinishReason | None) -> str:
-        """The text that may be shown after this token; with a finish reason, all the rest. See ``matched_stop``."""
-        is_end_token = finish_reason is FinishReason.STOP
-        text = self._stop.push("" if is_end_token and not self._include_stop else self._stream.push(token_id))
+    def push(self, token_id: int, finish_reason: FinishReason | None, ends_in_text: bool = False) -> str:
+        """The text that may be shown after this token; with a finish reason, all the rest. See ``matched_stop``.
+
+        A token with which a request stops is an end token, unless it ``ends_in_text``.
+        """
+        is_end_token = finish_reason is FinishReason.STOP and not ends_in_text
+        text = self._stop.push("" if is_end_token and not self._include_stop else self._text_of(token_id))
         if finish_reason is not None or self._stop.would_match(self._stream.ahead):
             text += self._stop.push(self._stream.flush())
         return text if finish_reason is None or self.matched_stop is not None else text + self._stop.flush()
+
+    def _text_of(self, token_id: int) -> str:
+        if self._decoder is None or token_id not in self._shown_special_ids:
+            return self._stream.push(token_id)
+        return self._stream.flush() + self._decoder.token_text(token_id)

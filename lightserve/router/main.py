@@ -28,7 +28,8 @@ async def main(boot: Boot, parent: Parent) -> None:
     if config.router.eos_id:
         engine = msgspec.structs.replace(engine, eos_token_ids=tuple(config.router.eos_id))
     model = RpycModelClient([boot.path(f"worker-{rank}") for rank in range(config.worker.tp)])
-    scheduler = Scheduler(KvPool(engine.max_total_token_num), limits_of(config.worker, config.router), policy)
+    limits = limits_of(config.worker, config.router, engine.step_limits)
+    scheduler = Scheduler(KvPool(engine.max_total_token_num), limits, policy)
     manager = RouterManager(scheduler, model, engine, inbox, to_detokenization, config.router)
     parent.send(Ready())
     gc.freeze()  # what is alive now lives for ever: no collection need look at it

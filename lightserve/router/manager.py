@@ -82,7 +82,13 @@ class RouterManager:
             self._to_detokenization.send(BatchTokenIdOut(failed=[refusal]))
             return
         sampling = message.sampling
-        text = TextReq(message.req_id, sampling.stop, sampling.include_stop, sampling.skip_special_tokens)
+        text = TextReq(
+            message.req_id,
+            sampling.stop,
+            sampling.include_stop,
+            sampling.skip_special_tokens,
+            sampling.shown_special_ids,
+        )
         self._to_detokenization.send(BatchTokenIdOut(new=[text]))
         self._scheduler.add(self._req_of(message))
         self._has_work.set()
@@ -145,8 +151,11 @@ class RouterManager:
         """One message with all tokens of a step, and who is gone since the last."""
         now = time.monotonic()
         gaps: dict[float, int] = {}  # when the last token was -> how many requests; one step serves most of them
-        rows = []
+        rows, failed = [], []
         for req, out in self._scheduler.take(outs):
+            if req.error is not None:
+                failed.append(ReqFailed(req.req_id, 400, req.error))
+                continue
             admission = None
             if len(req.output_ids) == 1:
                 admission = self._note_first_token(req, now)
@@ -154,14 +163,24 @@ class RouterManager:
                 gaps[req.last_token_s] = gaps.get(req.last_token_s, 0) + 1
             req.last_token_s = now
             rows.append(
-                TokenIdOut(req.req_id, out.token_id, out.logprob, out.top, req.finish_reason, req.stop_token, admission)
+                TokenIdOut(
+                    req.req_id,
+                    out.token_id,
+                    out.logprob,
+                    out.top,
+                    req.finish_reason,
+                    req.stop_token,
+                    admission,
+                    req.ends_in_text,
+                )
             )
             if req.finish_reason is not None:
                 self._note_finished(req, req.finish_reason.value, now)
         for last_token_s, count in gaps.items():
             self.metrics.next_tokens(now - last_token_s, count)
-        if rows or self._gone:
-            self._to_detokenization.send(BatchTokenIdOut(rows, gone=self._gone))
+        self.metrics.failed(len(failed))
+        if rows or failed or self._gone:
+            self._to_detokenization.send(BatchTokenIdOut(rows, failed=failed, gone=self._gone))
             self._gone = []
 
     def _note_first_token(self, req: Req, now: float) -> Admission:

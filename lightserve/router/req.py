@@ -27,6 +27,8 @@ class Req:
 
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: str | None = None  # why it could not go on: it is aborted, without a last token
+    ends_in_text: bool = False  # its last token is no end token
     stop_token: int | None = None  # the one of sampling.stop_token_ids that ended it
     seed: int = field(init=False)
     prompt: Ids = field(init=False)  # prompt_ids, to be compared
@@ -84,11 +86,17 @@ class Req:
         self.planned_outputs = len(self.output_ids)
 
     def take(self, out: TokenOut) -> None:
+        if out.error is not None:
+            self.error, self.finish_reason = out.error, FinishReason.ABORT
+            return
         token_id = out.token_id
         self.output_ids.append(token_id)
         count = len(self.output_ids)
         if count > self.sampling.min_new_tokens and self._is_end(token_id):
             self.finish_reason = FinishReason.STOP
+        elif out.completes:
+            self.finish_reason = FinishReason.STOP
+            self.ends_in_text = token_id not in self.eos_ids
         elif count >= self.max_new_tokens:
             self.finish_reason = FinishReason.LENGTH
 

@@ -8,13 +8,14 @@ before the tokens of the first are back: workers run them in order, so what one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightserve.config import RouterConfig, WorkerConfig
-from lightserve.io_struct import Step, StepRow, TokenOut
+from lightserve.io_struct import Step, StepLimits, StepRow, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import Fifo, Policy
 from lightserve.router.radix_cache import common_len
@@ -22,6 +23,9 @@ from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue
 from lightserve.router.token_budget import OutputEstimate, peak_tokens
 
+TOKENS_PER_DECODE = 5  # that a step with prompts has more for every request that decodes in it
+SHARE_OF_OLDEST = 0.25  # of the prompt tokens of a step: a long prompt goes on beside any number of short ones
+EQUAL_CONTEXT = 12_000  # tokens before it that make a prompt token cost twice what it costs at the beginning
 WORTH_WAITING = 32  # tokens of a common prompt that another computes now: fewer are computed again
 
 
@@ -29,19 +33,34 @@ WORTH_WAITING = 32  # tokens of a common prompt that another computes now: fewer
 class Limits:
     max_running: int
     batch_max_tokens: int  # tokens of a step
-    chunk_size: int | None  # prompt tokens of one request in a step; None: all of them
+    chunk_size: int | None  # prompt tokens of a step in which others decode: see prompt_tokens; None: whole prompts
+    sizes: tuple[int, ...] = ()  # tokens of a step with prompts that the device computes well; none: any number
     token_ratio: float = 0.0  # share of the pool up to which outputs are guessed; beyond it all they may make counts
 
-    def chunk(self, count: int) -> int:
-        return count if self.chunk_size is None else min(count, self.chunk_size)
+    def prompt_tokens(self, decodes: int) -> int:
+        """That a step may take beside ``decodes`` requests, which wait for it.
+
+        With nobody waiting, as many as the step holds. The more decode, the longer their own step takes, and the more
+        it may be stretched without being felt: a busy server then spends its steps well.
+        """
+        room = self.batch_max_tokens - decodes
+        if decodes == 0 or self.chunk_size is None:
+            return room
+        total = self.chunk_size + TOKENS_PER_DECODE * decodes
+        if self.sizes:
+            total = min(self.sizes, key=lambda size: abs(size - total))
+        return max(min(room, total - decodes), min(room, 1))
 
 
-def limits_of(worker: WorkerConfig, router: RouterConfig) -> Limits:
-    chunk_size = router.chunked_prefill_size or worker.batch_max_tokens
+def limits_of(worker: WorkerConfig, router: RouterConfig, device: StepLimits) -> Limits:
+    """What the operator said, else what suits the device."""
+    batch_max_tokens = worker.batch_max_tokens or device.batch_max_tokens
+    chunk_size = router.chunked_prefill_size or device.chunked_prefill_size or batch_max_tokens
     return Limits(
         max_running=worker.running_max_req_size,
-        batch_max_tokens=worker.batch_max_tokens,
-        chunk_size=None if router.disable_chunked_prefill else chunk_size,
+        batch_max_tokens=batch_max_tokens,
+        chunk_size=None if router.disable_chunked_prefill else min(chunk_size, batch_max_tokens),
+        sizes=device.sizes,
         token_ratio=router.router_token_ratio,
     )
 
@@ -95,7 +114,8 @@ class Scheduler:
             req.take(out)
             taken.append((req, out))
             if req.finish_reason is not None:
-                if req.max_new_tokens > 1:  # such as the steps of a beam search, which say nothing of answers
+                # a failure says nothing of answers, nor do the steps of a beam search, which make one token
+                if req.max_new_tokens > 1 and req.error is None:
                     self._estimate.learn(len(req.output_ids))
                 self._drop(req)
         return taken
@@ -151,7 +171,10 @@ class Scheduler:
         if not len(self._queue) or len(self._running) >= self._limits.max_running:
             return admitted  # most steps end here: to order the queue costs
         unplanned = [(req, req.unplanned) for req in self._running.values()]
-        budget = self._limits.batch_max_tokens - sum(self._limits.chunk(count) for _, count in unplanned)
+        decodes = sum(count == 1 for _, count in unplanned)
+        whole = self._limits.prompt_tokens(decodes)
+        share = whole if self._limits.chunk_size is None else math.ceil(whole * SHARE_OF_OLDEST)
+        budget = whole - sum(min(count, share) for _, count in unplanned if count > 1)
         if budget <= 0:
             return admitted
         prefilling = [req for req, count in unplanned if count > 1]
@@ -164,7 +187,7 @@ class Scheduler:
                 break
             self._queue.remove(req)
             self._enter(req, now_s)
-            budget -= self._limits.chunk(req.unplanned)
+            budget -= min(req.unplanned, share)
             if req.is_prefilling:
                 prefilling.append(req)
             admitted.append(req)
@@ -218,23 +241,41 @@ class Scheduler:
         return rows
 
     def _counts(self) -> list[tuple[Req, int]]:
-        """How many tokens of whom the next step computes: first all that decode, then prompts in their order."""
+        """How many tokens of whom the next step computes: first all that decode, then of prompts."""
         unplanned = [(req, req.unplanned) for req in self._running.values()]
         counts = [entry for entry in unplanned if entry[1] == 1]
-        budget = self._limits.batch_max_tokens - len(counts)
-        room = self.pool.available - len(counts)
-        for req in [req for req, count in unplanned if count > 1]:
-            count = self._part_of_prompt(req, budget, room)
-            budget -= count
-            room -= count
-            if count:
-                counts.append((req, count))
+        prompts = [req for req, count in unplanned if count > 1]
+        if prompts:
+            split = self._whole_prompts if self._limits.chunk_size is None else self._parts_of_prompts
+            counts += split(prompts, len(counts))
         return counts
 
-    def _part_of_prompt(self, req: Req, budget: int, room: int) -> int:
-        if self._limits.chunk_size is not None:
-            return max(0, min(req.unplanned, self._limits.chunk_size, budget, room))
-        return req.unplanned if req.unplanned <= room and budget > 0 else 0  # whole, if need be beyond the budget
+    def _parts_of_prompts(self, prompts: list[Req], decodes: int) -> list[tuple[Req, int]]:
+        """Who needs least is first, so that a long prompt does not hold up short ones; the oldest has its share."""
+        budget = float(self._limits.prompt_tokens(decodes))
+        room = self.pool.available - decodes
+        parts = {req.req_id: 0 for req in prompts}
+        by_need = sorted(prompts, key=lambda req: (req.priority, req.unplanned))
+        for req, most in ((prompts[0], budget * SHARE_OF_OLDEST), *((req, budget) for req in by_need)):
+            cost = 1 + req.planned_len / EQUAL_CONTEXT if decodes else 1.0  # of a token; only who waits minds
+            left = req.unplanned - parts[req.req_id]
+            count = max(0, min(left, math.ceil(min(most, budget) / cost), room))
+            parts[req.req_id] += count
+            budget -= count * cost
+            room -= count
+        return [(req, parts[req.req_id]) for req in prompts if parts[req.req_id]]
+
+    def _whole_prompts(self, prompts: list[Req], decodes: int) -> list[tuple[Req, int]]:
+        """In their order, the last of them if need be beyond the budget."""
+        budget = self._limits.prompt_tokens(decodes)
+        room = self.pool.available - decodes
+        counts = []
+        for req in prompts:
+            if budget > 0 and req.unplanned <= room:
+                counts.append((req, req.unplanned))
+                budget -= req.unplanned
+                room -= req.unplanned
+        return counts
 
     def _is_stuck(self) -> bool:
         """Prompts that cannot go on, and nobody on the way who will end and make room."""

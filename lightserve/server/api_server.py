@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None, modules: Modules | None = None) -> i
         config = parse_server(argv)
         model = check(config)
         net.raise_fd_limit()
-        sockets = net.listen(config.http.host, config.http.port, config.http.httpserver_workers)
+        sockets = net.listen(config.http.host, config.http.port, config.http.num_processes)
         return asyncio.run(launch(config, model, sockets, modules or Modules(), begin_s))
     except LightserveError as error:
         say(error)
@@ -114,7 +114,8 @@ class Launcher:
         self._is_serving = True
         own = [Phase("checks", started_s - begin_s), Phase("in all", time.monotonic() - begin_s)]
         phases = {child.role: child.phases for child in self._fleet.children} | {"start": own}
-        print(banner(url, self._model, engine, phases), file=sys.stderr, flush=True)
+        text = banner(url, self._model, engine, self._config.http.num_processes, phases)
+        print(text, file=sys.stderr, flush=True)
 
     async def _drain(self) -> None:
         if not await self._fleet.wind_up(Drain(), within_s=self._config.launch.drain_timeout):

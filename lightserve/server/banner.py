@@ -8,13 +8,16 @@ from lightserve.io_struct import EngineReady, Phase
 from lightserve.server.checks import ModelFacts
 
 
-def banner(url: str, model: ModelFacts, engine: EngineReady, phases: Mapping[str, Sequence[Phase]]) -> str:
+def banner(
+    url: str, model: ModelFacts, engine: EngineReady, http_processes: int, phases: Mapping[str, Sequence[Phase]]
+) -> str:
     """``phases`` are the parts of each process's start."""
     rows = {
         "model": model.name,
         "computed as": " ".join((model.architecture, engine.computed_in)),
         "longest request": f"{engine.max_req_total_len:,} tokens",
         "KV pool": f"{engine.max_total_token_num:,} tokens",
+        "HTTP processes": str(http_processes),
     }
     for role, parts in phases.items():
         if parts:

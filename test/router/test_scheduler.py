@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from lightserve.io_struct import FinishReason, SamplingParams, Step, TokenOut
+from lightserve.config import RouterConfig, WorkerConfig
+from lightserve.io_struct import FinishReason, SamplingParams, Step, StepLimits, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Limits, Scheduler
+from lightserve.router.scheduler import Limits, Scheduler, limits_of
 
 EOS = 7
 ROOT = 0
@@ -272,6 +273,57 @@ def test_a_long_prompt_goes_chunk_by_chunk_beside_running_requests() -> None:
     assert sizes == [[1, 10], [1, 10], [1, 5], [1, 1]]
 
 
+def test_a_prompt_that_nobody_waits_for_takes_the_whole_step() -> None:
+    scheduler = make(4000, batch_max_tokens=1000, chunk_size=10)
+    scheduler.add(make_req(0, list(range(100, 1500)), 5))
+
+    step = scheduler.next_step()
+
+    assert step is not None
+    assert [len(row.slots) for row in step.rows] == [1000]
+
+
+def test_the_more_decode_the_more_of_a_prompt_a_step_takes() -> None:
+    limits = Limits(max_running=256, batch_max_tokens=1000, chunk_size=100)
+    sized = Limits(max_running=256, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 1024))
+
+    assert [limits.prompt_tokens(decodes) for decodes in (0, 1, 50, 400)] == [1000, 104, 300, 600]
+    assert [sized.prompt_tokens(decodes) for decodes in (0, 1, 20, 64, 256, 2000)] == [8192, 255, 364, 448, 768, 1]
+
+
+def test_short_prompts_pass_a_long_one_that_goes_on_beside_them() -> None:
+    scheduler = make(4000, batch_max_tokens=400, chunk_size=96)
+    server = Server(scheduler)
+    scheduler.add(make_req(0, [1, 2, 3], 500))
+    server.step()
+    scheduler.add(make_req(1, list(range(1000, 3000)), 5))
+    first = scheduler.next_step()
+    scheduler.add(make_req(2, list(range(5000, 5050)), 5))
+    scheduler.add(make_req(3, list(range(6000, 6030)), 5))
+    second = scheduler.next_step()
+
+    assert first is not None
+    assert second is not None
+    assert {row.req_id: len(row.slots) for row in first.rows} == {0: 1, 1: 100}
+    sizes = {row.req_id: len(row.slots) for row in second.rows}
+    assert sizes[3] == 30  # all of it
+    assert sizes[1] == 25  # a quarter, a little less for what is before it
+    assert sizes[2] == pytest.approx(100 - 30 - 25, abs=2)
+
+
+def test_far_into_a_long_prompt_a_step_takes_less_of_it() -> None:
+    scheduler = make(100_000, batch_max_tokens=40_000, chunk_size=100)
+    server = Server(scheduler)
+    scheduler.add(make_req(0, list(range(1000, 33_000)), 5))
+    server.step()
+    scheduler.add(make_req(1, [*range(1000, 33_000), *range(50_000, 52_000)], 5))
+
+    step = scheduler.next_step()
+
+    assert step is not None
+    assert [len(row.slots) for row in step.rows] == [1, 29]  # 103 of the first ones: 32,000 tokens are before it
+
+
 def test_short_prompts_share_a_step() -> None:
     scheduler = make(batch_max_tokens=64)
     for i in range(5):
@@ -281,6 +333,24 @@ def test_short_prompts_share_a_step() -> None:
 
     assert step is not None
     assert [len(row.slots) for row in step.rows] == [4] * 5
+
+
+@pytest.mark.parametrize(
+    ("worker", "router", "device", "wanted"),
+    [
+        ({}, {}, StepLimits(8192, 512), (8192, 512)),
+        ({}, {}, StepLimits(2048), (2048, 2048)),
+        ({"batch_max_tokens": 256}, {}, StepLimits(8192, 512), (256, 256)),
+        ({"batch_max_tokens": 4096}, {"chunked_prefill_size": 1024}, StepLimits(8192, 512), (4096, 1024)),
+        ({}, {"disable_chunked_prefill": True}, StepLimits(8192, 512), (8192, None)),
+    ],
+)
+def test_a_step_is_as_large_as_the_operator_says_or_as_suits_the_device(
+    worker: dict[str, int], router: dict[str, int], device: StepLimits, wanted: tuple[int, int | None]
+) -> None:
+    limits = limits_of(WorkerConfig(**worker), RouterConfig(**router), device)  # type: ignore[arg-type]
+
+    assert (limits.batch_max_tokens, limits.chunk_size) == wanted
 
 
 def test_within_a_priority_the_first_to_come_is_the_first_to_run() -> None:

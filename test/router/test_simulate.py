@@ -17,7 +17,7 @@ from lightserve.router.simulate.load import LOADS, URGENT, Load, fixed, lognorma
 from lightserve.router.simulate.report import plot
 from lightserve.router.simulate.simulation import Result, Setup, Simulation, quantile, simulate
 
-FLAT = CostModel(matmul_ms=((1, 10.0), (1000, 10.0)), bytes_per_s=float("inf"), pairs_per_s=float("inf"))
+FLAT = CostModel(matmul_ms=((1, 10.0), (1000, 10.0)), bytes_per_s=float("inf"), pairs_per_s=float("inf"), rest_s=(0, 0))
 SMALL = Load(lognormal(20, 1.0, 200), lognormal(15, 0.8, 100), count=80, streams=20, max_new_tokens=100)
 TIGHT = Setup(limits=Limits(16, 64, 32, token_ratio=1.0), quantile=0.5, pool_size=300)
 
@@ -67,8 +67,10 @@ def test_one_stream_costs_its_prefill_and_its_steps() -> None:
 
     result = simulate(Setup(cost=cost), load)
 
-    prefill = 0.0111 + 512 * 256 / cost.pairs_per_s
-    decode = sum(0.00408 + (512 + i) * cost.kv_bytes / cost.bytes_per_s for i in range(100))
+    fixed_s, token_s = cost.rest_s
+    prefill = cost.matmul_s(512) + 512 * 256 / cost.pairs_per_s + fixed_s + 512 * token_s
+    kv = sum((512 + i) * cost.kv_bytes / cost.bytes_per_s for i in range(100))
+    decode = 100 * (cost.matmul_s(1) + fixed_s + token_s) + kv
     assert result.ttft[0] == pytest.approx(prefill)
     assert result.seconds == pytest.approx(prefill + decode)
 
@@ -88,9 +90,9 @@ def test_the_cost_model_gives_what_was_measured_and_lines_between() -> None:
     measured = [cost.matmul_s(tokens) * 1000 for tokens, _ in cost.matmul_ms]
 
     assert measured == pytest.approx([ms for _, ms in cost.matmul_ms])
-    assert cost.matmul_s(1280) == pytest.approx((0.0111 + 0.043) / 2)
-    assert cost.matmul_s(14_336) == pytest.approx(0.295)
-    assert cost.step_s(256, 256 * 1150, 0.0) == pytest.approx(0.00662 + 0.0093, rel=0.01)
+    assert cost.matmul_s(3072) == pytest.approx((0.0433 + 0.0879) / 2)
+    assert cost.matmul_s(12_288) == pytest.approx(0.1659 + (0.1659 - 0.0879))
+    assert cost.step_s(256, 256 * 1150, 0.0) == pytest.approx(0.0168, rel=0.05)  # measured with a model
     assert cost.step_s(0, 0, 0.0) == 0.0
 
 

@@ -72,11 +72,14 @@ def test_what_goes_wrong_is_counted_apart() -> None:
     metrics.failed()
     for _ in range(3):
         metrics.preempted()
+    metrics.evicted(tokens=40)
+    metrics.evicted(tokens=0)
 
     values = metrics.snapshot().values
     assert values["request_refused_total"] == 1
     assert values["request_failed_total"] == 2
     assert values["num_preemptions_total"] == 3
+    assert values["prefix_cache_evicted_tokens_total"] == 40
 
 
 def test_the_load_is_as_last_set() -> None:

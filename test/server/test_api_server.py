@@ -46,6 +46,7 @@ def test_all_become_ready_in_order_and_the_banner_says_so(tmp_path: Path) -> Non
         port = server.heard("httpserver")[0].split()[1]
         assert f"LightServe is ready at http://127.0.0.1:{port} model {tmp_path.name} " in said
         assert "computed as LlamaForCausalLM in float16 on a fake longest request 512 tokens KV pool" in said
+        assert "HTTP processes 2 " in said
         assert "model worker 1 weights 0.25 s" in said
         assert "has no tokenizer: prompts must be token ids" in said
         assert server.heard("router") == ["EngineReady"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightserve import config as config_module
 from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
 from lightserve.server.args import parse_server
 
@@ -23,6 +24,14 @@ def test_each_flag_reaches_its_part() -> None:
     assert config.router.max_queue_size == 5
     assert (config.http.port, config.http.use_tgi_api) == (9, True)
     assert config.launch.drain_timeout == 1.5
+
+
+@pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (192, 4)])
+def test_http_processes_are_as_many_as_cores_allow(cores: int, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "cores", lambda: cores)
+
+    assert HttpConfig().num_processes == processes
+    assert HttpConfig(httpserver_workers=3).num_processes == 3
 
 
 def test_lists_take_several_values() -> None:

@@ -24,7 +24,7 @@ from lightserve.router.token_budget import QUANTILE
 def setups(args: argparse.Namespace) -> Iterator[Setup]:
     knobs = itertools.product(args.policies, args.token_ratio, args.quantile, args.batch_max_tokens, args.chunk)
     for policy, ratio, share, batch, chunk in knobs:
-        limits = Limits(args.max_running, batch, None if chunk < 0 else chunk or batch, args.tile, ratio)
+        limits = Limits(args.max_running, batch, None if chunk < 0 else chunk or batch, tuple(args.sizes), ratio)
         yield Setup(policy, limits, share, args.pool, args.depth)
 
 
@@ -66,7 +66,7 @@ def arguments() -> argparse.ArgumentParser:
         default=[LIMITS.chunk_size],
         help="chunked_prefill_size; 0: batch_max_tokens; -1: whole prompts",
     )
-    add("--tile", type=int, default=LIMITS.tile, help="tokens that a step with prompts has a multiple of")
+    add("--sizes", type=int, nargs="*", default=LIMITS.sizes, help="tokens that a step with prompts may have")
     add("--max_running", type=int, default=256, help="running_max_req_size")
     add("--pool", type=int, default=900_000, help="max_total_token_num")
     add("--depth", type=int, default=2, help="steps under way at once")

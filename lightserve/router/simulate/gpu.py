@@ -14,18 +14,20 @@ EOS, OTHER = 0, 1  # what the simulated model says
 class CostModel:
     """How long a step takes. The defaults: Llama-3-8B in bfloat16 on one H200, measured 2026-11-15.
 
-    Matmuls were measured with cuBLAS in a CUDA graph; up to 256 tokens as a decode step, from 512 as a prefill. A step
-    that mixes both is one matmul over all its tokens. Attention of a prompt is what remains of a 200 ms prefill of
-    8,000 tokens after 165 ms of matmuls: 32 million pairs of query and key in 35 ms.
+    Matmuls were measured with cuBLAS in a CUDA graph; more tokens may take less time. A step that mixes prompts and
+    decodes is one matmul over all its tokens. Attention of a prompt: 32 million pairs of query and key in 31 ms. All the
+    rest, norms and the like, takes 1.3 us a token.
     """
 
     matmul_ms: tuple[tuple[int, float], ...] = (
-        (1, 4.08), (8, 4.10), (64, 4.27), (128, 4.60), (256, 6.62), (512, 11.1), (2048, 43.0), (8192, 169.0),
+        (1, 4.01), (8, 4.11), (64, 4.27), (128, 4.50), (192, 5.24), (256, 5.84), (320, 7.18), (384, 7.88), (448, 13.69),
+        (512, 9.70), (576, 11.8), (640, 13.0), (704, 16.0), (768, 15.9), (832, 19.0), (896, 19.7), (960, 20.3),
+        (1024, 20.7), (1088, 25.4), (1152, 26.2), (1280, 27.3), (1536, 31.2), (2048, 43.3), (4096, 87.9), (8192, 165.9),
     )  # fmt: skip
     kv_bytes: int = 131_072  # of a token: 32 layers, K and V, 8 heads of 128, 2 bytes
     bytes_per_s: float = 4.15e12
-    pairs_per_s: float = 32e6 / 35e-3
-    gap_s: float = 0.0  # between steps; 0: the next is queued on the GPU before the last ends
+    pairs_per_s: float = 32e6 / 31e-3
+    rest_s: tuple[float, float] = (0.5e-3, 1.3e-6)  # all that is neither: of a step, and of each of its tokens
 
     def matmul_s(self, tokens: int) -> float:
         """Between the measured sizes, and beyond them, a straight line."""
@@ -38,9 +40,8 @@ class CostModel:
         """``kv_read``: tokens whose KV the decoding rows read; ``pairs``: of query and key in the prompts' rows."""
         if not tokens:
             return 0.0
-        return (
-            self.matmul_s(tokens) + kv_read * self.kv_bytes / self.bytes_per_s + pairs / self.pairs_per_s + self.gap_s
-        )
+        rest_s = self.rest_s[0] + self.rest_s[1] * tokens
+        return self.matmul_s(tokens) + kv_read * self.kv_bytes / self.bytes_per_s + pairs / self.pairs_per_s + rest_s
 
 
 H200 = CostModel()

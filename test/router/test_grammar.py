@@ -1,0 +1,236 @@
+"""Grammars in the worker: constrained requests beside free ones, steps ahead of tokens, pauses, dead ends."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from llguidance import LLMatcher
+
+from lightserve.errors import InvalidRequestError
+from lightserve.grammar import choice_grammar, schema_grammar
+from lightserve.io_struct import FinishReason, GrammarSpec, NewReq, SamplingParams
+from lightserve.llm import LLM, Generation
+from lightserve.model_files.source import resolve
+from lightserve.router.model_infer.grammar import Grammars, ReqGrammar
+from lightserve.router.model_infer.worker import ModelWorker
+from test.small_text import save_small_model, small_tokenizer
+
+TOKENIZER = small_tokenizer()
+EOS = TOKENIZER.eos_id or 0
+PROMPT = [3, 1, 4, 1, 5]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "yy"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+DIGITS = GrammarSpec("regex", "[0-9]{2,30}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_small_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: str) -> LLM:
+    return LLM(folder, device="cpu", max_total_token_num=2000)
+
+
+def params(seed: int = 0, **fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": 60, "temperature": 1.5, "seed": seed, **fields})
+
+
+def mixed(count: int = 24) -> list[SamplingParams]:
+    """Every third is free, of the others each has a grammar and some have other wishes beside."""
+    grammars = [
+        None,
+        schema_grammar(SCHEMA),
+        DIGITS,
+        None,
+        choice_grammar(["abc", "ab", "x-y"]),
+        schema_grammar(SCHEMA),
+    ]
+    wishes: list[dict[str, Any]] = [{}, {"top_k": 20}, {"frequency_penalty": 0.5}, {"logprobs": 2}, {"temperature": 0}]
+    return [params(i, grammar=grammars[i % 6], **wishes[i % 5]) for i in range(count)]
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[*PROMPT, i % 40] for i in range(count)]
+
+
+def check(generation: Generation, sampling: SamplingParams) -> None:
+    """An answer that ended by itself is a text of the grammar."""
+    spec = sampling.grammar
+    if spec is None:
+        return
+    assert generation.error is None
+    if generation.finish_reason is not FinishReason.STOP:
+        return
+    if spec.kind == "json_schema":
+        jsonschema_rs.validate(json.loads(spec.text), json.loads(generation.text))
+    elif spec.kind == "regex":
+        assert re.fullmatch(spec.text, generation.text)
+    else:
+        assert generation.text in json.loads(spec.text)
+
+
+def test_answers_obey_their_grammars_and_end_by_themselves(llm: LLM) -> None:
+    wanted = mixed()
+
+    generations = llm.generate(prompts(len(wanted)), wanted)
+
+    for generation, sampling in zip(generations, wanted, strict=True):
+        check(generation, sampling)
+    ended = [
+        one.finish_reason is FinishReason.STOP
+        for one, sampling in zip(generations, wanted, strict=True)
+        if sampling.grammar
+    ]
+    assert sum(ended) > len(ended) / 2
+
+
+def test_a_request_says_the_same_alone_and_beside_others(llm: LLM) -> None:
+    wanted = mixed(6)
+
+    alone = [llm.generate([prompt], one)[0] for prompt, one in zip(prompts(6), wanted, strict=True)]
+    together = llm.generate(prompts(6), wanted)
+
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+
+
+def test_steps_ahead_of_the_tokens_give_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = mixed()
+    expected = llm.generate(prompts(len(wanted)), wanted)
+    monkeypatch.setattr(ModelWorker, "pipeline_depth", 2)
+
+    ahead = llm.generate(prompts(len(wanted)), wanted)
+
+    assert [one.token_ids for one in ahead] == [one.token_ids for one in expected]
+    assert [one.text for one in ahead] == [one.text for one in expected]
+
+
+def test_a_pause_changes_nothing(llm: LLM, folder: str) -> None:
+    wanted = [params(i, grammar=GrammarSpec("regex", "[0-9]{40,50}")) for i in range(8)]
+    expected = llm.generate(prompts(8), wanted)
+    small = LLM(folder, device="cpu", max_total_token_num=200)
+    small.generate(prompts(40), params(max_new_tokens=2))  # so that it takes answers to be short
+
+    paused = small.generate(prompts(8), wanted)
+
+    assert small._scheduler.num_pauses > 0
+    assert [one.text for one in paused] == [one.text for one in expected]
+
+
+def test_a_complete_answer_ends_whatever_the_other_rules_say(llm: LLM) -> None:
+    spec = choice_grammar(["abc", "12"])
+    wanted = [params(grammar=spec, **rules) for rules in ({}, {"min_new_tokens": 30}, {"ignore_eos": True})]
+
+    for generation in llm.generate(prompts(3), wanted):
+        assert generation.text in ("abc", "12")
+        assert generation.finish_reason is FinishReason.STOP
+        assert EOS not in generation.token_ids
+
+
+def test_an_answer_that_could_go_on_goes_on_until_it_may_end(llm: LLM) -> None:
+    spec = GrammarSpec("regex", "[ab]*")
+    early, late, never = llm.generate(
+        prompts(3),
+        [
+            params(grammar=spec, logit_bias={EOS: 100}),
+            params(grammar=spec, logit_bias={EOS: 100}, min_new_tokens=7),
+            params(grammar=spec, logit_bias={EOS: 100}, ignore_eos=True),
+        ],
+    )
+
+    assert (early.text, early.finish_reason) == ("", FinishReason.STOP)
+    assert len(late.token_ids) == 8
+    assert late.finish_reason is FinishReason.STOP
+    assert re.fullmatch("[ab]+", late.text)
+    assert (len(never.token_ids), never.finish_reason) == (60, FinishReason.LENGTH)
+
+
+def test_rules_that_leave_nothing_end_their_request_alone(llm: LLM) -> None:
+    letter = TOKENIZER.token_to_id("x") or 0
+    stuck = [
+        params(grammar=DIGITS, allowed_token_ids=(letter,)),
+        params(grammar=choice_grammar(["xy"]), bad_words_ids=((letter,), (TOKENIZER.token_to_id("xy") or 0,))),
+        params(grammar=GrammarSpec("regex", "a{5}"), allowed_token_ids=(0,), bad_words_ids=((0, 0),)),
+    ]
+    free, *failed = llm.generate(prompts(4), [params(grammar=DIGITS), *stuck])
+
+    assert free.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    for generation in failed:
+        assert generation.finish_reason is FinishReason.ABORT
+        assert "no token is left" in (generation.error or "")
+    assert [one.text for one in failed] == ["", "", "a"]
+
+
+def test_a_grammar_that_does_not_compile_ends_its_request_alone(llm: LLM) -> None:
+    failed, other = llm.generate(prompts(2), [params(grammar=GrammarSpec("regex", "(")), params()])
+
+    assert "cannot be used" in (failed.error or "")
+    assert other.error is None
+
+
+def test_logprobs_are_the_models_own(llm: LLM) -> None:
+    constrained = llm.generate([PROMPT], params(grammar=choice_grammar(["12"]), logprobs=5))[0]
+    free = llm.generate([PROMPT], params(logprobs=5, max_new_tokens=1))[0]
+
+    assert constrained.top_logprobs[0] == free.top_logprobs[0]
+    assert all(logprob < 0 for logprob in constrained.logprobs)
+
+
+def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path: Path, folder: str) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((Path(folder) / name).read_bytes())
+    llm = LLM(str(tmp_path), device="cpu", max_total_token_num=200, load_format="dummy")
+
+    generation = llm.generate([PROMPT], params(grammar=DIGITS))[0]
+
+    assert "no tokenizer" in (generation.error or "")
+
+
+def test_a_request_that_enters_again_goes_on_where_it_was(folder: str) -> None:
+    grammars = Grammars(resolve(folder), 131)
+    said = TOKENIZER.encode("12-")
+    spec = GrammarSpec("regex", "[0-9]+-[ab]")
+    new = NewReq(0, [*PROMPT, *said], SamplingParams(grammar=spec), 0, (EOS,), output_len=len(said))
+
+    grammar = grammars.open(new)
+
+    assert grammar is not None
+    (mask,) = grammars.masks([grammar], [()])
+    assert [i for i in range(131) if mask[i // 32] >> (i % 32) & 1] == [
+        TOKENIZER.token_to_id("a"),
+        TOKENIZER.token_to_id("b"),
+    ]
+
+
+def test_ends_that_are_not_wanted_stay_where_nothing_else_may_come(folder: str) -> None:
+    grammars = Grammars(resolve(folder), 131)
+    both = [
+        grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=GrammarSpec("regex", text)), 0, (EOS,)))
+        for i, text in enumerate(("a*", ""))
+    ]
+
+    masks = grammars.masks(both, [(EOS,), (EOS,)])
+
+    assert [bool(mask[EOS // 32] >> (EOS % 32) & 1) for mask in masks] == [False, True]
+
+
+def test_a_grammar_that_failed_stays_so() -> None:
+    future: Future[LLMatcher] = Future()
+    future.set_exception(InvalidRequestError("broken"))
+    grammar = ReqGrammar(future)
+
+    grammar.advance(5)
+
+    assert grammar.error == "broken"
+    assert not grammar.is_complete
