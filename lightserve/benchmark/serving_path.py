@@ -107,12 +107,12 @@ async def drive(load: Load, url: str) -> Result:
 
 
 class Server:
-    """A real server with the null worker."""
+    """A real server in its own processes."""
 
-    def __init__(self, http_workers: int, flags: list[str]) -> None:
+    def __init__(self, flags: list[str]) -> None:
         self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115  closed in stop
-        command = [sys.executable, "-m", "lightserve.server.api_server", "--null_worker", "--port", "0"]
-        command += ["--httpserver_workers", str(http_workers), "--disable_log_requests", *flags]
+        command = [sys.executable, "-m", "lightserve.server.api_server", "--port", "0", "--disable_log_requests"]
+        command += flags
         self._process = subprocess.Popen(command, stderr=self._log)
 
     def wait_until_ready(self) -> str:
@@ -146,7 +146,7 @@ class Server:
 def measure(http_workers: int, load: Load, flags: list[str]) -> str:
     import uvloop
 
-    server = Server(http_workers, flags)
+    server = Server(["--null_worker", "--httpserver_workers", str(http_workers), *flags])
     try:
         url = server.wait_until_ready()
         uvloop.run(drive(Load(load.api, load.streams, 1, load.tokens // 4), url))  # every process has met the load once

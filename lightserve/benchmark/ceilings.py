@@ -1,0 +1,87 @@
+"""How fast a device is at best, and how long a call takes on it: what the other benchmarks are held against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+Call = Callable[[], object]
+
+REPEATS = 15
+MIN_REPLAY_S = 2e-3  # of one measurement: an event is good to half a microsecond, a replay costs ten to start
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    bytes_per_s: float  # read plus written by a large copy
+    flops_per_s: float  # of a large matmul
+
+    def floor_s(self, num_bytes: float, flops: float) -> float:
+        """The least time for so much of both, of which one hides behind the other."""
+        return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+
+    def __str__(self) -> str:
+        return f"copy {self.bytes_per_s / 1e12:.2f} TB/s, matmul {self.flops_per_s / 1e12:.0f} TFLOP/s"
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Of a copy of 1 GiB and a matmul of 8192 x 8192 x 8192; of a hundredth of it on a CPU."""
+    is_gpu = device.type != "cpu"
+    count, side = (2**29, 8192) if is_gpu else (2**22, 512)
+    source = torch.zeros(count, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    copy_s = seconds_a_call([lambda: torch.neg(source, out=target)], device)  # copy_ would take the slower copy engine
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    matmul_s = seconds_a_call([lambda: a @ b], device)
+    return Ceilings(2 * source.nbytes / copy_s, 2 * side**3 / matmul_s)
+
+
+def seconds_a_call(calls: Sequence[Call], device: torch.device, repeats: int = REPEATS) -> float:
+    """The median time of one of ``calls``, which run one after the other.
+
+    They should do the same with different tensors, more of them than the cache holds. On a GPU they are replayed as
+    one CUDA graph: what Python needs to launch them is not counted.
+    """
+    run = _graph_of(calls) if device.type != "cpu" else lambda: _run_all(calls)
+    clock = _event_seconds if device.type != "cpu" else _wall_seconds
+    run()
+    rounds = max(1, round(MIN_REPLAY_S / max(clock(run, 1), 1e-6)))
+    return median(clock(run, rounds) for _ in range(repeats)) / rounds / len(calls)
+
+
+def _run_all(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def _graph_of(calls: Sequence[Call]) -> Call:
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        _run_all(calls)  # compiles what must be compiled, which a capture does not allow
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _run_all(calls)
+    return graph.replay
+
+
+def _event_seconds(run: Call, rounds: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(rounds):
+        run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def _wall_seconds(run: Call, rounds: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(rounds):
+        run()
+    return time.perf_counter() - begin

@@ -1,0 +1,61 @@
+"""What a step costs a device at the least: the bytes it must read and the products it must form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightserve.benchmark.ceilings import Ceilings
+from lightserve.common.basemodel import TpPartBaseModel
+from lightserve.common.mem_manager import kv_bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One step of ``batch`` requests, each with ``new`` tokens behind ``cached`` ones."""
+
+    batch: int
+    new: int
+    cached: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.new
+
+    @property
+    def kv_tokens(self) -> int:
+        """Of which the keys and values are read."""
+        return self.batch * (self.cached + self.new)
+
+    @property
+    def pairs(self) -> float:
+        """Of a query and a key that it sees."""
+        return self.tokens * (self.cached + (self.new + 1) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """A model on one rank."""
+
+    weight_bytes: int  # that every step reads: all but the embedding
+    layer_params: int  # that every token is multiplied with
+    head_params: int  # that every request's last token is multiplied with
+    kv_token_bytes: int
+    pair_flops: int  # of a query with a key and its value, all heads and layers
+
+    @classmethod
+    def of(cls, model: TpPartBaseModel) -> ModelCost:
+        config, head = model.config, model.pre_post_weight.lm_head.tensor
+        pieces = [piece.into for layer in model.layer_weights for piece in layer.pieces() if piece.into is not None]
+        return cls(
+            weight_bytes=sum(piece.nbytes for piece in pieces) + head.nbytes,
+            layer_params=sum(piece.numel() for piece in pieces if piece.ndim == 2),
+            head_params=head.numel(),
+            kv_token_bytes=kv_bytes_per_token(config, model.tp.size, model.args.dtype),
+            pair_flops=4 * config.num_layers * config.num_heads // model.tp.size * config.head_dim,
+        )
+
+    def floor_s(self, work: Work, ceilings: Ceilings) -> float:
+        """Matmuls and attention one after the other, each as fast as the device can."""
+        matmul_flops = 2 * (self.layer_params * work.tokens + self.head_params * work.batch)
+        matmuls = ceilings.floor_s(self.weight_bytes, matmul_flops)
+        return matmuls + ceilings.floor_s(self.kv_token_bytes * work.kv_tokens, self.pair_flops * work.pairs)

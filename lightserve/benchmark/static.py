@@ -1,0 +1,251 @@
+"""Prefill and decode time of a model without the server, against what the device could do at best.
+
+    python -m lightserve.benchmark.static --model_dir DIR --load_format dummy
+    python -m lightserve.benchmark.static --decode 1x1150 1x100000 --prefill 128 512+8000 64x1024
+    python -m lightserve.benchmark.static --profile
+
+A load is [BATCHx]TOKENS, for prefill with +CACHED tokens before them. The worker gets the steps that the router would
+send, as many under way at once as the router would have. --profile says where the time of a step goes, on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+import torch
+
+from lightserve.benchmark.ceilings import Ceilings, measure_ceilings
+from lightserve.benchmark.model_cost import ModelCost, Work
+from lightserve.benchmark.step_profile import profile_steps
+from lightserve.common.device import pick_device
+from lightserve.common.tp import TpGroup
+from lightserve.config import WorkerConfig
+from lightserve.errors import ServerError
+from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
+from lightserve.model_files.source import resolve
+from lightserve.router.model_infer.model_rpc import Collect
+from lightserve.router.model_infer.worker import ModelWorker
+from lightserve.server.args import Parser, add_flags, take
+
+DECODES = ("1x1150", "8x1150", "64x1150", "256x1150")
+PREFILLS = ("128", "512", "2048", "8000", "512+8000")
+PROFILED_DECODES = ("1x1150", "256x1150")
+PROFILED_PREFILLS = ("128", "8000")
+KV_STD = 0.5  # the cache is filled with noise: memory that was never written may hold NaN
+WARM_STEPS = 4  # not counted: whatever a batch needs once
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Medians of many steps."""
+
+    step_s: float  # from the tokens of one step to those of the next
+    launch_s: float  # of it, until the worker has launched the step
+
+
+class StaticBench:
+    """Drives a worker with made-up requests, whose slots are plain ranges."""
+
+    def __init__(self, worker: ModelWorker, batch_max_tokens: int | None) -> None:
+        self.worker = worker
+        self.cost = ModelCost.of(worker.model)
+        self._batch_max_tokens = batch_max_tokens or worker.step_limits.batch_max_tokens
+        self._ids = itertools.count()
+        for layer in range(worker.model_config.num_layers):
+            worker.model.mem_manager.layer(layer).normal_(std=KV_STD)
+
+    def why_not(self, work: Work, steps: int = 0) -> str | None:
+        """Why a load cannot run here; None: it can."""
+        length = work.cached + work.new + steps
+        if work.batch > self.worker.model.req_manager.max_reqs:
+            return f"more than running_max_req_size={self.worker.model.req_manager.max_reqs} requests"
+        if length > self.worker.max_req_total_len:
+            return f"longer than max_req_total_len={self.worker.max_req_total_len}"
+        if work.batch * length > self.worker.max_total_token_num:
+            return f"more than the {self.worker.max_total_token_num} tokens of the KV pool"
+        return None
+
+    def prefill(self, work: Work, repeats: int) -> Times:
+        """From the first chunk's launch to the tokens, nothing else under way."""
+        totals, launches = [], []
+        for steps in [list(self.prefill_steps(work)) for _ in range(repeats + 1)]:
+            begin = time.perf_counter()
+            _, launched = self.run(steps)
+            totals.append(time.perf_counter() - begin)
+            launches.append(sum(launched))
+        return Times(median(totals[1:]), median(launches[1:]))
+
+    def decode(self, work: Work, steps: int) -> Times:
+        finished, launched = self.run(list(self.decode_steps(work, steps + WARM_STEPS)))
+        gaps = [after - before for before, after in itertools.pairwise(finished)]
+        return Times(median(gaps[WARM_STEPS:-1]), median(launched[WARM_STEPS:-1]))  # the last one computes nothing
+
+    def run(self, steps: Iterable[Step]) -> tuple[list[float], list[float]]:
+        """When the tokens of each step were there, and how long its launch took."""
+        under_way: deque[Collect] = deque()
+        finished, launched = [], []
+        for step in steps:
+            begin = time.perf_counter()
+            under_way.append(self.worker.launch(step))
+            launched.append(time.perf_counter() - begin)
+            if len(under_way) >= self.worker.pipeline_depth:
+                under_way.popleft()()
+                finished.append(time.perf_counter())
+        for collect in under_way:
+            collect()
+            finished.append(time.perf_counter())
+        return finished, launched
+
+    def prefill_steps(self, work: Work) -> Iterator[Step]:
+        """In steps of ``batch_max_tokens``, each request's tokens behind its cached ones; then the requests leave."""
+        reqs = self._requests(work)
+        first = work.batch * work.cached
+        slots = [list(range(first + i * work.new, first + (i + 1) * work.new)) for i in range(work.batch)]
+        rows = deque(StepRow(req.req_id, own) for req, own in zip(reqs, slots, strict=True))
+        yield Step(self._next_rows(rows), reqs)
+        while rows:
+            yield Step(self._next_rows(rows))
+        yield Step([], free=[req.req_id for req in reqs])
+
+    def _next_rows(self, rows: deque[StepRow]) -> list[StepRow]:
+        taken, room = [], self._batch_max_tokens
+        while rows and room > 0:
+            row = rows.popleft()
+            taken.append(StepRow(row.req_id, row.slots[:room]))
+            if len(row.slots) > room:
+                rows.appendleft(StepRow(row.req_id, row.slots[room:]))
+            room -= len(taken[-1].slots)
+        return taken
+
+    def decode_steps(self, work: Work, count: int) -> Iterator[Step]:
+        """All requests at once, a token each; the slots of a step are neighbours."""
+        reqs = self._requests(work)
+        first = work.batch * work.cached
+        for number in range(count):
+            begin = first + number * work.batch
+            rows = [StepRow(req.req_id, [begin + i]) for i, req in enumerate(reqs)]
+            yield Step(rows, reqs if number == 0 else [])
+        yield Step([], free=[req.req_id for req in reqs])
+
+    def _requests(self, work: Work) -> list[NewReq]:
+        generator = torch.Generator().manual_seed(next(self._ids))
+        length, sampling = work.cached + work.new, SamplingParams(temperature=0.0, max_new_tokens=2**20)
+        ids = torch.randint(self.worker.model_config.vocab_size, (work.batch, length), generator=generator).tolist()
+        return [
+            NewReq(
+                next(self._ids),
+                prompt,
+                sampling,
+                seed=0,
+                cached_slots=list(range(number * work.cached, (number + 1) * work.cached)),
+            )
+            for number, prompt in enumerate(ids)
+        ]
+
+
+def parse_load(text: str) -> tuple[int, int, int]:
+    """Batch, tokens and cached tokens of [BATCHx]TOKENS[+CACHED]."""
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+)(?:\+(\d+))?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not [BATCHx]TOKENS[+CACHED], such as 8x1150")
+    batch, tokens, cached = found.groups()
+    return int(batch or 1), int(tokens), int(cached or 0)
+
+
+def decode_work(text: str) -> Work:
+    """Of a load whose requests have so many tokens already."""
+    batch, tokens, cached = parse_load(text)
+    return Work(batch, 1, tokens + cached)
+
+
+def prefill_work(text: str) -> Work:
+    return Work(*parse_load(text))
+
+
+def print_decodes(bench: StaticBench, ceilings: Ceilings, works: Iterable[Work], steps: int) -> None:
+    print(
+        f"{'decode: batch x context':>24} {'ms a step':>10} {'floor ms':>9} {'of it':>6} {'launch ms':>10} {'tok/s':>9}"
+    )
+    for work in works:
+        name = f"{work.batch}x{work.cached}"
+        if reason := bench.why_not(work, steps + WARM_STEPS):
+            print(f"{name:>24} {reason}")
+            continue
+        times = bench.decode(work, steps)
+        middle = replace(work, cached=work.cached + WARM_STEPS + steps // 2)
+        print(_row(name, times, bench.cost.floor_s(middle, ceilings), work.batch), flush=True)
+
+
+def print_prefills(bench: StaticBench, ceilings: Ceilings, works: Iterable[Work], repeats: int) -> None:
+    print(f"{'prefill: new behind old':>24} {'ms':>10} {'floor ms':>9} {'of it':>6} {'launch ms':>10} {'tok/s':>9}")
+    for work in works:
+        name = f"{work.batch}x{work.new}+{work.cached}"
+        if reason := bench.why_not(work):
+            print(f"{name:>24} {reason}")
+            continue
+        times = bench.prefill(work, repeats)
+        print(_row(name, times, bench.cost.floor_s(work, ceilings), work.tokens), flush=True)
+
+
+def _row(name: str, times: Times, floor_s: float, tokens: int) -> str:
+    ratio = times.step_s / floor_s
+    return (
+        f"{name:>24} {times.step_s * 1e3:10.3f} {floor_s * 1e3:9.3f} {ratio:5.2f}x "
+        f"{times.launch_s * 1e3:10.3f} {tokens / times.step_s:9.0f}"
+    )
+
+
+def print_profiles(bench: StaticBench, args: argparse.Namespace) -> None:
+    for work in map(decode_work, PROFILED_DECODES):
+        run = partial(bench.decode, work, args.steps)
+        name = f"decode, batch {work.batch}, {work.cached} tokens each"
+        _print_profile(name, bench.why_not(work, args.steps + WARM_STEPS), run, args.steps + WARM_STEPS)
+    for work in map(prefill_work, PROFILED_PREFILLS):
+        run = partial(bench.prefill, work, args.repeats)
+        _print_profile(f"prefill, {work.new} tokens", bench.why_not(work), run, args.repeats + 1)
+
+
+def _print_profile(name: str, why_not: str | None, run: Callable[[], Times], steps: int) -> None:
+    print(f"\n{name}\n{why_not or profile_steps(lambda: run().step_s, steps)}", flush=True)
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, WorkerConfig]:
+    parser = Parser(prog="python -m lightserve.benchmark.static", description=(__doc__ or "").splitlines()[0])
+    add_flags(parser.add_argument_group("worker", WorkerConfig.__doc__), WorkerConfig)
+    parser.add_argument("--decode", nargs="*", type=decode_work, default=list(map(decode_work, DECODES)))
+    parser.add_argument("--prefill", nargs="*", type=prefill_work, default=list(map(prefill_work, PREFILLS)))
+    parser.add_argument("--steps", type=int, default=40, help="decode steps measured")
+    parser.add_argument("--repeats", type=int, default=7, help="times that a prompt is computed")
+    parser.add_argument("--profile", action="store_true", help="where the time of a step goes, instead of the tables")
+    args = parser.parse(argv)
+    return args, take(WorkerConfig, args)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args, config = parse(argv)
+    kind = pick_device(config.device)
+    if args.profile and kind.name == "cpu":
+        raise ServerError("--profile needs a GPU")
+    device = kind.device(0)
+    ceilings = measure_ceilings(device, kind.dtypes[0])
+    worker = ModelWorker(config, resolve(config.model_dir, needs_weights=config.load_format == "auto"), TpGroup())
+    worker.warm_up()
+    bench = StaticBench(worker, config.batch_max_tokens)
+    print(f"{worker.model_config.model_type} {worker.computed_in}; {ceilings}")
+    if args.profile:
+        print_profiles(bench, args)
+        return
+    print_decodes(bench, ceilings, args.decode, args.steps)
+    print_prefills(bench, ceilings, args.prefill, args.repeats)
+
+
+if __name__ == "__main__":
+    main()
