@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from test.waiting import wait_until
 
 START_S = 240.0  # a machine that runs other things too
 STOP_S = 30.0
+ANSWER_S = 300.0
+SAMPLED_S = 1.3  # the router tells its metrics once a second
+
+
+@dataclass
+class Computed:
+    tokens: int = 0
 
 
 @dataclass
@@ -45,6 +58,50 @@ class ServerProcess:
         for child in psutil.Process(self.process.pid).children(recursive=True):
             found.setdefault(child.name(), []).append(child)
         return found
+
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> tuple[int, Any]:
+        """Status and JSON of the answer."""
+        headers |= {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def metrics(self) -> dict[str, float]:
+        """As they stood up to a second ago, without the prefix; labels that tell samples apart follow a slash."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=ANSWER_S) as response:
+            text = response.read().decode()
+        found = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = [f"/{sample.labels[name]}" for name in ("finished_reason", "le") if name in sample.labels]
+                found["".join([sample.name.removeprefix("lightserve_"), *labels])] = sample.value
+        return found
+
+    def settled_metrics(self) -> dict[str, float]:
+        """When they have not changed for longer than the server takes between two samples: they tell of all so far."""
+        seen, since_s = self.metrics(), time.monotonic()
+
+        def has_settled() -> bool:
+            nonlocal seen, since_s
+            now = self.metrics()
+            if now != seen:
+                seen, since_s = now, time.monotonic()
+            return time.monotonic() - since_s > SAMPLED_S
+
+        wait_until(has_settled)
+        return seen
+
+    @contextmanager
+    def computing(self) -> Iterator[Computed]:
+        """Counts the tokens that the worker computes inside; nobody else may ask."""
+        computed = Computed()
+        before = self.settled_metrics()
+        yield computed
+        after = self.settled_metrics()
+        computed.tokens = int(after["iteration_tokens_total_sum"] - before["iteration_tokens_total_sum"])
 
     def stop(self) -> int:
         if not self.has_ended:

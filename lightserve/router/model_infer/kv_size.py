@@ -23,6 +23,8 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind) -> i
     most = max_reqs * max_len  # more could never be used
     if config.max_total_token_num is not None:
         return min(config.max_total_token_num, most)
+    with kind.compiling_ahead(model.device):
+        _largest_step(config, model, kind)
     peak = kind.peak_bytes(model.device, lambda: _largest_step(config, model, kind))
     peak += COPIES_OF_LOGITS * FLOAT32_BYTES * max_reqs * model.config.vocab_size if peak else 0
     budget = max(kind.kv_budget(model.device, config.mem_fraction) - peak, 0)
