@@ -61,11 +61,12 @@ def structural_tag_grammar(tag: dict[str, Any]) -> GrammarSpec:
 
 
 def _spec(kind: Any, value: Any) -> GrammarSpec:
-    _check_nesting(value)
+    check_nesting(value)
     return GrammarSpec(kind, json.dumps(value, ensure_ascii=False))
 
 
-def _check_nesting(value: Any) -> None:
+def check_nesting(value: Any) -> None:
+    """InvalidRequestError where JSON is nested too deeply to be part of a grammar."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_NESTING):
         children = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]

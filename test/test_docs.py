@@ -25,7 +25,7 @@ from lightserve.httpserver.openai_protocol import ChatBody, CompletionBody, Mess
 from lightserve.httpserver.tgi_request import TgiBody, TgiParameters
 from lightserve.metrics import CATALOGUE
 from lightserve.models.registry import MODELS
-from lightserve.router import simulate
+from lightserve.router.simulate.__main__ import arguments as simulate_arguments
 from lightserve.server.args import parse_server
 from test.httpserver.app_client import served
 
@@ -46,7 +46,7 @@ def test_the_page_on_adding_a_model_is_the_model() -> None:
     page = (ROOT / "docs" / "adding_a_model.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
 
-    assert "".join(blocks) == (ROOT / "lightserve/models/qwen3/model.py").read_text()
+    assert "\n\n".join(blocks) == (ROOT / "lightserve/models/qwen3/model.py").read_text()
     assert f'"qwen3": "{MODELS["qwen3"]}"' in page
     tiny = (ROOT / "test/models/tiny.py").read_text()
     assert all(line in tiny for line in re.findall(r'^ +"qwen3": lambda.*$', page, flags=re.MULTILINE))
@@ -88,7 +88,7 @@ def flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         parse_server(["--help"])
     with pytest.raises(SystemExit, match="0"):
         generate.main()
-    simulate.arguments().print_help()
+    simulate_arguments().print_help()
     return flags_of_help(capsys)
 
 

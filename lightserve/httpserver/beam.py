@@ -26,6 +26,7 @@ RULES = (
     "logit_bias",
     "bad_words_ids",
     "allowed_token_ids",
+    "grammar",
     "stop",
 )
 
@@ -130,7 +131,8 @@ class _Steps:
 def _rows(context: ServerContext, result: BeamResult, sampling: SamplingParams) -> list[StrOut]:
     """An answer as the detokenizer would tell it, in one piece: all text comes with the last token."""
     tokenizer = context.maybe_tokenizer
-    stream = NoTextStream() if tokenizer is None else tokenizer.decoder.stream(sampling.skip_special_tokens)
+    skips_special = sampling.skip_special_tokens and not sampling.shown_special_ids
+    stream = NoTextStream() if tokenizer is None else tokenizer.decoder.stream(skips_special)
     *ids, last = result.token_ids
     is_end = result.finish_reason is FinishReason.STOP
     shown = ids if is_end and not sampling.include_stop else result.token_ids

@@ -14,6 +14,7 @@ from lightserve.config import HttpConfig
 from lightserve.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from lightserve.httpserver.access_log import AccessLog
 from lightserve.httpserver.body import read_json
+from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.httpserver.manager import HttpServerManager
 from lightserve.model_files.tokenizer import Tokenizer
 
@@ -28,6 +29,7 @@ class ServerContext:
     model_name: str
     manager: HttpServerManager
     maybe_tokenizer: Tokenizer | None  # a folder with dummy weights may have none
+    grammars: GrammarCheck = field(default_factory=GrammarCheck)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -13,6 +13,7 @@ import uvicorn
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import HttpServerManager
+from lightserve.httpserver.openai_output import output_formats
 from lightserve.httpserver.protocol import LimitedProtocol
 from lightserve.io_struct import Drain, Drained, EngineDied, EngineReady, Ready, ToHttpserver, ToRouter
 from lightserve.model_files.source import resolve
@@ -31,6 +32,9 @@ async def main(boot: Boot, parent: Parent) -> None:
     source = resolve(config.worker.model_dir, needs_weights=False)
     name = config.http.model_name or source.name
     context = ServerContext(config.http, name, manager, tokenizer_if_any(source))
+    if context.maybe_tokenizer is not None:
+        context.grammars.prepare(context.maybe_tokenizer)
+    output_formats(context)  # a flag that names none is told now
     server = _Server(context, parent)
     async with asyncio.TaskGroup() as tasks:  # any of them that fails ends the process, and the launcher tells why
         tasks.create_task(manager.run())

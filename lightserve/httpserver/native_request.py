@@ -14,6 +14,7 @@ from lightserve.httpserver.beam import BeamFields, not_with_beams, refuse_rules
 from lightserve.httpserver.body import Body, at_most
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate_call import check_prompt, check_stops
+from lightserve.httpserver.grammar_fields import GuidedFields, grammar_of
 from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.terms import TermsBody
 from lightserve.io_struct import SamplingParams
@@ -27,9 +28,6 @@ MAX_BIASED = 1024
 RANDOM_SEED = -1
 # what later versions do, and the values that ask for nothing
 LATER: dict[str, tuple[Any, ...]] = {
-    "regular_constraint": ("",),
-    "guided_grammar": ("",),
-    "guided_json": ("",),
     "exponential_decay_length_penalty": ([1, 1.0],),
     "input_penalty": (False,),
     "image_max_patch_num": (-1,),
@@ -53,7 +51,7 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 StopSequences = Annotated[list[str | Ids], Field(fail_fast=True)]
 
 
-class NativeParameters(TermsBody, BeamFields):
+class NativeParameters(TermsBody, BeamFields, GuidedFields):
     """A null is as good as absent. A name that is not here is let through and has no effect."""
 
     best_of: int | None = Field(default=None, description="answers to generate; default n")
@@ -116,6 +114,7 @@ async def native_ask(context: ServerContext, body: NativeBody, streams: bool) ->
         seed=None if parameters.seed == RANDOM_SEED else parameters.seed,
         include_stop=bool(parameters.print_eos_token),
         logprobs=0 if needs_logprobs else None,
+        grammar=await grammar_of(context, parameters),
         **_given(parameters),
         **_stops(context, parameters.stop_sequences),
         **_token_rules(context, parameters),

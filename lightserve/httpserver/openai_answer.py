@@ -20,9 +20,11 @@ from lightserve.httpserver.error_handlers import error_object
 from lightserve.httpserver.generate_call import json_response
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.openai_logprobs import Logprobs, LogprobsOf, joined
+from lightserve.httpserver.openai_output import ChoiceOutput, delta_json, message_of
 from lightserve.httpserver.openai_protocol import GenerationBody
 from lightserve.httpserver.sse import EventStream, events_of, unless_gone
 from lightserve.io_struct import StrOut
+from lightserve.output_parsing import Delta, fold
 
 DONE = b"data: [DONE]\n\n"
 
@@ -53,12 +55,16 @@ class Answer:
     n: int  # answers shown for each prompt; where more are generated, the best
     echoes: Sequence[str]  # by choice shown: what stands before its text
     new_logprobs: Callable[[], LogprobsOf] | None = None  # for one choice
+    new_output: Callable[[], ChoiceOutput] | None = None  # for one choice of a chat whose output has parts
     created: int = field(default_factory=lambda: int(time.time()))
 
     def head(self, is_whole: bool) -> Object:
         kind = self.form.whole_object if is_whole else self.form.chunk_object
         ident = self.form.id_prefix + self.request_id
         return {"id": ident, "object": kind, "created": self.created, "model": self.model}
+
+    def new_choice(self) -> Choice:
+        return Choice(self.new_logprobs and self.new_logprobs(), self.new_output and self.new_output())
 
 
 async def respond(request: Request, body: GenerationBody, generation: Generation, answer: Answer) -> Response:
@@ -78,7 +84,7 @@ def name_request(request: Request, body: GenerationBody) -> None:
 
 
 async def collect(generation: Generation, answer: Answer) -> Object:
-    choices = [Choice(answer.new_logprobs and answer.new_logprobs()) for _ in generation.asks]
+    choices = [answer.new_choice() for _ in generation.asks]
     async with generation:
         async for news in generation:
             for index, out in news:
@@ -86,17 +92,19 @@ async def collect(generation: Generation, answer: Answer) -> Object:
     return whole(answer, best(choices, generation.n, answer.n), generation.log)
 
 
-def whole(answer: Answer, choices: Iterable[Choice], log: AccessLog) -> Object:
+def whole(answer: Answer, choices: Sequence[Choice], log: AccessLog) -> Object:
     written = [write(index, choice, answer) for index, choice in enumerate(choices)]
-    usage = usage_of(log, log.output_tokens)
+    usage = usage_of(log, log.output_tokens, [choice.output for choice in choices if choice.output is not None])
     return {**answer.head(is_whole=True), "choices": written, "system_fingerprint": None, "usage": usage}
 
 
 class Choice:
     """One answer, from its tokens."""
 
-    def __init__(self, logprobs_of: LogprobsOf | None) -> None:
+    def __init__(self, logprobs_of: LogprobsOf | None, output: ChoiceOutput | None) -> None:
         self.finish: StrOut | None = None
+        self.output = output
+        self._deltas: list[Delta] = []
         self._logprobs_of = logprobs_of
         self._texts: list[str] = []
         self._logprobs: list[Logprobs] = []
@@ -108,6 +116,11 @@ class Choice:
         return "".join(self._texts)
 
     @property
+    def message(self) -> Object:
+        """Of a choice that is taken apart."""
+        return message_of(fold(self._deltas))
+
+    @property
     def logprobs(self) -> Logprobs | None:
         return joined(self._logprobs)
 
@@ -116,16 +129,19 @@ class Choice:
         return self._total_logprob / max(self._n_tokens, 1)
 
     def add(self, out: StrOut) -> None:
-        self._texts.append(out.text)
+        if self.output is None:
+            self._texts.append(out.text)
+        else:
+            self._deltas += self.output.push(out)
         self._total_logprob += out.logprob or 0.0
         self._n_tokens += 1
-        if self._logprobs_of is not None:
+        if self._logprobs_of is not None and not (self.output and self.output.is_hidden):
             self._logprobs.append(self._logprobs_of(out))
         if out.finish_reason is not None:
             self.finish = out
 
 
-def best(choices: Sequence[Choice], candidates: int, n: int) -> Iterable[Choice]:
+def best(choices: Sequence[Choice], candidates: int, n: int) -> Sequence[Choice]:
     """Of every ``candidates`` choices the ``n`` most likely, best first; all in their order where none is dropped."""
     if n == candidates:
         return choices
@@ -134,8 +150,9 @@ def best(choices: Sequence[Choice], candidates: int, n: int) -> Iterable[Choice]
 
 
 def write(index: int, choice: Choice, answer: Answer) -> Object:
-    text = answer.form.whole_text(answer.echoes[index] + choice.text)
-    return {"index": index, **text, "logprobs": choice.logprobs, **finish_of(choice.finish)}
+    is_plain = choice.output is None
+    text = answer.form.whole_text(answer.echoes[index] + choice.text) if is_plain else {"message": choice.message}
+    return {"index": index, **text, "logprobs": choice.logprobs, **finish_of(choice.finish, choice.output)}
 
 
 # the same in pieces
@@ -154,11 +171,13 @@ class Chunks:
         self._n_written = 0  # tokens, counted for running usage only
         self._unopened = set(range(len(echoes)))
         self._logprobs_of = [answer.new_logprobs() for _ in echoes] if answer.new_logprobs is not None else None
+        self._outputs = [answer.new_output() for _ in echoes] if answer.new_output is not None else None
         head = b"data: " + orjson.dumps(answer.head(is_whole=False))[:-1] + b',"choices":[{"index":'
         self._heads = [head + b"%d," % index for index in range(len(echoes))]
         self._text_heads = [head + form.before_text for head in self._heads]
         usage = b',"usage":null' if has_usage else b""
-        self._text_tail = form.after_text + b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+        self._tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+        self._text_tail = form.after_text + self._tail
 
     def write(self, news: Iterable[tuple[int, StrOut]]) -> bytes:
         events: list[bytes] = []
@@ -167,18 +186,21 @@ class Chunks:
                 events.append(self._open(index))
             if self._has_running_usage:
                 self._n_written += 1
-            if self._logprobs_of is not None or self._has_running_usage:
+            if self._outputs is not None:
+                events += self._parts(index, out, self._outputs[index])
+            elif self._logprobs_of is not None or self._has_running_usage:
                 events.append(self._full_piece(index, out))
             elif out.text:
                 events += (self._text_heads[index], orjson.dumps(out.text), self._text_tail)
             if out.finish_reason is not None:
-                events.append(self._chunk(index, self._answer.form.last, **finish_of(out)))
+                finish = finish_of(out, None if self._outputs is None else self._outputs[index])
+                events.append(self._chunk(index, self._answer.form.last, **finish))
         return b"".join(events)
 
     def end(self) -> bytes:
         if not self._has_usage:
             return DONE
-        usage = usage_of(self._log, self._log.output_tokens)
+        usage = usage_of(self._log, self._log.output_tokens, self._outputs)
         return _event({**self._answer.head(is_whole=False), "choices": [], "usage": usage}) + DONE
 
     def error(self, error: LightserveError, request_id: str) -> bytes:
@@ -197,30 +219,47 @@ class Chunks:
             return b""
         return self._chunk(index, form.before_text + orjson.dumps(out.text) + form.after_text, logprobs=logprobs)
 
+    def _parts(self, index: int, out: StrOut, output: ChoiceOutput) -> list[bytes]:
+        """Chunks of what a token adds, each of one part; its logprobs are in the first."""
+        form = self._answer.form
+        bodies = [delta_json(delta) for delta in output.push(out)]
+        if self._logprobs_of is None or output.is_hidden:
+            return [self._chunk(index, body) for body in bodies]
+        first, *rest = bodies or [form.before_text + b'""' + form.after_text]
+        chunk = self._chunk(index, first, logprobs=self._logprobs_of[index](out))
+        return [chunk, *(self._chunk(index, body) for body in rest)]
+
     def _chunk(self, index: int, body: bytes, **fields: Any) -> bytes:
+        if not fields and not self._has_running_usage:
+            return self._heads[index] + body + self._tail
         rest = orjson.dumps({"logprobs": None, "finish_reason": None} | fields)[1:]
         return self._heads[index] + body + b"," + rest + b"]" + self._usage() + b"}\n\n"
 
     def _usage(self) -> bytes:
         if not self._has_usage:
             return b""
-        running = usage_of(self._log, self._n_written) if self._has_running_usage else None
+        running = usage_of(self._log, self._n_written, self._outputs) if self._has_running_usage else None
         return b',"usage":' + orjson.dumps(running)
 
 
-def finish_of(out: StrOut | None) -> Object:
+def finish_of(out: StrOut | None, output: ChoiceOutput | None = None) -> Object:
     if out is None or out.finish_reason is None:
         return {"finish_reason": None, "stop_reason": None}
-    return {"finish_reason": out.finish_reason.value, "stop_reason": out.stop_reason}
+    reason = out.finish_reason.value if output is None else output.finish_reason(out.finish_reason)
+    return {"finish_reason": reason, "stop_reason": out.stop_reason}
 
 
-def usage_of(log: AccessLog, output_tokens: int) -> Object:
-    return {
+def usage_of(log: AccessLog, output_tokens: int, outputs: Iterable[ChoiceOutput] | None = None) -> Object:
+    usage: Object = {
         "prompt_tokens": log.prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": log.prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": log.cached_tokens},
     }
+    if outputs:
+        reasoning_tokens = sum(output.reasoning_tokens for output in outputs)
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return usage
 
 
 def _event(value: Object) -> bytes:

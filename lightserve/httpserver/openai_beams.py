@@ -40,7 +40,7 @@ async def respond_with_beams(
     refuse_rules(search.asks[0].sampling, FIELDS)
     params = body.beam_params(num_beams, body.choices, search.asks)
     found = await unless_gone(request, beam_answers(context, search.asks, params, search.log))
-    return json_response(whole(search.answer, [_choice(rows) for rows in found], search.log))
+    return json_response(whole(search.answer, [_choice(search.answer, rows) for rows in found], search.log))
 
 
 def _check(body: GenerationBody, num_beams: int, answer: Answer) -> None:
@@ -52,8 +52,8 @@ def _check(body: GenerationBody, num_beams: int, answer: Answer) -> None:
         raise InvalidRequestError(f"best_of={body.best_of} is not num_beams={num_beams}", "best_of")
 
 
-def _choice(rows: Iterable[StrOut]) -> Choice:
-    choice = Choice(None)
+def _choice(answer: Answer, rows: Iterable[StrOut]) -> Choice:
+    choice = answer.new_choice()
     for row in rows:
         choice.add(row)
     return choice

@@ -10,10 +10,12 @@ from starlette.responses import Response
 
 from lightserve.httpserver.body import documented
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.grammar_fields import grammar_of
 from lightserve.httpserver.openai_answer import Answer, Form, name_request, respond
 from lightserve.httpserver.openai_beams import Search, respond_with_beams
 from lightserve.httpserver.openai_logprobs import chat_logprobs
-from lightserve.httpserver.openai_messages import chat_ids
+from lightserve.httpserver.openai_messages import chat_prompt
+from lightserve.httpserver.openai_output import check_tools, output_plan
 from lightserve.httpserver.openai_protocol import ChatBody, checked
 from lightserve.httpserver.openai_sampling import asks_of, check_choices
 from lightserve.httpserver.sse import DOCUMENTED
@@ -42,7 +44,11 @@ def routes(context: ServerContext) -> APIRouter:
         log = context.log(request)
 
         k = body.top_logprobs or 0 if body.logprobs else None
-        asks = asks_of(context, body, [await chat_ids(context, body)], k)
+        check_tools(context, body)
+        prompt, ids = await chat_prompt(context, body)
+        plan = output_plan(context, body, prompt)
+        asks = asks_of(context, body, [ids], k, grammar=await grammar_of(context, plan))
+        asks = [plan.shown(ask) for ask in asks]
         log.prompt_tokens = len(asks[0].prompt_ids)
         answer = Answer(
             form=CHAT,
@@ -51,6 +57,7 @@ def routes(context: ServerContext) -> APIRouter:
             n=body.choices,
             echoes=[""] * body.choices,
             new_logprobs=None if k is None else partial(chat_logprobs, context.tokenizer, k),
+            new_output=None if plan.is_plain else plan.new_choice,
         )
         if body.beams is not None:
             return await respond_with_beams(context, request, body, Search(asks, answer, log))

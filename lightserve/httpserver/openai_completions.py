@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from lightserve.httpserver.body import documented
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.grammar_fields import grammar_of
 from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.openai_answer import Answer, Form, name_request, respond
 from lightserve.httpserver.openai_beams import Search, respond_with_beams
@@ -46,7 +47,8 @@ def routes(context: ServerContext) -> APIRouter:
         log = context.log(request)
 
         prompts = [await _ids(context, body, prompt) for prompt in body.prompt]
-        asks = asks_of(context, body, prompts, _logprobs_to_ask(body), DEFAULT_NEW_TOKENS)
+        grammar = await grammar_of(context, body)
+        asks = asks_of(context, body, prompts, _logprobs_to_ask(body), DEFAULT_NEW_TOKENS, grammar)
         log.prompt_tokens = sum(len(ask.prompt_ids) for ask in asks)
         echoes = [_echo(context, body, prompt, ask) for prompt, ask in zip(body.prompt, asks, strict=True)]
         answer = Answer(

@@ -18,28 +18,17 @@ def _is_not(*harmless: Any) -> Callable[[Any], bool]:
 
 # field: whether a value that is not null asks for it
 LATER: dict[str, Callable[[Any], bool]] = {
-    "tools": _is_given,
-    "tool_choice": _is_not("none"),
     "functions": _is_given,
     "function_call": _is_not("none"),
-    "response_format": _is_not({"type": "text"}),
-    "structured_outputs": _is_given,
-    "guided_json": _is_given,
-    "guided_regex": _is_given,
-    "guided_choice": _is_given,
-    "guided_grammar": _is_given,
-    "regular_constraint": bool,
-    "json_schema": _is_given,
-    "regex": _is_given,
-    "ebnf": _is_given,
     "prompt_logprobs": _is_given,
     "prompt_embeds": _is_given,
     "suffix": bool,
     "modalities": _is_not(["text"]),
     "audio": bool,
     "documents": bool,
+    "thinking_budget": _is_given,
     "thinking_token_budget": _is_given,
-    "include_reasoning": _is_not(True),
+    "max_reasoning_tokens": _is_given,
     "lora_request": _is_given,
     "lora_path": _is_given,
     "adapter_id": _is_given,
@@ -56,10 +45,19 @@ def refuse_later(value: dict[str, Any]) -> None:
         given = value.get(name)
         if given is not None and asks_for_it(given):
             raise NotSupportedYetError(name, name)
+    if "messages" not in value:
+        _refuse_tools(value)
     if value.get("chat_template") is not None:
         raise InvalidRequestError("chat_template: a request cannot bring its own", "chat_template")
     if value.get("echo") is True:
         _refuse_scoring(value)
+
+
+def _refuse_tools(value: dict[str, Any]) -> None:
+    """A plain prompt has no place for them."""
+    for name in ("tools", "tool_choice"):
+        if value.get(name) not in (None, "none"):
+            raise InvalidRequestError(f"{name}: only in a chat", name)
 
 
 def _refuse_scoring(value: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.beam import BeamFields
 from lightserve.httpserver.body import Body, at_most, check
+from lightserve.httpserver.grammar_fields import GrammarFields
 from lightserve.httpserver.openai_later import refuse_later
 from lightserve.httpserver.terms import TermsBody
 
@@ -27,6 +28,7 @@ MAX_BAD_WORDS = 128
 MAX_BIASED = 1024
 MAX_MESSAGES = 2048
 MAX_TOOL_CALLS = 128  # of one message
+MAX_TOOLS = 128
 PART_SEPARATOR = "\n"  # between the text parts of a message, as vLLM and LightLLM
 MEDIA = frozenset(
     {"image_url", "image", "input_image", "input_audio", "audio_url", "audio", "video_url", "video", "file"}
@@ -61,7 +63,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None  # vLLM: usage in every chunk, where include_usage is set too
 
 
-class GenerationBody(TermsBody, BeamFields):
+class GenerationBody(TermsBody, BeamFields, GrammarFields):
     """What both endpoints take."""
 
     model: str | None = None
@@ -205,6 +207,49 @@ class Message(Body):
         return self
 
 
+class ToolFunction(Body):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema; none: the tool takes no arguments
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedTool(Body):
+    name: str
+
+
+_MODES = ("auto", "none", "required")
+_NAMED: JsonDict = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+    },
+}
+
+
+def _tool_choice(value: Any) -> str | NamedTool | None:
+    if value is None or (isinstance(value, str) and value in _MODES):
+        return value
+    match value:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return NamedTool(name=name)
+    raise PydanticCustomError("tool_choice", "auto, none, required, or a function as its type and its name")
+
+
+ToolChoice = Annotated[
+    str | NamedTool | None,
+    PlainValidator(_tool_choice),
+    WithJsonSchema({"anyOf": [{"enum": [*_MODES]}, _NAMED, {"type": "null"}]}),
+]
+
+
 class ChatBody(GenerationBody):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
@@ -213,6 +258,27 @@ class ChatBody(GenerationBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None  # a variable of the chat template
+    include_reasoning: bool | None = None  # false: it is left out of the answer
+    separate_reasoning: bool | None = None  # false: it stays in the content, as the model writes it
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Which the model may call."""
+        return [] if self.tools is None or self.tool_choice == "none" else self.tools
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """One of which it must call."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.tools or () if tool.function.name == self.tool_choice.name]
+        return self.offered_tools if self.tool_choice == "required" else []
+
+    @property
+    def max_tool_calls(self) -> int | None:
+        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool) else None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatBody:
@@ -221,7 +287,15 @@ class ChatBody(GenerationBody):
         if self.add_generation_prompt and self.continue_final_message:
             found = "continue_final_message and add_generation_prompt exclude each other"
             raise InvalidRequestError(found, "continue_final_message")
+        self._check_tools()
         return self
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise InvalidRequestError("tools: two of them have the same name", "tools")
+        if self.tool_choice not in (None, "auto", "none") and not self.forced_tools:
+            raise InvalidRequestError("tool_choice: there is no such tool in tools", "tool_choice")
 
 
 Prompt = str | list[int]

@@ -9,7 +9,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.openai_protocol import GenerationBody
-from lightserve.io_struct import SamplingParams
+from lightserve.io_struct import GrammarSpec, SamplingParams
 from lightserve.model_files.tokenizer import Tokenizer
 
 # body field: sampling parameter
@@ -43,9 +43,10 @@ def asks_of(
     prompts: Sequence[list[int]],
     logprobs: int | None,
     default_new_tokens: int | None = None,
+    grammar: GrammarSpec | None = None,
 ) -> list[Ask]:
     """What to generate for each prompt. Without max_tokens: the default, or as much as there is room for."""
-    fields = _fields(context, body) | {"logprobs": logprobs}
+    fields = _fields(context, body) | {"logprobs": logprobs, "grammar": grammar}
     asks = []
     for prompt in prompts:
         ids = _truncated(context, body, prompt)

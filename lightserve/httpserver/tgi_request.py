@@ -13,6 +13,7 @@ from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.body import Body
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate_call import check_prompt, check_stops
+from lightserve.httpserver.grammar_fields import TgiGrammar, grammar_of
 from lightserve.httpserver.manager import Ask
 from lightserve.io_struct import SamplingParams
 
@@ -46,7 +47,7 @@ class TgiParameters(Body):
     top_n_tokens: int | None = Field(
         default=None, description=f"up to {MAX_TOP_N_TOKENS} likeliest tokens at every step"
     )
-    grammar: dict[str, Any] | None = None
+    grammar: TgiGrammar | None = None
     adapter_id: str | None = None
     ignore_eos_token: bool | None = Field(default=None, description="go on after an end token, for benchmarks")
 
@@ -89,6 +90,7 @@ async def tgi_ask(context: ServerContext, body: TgiBody, streams: bool) -> TgiAs
         include_stop=bool(parameters.stop),  # TGI leaves the stop string in the text
         ignore_eos=bool(parameters.ignore_eos_token),
         logprobs=(parameters.top_n_tokens or 0) if streams or details or best_of > 1 else None,
+        grammar=None if parameters.grammar is None else await grammar_of(context, parameters.grammar),
         **_choice_of_tokens(parameters),
     )
     before = body.inputs if parameters.return_full_text else ""
@@ -96,7 +98,7 @@ async def tgi_ask(context: ServerContext, body: TgiBody, streams: bool) -> TgiAs
 
 
 def _check(context: ServerContext, parameters: TgiParameters, streams: bool) -> None:
-    for name in ("watermark", "grammar", "adapter_id"):
+    for name in ("watermark", "adapter_id"):
         if getattr(parameters, name):
             raise NotSupportedYetError(f"`{name}`", name)
     for is_fine, wanted in _rules(context, parameters, streams):

@@ -15,7 +15,7 @@ from lightserve.errors import InvalidRequestError, LightserveError, NotSupported
 from lightserve.httpserver.body import Body, check, documented
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.generate_call import json_response
-from lightserve.httpserver.openai_messages import chat_ids
+from lightserve.httpserver.openai_messages import chat_prompt
 from lightserve.httpserver.openai_protocol import ChatBody, checked
 from lightserve.httpserver.tgi_errors import tgi_error_response
 
@@ -107,7 +107,8 @@ async def _chat_ids(context: ServerContext, value: dict[str, Any]) -> tuple[Toke
         raise InvalidRequestError("prompt and messages exclude each other", "prompt")
     body = checked(TokenizeChatBody, value)
     context.check_model(body.model)
-    return body, await chat_ids(context, body)
+    _, ids = await chat_prompt(context, body)
+    return body, ids
 
 
 def _names(context: ServerContext, ids: list[int]) -> list[str | None]:

@@ -32,12 +32,17 @@ class ChatTemplate:
 def _environment() -> ImmutableSandboxedEnvironment:
     """What templates written for transformers expect to find."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock], finalize=_written
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+def _written(value: Any) -> Any:
+    """The content of a message that has none is no text, and not the word None."""
+    return "" if value is None else value
 
 
 class _GenerationBlock(Extension):

@@ -24,6 +24,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, special: SpecialTokens, chat_template: str | None) -> None:
         self._backend = backend
         self._special = special
+        self.chat_template = chat_template  # in Jinja
         self._template = ChatTemplate(chat_template, special) if chat_template is not None else None
         special_by_id = {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(special_by_id)

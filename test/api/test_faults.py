@@ -260,7 +260,8 @@ OPENAI_BAD: dict[str, list[Any]] = {
     "user": [5, {}],
     "chat_template": ["{{ 1 }}"],
     "tools": [[], [{"type": "function", "function": {"name": "f"}}]],
-    "response_format": [{"type": "json_object"}, {"type": "json_schema"}],
+    "response_format": [{"type": "xml"}, {"type": "json_schema"}, {"type": "json_object", "schema": {"type": "x"}}, 5],
+    "structured_outputs": [{"regex": "(a"}, {"json": "{"}, {"choice": []}, {"grammar": "(" * 50_000}, {"regex": "a" * 10**6}],
     "prompt_logprobs": [1],
 }
 BAD_MESSAGES: list[Any] = [
@@ -439,8 +440,8 @@ NATIVE_BAD: dict[str, list[Any]] = {
     ],
     "return_details": ["yes"],
     "ignore_eos": [1],
-    "regular_constraint": ["a"],
-    "guided_json": [{}],
+    "regular_constraint": ["(a", "a" * 1_000_000, 5],
+    "guided_json": [{"type": "x"}, "{", 5],
 }
 NATIVE_BAD_INPUTS: list[Any] = ["", [], None, 5, True, {}, [True], [1.5], ["a"], [VOCAB], [-1], [2**70], [HUGE]]
 NATIVE_BAD_INPUTS += [[1] * CONTEXT, [1] * 1_900_000, [None] * 1_000_000, "x " * CONTEXT, "x" * 15_000_000]
@@ -458,7 +459,7 @@ TGI_BAD: dict[str, list[Any]] = {
     "truncate": [0, -1, 10**9],
     "top_n_tokens": [-1, 6, True],
     "watermark": [True, 1],
-    "grammar": [{"type": "regex", "value": "a"}, 5],
+    "grammar": [{"type": "regex", "value": "(a"}, {"type": "json", "value": "{"}, {"type": "xml", "value": ""}, 5],
     "decoder_input_details": [True],
     "adapter_id": ["a"],
 }

@@ -160,6 +160,24 @@ def test_the_token_that_ends_a_request_is_text_only_when_asked(tmp_path: Path) -
     check(scenario, tmp_path)
 
 
+def test_special_tokens_are_skipped_but_for_those_that_are_to_be_shown(tmp_path: Path) -> None:
+    text = "<|im_start|>日<|im_end|>本<|im_start|>"
+
+    async def scenario(detokenizer: Detokenizer) -> None:
+        ids = detokenizer.tokenizer.encode(text, add_special_tokens=False)
+        start = detokenizer.tokenizer.token_to_id("<|im_start|>")
+        assert start is not None
+        detokenizer.send(new=[TextReq(1, (), include_stop=False, skip_special_tokens=True, shown_special_ids=(start,))])
+        for token_id in ids:
+            detokenizer.send(TokenIdOut(1, token_id))
+
+        await until(lambda: len(detokenizer.outs()) == len(ids))
+
+        assert detokenizer.text() == text.replace("<|im_end|>", "")
+
+    check(scenario, tmp_path)
+
+
 def test_each_http_process_gets_its_own_and_all_get_signs_of_life(tmp_path: Path) -> None:
     async def scenario(detokenizer: Detokenizer) -> None:
         detokenizer.send(new=[text_req(1), text_req(SECOND + 1)])
@@ -187,5 +205,23 @@ def test_tokens_of_an_aborted_request_are_dropped(tmp_path: Path) -> None:
         await until(lambda: bool(detokenizer.outs()))
 
         assert [out.req_id for out in detokenizer.outs()] == [2]
+
+    check(scenario, tmp_path)
+
+
+def test_a_last_token_that_is_no_end_token_stays_in_the_text(tmp_path: Path) -> None:
+    async def scenario(detokenizer: Detokenizer) -> None:
+        first, last = detokenizer.tokenizer.encode("yes no")
+        new = [text_req(0), text_req(SECOND)]
+
+        detokenizer.send(TokenIdOut(0, first), TokenIdOut(SECOND, first), new=new)
+        detokenizer.send(
+            TokenIdOut(0, last, finish_reason=FinishReason.STOP, ends_in_text=True),
+            TokenIdOut(SECOND, last, finish_reason=FinishReason.STOP),
+        )
+        await until(lambda: detokenizer.manager.num_open == 0 and len(detokenizer.outs(1)) == 2)
+
+        assert detokenizer.text(0) == "yes no"
+        assert detokenizer.text(1) == "yes"
 
     check(scenario, tmp_path)

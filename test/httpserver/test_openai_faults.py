@@ -95,8 +95,20 @@ def complete(param: str, *bodies: dict[str, Any], code: str | None = None) -> li
     return [Bad(COMPLETE, body, param, code) for body in bodies]
 
 
+def strict_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+
+
+def deep_schema(levels: int) -> dict[str, Any]:
+    return {"type": "array", "items": deep_schema(levels - 1)} if levels else {}
+
+
 def prompts(*values: Any) -> list[Bad]:
     return [Bad(COMPLETE, {"prompt": value}, "prompt") for value in values]
+
+
+def tools(*names: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": name}} for name in names]}
 
 
 TOO_LONG = "context_length_exceeded"
@@ -131,16 +143,36 @@ BAD: list[Bad] = [
     *everywhere("request_id", "", "a b", "x" * 129, "a\nb", 5),
     *everywhere("model", 5),
     *everywhere("chat_template", "{{ 1 }}", ""),
-    *later("tools", [], [{"type": "function", "function": {"name": "f"}}]),
-    *later("tool_choice", "auto", "required", {"type": "function"}),
+    *complete("tools", {"tools": []}, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    *complete("tool_choice", *({"tool_choice": choice} for choice in ("auto", "required", {"type": "function"}))),
+    *chat("tools", {"tools": []}, {"tools": "f"}, tools("f", "f"), tools(*(f"f{i}" for i in range(1000))), tools("f")),
+    *chat("tools.0.function.name", tools("two words"), tools(""), tools("f" * 129), tools(5)),
+    *chat("tools.0.function", {"tools": [{"type": "function"}]}),
+    *chat("tools.0.type", {"tools": [{"function": {"name": "f"}}]}, {"tools": [{"type": "web_search"}]}),
+    *chat("tools.0.function.parameters", {"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}),
+    *chat("tool_choice", *(tools("f") | {"tool_choice": choice} for choice in ("any", 5, {"type": "function"}))),
+    *chat("tool_choice", tools("f") | {"tool_choice": {"type": "function", "function": {"name": "g"}}}),
+    *chat("tool_choice", {"tool_choice": "required"}),
+    *chat("parallel_tool_calls", {"parallel_tool_calls": "no"}),
+    *chat("include_reasoning", {"include_reasoning": 1}),
+    *later("thinking_budget", 5),
+    *later("thinking_token_budget", 5),
+    *later("max_reasoning_tokens", 5),
     *later("functions", [{"name": "f"}]),
-    *later("response_format", {"type": "json_object"}, {"type": "json_schema", "json_schema": {}}),
-    *later("structured_outputs", {"regex": "a"}),
-    *later("guided_json", {}),
-    *later("guided_regex", "a"),
-    *later("guided_choice", ["a"]),
-    *later("guided_grammar", "a"),
-    *later("regular_constraint", "a"),
+    *everywhere("response_format.type", {"type": "xml"}, {"type": None}, {}),
+    *everywhere("response_format", {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}, "json_object"),
+    *everywhere("response_format", strict_schema({"type": "nothing"}), strict_schema({"uniqueItems": True})),
+    *everywhere("response_format", strict_schema({"$ref": "#/nowhere"}), strict_schema(deep_schema(100))),
+    *everywhere("response_format", {"type": "structural_tag"}),
+    *everywhere("structured_outputs.regex", {"regex": "(a"}, {"regex": "a" * 100_000}, {"regex": 5}),
+    *everywhere("structured_outputs.json", {"json": "{"}, {"json": "[]"}, {"json": {"type": "nothing"}}),
+    *everywhere("structured_outputs.choice", {"choice": []}, {"choice": ["a"] * 5000}),
+    *everywhere("structured_outputs.regex", {"json": {}, "regex": "a"}),
+    *everywhere("structured_outputs.structural_tag", {"structural_tag": {"triggers": ["<"]}}),
+    *everywhere("guided_json", {"type": 5}, "no JSON"),
+    *everywhere("guided_regex", "(?=a)b", r"a\b"),
+    *everywhere("regular_constraint", "a)"),
+    *everywhere("guided_grammar", "root ::= (", "start: x", "(" * 10_000, "x" * 300_000),
     *later("prompt_logprobs", 0, 1),
     *later("suffix", "end"),
     *later("modalities", ["text", "audio"]),
@@ -151,7 +183,6 @@ BAD: list[Bad] = [
     *chat("messages.0.content", say(5), say([]), say(["Hi"]), say([{"type": "text"}]), say([{"type": "poem"}])),
     *chat("messages.0", say(None), say(None, "assistant"), say(None, "assistant", tool_calls=[]), say("x", "tool")),
     *chat("messages", *map(part, ["image_url", "input_audio", "video_url", "file"]), code="not_supported"),
-    *chat("messages", say("", "assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])),
     *chat("messages.0.tool_calls.0.function", say("", "assistant", tool_calls=[{"id": "1"}])),
     *chat("logprobs", {"logprobs": 5}, {"logprobs": "true"}),
     *chat("top_logprobs", *({"logprobs": True, "top_logprobs": k} for k in (21, -1, 10**6, True))),
@@ -222,6 +253,9 @@ FINE: list[tuple[str, dict[str, Any]]] = [
     *((path, {"n": 3, "temperature": 0}) for path in (CHAT, COMPLETE)),
     (CHAT, {"logprobs": False, "top_logprobs": 0}),
     (CHAT, say("")),
+    (CHAT, say("", "assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])),
+    (CHAT, tools("f") | {"tool_choice": "none", "parallel_tool_calls": True}),
+    (CHAT, {"tool_choice": "auto", "include_reasoning": False, "reasoning_effort": "none"}),
     (CHAT, say("x", "tool", tool_call_id="1")),
     (CHAT, say("<|im_end|><|image_pad|>\u0000")),
     (COMPLETE, {"prompt": "<|im_start|>"}),

@@ -45,6 +45,8 @@ class FakeModel:
         self.steps: list[Step] = []
         self.may_run = asyncio.Event()
         self.may_run.set()
+        self.failing: set[int] = set()  # requests for which no token is left
+        self.completes_after: int | None = None
         self._end_after = end_after
         self._missing: dict[int, int] = {}
         self._made: dict[int, int] = {}
@@ -68,9 +70,13 @@ class FakeModel:
             if self._missing[row.req_id] == 0:
                 self._missing[row.req_id] = 1
                 self._made[row.req_id] += 1
-                is_end = self._made[row.req_id] == self._end_after
-                outs.append(TokenOut(row.req_id, EOS if is_end else 100 + self._made[row.req_id]))
+                outs.append(self._token(row.req_id, self._made[row.req_id]))
         return outs
+
+    def _token(self, req_id: int, made: int) -> TokenOut:
+        token_id = EOS if made == self._end_after else 100 + made
+        error = "nothing is left" if req_id in self.failing else None
+        return TokenOut(req_id, token_id, completes=made == self.completes_after, error=error)
 
 
 class Router:
@@ -322,5 +328,36 @@ def test_opting_out_of_the_cache_shares_with_the_same_prompt_only(tmp_path: Path
 
         cached = {out.req_id: out.admission.cached_tokens for out in router.outs if out.admission}
         assert cached == {1: 0, 2: 59, 3: 0, 4: 59, 5: 0}
+
+    check(scenario, tmp_path)
+
+
+def test_a_request_without_a_token_left_fails_and_the_others_go_on(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.model.failing.add(1)
+        router.send(ask(1))
+        router.send(ask(2))
+
+        await router.until(lambda: router.has_finished(2))
+
+        failed = [failure for batch in router.batches for failure in batch.failed]
+        assert failed == [ReqFailed(1, 400, "nothing is left")]
+        assert router.tokens_of(1) == []
+        assert router.tokens_of(2) == [101, 102, 103, 104]
+        assert router.scheduler.num_running == 0
+
+    check(scenario, tmp_path, depth=2)
+
+
+def test_a_token_that_completes_a_grammar_ends_the_request_and_is_text(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.model.completes_after = 2
+        router.send(ask(1))
+
+        await router.until(lambda: router.has_finished(1))
+
+        assert router.tokens_of(1) == [101, 102]
+        assert router.outs[-1].finish_reason is FinishReason.STOP
+        assert [out.ends_in_text for out in router.outs] == [False, True]
 
     check(scenario, tmp_path)

@@ -32,13 +32,14 @@ class InferReq:
     cache_len: int = 0
     counted_len: int = 0  # tokens that SeenTokens has counted
     total_len: int = field(init=False)  # tokens, known to the host or not
-    temperature: float = field(init=False)  # 0: greedy
+    temperature: float = field(init=False)  # by which the step chooses; 0: greedily
     rules: ReqRules = field(init=False)
 
     def __post_init__(self) -> None:
         self.rules = ReqRules(self.sampling, self.eos_ids)
         self.total_len = len(self.token_ids)
-        self.temperature = 0.0 if self.sampling.is_greedy else self.sampling.temperature
+        is_greedy = self.sampling.is_greedy or self.rules.is_special  # to draw what is chosen again would be a waste
+        self.temperature = 0.0 if is_greedy else self.sampling.temperature
 
     @property
     def output_len(self) -> int:

@@ -147,12 +147,14 @@ def _forbid_others(logits: Tensor, allowed: Allowed) -> None:
 
 def _draw(logits: Tensor, drawn: Drawn) -> Tensor:
     rows = logits if drawn.rows is None else logits[drawn.rows]
+    b_position = int32s([req.total_len for req in drawn.reqs], logits.device)
+    if not (drawn.top or drawn.typical):
+        return ops.choose(rows, drawn.temperature[:, 0], drawn.b_seed, b_position)
     scaled = rows.float() / drawn.temperature
     if drawn.top:
         ops.cut_logits(scaled[drawn.top.rows], drawn.top.b_top_k, drawn.top.b_top_p, drawn.top.b_min_p)
     if drawn.typical:
         ops.cut_atypical(scaled[drawn.typical.rows], drawn.typical.b_typical_p)
-    b_position = int32s([req.total_len for req in drawn.reqs], logits.device)
     return ops.choose(scaled, torch.ones_like(drawn.temperature[:, 0]), drawn.b_seed, b_position)
 
 

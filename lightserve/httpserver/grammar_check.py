@@ -1,0 +1,44 @@
+"""Grammars of requests are tried before the engine hears of them: a bad one is refused before any token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+from lightserve.errors import InvalidRequestError
+from lightserve.grammar import GrammarCompiler
+from lightserve.io_struct import GrammarSpec
+from lightserve.model_files.tokenizer import Tokenizer
+
+COMPILE_LIMIT_S = 5.0  # most take milliseconds; the limits of grammar.py end nearly all others within a second
+THREADS = 2
+
+
+class GrammarCheck:
+    """Compiles in threads of its own; the last grammars are known."""
+
+    def __init__(self) -> None:
+        self._compiler: GrammarCompiler | None = None
+        self._threads = ThreadPoolExecutor(THREADS, "grammar")
+
+    def prepare(self, tokenizer: Tokenizer) -> None:
+        """Read the vocabulary before requests come: no other thread runs meanwhile."""
+        with contextlib.suppress(InvalidRequestError):  # told to whoever asks for a grammar
+            self._compiler_for(tokenizer)
+
+    async def check(self, tokenizer: Tokenizer, spec: GrammarSpec) -> None:
+        """InvalidRequestError tells why a grammar cannot be obeyed."""
+        compiler = self._compiler_for(tokenizer)
+        if compiler.find(spec) is not None:
+            return
+        compiling = asyncio.get_running_loop().run_in_executor(self._threads, compiler.compile, spec)
+        try:
+            await asyncio.wait_for(compiling, COMPILE_LIMIT_S)
+        except TimeoutError as error:
+            raise InvalidRequestError(f"the grammar takes longer than {COMPILE_LIMIT_S:.0f} s to compile") from error
+
+    def _compiler_for(self, tokenizer: Tokenizer) -> GrammarCompiler:
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(tokenizer)
+        return self._compiler

@@ -1,0 +1,73 @@
+"""What a model's output is made of, in the pieces in which it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins; its arguments follow."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of the JSON of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Delta = Content | Reasoning | CallStart | CallArguments
+
+
+@dataclass(slots=True)
+class Call:
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Output:
+    """The whole of an output: its deltas, folded."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+
+def fold(deltas: Iterable[Delta]) -> Output:
+    contents: list[str] = []
+    reasonings: list[str] = []
+    calls: list[Call] = []
+    arguments: list[list[str]] = []
+    for delta in deltas:
+        match delta:
+            case Content(text):
+                contents.append(text)
+            case Reasoning(text):
+                reasonings.append(text)
+            case CallStart(_, call_id, name):
+                calls.append(Call(call_id, name))
+                arguments.append([])
+            case CallArguments(index, text):
+                arguments[index].append(text)
+    for call, pieces in zip(calls, arguments, strict=True):
+        call.arguments = "".join(pieces)
+    return Output("".join(contents), "".join(reasonings), calls)

@@ -1,0 +1,198 @@
+"""Outputs of models in every format, good and broken, and what is in them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from lightserve.output_parsing import OutputParser, ToolCallParser, fold
+from lightserve.output_parsing.scribe import Scribe
+from lightserve.output_parsing.tool_calls.formats import BY_NAME
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "now": {},
+    "write": {"properties": {"text": {"type": "string"}}},
+}
+PARIS = '{"city": "Paris", "days": 2}'
+ODD = '{"text": "a \\"b\\" \\\\ </tool_call> {[ 日本 😀\\n"}'
+
+
+class Sample(NamedTuple):
+    """An output, its content, and its calls as (name, arguments)."""
+
+    text: str
+    content: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+
+
+def call(name: str, arguments: str) -> str:
+    return f'{{"name": "{name}", "arguments": {arguments}}}'
+
+
+def tagged(text: str) -> str:
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+def v3(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"  # noqa: RUF001
+
+
+def v31(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"  # noqa: RUF001
+
+
+def deepseek(*calls: str) -> str:
+    return f"<｜tool▁calls▁begin｜>{''.join(calls)}<｜tool▁calls▁end｜>"  # noqa: RUF001
+
+
+def k2(name: str, number: int, arguments: str) -> str:
+    return f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+def kimi(*calls: str) -> str:
+    return f"<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
+
+
+def glm(name: str, **pairs: str) -> str:
+    inner = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in pairs.items())
+    return f"<tool_call>{name}\n{inner}</tool_call>"
+
+
+def coder(name: str, **pairs: str) -> str:
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in pairs.items())
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+ONE = (("weather", PARIS),)
+TWO = (("weather", PARIS), ("now", "{}"))
+ODD_ONE = (("write", ODD),)
+
+HERMES = [
+    Sample(tagged(call("weather", PARIS)), calls=ONE),
+    Sample("Sure.\n" + tagged(call("weather", PARIS)) + "\n" + tagged(call("now", "{}")) + "\n", "Sure.", TWO),
+    Sample(tagged(call("write", ODD)) + "\nDone.", "Done.", ODD_ONE),
+    Sample("<tool_call>" + call("weather", PARIS) + "\n" + call("now", "{}") + "</tool_call>", calls=TWO),
+    Sample("<tool_call>[" + call("weather", PARIS) + ", " + call("now", "{}") + "]</tool_call>", calls=TWO),
+    Sample('<tool_call>{"arguments": {"a": 1}, "name": "now"}</tool_call>', calls=(("now", '{"a": 1}'),)),
+    Sample('<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', calls=(("now", '{"a": 1}'),)),
+    Sample('<tool_call>{"name": "now"}</tool_call>', calls=(("now", "{}"),)),
+    Sample('<tool_call>{"name": "now", "arguments": {}, "id": [1, "}"]}</tool_call> ok', "ok", (("now", "{}"),)),
+    Sample('<tool_call>{"name": "now", "arguments": {"a": 1}</tool_call>', calls=(("now", '{"a": 1}'),)),
+    Sample('<tool_call>{"name": "now", "arguments": {"a": 1</tool_call> x', "x", (("now", '{"a": 1'),)),
+    Sample('<tool_call>{"name": "now", "arguments": {\'a\': 1}}</tool_call>', calls=(("now", "{'a': 1}}"),)),
+    Sample('<tool_call>{"name": "now", "arguments": {"a": "cut sho', calls=(("now", '{"a": "cut sho'),)),
+    Sample('<tool_call>{"name": "now", "arguments": {"a": "b\nc"}}</tool_call>', calls=(("now", '{"a": "b\\nc"}'),)),
+    Sample('<tool_call>{"name": "no', '<tool_call>{"name": "no'),
+    Sample("<tool_call>now()</tool_call>\n ", "<tool_call>now()</tool_call>\n "),
+    Sample(
+        '<tool_call>{"name": "now", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": [1]}</tool_call>',
+    ),
+    Sample("a < b <tool_ca> <tool_cal", "a < b <tool_ca> <tool_cal"),
+    Sample("<tool_call><tool_call>" + call("now", "{}") + "</tool_call>", "<tool_call>", (("now", "{}"),)),
+]
+LLAMA = [
+    Sample('{"name": "weather", "parameters": ' + PARIS + "}", calls=ONE),
+    Sample(' <|python_tag|>{"name": "weather", "parameters": ' + PARIS + "}", calls=ONE),
+    Sample(call("weather", PARIS) + "; " + call("now", "{}"), calls=TWO),
+    Sample("[" + call("weather", PARIS) + ", " + call("now", "{}") + "]", calls=TWO),
+    Sample("<|python_start|>" + call("now", "{}") + "<|python_end|>", calls=(("now", "{}"),)),
+    Sample('{"city": "Paris"} is it.', '{"city": "Paris"} is it.'),
+    Sample('{"name": "Ann", "parameters": {}}', '{"name": "Ann", "parameters": {}}'),
+    Sample('{"name": "now", "parameters": {}} bye', "bye", (("now", "{}"),)),
+    Sample('<|python_tag|>search.call(query="x")', '<|python_tag|>search.call(query="x")'),
+    Sample("Hello {", "Hello {"),
+    Sample("[1, 2]\n", "[1, 2]\n"),
+]
+MISTRAL = [
+    Sample("[TOOL_CALLS][" + call("weather", PARIS) + ", " + call("now", "{}") + "]", calls=TWO),
+    Sample("[TOOL_CALLS] [" + call("write", ODD) + "] ", calls=ODD_ONE),
+    Sample("Well. [TOOL_CALLS]weather[ARGS]" + PARIS + "[TOOL_CALLS]now[ARGS]{}", "Well.", TWO),
+    Sample("[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", calls=(("now", "{}"),)),
+    Sample("[TOOL_CALLS]now[ARGS]{'a'[TOOL_CALLS]now[ARGS]{}", calls=(("now", "{'a'"), ("now", "{}"))),
+    Sample("[TOOL_CALLS]what is[TOOL_CALLS]now[ARGS]{}", "[TOOL_CALLS]what is", (("now", "{}"),)),
+    Sample("[TOOL_CALLS][1]", "[TOOL_CALLS][1]"),
+    Sample("[TOOL_", "[TOOL_"),
+]
+DEEPSEEK = [
+    Sample(deepseek(v3("weather", PARIS), "\n", v3("now", "{}")), calls=TWO),
+    Sample("Let me see." + deepseek(v31("weather", PARIS), v31("now", "{}")), "Let me see.", TWO),
+    Sample(deepseek(v31("function", "{}")), calls=(("function", "{}"),)),
+    Sample(v31("write", ODD), calls=ODD_ONE),
+    Sample(deepseek(v31("write", "{'a'")), calls=(("write", "{'a'"),)),
+    Sample(deepseek("no call"), deepseek("no call")),
+    Sample(deepseek(v3("two words", "{}")), deepseek(v3("two words", "{}"))),
+    Sample(deepseek(v3("now", "{}"))[:30], deepseek(v3("now", "{}"))[:30]),
+]
+KIMI = [
+    Sample(kimi(k2("weather", 0, PARIS), k2("now", 1, "{}")), calls=TWO),
+    Sample("Hm. " + kimi(k2("write", 0, ODD)) + " So.", "Hm. So.", ODD_ONE),
+    Sample(k2("write", 0, '{"a"').removesuffix("<|tool_call_end|>"), calls=(("write", '{"a"'),)),
+    Sample(kimi(), kimi()),
+    Sample(kimi("<|tool_call_begin|>"), kimi("<|tool_call_begin|>")),
+]
+GLM = [
+    Sample(glm("weather", city="Paris", days="2") + "\n" + glm("now"), calls=TWO),
+    Sample("Yes." + glm("write", text="3"), "Yes.", (("write", '{"text": "3"}'),)),
+    Sample(
+        glm("f", a="[1, {}]", b="x y", c="null", d="NaN"),
+        calls=(("f", '{"a": [1, {}], "b": "x y", "c": null, "d": "NaN"}'),),
+    ),
+    Sample("<tool_call>now</tool_call>", calls=(("now", "{}"),)),
+    Sample(
+        "<tool_call>write<arg_key>text</arg_key><arg_value>日本 <b>\n",
+        calls=(("write", "{<arg_key>text</arg_key><arg_value>日本 <b>\n"),),
+    ),
+    Sample("<tool_call>f\n<arg_key>a</arg_key>b</tool_call>", calls=(("f", "{<arg_key>a</arg_key>b"),)),
+    Sample(tagged(call("now", "{}")), tagged(call("now", "{}"))),
+    Sample("<tool_call>now", "<tool_call>now"),
+]
+CODER = [
+    Sample(coder("weather", city="Paris", days="2") + "\n" + coder("now"), calls=TWO),
+    Sample(coder("write", text="a\n\nb"), calls=(("write", '{"text": "a\\n\\nb"}'),)),
+    Sample(coder("f", a="True", b="None"), calls=(("f", '{"a": true, "b": null}'),)),
+    Sample("<tool_call>now</tool_call>", "<tool_call>now</tool_call>"),
+]
+PYTHON = [
+    Sample('[weather(city="Paris", days=2), now()]', calls=TWO),
+    Sample("<|python_start|>[now()]<|python_end|>", calls=(("now", "{}"),)),
+    Sample(
+        " [write(text='it\\'s (]', a=[-1, (2.5, True), {'b': null}])]\n",
+        calls=(("write", '{"text": "it\'s (]", "a": [-1, [2.5, true], {"b": null}]}'),),
+    ),
+    Sample("[now(), now(1)] x", ", now(1)] x", (("now", "{}"),)),
+    Sample("[now(a=1) and more", "and more", (("now", '{"a": 1}'),)),
+    Sample("[now(a=__import__('os').system('x'))]", "[now(a=__import__('os').system('x'))]"),
+    Sample("[other()]", "[other()]"),
+    Sample("[now(a=1e999)]", "[now(a=1e999)]"),
+    Sample("[now(**{'a': 1})]", "[now(**{'a': 1})]"),
+    Sample("[now(a='x", "[now(a='x"),
+    Sample("[1, 2, 3]", "[1, 2, 3]"),
+    Sample("Hello [now()]", "Hello [now()]"),
+    Sample("[now(a=" + "(" * 200, "[now(a=" + "(" * 200),
+]
+PLAIN = [Sample(""), Sample("Hello\n", "Hello\n"), Sample(" \n x  y ", " \n x  y "), Sample("😀\u2028<", "😀\u2028<")]
+CORPUS: dict[str, list[Sample]] = {
+    "hermes": HERMES,
+    "llama3_json": LLAMA,
+    "mistral": MISTRAL,
+    "mistral_newer": MISTRAL,
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v31": DEEPSEEK,
+    "kimi_k2": KIMI,
+    "glm45": GLM,
+    "qwen3_coder": CODER,
+    "pythonic": PYTHON,
+}
+CASES = [(name, sample) for name, samples in CORPUS.items() for sample in [*samples, *PLAIN]]
+
+
+def parser_of(name: str, max_calls: int | None = None) -> OutputParser:
+    return OutputParser(tools=ToolCallParser(BY_NAME[name].parse, Scribe(TOOLS, lambda: "id", max_calls)))
+
+
+def taken_apart(parser: OutputParser, *pieces: str) -> Sample:
+    """What a parser makes of a text in pieces; the ids of calls do not count."""
+    deltas = [delta for piece in pieces for delta in parser.push(piece)]
+    output = fold([*deltas, *parser.finish()])
+    return Sample("".join(pieces), output.content, tuple((one.name, one.arguments) for one in output.calls))

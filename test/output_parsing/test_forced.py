@@ -1,0 +1,118 @@
+"""Grammars that force calls, tried with llguidance on what they allow and what not."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import tokenizers
+
+from lightserve.grammar import GrammarCompiler
+from lightserve.io_struct import GrammarSpec
+from lightserve.model_files import Tokenizer
+from lightserve.model_files.special_tokens import SpecialTokens
+from lightserve.output_parsing.forced import Thinking, forced_grammar, forcible
+from lightserve.output_parsing.reasoning import THINK
+from lightserve.output_parsing.tool_calls.formats import ALL, BY_NAME
+from test.output_parsing.corpus import PARIS, deepseek, k2, kimi, parser_of, taken_apart, v3, v31
+from test.real_model import smollm2_tokenizer as smol
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "minProperties": 1,  # which no grammar enforces
+}
+TOOLS = {"weather": WEATHER, "now": {}}
+
+
+def listed(key: str) -> list[str]:
+    return [f'{{"name": "weather", "{key}": {PARIS}}}', f'{{"name": "now", "{key}": {{}}}}']
+
+
+def tagged(call: str) -> str:
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+TWO_CALLS = {
+    "hermes": "\n".join(map(tagged, listed("arguments"))),
+    "llama3_json": "; ".join(listed("parameters")),
+    "mistral": f"[TOOL_CALLS][{', '.join(listed('arguments'))}]",
+    "mistral_newer": f"[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]now[ARGS]{{}}",
+    "deepseek_v3": deepseek(v3("weather", PARIS), "\n", v3("now", "{}")),
+    "deepseek_v31": deepseek(v31("weather", PARIS), v31("now", "{}")),
+    "kimi_k2": kimi(k2("weather", 0, PARIS), k2("now", 1, "{}")),
+    "glm45": "; ".join(listed("parameters")),
+    "qwen3_coder": "; ".join(listed("parameters")),
+    "pythonic": "; ".join(listed("parameters")),
+}
+NAMES = sorted(TWO_CALLS)
+
+
+@functools.cache
+def tokenizer(with_markers: bool = False) -> Tokenizer:
+    """``with_markers``: those of every format, and the tags of reasoning, as special tokens."""
+    backend = tokenizers.Tokenizer.from_str(smol().to_json())
+    if with_markers:
+        backend.add_special_tokens([*{marker for one in ALL for marker in one.markers}, "<think>", "</think>"])
+    return Tokenizer(backend, SpecialTokens(eos="<|im_end|>"), None)
+
+
+@functools.cache
+def compiler(with_markers: bool) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer(with_markers))
+
+
+def allows(
+    name: str, text: str, with_markers: bool = False, max_calls: int | None = None, thinking: Thinking | None = None
+) -> bool:
+    """Whether the whole text, and nothing more, may be the answer."""
+    own = tokenizer(with_markers)
+    form = forcible(BY_NAME[name])
+    ids = {marker: own.token_to_id(marker) for marker in (*form.markers, "<think>", "</think>")}
+    special = {marker: token for marker, token in ids.items() if token in own.special_ids and token is not None}
+    grammar = forced_grammar(form, TOOLS, max_calls, thinking, special)
+    matcher = compiler(with_markers).compile(GrammarSpec("lark", grammar))
+    return all(matcher.consume_token(token) for token in own.encode(text, add_special_tokens=False)) and bool(
+        matcher.is_accepting()
+    )
+
+
+def test_every_format_is_here() -> None:
+    assert {form.name for form in ALL} == set(TWO_CALLS)
+
+
+@pytest.mark.parametrize("with_markers", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_in_the_models_own_format_are_allowed_and_nothing_else(name: str, with_markers: bool) -> None:
+    text = TWO_CALLS[name]
+
+    assert allows(name, text, with_markers)
+    assert not allows(name, text, with_markers, max_calls=1)
+    assert not allows(name, "Hello", with_markers)
+    assert not allows(name, "", with_markers)
+    assert not allows(name, text.replace("weather", "whether"), with_markers)
+    assert not allows(name, text.replace("2", '"two"'), with_markers)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_forced_is_what_the_parser_reads(name: str) -> None:
+    parsed = taken_apart(parser_of(forcible(BY_NAME[name]).name), TWO_CALLS[name])
+
+    assert parsed.calls == (("weather", PARIS), ("now", "{}"))
+    assert parsed.content == ""
+
+
+@pytest.mark.parametrize("with_markers", [False, True])
+def test_a_model_may_think_before_it_calls_and_must_end_it_first(with_markers: bool) -> None:
+    call = tagged(listed("arguments")[1])
+    begun, free = Thinking(THINK, is_begun=True), Thinking(THINK, is_begun=False)
+
+    assert allows("hermes", f"Hm.\n</think>\n\n{call}", with_markers, thinking=begun)
+    assert not allows("hermes", f"Hm.\n</think>\n\nNo. </think> {call}", with_markers, thinking=begun)
+    assert not allows("hermes", call, with_markers, thinking=begun)
+    assert allows("hermes", f"<think>Hm.</think>{call}", with_markers, thinking=free)
+    assert allows("hermes", call, with_markers, thinking=free)
+    assert not allows("hermes", f"Hm. {call}", with_markers, thinking=free)

@@ -1,0 +1,109 @@
+"""Reasoning, apart from the answer after it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lightserve.errors import ServerError
+from lightserve.output_parsing import Content, OutputParser, Reasoning, ToolCallParser, fold
+from lightserve.output_parsing.reasoning import THINK, ReasoningFormat, ReasoningParser, reasoning_format
+from lightserve.output_parsing.scribe import Scribe
+from lightserve.output_parsing.tool_calls.formats import BY_NAME
+from test.output_parsing.corpus import TOOLS
+from test.output_parsing.test_tool_calls import cut
+
+R1 = ReasoningFormat("<think>", "</think>", is_implied=True)
+
+
+def split(text: str, is_inside: bool, pieces: list[str] | None = None) -> tuple[str, str]:
+    parser = ReasoningParser(THINK, is_inside)
+    deltas = [delta for piece in pieces or [text] for delta in parser.push(piece)]
+    output = fold([*deltas, *parser.finish()])
+    return output.reasoning, output.content
+
+
+CASES = [
+    ("<think>\nWhat is 2+2?\n\n4.\n</think>\n\nIt is 4.\n", False, "What is 2+2?\n\n4.", "It is 4.\n"),
+    ("What?\n</think>\nFour", True, "What?", "Four"),
+    ("<think>again</think>x", True, "again", "x"),
+    ("\n\n<think></think>\nx", False, "", "x"),
+    ("No tags. <think>a</think>", False, "", "No tags. <think>a</think>"),
+    ("\n plain \n", False, "", "\n plain \n"),
+    ("cut off in the mid", True, "cut off in the mid", ""),
+    ("<think>a </thin", False, "a </thin", ""),
+    ("a</think>b</think>c", True, "a", "b</think>c"),
+    ("a < b </ think> 日本😀 \n </think>ok", True, "a < b </ think> 日本😀", "ok"),
+    ("<thi", False, "", "<thi"),
+    ("", True, "", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "is_inside", "reasoning", "content"), CASES)
+def test_reasoning_is_told_from_content_however_the_text_is_cut(
+    text: str, is_inside: bool, reasoning: str, content: str
+) -> None:
+    rng = random.Random(0)
+
+    assert split(text, is_inside) == (reasoning, content)
+    assert split(text, is_inside, list(text)) == (reasoning, content)
+    for _ in range(50):
+        assert split(text, is_inside, cut(text, rng)) == (reasoning, content)
+
+
+def test_reasoning_comes_as_it_is_thought() -> None:
+    parser = ReasoningParser(THINK, is_inside=False)
+
+    assert parser.push("<think>\nLet me") == [Reasoning("Let me")]
+    assert parser.is_reasoning
+    assert parser.push(" see\n") == [Reasoning(" see")]
+    assert parser.push("\n</think>\n") == []
+    assert not parser.is_reasoning
+    assert parser.push("\nYes") == [Content("Yes")]
+
+
+@pytest.mark.parametrize(
+    ("form", "prompt", "is_continued", "expected"),
+    [
+        (THINK, "<|assistant|>\n<think>\n", False, True),
+        (THINK, "<|assistant|>\n", False, False),
+        (THINK, "<|assistant|>\n<think>\n\n</think>\n\n", False, False),
+        (THINK, "user: what does <think> mean?\nassistant:", False, False),
+        (THINK, "assistant: <think>Well, ", True, True),
+        (THINK, "assistant: <think>Well</think> so ", True, False),
+        (R1, "<|assistant|>\n", False, True),
+        (R1, "<|assistant|>\n<think>\n\n</think>\n\n", False, False),
+    ],
+)
+def test_the_prompt_tells_whether_the_answer_begins_inside(
+    form: ReasoningFormat, prompt: str, is_continued: bool, expected: bool
+) -> None:
+    assert form.begins_inside(prompt, is_continued) is expected
+
+
+def test_calls_are_read_after_the_reasoning_only() -> None:
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    text = f"I could {call}, no.</think>\n{call}\nok"
+    rng = random.Random(0)
+    for pieces in ([text], list(text), *(cut(text, rng) for _ in range(50))):
+        tools = ToolCallParser(BY_NAME["hermes"].parse, Scribe(TOOLS))
+        parser = OutputParser(ReasoningParser(THINK, is_inside=True), tools)
+
+        output = fold([*(delta for piece in pieces for delta in parser.push(piece)), *parser.finish()])
+
+        assert output.reasoning == f"I could {call}, no."
+        assert output.content == "ok"
+        assert [(one.name, one.arguments) for one in output.calls] == [("now", "{}")]
+
+
+def test_the_tags_are_found_by_the_chat_template_or_named() -> None:
+    assert reasoning_format("auto", "{{ content.split('</think>')[-1] }}") == THINK
+    assert reasoning_format("auto", "[THINK]{{ x }}[/THINK]") == ReasoningFormat("[THINK]", "[/THINK]")
+    assert reasoning_format("auto", "{{ messages }}") is None
+    assert reasoning_format("none", "</think>") is None
+    assert reasoning_format("qwen3", "") == THINK
+    assert reasoning_format("deepseek_r1", "") == R1
+    assert reasoning_format("<a>,</a>", "") == ReasoningFormat("<a>", "</a>")
+    with pytest.raises(ServerError, match="reasoning_parser='deep': choose one of auto, none, qwen3, deepseek_r1, or"):
+        reasoning_format("deep", "")
