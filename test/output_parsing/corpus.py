@@ -82,6 +82,9 @@ HERMES = [
     Sample('<tool_call>{"name": "now", "arguments": {\'a\': 1}}</tool_call>', calls=(("now", "{'a': 1}}"),)),
     Sample('<tool_call>{"name": "now", "arguments": {"a": "cut sho', calls=(("now", '{"a": "cut sho'),)),
     Sample('<tool_call>{"name": "now", "arguments": {"a": "b\nc"}}</tool_call>', calls=(("now", '{"a": "b\\nc"}'),)),
+    Sample("```json\n" + call("weather", PARIS) + "\n```", calls=ONE),
+    Sample('```json\n{"name": "Ada", "arguments": {}}\n```', '```json\n{"name": "Ada", "arguments": {}}\n```'),
+    Sample("So:\n```json\n[1, 2]\n```\nOk ```js", "So:\n```json\n[1, 2]\n```\nOk ```js"),
     Sample('<tool_call>{"name": "no', '<tool_call>{"name": "no'),
     Sample("<tool_call>now()</tool_call>\n ", "<tool_call>now()</tool_call>\n "),
     Sample(
