@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -44,13 +43,14 @@ class DeviceKind:
         if self.name != "cpu":
             torch.cuda.set_device(device)
 
-    def compiling_ahead(self, device: torch.device) -> AbstractContextManager[None]:
-        """Within it kernels are compiled side by side and not launched; nothing where none are compiled."""
+    def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:
+        """Compile side by side what ``work`` launches; nothing is called where nothing is compiled."""
         if self.backend != "triton":
-            return nullcontext()
+            return
         from lightserve.common.compile_ahead import compile_ahead  # imports triton
 
-        return compile_ahead(lambda: self.enter(device))
+        with compile_ahead(lambda: self.enter(device)):
+            work()
 
     def dtype_for(self, model_dtype: str | None) -> torch.dtype:
         """What a model is computed in unless told otherwise."""
@@ -94,8 +94,8 @@ KINDS = {
         comm="nccl",
         dtypes=(torch.bfloat16, torch.float16),
         pipeline_depth=2,
-        # A decode step of an 8B model on an H200 takes 5 ms; with 384 tokens, those of prompts among them, 10. The matmuls
-        # of 448 tokens take longer than those of 512, those of 1,088 a fifth longer than those of 1,024.
+        # A decode step of an 8B model on an H200 takes 5 ms; with 384 tokens, those of prompts among them, 10. Its
+        # matmuls take longer for 448 tokens than for 512, and for 1,088 a fifth longer than for 1,024.
         step_limits=StepLimits(batch_max_tokens=8192, chunked_prefill_size=256, sizes=(256, 384, 512, 1024)),
         has_graphs=True,
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.common.device import DeviceKind
 from lightserve.common.mem_manager import kv_bytes_per_token
@@ -23,9 +25,9 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind) -> i
     most = max_reqs * max_len  # more could never be used
     if config.max_total_token_num is not None:
         return min(config.max_total_token_num, most)
-    with kind.compiling_ahead(model.device):
-        _largest_step(config, model, kind)
-    peak = kind.peak_bytes(model.device, lambda: _largest_step(config, model, kind))
+    largest_step = partial(_largest_step, config, model, kind)
+    kind.compile_kernels(model.device, largest_step)
+    peak = kind.peak_bytes(model.device, largest_step)
     peak += COPIES_OF_LOGITS * FLOAT32_BYTES * max_reqs * model.config.vocab_size if peak else 0
     budget = max(kind.kv_budget(model.device, config.mem_fraction) - peak, 0)
     fits = budget // kv_bytes_per_token(model.config, model.tp.size, model.args.dtype)
