@@ -68,7 +68,9 @@ class RouterConfig:
         0.85, "share of the KV pool up to which output lengths are guessed; 0: reserve all that requests may make"
     )
     chunked_prefill_size: int | None = option(
-        None, "prompt tokens of a step in which others decode; omitted: what suits the device", "long_prefill_token_threshold"
+        None,
+        "prompt tokens of a step in which others decode; omitted: what suits the device",
+        "long_prefill_token_threshold",
     )
     disable_chunked_prefill: bool = option(False, "compute every prompt in one step")
     disable_dynamic_prompt_cache: bool = option(False, "share no prefixes between requests", "no_enable_prefix_caching")

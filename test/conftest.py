@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backend", help="run only the op tests of this backend")
+    parser.addoption("--long", action="store_true", help="run the tests that take minutes too")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -27,6 +28,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.gpu)  # the same tests that interpret the kernels elsewhere
         elif item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: --long runs it"))
 
 
 def _keep_backend(backend: str, config: pytest.Config, items: list[pytest.Item]) -> None:

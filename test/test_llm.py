@@ -60,7 +60,7 @@ def test_streamed_pieces_add_up_to_the_text(llm: LLM) -> None:
 
     for i, prompt in enumerate(prompts):
         pieces = [out for out in outs if out.index == i]
-        whole = llm.tokenizer.decode([out.token_id for out in pieces])
+        whole = llm.tokenizer.decode([out.token_id for out in pieces if out.token_id is not None])
         assert "".join(out.text for out in pieces) == whole, prompt
         assert all("\ufffd" not in out.text for out in pieces[:-1])
         assert [out.finish_reason for out in pieces] == [None] * 29 + [FinishReason.LENGTH]

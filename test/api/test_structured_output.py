@@ -20,7 +20,6 @@ from test.schemas import schema_of
 
 pytestmark = pytest.mark.slow
 
-SCHEMAS = 200
 AT_ONCE = 16
 MAX_TOKENS = 250
 MODEL = "SmolLM2-135M-Instruct"
@@ -86,8 +85,9 @@ def response_format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
-def test_json_is_valid_for_its_schema(server: ServerProcess) -> None:
-    schemas = [schema_of(seed) for seed in range(SCHEMAS)]
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.long)])
+def test_json_is_valid_for_its_schema(server: ServerProcess, count: int) -> None:
+    schemas = [schema_of(seed) for seed in range(count)]
     requests = [options_of(seed) | {"response_format": response_format(schema)} for seed, schema in enumerate(schemas)]
 
     answers = ask_all(server, requests)
@@ -95,13 +95,13 @@ def test_json_is_valid_for_its_schema(server: ServerProcess) -> None:
     ended = [
         (schema, text) for schema, answer in zip(schemas, answers, strict=True) for text, why in answer if why == "stop"
     ]
-    assert len(ended) > 0.8 * sum(map(len, answers))
+    assert len(ended) > 0.7 * sum(map(len, answers))
     for schema, text in ended:
         jsonschema_rs.validate(schema, json.loads(text))
 
 
 def test_any_json_object_is_one(server: ServerProcess) -> None:
-    requests = [options_of(seed) | {"response_format": {"type": "json_object"}} for seed in range(10)]
+    requests = [options_of(seed) | {"response_format": {"type": "json_object"}} for seed in range(4)]
 
     for answer in ask_all(server, requests):
         for text, why in answer:
@@ -130,7 +130,7 @@ def test_a_text_is_one_of_the_choices(server: ServerProcess) -> None:
 def test_a_text_is_of_the_language_of_its_grammar(server: ServerProcess) -> None:
     body = {"structured_outputs": {"grammar": EXPRESSION}}
 
-    for answer in ask_all(server, [options_of(seed) | {"extra_body": body} for seed in range(6)]):
+    for answer in ask_all(server, [options_of(seed) | {"extra_body": body} for seed in range(2)]):
         for text, why in answer:
             assert why == "length" or is_expression(text)
 
@@ -168,6 +168,7 @@ def test_one_request_that_has_no_way_on_fails_alone(server: ServerProcess) -> No
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
 
+@pytest.mark.long
 def test_pauses_and_steps_among_others_change_no_answer() -> None:
     """On few slots, so that requests are paused again and again; every third is free."""
     rng = random.Random(0)

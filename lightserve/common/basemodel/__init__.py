@@ -1,7 +1,7 @@
 """What a model is made of. People who add a model need nothing else but ``lightserve.common.ops``."""
 
 from lightserve.common.basemodel.basemodel import ModelArgs, TpPartBaseModel
-from lightserve.common.basemodel.infer_struct import InferStateInfo, ModelInput
+from lightserve.common.basemodel.infer_struct import InferStateInfo, LogitsOf, ModelInput
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
     BaseLayerInfer,
     PostLayerInfer,
@@ -34,6 +34,7 @@ __all__ = [
     "ColumnWeight",
     "InferStateInfo",
     "LayerNormWeight",
+    "LogitsOf",
     "ModelArgs",
     "ModelConfig",
     "ModelInput",

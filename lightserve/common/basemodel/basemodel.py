@@ -119,7 +119,7 @@ class TpPartBaseModel:
 
     @torch.inference_mode()
     def forward(self, step: ModelInput) -> Tensor:
-        """Logits, ``[batch, vocab]`` of each request's last token or ``[tokens, vocab]`` of all, in the model's dtype."""
+        """Logits in the model's dtype: of each request's last token, ``[batch, vocab]``, or ``[tokens, vocab]``."""
         infer_state = self.infer_state_class(step, self.mem_manager)
         infer_state.init_some_extra_state(self, step.input_ids)
         if step.is_prefill:

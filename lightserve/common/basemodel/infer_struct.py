@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from lightserve.common.ops import AttnBatch
 
 if TYPE_CHECKING:
     from lightserve.common.basemodel.basemodel import TpPartBaseModel
+
+LogitsOf = Callable[[Tensor], Tensor]  # [rows] int64 of the step's tokens -> [rows, vocab]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class ModelInput:
     attn: AttnBatch
     is_prefill: bool  # False: exactly one token a request
     all_logits: bool = False  # of every token, not only of each request's last
+    watch_logits: Callable[[LogitsOf], None] | None = None  # may ask for those of any tokens, a few at a time
 
 
 class InferStateInfo:

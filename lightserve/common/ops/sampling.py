@@ -88,8 +88,7 @@ def choose(logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Te
     the same seed gives the same text in any batch. Logits are of any float type; one that is NaN is never chosen, and
     a row without a choice gives token 0. ``b_temperature`` float32, ``b_seed`` int64, ``b_position`` int32.
     """
-    logits = logits.float()
-    scores = logits.masked_fill(logits.isnan(), float("-inf"))
+    scores = logits.float().nan_to_num(float("-inf"), float("inf"), float("-inf"))
     chosen = scores.argmax(-1)
     rows = b_temperature.nonzero()[:, 0]
     if len(rows):  # greedy rows need no noise, which costs more than all else here

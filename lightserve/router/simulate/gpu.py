@@ -15,8 +15,8 @@ class CostModel:
     """How long a step takes. The defaults: Llama-3-8B in bfloat16 on one H200, measured 2026-11-15.
 
     Matmuls were measured with cuBLAS in a CUDA graph; more tokens may take less time. A step that mixes prompts and
-    decodes is one matmul over all its tokens. Attention of a prompt: 32 million pairs of query and key in 31 ms. All the
-    rest, norms and the like, takes 1.3 us a token.
+    decodes is one matmul over all its tokens. Attention of a prompt takes 31 ms for 32 million pairs of query and key.
+    All the rest, norms and the like, takes 1.3 us a token.
     """
 
     matmul_ms: tuple[tuple[int, float], ...] = (
