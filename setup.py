@@ -35,6 +35,7 @@ setup(
         "test": [
             "accelerate",
             "aiohttp",
+            "anthropic",
             "hypothesis",
             "jsonschema-rs",
             "matplotlib",

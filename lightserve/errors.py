@@ -7,6 +7,7 @@ LightserveError
 │   ├── PromptTooLongError         400
 │   ├── UnauthorizedError          401
 │   ├── ModelNotFoundError         404
+│   ├── ResponseNotFoundError      404: none is stored
 │   ├── BodyTimeoutError           408
 │   ├── BodyTooLargeError          413
 │   ├── MediaTypeError             415
@@ -69,6 +70,15 @@ class UnauthorizedError(RequestError):
 class ModelNotFoundError(RequestError):
     status = 404
     code = "model_not_found"
+
+
+class ResponseNotFoundError(RequestError):
+    status = 404
+    code = "response_not_found"
+
+    def __init__(self, response_id: str, param: str | None = None) -> None:
+        found = f"there is no response {response_id[:100]!r}: this server stores none; send the whole conversation"
+        super().__init__(found, param)
 
 
 class BodyTimeoutError(RequestError):

@@ -35,6 +35,7 @@ TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]  # one beyond the vocabulary 
 Share = Annotated[float, Meta(gt=0, le=1)]  # of the probability mass; 1: all of it
 OpenAIPenalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+TopCount = Annotated[int, Meta(ge=0, le=20)]
 BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=64)]
 
 
@@ -74,7 +75,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop: bool = False  # leave the stop string or the end token in the text
     skip_special_tokens: bool = True
     shown_special_ids: tuple[TokenId, ...] = ()  # stay in the text all the same
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # the chosen token's, and those of the k most likely
+    logprobs: TopCount | None = None  # the chosen token's, and those of the k most likely
+    prompt_logprobs: TopCount | None = None  # the same for the tokens of the prompt
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -136,6 +138,18 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     free: list[int] = []
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of every token of a prompt but the first, given those before it.
+
+    Arrays as bytes: a prompt is long, and who passes them on need not read them.
+    """
+
+    logprobs: bytes  # [tokens] float32
+    ranks: bytes  # [tokens] int32; 1: the likeliest
+    top_ids: bytes  # [tokens, k] int32, the likeliest first
+    top_logprobs: bytes  # [tokens, k] float32
+
+
 class TokenOut(msgspec.Struct, frozen=True):
     """A token sampled for a request whose known tokens are all computed."""
 
@@ -145,6 +159,7 @@ class TokenOut(msgspec.Struct, frozen=True):
     top: list[tuple[int, float]] | None = None  # with it, as many of the likeliest tokens as asked for, best first
     completes: bool = False  # the request's grammar, after which nothing may follow
     error: str | None = None  # why there is no token: the request ends
+    prompt: PromptLogprobs | None = None  # with the first token, where the request asked for it
 
 
 # httpserver -> router
@@ -223,6 +238,7 @@ class TokenIdOut(msgspec.Struct, frozen=True, array_like=True):
     stop_reason: int | None = None  # the stop token id that ended it; None for an end token of the model
     admission: Admission | None = None  # with the first token
     ends_in_text: bool = False  # it finishes the request, and its text counts: it is no end token
+    prompt: PromptLogprobs | None = None  # with the first token, where asked for
 
 
 class ReqFailed(msgspec.Struct, frozen=True):
@@ -280,6 +296,7 @@ class StrOut(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or string that ended it
     admission: Admission | None = None
+    prompt: PromptLogprobs | None = None
 
 
 class BatchStrOut(msgspec.Struct, frozen=True, tag=True):

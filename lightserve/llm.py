@@ -17,6 +17,7 @@ from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerErr
 from lightserve.io_struct import FinishReason, SamplingParams, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from lightserve.prompt_logprobs import PromptToken, unpack
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.model_infer.model_rpc import Collect
 from lightserve.router.model_infer.worker import ModelWorker
@@ -37,6 +38,7 @@ class StreamOut:
     finish_reason: FinishReason | None
     top: list[tuple[int, float]] | None = None  # the likeliest tokens and their logprobs, where asked for
     error: str | None = None  # why it was aborted
+    prompt: list[PromptToken] | None = None  # with the first token, where prompt_logprobs were asked for
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class Generation:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # (token id, logprob), most likely first
     finish_reason: FinishReason | None = None
     error: str | None = None  # why it was aborted
+    prompt_logprobs: list[PromptToken] | None = None  # where asked for
 
 
 class LLM:
@@ -93,6 +96,7 @@ class LLM:
                 generation.logprobs.append(out.logprob)
                 generation.top_logprobs.append(out.top or [])
             generation.finish_reason, generation.error = out.finish_reason, out.error
+            generation.prompt_logprobs = generation.prompt_logprobs or out.prompt
         return generations
 
     def stream(
@@ -194,7 +198,10 @@ class LLM:
             self._scheduler.abort(req.req_id)
         if finish_reason is not None:
             del self._open[req.req_id]
-        stream.outs.append(StreamOut(stream.index, out.token_id, out.logprob, text, finish_reason, out.top))
+        prompt = None if out.prompt is None else unpack(req.prompt_ids, out.prompt)
+        stream.outs.append(
+            StreamOut(stream.index, out.token_id, out.logprob, text, finish_reason, out.top, prompt=prompt)
+        )
 
     def _text_of(self, req: Req) -> ReqText:
         sampling = req.sampling

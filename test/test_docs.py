@@ -19,9 +19,11 @@ from lightserve.config import ServerConfig
 from lightserve.httpserver import native_request, openai_later
 from lightserve.httpserver.body import Body, check
 from lightserve.httpserver.generate_schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
+from lightserve.httpserver.messages_request import MessagesBody, PromptBody
 from lightserve.httpserver.metrics import ENGINE_UP, NAMES
 from lightserve.httpserver.native_request import NativeBody, NativeParameters
 from lightserve.httpserver.openai_protocol import ChatBody, CompletionBody, Message, StreamOptions, checked
+from lightserve.httpserver.responses_request import ResponsesBody
 from lightserve.httpserver.tgi_request import TgiBody, TgiParameters
 from lightserve.metrics import CATALOGUE
 from lightserve.models.registry import MODELS
@@ -34,7 +36,7 @@ README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 DATED = {"log.md"}  # tells of its day, whose flags may be gone
-OTHER_TOOLS = {"--backend", "--policy"}  # of pytest, of benchmark/scheduler.py
+OTHER_TOOLS = {"--backend", "--long", "--policy"}  # of pytest, of benchmark/scheduler.py
 METHODS = "GET|HEAD|POST"
 
 
@@ -168,6 +170,8 @@ def test_endpoints_in_the_readme_are_on_the_api_page() -> None:
         pytest.param([*ChatBody.model_fields, *CompletionBody.model_fields], id="openai"),
         pytest.param([*Message.model_fields, *StreamOptions.model_fields], id="parts"),
         pytest.param(list(openai_later.LATER), id="openai-later"),
+        pytest.param(list(ResponsesBody.model_fields), id="responses"),
+        pytest.param(list(MessagesBody.model_fields), id="messages"),
         pytest.param([*NativeBody.model_fields, *NativeParameters.model_fields], id="lightllm"),
         pytest.param(list(native_request.LATER), id="lightllm-later"),
         pytest.param([*TgiBody.model_fields, *TgiParameters.model_fields], id="tgi"),
@@ -195,8 +199,12 @@ def requests_of(page: Path) -> list[tuple[str, str]]:
 def check_body(path: str, value: dict[str, Any]) -> None:
     openai: dict[str, type[ChatBody] | type[CompletionBody]]
     openai = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
+    others: dict[str, type[Body]]
+    others = {"/v1/responses": ResponsesBody, "/v1/messages": MessagesBody, "/v1/messages/count_tokens": PromptBody}
     if path in openai:
         checked(openai[path], value)
+    elif path in others:
+        check(others[path], value)
     elif path in ("/generate", "/generate_stream", "/"):
         kinds: dict[Schema, type[Body]] = {Schema.TGI: TgiBody, Schema.LIGHTLLM: NativeBody}
         check(kinds[schema_of(value, Schema.LIGHTLLM)], value)

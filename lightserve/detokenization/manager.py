@@ -88,5 +88,13 @@ class DetokenizationManager:
         if finish_reason is not None:
             del self._texts[token.req_id]
         return StrOut(
-            token.req_id, piece, token.token_id, token.logprob, token.top, finish_reason, stop_reason, token.admission
+            token.req_id,
+            piece,
+            token.token_id,
+            token.logprob,
+            token.top,
+            finish_reason,
+            stop_reason,
+            token.admission,
+            token.prompt,
         )

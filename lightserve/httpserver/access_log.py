@@ -20,6 +20,7 @@ class AccessLog:
         self.prompt_tokens = 0  # set by the route: each prompt once, however many answers it gets
         self.cached_tokens = 0
         self.output_tokens = 0
+        self.shows_output = True  # set by the route: False where a prompt is only scored
         self._route = route
         self._is_written = is_written
         self._queue_s = 0.0
@@ -33,7 +34,7 @@ class AccessLog:
         return log
 
     def note(self, out: StrOut, is_first_choice: bool) -> None:
-        self.output_tokens += 1
+        self.output_tokens += self.shows_output
         if out.admission is not None:
             self.cached_tokens += out.admission.cached_tokens if is_first_choice else 0
             self._queue_s = max(self._queue_s, out.admission.queue_s)

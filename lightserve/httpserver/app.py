@@ -7,13 +7,29 @@ from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from lightserve import __version__
-from lightserve.httpserver import engine_api, generate_api, openai_chat, openai_completions, tokenize_api
+from lightserve.httpserver import (
+    engine_api,
+    generate_api,
+    messages_api,
+    openai_chat,
+    openai_completions,
+    responses_api,
+    tokenize_api,
+)
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.error_handlers import DOCUMENTED, add_error_handlers
 from lightserve.httpserver.middleware import RequestMiddleware
 
 # routes are tried in order: what is asked most comes first
-ROUTE_MODULES = (openai_chat, openai_completions, generate_api, tokenize_api, engine_api)
+ROUTE_MODULES = (
+    openai_chat,
+    openai_completions,
+    responses_api,
+    messages_api,
+    generate_api,
+    tokenize_api,
+    engine_api,
+)
 
 
 def build_app(context: ServerContext) -> FastAPI:

@@ -1,7 +1,8 @@
-"""Errors as clients see them: OpenAI's shape for every one, and nothing of ours that is not theirs to know."""
+"""Errors as clients see them: OpenAI's shape, Anthropic's below its path, and nothing that is not theirs to know."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,6 +23,7 @@ from lightserve.errors import (
     UnauthorizedError,
     UnavailableError,
 )
+from lightserve.httpserver.messages_errors import anthropic_error, is_anthropic
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -69,10 +71,19 @@ def status_of(error: Exception) -> int:
     return error.status if isinstance(error, LightserveError) else 500
 
 
-def error_response(error: Exception, request_id: str | None = None) -> Response:
+def error_response(error: Exception, request_id: str | None = None, path: str = "") -> Response:
     if isinstance(error, ClientGoneError):
         return Response(status_code=error.status)  # nobody reads it
-    return JSONResponse(error_object(error, request_id), status_of(error), headers_of(error))
+    return _response(path, request_id, status_of(error), error_object(error, request_id), headers_of(error))
+
+
+def _response(
+    path: str, request_id: str | None, status: int, found: dict[str, Any], headers: Mapping[str, str] | None = None
+) -> Response:
+    """``found`` in the shape of the path."""
+    if is_anthropic(path):
+        found = anthropic_error(status, found["error"]["message"], request_id)
+    return JSONResponse(found, status, headers)
 
 
 def log_error(error: Exception, request_id: str) -> None:
@@ -92,7 +103,7 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_error(request: Request, error: LightserveError) -> Response:
         request_id: str = request.state.request_id
         log_error(error, request_id)
-        return error_response(error, request_id)
+        return error_response(error, request_id, request.url.path)
 
     @app.exception_handler(HTTPException)
     async def on_refused(request: Request, error: HTTPException) -> Response:
@@ -100,7 +111,8 @@ def add_error_handlers(app: FastAPI) -> None:
             return await on_error(request, ServerError(error.detail))
         message = SENTENCES.get(error.status_code, error.detail)
         headers = _allow(app, request) if error.status_code == 405 else error.headers
-        return JSONResponse(_object(error.status_code, message, None, None), error.status_code, headers)
+        found = _object(error.status_code, message, None, None)
+        return _response(request.url.path, request.state.request_id, error.status_code, found, headers)
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:

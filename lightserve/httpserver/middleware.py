@@ -51,7 +51,7 @@ class RequestMiddleware:
             log_error(error, request_id)
             if is_started:
                 raise  # the server cuts the connection, so the client sees that something is missing
-            await error_response(error, request_id)(scope, receive, send_with_id)
+            await error_response(error, request_id, scope["path"])(scope, receive, send_with_id)
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
         """Takes as long for a key that is almost right as for any other."""

@@ -5,11 +5,13 @@ Nothing is built per token but bytes: the JSON around a piece of text is prepare
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,8 +24,9 @@ from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.openai_logprobs import Logprobs, LogprobsOf, joined
 from lightserve.httpserver.openai_output import ChoiceOutput, delta_json, message_of
 from lightserve.httpserver.openai_protocol import GenerationBody
+from lightserve.httpserver.scored_prompt import ScoredPrompt
 from lightserve.httpserver.sse import EventStream, events_of, unless_gone
-from lightserve.io_struct import StrOut
+from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
 from lightserve.output_parsing import Delta, fold
 
 DONE = b"data: [DONE]\n\n"
@@ -43,6 +46,7 @@ class Form:
     before_text: bytes  # around a piece of text
     after_text: bytes
     last: bytes  # beside the finish reason
+    scores_in_choice: bool  # where vLLM has prompt_logprobs; False: beside the choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,10 @@ class Answer:
     model: str
     n: int  # answers shown for each prompt; where more are generated, the best
     echoes: Sequence[str]  # by choice shown: what stands before its text
-    new_logprobs: Callable[[], LogprobsOf] | None = None  # for one choice
+    new_logprobs: Callable[[int], LogprobsOf] | None = None  # for one choice, given the characters before its tokens
     new_output: Callable[[], ChoiceOutput] | None = None  # for one choice of a chat whose output has parts
+    scored: Sequence[ScoredPrompt] = ()  # by prompt, where the logprobs of prompts are asked for
+    is_scoring: bool = False  # nothing is generated: the one token that comes is not shown
     created: int = field(default_factory=lambda: int(time.time()))
 
     def head(self, is_whole: bool) -> Object:
@@ -63,8 +69,16 @@ class Answer:
         ident = self.form.id_prefix + self.request_id
         return {"id": ident, "object": kind, "created": self.created, "model": self.model}
 
-    def new_choice(self) -> Choice:
-        return Choice(self.new_logprobs and self.new_logprobs(), self.new_output and self.new_output())
+    def new_choice(self, prompt: int = 0) -> Choice:
+        return Choice(self.logprobs_of(prompt), self.new_output and self.new_output(), self.is_scoring)
+
+    def logprobs_of(self, prompt: int) -> LogprobsOf | None:
+        """For one choice."""
+        return None if self.new_logprobs is None else self.new_logprobs(len(self.echoes[prompt * self.n]))
+
+    def scored_of(self, index: int) -> ScoredPrompt | None:
+        """The prompt of a choice that is shown."""
+        return self.scored[index // self.n] if self.scored else None
 
 
 async def respond(request: Request, body: GenerationBody, generation: Generation, answer: Answer) -> Response:
@@ -84,26 +98,40 @@ def name_request(request: Request, body: GenerationBody) -> None:
 
 
 async def collect(generation: Generation, answer: Answer) -> Object:
-    choices = [answer.new_choice() for _ in generation.asks]
+    choices = [answer.new_choice(index // generation.n) for index in range(len(generation.asks))]
     async with generation:
         async for news in generation:
             for index, out in news:
                 choices[index].add(out)
-    return whole(answer, best(choices, generation.n, answer.n), generation.log)
+    chosen = best(choices, generation.n, answer.n)
+    if answer.scored:  # of long prompts that is a lot to write, while others wait for their tokens
+        return await asyncio.to_thread(whole, answer, chosen, generation.log)
+    return whole(answer, chosen, generation.log)
 
 
 def whole(answer: Answer, choices: Sequence[Choice], log: AccessLog) -> Object:
     written = [write(index, choice, answer) for index, choice in enumerate(choices)]
     usage = usage_of(log, log.output_tokens, [choice.output for choice in choices if choice.output is not None])
-    return {**answer.head(is_whole=True), "choices": written, "system_fingerprint": None, "usage": usage}
+    scores = {} if answer.form.scores_in_choice else _scores(answer, 0, choices[0].prompt)
+    return {**answer.head(is_whole=True), "choices": written, "system_fingerprint": None, "usage": usage, **scores}
+
+
+def _scores(answer: Answer, index: int, packed: PromptLogprobs | None) -> Object:
+    """vLLM's field, where it is asked for."""
+    scored = answer.scored_of(index)
+    if scored is None or scored.listed_k is None:
+        return {}
+    return {"prompt_logprobs": scored.listed(packed)}
 
 
 class Choice:
     """One answer, from its tokens."""
 
-    def __init__(self, logprobs_of: LogprobsOf | None, output: ChoiceOutput | None) -> None:
+    def __init__(self, logprobs_of: LogprobsOf | None, output: ChoiceOutput | None, is_scoring: bool = False) -> None:
         self.finish: StrOut | None = None
+        self.prompt: PromptLogprobs | None = None
         self.output = output
+        self._is_scoring = is_scoring
         self._deltas: list[Delta] = []
         self._logprobs_of = logprobs_of
         self._texts: list[str] = []
@@ -120,15 +148,19 @@ class Choice:
         """Of a choice that is taken apart."""
         return message_of(fold(self._deltas))
 
-    @property
-    def logprobs(self) -> Logprobs | None:
-        return joined(self._logprobs)
+    def logprobs(self, scored: ScoredPrompt | None) -> Logprobs | None:
+        before = None if scored is None else scored.echoed(self.prompt)
+        return joined(self._logprobs if before is None else [before, *self._logprobs])
 
     @property
     def mean_logprob(self) -> float:
         return self._total_logprob / max(self._n_tokens, 1)
 
     def add(self, out: StrOut) -> None:
+        self.prompt = self.prompt or out.prompt
+        if self._is_scoring:
+            self.finish = _scored_end(out)
+            return
         if self.output is None:
             self._texts.append(out.text)
         else:
@@ -152,7 +184,9 @@ def best(choices: Sequence[Choice], candidates: int, n: int) -> Sequence[Choice]
 def write(index: int, choice: Choice, answer: Answer) -> Object:
     is_plain = choice.output is None
     text = answer.form.whole_text(answer.echoes[index] + choice.text) if is_plain else {"message": choice.message}
-    return {"index": index, **text, "logprobs": choice.logprobs, **finish_of(choice.finish, choice.output)}
+    scores = _scores(answer, index, choice.prompt) if answer.form.scores_in_choice else {}
+    logprobs = choice.logprobs(answer.scored_of(index))
+    return {"index": index, **text, "logprobs": logprobs, **finish_of(choice.finish, choice.output), **scores}
 
 
 # the same in pieces
@@ -168,9 +202,10 @@ class Chunks:
         self._log = log
         self._has_usage = has_usage
         self._has_running_usage = has_running_usage
+        self._is_full = has_running_usage or answer.new_logprobs is not None  # there is more to say than text
         self._n_written = 0  # tokens, counted for running usage only
         self._unopened = set(range(len(echoes)))
-        self._logprobs_of = [answer.new_logprobs() for _ in echoes] if answer.new_logprobs is not None else None
+        self._logprobs_of = [answer.logprobs_of(index // answer.n) for index in range(len(echoes))]
         self._outputs = [answer.new_output() for _ in echoes] if answer.new_output is not None else None
         head = b"data: " + orjson.dumps(answer.head(is_whole=False))[:-1] + b',"choices":[{"index":'
         self._heads = [head + b"%d," % index for index in range(len(echoes))]
@@ -183,12 +218,15 @@ class Chunks:
         events: list[bytes] = []
         for index, out in news:
             if index in self._unopened:
-                events.append(self._open(index))
+                events.append(self._open(index, out))
+            if self._answer.is_scoring:
+                events.append(self._chunk(index, self._answer.form.last, **finish_of(_scored_end(out))))
+                continue
             if self._has_running_usage:
                 self._n_written += 1
             if self._outputs is not None:
                 events += self._parts(index, out, self._outputs[index])
-            elif self._logprobs_of is not None or self._has_running_usage:
+            elif self._is_full:
                 events.append(self._full_piece(index, out))
             elif out.text:
                 events += (self._text_heads[index], orjson.dumps(out.text), self._text_tail)
@@ -206,15 +244,27 @@ class Chunks:
     def error(self, error: LightserveError, request_id: str) -> bytes:
         return _event(error_object(error, request_id)) + DONE
 
-    def _open(self, index: int) -> bytes:
+    def _open(self, index: int, out: StrOut) -> bytes:
+        answer, form = self._answer, self._answer.form
         self._unopened.discard(index)
-        first = self._answer.form.first(self._answer.echoes[index])
-        return self._chunk(index, first) if first else b""
+        first = form.first(answer.echoes[index])
+        scored = answer.scored_of(index)
+        if scored is None:
+            return self._chunk(index, first) if first else b""
+        first = first or form.before_text + b'""' + form.after_text
+        echoed = scored.echoed(out.prompt)
+        fields: Object = {} if echoed is None else {"logprobs": echoed}
+        scores = _scores(answer, index, out.prompt)
+        if form.scores_in_choice:
+            return self._chunk(index, first, **fields, **scores)
+        beside = b"," + orjson.dumps(scores)[1:-1] if scores and index == 0 else b""
+        return self._chunk(index, first, beside, **fields)
 
     def _full_piece(self, index: int, out: StrOut) -> bytes:
         """A chunk with logprobs or running usage."""
         form = self._answer.form
-        logprobs = None if self._logprobs_of is None else self._logprobs_of[index](out)
+        logprobs_of = self._logprobs_of[index]
+        logprobs = None if logprobs_of is None else logprobs_of(out)
         if not out.text and logprobs is None:
             return b""
         return self._chunk(index, form.before_text + orjson.dumps(out.text) + form.after_text, logprobs=logprobs)
@@ -223,23 +273,30 @@ class Chunks:
         """Chunks of what a token adds, each of one part; its logprobs are in the first."""
         form = self._answer.form
         bodies = [delta_json(delta) for delta in output.push(out)]
-        if self._logprobs_of is None or output.is_hidden:
+        logprobs_of = self._logprobs_of[index]
+        if logprobs_of is None or output.is_hidden:
             return [self._chunk(index, body) for body in bodies]
         first, *rest = bodies or [form.before_text + b'""' + form.after_text]
-        chunk = self._chunk(index, first, logprobs=self._logprobs_of[index](out))
+        chunk = self._chunk(index, first, logprobs=logprobs_of(out))
         return [chunk, *(self._chunk(index, body) for body in rest)]
 
-    def _chunk(self, index: int, body: bytes, **fields: Any) -> bytes:
-        if not fields and not self._has_running_usage:
+    def _chunk(self, index: int, body: bytes, beside: bytes = b"", **fields: Any) -> bytes:
+        """``body`` and ``fields`` are of the choice, ``beside`` stands beside the choices."""
+        if not fields and not beside and not self._has_running_usage:
             return self._heads[index] + body + self._tail
         rest = orjson.dumps({"logprobs": None, "finish_reason": None} | fields)[1:]
-        return self._heads[index] + body + b"," + rest + b"]" + self._usage() + b"}\n\n"
+        return self._heads[index] + body + b"," + rest + b"]" + self._usage() + beside + b"}\n\n"
 
     def _usage(self) -> bytes:
         if not self._has_usage:
             return b""
         running = usage_of(self._log, self._n_written, self._outputs) if self._has_running_usage else None
         return b',"usage":' + orjson.dumps(running)
+
+
+def _scored_end(out: StrOut) -> StrOut:
+    """How a prompt that is only scored ends, whatever token would have come."""
+    return msgspec.structs.replace(out, finish_reason=FinishReason.LENGTH, stop_reason=None)
 
 
 def finish_of(out: StrOut | None, output: ChoiceOutput | None = None) -> Object:

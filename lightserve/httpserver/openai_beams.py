@@ -48,6 +48,10 @@ def _check(body: GenerationBody, num_beams: int, answer: Answer) -> None:
         raise not_with_beams("stream")
     if answer.new_logprobs is not None:
         raise not_with_beams("logprobs")
+    if answer.scored:
+        raise not_with_beams("prompt_logprobs")
+    if answer.is_scoring:
+        raise InvalidRequestError("max_tokens: a beam search needs at least 1", "max_tokens")
     if isinstance(body, CompletionBody) and body.best_of not in (None, 1, num_beams):
         raise InvalidRequestError(f"best_of={body.best_of} is not num_beams={num_beams}", "best_of")
 

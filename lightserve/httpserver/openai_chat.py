@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lightserve.httpserver.access_log import AccessLog
 from lightserve.httpserver.body import documented
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.grammar_fields import grammar_of
+from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.openai_answer import Answer, Form, name_request, respond
 from lightserve.httpserver.openai_beams import Search, respond_with_beams
 from lightserve.httpserver.openai_logprobs import chat_logprobs
 from lightserve.httpserver.openai_messages import chat_prompt
-from lightserve.httpserver.openai_output import check_tools, output_plan
+from lightserve.httpserver.openai_output import OutputPlan, check_tools, output_plan
 from lightserve.httpserver.openai_protocol import ChatBody, checked
 from lightserve.httpserver.openai_sampling import asks_of, check_choices
+from lightserve.httpserver.scored_prompt import ScoredPrompt
 from lightserve.httpserver.sse import DOCUMENTED
 
 CHAT = Form(
@@ -29,7 +32,31 @@ CHAT = Form(
     before_text=b'"delta":{"content":',
     after_text=b"}",
     last=b'"delta":{}',
+    scores_in_choice=False,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation that is ready to be answered."""
+
+    asks: list[Ask]
+    plan: OutputPlan
+    log: AccessLog
+
+
+async def prepare(context: ServerContext, request: Request, body: ChatBody, logprobs: int | None = None) -> Chat:
+    """What to generate for a chat, whichever schema it came in. ``logprobs``: how many alternatives to tell."""
+    context.check_model(body.model)
+    check_choices(context, 1, body.beams or body.choices)
+    name_request(request, body)
+    log = context.log(request)
+    check_tools(context, body)
+    prompt, ids = await chat_prompt(context, body)
+    plan = output_plan(context, body, prompt)
+    asks = asks_of(context, body, [ids], logprobs, grammar=await grammar_of(context, plan))
+    log.prompt_tokens = len(asks[0].prompt_ids)
+    return Chat([plan.shown(ask) for ask in asks], plan, log)
 
 
 def routes(context: ServerContext) -> APIRouter:
@@ -38,29 +65,28 @@ def routes(context: ServerContext) -> APIRouter:
     @router.post("/v1/chat/completions", responses=DOCUMENTED, openapi_extra=documented(ChatBody))
     async def chat_completions(request: Request) -> Response:
         body = checked(ChatBody, await context.read(request))
-        context.check_model(body.model)
-        check_choices(context, 1, body.beams or body.choices)
-        name_request(request, body)
-        log = context.log(request)
-
         k = body.top_logprobs or 0 if body.logprobs else None
-        check_tools(context, body)
-        prompt, ids = await chat_prompt(context, body)
-        plan = output_plan(context, body, prompt)
-        asks = asks_of(context, body, [ids], k, grammar=await grammar_of(context, plan))
-        asks = [plan.shown(ask) for ask in asks]
-        log.prompt_tokens = len(asks[0].prompt_ids)
+        chat = await prepare(context, request, body, k)
+        chat.log.shows_output = not body.is_scoring
         answer = Answer(
             form=CHAT,
-            request_id=log.request_id,
+            request_id=chat.log.request_id,
             model=context.model_name,
             n=body.choices,
             echoes=[""] * body.choices,
-            new_logprobs=None if k is None else partial(chat_logprobs, context.tokenizer, k),
-            new_output=None if plan.is_plain else plan.new_choice,
+            new_logprobs=None if k is None else lambda _: chat_logprobs(context.tokenizer, k),
+            new_output=None if chat.plan.is_plain else chat.plan.new_choice,
+            scored=_scored(context, body, chat),
+            is_scoring=body.is_scoring,
         )
         if body.beams is not None:
-            return await respond_with_beams(context, request, body, Search(asks, answer, log))
-        return await respond(request, body, context.manager.generate(asks, log, body.choices), answer)
+            return await respond_with_beams(context, request, body, Search(chat.asks, answer, chat.log))
+        return await respond(request, body, context.manager.generate(chat.asks, chat.log, body.choices), answer)
 
     return router
+
+
+def _scored(context: ServerContext, body: ChatBody, chat: Chat) -> list[ScoredPrompt]:
+    if body.prompt_logprobs is None:
+        return []
+    return [ScoredPrompt(context.tokenizer, ask.prompt_ids, listed_k=body.prompt_logprobs) for ask in chat.asks]

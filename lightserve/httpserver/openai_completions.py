@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 
 import orjson
@@ -19,6 +20,7 @@ from lightserve.httpserver.openai_beams import Search, respond_with_beams
 from lightserve.httpserver.openai_logprobs import CompletionLogprobs
 from lightserve.httpserver.openai_protocol import CompletionBody, Prompt, checked
 from lightserve.httpserver.openai_sampling import asks_of, check_choices
+from lightserve.httpserver.scored_prompt import ScoredPrompt
 from lightserve.httpserver.sse import DOCUMENTED
 
 DEFAULT_NEW_TOKENS = 16  # OpenAI's
@@ -32,6 +34,7 @@ COMPLETION = Form(
     before_text=b'"text":',
     after_text=b"",
     last=b'"text":""',
+    scores_in_choice=True,
 )
 
 
@@ -50,6 +53,7 @@ def routes(context: ServerContext) -> APIRouter:
         grammar = await grammar_of(context, body)
         asks = asks_of(context, body, prompts, _logprobs_to_ask(body), DEFAULT_NEW_TOKENS, grammar)
         log.prompt_tokens = sum(len(ask.prompt_ids) for ask in asks)
+        log.shows_output = not body.is_scoring
         echoes = [_echo(context, body, prompt, ask) for prompt, ask in zip(body.prompt, asks, strict=True)]
         answer = Answer(
             form=COMPLETION,
@@ -58,6 +62,8 @@ def routes(context: ServerContext) -> APIRouter:
             n=body.choices,
             echoes=[echo for echo in echoes for _ in range(body.choices)],
             new_logprobs=_new_logprobs(context, body),
+            scored=_scored(context, body, asks, echoes),
+            is_scoring=body.is_scoring,
         )
         if body.beams is not None:
             return await respond_with_beams(context, request, body, Search(asks, answer, log))
@@ -86,6 +92,16 @@ def _echo(context: ServerContext, body: CompletionBody, prompt: Prompt, ask: Ask
 def _logprobs_to_ask(body: CompletionBody) -> int | None:
     """The best answers are chosen by their logprobs."""
     return 0 if body.logprobs is None and body.candidates > body.choices else body.logprobs
+
+
+def _scored(
+    context: ServerContext, body: CompletionBody, asks: Sequence[Ask], echoes: Sequence[str]
+) -> list[ScoredPrompt]:
+    if body.prompt_alternatives is None:
+        return []
+    tokenizer, listed_k, echoed_k = context.tokenizer, body.prompt_logprobs, body.echoed_alternatives
+    pairs = zip(asks, echoes, strict=True)
+    return [ScoredPrompt(tokenizer, ask.prompt_ids, echo, listed_k, echoed_k) for ask, echo in pairs]
 
 
 def _new_logprobs(context: ServerContext, body: CompletionBody) -> partial[CompletionLogprobs] | None:

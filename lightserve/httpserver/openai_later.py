@@ -20,7 +20,6 @@ def _is_not(*harmless: Any) -> Callable[[Any], bool]:
 LATER: dict[str, Callable[[Any], bool]] = {
     "functions": _is_given,
     "function_call": _is_not("none"),
-    "prompt_logprobs": _is_given,
     "prompt_embeds": _is_given,
     "suffix": bool,
     "modalities": _is_not(["text"]),
@@ -49,8 +48,8 @@ def refuse_later(value: dict[str, Any]) -> None:
         _refuse_tools(value)
     if value.get("chat_template") is not None:
         raise InvalidRequestError("chat_template: a request cannot bring its own", "chat_template")
-    if value.get("echo") is True:
-        _refuse_scoring(value)
+    if value.get("echo") is True and "messages" in value:
+        raise NotSupportedYetError("echo in a chat", "echo")
 
 
 def _refuse_tools(value: dict[str, Any]) -> None:
@@ -58,12 +57,3 @@ def _refuse_tools(value: dict[str, Any]) -> None:
     for name in ("tools", "tool_choice"):
         if value.get(name) not in (None, "none"):
             raise InvalidRequestError(f"{name}: only in a chat", name)
-
-
-def _refuse_scoring(value: dict[str, Any]) -> None:
-    if "messages" in value:
-        raise NotSupportedYetError("echo in a chat", "echo")
-    if value.get("logprobs") is not None:
-        raise NotSupportedYetError("echo with logprobs", "logprobs")
-    if value.get("max_tokens") == 0:
-        raise NotSupportedYetError("echo with max_tokens 0", "max_tokens")

@@ -38,6 +38,7 @@ G = TypeVar("G", bound="GenerationBody")
 
 Count = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 NewTokens = Annotated[int, Field(ge=1)]
+MaxTokens = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
@@ -70,8 +71,8 @@ class GenerationBody(TermsBody, BeamFields, GrammarFields):
     n: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: NewTokens | None = None
-    max_completion_tokens: NewTokens | None = None  # the newer name wins
+    max_tokens: MaxTokens | None = None  # 0: only what is told of the prompt
+    max_completion_tokens: MaxTokens | None = None  # the newer name wins
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
@@ -94,6 +95,7 @@ class GenerationBody(TermsBody, BeamFields, GrammarFields):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # keep the last ones; -1: as many as fit
+    prompt_logprobs: TopLogprobs | None = None
     use_beam_search: bool | None = None  # so does num_beams > 1
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] | None = None
     user: str | None = None
@@ -101,6 +103,20 @@ class GenerationBody(TermsBody, BeamFields, GrammarFields):
     @property
     def new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def is_scoring(self) -> bool:
+        """Nothing is to be generated."""
+        return self.new_tokens == 0
+
+    @property
+    def tells_prompt(self) -> bool:
+        return self.prompt_logprobs is not None
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """To each token of the prompt; None: it need not be told how likely it is."""
+        return self.prompt_logprobs
 
     @property
     def choices(self) -> int:
@@ -130,7 +146,10 @@ class GenerationBody(TermsBody, BeamFields, GrammarFields):
     def _check_together(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options: only with stream", "stream_options")
-        if (self.min_tokens or 0) > (self.new_tokens or math.inf):
+        if self.is_scoring and not self.tells_prompt:
+            name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+            raise InvalidRequestError(f"{name}: 0 only with echo or prompt_logprobs", name)
+        if (self.min_tokens or 0) > (math.inf if self.new_tokens is None else self.new_tokens):
             found = f"min_tokens={self.min_tokens} is more than max_tokens={self.new_tokens}"
             raise InvalidRequestError(found, "min_tokens")
         if self.truncate_prompt_tokens == 0:
@@ -207,8 +226,11 @@ class Message(Body):
         return self
 
 
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
 class ToolFunction(Body):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema; none: the tool takes no arguments
     strict: bool | None = None
@@ -331,6 +353,20 @@ class CompletionBody(GenerationBody):
     @property
     def candidates(self) -> int:
         return max(self.best_of or 1, self.choices)
+
+    @property
+    def tells_prompt(self) -> bool:
+        return bool(self.echo) or self.prompt_logprobs is not None
+
+    @property
+    def echoed_alternatives(self) -> int | None:
+        """To each token of a prompt whose logprobs come before the answer's."""
+        return self.logprobs if self.echo else None
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        asked = [k for k in (self.prompt_logprobs, self.echoed_alternatives) if k is not None]
+        return max(asked, default=None)
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionBody:

@@ -47,6 +47,7 @@ def asks_of(
 ) -> list[Ask]:
     """What to generate for each prompt. Without max_tokens: the default, or as much as there is room for."""
     fields = _fields(context, body) | {"logprobs": logprobs, "grammar": grammar}
+    fields["prompt_logprobs"] = body.prompt_alternatives
     asks = []
     for prompt in prompts:
         ids = _truncated(context, body, prompt)
@@ -56,7 +57,8 @@ def asks_of(
         if (body.min_tokens or 0) > new_tokens:
             found = f"min_tokens={body.min_tokens}: only {new_tokens} can be generated"
             raise InvalidRequestError(found, "min_tokens")
-        asks.append(Ask(ids, SamplingParams(max_new_tokens=new_tokens, **fields), body.terms))
+        # a prompt that is only scored ends with a token that nobody sees
+        asks.append(Ask(ids, SamplingParams(max_new_tokens=max(new_tokens, 1), **fields), body.terms))
     return asks
 
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from lightserve.errors import ClientGoneError, LightserveError
 from lightserve.httpserver.body import check
 from lightserve.httpserver.generate_call import Call, finite, json_response, logprob_json, mean_logprob, text_of
+from lightserve.httpserver.scored_prompt import ScoredPrompt
 from lightserve.httpserver.sse import EventStream, events_of, unless_gone
 from lightserve.httpserver.tgi_errors import tgi_error_object, tgi_error_response
 from lightserve.httpserver.tgi_request import TgiAsk, TgiBody, tgi_ask
@@ -66,12 +67,18 @@ def _details(asked: TgiAsk, rows: Sequence[StrOut], choice: int, tokenizer: Toke
         "finish_reason": finish_reason(rows[-1]),
         "generated_tokens": len(rows),
         "seed": None if asked.seed is None else (asked.seed + choice) % 2**64,  # as the manager gives them out
-        "prefill": [],
+        "prefill": _prefill(asked, rows[0], tokenizer),
         "tokens": [_token(row.token_id, row.text, row.logprob, is_special(row, tokenizer)) for row in rows],
     }
     if asked.top_n_tokens:
         details["top_tokens"] = [_top_tokens(row, tokenizer) for row in rows]
     return details
+
+
+def _prefill(asked: TgiAsk, first: StrOut, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    if asked.ask.sampling.prompt_logprobs is None:
+        return []
+    return ScoredPrompt(tokenizer, asked.ask.prompt_ids).prefill(first.prompt)
 
 
 def _token(token_id: int, text: str, logprob: float | None, special: bool) -> dict[str, Any]:

@@ -42,7 +42,9 @@ class TgiParameters(Body):
     truncate: int | None = Field(default=None, description="keep only so many of the prompt's last tokens")
     watermark: bool | None = None
     details: bool | None = None
-    decoder_input_details: bool | None = None
+    decoder_input_details: bool | None = Field(
+        default=None, description="details, and in them how likely the prompt's tokens were; not in a stream"
+    )
     seed: int | None = None
     top_n_tokens: int | None = Field(
         default=None, description=f"up to {MAX_TOP_N_TOKENS} likeliest tokens at every step"
@@ -82,7 +84,8 @@ async def tgi_ask(context: ServerContext, body: TgiBody, streams: bool) -> TgiAs
     best_of = 1 if parameters.best_of is None else parameters.best_of
     seed = _seed(parameters)
     prompt_ids = await _prompt_ids(context, body.inputs, parameters.truncate)
-    details = bool(parameters.details)
+    tells_prompt = bool(parameters.decoder_input_details)
+    details = bool(parameters.details) or tells_prompt
     sampling = SamplingParams(
         max_new_tokens=_new_tokens(context, len(prompt_ids), parameters.max_new_tokens),
         seed=None if seed is None else _signed(seed),
@@ -90,6 +93,7 @@ async def tgi_ask(context: ServerContext, body: TgiBody, streams: bool) -> TgiAs
         include_stop=bool(parameters.stop),  # TGI leaves the stop string in the text
         ignore_eos=bool(parameters.ignore_eos_token),
         logprobs=(parameters.top_n_tokens or 0) if streams or details or best_of > 1 else None,
+        prompt_logprobs=0 if tells_prompt else None,
         grammar=None if parameters.grammar is None else await grammar_of(context, parameters.grammar),
         **_choice_of_tokens(parameters),
     )
@@ -104,8 +108,6 @@ def _check(context: ServerContext, parameters: TgiParameters, streams: bool) -> 
     for is_fine, wanted in _rules(context, parameters, streams):
         if not is_fine:
             raise InvalidRequestError(wanted)
-    if parameters.decoder_input_details:
-        raise NotSupportedYetError("`decoder_input_details`", "decoder_input_details")
     check_stops("stop", parameters.stop or ())
 
 

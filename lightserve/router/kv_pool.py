@@ -96,6 +96,9 @@ class KvPool:
 
 
 def _cacheable(req: Req) -> Ids:
+    """The tokens whose KV it may take from the cache."""
+    if req.needs_prompt_computed:
+        return req.prompt[:0]
     if not req.output_ids:
         return req.prompt[:-1]  # no copy: a policy may ask this of the whole queue at every step
     return _array(req.token_ids[:-1])

@@ -172,6 +172,7 @@ class RouterManager:
                     req.stop_token,
                     admission,
                     req.ends_in_text,
+                    out.prompt,
                 )
             )
             if req.finish_reason is not None:

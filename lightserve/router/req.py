@@ -70,6 +70,11 @@ class Req:
         return len(self.prompt_ids) + self.planned_outputs - self.planned_len
 
     @property
+    def needs_prompt_computed(self) -> bool:
+        """Whether nothing that is cached may stand for its prompt, whose logprobs are yet to come."""
+        return self.sampling.prompt_logprobs is not None and not self.output_ids
+
+    @property
     def is_prefilling(self) -> bool:
         return self.unplanned > 1
 

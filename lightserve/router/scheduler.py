@@ -196,7 +196,7 @@ class Scheduler:
     def _is_under_way(self, req: Req, prefilling: list[Req]) -> bool:
         """Whether another request is computing a good part of its prompt: soon it will be in the cache."""
         rivals = [other for other in prefilling if other.salt == req.salt]
-        if not rivals:
+        if not rivals or req.needs_prompt_computed:
             return False
         enough = self.pool.cached_len(req) + WORTH_WAITING
         return any(common_len(req.prompt, other.prompt) >= enough for other in rivals)

@@ -261,8 +261,14 @@ OPENAI_BAD: dict[str, list[Any]] = {
     "chat_template": ["{{ 1 }}"],
     "tools": [[], [{"type": "function", "function": {"name": "f"}}]],
     "response_format": [{"type": "xml"}, {"type": "json_schema"}, {"type": "json_object", "schema": {"type": "x"}}, 5],
-    "structured_outputs": [{"regex": "(a"}, {"json": "{"}, {"choice": []}, {"grammar": "(" * 50_000}, {"regex": "a" * 10**6}],
-    "prompt_logprobs": [1],
+    "structured_outputs": [
+        {"regex": "(a"},
+        {"json": "{"},
+        {"choice": []},
+        {"grammar": "(" * 50_000},
+        {"regex": "a" * 10**6},
+    ],
+    "prompt_logprobs": [-1, 21, True, "1"],
 }
 BAD_MESSAGES: list[Any] = [
     [],
@@ -460,7 +466,7 @@ TGI_BAD: dict[str, list[Any]] = {
     "top_n_tokens": [-1, 6, True],
     "watermark": [True, 1],
     "grammar": [{"type": "regex", "value": "(a"}, {"type": "json", "value": "{"}, {"type": "xml", "value": ""}, 5],
-    "decoder_input_details": [True],
+    "decoder_input_details": [1, "yes"],
     "adapter_id": ["a"],
 }
 NO_PARAMETERS: list[Any] = [5, [], "x"]

@@ -145,3 +145,15 @@ def events(response: httpx2.Response) -> list[dict[str, Any]]:
     assert end == "data: [DONE]"
     assert all(piece.startswith("data: {") for piece in pieces)
     return [json.loads(piece.removeprefix("data: ")) for piece in pieces]
+
+
+def named_events(response: httpx2.Response) -> list[dict[str, Any]]:
+    """The JSON of a stream's events, each named by its type."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for piece in response.text.removesuffix("\n\n").split("\n\n"):
+        name, data = piece.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found

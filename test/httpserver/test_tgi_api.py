@@ -6,13 +6,14 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 
 from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.tgi_answer import TgiLines, tgi_whole
 from lightserve.httpserver.tgi_request import TgiAsk
-from lightserve.io_struct import FinishReason, ReqFailed, SamplingParams, StrOut
+from lightserve.io_struct import FinishReason, PromptLogprobs, ReqFailed, SamplingParams, StrOut
 from test.httpserver.fake_engine import LIMITS, spell
 from test.httpserver.generate_server import Answer, Served, serve
 from test.httpserver.test_native_api import TEXT, rows_of, scripted
@@ -334,7 +335,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"grammar": {"type": "json", "value": {"type": "nothing"}}}, "grammar: the grammar cannot be used: "),
     ({"grammar": {"type": "xml", "value": ""}}, "parameters.grammar.type: "),
     ({"adapter_id": "x"}, "`adapter_id` is not supported yet"),
-    ({"decoder_input_details": True}, "`decoder_input_details` is not supported yet"),
     ({"max_new_tokens": True}, "parameters.max_new_tokens: "),
     ({"temperature": "hot"}, "parameters.temperature: "),
     ({"stop": "END"}, "parameters.stop: "),
@@ -427,3 +427,21 @@ def test_a_server_that_drains_says_503(tmp_path: Path) -> None:
         assert answer.json["error"] == "the server is shutting down"
 
     serve(scenario, tmp_path, spell("ok"))
+
+
+def test_the_prompt_is_told_where_asked_for(tmp_path: Path) -> None:
+    logprobs, ranks = np.array([-1, -2, -3], dtype=np.float32), np.ones(3, dtype=np.int32)
+    prompt = PromptLogprobs(logprobs.tobytes(), ranks.tobytes(), b"", b"")
+    rows = [StrOut(0, "Hi", 64, logprob=-0.5, finish_reason=FinishReason.LENGTH, prompt=prompt)]
+
+    async def scenario(served: Served) -> None:
+        answer = await served.post("/generate", tgi({"details": False, "decoder_input_details": True}))
+
+        assert answer.json["details"]["prefill"] == [
+            {"id": token_id, "text": smol().decode([token_id]), "logprob": logprob}
+            for token_id, logprob in zip(smol().encode("What is AI?"), (None, -1, -2, -3), strict=True)
+        ]
+        assert len(answer.json["details"]["tokens"]) == 1
+        assert served.fake.asked[0].sampling.prompt_logprobs == 0
+
+    serve(scenario, tmp_path, scripted([*rows]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from lightserve.common.ops.step import CHOSEN
 from lightserve.common.req_manager import ReqManager
 from lightserve.io_struct import NewReq, SamplingParams, StepRow
 from lightserve.router.model_infer.grammar import ReqGrammar
+from lightserve.router.model_infer.prompt_scores import PromptPart, StepScores
 from lightserve.router.model_infer.req_rules import ReqRules
 from lightserve.router.model_infer.step_input import StepShape, columns_of, input_size
 
@@ -34,10 +36,13 @@ class InferReq:
     total_len: int = field(init=False)  # tokens, known to the host or not
     temperature: float = field(init=False)  # by which the step chooses; 0: greedily
     rules: ReqRules = field(init=False)
+    prompt_parts: list[PromptPart] | None = field(init=False)  # None: nobody asks for the prompt's logprobs (any more)
 
     def __post_init__(self) -> None:
         self.rules = ReqRules(self.sampling, self.eos_ids)
         self.total_len = len(self.token_ids)
+        is_asked = self.sampling.prompt_logprobs is not None and self.output_len == 0  # else they were told
+        self.prompt_parts = [] if is_asked else None
         is_greedy = self.sampling.is_greedy or self.rules.is_special  # to draw what is chosen again would be a waste
         self.temperature = 0.0 if is_greedy else self.sampling.temperature
 
@@ -55,8 +60,22 @@ class InferReq:
         """Whether the host knows all of its tokens."""
         return len(self.token_ids) == self.total_len
 
+    def scored_next(self, count: int) -> list[int]:
+        """Tokens of the prompt whose logprobs come of computing its next ``count`` tokens, where they are asked for."""
+        if self.prompt_parts is None:
+            return []
+        return self.token_ids[self.cache_len + 1 : min(self.cache_len + 1 + count, self.prompt_len)]
+
     def forbidden_next(self) -> list[int]:
         return self.rules.forbidden_after(self.token_ids, self.output_len)
+
+
+class Scored(NamedTuple):
+    """Of the prompt of a request in a step."""
+
+    req: InferReq
+    start: int  # the token of the step from which on its tokens say how likely the next is
+    targets: list[int]  # those next tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +86,22 @@ class PackedStep:
     shape: StepShape
     reqs: list[InferReq]
     is_last: list[bool]  # whether the step computes the last token of the request, so that the next can be chosen
+    scored: list[Scored]
+
+    def open_scores(self, device: torch.device) -> StepScores | None:
+        """For the logprobs of prompts, of which each request gets its part."""
+        if not self.scored:
+            return None
+        rows = [row for one in self.scored for row in range(one.start, one.start + len(one.targets))]
+        targets = [target for one in self.scored for target in one.targets]
+        k = max(one.req.sampling.prompt_logprobs or 0 for one in self.scored)
+        scores = StepScores(rows, targets, k, device)
+        begin = 0
+        for req, _, own in self.scored:
+            assert req.prompt_parts is not None
+            req.prompt_parts.append(PromptPart(scores, slice(begin, begin + len(own))))
+            begin += len(own)
+        return scores
 
 
 class InferBatch:
@@ -95,17 +130,22 @@ class InferBatch:
             self._req_manager.free(req.row)
 
     def pack(self, rows: Sequence[StepRow], fit: Callable[[StepShape], StepShape]) -> PackedStep:
-        """The input of a step, whose tokens count as cached from here on; ``fit`` may want it larger."""
+        """The input of a step, whose tokens count as cached from here on; ``fit`` may want it larger.
+
+        It is not asked where prompts are scored: no captured step does that.
+        """
         reqs = [self._reqs[row.req_id] for row in rows]
         q_len = np.array([len(row.slots) for row in rows], dtype=np.int32)
         count = int(q_len.sum())
-        shape = fit(StepShape(count, len(rows), bool((q_len == 1).any()), bool((q_len > 1).any())))
+        start = np.cumsum(q_len, dtype=np.int32) - q_len
+        scored = _scored(reqs, start.tolist(), q_len.tolist())
+        shape = StepShape(count, len(rows), bool((q_len == 1).any()), bool((q_len > 1).any()))
+        shape = shape if scored else fit(shape)
         inputs = self.padding(shape)
         columns = columns_of(inputs, shape, np.float32, np.int64)
 
         table_rows = np.array([req.row for req in reqs], dtype=np.int32)
         ready = np.array([req.cache_len for req in reqs], dtype=np.int32)
-        start = np.cumsum(q_len, dtype=np.int32) - q_len
         positions = np.arange(count) + np.repeat(ready - start, q_len)
         slots = [slot for row in rows for slot in row.slots]
         ids = [token for req, row in zip(reqs, rows, strict=True) for token in _ids(req, len(row.slots))]
@@ -116,7 +156,7 @@ class InferBatch:
 
         for req, row in zip(reqs, rows, strict=True):
             req.cache_len += len(row.slots)
-        return PackedStep(inputs, shape, reqs, [req.is_due for req in reqs])
+        return PackedStep(inputs, shape, reqs, [req.is_due for req in reqs], scored)
 
     def padding(self, shape: StepShape) -> np.ndarray:
         """The input of a step that computes nothing.
@@ -132,6 +172,12 @@ class InferBatch:
         start[:] = shape.tokens if shape.has_prompts else np.arange(shape.requests)
         seq_len[:] = 0 if shape.has_prompts else 1
         return inputs
+
+
+def _scored(reqs: Sequence[InferReq], starts: Sequence[int], counts: Sequence[int]) -> list[Scored]:
+    asking = [entry for entry in zip(reqs, starts, counts, strict=True) if entry[0].prompt_parts is not None]
+    scored = [Scored(req, start, req.scored_next(count)) for req, start, count in asking]
+    return [one for one in scored if one.targets]
 
 
 def _ids(req: InferReq, count: int) -> list[int]:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightserve.common.device import ToHost
-from lightserve.io_struct import TokenOut
+from lightserve.io_struct import PromptLogprobs, TokenOut
 from lightserve.router.model_infer.infer_batch import InferReq
+from lightserve.router.model_infer.prompt_scores import joined
 from lightserve.router.model_infer.sampler import NOT_ASKED, StepLogprobs
 
 
@@ -39,8 +40,14 @@ class PendingStep:
             is_complete, error = _advance(req, ids[row])
             req.token_ids.append(ids[row])  # last: who finds it there may ask what follows
             logprob, top = logprobs.get(row, NOT_ASKED)
-            outs.append(TokenOut(req.req_id, ids[row], logprob, top, is_complete, error))
+            outs.append(TokenOut(req.req_id, ids[row], logprob, top, is_complete, error, _take_prompt(req)))
         return outs
+
+
+def _take_prompt(req: InferReq) -> PromptLogprobs | None:
+    """The logprobs of its prompt, where it asked for them, once."""
+    parts, req.prompt_parts = req.prompt_parts, None
+    return None if parts is None else joined(parts, req.sampling.prompt_logprobs or 0)
 
 
 def _advance(req: InferReq, token_id: int) -> tuple[bool, str | None]:

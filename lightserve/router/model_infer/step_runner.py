@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from lightserve.common.basemodel import ModelInput, TpPartBaseModel
 from lightserve.common.cuda_graph import CudaGraphs
 from lightserve.common.device import DeviceKind, to_device
 from lightserve.router.model_infer.infer_batch import InferBatch
+from lightserve.router.model_infer.prompt_scores import StepScores
 from lightserve.router.model_infer.step_input import StepShape, columns_of
 
 # Decode steps are padded to one of these; a step of few rows costs what reading the weights costs.
@@ -60,19 +62,22 @@ class StepRunner:
         return shape if larger is None or self._graphs is None or larger not in self._graphs else larger
 
     @torch.inference_mode()
-    def run(self, inputs: np.ndarray, shape: StepShape) -> StepOut:
-        if self._graphs is not None and shape in self._graphs:
+    def run(self, inputs: np.ndarray, shape: StepShape, scores: StepScores | None = None) -> StepOut:
+        if scores is None and self._graphs is not None and shape in self._graphs:
             return self._graphs.replay(shape, torch.from_numpy(inputs).pin_memory())
-        return self._compute(to_device(inputs, self._model.device), shape)
+        return self._compute(to_device(inputs, self._model.device), shape, scores)
 
     @torch.inference_mode()
-    def _compute(self, inputs: Tensor, shape: StepShape) -> StepOut:
+    def _compute(self, inputs: Tensor, shape: StepShape, scores: StepScores | None = None) -> StepOut:
         batch = self._batch
         columns = columns_of(inputs, shape, torch.float32, torch.int64)
         tokens = ops.StepTokens(*columns.tokens)
         input_ids = ops.place_tokens(tokens, batch.req_to_token, batch.last_ids)
         attn = ops.AttnBatch(batch.req_to_token, *columns.requests, has_decodes=shape.has_decodes)
-        step = ModelInput(input_ids, tokens.positions, tokens.slots, attn, is_prefill=shape.has_prompts)
+        watch = None if scores is None else partial(scores.compute, vocab=self._model.config.vocab_size)
+        step = ModelInput(
+            input_ids, tokens.positions, tokens.slots, attn, is_prefill=shape.has_prompts, watch_logits=watch
+        )
         logits = self._model.forward(step)
         chosen = ops.choose(logits, columns.temperature, columns.seed, attn.b_seq_len)
         batch.last_ids.index_copy_(0, attn.b_req_idx.long(), chosen)

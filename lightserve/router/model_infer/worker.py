@@ -30,7 +30,9 @@ WARM_UP_LENGTHS = (16, 7, 100, 1)  # Triton compiles apart for 1, for multiples 
 WARM_UP_DECODES = 2
 WARM_UP_SAMPLING = (
     SamplingParams(max_new_tokens=8, temperature=0.0),
-    SamplingParams(max_new_tokens=8, top_k=10, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=1),
+    SamplingParams(
+        max_new_tokens=8, top_k=10, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=1, prompt_logprobs=1
+    ),
 )
 
 
@@ -84,11 +86,13 @@ class ModelWorker:
     def warm_up(self) -> None:
         """Run every kind of step once before anyone waits: what compiles or packs at first use does it here."""
         self._grammars.warm_up()
-        with self._kind.compiling_ahead(self._device):
-            self._run_kinds()
-            self._runner.rehearse()
+        self._kind.compile_kernels(self._device, self._rehearse)
         self._run_kinds()
         self.capture()
+
+    def _rehearse(self) -> None:
+        self._run_kinds()
+        self._runner.rehearse()
 
     def _run_kinds(self) -> None:
         longest = min(self.max_req_total_len, self.max_total_token_num // len(WARM_UP_LENGTHS)) - WARM_UP_DECODES
@@ -135,7 +139,7 @@ class ModelWorker:
             return list
         packed = self._batch.pack(step.rows, self._runner.fit)
         self._sampler.count_seen(packed.reqs)
-        out = self._runner.run(packed.inputs, packed.shape)
+        out = self._runner.run(packed.inputs, packed.shape, packed.open_scores(self._device))
         tokens, logprobs = self._sample(packed, out)
         chosen = [(i, req) for i, (req, is_last) in enumerate(zip(packed.reqs, packed.is_last, strict=True)) if is_last]
         for _, req in chosen:

@@ -1,0 +1,168 @@
+"""How likely a prompt is, against transformers: in pieces, among others, after a pause. On a tiny model."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+
+from lightserve.io_struct import SamplingParams, Step
+from lightserve.llm import LLM
+from lightserve.prompt_logprobs import PromptToken, unpack
+from lightserve.router.model_infer import prompt_scores
+from test.models.tiny import build_hf
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TOLERANCE = 1e-4
+K = 5
+VOCAB = 131
+PLAIN = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
+SCORED = msgspec.structs.replace(PLAIN, prompt_logprobs=K)
+
+
+@pytest.fixture(scope="module")
+def hf() -> Any:
+    return build_hf("llama-gqa")
+
+
+@pytest.fixture(scope="module")
+def folder(hf: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("tiny-llama")
+    hf.save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.save(str(path / "tokenizer.json"))
+    return str(path)
+
+
+def make(folder: str, device: str = "cpu", num_tokens: int = 1000) -> LLM:
+    return LLM(
+        folder,
+        device=device,
+        data_type="float32",
+        max_total_token_num=num_tokens,
+        max_req_total_len=100,
+        running_max_req_size=8,
+        batch_max_tokens=32,
+    )
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def assert_true(found: list[PromptToken] | None, ids: list[int], hf: Any, k: int = K) -> None:
+    """They are what transformers says."""
+    assert found is not None
+    assert [token.token_id for token in found] == ids
+    assert found[0] == PromptToken(ids[0], None, 0, [])
+    with torch.inference_mode():
+        logprobs = hf(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    for token, row in zip(found[1:], logprobs, strict=True):
+        values = [value for _, value in token.top]
+        assert token.logprob == pytest.approx(row[token.token_id].item(), abs=TOLERANCE)
+        assert token.rank == (row > row[token.token_id]).sum() + 1
+        assert values == pytest.approx(row.topk(k).values.tolist(), abs=TOLERANCE)
+        assert values == pytest.approx([row[token_id].item() for token_id, _ in token.top], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_prompts_of_any_length_beside_others_that_do_not_ask(folder: str, hf: Any, device: str) -> None:
+    llm = make(folder, device)
+    prompts = [prompt(i, length) for i, length in enumerate((1, 2, 7, 33, 90, 5, 40))]
+    expected = [one.token_ids for one in llm.generate(prompts, PLAIN)]
+
+    found = make(folder, device).generate(prompts, [PLAIN if i > 4 else SCORED for i in range(len(prompts))])
+
+    for one in found[:5]:
+        assert_true(one.prompt_logprobs, one.prompt_ids, hf)
+    assert [one.prompt_logprobs for one in found[5:]] == [None, None]
+    assert [one.token_ids for one in found] == expected
+
+
+def test_a_prompt_that_is_cached_is_computed_again(folder: str, hf: Any) -> None:
+    llm = make(folder)
+    ids = prompt(0, 50)
+    expected = llm.generate(ids, PLAIN)[0].token_ids
+
+    found = llm.generate([ids, ids[:40]], SCORED)
+
+    for one in found:
+        assert_true(one.prompt_logprobs, one.prompt_ids, hf)
+    assert found[0].token_ids == expected
+
+
+def test_requests_that_were_paused_while_they_decoded(folder: str, hf: Any) -> None:
+    llm = make(folder, num_tokens=110)
+    llm.generate([[i] for i in range(40)], PLAIN)  # a wrong idea of what comes
+    prompts = [prompt(i, 10 + i) for i in range(6)]
+
+    found = llm.generate(prompts, msgspec.structs.replace(SCORED, max_new_tokens=40))
+
+    assert llm._scheduler.num_pauses > 0
+    for one in found:
+        assert_true(one.prompt_logprobs, one.prompt_ids, hf)
+
+
+@pytest.mark.parametrize("paused_after", [1, 2, 3])
+def test_a_request_that_was_paused_in_its_prompt(
+    folder: str, hf: Any, paused_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make(folder)
+    scheduler, steps = llm._scheduler, []
+    next_step = scheduler.next_step
+
+    def pausing() -> Step | None:
+        steps.append(next_step())
+        if len(steps) == paused_after:
+            scheduler._pause(scheduler._newest())
+        return steps[-1]
+
+    monkeypatch.setattr(scheduler, "next_step", pausing)
+    found = llm.generate(prompt(0, 90), SCORED)[0]
+
+    assert scheduler.num_pauses == 1
+    assert_true(found.prompt_logprobs, found.prompt_ids, hf)
+    assert found.token_ids == make(folder).generate(prompt(0, 90), PLAIN)[0].token_ids
+
+
+def test_every_request_of_a_step_gets_as_many_of_the_likeliest_as_it_asks_for(folder: str, hf: Any) -> None:
+    prompts = [prompt(i, 6) for i in range(3)]
+    counts = (0, 20, 2)
+
+    found = make(folder).generate(prompts, [msgspec.structs.replace(SCORED, prompt_logprobs=k) for k in counts])
+
+    for one, k in zip(found, counts, strict=True):
+        assert_true(one.prompt_logprobs, one.prompt_ids, hf, k)
+
+
+def test_no_more_logits_are_there_at_once_than_a_piece_has(
+    folder: str, hf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_scores, "PIECE", 7 * VOCAB)
+    shapes: list[tuple[int, ...]] = []
+    scores = prompt_scores._scores
+
+    def watched(logits: torch.Tensor, targets: torch.Tensor, k: int) -> prompt_scores.Scores:
+        shapes.append(logits.shape)
+        return scores(logits, targets, k)
+
+    monkeypatch.setattr(prompt_scores, "_scores", watched)
+    found = make(folder).generate([prompt(0, 90), prompt(1, 3)], SCORED)
+
+    for one in found:
+        assert_true(one.prompt_logprobs, one.prompt_ids, hf)
+    assert {rows for rows, _ in shapes} <= set(range(1, 8))
+    assert sum(rows for rows, _ in shapes) == 89 + 2
+
+
+def test_without_a_model_no_token_of_a_prompt_is_likely() -> None:
+    first, second = unpack([3, 4], None)
+
+    assert first == PromptToken(3, None, 0, [])
+    assert second == PromptToken(4, float("-inf"), 0, [])
