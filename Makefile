@@ -11,7 +11,7 @@ serve: $(VENV)/.serve
 	$(PY) -m lightserve.server.api_server $(ARGS)
 
 test: lint types
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.test
 	$(PY) -m ruff check lightserve test setup.py

@@ -42,6 +42,7 @@ setup(
             "mypy",
             "openai",
             "pytest",
+            "pytest-xdist",
             "ruff",
             "schemathesis",
             "transformers>=5.17",

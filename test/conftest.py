@@ -10,6 +10,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import pytest
 import torch
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # another process tests beside this one
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing before this line does
 
