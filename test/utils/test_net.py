@@ -33,7 +33,7 @@ def test_a_port_in_use_is_told_with_its_holder_even_if_that_would_share() -> Non
     holders = net.listen("127.0.0.1", 0, 2)
     port = holders[0].getsockname()[1]
 
-    holder = rf"process {os.getpid()}, child of {os.getppid()} \(.*pytest.*\)"
+    holder = rf"process {os.getpid()}, child of {os.getppid()} \(.*python.*\)"
     with pytest.raises(ServerError, match=f"port {port} is in use by {holder}; stop that"):
         net.listen("127.0.0.1", port, 2)
     for sock in holders:
