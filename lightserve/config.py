@@ -50,6 +50,10 @@ class WorkerConfig:
         None, "tokens that one step computes at most; omitted: what suits the device", "max_num_batched_tokens"
     )
 
+    deterministic: bool = option(
+        False, "bit-identical results whatever else is in the batch, cached or cut into chunks; slower"
+    )
+
     def __post_init__(self) -> None:
         for name, choices in (("load_format", get_args(LoadFormat)), ("data_type", get_args(DataType))):
             if getattr(self, name) not in choices:
@@ -57,6 +61,8 @@ class WorkerConfig:
         _at_least(self, 1, "tp", "running_max_req_size", "batch_max_tokens", "max_req_total_len", "max_total_token_num")
         if not 0 < self.mem_fraction <= 1:
             raise ServerError(f"mem_fraction={self.mem_fraction}: must be in (0, 1]")
+        if self.deterministic and self.tp > 2:  # a sum of two is the same either way round
+            raise ServerError("deterministic needs tp 1 or 2: the sum over more ranks has no fixed order")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,7 +117,7 @@ def test_defaults_in_the_readme_are_the_defaults() -> None:
     assert len(rows) > 8
     for name, default, _ in rows:
         value = value_of(parse_server([]), name)
-        assert default == ("" if value in (None, []) else str(value)), name
+        assert default == ("" if value in (None, []) else "off" if value is False else str(value)), name
 
 
 def test_other_names_in_the_readme_set_the_same_flag() -> None:

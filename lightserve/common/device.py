@@ -32,10 +32,13 @@ class DeviceKind:
     def device(self, rank: int) -> torch.device:
         return torch.device(self.name) if self.name == "cpu" else torch.device(self.name, rank)
 
-    def bind(self, device: torch.device) -> None:
-        """Make ``device`` this process's own and bind the ops to its backend."""
+    def bind(self, device: torch.device, deterministic: bool = False) -> None:
+        """Make ``device`` this process's own and bind the ops to its backend.
+
+        ``deterministic``: what a row gives does not depend on the rows beside it, at a price.
+        """
         import_module(self.backend_module)
-        ops.use_backend(self.backend)
+        ops.use_backend(*([ops.fixed_order(self.backend)] if deterministic else []), self.backend)
         self.enter(device)
 
     def enter(self, device: torch.device) -> None:

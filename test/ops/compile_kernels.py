@@ -19,6 +19,7 @@ from lightserve.common import ops
 from lightserve.common.triton_kernel import linear
 from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args
 
+BACKENDS = ("triton", ops.fixed_order("triton"))
 HEAD_DIMS = (80, 128, 256)  # padded, the usual, and the largest; ARGS holds 64
 
 
@@ -58,13 +59,14 @@ class Compiler:
 
 
 def call_every_wrapper(dtype: torch.dtype) -> None:
-    for name, op in ops.OPS.items():
-        if "triton" in op.impls:
-            op.impls["triton"](*ARGS[name](16, dtype, "cpu"))
-    for dim in HEAD_DIMS:
-        shape = ([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
-        ops.context_attention.impls["triton"](*context_attention_args(*shape), torch.ones(8))
-        ops.token_attention.impls["triton"](*attention_args(*shape), torch.ones(8))
+    for backend in BACKENDS:
+        for name, op in ops.OPS.items():
+            if backend in op.impls:
+                op.impls[backend](*ARGS[name](16, dtype, "cpu"))
+        for dim in HEAD_DIMS:
+            shape = ([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
+            ops.context_attention.impls[backend](*context_attention_args(*shape), torch.ones(8))
+            ops.token_attention.impls[backend](*attention_args(*shape), torch.ones(8))
     for config in (linear.NARROW, linear.WIDE):
         for rows in (8, 32):
             linear.multiply(torch.ones(rows, 2048, dtype=dtype), torch.ones(128, 2048, dtype=dtype), None, config)

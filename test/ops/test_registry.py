@@ -50,6 +50,17 @@ def test_an_op_that_a_backend_lacks_stays_its_reference() -> None:
     assert (double(1), quadruple(1)) == (2, -1)
 
 
+def test_the_first_backend_that_has_an_op_is_taken() -> None:
+    double, quadruple = declare_double_and_quadruple()
+    double.impl("fast")(lambda x: -x)
+    double.impl("exact")(lambda x: x)
+    quadruple.impl("fast")(lambda x: 0)
+
+    use_backend("exact", "fast")
+
+    assert (double(1), quadruple(1)) == (1, 0)
+
+
 def test_choosing_the_reference_again_undoes_a_backend() -> None:
     double, _ = declare_double_and_quadruple()
     double.impl("fast")(lambda x: -x)

@@ -4,6 +4,7 @@ import pytest
 
 from lightserve import config as config_module
 from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
+from lightserve.errors import ServerError
 from lightserve.server.args import parse_server
 
 
@@ -57,3 +58,9 @@ def test_help_groups_flags_by_who_needs_them(capsys: pytest.CaptureFixture[str])
     places = [text.index(f"\n{group}:\n") for group in ("worker", "router", "http", "launch")]
     assert places == sorted(places)
     assert places[2] < text.index("--api-key") < places[3]
+
+
+def test_more_than_two_ranks_have_no_fixed_order() -> None:
+    assert parse("--deterministic --tp 2").worker.deterministic
+    with pytest.raises(ServerError, match="deterministic needs tp 1 or 2"):
+        parse("--deterministic --tp 4")

@@ -5,7 +5,7 @@ from lightserve.common.ops.attention import AttnBatch, context_attention, token_
 from lightserve.common.ops.embedding import vocab_embedding
 from lightserve.common.ops.linear import linear
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from lightserve.common.ops.registry import OPS, REFERENCE, use_backend
+from lightserve.common.ops.registry import OPS, REFERENCE, fixed_order, use_backend
 from lightserve.common.ops.rotary import rotary, rotary_write_kv
 from lightserve.common.ops.sampling import Penalties, apply_penalties, choose, cut_atypical, cut_logits, mask_logits
 from lightserve.common.ops.step import StepTokens, place_tokens
@@ -23,6 +23,7 @@ __all__ = [
     "context_attention",
     "cut_atypical",
     "cut_logits",
+    "fixed_order",
     "gelu",
     "gelu_and_mul",
     "gelu_tanh",

@@ -2,18 +2,26 @@
 
 An op is declared by its PyTorch body. That body defines the op, runs on any device that has nothing better, and is the
 oracle of the op's tests. A backend replaces the ops it does faster; a coarse op whose body calls finer ops is faster as
-soon as those are.
+soon as those are. A second backend of a device, ``fixed_order`` of its name, gives up speed so that a row's result does
+not depend on the rows beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 REFERENCE = "torch"
+
+
+def fixed_order(backend: str) -> str:
+    """The backend that does in a fixed order what ``backend`` does in the order that suits the batch."""
+    return f"{backend}_fixed_order"
+
+
 OPS: dict[str, Op[Any, Any]] = {}
 
 
@@ -36,8 +44,8 @@ class Op(Generic[P, R]):
 
         return register
 
-    def select(self, backend: str) -> None:
-        self._active = self.impls.get(backend, self.impls[REFERENCE])
+    def select(self, backends: Sequence[str]) -> None:
+        self._active = next(self.impls[name] for name in (*backends, REFERENCE) if name in self.impls)
 
 
 def op(reference: Callable[P, R]) -> Op[P, R]:
@@ -47,9 +55,10 @@ def op(reference: Callable[P, R]) -> Op[P, R]:
     return declared
 
 
-def use_backend(backend: str) -> None:
-    """Bind every op to ``backend``, or to its reference where ``backend`` has none. Once a worker."""
-    if not any(backend in o.impls for o in OPS.values()):
-        raise ValueError(f"no op is implemented by backend {backend!r}")
+def use_backend(*backends: str) -> None:
+    """Bind every op to the first of ``backends`` that implements it, or to its reference. Once a worker."""
+    for backend in backends:
+        if not any(backend in o.impls for o in OPS.values()):
+            raise ValueError(f"no op is implemented by backend {backend!r}")
     for o in OPS.values():
-        o.select(backend)
+        o.select(backends)

@@ -103,7 +103,7 @@ def _list_tiles_kernel(
 
 
 @triton.jit
-def _load_rows(ptr, offsets, cols, is_row, DIM: tl.constexpr):
+def load_rows(ptr, offsets, cols, is_row, DIM: tl.constexpr):
     """``[rows, dim]`` padded with 0. A masked row is 0, not what lies there: 0 * NaN is NaN."""
     ptrs = ptr + offsets[:, None] + cols[None, :]
     mask = None
@@ -116,7 +116,7 @@ def _load_rows(ptr, offsets, cols, is_row, DIM: tl.constexpr):
 
 
 @triton.jit
-def _fold(q, k, v, acc, peak, total, keys, q_positions, is_seen, slopes, scale):
+def fold(q, k, v, acc, peak, total, keys, q_positions, is_seen, slopes, scale):
     """Fold a block of keys into the running softmax of each row, whose scores are in base 2.
 
     ``is_seen`` None: every row sees every key; otherwise every row must see one, of this block or of those before.
@@ -163,16 +163,16 @@ def _fold_prefix(
     for start in range(0, whole, BLOCK_N):
         keys = start + block
         slots = tl.load(slots_ptr + keys).to(tl.int64) * slot_stride
-        k = _load_rows(k_ptr, slots, cols, None, DIM).to(q.dtype)
-        v = _load_rows(v_ptr, slots, cols, None, DIM).to(q.dtype)
-        acc, peak, total = _fold(q, k, v, acc, peak, total, keys, q_positions, None, slopes, scale)
+        k = load_rows(k_ptr, slots, cols, None, DIM).to(q.dtype)
+        v = load_rows(v_ptr, slots, cols, None, DIM).to(q.dtype)
+        acc, peak, total = fold(q, k, v, acc, peak, total, keys, q_positions, None, slopes, scale)
     if whole < ready_len:
         keys = whole + block
         is_key = keys < ready_len
         slots = tl.load(slots_ptr + keys, mask=is_key, other=0).to(tl.int64) * slot_stride
-        k = _load_rows(k_ptr, slots, cols, is_key, DIM).to(q.dtype)
-        v = _load_rows(v_ptr, slots, cols, is_key, DIM).to(q.dtype)
-        acc, peak, total = _fold(q, k, v, acc, peak, total, keys, q_positions, is_key[None, :], slopes, scale)
+        k = load_rows(k_ptr, slots, cols, is_key, DIM).to(q.dtype)
+        v = load_rows(v_ptr, slots, cols, is_key, DIM).to(q.dtype)
+        acc, peak, total = fold(q, k, v, acc, peak, total, keys, q_positions, is_key[None, :], slopes, scale)
     return acc, peak, total
 
 
@@ -184,7 +184,7 @@ def _load_block(
     if kv_desc is not None:
         return kv_desc.load([row, col])
     offsets = tl.arange(0, BLOCK_N) * token_stride  # inside a block: far from 2^31
-    return _load_rows(kv_ptr + row.to(tl.int64) * token_stride + col, offsets, tl.arange(0, BLOCK_D), None, DIM)
+    return load_rows(kv_ptr + row.to(tl.int64) * token_stride + col, offsets, tl.arange(0, BLOCK_D), None, DIM)
 
 
 @triton.jit
@@ -219,20 +219,20 @@ def _fold_own(
     for start in range(0, diagonal, BLOCK_N):
         k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
         v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
-        acc, peak, total = _fold(q, k, v, acc, peak, total, start + block, q_tokens, None, slopes, scale)
+        acc, peak, total = fold(q, k, v, acc, peak, total, start + block, q_tokens, None, slopes, scale)
     for start in range(diagonal, tl.minimum(end, whole), BLOCK_N):
         keys = start + block
         k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
         v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
         is_seen = keys[None, :] <= q_tokens[:, None]
-        acc, peak, total = _fold(q, k, v, acc, peak, total, keys, q_tokens, is_seen, slopes, scale)
+        acc, peak, total = fold(q, k, v, acc, peak, total, keys, q_tokens, is_seen, slopes, scale)
     if whole < end:
         keys = whole + block
         rows_ptr = kv_ptr + (start_loc + whole).to(tl.int64) * token_stride
-        k = _load_rows(rows_ptr + k_col, block * token_stride, tl.arange(0, BLOCK_D), keys < end, DIM)
-        v = _load_rows(rows_ptr + v_col, block * token_stride, tl.arange(0, BLOCK_D), keys < end, DIM)
+        k = load_rows(rows_ptr + k_col, block * token_stride, tl.arange(0, BLOCK_D), keys < end, DIM)
+        v = load_rows(rows_ptr + v_col, block * token_stride, tl.arange(0, BLOCK_D), keys < end, DIM)
         is_seen = keys[None, :] <= q_tokens[:, None]
-        acc, peak, total = _fold(q, k, v, acc, peak, total, keys, q_tokens, is_seen, slopes, scale)
+        acc, peak, total = fold(q, k, v, acc, peak, total, keys, q_tokens, is_seen, slopes, scale)
     return acc, peak, total
 
 
@@ -276,7 +276,7 @@ def _context_attention_kernel(
     q_tokens = first_token + rows // PACKED
     is_row = (q_tokens < q_len) & (rows < TOKENS * PACKED)
     q_rows = start_loc.to(tl.int64) + q_tokens
-    q = _load_rows(q_ptr, q_rows * q_token_stride + heads * DIM, cols, is_row, DIM)
+    q = load_rows(q_ptr, q_rows * q_token_stride + heads * DIM, cols, is_row, DIM)
     slopes = None
     if alibi_slopes_ptr is not None:
         slopes = tl.load(alibi_slopes_ptr + heads) * LOG2_E
@@ -353,7 +353,8 @@ def _launch(
     tokens = tiling.rows // packed
     tiles = batch.plans.get(PLAN)
     if tiles is None:
-        tiles = batch.plans[PLAN] = _list_tiles(batch, len(q), tokens)
+        check_last_contiguous("context_attention", **tensors_of(batch))
+        tiles = batch.plans[PLAN] = list_tiles(batch, len(q), tokens, fewest=2 if batch.has_decodes else 1)
     _context_attention_kernel[(tiles.shape[0] * (heads // packed),)](
         q,
         _descriptor(kv, tiling.keys, block_d),
@@ -390,10 +391,8 @@ def _descriptor(kv: Tensor, keys: int, block_d: int) -> TensorDescriptor | None:
     return TensorDescriptor(kv, [rows, heads * dim], [stride, 1], [keys, dim])
 
 
-def _list_tiles(batch: ops.AttnBatch, rows: int, tokens: int) -> Tensor:
-    """``[tiles, TILE_FIELDS]`` of the requests that are no decodes: as many as there could be, the surplus empty."""
-    check_last_contiguous("context_attention", **tensors_of(batch))
-    fewest = 2 if batch.has_decodes else 1
+def list_tiles(batch: ops.AttnBatch, rows: int, tokens: int, fewest: int) -> Tensor:
+    """``[tiles, TILE_FIELDS]`` of requests with ``fewest`` new tokens or more: as many as could be, some empty."""
     requests = batch.b_req_idx.shape[0]
     count = rows // tokens + min(requests, rows // fewest)
     tiles = batch.b_req_idx.new_empty((count, TILE_FIELDS.value), dtype=torch.int32)

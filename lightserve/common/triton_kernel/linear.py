@@ -77,7 +77,7 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    out_rows = tl.arange(0, BLOCK_M)
+    out_rows = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     out_cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = out_rows < rows
     is_col = out_cols < out_size
@@ -101,13 +101,16 @@ def config_of(rows: int, out_size: int, in_size: int) -> Config | None:
     return next((rule.config for rule in RULES if rule.fits(rows, out_size, in_size)), None)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config) -> Tensor:
-    """``x @ weight.T + bias`` for ``x`` ``[rows, in]`` by the kernel."""
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, block_m: int | None = None) -> Tensor:
+    """``x @ weight.T + bias`` for ``x`` ``[rows, in]`` by the kernel; ``block_m``: rows a program, all if omitted."""
     check_last_contiguous("linear", x=x, weight=weight)
     (rows, in_size), out_size = x.shape, len(weight)
     block_k = min(config.block_bytes // x.element_size(), max(triton.next_power_of_2(in_size), MIN_BLOCK_K))
+    block_m = block_m or max(triton.next_power_of_2(rows), MIN_ROWS)
     out = x.new_empty((rows, out_size))
-    _linear_kernel[(triton.cdiv(out_size, config.block_n),)](
+    if not out.numel():
+        return out
+    _linear_kernel[(triton.cdiv(out_size, config.block_n), triton.cdiv(rows, block_m))](
         x,
         weight,
         bias,
@@ -118,7 +121,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config) -> 
         x.stride(0),
         weight.stride(0),
         IS_EVEN=in_size % block_k == 0,
-        BLOCK_M=max(triton.next_power_of_2(rows), MIN_ROWS),
+        BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
         num_warps=config.num_warps,

@@ -40,7 +40,7 @@ class ModelWorker:
     def __init__(self, config: WorkerConfig, source: ModelSource, tp: TpGroup) -> None:
         kind = pick_device(config.device)
         device = kind.device(tp.rank)
-        kind.bind(device)
+        kind.bind(device, config.deterministic)
         self.model_config = ModelConfig.from_hf(source.hf_config())
         self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
         dtype = _dtype(config, self.model_config, kind)

@@ -1,0 +1,70 @@
+"""In a fixed order a row's result is the same bits, whatever is computed beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightserve.common import ops
+from test.ops.cases import attention_args, context_attention_args, device_of, ints, randn
+
+PAIRS = [
+    (ops.fixed_order("cpu"), torch.float32),
+    (ops.fixed_order("cpu"), torch.bfloat16),
+    (ops.fixed_order("triton"), torch.float32),
+    pytest.param(ops.fixed_order("triton"), torch.float16, marks=pytest.mark.gpu),
+    pytest.param(ops.fixed_order("triton"), torch.bfloat16, marks=pytest.mark.gpu),
+]
+each_fixed_order = pytest.mark.parametrize(("backend", "dtype"), PAIRS)
+
+
+@each_fixed_order
+@pytest.mark.parametrize(("wide_in", "wide_out"), [(96, 40), (1000, 300), (576, 1536)])
+def test_a_product_does_not_depend_on_the_other_rows(
+    backend: str, dtype: torch.dtype, wide_in: int, wide_out: int
+) -> None:
+    x = randn(150, wide_in, dtype=dtype, device=device_of(backend))
+    weight = randn(wide_out, wide_in, dtype=dtype, device=device_of(backend), seed=1) * wide_in**-0.5
+    linear = ops.linear.impls[backend]
+
+    whole = linear(x, weight)
+
+    for begin, end in [(0, 1), (77, 78), (149, 150), (3, 35), (3, 36), (20, 91), (64, 128), (1, 150)]:
+        assert torch.equal(linear(x[begin:end], weight), whole[begin:end])
+
+
+@each_fixed_order
+@pytest.mark.parametrize("has_alibi", [False, True])
+def test_attention_does_not_depend_on_what_was_cached(backend: str, dtype: torch.dtype, has_alibi: bool) -> None:
+    length, heads, device = 150, (6, 2), device_of(backend)
+    q, kv, cache, batch, scale = context_attention_args([(0, length)], heads, 64, dtype, device)
+    slopes = torch.tensor([2.0**-i for i in range(6)], device=device) if has_alibi else None
+
+    def attend(ready: int, end: int) -> Tensor:
+        part = ops.AttnBatch(
+            batch.req_to_token, batch.b_req_idx, batch.b_start_loc, ints([end], device), ints([ready], device)
+        )
+        if end - ready == 1:
+            return ops.token_attention.impls[backend](q[ready:end], cache, part, scale, slopes)
+        return ops.context_attention.impls[backend](q[ready:end], kv[ready:end], cache, part, scale, slopes)
+
+    whole = attend(0, length)
+
+    for ready, end in [(0, 64), (64, 128), (128, 150), (1, 150), (37, 99), (149, 150), (63, 64), (7, 9)]:
+        assert torch.equal(attend(ready, end), whole[ready:end])
+
+
+@each_fixed_order
+def test_a_decode_does_not_depend_on_the_other_requests(backend: str, dtype: torch.dtype) -> None:
+    lens = [(5, 1), (200, 1), (64, 1), (0, 1), (33, 1)]
+    q, cache, batch, scale = attention_args(lens, (4, 2), 64, dtype, device_of(backend))
+    attend = ops.token_attention.impls[backend]
+
+    together = attend(q, cache, batch, scale)
+
+    for i in range(len(lens)):
+        columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
+        req_idx, _, seq_len, ready = (column[i : i + 1] for column in columns)
+        alone = ops.AttnBatch(batch.req_to_token, req_idx, torch.zeros_like(req_idx), seq_len, ready)
+        assert torch.equal(attend(q[i : i + 1], cache, alone, scale), together[i : i + 1])

@@ -1,0 +1,76 @@
+"""With ``deterministic``, logprobs are the same bits whatever else is computed, cached, or cut into chunks."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from lightserve.io_struct import SamplingParams
+from lightserve.llm import LLM, Generation
+from lightserve.prompt_logprobs import PromptToken
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 1,
+}
+DEVICES = [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
+LENGTH = 200
+ASKED = SamplingParams(max_new_tokens=8, temperature=0.0, logprobs=5, ignore_eos=True)
+SCORED = SamplingParams(max_new_tokens=8, temperature=0.0, logprobs=5, prompt_logprobs=2, ignore_eos=True)
+OTHER = SamplingParams(max_new_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
+Bits = tuple[list[int], list[float], list[list[tuple[int, float]]]]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(2, 4096) for _ in range(length)]
+
+
+def bits(generation: Generation) -> Bits:
+    return generation.token_ids, generation.logprobs, generation.top_logprobs
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_nothing_beside_a_request_changes_a_bit_of_its_logprobs(tmp_path: Path, device: str, dtype: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+
+    def make(batch_max_tokens: int) -> LLM:
+        return LLM(
+            str(tmp_path),
+            load_format="dummy",
+            device=device,
+            data_type=dtype,
+            deterministic=True,
+            max_total_token_num=6000,
+            batch_max_tokens=batch_max_tokens,
+        )
+
+    whole, in_chunks = make(2048), make(64)
+    asked = prompt(0, LENGTH)
+    others = [prompt(seed, 1 + seed * 3) for seed in range(1, 32)]
+    scored = whole.generate([asked], SCORED)[0]  # computes all of its prompt, and leaves it in the cache
+    alone: list[PromptToken] | None = scored.prompt_logprobs
+
+    cached = whole.generate([asked], ASKED)[0]
+    among_others = whole.generate([*others[:10], asked, *others[10:]], [*[OTHER] * 10, SCORED, *[OTHER] * 21])[10]
+    chunked = in_chunks.generate([asked], SCORED)[0]
+    chunked_among_others = in_chunks.generate([*others, asked], [*[OTHER] * 31, SCORED])[31]
+
+    assert len(scored.logprobs) == 8
+    assert alone is not None
+    assert len(alone) == LENGTH
+    for again in (cached, among_others, chunked, chunked_among_others):
+        assert bits(again) == bits(scored)
+    for again in (among_others, chunked, chunked_among_others):
+        assert again.prompt_logprobs == alone
