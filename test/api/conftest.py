@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,11 @@ KV_TOKENS = 16384
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One server with the real default model for all tests that only ask it things."""
+    """One server with the real default model for all tests that only ask it things.
+
+    LIGHTSERVE_TEST_FLAGS adds flags, such as ``--model_dir ANOTHER --model_name SmolLM2-135M-Instruct``.
+    """
     log = tmp_path_factory.mktemp("server") / "log"
-    with running_server(log, "--max_total_token_num", str(KV_TOKENS), "--max_queue_size", "64") as server:
+    more = os.environ.get("LIGHTSERVE_TEST_FLAGS", "").split()
+    with running_server(log, "--max_total_token_num", str(KV_TOKENS), "--max_queue_size", "64", *more) as server:
         yield server

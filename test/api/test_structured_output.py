@@ -60,7 +60,7 @@ def ask_all(server: ServerProcess, requests: list[dict[str, Any]]) -> list[Ended
     async def run() -> list[Ended]:
         limit = asyncio.Semaphore(AT_ONCE)
         url = f"{server.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=3600) as client:
 
             async def one(request: dict[str, Any]) -> Ended:
                 async with limit:
