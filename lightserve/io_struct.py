@@ -123,7 +123,7 @@ class NewReq(msgspec.Struct, frozen=True):
     output_len: int = 0  # the last of ``prompt_ids`` that are output
 
 
-class StepRow(msgspec.Struct, frozen=True):
+class StepRow(msgspec.Struct, frozen=True, array_like=True):
     """Compute the request's next len(slots) tokens into these KV slots."""
 
     req_id: int
@@ -150,7 +150,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: bytes  # [tokens, k] float32
 
 
-class TokenOut(msgspec.Struct, frozen=True):
+class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     """A token sampled for a request whose known tokens are all computed."""
 
     req_id: int

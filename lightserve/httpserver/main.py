@@ -32,8 +32,7 @@ async def main(boot: Boot, parent: Parent) -> None:
     source = resolve(config.worker.model_dir, needs_weights=False)
     name = config.http.model_name or source.name
     context = ServerContext(config.http, name, manager, tokenizer_if_any(source))
-    if context.maybe_tokenizer is not None:
-        context.grammars.prepare(context.maybe_tokenizer)
+    context.warm_up()
     output_formats(context)  # a flag that names none is told now
     server = _Server(context, parent)
     async with asyncio.TaskGroup() as tasks:  # any of them that fails ends the process, and the launcher tells why

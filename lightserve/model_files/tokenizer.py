@@ -57,6 +57,11 @@ class Tokenizer:
         """Characters of the longest vocabulary entry: a text of n characters has at least n / longest_token tokens."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
+    def warm_up(self) -> None:
+        """Make what the first encoding would otherwise wait for."""
+        _ = self.longest_token
+        self.encode("warm")
+
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None

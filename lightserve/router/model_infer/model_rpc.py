@@ -78,7 +78,7 @@ class StepServer:
         """Run the router's steps, ``depth`` under way at once, until it hangs up or a step fails."""
         connected, _ = self._listener.accept()
         rpc = ModelRpc(launch)
-        rpc._connect(Channel(SocketStream(connected)), RPYC_CONFIG)
+        rpc._connect(Channel(SocketStream(connected), compress=False), RPYC_CONFIG)
         helpers = [threading.Thread(target=rpc.serve, daemon=True) for _ in range(depth - 1)]
         for helper in helpers:
             helper.start()
