@@ -103,7 +103,7 @@ def _list_tiles_kernel(
 
 
 @triton.jit
-def load_rows(ptr, offsets, cols, is_row, DIM: tl.constexpr):
+def _load_rows(ptr, offsets, cols, is_row, DIM: tl.constexpr):
     """``[rows, dim]`` padded with 0. A masked row is 0, not what lies there: 0 * NaN is NaN."""
     ptrs = ptr + offsets[:, None] + cols[None, :]
     mask = None
@@ -116,7 +116,7 @@ def load_rows(ptr, offsets, cols, is_row, DIM: tl.constexpr):
 
 
 @triton.jit
-def fold(q, k, v, acc, peak, total, keys, q_positions, is_seen, slopes, scale):
+def _fold(q, k, v, acc, peak, total, keys, q_positions, is_seen, slopes, scale):
     """Fold a block of keys into the running softmax of each row, whose scores are in base 2.
 
     ``is_seen`` None: every row sees every key; otherwise every row must see one, of this block or of those before.
@@ -163,16 +163,50 @@ def _fold_prefix(
     for start in range(0, whole, BLOCK_N):
         keys = start + block
         slots = tl.load(slots_ptr + keys).to(tl.int64) * slot_stride
-        k = load_rows(k_ptr, slots, cols, None, DIM).to(q.dtype)
-        v = load_rows(v_ptr, slots, cols, None, DIM).to(q.dtype)
-        acc, peak, total = fold(q, k, v, acc, peak, total, keys, q_positions, None, slopes, scale)
+        k = _load_rows(k_ptr, slots, cols, None, DIM).to(q.dtype)
+        v = _load_rows(v_ptr, slots, cols, None, DIM).to(q.dtype)
+        acc, peak, total = _fold(q, k, v, acc, peak, total, keys, q_positions, None, slopes, scale)
     if whole < ready_len:
         keys = whole + block
         is_key = keys < ready_len
         slots = tl.load(slots_ptr + keys, mask=is_key, other=0).to(tl.int64) * slot_stride
-        k = load_rows(k_ptr, slots, cols, is_key, DIM).to(q.dtype)
-        v = load_rows(v_ptr, slots, cols, is_key, DIM).to(q.dtype)
-        acc, peak, total = fold(q, k, v, acc, peak, total, keys, q_positions, is_key[None, :], slopes, scale)
+        k = _load_rows(k_ptr, slots, cols, is_key, DIM).to(q.dtype)
+        v = _load_rows(v_ptr, slots, cols, is_key, DIM).to(q.dtype)
+        acc, peak, total = _fold(q, k, v, acc, peak, total, keys, q_positions, is_key[None, :], slopes, scale)
+    return acc, peak, total
+
+
+@triton.jit
+def _fold_in_order(
+    q,
+    acc,
+    peak,
+    total,
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    slot_stride,
+    end,
+    q_positions,
+    slopes,
+    scale,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """All tokens from the cache, in blocks that begin at the same positions whatever the step computes.
+
+    A key that a row may not see weighs 0 and changes no sum, so neither a row's place in its tile nor what follows it
+    matters to a bit of the row.
+    """
+    cols = tl.arange(0, q.shape[1])
+    for start in range(0, end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        is_key = keys < end
+        slots = tl.load(slots_ptr + keys, mask=is_key, other=0).to(tl.int64) * slot_stride
+        k = _load_rows(k_ptr, slots, cols, is_key, DIM).to(q.dtype)
+        v = _load_rows(v_ptr, slots, cols, is_key, DIM).to(q.dtype)
+        is_seen = keys[None, :] <= q_positions[:, None]
+        acc, peak, total = _fold(q, k, v, acc, peak, total, keys, q_positions, is_seen, slopes, scale)
     return acc, peak, total
 
 
@@ -184,7 +218,7 @@ def _load_block(
     if kv_desc is not None:
         return kv_desc.load([row, col])
     offsets = tl.arange(0, BLOCK_N) * token_stride  # inside a block: far from 2^31
-    return load_rows(kv_ptr + row.to(tl.int64) * token_stride + col, offsets, tl.arange(0, BLOCK_D), None, DIM)
+    return _load_rows(kv_ptr + row.to(tl.int64) * token_stride + col, offsets, tl.arange(0, BLOCK_D), None, DIM)
 
 
 @triton.jit
@@ -219,20 +253,20 @@ def _fold_own(
     for start in range(0, diagonal, BLOCK_N):
         k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
         v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
-        acc, peak, total = fold(q, k, v, acc, peak, total, start + block, q_tokens, None, slopes, scale)
+        acc, peak, total = _fold(q, k, v, acc, peak, total, start + block, q_tokens, None, slopes, scale)
     for start in range(diagonal, tl.minimum(end, whole), BLOCK_N):
         keys = start + block
         k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
         v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
         is_seen = keys[None, :] <= q_tokens[:, None]
-        acc, peak, total = fold(q, k, v, acc, peak, total, keys, q_tokens, is_seen, slopes, scale)
+        acc, peak, total = _fold(q, k, v, acc, peak, total, keys, q_tokens, is_seen, slopes, scale)
     if whole < end:
         keys = whole + block
         rows_ptr = kv_ptr + (start_loc + whole).to(tl.int64) * token_stride
-        k = load_rows(rows_ptr + k_col, block * token_stride, tl.arange(0, BLOCK_D), keys < end, DIM)
-        v = load_rows(rows_ptr + v_col, block * token_stride, tl.arange(0, BLOCK_D), keys < end, DIM)
+        k = _load_rows(rows_ptr + k_col, block * token_stride, tl.arange(0, BLOCK_D), keys < end, DIM)
+        v = _load_rows(rows_ptr + v_col, block * token_stride, tl.arange(0, BLOCK_D), keys < end, DIM)
         is_seen = keys[None, :] <= q_tokens[:, None]
-        acc, peak, total = fold(q, k, v, acc, peak, total, keys, q_tokens, is_seen, slopes, scale)
+        acc, peak, total = _fold(q, k, v, acc, peak, total, keys, q_tokens, is_seen, slopes, scale)
     return acc, peak, total
 
 
@@ -259,6 +293,7 @@ def _context_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FIXED_ORDER: tl.constexpr,
 ):
     first_head = (tl.program_id(0) % (HEADS // PACKED)) * PACKED
     fields = tiles_ptr + (tl.program_id(0) // (HEADS // PACKED)) * TILE_FIELDS
@@ -276,7 +311,7 @@ def _context_attention_kernel(
     q_tokens = first_token + rows // PACKED
     is_row = (q_tokens < q_len) & (rows < TOKENS * PACKED)
     q_rows = start_loc.to(tl.int64) + q_tokens
-    q = load_rows(q_ptr, q_rows * q_token_stride + heads * DIM, cols, is_row, DIM)
+    q = _load_rows(q_ptr, q_rows * q_token_stride + heads * DIM, cols, is_row, DIM)
     slopes = None
     if alibi_slopes_ptr is not None:
         slopes = tl.load(alibi_slopes_ptr + heads) * LOG2_E
@@ -289,43 +324,61 @@ def _context_attention_kernel(
     v_head = k_head + KV_HEADS * DIM
     slots_ptr = req_to_token_ptr + req_idx * req_stride
     q_positions = ready_len + q_tokens
-    acc, peak, total = _fold_prefix(
-        q,
-        acc,
-        peak,
-        total,
-        cache_ptr + k_head,
-        cache_ptr + v_head,
-        slots_ptr,
-        slot_stride,
-        ready_len,
-        q_positions,
-        slopes,
-        scale,
-        DIM,
-        BLOCK_N,
-    )
     end = tl.minimum(first_token + TOKENS, q_len)  # no row of this tile sees a later key
-    acc, peak, total = _fold_own(
-        q,
-        acc,
-        peak,
-        total,
-        kv_desc,
-        kv_ptr,
-        kv_token_stride,
-        start_loc,
-        k_head,
-        v_head,
-        first_token,
-        q_len,
-        end,
-        q_tokens,
-        slopes,
-        scale,
-        DIM,
-        BLOCK_N,
-    )
+    if FIXED_ORDER:
+        acc, peak, total = _fold_in_order(
+            q,
+            acc,
+            peak,
+            total,
+            cache_ptr + k_head,
+            cache_ptr + v_head,
+            slots_ptr,
+            slot_stride,
+            ready_len + end,
+            q_positions,
+            slopes,
+            scale,
+            DIM,
+            BLOCK_N,
+        )
+    else:
+        acc, peak, total = _fold_prefix(
+            q,
+            acc,
+            peak,
+            total,
+            cache_ptr + k_head,
+            cache_ptr + v_head,
+            slots_ptr,
+            slot_stride,
+            ready_len,
+            q_positions,
+            slopes,
+            scale,
+            DIM,
+            BLOCK_N,
+        )
+        acc, peak, total = _fold_own(
+            q,
+            acc,
+            peak,
+            total,
+            kv_desc,
+            kv_ptr,
+            kv_token_stride,
+            start_loc,
+            k_head,
+            v_head,
+            first_token,
+            q_len,
+            end,
+            q_tokens,
+            slopes,
+            scale,
+            DIM,
+            BLOCK_N,
+        )
     out_ptrs = out_ptr + (q_rows * HEADS + heads)[:, None] * DIM + cols[None, :]
     tl.store(out_ptrs, acc / total[:, None], mask=is_row[:, None] & (cols < DIM)[None, :])
 
@@ -338,26 +391,44 @@ def context_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if batch.has_decodes:
         token_attention.launch(q, kv_cache, batch, scale, alibi_slopes, out)
-    if len(q):
-        _launch(q, kv, kv_cache, batch, scale, alibi_slopes, out)
+    _launch(q, kv, kv_cache, batch, scale, alibi_slopes, out)
+    return out
+
+
+def attend_in_order(
+    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None
+) -> Tensor:
+    """Attention of prompts and decodes alike, of which no bit depends on what else the step computes."""
+    _check(q, kv_cache, kv_cache)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _launch(q, None, kv_cache, batch, scale, alibi_slopes, out)
     return out
 
 
 def _launch(
-    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, slopes: Tensor | None, out: Tensor
+    q: Tensor,
+    kv: Tensor | None,
+    kv_cache: Tensor,
+    batch: ops.AttnBatch,
+    scale: float,
+    slopes: Tensor | None,
+    out: Tensor,
 ) -> None:
-    heads, kv_heads, dim = q.shape[1], kv.shape[1] // 2, q.shape[2]
+    """Without ``kv`` all is read from the cache, in a fixed order."""
+    if not len(q):
+        return
+    heads, kv_heads, dim = q.shape[1], kv_cache.shape[1] // 2, q.shape[2]
     block_d = dot_block(dim)
     tiling = TILINGS[q.element_size(), max(block_d, SMALLEST_BLOCK)]
     packed = heads // kv_heads if heads // kv_heads <= MAX_PACKED else 1
     tokens = tiling.rows // packed
     tiles = batch.plans.get(PLAN)
     if tiles is None:
-        check_last_contiguous("context_attention", **tensors_of(batch))
-        tiles = batch.plans[PLAN] = list_tiles(batch, len(q), tokens, fewest=2 if batch.has_decodes else 1)
+        fewest = 2 if batch.has_decodes and kv is not None else 1
+        tiles = batch.plans[PLAN] = _list_tiles(batch, len(q), tokens, fewest)
     _context_attention_kernel[(tiles.shape[0] * (heads // packed),)](
         q,
-        _descriptor(kv, tiling.keys, block_d),
+        None if kv is None else _descriptor(kv, tiling.keys, block_d),
         kv,
         kv_cache,
         out,
@@ -365,7 +436,7 @@ def _launch(
         batch.req_to_token,
         tiles,
         q.stride(0),
-        kv.stride(0),
+        0 if kv is None else kv.stride(0),
         kv_cache.stride(0),
         batch.req_to_token.stride(0),
         scale,
@@ -377,6 +448,7 @@ def _launch(
         BLOCK_M=tiling.rows,
         BLOCK_N=tiling.keys,
         BLOCK_D=block_d,
+        FIXED_ORDER=kv is None,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
@@ -391,8 +463,9 @@ def _descriptor(kv: Tensor, keys: int, block_d: int) -> TensorDescriptor | None:
     return TensorDescriptor(kv, [rows, heads * dim], [stride, 1], [keys, dim])
 
 
-def list_tiles(batch: ops.AttnBatch, rows: int, tokens: int, fewest: int) -> Tensor:
+def _list_tiles(batch: ops.AttnBatch, rows: int, tokens: int, fewest: int) -> Tensor:
     """``[tiles, TILE_FIELDS]`` of requests with ``fewest`` new tokens or more: as many as could be, some empty."""
+    check_last_contiguous("context_attention", **tensors_of(batch))
     requests = batch.b_req_idx.shape[0]
     count = rows // tokens + min(requests, rows // fewest)
     tiles = batch.b_req_idx.new_empty((count, TILE_FIELDS.value), dtype=torch.int32)
