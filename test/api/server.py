@@ -25,7 +25,7 @@ from test.waiting import wait_until
 START_S = 240.0  # a machine that runs other things too
 STOP_S = 30.0
 ANSWER_S = 300.0
-SAMPLED_S = 1.3  # the router tells its metrics once a second
+SAMPLED_S = 2.0  # the router tells its metrics once a second, a little later where it must wait for a core
 
 
 @dataclass
@@ -51,6 +51,13 @@ class ServerProcess:
     @property
     def has_ended(self) -> bool:
         return self.process.poll() is not None
+
+    def is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=ANSWER_S):
+                return True
+        except urllib.error.HTTPError:
+            return False
 
     def processes(self) -> dict[str, list[psutil.Process]]:
         """Children by the name that ps shows."""
@@ -120,6 +127,7 @@ def running_server(log_path: Path, *flags: str) -> Iterator[ServerProcess]:
     try:
         wait_until(lambda: "ready at" in server.log or server.has_ended, START_S)
         assert not server.has_ended, server.log
+        wait_until(server.is_healthy)  # an HTTP process may hear of it a little after the operator
         yield server
     finally:
         if not server.has_ended:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from test.api.server import ServerProcess, running_server
+from test.api.server import STOP_S, ServerProcess, running_server
 from test.waiting import wait_until
 
 STEP = ("--null_worker", "--null_step_ms", "20")
@@ -53,7 +53,8 @@ def streaming(log: Path, *flags: str, tokens: int = 8000) -> Iterator[tuple[Serv
     with running_server(log, *STEP, *flags) as server:
         streams = [Stream(server.url, tokens) for _ in range(4)]
         for stream in streams:
-            assert stream.first_event().startswith(b"data: ")
+            event = stream.first_event()
+            assert event.startswith(b"data: "), (stream.status, event, server.log)
         yield server, streams
 
 
@@ -83,8 +84,8 @@ def test_sigterm_finishes_what_runs_refuses_what_comes_and_exits_0(tmp_path: Pat
 
         assert "waiting up to 30 s" in server.log
         assert all(end.endswith(b"data: [DONE]\n\n") and b"error" not in end for end in ends)
-        assert server.process.wait(10) == 0
-        wait_until(gone(children), 5)
+        assert server.process.wait(STOP_S) == 0
+        wait_until(gone(children))
 
 
 def test_requests_that_take_too_long_end_with_an_error_when_draining(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_requests_that_take_too_long_end_with_an_error_when_draining(tmp_path: P
         ends = [stream.rest() for stream in streams]
 
         assert all(b'"error"' in end and end.endswith(b"data: [DONE]\n\n") for end in ends)
-        assert server.process.wait(10) == 0
+        assert server.process.wait(STOP_S) == 0
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -106,12 +107,12 @@ def test_a_process_that_is_killed_is_named_and_nobody_is_left_waiting(tmp_path: 
 
         ends = [stream.rest() for stream in streams]
         told_s = time.monotonic() - begin
-        code = server.process.wait(10)
+        code = server.process.wait(STOP_S)
 
         assert all(b'"error"' in end and end.endswith(b"data: [DONE]\n\n") for end in ends)
-        assert told_s < 5
+        assert told_s < STOP_S
         assert code == 1
-        wait_until(gone(children), 5)
+        wait_until(gone(children))
         assert f"{ROLES[role]} died (signal 9)" in server.log
 
 
@@ -122,7 +123,7 @@ def test_the_children_of_a_killed_launcher_go_by_themselves(tmp_path: Path) -> N
         server.process.kill()
         server.process.wait()
 
-        wait_until(gone(children), 10)
+        wait_until(gone(children))
 
 
 def test_clients_that_leave_free_what_they_held(tmp_path: Path) -> None:
@@ -148,9 +149,9 @@ def test_health_is_503_when_the_engine_hangs(tmp_path: Path) -> None:
         assert status() == 200
         router = server.processes()["ls-router"][0]
         router.suspend()
-        wait_until(lambda: status() == 503, 15)
+        wait_until(lambda: status() == 503)
         router.resume()
-        wait_until(lambda: status() == 200, 15)
+        wait_until(lambda: status() == 200)
 
 
 def test_two_http_processes_share_a_port_and_the_engine(tmp_path: Path) -> None:

@@ -189,17 +189,6 @@ def test_typed_exceptions(client: openai.OpenAI) -> None:
     assert "8191" in long.value.message or "8187" in long.value.message
 
 
-def test_an_over_full_queue_is_a_rate_limit(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.RateLimitError) as refused:
-        client.completions.create(model=MODEL, prompt=["Tell me a story."] * 100, max_tokens=64, n=1)
-
-    assert refused.value.response.headers["retry-after"]
-    assert (
-        client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0).choices[0].message.content
-        == ANSWER
-    )
-
-
 def test_events_are_what_the_contract_says(server: ServerProcess) -> None:
     import urllib.request
 

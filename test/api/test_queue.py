@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import openai
 import pytest
 
 from test.api.server import ServerProcess, running_server
 from test.waiting import wait_until
 
 COMPLETE = "/v1/completions"
+MODEL = "SmolLM2-135M-Instruct"
 FLAGS = ("--null_worker", "--null_step_ms", "5", "--running_max_req_size", "1", "--max_queue_size", "4")
 
 
@@ -34,8 +36,8 @@ def busy(server: ServerProcess) -> Iterator[None]:
     """Inside, a request runs that takes all there is; then its client leaves."""
     raw = json.dumps(body(8000, stream=True)).encode()
     request = urllib.request.Request(server.url + COMPLETE, raw, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
-        response.readline()
+    with urllib.request.urlopen(request, timeout=60):
+        wait_until(lambda: server.metrics()["num_requests_running"] == 1)  # else 0 might be told of before it
         yield
     wait_until(lambda: server.metrics()["num_requests_running"] == 0)
 
@@ -121,6 +123,18 @@ def test_a_full_queue_refuses_and_counts_it(narrow: ServerProcess) -> None:
     for thread in threads:
         thread.join(30)
     wait_until(lambda: narrow.metrics()["request_refused_total"] == before + 1)
+
+
+def test_more_prompts_than_may_wait_are_a_rate_limit_to_the_openai_client(narrow: ServerProcess) -> None:
+    client = openai.OpenAI(base_url=f"{narrow.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    with busy(narrow), pytest.raises(openai.RateLimitError) as refused:
+        client.completions.create(model=MODEL, prompt=[[1, 2, 3]] * 5, max_tokens=4)
+
+    assert refused.value.code == "rate_limit_exceeded"
+    assert refused.value.response.headers["retry-after"] == "1"
+    answer = client.completions.create(model=MODEL, prompt=[[1, 2, 3]] * 4, max_tokens=4)  # the places are free again
+    assert [choice.finish_reason for choice in answer.choices] == ["length"] * 4
 
 
 def test_an_operators_abort_counts_as_one(narrow: ServerProcess) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-DEADLINE_S = 20.0
+DEADLINE_S = 20.0  # for a slow machine; less than the 30 s that a server waits for running requests
 
 PRELUDE = """
 import asyncio, os, signal, socket, subprocess, sys
@@ -86,10 +86,10 @@ def tiny_model(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = DEADLINE_S) -> None:
-    end = time.monotonic() + seconds
+def until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s until {what}"
+        assert time.monotonic() < end, f"waited {DEADLINE_S} s until {what}"
         time.sleep(0.02)
 
 
@@ -140,8 +140,8 @@ class Launched:
         self.until_said("is ready at")
         self.until_said("in all")
 
-    def exit_code(self, seconds: float = DEADLINE_S) -> int:
-        return self.process.wait(seconds)
+    def exit_code(self) -> int:
+        return self.process.wait(DEADLINE_S)
 
     def has_cleaned_up(self) -> bool:
         return not list(self.run_base.iterdir())

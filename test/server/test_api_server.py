@@ -111,7 +111,7 @@ def test_when_one_is_killed_it_is_named_clients_are_told_and_all_end(tmp_path: P
 
         server.signal_child(name, signal.SIGKILL)
 
-        assert server.exit_code(seconds=10) == 1
+        assert server.exit_code() == 1
         assert server.last_line() == f"lightserve: {role} died (signal 9)"
         assert name == "ls-httpserver" or server.heard("httpserver")[-2:] == ["EngineDied", "Drain"]
         assert not server.children()
@@ -132,7 +132,7 @@ def test_a_child_that_ends_by_itself_while_serving_counts_as_dead(tmp_path: Path
 
         (tmp_path / "go").write_text("x")
 
-        assert server.exit_code(seconds=10) == 1
+        assert server.exit_code() == 1
         assert server.last_line() == "lightserve: router died (exit code 0)"
 
 
@@ -148,7 +148,7 @@ def test_clients_that_cannot_be_told_do_not_hold_up_the_end(tmp_path: Path) -> N
 
         server.signal_child("ls-router", signal.SIGKILL)
 
-        assert server.exit_code(seconds=10) == 1
+        assert server.exit_code() == 1
         assert not server.children()
 
 
@@ -183,7 +183,7 @@ def test_when_the_launcher_is_killed_the_children_go_by_themselves(tmp_path: Pat
 
         server.process.kill()
 
-        until(lambda: not server.children(), "all are gone", seconds=5)
+        until(lambda: not server.children(), "all are gone")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -234,7 +234,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
 
         server.process.send_signal(signal.SIGTERM)
 
-        assert server.exit_code(seconds=5) == 143
+        assert server.exit_code() == 143
         assert server.last_line() == "lightserve: SIGTERM: stopped at once"
         assert not server.children()
         assert server.has_cleaned_up()
@@ -258,7 +258,7 @@ def test_a_signal_during_the_load_ends_it(tmp_path: Path, signum: signal.Signals
 
         server.process.send_signal(signum)
 
-        assert server.exit_code(seconds=5) == 128 + signum
+        assert server.exit_code() == 128 + signum
         assert server.last_line() == f"lightserve: {signum.name}: stopped at once"
         assert not server.children()
         assert server.has_cleaned_up()
