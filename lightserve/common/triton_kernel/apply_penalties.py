@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.triton_kernel._blocks import cdiv
 from lightserve.common.triton_kernel._check import check_last_contiguous, tensors_of
 from lightserve.common.triton_kernel._vocab import BLOCK, WARPS
 
@@ -49,7 +50,7 @@ def apply_penalties(logits: Tensor, penalties: ops.Penalties) -> None:
     penalised, vocab = penalties.rows.shape[0], logits.shape[1]
     if penalised == 0:
         return
-    _apply_penalties_kernel[(penalised, triton.cdiv(vocab, BLOCK))](
+    _apply_penalties_kernel[(penalised, cdiv(vocab, BLOCK))](
         logits,
         penalties.rows,
         penalties.b_repetition,

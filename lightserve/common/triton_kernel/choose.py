@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous
 
 BLOCK = 2048  # 128,256 logits take 4 us on an H200, 256 rows of them 35 us, in blocks of 8192 37 us
@@ -83,7 +84,7 @@ def choose(logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Te
     out = logits.new_empty((rows,), dtype=torch.int64)
     if rows == 0:
         return out
-    blocks = triton.cdiv(vocab, BLOCK)
+    blocks = cdiv(vocab, BLOCK)
     best = logits.new_empty((rows, blocks), dtype=torch.float32)
     best_token = logits.new_empty((rows, blocks), dtype=torch.int32)
     _choose_block_kernel[(blocks, rows)](
@@ -98,5 +99,5 @@ def choose(logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Te
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
-    _choose_row_kernel[(rows,)](best, best_token, out, blocks, BLOCK=triton.next_power_of_2(blocks), num_warps=1)
+    _choose_row_kernel[(rows,)](best, best_token, out, blocks, BLOCK=next_power_of_2(blocks), num_warps=1)
     return out

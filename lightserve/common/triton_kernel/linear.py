@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.common import ops
+from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous
 
 MIN_ROWS = 8  # of the input that the GPU multiplies at once
@@ -105,12 +106,12 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, blo
     """``x @ weight.T + bias`` for ``x`` ``[rows, in]`` by the kernel; ``block_m``: rows a program, all if omitted."""
     check_last_contiguous("linear", x=x, weight=weight)
     (rows, in_size), out_size = x.shape, len(weight)
-    block_k = min(config.block_bytes // x.element_size(), max(triton.next_power_of_2(in_size), MIN_BLOCK_K))
-    block_m = block_m or max(triton.next_power_of_2(rows), MIN_ROWS)
+    block_k = min(config.block_bytes // x.element_size(), max(next_power_of_2(in_size), MIN_BLOCK_K))
+    block_m = block_m or max(next_power_of_2(rows), MIN_ROWS)
     out = x.new_empty((rows, out_size))
     if not out.numel():
         return out
-    _linear_kernel[(triton.cdiv(out_size, config.block_n), triton.cdiv(rows, block_m))](
+    _linear_kernel[(cdiv(out_size, config.block_n), cdiv(rows, block_m))](
         x,
         weight,
         bias,

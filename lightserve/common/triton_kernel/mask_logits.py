@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.triton_kernel._blocks import cdiv
 from lightserve.common.triton_kernel._check import check_last_contiguous
 from lightserve.common.triton_kernel._vocab import BLOCK, WARPS
 
@@ -32,6 +33,6 @@ def mask_logits(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
         raise ValueError(f"mask_logits: {bitmask.shape[1]} words have no bit for every one of {vocab} tokens")
     if len(rows) == 0:
         return
-    _mask_logits_kernel[(len(rows), triton.cdiv(vocab, BLOCK))](
+    _mask_logits_kernel[(len(rows), cdiv(vocab, BLOCK))](
         logits, rows, bitmask, logits.stride(0), bitmask.stride(0), vocab, BLOCK, num_warps=WARPS
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.ops.step import CHOSEN
+from lightserve.common.triton_kernel._blocks import cdiv
 from lightserve.common.triton_kernel._check import check_last_contiguous
 
 BLOCK = 256
@@ -45,7 +46,7 @@ def place_tokens(tokens: ops.StepTokens, req_to_token: Tensor, last_ids: Tensor)
     count = tokens.ids.shape[0]
     out = last_ids.new_empty(count)
     if count:
-        _place_tokens_kernel[(triton.cdiv(count, BLOCK),)](
+        _place_tokens_kernel[(cdiv(count, BLOCK),)](
             *columns.values(), req_to_token, last_ids, out, req_to_token.stride(0), count, CHOSEN, BLOCK
         )
     return out

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel._attention import check_attention, dot_block
+from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # the softmax is computed in powers of two, the GPU's own exponential
 # Wanted, over all kv heads: as many as run at once, three on each multiprocessor of an H200. 64 requests of 1,150
@@ -256,7 +257,7 @@ def plan(batch: ops.AttnBatch, heads: tuple[int, int], dim: int, config: Config)
     q_heads, kv_heads = heads
     b_seq_len = batch.b_seq_len
     requests = len(b_seq_len)
-    wanted = triton.cdiv(PROGRAMS, kv_heads)
+    wanted = cdiv(PROGRAMS, kv_heads)
     max_items = wanted + requests  # each request's last item may be shorter than the others
     found = Plan(
         items=b_seq_len.new_empty((max_items, ITEM_FIELDS.value)),
@@ -277,7 +278,7 @@ def plan(batch: ops.AttnBatch, heads: tuple[int, int], dim: int, config: Config)
         wanted,
         MIN_ITEM,
         BLOCK_N=config.block_n,
-        BLOCK=triton.next_power_of_2(requests),
+        BLOCK=next_power_of_2(requests),
     )
     return found
 
@@ -324,7 +325,7 @@ def launch(
         BLOCK_M=dot_block(heads // kv_heads),
         BLOCK_N=config.block_n,
         BLOCK_D=block_d,
-        BLOCK_GROUP=triton.next_power_of_2(heads // kv_heads),
+        BLOCK_GROUP=next_power_of_2(heads // kv_heads),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

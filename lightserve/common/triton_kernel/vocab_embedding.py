@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.triton_kernel._blocks import cdiv
 from lightserve.common.triton_kernel._check import check_last_contiguous
 
 BLOCK = 1024  # 8 elements a lane of 4 warps: one 16-byte load of float16
@@ -33,6 +34,6 @@ def vocab_embedding(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
     out = table.new_empty((ids.shape[0], width))
     if out.numel() == 0:
         return out
-    grid = (ids.shape[0], triton.cdiv(width, BLOCK))
+    grid = (ids.shape[0], cdiv(width, BLOCK))
     _vocab_embedding_kernel[grid](ids, table, out, ids.stride(0), table.stride(0), first_id, n_rows, width, BLOCK)
     return out
