@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -92,6 +94,23 @@ def test_token_attention_of_a_step_gives_each_layer_its_own(backend: str, dtype:
 
     assert_close(outs[1], ops.token_attention(wide(q), -wide(cache), batch, scale), dtype)
     assert torch.equal(outs[0], outs[2])
+
+
+def test_triton_refuses_heads_that_cannot_share_the_cache() -> None:
+    q, cache, batch, scale = attention_args([(3, 1)], (4, 2), 64, torch.float32, device_of("triton"))
+
+    with pytest.raises(ValueError, match="3 heads of 64 cannot share the cache's 2 of 64"):
+        ops.token_attention.impls["triton"](q[:, :3], cache, batch, scale)
+    with pytest.raises(ValueError, match="the last dimension of q must be contiguous"):
+        ops.token_attention.impls["triton"](q.mT.contiguous().mT, cache, batch, scale)
+
+
+def test_triton_refuses_a_batch_with_gaps() -> None:
+    q, cache, batch, scale = attention_args([(3, 1), (4, 1)], (4, 2), 64, torch.float32, device_of("triton"))
+    gapped = replace(batch, b_seq_len=torch.stack((batch.b_seq_len, batch.b_seq_len), dim=1)[:, 0])
+
+    with pytest.raises(ValueError, match="the last dimension of b_seq_len must be contiguous"):
+        ops.token_attention.impls["triton"](q, cache, gapped, scale)
 
 
 MIXED = {

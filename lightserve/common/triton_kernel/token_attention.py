@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel._attention import check_attention, dot_block
+from lightserve.common.triton_kernel._attention import dot_block
 from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
+from lightserve.common.triton_kernel._check import check_last_contiguous, tensors_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # the softmax is computed in powers of two, the GPU's own exponential
 # Wanted, over all kv heads: as many as run at once, three on each multiprocessor of an H200. 64 requests of 1,150
@@ -254,6 +255,7 @@ def config_of(dtype: torch.dtype, block_d: int) -> Config:
 
 def plan(batch: ops.AttnBatch, heads: tuple[int, int], dim: int, config: Config) -> Plan:
     """List the items of the requests with one query row; ``heads``: of queries, of keys."""
+    check_last_contiguous("token_attention", **tensors_of(batch))
     q_heads, kv_heads = heads
     b_seq_len = batch.b_seq_len
     requests = len(b_seq_len)
@@ -290,7 +292,7 @@ def launch(
 
     Layers of the same shape share a plan in ``batch.plans``.
     """
-    check_attention("token_attention", q, kv_cache, batch)
+    _check(q, kv_cache)
     _, heads, dim = q.shape
     if len(batch.b_seq_len) == 0:
         return
@@ -329,6 +331,16 @@ def launch(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+
+
+def _check(q: Tensor, kv_cache: Tensor) -> None:
+    check_last_contiguous("token_attention", q=q, kv_cache=kv_cache)
+    heads, dim = q.shape[1:]
+    if kv_cache.shape[2] != dim or 2 * heads % kv_cache.shape[1]:
+        raise ValueError(
+            f"token_attention: {heads} heads of {dim} cannot share the cache's {kv_cache.shape[1] / 2:g} of "
+            f"{kv_cache.shape[2]}"
+        )
 
 
 @ops.token_attention.impl("triton")
