@@ -16,7 +16,7 @@ from lightserve.io_struct import NewReq, SamplingParams, StepRow
 from lightserve.router.model_infer.grammar import ReqGrammar
 from lightserve.router.model_infer.prompt_scores import PromptPart, StepScores
 from lightserve.router.model_infer.req_rules import ReqRules
-from lightserve.router.model_infer.step_input import StepShape, columns_of, input_size
+from lightserve.router.model_infer.step_input import StepColumns, StepShape, columns_of, input_size
 
 
 @dataclass(slots=True, eq=False)
@@ -141,8 +141,7 @@ class InferBatch:
         scored = _scored(reqs, start.tolist(), q_len.tolist())
         shape = StepShape(count, len(rows), bool((q_len == 1).any()), bool((q_len > 1).any()))
         shape = shape if scored else fit(shape)
-        inputs = self.padding(shape)
-        columns = columns_of(inputs, shape, np.float32, np.int64)
+        inputs, columns = self._padded(shape)
 
         table_rows = np.array([req.row for req in reqs], dtype=np.int32)
         ready = np.array([req.cache_len for req in reqs], dtype=np.int32)
@@ -159,9 +158,13 @@ class InferBatch:
         return PackedStep(inputs, shape, reqs, [req.is_due for req in reqs], scored)
 
     def padding(self, shape: StepShape) -> np.ndarray:
-        """The input of a step that computes nothing.
+        """The input of a step that computes nothing."""
+        return self._padded(shape)[0]
 
-        Its tokens go to a slot and a row that nobody reads; its requests have one token each, or none.
+    def _padded(self, shape: StepShape) -> tuple[np.ndarray, StepColumns]:
+        """Input whose tokens go to a slot and a row that nobody reads, of requests of one token each, or none.
+
+        With its columns, where what is computed goes.
         """
         inputs = np.zeros(input_size(shape), dtype=np.int32)
         columns = columns_of(inputs, shape, np.float32, np.int64)
@@ -171,7 +174,7 @@ class InferBatch:
         slots[:] = self._padding_slot
         start[:] = shape.tokens if shape.has_prompts else np.arange(shape.requests)
         seq_len[:] = 0 if shape.has_prompts else 1
-        return inputs
+        return inputs, columns
 
 
 def _scored(reqs: Sequence[InferReq], starts: Sequence[int], counts: Sequence[int]) -> list[Scored]:
