@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.body import Body
-from lightserve.httpserver.chat_translation import Joined, Object, TranslatedChat, translated
+from lightserve.httpserver.chat_translation import Joined, Object, TranslatedChat, tools_of_type, translated
 from lightserve.httpserver.openai_protocol import (
     MAX_MESSAGES,
     MAX_STOP_STRINGS,
@@ -110,14 +110,7 @@ class CustomTool(Body):
     strict: bool | None = None
 
 
-def _known_tool(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "custom":
-        raise NotSupportedYetError(f"a tool of type {kind[:100]!r}", "tools")
-    return value
-
-
-Tool = Annotated[CustomTool, BeforeValidator(_known_tool, json_schema_input_type=CustomTool)]
+Tool = Annotated[CustomTool, BeforeValidator(tools_of_type("custom"), json_schema_input_type=CustomTool)]
 
 
 class ToolChoice(Body):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -131,7 +132,12 @@ def _refuse_later(body: NativeBody, parameters: NativeParameters) -> None:
         value = unknown.get(name)
         if value is not None and value not in neutral:
             raise NotSupportedYetError(f"`{name}`", name)
-    for kind, items in (body.multimodal_params or {}).items():
+    refuse_media(body.multimodal_params)
+
+
+def refuse_media(params: Mapping[str, Any] | None) -> None:
+    """``multimodal_params``: lists of images and the like, which may be empty."""
+    for kind, items in (params or {}).items():
         if items:
             raise NotSupportedYetError(f"`multimodal_params.{kind[:100]}`", "multimodal_params")
 

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError, ResponseNotFoundError
 from lightserve.httpserver.body import Body, at_most, check
-from lightserve.httpserver.chat_translation import Joined, Object, TranslatedChat, translated
+from lightserve.httpserver.chat_translation import Joined, Object, TranslatedChat, tools_of_type, translated
 from lightserve.httpserver.grammar_fields import Schema
 from lightserve.httpserver.openai_protocol import MAX_MESSAGES, MAX_TOOLS, NewTokens, Share, ToolFunction
 
@@ -86,14 +86,7 @@ class FunctionTool(ToolFunction):
     type: Literal["function"]
 
 
-def _known_tool(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise NotSupportedYetError(f"a tool of type {kind[:100]!r}", "tools")
-    return value
-
-
-Tool = Annotated[FunctionTool, BeforeValidator(_known_tool, json_schema_input_type=FunctionTool)]
+Tool = Annotated[FunctionTool, BeforeValidator(tools_of_type("function"), json_schema_input_type=FunctionTool)]
 
 _MODES = ("auto", "none", "required")
 _NAMED = {

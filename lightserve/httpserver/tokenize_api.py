@@ -11,10 +11,11 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightserve.errors import InvalidRequestError, LightserveError, NotSupportedYetError
+from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.httpserver.body import Body, check, documented
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.generate_call import json_response
+from lightserve.httpserver.native_request import refuse_media
 from lightserve.httpserver.openai_messages import chat_prompt
 from lightserve.httpserver.openai_protocol import ChatBody, checked
 from lightserve.httpserver.tgi_errors import tgi_error_response
@@ -146,8 +147,6 @@ async def _decode(context: ServerContext, ids: list[int]) -> str:
 
 
 async def _count(context: ServerContext, body: CountBody) -> int:
-    for kind, items in (body.multimodal_params or {}).items():
-        if items:
-            raise NotSupportedYetError(f"`multimodal_params.{kind[:100]}`", "multimodal_params")
+    refuse_media(body.multimodal_params)
     adds_special = body.parameters is None or body.parameters.add_special_tokens is not False
     return len(await context.encode(body.text, adds_special))

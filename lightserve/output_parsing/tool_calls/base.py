@@ -84,6 +84,15 @@ def json_calls(tape: Tape, scribe: Scribe, ends: Sequence[str] = (), must_know: 
     return True
 
 
+def enclosed_calls(tape: Tape, scribe: Scribe, begin: str, end: str, must_know: bool = False) -> Steps[None]:
+    """What follows ``begin``, which was read last: ``json_calls`` up to ``end``, or content after all."""
+    tape.mark(len(begin))
+    if (yield from json_calls(tape, scribe, (end,), must_know)):
+        yield from tape.accept_next(end)
+    else:
+        scribe.content(tape.unmark())
+
+
 def _is_another_next(tape: Tape) -> Steps[bool]:
     yield from tape.skip_space()
     if not (yield from tape.accept(",")):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lightserve.output_parsing.scribe import Scribe
 from lightserve.output_parsing.tape import Steps, Tape
-from lightserve.output_parsing.tool_calls.base import ToolFormat, Wording, json_calls
+from lightserve.output_parsing.tool_calls.base import ToolFormat, Wording, enclosed_calls
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 BLOCK, BLOCK_END = "```json", "```"
@@ -16,12 +16,7 @@ BLOCK, BLOCK_END = "```json", "```"
 def parse(tape: Tape, scribe: Scribe) -> Steps[None]:
     while begin := (yield from tape.pass_until((BEGIN, BLOCK), scribe.content)):
         is_block = begin == BLOCK
-        end = BLOCK_END if is_block else END
-        tape.mark(len(begin))
-        if (yield from json_calls(tape, scribe, (end,), must_know=is_block)):
-            yield from tape.accept_next(end)
-        else:
-            scribe.content(tape.unmark())
+        yield from enclosed_calls(tape, scribe, begin, BLOCK_END if is_block else END, must_know=is_block)
 
 
 HERMES = ToolFormat(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightserve.output_parsing.scribe import Scribe
 from lightserve.output_parsing.tape import Steps, Tape
-from lightserve.output_parsing.tool_calls.base import ToolFormat, Wording, json_calls
+from lightserve.output_parsing.tool_calls.base import ToolFormat, Wording, enclosed_calls, json_calls
 
 TAGS = ("<|python_tag|>", "<|python_start|>")  # of 3 and of 4
 END = "<|python_end|>"
@@ -15,11 +15,7 @@ def parse(tape: Tape, scribe: Scribe) -> Steps[None]:
     if not (yield from json_calls(tape, scribe, must_know=True)):  # an answer in JSON need not be a call
         scribe.content(tape.unmark())
     while tag := (yield from tape.pass_until(TAGS, scribe.content)):
-        tape.mark(len(tag))
-        if (yield from json_calls(tape, scribe, (END,))):
-            yield from tape.accept_next(END)
-        else:
-            scribe.content(tape.unmark())
+        yield from enclosed_calls(tape, scribe, tag, END)
 
 
 LLAMA3_JSON = ToolFormat(
