@@ -16,8 +16,8 @@ from pydantic_core import from_json
 from lightserve.config import HttpConfig
 from lightserve.io_struct import FinishReason
 from test.httpserver.openai_server import CACHED, Server, fails, named_events, rows, running, with_template
-from test.output_parsing.corpus import CORPUS, PARIS, call, tagged
-from test.output_parsing.test_tool_calls import cut
+from test.httpserver.tool_chats import ALL, THOUGHT, WEATHER, prompt
+from test.output_parsing.corpus import CORPUS, PARIS, cut
 from test.waiting import DEADLINE_S
 
 # what a template shows of a model that thinks and calls tools: <tool_call> </think>
@@ -25,19 +25,11 @@ SHOW = (
     "{{ {'messages': messages, 'tools': tools, 'thinks': enable_thinking | default(1), 'turn': add_generation_prompt}"
     " | tojson }}{# <tool_call> </think> #}"
 )
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 TOOLS: list[Any] = [
-    {"name": "weather", "description": "Rain?", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}},
+    {"name": "weather", "description": "Rain?", "input_schema": WEATHER, "cache_control": {"type": "ephemeral"}},
     {"type": "custom", "name": "now", "input_schema": {"type": "object"}},
 ]
 USER: Any = {"role": "user", "content": "Hi"}
-THOUGHT = "<think>\nHm.\n</think>\n\n"
-ALL = f"{THOUGHT}Let me see.\n{tagged(call('weather', PARIS))}\n{tagged(call('now', '{}'))}"
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +56,6 @@ def ask(server: Server, **fields: Any) -> Any:
     response = post(server, **fields)
     assert response.status_code == 200, response.text
     return response.json()
-
-
-def prompt(server: Server) -> Any:
-    """What the template was given for the last request."""
-    return json.loads(server.context.tokenizer.decode(server.engine.asked[-1].prompt_ids))
 
 
 def fold(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -360,13 +347,13 @@ def test_tools_and_sampling_reach_the_template_and_the_engine(server: Server) ->
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 3)
     assert (sampling.seed, sampling.stop) == (7, ("END",))
     function = prompt(server)["tools"][0]["function"]
-    assert function == {"name": "weather", "description": "Rain?", "parameters": SCHEMA}
+    assert function == {"name": "weather", "description": "Rain?", "parameters": WEATHER}
 
 
 def test_a_schema_becomes_a_grammar(server: Server) -> None:
     server.engine.script = rows("{}")
 
-    ask(server, output_config={"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"})
+    ask(server, output_config={"format": {"type": "json_schema", "schema": WEATHER}, "effort": "low"})
 
     grammar = server.engine.asked[-1].sampling.grammar
     assert grammar is not None

@@ -21,8 +21,8 @@ from lightserve.model_files import Tokenizer
 from lightserve.model_files.special_tokens import SpecialTokens
 from test.httpserver.fake_engine import Script
 from test.httpserver.openai_server import Server, events, rows, running, with_template
-from test.output_parsing.corpus import CORPUS, PARIS, call, tagged
-from test.output_parsing.test_tool_calls import cut
+from test.httpserver.tool_chats import TWO_CALLS, WEATHER
+from test.output_parsing.corpus import CORPUS, PARIS, call, cut, tagged
 from test.real_model import smollm2_tokenizer as smol
 
 USER: dict[str, Any] = {"role": "user", "content": "Hi"}
@@ -31,17 +31,10 @@ SHOW = (
     "{{ {'messages': messages, 'tools': tools, 'thinks': enable_thinking | default(1), 'old': thinking | default(1)}"
     " | tojson }}{# <tool_call> </think> #}{% if begins_thinking %}<think>\n{% endif %}"
 )
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "weather", "description": "Rain?", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "now"}},
 ]
-TWO_CALLS = f"Let me see.\n{tagged(call('weather', PARIS))}\n{tagged(call('now', '{}'))}"
 
 
 @pytest.fixture(scope="module")

@@ -13,26 +13,18 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lightserve.io_struct import FinishReason
 from test.httpserver.openai_server import CACHED, Server, fails, named_events, rows, running, with_template
-from test.output_parsing.corpus import CORPUS, PARIS, call, tagged
-from test.output_parsing.test_tool_calls import cut
+from test.httpserver.tool_chats import ALL, THOUGHT, WEATHER, prompt
+from test.output_parsing.corpus import CORPUS, PARIS, cut
 
 # what a template shows of a model that thinks and calls tools: <tool_call> </think>
 SHOW = (
     "{{ {'messages': messages, 'tools': tools, 'effort': reasoning_effort | default('')} | tojson }}"
     "{# <tool_call> </think> #}"
 )
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 TOOLS: list[Any] = [
     {"type": "function", "name": "weather", "description": "Rain?", "parameters": WEATHER, "strict": True},
     {"type": "function", "name": "now", "parameters": None},
 ]
-THOUGHT = "<think>\nHm.\n</think>\n\n"
-ALL = f"{THOUGHT}Let me see.\n{tagged(call('weather', PARIS))}\n{tagged(call('now', '{}'))}"
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +48,6 @@ def refused(server: Server, **fields: Any) -> tuple[int, Any]:
 
 def stream(server: Server, **fields: Any) -> list[dict[str, Any]]:
     return named_events(server.post("/v1/responses", {"input": "Hi", "stream": True} | fields))
-
-
-def prompt(server: Server) -> Any:
-    """What the template was given for the last request."""
-    return json.loads(server.context.tokenizer.decode(server.engine.asked[-1].prompt_ids))
 
 
 def fold(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ TOLERANCE: dict[
 }
 NAN = float("nan")
 EPS = 1e-5
+HEAD_DIMS = [64, 80, 96, 128, 256]
 
 
 def backends_of(op: Op[Any, Any]) -> list[str]:
@@ -99,6 +100,10 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 def ints(values: list[int], device: str, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device)
+
+
+def alibi_slopes(heads: int, device: str) -> Tensor:
+    return torch.tensor([2.0 ** -(1 + i % 8) for i in range(heads)], device=device)
 
 
 def attention_args(

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel import token_attention
 from test.ops.cases import (
+    HEAD_DIMS,
     NAN,
     TOLERANCE,
+    alibi_slopes,
     assert_close,
     attention_args,
     device_of,
@@ -20,13 +21,8 @@ from test.ops.cases import (
     wide,
 )
 
-HEAD_DIMS = [64, 80, 96, 128, 256]
 HEADS = [(1, 1), (3, 3), (6, 2), (5, 1)]
 DECODE = [(length - 1, 1) for length in (1, 2, 32, 33, 129, 300)]
-
-
-def alibi_slopes(heads: int, device: str) -> Tensor:
-    return torch.tensor([2.0 ** -(1 + i) for i in range(heads)], device=device)
 
 
 @each_backend_and_dtype(ops.token_attention)

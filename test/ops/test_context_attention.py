@@ -8,7 +8,9 @@ from torch import Tensor
 
 from lightserve.common import ops
 from test.ops.cases import (
+    HEAD_DIMS,
     NAN,
+    alibi_slopes,
     assert_close,
     context_attention_args,
     device_of,
@@ -18,14 +20,9 @@ from test.ops.cases import (
     wide,
 )
 
-HEAD_DIMS = [64, 80, 96, 128, 256]
 HEADS = [(1, 1), (3, 3), (6, 2), (5, 1), (20, 1)]
 MIXED = [(0, 1), (0, 37), (5, 1), (70, 13), (33, 1), (0, 66)]  # (tokens in the cache, new tokens)
 Lens = list[tuple[int, int]]
-
-
-def alibi_slopes(heads: int, device: str) -> Tensor:
-    return torch.tensor([2.0 ** -(1 + i % 8) for i in range(heads)], device=device)
 
 
 def defined(

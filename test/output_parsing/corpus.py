@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any, NamedTuple
 
 from lightserve.output_parsing import OutputParser, ToolCallParser, fold
@@ -23,6 +24,12 @@ class Sample(NamedTuple):
     text: str
     content: str = ""
     calls: tuple[tuple[str, str], ...] = ()
+
+
+def cut(text: str, rng: random.Random) -> list[str]:
+    """The text in up to nine pieces, as a stream may bring it."""
+    places = sorted(rng.sample(range(len(text) + 1), rng.randrange(min(len(text) + 1, 9))))
+    return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
 
 
 def call(name: str, arguments: str) -> str:

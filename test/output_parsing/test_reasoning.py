@@ -11,8 +11,7 @@ from lightserve.output_parsing import Content, OutputParser, Reasoning, ToolCall
 from lightserve.output_parsing.reasoning import THINK, ReasoningFormat, ReasoningParser, reasoning_format
 from lightserve.output_parsing.scribe import Scribe
 from lightserve.output_parsing.tool_calls.formats import BY_NAME
-from test.output_parsing.corpus import TOOLS
-from test.output_parsing.test_tool_calls import cut
+from test.output_parsing.corpus import TOOLS, cut
 
 R1 = ReasoningFormat("<think>", "</think>", is_implied=True)
 

@@ -15,7 +15,7 @@ from lightserve.errors import ServerError
 from lightserve.output_parsing import CallArguments, CallStart, Content
 from lightserve.output_parsing.scribe import call_id, short_call_id
 from lightserve.output_parsing.tool_calls.formats import ALIASES, ALL, BY_NAME, tool_format
-from test.output_parsing.corpus import CASES, CORPUS, PARIS, Sample, call, parser_of, tagged, taken_apart
+from test.output_parsing.corpus import CASES, CORPUS, PARIS, Sample, call, cut, parser_of, tagged, taken_apart
 
 NAMES = sorted(CORPUS)
 # what the outputs of all formats are made of
@@ -77,11 +77,6 @@ def random_output(rng: random.Random, name: str) -> str:
         at = rng.randrange(len(text) + 1)
         text = text[:at] + rng.choice(["", *SHREDS]) + text[at + rng.randrange(4) :]
     return text
-
-
-def cut(text: str, rng: random.Random) -> list[str]:
-    places = sorted(rng.sample(range(len(text) + 1), rng.randrange(min(len(text) + 1, 9))))
-    return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
 
 
 def test_random_outputs_are_taken_apart_alike_however_they_are_cut() -> None:
