@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -139,6 +140,15 @@ def test_no_module_is_named_twice_in_the_table() -> None:
         assert layer not in below
         for name in below:
             assert name in LAYERS or any(known.startswith(name + ".") for known in LAYERS), f"{name} is no layer"
+
+
+def test_the_documented_table_has_every_package() -> None:
+    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    floors = page.partition("## The floors")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([\w.]+)`", floors))
+
+    missing = [layer for layer in LAYERS if not any(is_within(layer, name) for name in named)]
+    assert not missing
 
 
 def test_torch_free_modules_do_not_import_torch_even_indirectly() -> None:
