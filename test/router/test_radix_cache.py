@@ -601,5 +601,5 @@ class AgainstPrefixDict(RuleBasedStateMachine):
 
 TestAgainstPrefixDict = AgainstPrefixDict.TestCase
 TestAgainstPrefixDict.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
