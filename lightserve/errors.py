@@ -16,6 +16,7 @@ LightserveError
 │   ├── AbortedError               499: by /abort_request
 │   └── ClientGoneError            499, for the log only
 └── ServerError                ours: 5xx, logged with its traceback, told to the client without it
+    ├── NotComputableError         500: of this request alone, and told to the client as it is
     ├── UnavailableError           503: loading, draining or dead
     ├── DeadlineError              504: the request's time was over
     ├── WorkerDiedError            503
@@ -115,6 +116,10 @@ class ServerError(LightserveError):
     pass
 
 
+class NotComputableError(ServerError):
+    code = "not_computable"
+
+
 class UnavailableError(ServerError):
     status = 503
     code = "service_unavailable"
@@ -140,6 +145,7 @@ class CheckpointError(ModelFilesError):
 _BY_STATUS: dict[int, type[LightserveError]] = {
     400: InvalidRequestError,
     429: OverloadedError,
+    500: NotComputableError,
     503: UnavailableError,
     504: DeadlineError,
 }

@@ -159,6 +159,7 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] | None = None  # with it, as many of the likeliest tokens as asked for, best first
     completes: bool = False  # the request's grammar, after which nothing may follow
     error: str | None = None  # why there is no token: the request ends
+    status: int = 400  # of the error
     prompt: PromptLogprobs | None = None  # with the first token, where the request asked for it
 
 

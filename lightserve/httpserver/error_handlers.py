@@ -17,6 +17,7 @@ from lightserve.errors import (
     ClientGoneError,
     DeadlineError,
     LightserveError,
+    NotComputableError,
     OverloadedError,
     RequestError,
     ServerError,
@@ -60,7 +61,7 @@ DOCUMENTED: dict[int | str, dict[str, Any]] = {"4XX": _DOCUMENTED, "5XX": _DOCUM
 
 def error_object(error: Exception, request_id: str | None = None) -> dict[str, Any]:
     """``{"error": {...}}`` for a body or an event. What is our fault is told without detail, but for what to expect."""
-    if isinstance(error, RequestError | UnavailableError | DeadlineError):
+    if isinstance(error, RequestError | NotComputableError | UnavailableError | DeadlineError):
         return _object(error.status, str(error), error.param, error.code)
     status = status_of(error)
     named = "" if request_id is None else f"; the request's id is {request_id}"
@@ -92,6 +93,9 @@ def log_error(error: Exception, request_id: str) -> None:
         return
     if isinstance(error, UnavailableError):
         logger.info("%s refused: %s", request_id, error)
+        return
+    if isinstance(error, NotComputableError):  # it came from another process: the traceback would say nothing
+        logger.error("%s failed: %s", request_id, error)
         return
     logger.error("%s failed: %s", request_id, error, exc_info=error)
 

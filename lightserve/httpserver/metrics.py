@@ -31,6 +31,7 @@ _OURS_ALONE = {
     "kv_used_tokens",
     "request_refused_total",
     "request_failed_total",
+    "request_numerical_error_total",
     "prefix_cache_evicted_tokens_total",
 }
 

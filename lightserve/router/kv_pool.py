@@ -90,6 +90,12 @@ class KvPool:
             self._cache.unlock(req.node)
         req.node, req.slots, req.shared_len, req.planned_len = None, [], 0, 0
 
+    def discard(self, req: Req) -> None:
+        """Take everything back and keep nothing cached that only this request knows: it may be spoilt."""
+        self.close(req)
+        node, _ = self._cache.match(_array(req.token_ids), req.salt)
+        self._free(self._cache.drop(node))
+
     def _free(self, slots: Slots) -> None:
         if len(slots):
             self.slots.free(slots)

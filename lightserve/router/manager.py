@@ -154,7 +154,7 @@ class RouterManager:
         rows, failed = [], []
         for req, out in self._scheduler.take(outs):
             if req.error is not None:
-                failed.append(ReqFailed(req.req_id, 400, req.error))
+                failed.append(ReqFailed(req.req_id, req.error_status, req.error))
                 continue
             admission = None
             if len(req.output_ids) == 1:
@@ -180,6 +180,7 @@ class RouterManager:
         for last_token_s, count in gaps.items():
             self.metrics.next_tokens(now - last_token_s, count)
         self.metrics.failed(len(failed))
+        self.metrics.not_numbers(sum(failure.status >= 500 for failure in failed))
         if rows or failed or self._gone:
             self._to_detokenization.send(BatchTokenIdOut(rows, failed=failed, gone=self._gone))
             self._gone = []

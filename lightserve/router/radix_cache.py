@@ -200,6 +200,15 @@ class RadixCache:
             missing -= len(evicted[-1])
         return np.concatenate(evicted)
 
+    def drop(self, node: RadixNode) -> Slots:
+        """Drop the prefix that ends at node, but for what another continues or references; the slots."""
+        dropped = [np.empty(0, dtype=np.int32)]
+        while node.parent is not None and node.may_go:
+            parent = node.parent
+            dropped.append(self._take_from(node, len(node.ids)))
+            node = parent
+        return np.concatenate(dropped)
+
     def clear(self) -> Slots:
         """Drop everything that nobody references; the slots, now the caller's."""
         return self.evict(self.evictable_tokens)
@@ -247,10 +256,12 @@ class RadixCache:
             heapq.heappush(self._queue, (node.used_at, id(node), node))
 
     def _pop_oldest_leaf(self) -> RadixNode:
-        """Nodes stay queued when they are locked, used or given children: those are sorted out here."""
+        """Nodes stay queued when they are locked, used, dropped or given children: those are sorted out here."""
         while True:
             queued_at, _, node = heapq.heappop(self._queue)
             node.is_queued = False
+            if node.parent is None:  # dropped: roots are never queued
+                continue
             if queued_at == node.used_at and node.may_go:
                 return node
             self._settle(node)

@@ -28,6 +28,7 @@ class Req:
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None  # why it could not go on: it is aborted, without a last token
+    error_status: int = 400  # what HTTP says then
     ends_in_text: bool = False  # its last token is no end token
     stop_token: int | None = None  # the one of sampling.stop_token_ids that ended it
     seed: int = field(init=False)
@@ -92,7 +93,7 @@ class Req:
 
     def take(self, out: TokenOut) -> None:
         if out.error is not None:
-            self.error, self.finish_reason = out.error, FinishReason.ABORT
+            self.error, self.error_status, self.finish_reason = out.error, out.status, FinishReason.ABORT
             return
         token_id = out.token_id
         self.output_ids.append(token_id)

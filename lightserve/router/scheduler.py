@@ -118,6 +118,8 @@ class Scheduler:
                 if req.max_new_tokens > 1 and req.error is None:
                     self._estimate.learn(len(req.output_ids))
                 self._drop(req)
+                if req.error is not None and req.error_status >= 500:
+                    self.pool.discard(req)
         return taken
 
     def abort(self, req_id: int) -> Req | None:

@@ -72,6 +72,10 @@ class RouterMetrics:
     def failed(self, count: int = 1) -> None:
         self.values["request_failed_total"] += count
 
+    def not_numbers(self, count: int) -> None:
+        """Requests that failed, too, because their logits were no numbers."""
+        self.values["request_numerical_error_total"] += count
+
     def preempted(self, count: int = 1) -> None:
         self.values["num_preemptions_total"] += count
 

@@ -229,13 +229,37 @@ def test_choose_takes_the_first_of_equals(backend: str, ties: list[int]) -> None
 
 @CHOOSE_BACKENDS
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_choose_never_takes_a_token_that_is_masked_or_nan(backend: str, temperature: float) -> None:
-    logits = torch.full((3, 2000), -INF, device=device_of(backend))
-    logits[:2, [3, 1500]] = float("nan")
+def test_choose_never_takes_a_token_that_is_masked(backend: str, temperature: float) -> None:
+    logits = torch.full((3, 5000), -INF, device=device_of(backend))
     logits[0, 1700] = -50.0
-    logits[2, 1999] = INF
+    logits[1, 0] = -1e30
+    logits[2, 4999] = 1e30
 
-    assert choose(backend, logits, [temperature] * 3, [1, 2, 3]) == [1700, 0, 1999]
+    assert choose(backend, logits, [temperature] * 3, [1, 2, 3]) == [1700, 0, 4999]
+
+
+@CHOOSE_BACKENDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_choose_takes_no_token_where_logits_are_no_numbers(
+    backend: str, dtype: torch.dtype, temperature: float
+) -> None:
+    nan = float("nan")
+    logits = randn(8, 5000, dtype=dtype, device=device_of(backend))
+    logits[0, 3] = nan
+    logits[1] = nan
+    logits[2, 4999] = INF
+    logits[3] = -INF
+    logits[4, [0, 4500]] = torch.tensor([nan, INF], dtype=dtype, device=logits.device)
+    logits[5, 1:] = -INF  # one number is enough
+    broken = [ops.NO_TOKEN] * 5
+
+    out = choose(backend, logits, [temperature] * 8, list(range(8)))
+
+    assert out[:6] == [*broken, 0]
+    whole = logits.clone()
+    whole[:5] = 0.0
+    assert out[6:] == choose(ops.REFERENCE, whole, [temperature] * 8, list(range(8)))[6:], "others do not notice"
 
 
 @CHOOSE_BACKENDS

@@ -24,3 +24,15 @@ def test_tokens_are_placed_and_chosen_ones_found(backend: str, count: int) -> No
     assert out.tolist() == [int(last_ids[row]) if i == CHOSEN else i for row, i in zip(rows, ids.tolist(), strict=True)]
     assert table[rows, positions].tolist() == (order + 10_000).tolist()
     assert int((table == -5).sum()) == table.numel() - count
+
+
+@pytest.mark.parametrize("backend", [ops.REFERENCE, *backends_of(ops.place_tokens)])
+def test_token_0_stands_in_where_none_was_chosen(backend: str) -> None:
+    device = device_of(backend)
+    table = torch.zeros((4, 8), dtype=torch.int32, device=device)
+    last_ids = torch.tensor([7, ops.NO_TOKEN, ops.NO_TOKEN, 9], device=device)
+    columns = ([0, 1, 2, 3], [0] * 4, [0] * 4, [CHOSEN, CHOSEN, 5, CHOSEN])
+
+    out = ops.place_tokens.impls[backend](StepTokens(*(ints(column, device) for column in columns)), table, last_ids)
+
+    assert out.tolist() == [7, 0, 5, 9]

@@ -401,6 +401,23 @@ def test_what_was_evicted_is_not_remembered_by_a_long_run_of_memory() -> None:
     assert sum(owner.size for owner in owners if owner is not None) < 10
 
 
+def test_a_prefix_is_dropped_up_to_what_another_continues_or_references() -> None:
+    cache = RadixCache()
+    insert(cache, [1, 2, 3, 4, 5], [10, 11, 12, 13, 14])
+    insert(cache, [1, 2, 3, 9], [10, 11, 12, 20])
+    lock = locked(cache, [1])
+
+    assert sorted(cache.drop(match(cache, [1, 2, 3, 4, 5])[0]).tolist()) == [13, 14]
+    assert sorted(cache.drop(match(cache, [1, 2, 3, 9])[0]).tolist()) == [11, 12, 20]
+    assert cache.drop(match(cache, [1])[0]).tolist() == []
+
+    cache.unlock(lock)
+    insert(cache, [7, 8], [30, 31])
+    assert [cache.evict(1).tolist() for _ in range(3)] == [[10], [31], [30]], "what was dropped is not evicted again"
+    assert tokens(cache) == (0, 0, 0)
+    assert cache.drop(match(cache, [1, 2])[0]).tolist() == []
+
+
 def test_an_evicted_node_is_refused() -> None:
     cache = RadixCache()
     node, _ = insert(cache, [1, 2], [10, 11])
@@ -460,6 +477,14 @@ class PrefixDict:
             oldest = min(free - inner, key=lambda key: self.used_at[key])
             evicted.append(self.slots.pop(oldest))
         return evicted
+
+    def drop(self, key: Key) -> list[int]:
+        dropped: list[int] = []
+        for prefix in reversed(self.found(key)):
+            if prefix in self.referenced() or any((salt, ids[:-1]) == prefix for salt, ids in self.slots):
+                break
+            dropped.append(self.slots.pop(prefix))
+        return dropped
 
 
 def prefixes(key: Key) -> Iterator[Key]:
@@ -572,6 +597,17 @@ class AgainstPrefixDict(RuleBasedStateMachine):
         evicted = self.cache.evict(count).tolist()
         assert sorted(evicted) == sorted(self.model.evict(count))
         self.free(evicted)
+
+    @rule(salt=SALTS, ids=TOKENS)
+    def drop(self, salt: str, ids: tuple[int, ...]) -> None:
+        self.match(salt, ids, lock=False)
+        node, _ = match(self.cache, ids, salt)
+        self.model.use(self.model.found((salt, ids)))
+
+        dropped = self.cache.drop(node).tolist()
+
+        assert sorted(dropped) == sorted(self.model.drop((salt, ids)))
+        self.free(dropped)
 
     @invariant()
     def counts_are_exact_and_no_slot_is_lost(self) -> None:

@@ -117,7 +117,7 @@ def chosen_by_the_step(logits: Tensor, reqs: list[InferReq]) -> Tensor:
     seeds = torch.tensor([req.seed for req in reqs], device=device)
     positions = torch.tensor([req.total_len for req in reqs], dtype=torch.int32, device=device)
     tokens = ops.choose(logits, temperatures, seeds, positions)
-    return tokens.masked_fill(torch.tensor([req.rules.is_special for req in reqs], device=device), -1)
+    return tokens.masked_fill(torch.tensor([req.rules.is_special for req in reqs], device=device), -2)
 
 
 @pytest.fixture(params=[ops.REFERENCE, "triton"])
@@ -456,3 +456,23 @@ def test_parameters_cross_a_process_boundary_whole() -> None:
         sampling = SamplingParams(max_new_tokens=100, **params)
 
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=SamplingParams) == sampling
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_row_whose_logits_are_no_numbers_gets_no_token_whatever_its_wishes(backend: str, others: int) -> None:
+    wishes: list[dict[str, Any]] = [{"top_k": 5}, {"temperature": 0, "allowed_token_ids": (3,)}, {"min_p": 0.2}]
+    reqs = [req_of(row, **wish) for row, wish in enumerate([*wishes, *wishes, *[{"temperature": 0}] * others])]
+    logits = logits_of(len(reqs), device_of(backend))
+    whole = sample(logits, reqs)
+    logits[:3, 50] = float("nan")
+    tokens = chosen_by_the_step(logits, reqs)
+    tokens[:3] = ops.NO_TOKEN  # as the step says
+
+    out = sampler_of(logits).sample(logits, reqs, tokens).tolist()
+
+    assert out == [ops.NO_TOKEN] * 3 + whole[3:]
+    found = sampler_of(logits).logprobs(
+        torch.tensor(out, device=logits.device), logits, [req_of(logprobs=1)] * len(reqs)
+    )
+    assert found is not None
+    assert len(found.by_row()) == len(reqs)  # no index below 0

@@ -7,10 +7,19 @@ from lightserve.common.ops.linear import linear
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lightserve.common.ops.registry import OPS, REFERENCE, fixed_order, use_backend
 from lightserve.common.ops.rotary import rotary, rotary_write_kv
-from lightserve.common.ops.sampling import Penalties, apply_penalties, choose, cut_atypical, cut_logits, mask_logits
+from lightserve.common.ops.sampling import (
+    NO_TOKEN,
+    Penalties,
+    apply_penalties,
+    choose,
+    cut_atypical,
+    cut_logits,
+    mask_logits,
+)
 from lightserve.common.ops.step import StepTokens, place_tokens
 
 __all__ = [
+    "NO_TOKEN",
     "OPS",
     "REFERENCE",
     "AttnBatch",

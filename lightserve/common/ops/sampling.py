@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightserve.common.ops.registry import op
 
+NO_TOKEN = -1  # of a row whose logits are no numbers
 HALF_STEP = 2.0**-24  # of a 23-bit uniform: keeps it inside (0, 1); with 24 bits the largest would round to 1
 
 
@@ -85,21 +86,21 @@ def choose(logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Te
     """The token of each row, int64: the first of the most likely where ``b_temperature`` is 0, else one that is drawn.
 
     Drawn is one token of softmax(logits / temperature), by Gumbel noise that depends on (seed, position, token) alone:
-    the same seed gives the same text in any batch. Logits are of any float type; one that is NaN is never chosen, and
-    a row without a choice gives token 0. ``b_temperature`` float32, ``b_seed`` int64, ``b_position`` int32.
+    the same seed gives the same text in any batch. Logits are of any float type. A row in which one is NaN or +inf, or
+    all are -inf, gives NO_TOKEN. ``b_temperature`` float32, ``b_seed`` int64, ``b_position`` int32.
     """
-    scores = logits.float().nan_to_num(float("-inf"), float("inf"), float("-inf"))
-    chosen = scores.argmax(-1)
+    scores = logits.float().nan_to_num(float("inf"), float("inf"), float("-inf"))
     rows = b_temperature.nonzero()[:, 0]
     if len(rows):  # greedy rows need no noise, which costs more than all else here
-        chosen[rows] = _draw(scores[rows] / b_temperature[rows, None], b_seed[rows], b_position[rows])
-    return chosen
+        scores[rows] = scores[rows] / b_temperature[rows, None] + _noise(b_seed[rows], b_position[rows], scores)
+    chosen = scores.argmax(-1, keepdim=True)
+    return chosen.where(scores.gather(1, chosen).isfinite(), NO_TOKEN)[:, 0]
 
 
-def _draw(logits: Tensor, b_seed: Tensor, b_position: Tensor) -> Tensor:
-    tokens = torch.arange(logits.shape[1], device=logits.device)
+def _noise(b_seed: Tensor, b_position: Tensor, scores: Tensor) -> Tensor:
+    tokens = torch.arange(scores.shape[1], device=scores.device)
     uniform = counter_uniform(b_seed[:, None], b_position[:, None].long(), tokens)
-    return (logits - (-uniform.log()).log()).argmax(-1)
+    return -(-uniform.log()).log()
 
 
 def counter_uniform(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:

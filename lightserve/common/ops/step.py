@@ -25,8 +25,9 @@ class StepTokens:
 def place_tokens(tokens: StepTokens, req_to_token: Tensor, last_ids: Tensor) -> Tensor:
     """Enter the slot of every token in ``req_to_token`` ``[rows, max_len]``; the tokens' ids, int64.
 
-    ``last_ids`` ``[rows]`` int64 never has to reach the host: a request goes on from what the step before chose.
+    ``last_ids`` ``[rows]`` int64 never has to reach the host: a request goes on from what the step before chose. Where
+    that was no token, which the host is yet to learn, token 0 stands in.
     """
     rows = tokens.rows.long()
     req_to_token[rows, tokens.positions.long()] = tokens.slots
-    return tokens.ids.long().where(tokens.ids != CHOSEN, last_ids[rows])
+    return tokens.ids.long().where(tokens.ids != CHOSEN, last_ids[rows].clamp(min=0))

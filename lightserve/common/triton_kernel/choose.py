@@ -60,7 +60,7 @@ def _choose_block_kernel(
         key = _noise_key(tl.load(b_seed_ptr + row).to(tl.int64), tl.load(b_position_ptr + row))
         logits = logits / temperature + _gumbel(key, cols)
 
-    logits = tl.where(logits == logits, logits, float("-inf"))
+    logits = tl.where(logits == logits, logits, float("inf"))  # NaN: no choice, whatever the other blocks hold
     best, lane = tl.max(logits, axis=0, return_indices=True)
     at = row * tl.num_programs(0) + block
     tl.store(best_ptr + at, best)
@@ -68,13 +68,14 @@ def _choose_block_kernel(
 
 
 @triton.jit
-def _choose_row_kernel(best_ptr, best_token_ptr, out_ptr, blocks, BLOCK: tl.constexpr):
+def _choose_row_kernel(best_ptr, best_token_ptr, out_ptr, blocks, NONE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     best = tl.load(best_ptr + row * blocks + lanes, mask=lanes < blocks, other=float("-inf"))
     tokens = tl.load(best_token_ptr + row * blocks + lanes, mask=lanes < blocks, other=0)
-    winner = tl.argmax(best, axis=0)
-    tl.store(out_ptr + row, tl.sum(tl.where(lanes == winner, tokens, 0), axis=0).to(tl.int64))
+    largest, winner = tl.max(best, axis=0, return_indices=True)
+    token = tl.sum(tl.where(lanes == winner, tokens, 0), axis=0).to(tl.int64)
+    tl.store(out_ptr + row, tl.where(tl.abs(largest) < float("inf"), token, NONE))
 
 
 @ops.choose.impl("triton")
@@ -99,5 +100,7 @@ def choose(logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Te
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
-    _choose_row_kernel[(rows,)](best, best_token, out, blocks, BLOCK=next_power_of_2(blocks), num_warps=1)
+    _choose_row_kernel[(rows,)](
+        best, best_token, out, blocks, NONE=ops.NO_TOKEN, BLOCK=next_power_of_2(blocks), num_warps=1
+    )
     return out

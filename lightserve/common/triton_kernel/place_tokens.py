@@ -36,7 +36,7 @@ def _place_tokens_kernel(
     ids = tl.load(ids_ptr + tokens, mask=mask, other=0).to(tl.int64)
     chosen = tl.load(last_ids_ptr + rows, mask=mask & (ids == NOT_KNOWN), other=0)
     tl.store(req_to_token_ptr + rows * req_stride + positions, slots, mask=mask)
-    tl.store(out_ptr + tokens, tl.where(ids == NOT_KNOWN, chosen, ids), mask=mask)
+    tl.store(out_ptr + tokens, tl.where(ids == NOT_KNOWN, tl.maximum(chosen, 0), ids), mask=mask)
 
 
 @ops.place_tokens.impl("triton")

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from lightserve.common import ops
 from lightserve.common.device import ToHost
 from lightserve.io_struct import PromptLogprobs, TokenOut
 from lightserve.router.model_infer.infer_batch import InferReq
 from lightserve.router.model_infer.prompt_scores import joined
 from lightserve.router.model_infer.sampler import NOT_ASKED, StepLogprobs
+
+NOT_NUMBERS = "numerical error: the model's logits for the next token are not finite numbers"
 
 
 class PendingStep:
@@ -37,11 +40,20 @@ class PendingStep:
         logprobs = {} if self._logprobs is None else self._logprobs.by_row()
         outs = []
         for row, req in self._chosen:
+            if ids[row] == ops.NO_TOKEN:
+                outs.append(_without_token(req))
+                continue
             is_complete, error = _advance(req, ids[row])
             req.token_ids.append(ids[row])  # last: who finds it there may ask what follows
             logprob, top = logprobs.get(row, NOT_ASKED)
-            outs.append(TokenOut(req.req_id, ids[row], logprob, top, is_complete, error, _take_prompt(req)))
+            outs.append(TokenOut(req.req_id, ids[row], logprob, top, is_complete, error, prompt=_take_prompt(req)))
         return outs
+
+
+def _without_token(req: InferReq) -> TokenOut:
+    """The next step may be under way: for it token 0 stands in, as in ``ops.place_tokens``."""
+    req.token_ids.append(0)
+    return TokenOut(req.req_id, 0, error=NOT_NUMBERS, status=500)
 
 
 def _take_prompt(req: InferReq) -> PromptLogprobs | None:

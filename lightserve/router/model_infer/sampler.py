@@ -58,15 +58,16 @@ class Sampler:
     def sample(self, logits: Tensor, reqs: list[InferReq], tokens: Tensor) -> Tensor:
         """``tokens``, ``[batch]``, that the step chose, with others for the requests with special wishes.
 
-        What these have seen is counted, and what they have said known. The logits stay.
+        What these have seen is counted, and what they have said known. The logits stay. A row for which the step found
+        no token gets none here either: what is forbidden may hide that its logits are no numbers.
         """
         plan = self.plan_of(reqs)
         if not plan.special:
             return tokens
         if plan.special_rows is None:
-            return self._sample(logits, plan)
+            return _where_numbers(tokens, self._sample(logits, plan))
         chosen = self._sample(logits[plan.special_rows], plan)
-        return tokens.index_copy(0, plan.special_rows, chosen)
+        return tokens.index_copy(0, plan.special_rows, _where_numbers(tokens[plan.special_rows], chosen))
 
     def _sample(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
         changed = self._change(logits, plan)
@@ -119,7 +120,7 @@ class StepLogprobs:
         self._rows = [row for row, _ in asking]
         self._counts = [req.sampling.logprobs or 0 for _, req in asking]
         logprobs = logits[rows].float().log_softmax(-1)
-        chosen = logprobs.gather(1, tokens[rows, None])[:, 0]
+        chosen = logprobs.gather(1, tokens[rows, None].clamp(min=0))[:, 0]
         values, token_ids = logprobs.topk(min(max(self._counts), logprobs.shape[1]))
         self._to_host = ToHost(chosen, values, token_ids)
 
@@ -156,6 +157,11 @@ def _draw(logits: Tensor, drawn: Drawn) -> Tensor:
     if drawn.typical:
         ops.cut_atypical(scaled[drawn.typical.rows], drawn.typical.b_typical_p)
     return ops.choose(scaled, torch.ones_like(drawn.temperature[:, 0]), drawn.b_seed, b_position)
+
+
+def _where_numbers(tokens: Tensor, chosen: Tensor) -> Tensor:
+    """``chosen`` where the step found a token. A row of which the rules left nothing gets token 0."""
+    return chosen.clamp(min=0).where(tokens != ops.NO_TOKEN, ops.NO_TOKEN)
 
 
 def _most_likely(logits: Tensor) -> Tensor:

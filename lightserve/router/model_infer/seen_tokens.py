@@ -44,7 +44,7 @@ class SeenTokens:
             self._count(to_device(np.array(entries), self.table.device))
         if waiting:
             rows = to_device(np.array(waiting), self.table.device)
-            self._count(rows * vocab + self._last_ids[rows])
+            self._count(rows * vocab + self._last_ids[rows].clamp(min=0))  # who got no token is about to end
 
     def _count(self, entries: Tensor) -> None:
         self.table.view(-1).index_add_(0, entries, self.table.new_full(entries.shape, IN_OUTPUT))
