@@ -91,6 +91,11 @@ class Req:
         self.planned_len = len(self.slots)
         self.planned_outputs = len(self.output_ids)
 
+    def lose_kv(self) -> None:
+        """The workers are gone: what is left of it are its tokens."""
+        self.slots, self.node, self.shared_len, self.planned_len = [], None, 0, 0
+        self.planned_outputs = len(self.output_ids)
+
     def take(self, out: TokenOut) -> None:
         if out.error is not None:
             self.error, self.error_status, self.finish_reason = out.error, out.status, FinishReason.ABORT

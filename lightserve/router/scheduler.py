@@ -3,13 +3,14 @@
 Every step carries one token of every request that decodes, and prompt chunks up to a budget. A request is admitted
 while the peak of what all will hold fits the pool; where a guess of that was wrong, the newest request is paused, its
 KV stays in the prefix cache while there is room, and it goes on later with the same text. Several steps may be planned
-before the tokens of the first are back: workers run them in order, so what one step frees the next may use.
+before the tokens of the first are back: workers run them in order, so what one step frees the next may use. When the
+workers are lost, every request is a paused one whose KV is gone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ from lightserve.router.policy import Fifo, Policy
 from lightserve.router.radix_cache import common_len
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue
+from lightserve.router.suspects import Suspects
 from lightserve.router.token_budget import OutputEstimate, peak_tokens
 
 TOKENS_PER_DECODE = 5  # that a step with prompts has more for every request that decodes in it
@@ -80,6 +82,7 @@ class Scheduler:
         self._running: dict[int, Req] = {}  # in the order of admission
         self._estimate = estimate or OutputEstimate()
         self._left: list[int] = []  # requests the workers must forget
+        self._suspects = Suspects()
 
     @property
     def num_waiting(self) -> int:
@@ -88,6 +91,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def has_suspects(self) -> bool:
+        """While it has, no step may be planned before the tokens of the last are back: see Suspects."""
+        return bool(self._suspects)
 
     def add(self, req: Req) -> None:
         self._queue.add(req)
@@ -113,6 +121,7 @@ class Scheduler:
                 continue
             req.take(out)
             taken.append((req, out))
+            self._suspects.acquit(req)
             if req.finish_reason is not None:
                 # a failure says nothing of answers, nor do the steps of a beam search, which make one token
                 if req.max_new_tokens > 1 and req.error is None:
@@ -136,7 +145,25 @@ class Scheduler:
         """Drop the requests whose time is over."""
         return self._drop_all(lambda req: req.deadline_s is not None and req.deadline_s <= now_s)
 
+    def lose_kv(self, under_way: Collection[int]) -> Req | None:
+        """The workers died, and new ones know nothing: all go on from their tokens. The request to blame, dropped.
+
+        ``under_way`` are the requests of the steps that were not back.
+        """
+        self.pool = KvPool(self.pool.size)
+        self._left = []
+        for req in self._running.values():
+            self._queue.add_paused(req)
+        self._running.clear()
+        for req in self._queue:
+            req.lose_kv()
+        culprit = self._suspects.accuse([req for req in self._queue if req.req_id in under_way])
+        if culprit is not None:
+            self._drop(culprit)
+        return culprit
+
     def _drop(self, req: Req) -> None:
+        self._suspects.acquit(req)
         if req.req_id in self._running:
             self._release(req)
         else:
@@ -144,6 +171,7 @@ class Scheduler:
 
     def _release(self, req: Req) -> None:
         """It runs no more and gives back what it held."""
+        self._suspects.adjourn(req)
         del self._running[req.req_id]
         self.pool.close(req)
         self._left.append(req.req_id)
@@ -170,7 +198,7 @@ class Scheduler:
 
     def _admit(self, now_s: float) -> list[Req]:
         admitted: list[Req] = []
-        if not len(self._queue) or len(self._running) >= self._limits.max_running:
+        if not len(self._queue) or len(self._running) >= self._limits.max_running or self._suspects.on_trial:
             return admitted  # most steps end here: to order the queue costs
         unplanned = [(req, req.unplanned) for req in self._running.values()]
         decodes = sum(count == 1 for _, count in unplanned)
@@ -185,7 +213,8 @@ class Scheduler:
                 break
             if req.in_flight or self._is_under_way(req, prefilling):
                 continue
-            if not self._fits(req):
+            is_suspect = req in self._suspects
+            if (is_suspect and admitted) or not self._fits(req):
                 break
             self._queue.remove(req)
             self._enter(req, now_s)
@@ -193,6 +222,9 @@ class Scheduler:
             if req.is_prefilling:
                 prefilling.append(req)
             admitted.append(req)
+            if is_suspect:
+                self._suspects.on_trial = req
+                break
         return admitted
 
     def _is_under_way(self, req: Req, prefilling: list[Req]) -> bool:
@@ -244,7 +276,8 @@ class Scheduler:
 
     def _counts(self) -> list[tuple[Req, int]]:
         """How many tokens of whom the next step computes: first all that decode, then of prompts."""
-        unplanned = [(req, req.unplanned) for req in self._running.values()]
+        on_trial = self._suspects.on_trial
+        unplanned = [(req, req.unplanned) for req in ([on_trial] if on_trial else self._running.values())]
         counts = [entry for entry in unplanned if entry[1] == 1]
         prompts = [req for req, count in unplanned if count > 1]
         if prompts:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from lightserve.config import RouterConfig, WorkerConfig
+from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import FinishReason, SamplingParams, Step, StepLimits, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
@@ -58,8 +59,9 @@ class KvReq:
 class KvWorker:
     """Runs steps as a model worker does, and reads every slot of a request whenever it computes something of it."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, poison: frozenset[int] = frozenset()) -> None:
         self.computed = 0  # tokens
+        self._poison = poison  # requests that it dies of
         self.reqs: dict[int, KvReq] = {}
         self._kv: list[int | None] = [None] * num_slots
 
@@ -70,6 +72,8 @@ class KvWorker:
             assert new.req_id not in self.reqs
             self.reqs[new.req_id] = KvReq(list(new.prompt_ids), new.seed, list(new.cached_slots))
         assert len({row.req_id for row in step.rows}) == len(step.rows)
+        if any(row.req_id in self._poison for row in step.rows):
+            raise WorkerDiedError("poison")
         written = [slot for row in step.rows for slot in row.slots]
         assert len(set(written)) == len(written), "a slot is written twice in a step"
         for row in step.rows:
@@ -97,26 +101,50 @@ class KvWorker:
 class Server:
     """The router's loop without processes: ``depth`` steps are planned before the tokens of the first are seen."""
 
-    def __init__(self, scheduler: Scheduler, depth: int = 1) -> None:
+    def __init__(self, scheduler: Scheduler, depth: int = 1, poison: frozenset[int] = frozenset()) -> None:
         self.scheduler = scheduler
-        self.worker = KvWorker(scheduler.pool.size)
+        self.worker = KvWorker(scheduler.pool.size, poison)
         self.peak_used = 0
         self.order: list[int] = []  # request ids in the order of their first admission
+        self.steps: list[set[int]] = []  # the requests of each
+        self.blamed: list[int] = []
+        self.deaths = 0
         self._depth = depth
-        self._under_way: deque[list[TokenOut]] = deque()
+        self._poison = poison
+        self._under_way: deque[tuple[set[int], list[TokenOut]]] = deque()
 
     def step(self) -> bool:
         """Whether anything was done."""
-        while len(self._under_way) < self._depth and (step := self.scheduler.next_step()):
+        while len(self._under_way) < self.depth and (step := self.scheduler.next_step()):
             self.order += [new.req_id for new in step.new if new.req_id not in self.order]
-            self._under_way.append(self.worker.run(step))
+            self.steps.append({row.req_id for row in step.rows})
+            try:
+                self._under_way.append((self.steps[-1], self.worker.run(step)))
+            except WorkerDiedError:
+                self._under_way.append((self.steps[-1], []))
+                self.die()
+                return True
             pool = self.scheduler.pool
             self.peak_used = max(self.peak_used, pool.used)
             assert pool.slots.num_used + pool.slots.num_free == pool.size
         if not self._under_way:
             return False
-        self.scheduler.take(self._under_way.popleft())
+        self.scheduler.take(self._under_way.popleft()[1])
         return True
+
+    @property
+    def depth(self) -> int:
+        return 1 if self.scheduler.has_suspects else self._depth
+
+    def die(self) -> None:
+        """The worker is gone, with what it knew and what it had not told; here is another."""
+        self.deaths += 1
+        under_way = {req_id for req_ids, _ in self._under_way for req_id in req_ids}
+        self._under_way.clear()
+        culprit = self.scheduler.lose_kv(under_way)
+        if culprit is not None:
+            self.blamed.append(culprit.req_id)
+        self.worker = KvWorker(self.scheduler.pool.size, self._poison)
 
     def run(self, reqs: list[Req]) -> None:
         for req in reqs:
@@ -169,25 +197,33 @@ def servers(draw: st.DrawFn) -> Server:
 @given(
     server=servers(),
     asks=st.lists(st.tuples(prompts, st.integers(1, 20), st.integers(-1, 1)), min_size=1, max_size=20),
-    events=st.lists(st.tuples(st.integers(0, 3), st.none() | st.integers(0, 19)), max_size=60),
+    events=st.lists(st.tuples(st.integers(0, 3), st.none() | st.integers(0, 19), st.booleans()), max_size=60),
+    deaths=st.sets(st.integers(0, 60), max_size=8),
 )
 def test_every_request_gets_its_text_and_nothing_is_lost_whatever_happens(
-    server: Server, asks: list[tuple[list[int], int, int]], events: list[tuple[int, int | None]]
+    server: Server,
+    asks: list[tuple[list[int], int, int]],
+    events: list[tuple[int, int | None, bool]],
+    deaths: set[int],
 ) -> None:
     reqs = [make_req(i, prompt, most, priority=priority) for i, (prompt, most, priority) in enumerate(asks)]
     to_come = deque(reqs)
     aborted = set()
 
-    for arrivals, victim in events:
+    for number, (arrivals, victim, is_mid_step) in enumerate(events):
         for _ in range(min(arrivals, len(to_come))):
             server.scheduler.add(to_come.popleft())
         if victim is not None and server.scheduler.abort(victim) is not None:
             aborted.add(victim)
+        if number in deaths and not is_mid_step:
+            server.die()
         server.step()
+        if number in deaths and is_mid_step:
+            server.die()
     server.run(list(to_come))
 
     for req in reqs:
-        if req.req_id not in aborted:
+        if req.req_id not in aborted and req.req_id not in server.blamed:
             assert req.output_ids == truth(req.prompt_ids, req.seed, req.max_new_tokens)
             is_end = req.output_ids[-1] == EOS
             assert req.finish_reason is (FinishReason.STOP if is_end else FinishReason.LENGTH)
@@ -419,3 +455,66 @@ def test_the_least_important_and_newest_is_paused_first() -> None:
         server.step()
 
     assert set(scheduler._running) == {0, 2}
+
+
+def test_after_a_death_everyone_goes_on_where_they_were_and_nobody_is_blamed() -> None:
+    server = Server(make(4000, max_running=16), depth=2)
+    reqs = [make_req(i, [50 + i, 1, 2, 3], 30) for i in range(16)]
+    for req in reqs:
+        server.scheduler.add(req)
+    while max(len(req.output_ids) for req in reqs) < 5:
+        server.step()
+
+    server.die()
+    server.run([])
+
+    assert server.blamed == []
+    assert all(req.output_ids == truth(req.prompt_ids, req.seed, 30) for req in reqs)
+    server.assert_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("poison", [{3}, {0, 5}, {7}])
+def test_who_kills_workers_is_found_and_the_others_get_their_text(depth: int, poison: set[int]) -> None:
+    server = Server(make(4000), depth, frozenset(poison))
+    reqs = [make_req(i, [50 + i, 1, 2, 3], 12) for i in range(12)]
+
+    server.run(reqs)
+
+    assert set(server.blamed) == poison
+    assert server.deaths <= 2 * len(poison)
+    for req in reqs:
+        if req.req_id not in poison:
+            assert req.output_ids == truth(req.prompt_ids, req.seed, req.max_new_tokens)
+    server.assert_idle()
+
+
+def test_a_suspect_is_alone_until_it_has_a_token() -> None:
+    server = Server(make(4000, batch_max_tokens=450), depth=2)
+    for i in range(4):
+        server.scheduler.add(make_req(i, [50 + i, *range(100)], 12))
+    server.step()
+    server.die()
+    before = len(server.steps)
+    assert server.scheduler.has_suspects
+
+    while server.scheduler.has_suspects:
+        server.step()
+
+    assert all(len(step) == 1 for step in server.steps[before:])
+    assert set().union(*server.steps[before:]) == {0, 1, 2, 3}
+    server.run([])
+    assert server.blamed == []
+    assert max(map(len, server.steps[before:])) == 4, "then they share steps again"
+
+
+def test_a_death_while_nothing_runs_makes_no_suspect() -> None:
+    server = Server(make())
+    server.run([make_req(0, [1, 2, 3])])
+
+    server.die()
+
+    assert not server.scheduler.has_suspects
+    assert server.scheduler.pool.slots.num_used == 0
+    server.run([make_req(1, [1, 2, 3])])
+    server.assert_idle()
