@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from lightserve.errors import ServerError
 
+Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
 DataType = Literal["auto", "float32", "float16", "bfloat16"]
 
@@ -49,6 +50,9 @@ class WorkerConfig:
     batch_max_tokens: int | None = option(
         None, "tokens that one step computes at most; omitted: what suits the device", "max_num_batched_tokens"
     )
+    step_timeout: float | None = option(
+        None, "seconds after which a step hangs, and its worker is replaced; 0: never; omitted: CPU 600, GPU 60"
+    )
 
     deterministic: bool = option(
         False, "bit-identical results whatever else is in the batch, cached or cut into chunks; slower"
@@ -59,6 +63,7 @@ class WorkerConfig:
             if getattr(self, name) not in choices:
                 raise ServerError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
         _at_least(self, 1, "tp", "running_max_req_size", "batch_max_tokens", "max_req_total_len", "max_total_token_num")
+        _at_least(self, 0, "step_timeout")
         if not 0 < self.mem_fraction <= 1:
             raise ServerError(f"mem_fraction={self.mem_fraction}: must be in (0, 1]")
         if self.deterministic and self.tp > 2:  # a sum of two is the same either way round
@@ -117,10 +122,9 @@ class HttpConfig:
     max_choices: int = option(128, "answers that one request may ask for: prompts times n")
     metrics_compat: str = option("", "also export metrics under the names of vllm and/or lightllm, comma-separated")
     disable_log_requests: bool = option(False, "write no line a request", "disable_uvicorn_access_log")
-    step_timeout: float = option(120.0, "seconds after which a step that runs makes /health say 503")
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "httpserver_workers", "max_body_bytes", "max_choices", "step_timeout")
+        _at_least(self, 1, "httpserver_workers", "max_body_bytes", "max_choices")
         if not 0 <= self.port < 65536:
             raise ServerError(f"port={self.port}: must be in 0..65535")
         unknown = set(self.compat_names) - {"vllm", "lightllm"}
@@ -142,11 +146,15 @@ class LaunchConfig:
     """What only the launcher needs to know."""
 
     drain_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
+    restart_worker: Switch = option("on", "replace a model worker that dies; off: the server ends with it")
+    process_timeout: float = option(
+        60.0, "seconds after which a process that does not answer is killed, a worker after half of them; 0: never"
+    )
     null_worker: bool = option(False, "no model: a worker that makes up tokens, to measure the rest of the server")
     null_step_ms: float = option(0.0, "how long a step of the null worker takes")
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "drain_timeout", "null_step_ms")
+        _at_least(self, 0, "drain_timeout", "process_timeout", "null_step_ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

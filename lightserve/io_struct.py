@@ -278,6 +278,7 @@ class RouterStats(msgspec.Struct, frozen=True, tag=True):
     sent_s: float  # time.monotonic()
     step_age_s: float  # how long the workers have been at the oldest step under way; 0 when idle
     metrics: MetricsSnapshot
+    has_workers: bool = True  # else new ones are on their way
 
 
 ToDetokenization = BatchTokenIdOut | RouterStats | AbortNamed
@@ -340,6 +341,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     eos_token_ids: tuple[int, ...] = ()
     computed_in: str = ""  # data type and device, for people
     step_limits: StepLimits = StepLimits(2048)
+    step_timeout_s: float = 0.0  # a step that takes longer hangs; 0: none does
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -362,5 +364,27 @@ class EngineDied(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-FromChild = Phase | Ready | EngineReady | Failed | Drained
-ToChild = EngineReady | Drain | EngineDied
+class WorkersLost(msgspec.Struct, frozen=True, tag=True):
+    """The router has given its workers up: they hung up, or a step does not end. It waits for others."""
+
+    generation: int  # of NewWorkers; 0: the first
+    why: str
+    is_explained: bool  # a request was to blame, and is gone
+
+
+class NewWorkers(msgspec.Struct, frozen=True, tag=True):
+    """The router's workers were replaced, by others of the same size."""
+
+    generation: int  # theirs
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Are you there?"""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """The answer; of a child with an event loop, from there."""
+
+
+FromChild = Phase | Ready | EngineReady | Failed | Drained | WorkersLost | Pong
+ToChild = EngineReady | NewWorkers | Drain | EngineDied | Ping

@@ -28,7 +28,7 @@ async def main(boot: Boot, parent: Parent) -> None:
     config = boot.config
     from_detokenization: Receiver[ToHttpserver] = Receiver(boot.address(f"http-{boot.index}"), ToHttpserver)
     to_router: Sender[ToRouter] = Sender(boot.address("router"))
-    manager = HttpServerManager(boot.index, to_router, from_detokenization, config.http.step_timeout)
+    manager = HttpServerManager(boot.index, to_router, from_detokenization)
     source = resolve(config.worker.model_dir, needs_weights=False)
     name = config.http.model_name or source.name
     context = ServerContext(config.http, name, manager, tokenizer_if_any(source))

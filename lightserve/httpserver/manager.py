@@ -40,6 +40,7 @@ from lightserve.utils.channel import Receiver, Sender
 
 PLAIN_TERMS = Terms()
 SILENCE_S = 5.0  # the router speaks once a second; after this the engine counts as dead
+SLOW_STEP = 0.25  # of the time after which a step counts as hung: then it is not healthy any more
 
 
 class EngineState(enum.Enum):
@@ -65,7 +66,6 @@ class HttpServerManager:
         index: int,
         to_router: Sender[ToRouter],
         from_detokenization: Receiver[ToHttpserver],
-        step_timeout_s: float,
     ) -> None:
         self.state = EngineState.LOADING
         self.stats: RouterStats | None = None
@@ -73,7 +73,6 @@ class HttpServerManager:
         self._why_not = "the model is loading"
         self._to_router = to_router
         self._from_detokenization = from_detokenization
-        self._step_timeout_s = step_timeout_s
         self._heard_s = 0.0
         self._ids = itertools.count(index << REQ_ID_BITS)
         self._open: dict[int, tuple[Generation, int]] = {}  # a sequence's request, and its index there
@@ -129,7 +128,10 @@ class HttpServerManager:
             return self._why_not
         if time.monotonic() - self._heard_s > SILENCE_S:
             return "the engine does not answer"
-        if self.stats is not None and self.stats.step_age_s > self._step_timeout_s:
+        if self.stats is not None and not self.stats.has_workers:
+            return "the model worker died; another one is starting, and requests wait for it"
+        timeout_s = self.limits.step_timeout_s
+        if self.stats is not None and timeout_s and self.stats.step_age_s > SLOW_STEP * timeout_s:
             return f"a step has been running for {self.stats.step_age_s:.0f} s"
         return None
 

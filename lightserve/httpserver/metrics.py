@@ -32,6 +32,7 @@ _OURS_ALONE = {
     "request_refused_total",
     "request_failed_total",
     "request_numerical_error_total",
+    "worker_restarts_total",
     "prefix_cache_evicted_tokens_total",
 }
 

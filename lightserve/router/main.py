@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+from collections.abc import Callable
 
 import msgspec
 
-from lightserve.io_struct import EngineReady, Ready, ToDetokenization, ToRouter
+from lightserve.io_struct import EngineReady, NewWorkers, Ready, ToDetokenization, ToRouter, WorkersLost
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
 from lightserve.router.model_client import RpycModelClient
@@ -14,7 +16,10 @@ from lightserve.router.policy import make_policy
 from lightserve.router.scheduler import Scheduler, limits_of
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
+from lightserve.utils.logger import init_logger
 from lightserve.utils.process import Boot, Parent, run_child
+
+logger = init_logger(__name__)
 
 
 async def main(boot: Boot, parent: Parent) -> None:
@@ -27,13 +32,30 @@ async def main(boot: Boot, parent: Parent) -> None:
         raise TypeError(f"the first message must be EngineReady, not {engine!r}")
     if config.router.eos_id:
         engine = msgspec.structs.replace(engine, eos_token_ids=tuple(config.router.eos_id))
-    model = RpycModelClient([boot.path(f"worker-{rank}") for rank in range(config.worker.tp)])
     limits = limits_of(config.worker, config.router, engine.step_limits)
     scheduler = Scheduler(KvPool(engine.max_total_token_num), limits, policy)
-    manager = RouterManager(scheduler, model, engine, inbox, to_detokenization, config.router)
+    paths = [boot.path(f"worker-{rank}") for rank in range(config.worker.tp)]
+
+    def connect(generation: int) -> RpycModelClient:
+        return RpycModelClient(paths, lambda why, explained: parent.send(WorkersLost(generation, why, explained)))
+
+    manager = RouterManager(scheduler, connect(0), engine, inbox, to_detokenization, config.router)
     parent.send(Ready())
     gc.freeze()  # what is alive now lives for ever: no collection need look at it
-    await manager.run(ThroughputLog(manager.metrics, config.router.log_stats_interval))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(manager.run(ThroughputLog(manager.metrics, config.router.log_stats_interval)))
+        tasks.create_task(_take_new_workers(parent, manager, connect))
+
+
+async def _take_new_workers(parent: Parent, manager: RouterManager, connect: Callable[[int], RpycModelClient]) -> None:
+    """Whenever the launcher has replaced those that were lost."""
+    while True:
+        message = await parent.recv()
+        if isinstance(message, NewWorkers):
+            try:
+                manager.use(connect(message.generation))
+            except (EOFError, OSError) as error:  # lost already: the launcher knows, and more will come
+                logger.warning("new workers are gone before they could be reached: %s", error)
 
 
 if __name__ == "__main__":

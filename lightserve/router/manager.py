@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from typing import NamedTuple
 
 from lightserve.config import RouterConfig
+from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import (
     AbortReq,
     Admission,
@@ -35,6 +37,17 @@ HEARTBEAT_S = 1.0
 DEADLINE_CHECK_S = 0.25
 
 
+KILLER = "the model worker died twice while it computed this request; it is not tried again"
+
+
+class UnderWay(NamedTuple):
+    """A step that the workers were sent."""
+
+    sent_s: float
+    step: Step
+    tokens: asyncio.Future[list[TokenOut]]
+
+
 class RouterManager:
     def __init__(
         self,
@@ -52,17 +65,26 @@ class RouterManager:
         self._to_detokenization = to_detokenization
         self._config = config
         self._has_work = asyncio.Event()
-        self._under_way: deque[tuple[float, asyncio.Future[list[TokenOut]]]] = deque()  # with when it was sent
+        self._under_way: deque[UnderWay] = deque()
+        self._has_workers = True  # else requests wait for new ones
         self._gone: list[int] = []  # aborted since the last report
         self.metrics = RouterMetrics()
 
     async def run(self, log: ThroughputLog) -> None:
-        """Serve until a worker dies, which ends the process; the launcher tells the clients."""
+        """Serve for ever: when the workers die, requests wait until ``use`` brings others."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receive())
             tasks.create_task(self._step_on())
             tasks.create_task(self._beat(log))
             tasks.create_task(self._watch_deadlines())
+
+    def use(self, model: ModelClient) -> None:
+        """Go on with new workers, which know nothing, in place of those that were lost."""
+        self._lose_workers("they were replaced")
+        self._model = model
+        self._has_workers = True
+        self.metrics.restarted()
+        self._has_work.set()
 
     async def _receive(self) -> None:
         while True:
@@ -126,17 +148,22 @@ class RouterManager:
                 self._has_work.clear()
                 await self._has_work.wait()
                 continue
-            outs = await self._under_way[0][1]
+            try:
+                outs = await self._under_way[0].tokens
+            except WorkerDiedError:
+                continue
             self._under_way.popleft()
             self._report(outs)
 
     def _fill_pipeline(self) -> None:
-        while len(self._under_way) < self._engine.pipeline_depth:
+        self._check_workers(time.monotonic())
+        depth = 1 if self._scheduler.has_suspects else self._engine.pipeline_depth
+        while self._has_workers and len(self._under_way) < depth:
             now = time.monotonic()
             step = self._plan(now)
             if step is None:
                 return
-            self._under_way.append((now, self._model.run(step)))
+            self._under_way.append(UnderWay(now, step, self._model.run(step)))
             self.metrics.step(sum(len(row.slots) for row in step.rows))
 
     def _plan(self, now: float) -> Step | None:
@@ -146,6 +173,33 @@ class RouterManager:
         self.metrics.preempted(scheduler.num_pauses - pauses)
         self.metrics.evicted(scheduler.pool.num_evicted - evicted)
         return step
+
+    def _check_workers(self, now: float) -> None:
+        """Notice that they are lost, or that a step does not end, which comes to the same."""
+        limit_s = self._engine.step_timeout_s
+        if self._model.is_lost:
+            self._lose_workers("it hung up")
+        elif limit_s and self._step_age(now) > limit_s:
+            self._lose_workers(f"a step has been running for {self._step_age(now):.0f} s")
+
+    def _lose_workers(self, why: str) -> None:
+        """All KV is gone; so is the request that is to blame, if one is."""
+        if not self._has_workers:
+            return
+        self._has_workers = False
+        culprit = self._scheduler.lose_kv({row.req_id for one in self._under_way for row in one.step.rows})
+        self._under_way.clear()
+        self._model.give_up(why, is_explained=culprit is not None)
+        if culprit is not None:
+            self._fail([ReqFailed(culprit.req_id, 500, KILLER)])
+        self._tell_stats(time.monotonic())  # /health should know before the next second
+
+    def _fail(self, failed: list[ReqFailed]) -> None:
+        self._to_detokenization.send(BatchTokenIdOut(failed=failed))
+        self.metrics.failed(len(failed))
+
+    def _step_age(self, now: float) -> float:
+        return now - self._under_way[0].sent_s if self._under_way else 0.0
 
     def _report(self, outs: list[TokenOut]) -> None:
         """One message with all tokens of a step, and who is gone since the last."""
@@ -209,23 +263,21 @@ class RouterManager:
             await asyncio.sleep(DEADLINE_CHECK_S)
             expired = self._scheduler.expire(time.monotonic())
             if expired:
-                failed = [ReqFailed(req.req_id, 504, "the request took longer than its timeout") for req in expired]
-                self._to_detokenization.send(BatchTokenIdOut(failed=failed))
-                self.metrics.failed(len(failed))
+                self._fail([ReqFailed(req.req_id, 504, "the request took longer than its timeout") for req in expired])
                 self._has_work.set()
 
     async def _beat(self, log: ThroughputLog) -> None:
         """Once a second: a sign of life with the metrics, now and then a line in the log."""
         while True:
             now = time.monotonic()
-            self.metrics.set_load(
-                self._scheduler.num_running,
-                self._scheduler.num_waiting,
-                self._scheduler.pool.used,
-                self._scheduler.pool.size,
-            )
-            step_age_s = now - self._under_way[0][0] if self._under_way else 0.0
-            self._to_detokenization.send(RouterStats(now, step_age_s, self.metrics.snapshot()))
+            self._check_workers(now)
+            self._tell_stats(now)
             if line := log.line(now):
                 logger.info(line)
             await asyncio.sleep(HEARTBEAT_S)
+
+    def _tell_stats(self, now: float) -> None:
+        scheduler = self._scheduler
+        self.metrics.set_load(scheduler.num_running, scheduler.num_waiting, scheduler.pool.used, scheduler.pool.size)
+        stats = RouterStats(now, self._step_age(now), self.metrics.snapshot(), self._has_workers)
+        self._to_detokenization.send(stats)

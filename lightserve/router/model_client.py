@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,7 +25,14 @@ _decode_tokens = msgspec.msgpack.Decoder(list[TokenOut]).decode
 class ModelClient(Protocol):
     """Runs steps in the order in which they are given; more than one may be under way."""
 
+    @property
+    def is_lost(self) -> bool:
+        """A worker is gone. Steps that were under way fail with WorkerDiedError."""
+
     def run(self, step: Step) -> asyncio.Future[list[TokenOut]]: ...
+
+    def give_up(self, why: str, is_explained: bool) -> None:
+        """Have the workers replaced: they are lost, or a step does not end."""
 
     def close(self) -> None: ...
 
@@ -34,10 +41,13 @@ class RpycModelClient:
     """All ranks of one model behind rpyc: every rank runs every step, and rank 0 answers.
 
     Commands and answers cross as bytes: an object would cross as a proxy, one round trip a field. Replies are read by
-    the event loop when a socket has them, so that a step under way blocks nobody.
+    the event loop when a socket has them, so that a step under way blocks nobody. ``on_give_up`` is told why, and
+    whether a request was to blame.
     """
 
-    def __init__(self, socket_paths: Sequence[str]) -> None:
+    def __init__(self, socket_paths: Sequence[str], on_give_up: Callable[[str, bool], None]) -> None:
+        self.is_lost = False
+        self._on_give_up = on_give_up
         self._loop = asyncio.get_running_loop()
         self._under_way: set[asyncio.Future[list[TokenOut]]] = set()
         self._connections: list[Any] = [_connect(path) for path in socket_paths]
@@ -53,16 +63,23 @@ class RpycModelClient:
             try:
                 reply = run(command)
             except EOFError:
-                self._lose(rank)
+                self._lose(f"model worker {rank} is gone")
                 break
             if rank == 0:
                 reply.add_callback(partial(self._answered, future))
         return future
 
+    def give_up(self, why: str, is_explained: bool) -> None:
+        self._lose(why)
+        self.close()
+        self._on_give_up(why, is_explained)
+
     def close(self) -> None:
+        """Hang up without a word, which rpyc would have answered: a worker that hangs would never do that."""
         for connection in self._connections:
             if not connection.closed:
                 self._loop.remove_reader(connection.fileno())
+                connection._channel.close()
                 connection.close()
 
     def _read(self, rank: int) -> None:
@@ -73,7 +90,7 @@ class RpycModelClient:
                 pass
         except EOFError:
             self._loop.remove_reader(fileno)
-            self._lose(rank)
+            self._lose(f"model worker {rank} is gone")
 
     def _answered(self, future: asyncio.Future[list[TokenOut]], reply: Any) -> None:
         """Rank 0 is done with a step; replies may pass each other."""
@@ -81,11 +98,13 @@ class RpycModelClient:
         if not future.done():
             future.set_result(_decode_tokens(reply.value))
 
-    def _lose(self, rank: int) -> None:
+    def _lose(self, why: str) -> None:
         """A worker that fails hangs up; why, it has told the launcher."""
+        self.is_lost = True
         for future in self._under_way:
             if not future.done():
-                future.set_exception(WorkerDiedError(f"model worker {rank} is gone"))
+                future.set_exception(WorkerDiedError(why))
+                future.exception()  # counts as seen: not all of them are waited for
 
 
 def _connect(socket_path: str) -> Any:

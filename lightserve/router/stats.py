@@ -76,6 +76,9 @@ class RouterMetrics:
         """Requests that failed, too, because their logits were no numbers."""
         self.values["request_numerical_error_total"] += count
 
+    def restarted(self) -> None:
+        self.values["worker_restarts_total"] += 1
+
     def preempted(self, count: int = 1) -> None:
         self.values["num_preemptions_total"] += count
 

@@ -2,9 +2,10 @@
 
     check ─▶ listen ─▶ start every process ─▶ wait for their ready words ─▶ serve ─▶ drain ─▶ end every process
 
-It starts the model workers, the router, the detokenizer and the HTTP processes, and owns their lives: when one dies,
-all end. It serves no request and imports no torch. Exit codes: 0 after a signal, once running requests were done; 1
-when a process died; 2 when there is something for the operator to mend; 128 + n when signal n did not wait.
+It starts the model workers, the router, the detokenizer and the HTTP processes, and owns their lives: workers that die
+are replaced, and when another process dies, all end. It serves no request and imports no torch. Exit codes: 0 after a
+signal, once running requests were done; 1 when a process died; 2 when there is something for the operator to mend;
+128 + n when signal n did not wait.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any
 
 from lightserve.config import ServerConfig
 from lightserve.errors import LightserveError
 from lightserve.io_struct import Drain, EngineDied, Phase
 from lightserve.server.args import parse_server
-from lightserve.server.banner import banner
+from lightserve.server.banner import banner, say
 from lightserve.server.checks import ModelFacts, check
 from lightserve.server.child import ChildDiedError
 from lightserve.server.fleet import Fleet, Modules
+from lightserve.server.watchdog import watch_for_silence
+from lightserve.server.worker_keeper import WorkerKeeper
 from lightserve.utils import net
 from lightserve.utils.process import EXIT_CRASH, EXIT_MISTAKE, STOP_SIGNALS
 
@@ -87,7 +91,7 @@ class Launcher:
                 background = [tasks.create_task(self._heed_signals())]
                 url = net.url_of(sockets[0])
                 await self._fleet.start(sockets)
-                background += [tasks.create_task(child.watch()) for child in self._fleet.children]
+                background += [tasks.create_task(work) for work in self._watches()]
                 await self._open(url, begin_s, started_s=time.monotonic())
                 await self._is_asked_to_stop.wait()
                 await self._drain()
@@ -99,6 +103,12 @@ class Launcher:
         finally:
             for child in await self._fleet.end():
                 say(f"{child.role} (process {child.pid}) does not end, although it was killed")
+
+    def _watches(self) -> list[Coroutine[Any, Any, None]]:
+        fleet, config = self._fleet, self._config.launch
+        keeper = WorkerKeeper(fleet, config)
+        others = [child.watch() for child in fleet.children if child not in fleet.workers]
+        return [*others, keeper.run(), keeper.heed_router(), watch_for_silence(fleet, config.process_timeout)]
 
     async def _heed_signals(self) -> None:
         """The first one asks for an orderly end of serving; a second one, or one during the start, does not wait."""
@@ -161,10 +171,6 @@ def stop_signals() -> asyncio.Queue[signal.Signals]:
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup wants it ignored
             asyncio.get_running_loop().add_signal_handler(signum, signals.put_nowait, signum)
     return signals
-
-
-def say(what: object) -> None:
-    print(f"lightserve: {what}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

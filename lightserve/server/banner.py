@@ -1,17 +1,22 @@
-"""What the operator sees when the server is ready."""
+"""What the operator sees of the launcher."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 from lightserve.io_struct import EngineReady, Phase
 from lightserve.server.checks import ModelFacts
 
 
+def say(what: object) -> None:
+    print(f"lightserve: {what}", file=sys.stderr, flush=True)
+
+
 def banner(
     url: str, model: ModelFacts, engine: EngineReady, http_processes: int, phases: Mapping[str, Sequence[Phase]]
 ) -> str:
-    """``phases`` are the parts of each process's start."""
+    """That the server is ready; ``phases`` are the parts of each process's start."""
     rows = {
         "model": model.name,
         "computed as": " ".join((model.architecture, engine.computed_in)),

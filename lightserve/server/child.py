@@ -14,7 +14,18 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from lightserve.errors import ServerError
-from lightserve.io_struct import Drained, EngineReady, Failed, FromChild, Phase, Ready, ToChild
+from lightserve.io_struct import (
+    Drained,
+    EngineReady,
+    Failed,
+    FromChild,
+    Phase,
+    Ping,
+    Pong,
+    Ready,
+    ToChild,
+    WorkersLost,
+)
 from lightserve.utils.process import STOP_SIGNALS, Boot
 
 LAST_WORDS_S = 2.0  # between the first sign that a child ends and its exit; then it is made to
@@ -40,6 +51,8 @@ class Child:
         self.engine: EngineReady | None = None  # of a worker that is ready
         self.phases: list[Phase] = []
         self.last_words: str | None = None
+        self.complaints: asyncio.Queue[WorkersLost] = asyncio.Queue()  # of the router
+        self.unanswered = 0  # pings
         self._process = process
         self._reader, self._writer = line
         self._listening = asyncio.create_task(self._listen())
@@ -68,6 +81,11 @@ class Child:
         """Never blocks; a child that is gone does not mind."""
         self._write(message)
 
+    def ping(self) -> None:
+        """Ask for a sign of life."""
+        self.unanswered += 1
+        self.send(Ping())
+
     async def watch(self) -> None:
         """Return when the child has ended with its work done; raise ChildDiedError when it has ended otherwise."""
         exiting = asyncio.ensure_future(self._process.wait())
@@ -85,6 +103,11 @@ class Child:
         """It and every process that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def put_down(self, why: str) -> None:
+        """Kill it for a reason, which count as its last words if it has said none."""
+        self.last_words = self.last_words or f"it was killed: {why}"
+        self.kill()
 
     async def wait(self) -> None:
         """Until a child that was killed is gone."""
@@ -116,6 +139,10 @@ class Child:
                 self.drained.set()
             case Failed(words):
                 self.last_words = words
+            case WorkersLost():
+                self.complaints.put_nowait(message)
+            case Pong():
+                self.unanswered = 0
 
     def _write(self, message: Boot | ToChild) -> None:
         if not self._writer.is_closing():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightserve.config import ServerConfig
 from lightserve.io_struct import EngineReady, ToChild
@@ -35,8 +37,11 @@ class Modules:
 
 class Fleet:
     def __init__(self, config: ServerConfig, run_dir: str, modules: Modules) -> None:
-        self.children: list[Child] = []  # those that were started so far
-        self._workers: list[Child] = []
+        self.children: list[Child] = []  # those that were started so far, without workers that were replaced
+        self.workers: list[Child] = []
+        self.generation = 0  # of the workers: counts the times that they were replaced
+        self.ready_s = 0.0  # when that was
+        self.engine: EngineReady | None = None  # of the first workers, once all processes are ready
         self._httpservers: list[Child] = []
         self._config = config
         self._run_dir = run_dir
@@ -44,12 +49,10 @@ class Fleet:
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Start every process, those that take longest first; an HTTP process for each of ``sockets``."""
-        config, modules = self._config, self._modules
-        worker = modules.null_worker if config.launch.null_worker else modules.worker
-        for rank in range(config.worker.tp):
-            self._workers.append(await self._start(f"model worker {rank}", worker, self._boot(rank), WORKER_ENV))
+        modules = self._modules
+        await self.start_workers()
         await self._start("detokenizer", modules.detokenizer, self._boot())
-        self._router = await self._start("router", modules.router, self._boot())
+        self.router = await self._start("router", modules.router, self._boot())
         for index, sock in enumerate(sockets):
             with sock:
                 boot = self._boot(index, sock.fileno())
@@ -57,16 +60,66 @@ class Fleet:
 
     async def ready(self) -> EngineReady:
         """Pass on the ready word: from the workers to the router, then to the HTTP processes, which open."""
-        for worker in self._workers:
-            await worker.ready.wait()
-        engine = self._workers[0].engine  # the ranks have agreed
-        if engine is None:
-            raise TypeError("a worker's ready word is EngineReady")
-        self._router.send(engine)
+        engine = await self.workers_ready()
+        self.router.send(engine)
         for child in self.children:
             await child.ready.wait()
         self._tell_httpservers(engine)
+        self.engine, self.ready_s = engine, time.monotonic()
         return engine
+
+    async def workers_ready(self) -> EngineReady:
+        """Wait for the ready word of all of them."""
+        for worker in self.workers:
+            await worker.ready.wait()
+        engine = self.workers[0].engine  # the ranks have agreed
+        if engine is None:
+            raise TypeError("a worker's ready word is EngineReady")
+        return engine
+
+    async def worker_death(self) -> ChildDiedError:
+        """Wait for one."""
+        watching = [asyncio.create_task(worker.watch()) for worker in self.workers]
+        try:
+            await asyncio.gather(*watching)
+        except ChildDiedError as died:
+            return await self.culprit(died)
+        finally:
+            for task in watching:
+                task.cancel()
+        raise TypeError("a worker is never done")
+
+    async def bury_workers(self, within_s: float) -> bool:
+        """End workers of which one died; whether none is left."""
+        self.generation += 1
+        for worker in self.workers:
+            worker.kill()
+        try:
+            async with asyncio.timeout(within_s):
+                for worker in self.workers:
+                    await worker.wait()
+        except TimeoutError:
+            return False
+        self.children = [child for child in self.children if child not in self.workers]
+        self.workers = []
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._boot().path("tp"))  # where the ranks met
+        return True
+
+    async def start_workers(self) -> None:
+        """Those that replace others have as much KV as they had: the router and the clients know no other size."""
+        config = self._config
+        if self.engine is not None:
+            size = self.engine.max_total_token_num
+            config = replace(config, worker=replace(config.worker, max_total_token_num=size))
+        module = self._modules.null_worker if config.launch.null_worker else self._modules.worker
+        for rank in range(config.worker.tp):
+            boot = Boot(config, self._run_dir, rank)
+            self.workers.append(await self._start(f"model worker {rank}", module, boot, WORKER_ENV))
+
+    def put_down_workers(self, why: str) -> None:
+        for worker in self.workers:
+            worker.put_down(why)
 
     async def wind_up(self, *messages: ToChild, within_s: float) -> bool:
         """Send the HTTP processes what makes them finish; whether they did in time."""

@@ -23,7 +23,7 @@ import msgspec
 
 from lightserve.config import ServerConfig
 from lightserve.errors import LightserveError
-from lightserve.io_struct import Failed, FromChild, ToChild
+from lightserve.io_struct import Failed, FromChild, Ping, Pong, ToChild
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the launcher decides what they mean
 EXIT_CRASH = 1
@@ -75,9 +75,19 @@ class Parent:
         decode = msgspec.json.Decoder(ToChild).decode
         for line in lines:
             message = decode(line)
-            if loop is not None and not loop.is_closed():
-                loop.call_soon_threadsafe(self._inbox.put_nowait, message)
+            if loop is None:
+                if isinstance(message, Ping):
+                    self.send(Pong())
+            elif not loop.is_closed():
+                loop.call_soon_threadsafe(self._take, message)
         _exit(EXIT_CRASH)  # nobody is left who could tell anyone
+
+    def _take(self, message: ToChild) -> None:
+        """In the loop, so that only a loop that runs answers a Ping."""
+        if isinstance(message, Ping):
+            self.send(Pong())
+        else:
+            self._inbox.put_nowait(message)
 
 
 Main = Callable[[Boot, Parent], Coroutine[Any, Any, None] | None]

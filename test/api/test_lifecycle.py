@@ -100,7 +100,7 @@ def test_requests_that_take_too_long_end_with_an_error_when_draining(tmp_path: P
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_process_that_is_killed_is_named_and_nobody_is_left_waiting(tmp_path: Path, role: str) -> None:
-    with streaming(tmp_path / "log") as (server, streams):
+    with streaming(tmp_path / "log", "--restart_worker", "off") as (server, streams):
         children = family(server)
         begin = time.monotonic()
         server.processes()[role][0].kill()

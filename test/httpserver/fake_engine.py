@@ -26,7 +26,9 @@ from lightserve.io_struct import (
 from lightserve.model_files.tokenizer import Tokenizer
 from lightserve.utils.channel import Receiver, Sender
 
-LIMITS = EngineReady(max_total_token_num=4096, max_req_total_len=1024, vocab_size=49152, pipeline_depth=1)
+LIMITS = EngineReady(
+    max_total_token_num=4096, max_req_total_len=1024, vocab_size=49152, pipeline_depth=1, step_timeout_s=240.0
+)
 
 Script = Callable[[GenerateReq], list[StrOut | ReqFailed]]
 
@@ -100,7 +102,7 @@ async def engine(
     fake = FakeEngine(script, run_dir)
     from_detokenization: Receiver[ToHttpserver] = Receiver(f"ipc://{run_dir}/http", ToHttpserver)
     to_router: Sender[ToRouter] = Sender(f"ipc://{run_dir}/router")
-    manager = HttpServerManager(0, to_router, from_detokenization, step_timeout_s=60.0)
+    manager = HttpServerManager(0, to_router, from_detokenization)
     manager.serve(LIMITS)
     tasks = [asyncio.create_task(fake.run()), asyncio.create_task(manager.run())]
     try:

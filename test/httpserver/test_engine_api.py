@@ -42,12 +42,17 @@ def stuck(manager: HttpServerManager) -> None:
     manager.stats = RouterStats(time.monotonic(), 61.0, RouterMetrics().snapshot())
 
 
+def without_worker(manager: HttpServerManager) -> None:
+    manager.stats = RouterStats(time.monotonic(), 0.0, RouterMetrics().snapshot(), has_workers=False)
+
+
 TROUBLES = [
     (still_loading, "the model is loading"),
     (HttpServerManager.drain, "the server is shutting down"),
     (lambda manager: manager.die("a worker died"), "a worker died"),
     (silent, "the engine does not answer"),
     (stuck, "a step has been running for 61 s"),
+    (without_worker, "the model worker died; another one is starting, and requests wait for it"),
 ]
 
 

@@ -196,6 +196,10 @@ def test_health_tells_the_truth(tmp_path: Path) -> None:
 
         manager.stats = RouterStats(time.monotonic(), step_age_s=61.0, metrics=MetricsSnapshot())
         assert manager.trouble() == "a step has been running for 61 s"
+        manager.stats = RouterStats(time.monotonic(), step_age_s=59.0, metrics=MetricsSnapshot())
+        assert manager.trouble() is None
+        manager.stats = RouterStats(time.monotonic(), 0.0, MetricsSnapshot(), has_workers=False)
+        assert manager.trouble() == "the model worker died; another one is starting, and requests wait for it"
         manager._heard_s -= 6.0
         assert manager.trouble() == "the engine does not answer"
         manager.state = EngineState.LOADING

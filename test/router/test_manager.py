@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from lightserve.config import RouterConfig
+from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import (
     AbortNamed,
     AbortReq,
@@ -46,7 +47,11 @@ class FakeModel:
         self.may_run = asyncio.Event()
         self.may_run.set()
         self.failing: set[int] = set()  # requests for which no token is left
+        self.failing_status = 400
         self.completes_after: int | None = None
+        self.stuck_at: int | None = None  # the step that does not end
+        self.is_lost = False
+        self.given_up: list[tuple[str, bool]] = []
         self._end_after = end_after
         self._missing: dict[int, int] = {}
         self._made: dict[int, int] = {}
@@ -54,13 +59,27 @@ class FakeModel:
 
     def run(self, step: Step) -> asyncio.Future[list[TokenOut]]:
         self.steps.append(step)
-        self._tasks.append(asyncio.create_task(self._run(step)))
-        return self._tasks[-1]
+        if len(self.steps) == self.stuck_at:
+            self.may_run.clear()
+        task = asyncio.create_task(self._run(step))
+        task.add_done_callback(lambda one: one.cancelled() or one.exception())  # not all of them are waited for
+        self._tasks.append(task)
+        return task
 
     def close(self) -> None: ...
 
+    def die(self) -> None:
+        self.is_lost = True
+        self.may_run.set()
+
+    def give_up(self, why: str, is_explained: bool) -> None:
+        self.die()
+        self.given_up.append((why, is_explained))
+
     async def _run(self, step: Step) -> list[TokenOut]:
         await self.may_run.wait()
+        if self.is_lost:
+            raise WorkerDiedError("gone")
         for new in step.new:
             self._missing[new.req_id] = len(new.prompt_ids) - len(new.cached_slots)
             self._made[new.req_id] = new.output_len
@@ -76,7 +95,8 @@ class FakeModel:
     def _token(self, req_id: int, made: int) -> TokenOut:
         token_id = EOS if made == self._end_after else 100 + made
         error = "nothing is left" if req_id in self.failing else None
-        return TokenOut(req_id, token_id, completes=made == self.completes_after, error=error)
+        completes = made == self.completes_after
+        return TokenOut(req_id, token_id, completes=completes, error=error, status=self.failing_status)
 
 
 class Router:
@@ -106,6 +126,10 @@ class Router:
         finished = {out.req_id for out in self.outs if out.finish_reason is not None}
         return finished >= set(req_ids)
 
+    def replace_model(self) -> None:
+        self.model = FakeModel()
+        self.manager.use(self.model)
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while not condition():
@@ -114,12 +138,17 @@ class Router:
     @classmethod
     @asynccontextmanager
     async def running(
-        cls, run_dir: Path, depth: int = 1, max_queue_size: int = 100, end_after: int | None = None
+        cls,
+        run_dir: Path,
+        depth: int = 1,
+        max_queue_size: int = 100,
+        end_after: int | None = None,
+        step_timeout_s: float = 0.0,
     ) -> AsyncIterator[Router]:
         inbox: Receiver[ToRouter] = Receiver(f"ipc://{run_dir}/router", ToRouter)
         from_router: Receiver[ToDetokenization] = Receiver(f"ipc://{run_dir}/detok", ToDetokenization)
         outbox: Sender[ToDetokenization] = Sender(f"ipc://{run_dir}/detok")
-        engine = EngineReady(200, 100, 1000, depth, (EOS,))
+        engine = EngineReady(200, 100, 1000, depth, (EOS,), step_timeout_s=step_timeout_s)
         config = RouterConfig(max_queue_size=max_queue_size)
         limits = Limits(max_running=8, batch_max_tokens=64, chunk_size=64)
         scheduler, model = Scheduler(KvPool(200), limits), FakeModel(end_after)
@@ -145,7 +174,7 @@ def ask(req_id: int, prompt_len: int = 3, max_new_tokens: int = 4) -> GenerateRe
     return GenerateReq(req_id, [5] * prompt_len, sampling, time.monotonic())
 
 
-def check(scenario: Callable[[Router], Awaitable[None]], run_dir: Path, **options: int | None) -> None:
+def check(scenario: Callable[[Router], Awaitable[None]], run_dir: Path, **options: float | None) -> None:
     async def run() -> None:
         async with Router.running(run_dir, **options) as router:  # type: ignore[arg-type]
             await scenario(router)
@@ -359,5 +388,136 @@ def test_a_token_that_completes_a_grammar_ends_the_request_and_is_text(tmp_path:
         assert router.tokens_of(1) == [101, 102]
         assert router.outs[-1].finish_reason is FinishReason.STOP
         assert [out.ends_in_text for out in router.outs] == [False, True]
+
+    check(scenario, tmp_path)
+
+
+def stats(router: Router) -> list[RouterStats]:
+    return [message for message in router.sent if isinstance(message, RouterStats)]
+
+
+async def begin(router: Router, count: int) -> None:
+    """Let as many requests for 40 tokens run together until a step does not end."""
+    router.model.may_run.clear()
+    for req_id in range(count):
+        router.send(ask(req_id, max_new_tokens=40))
+    await until(lambda: router.scheduler.num_running + router.scheduler.num_waiting == count)
+    router.model.stuck_at = len(router.model.steps) + 10
+    router.model.may_run.set()
+    await until(lambda: len(router.model.steps) >= (router.model.stuck_at or 0))
+    assert router.scheduler.num_running == count
+
+
+def test_requests_go_on_with_new_workers_where_they_stopped(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        await begin(router, 4)
+        await router.until(lambda: len(router.tokens_of(0)) >= 5)
+
+        first = router.model
+        first.die()
+        await router.until(lambda: bool(stats(router)) and not stats(router)[-1].has_workers)
+        router.send(ask(4, max_new_tokens=3))  # waits with the others
+        await until(lambda: router.scheduler.num_waiting == 5)
+        assert first.given_up == [("it hung up", False)]
+        router.replace_model()
+
+        await router.until(lambda: router.has_finished(*range(5)))
+        assert all(router.tokens_of(req_id) == [101 + i for i in range(40)] for req_id in range(4))
+        assert router.tokens_of(4) == [101, 102, 103]
+        assert refused(router) == []
+        assert router.manager.metrics.values["worker_restarts_total"] == 1
+        await router.until(lambda: stats(router)[-1].has_workers)
+        await until(lambda: router.scheduler.pool.used == 0)
+
+    for depth in (1, 2):
+        run_dir = tmp_path / str(depth)
+        run_dir.mkdir()
+        check(scenario, run_dir, depth=depth)
+
+
+def test_workers_that_die_while_nothing_runs_are_missed_at_once(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.model.die()
+
+        await router.until(lambda: bool(stats(router)) and not stats(router)[-1].has_workers)
+
+        assert router.model.given_up == [("it hung up", False)]
+        router.replace_model()
+        router.send(ask(1))
+        await router.until(lambda: router.has_finished(1))
+        assert not router.scheduler.has_suspects
+
+    check(scenario, tmp_path)
+
+
+def test_a_request_that_two_workers_die_of_fails_and_the_others_go_on(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        await begin(router, 3)
+        router.model.die()
+        await until(lambda: bool(router.model.given_up))
+
+        router.replace_model()
+        router.model.may_run.clear()
+        await until(lambda: len(router.model.steps) == 1)
+        assert [row.req_id for row in router.model.steps[0].rows] == [0], "it is alone"
+        router.model.die()
+        await until(lambda: bool(router.model.given_up))
+        assert router.model.given_up == [("it hung up", True)]
+        router.replace_model()
+
+        await router.until(lambda: router.has_finished(1, 2))
+        assert [(failure.req_id, failure.status) for failure in refused(router)] == [(0, 500)]
+        assert "died twice" in refused(router)[0].message
+        assert router.tokens_of(1) == router.tokens_of(2) == [101 + i for i in range(40)]
+
+    check(scenario, tmp_path, depth=2)
+
+
+def test_a_step_that_does_not_end_loses_its_workers(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        hung = router.model
+        hung.may_run.clear()
+        router.send(ask(1))
+
+        await until(lambda: bool(hung.given_up))
+        router.replace_model()
+
+        assert hung.given_up[0][0].startswith("a step has been running for ")
+        await router.until(lambda: router.has_finished(1))
+        assert router.tokens_of(1) == [101, 102, 103, 104]
+
+    check(scenario, tmp_path, step_timeout_s=0.1)
+
+
+def test_requests_may_leave_while_there_is_no_worker(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        await begin(router, 3)
+        router.model.die()
+        await until(lambda: bool(router.model.given_up))
+
+        router.send(AbortReq(0))
+        await router.until(lambda: any(0 in batch.gone for batch in router.batches))
+        router.send(msgspec.structs.replace(ask(5), terms=Terms(timeout_s=0.1)))
+        await router.until(lambda: [failure.status for failure in refused(router)] == [504])
+        router.replace_model()
+
+        await router.until(lambda: router.has_finished(1, 2))
+        await until(lambda: router.scheduler.pool.used == 0)
+
+    check(scenario, tmp_path)
+
+
+def test_a_request_without_numbers_fails_and_is_counted(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.model.failing.add(1)
+        router.model.failing_status = 500
+        router.send(ask(1))
+        router.send(ask(2))
+
+        await router.until(lambda: router.has_finished(2))
+
+        assert refused(router) == [ReqFailed(1, 500, "nothing is left")]
+        assert router.manager.metrics.values["request_numerical_error_total"] == 1
+        assert router.scheduler.pool.cached_tokens == 6, "of the other one alone"
 
     check(scenario, tmp_path)

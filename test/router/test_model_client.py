@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rpyc.core import Channel, SocketStream
 
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow, TokenOut
 from lightserve.router.model_client import RpycModelClient
-from lightserve.router.model_infer.model_rpc import Launch, StepServer
+from lightserve.router.model_infer.model_rpc import Launch, ModelRpc, StepServer
 from test.waiting import DEADLINE_S, until
 
 
@@ -38,6 +39,11 @@ def served(tmp_path: Path, *runs: Callable[[Step], list[TokenOut]]) -> list[str]
     return paths
 
 
+def client_of(paths: list[str], complaints: list[tuple[str, bool]] | None = None) -> RpycModelClient:
+    told = [] if complaints is None else complaints
+    return RpycModelClient(paths, lambda why, is_explained: told.append((why, is_explained)))
+
+
 def within_deadline(work: Coroutine[Any, Any, None]) -> None:
     async def limited() -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -57,7 +63,7 @@ def test_a_step_and_its_tokens_cross_whole(tmp_path: Path) -> None:
         return echo(step)
 
     async def scenario() -> None:
-        client = RpycModelClient(served(tmp_path, run))
+        client = client_of(served(tmp_path, run))
         step = Step([StepRow(1 << 50, [9, 8])], [new], [3])
 
         outs = await client.run(step)
@@ -79,7 +85,7 @@ def test_steps_are_under_way_together_and_run_in_order(tmp_path: Path) -> None:
         return echo(step)
 
     async def scenario() -> None:
-        client = RpycModelClient(served(tmp_path, run))
+        client = client_of(served(tmp_path, run))
 
         futures = [client.run(Step([StepRow(1, [i])])) for i in range(5)]
         is_pending = [not future.done() for future in futures]
@@ -111,7 +117,7 @@ def test_the_next_step_is_launched_while_the_first_waits_for_its_tokens(tmp_path
         server = StepServer(str(tmp_path / "worker"))
         thread = threading.Thread(target=server.serve, args=(launch, 2), daemon=True)
         thread.start()
-        client = RpycModelClient([str(tmp_path / "worker")])
+        client = client_of([str(tmp_path / "worker")])
 
         futures = [client.run(Step([StepRow(1, [i])])) for i in range(4)]
         await until(lambda: launched == [0, 1])
@@ -142,7 +148,7 @@ def test_every_rank_runs_every_step_and_rank_0_answers(tmp_path: Path) -> None:
         return run
 
     async def scenario() -> None:
-        client = RpycModelClient(served(tmp_path, rank(0), rank(1)))
+        client = client_of(served(tmp_path, rank(0), rank(1)))
 
         outs = [await client.run(Step([StepRow(1, [i])])) for i in range(2)]
 
@@ -178,14 +184,87 @@ def test_a_worker_that_fails_tells_its_own_process_and_fails_the_steps_under_way
         thread = threading.Thread(target=serve_bad, args=(servers[bad_rank],))
         thread.start()
         threading.Thread(target=servers[1 - bad_rank].serve, args=(in_order(good),), daemon=True).start()
-        client = RpycModelClient(paths)
+        client = client_of(paths)
 
         with pytest.raises(WorkerDiedError, match=f"model worker {bad_rank} is gone"):
             await client.run(Step([StepRow(1, [0])]))
+        assert client.is_lost
         thread.join(DEADLINE_S)
 
         assert [str(error) for error in told] == ["out of memory"]
         may_end.set()
+        client.close()
+
+    within_deadline(scenario())
+
+
+def test_a_worker_that_hangs_up_while_nothing_runs_is_noticed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        listener = StepServer(str(tmp_path / "worker"))
+        thread = threading.Thread(target=serve_one_step, args=(listener,))
+        thread.start()
+        client = client_of([str(tmp_path / "worker")])
+        assert not client.is_lost
+
+        await client.run(Step([StepRow(1, [0])]))
+
+        await until(lambda: client.is_lost)
+        with pytest.raises(WorkerDiedError):
+            await client.run(Step([StepRow(1, [1])]))
+        client.close()
+        thread.join(DEADLINE_S)
+
+    within_deadline(scenario())
+
+
+def serve_one_step(listener: StepServer) -> None:
+    """Then the process would be gone."""
+    steps: list[Step] = []
+
+    def run(step: Step) -> list[TokenOut]:
+        steps.append(step)
+        threading.Thread(target=hang_up, daemon=True).start()
+        return echo(step)
+
+    def hang_up() -> None:
+        connected.shutdown(2)
+
+    connected, _ = listener._listener.accept()
+    rpc = ModelRpc(in_order(run))
+    rpc._connect(Channel(SocketStream(connected)), {"allow_pickle": False})
+    rpc.serve()
+
+
+def test_giving_up_fails_what_is_under_way_tells_why_and_waits_for_nobody(tmp_path: Path) -> None:
+    may_end = threading.Event()
+
+    def hang(step: Step) -> list[TokenOut]:
+        may_end.wait(DEADLINE_S)
+        return echo(step)
+
+    async def scenario() -> None:
+        complaints: list[tuple[str, bool]] = []
+        client = client_of(served(tmp_path, hang), complaints)
+        futures = [client.run(Step([StepRow(1, [i])])) for i in range(2)]
+
+        client.give_up("a step has been running for 61 s", is_explained=True)
+
+        for future in futures:
+            with pytest.raises(WorkerDiedError, match="61 s"):
+                await future
+        assert client.is_lost
+        assert complaints == [("a step has been running for 61 s", True)]
+        may_end.set()
+
+    within_deadline(scenario())
+
+
+def test_a_new_worker_takes_the_place_of_the_socket_of_the_last(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        served(tmp_path, echo)
+        client = client_of(served(tmp_path, echo))
+
+        assert await client.run(Step([StepRow(1, [5])])) == [TokenOut(1, 5, -0.5, [(1, -1.0)])]
         client.close()
 
     within_deadline(scenario())

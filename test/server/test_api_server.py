@@ -99,7 +99,6 @@ def test_a_child_that_dies_at_the_start_is_named_and_nobody_waits(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "role"),
     [
-        ("ls-worker", "model worker 0"),
         ("ls-router", "router"),
         ("ls-detokenizer", "detokenizer"),
         ("ls-httpserver", "httpserver 0"),

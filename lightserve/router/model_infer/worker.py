@@ -70,6 +70,10 @@ class ModelWorker:
         return self._kind.step_limits
 
     @property
+    def step_timeout_s(self) -> float:
+        return self._kind.step_timeout_s
+
+    @property
     def max_total_token_num(self) -> int:
         return self.model.mem_manager.size
 
