@@ -116,10 +116,13 @@ class ServerProcess:
         return self.process.wait(STOP_S)
 
 
+MODULE = ("-m", "lightserve.server.api_server")
+
+
 @contextmanager
-def running_server(log_path: Path, *flags: str) -> Iterator[ServerProcess]:
+def running_server(log_path: Path, *flags: str, program: tuple[str, str] = MODULE) -> Iterator[ServerProcess]:
     """Serves the default model unless the flags say otherwise, at a free port."""
-    command = [sys.executable, "-m", "lightserve.server.api_server", "--port", "0", *flags]
+    command = [sys.executable, *program, "--port", "0", *flags]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env)

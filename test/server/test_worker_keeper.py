@@ -134,16 +134,17 @@ def test_a_worker_that_the_router_gave_up_is_killed_and_replaced_once(tmp_path: 
     ],
 )
 def test_a_process_that_hangs_is_killed_and_ends_the_server(tmp_path: Path, name: str) -> None:
-    with launched(tmp_path, "--process_timeout=3", router=ROUTER) as server:
+    with launched(tmp_path, "--process_timeout=1", router=ROUTER) as server:
         server.until_ready()
 
         server.signal_child(name, signal.SIGSTOP)
 
         assert server.exit_code() == 1
-        assert "died (signal 9): it was killed: it did not answer for 3 s" in server.last_line()
+        assert "died (signal 9): it was killed: it did not answer for 1 s" in server.last_line()
         assert not server.children()
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_is_replaced_and_those_that_only_wait_live_on(tmp_path: Path) -> None:
     with launched(tmp_path, "--process_timeout=4", worker=WORKER, router=ROUTER) as server:
         server.until_ready()

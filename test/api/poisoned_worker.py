@@ -1,0 +1,30 @@
+"""A null worker that one token of a prompt kills, as a bug in a kernel would."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+
+from lightserve.io_struct import Step
+from lightserve.router.model_infer.model_rpc import Collect
+from lightserve.router.model_infer.null_worker import NullWorker, main
+from lightserve.utils.process import run_child
+
+POISON = 31_999
+
+
+class PoisonedWorker(NullWorker):
+    def __init__(self, step_s: float) -> None:
+        super().__init__(step_s)
+        self._killers: set[int] = set()
+
+    def launch(self, step: Step) -> Collect:
+        self._killers |= {new.req_id for new in step.new if POISON in new.prompt_ids}
+        if any(row.req_id in self._killers for row in step.rows):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().launch(step)
+
+
+if __name__ == "__main__":
+    run_child("null worker", partial(main, worker_class=PoisonedWorker))
