@@ -96,9 +96,9 @@ def clients_of(server: ServerProcess) -> Iterator[Clients]:
         yield Clients(server, threads)
 
 
-def kill_worker(server: ServerProcess) -> None:
-    wait_until(lambda: "ls-worker" in server.processes())
-    server.processes()["ls-worker"][0].send_signal(signal.SIGKILL)
+def kill_worker(server: ServerProcess, name: str = "ls-worker") -> None:
+    wait_until(lambda: name in server.processes())
+    server.processes()[name][0].send_signal(signal.SIGKILL)
 
 
 def restarted(server: ServerProcess, times: int) -> Callable[[], bool]:
@@ -206,6 +206,24 @@ def test_a_worker_that_dies_while_idle_is_missed_and_replaced(poisoned: ServerPr
     wait_until(lambda: health(poisoned) == 200)
     wait_until(lambda: poisoned.metrics()["worker_restarts_total"] == deaths + 1)
     assert poisoned.stop() == 0
+
+
+@pytest.mark.long
+@pytest.mark.tp
+def test_two_ranks_are_replaced_together(tmp_path: Path) -> None:
+    folder = save_spoilt_model(tmp_path)
+    flags = ("--model_dir", folder, "--device", "cpu", "--max_total_token_num", "4096", "--tp", "2")
+    with running_server(tmp_path / "log", *flags) as server, clients_of(server) as clients:
+        whole = [answer.result() for answer in clients.ask(sixteen())]
+        before = clients.events
+
+        answers = clients.ask(sixteen())
+        wait_until(lambda: clients.events > before + 100)
+        kill_worker(server, "ls-worker-1")
+
+        assert [answer.result() for answer in answers] == whole
+        assert "model worker 1 died (signal 9); starting another" in server.log
+        assert server.stop() == 0
 
 
 @pytest.mark.long
