@@ -37,6 +37,8 @@ OpenAIPenalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 TopCount = Annotated[int, Meta(ge=0, le=20)]
 BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=64)]
+TokenIds = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=16384)]
+LengthDecay = tuple[Annotated[int, Meta(ge=0, le=INT32_MAX)], Annotated[float, Meta(ge=1, le=100)]]
 
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf", "structural_tag"]
@@ -52,7 +54,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose the next token. Logits are changed in the order of vLLM and transformers: what may not come next is
-    forbidden, logit_bias, penalties, temperature, top_k, top_p, min_p, typical_p."""
+    forbidden, logit_bias, penalties, exponential_decay_length_penalty, temperature, top_k, top_p, min_p, typical_p."""
 
     max_new_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)] = 16
     min_new_tokens: Annotated[int, Meta(ge=0)] = 0
@@ -66,7 +68,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: OpenAIPenalty = 0.0
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] = {}
     bad_words_ids: Annotated[tuple[BadWord, ...], Meta(max_length=1024)] = ()  # sequences never to be completed
-    allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=16384)] | None = None  # None: all
+    no_repeat_ngram_size: Annotated[int, Meta(ge=0, le=100)] = (
+        0  # so many tokens in a row never come twice; 0: they may
+    )
+    allowed_token_ids: TokenIds | None = None  # None: all
+    first_allowed_token_ids: TokenIds | None = None  # of the first token alone
+    # (start, factor): an end token becomes likelier with every token after the first ``start``
+    exponential_decay_length_penalty: LengthDecay | None = None
     grammar: GrammarSpec | None = None  # None: any text
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # None: a random one
     ignore_eos: bool = False

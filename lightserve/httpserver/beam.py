@@ -25,7 +25,10 @@ RULES = (
     "frequency_penalty",
     "logit_bias",
     "bad_words_ids",
+    "no_repeat_ngram_size",
     "allowed_token_ids",
+    "first_allowed_token_ids",
+    "exponential_decay_length_penalty",
     "grammar",
     "stop",
 )

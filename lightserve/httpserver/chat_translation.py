@@ -15,6 +15,7 @@ from lightserve.httpserver.grammar_fields import Maker
 from lightserve.httpserver.openai_later import LATER
 from lightserve.httpserver.openai_protocol import PART_SEPARATOR, ChatBody, checked
 from lightserve.httpserver.openai_sampling import NAMES
+from lightserve.httpserver.rule_fields import RuleFields
 from lightserve.httpserver.terms import TermsBody
 
 C = TypeVar("C", bound="TranslatedChat")
@@ -25,6 +26,7 @@ SHARED = frozenset(
     {
         *NAMES,
         *TermsBody.model_fields,
+        *RuleFields.model_fields,
         *LATER,
         "allowed_token_ids",
         "bad_words",

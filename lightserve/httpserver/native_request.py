@@ -17,6 +17,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate_call import check_prompt, check_stops
 from lightserve.httpserver.grammar_fields import GuidedFields, grammar_of
 from lightserve.httpserver.manager import Ask
+from lightserve.httpserver.rule_fields import MAX_ALLOWED_IDS, RuleFields
 from lightserve.httpserver.terms import TermsBody
 from lightserve.io_struct import SamplingParams
 
@@ -24,12 +25,10 @@ DEFAULT_NEW_TOKENS = 16
 MAX_STOPS = 10
 MAX_STOP_IDS = 256  # of one stop sequence
 MAX_BANNED_IDS = 1024
-MAX_ALLOWED_IDS = 16384
 MAX_BIASED = 1024
 RANDOM_SEED = -1
 # what later versions do, and the values that ask for nothing
 LATER: dict[str, tuple[Any, ...]] = {
-    "exponential_decay_length_penalty": ([1, 1.0],),
     "input_penalty": (False,),
     "image_max_patch_num": (-1,),
     "prompt_logprobs": (-1,),
@@ -52,7 +51,7 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 StopSequences = Annotated[list[str | Ids], Field(fail_fast=True)]
 
 
-class NativeParameters(TermsBody, BeamFields, GuidedFields):
+class NativeParameters(TermsBody, BeamFields, GuidedFields, RuleFields):
     """A null is as good as absent. A name that is not here is let through and has no effect."""
 
     best_of: int | None = Field(default=None, description="answers to generate; default n")
@@ -233,7 +232,7 @@ def _stop_text(context: ServerContext, group: str | list[int]) -> str:
 
 
 def _token_rules(context: ServerContext, parameters: NativeParameters) -> dict[str, Any]:
-    rules: dict[str, Any] = {}
+    rules = parameters.token_rules(context)
     if parameters.allowed_token_ids is not None:
         context.manager.check_ids("allowed_token_ids", parameters.allowed_token_ids)
         rules["allowed_token_ids"] = tuple(parameters.allowed_token_ids)

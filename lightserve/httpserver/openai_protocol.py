@@ -18,6 +18,7 @@ from lightserve.httpserver.beam import BeamFields
 from lightserve.httpserver.body import Body, at_most, check
 from lightserve.httpserver.grammar_fields import GrammarFields
 from lightserve.httpserver.openai_later import refuse_later
+from lightserve.httpserver.rule_fields import AllowedIds, RuleFields
 from lightserve.httpserver.terms import TermsBody
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
@@ -64,7 +65,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None  # vLLM: usage in every chunk, where include_usage is set too
 
 
-class GenerationBody(TermsBody, BeamFields, GrammarFields):
+class GenerationBody(TermsBody, BeamFields, GrammarFields, RuleFields):
     """What both endpoints take."""
 
     model: str | None = None
@@ -86,7 +87,7 @@ class GenerationBody(TermsBody, BeamFields, GrammarFields):
     bad_words: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=MAX_BAD_WORDS)] | None
     ) = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=16384, fail_fast=True)] | None = None
+    allowed_token_ids: AllowedIds | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # -1: a random one, as in vLLM and LightLLM
     stop: StopStrings = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None

@@ -82,7 +82,7 @@ def _fields(context: ServerContext, body: GenerationBody) -> dict[str, Any]:
 
 def _token_rules(context: ServerContext, body: GenerationBody) -> dict[str, Any]:
     """What names tokens by their ids."""
-    rules: dict[str, Any] = {}
+    rules = body.token_rules(context)
     if body.stop_token_ids:
         rules["stop_token_ids"] = _checked(context, "stop_token_ids", body.stop_token_ids)
     if body.allowed_token_ids is not None:

@@ -184,7 +184,9 @@ def test_every_parameter_reaches_the_engine(tmp_path: Path) -> None:
         "return_details": True,
         "an_unknown_one": {"is": "let through"},
         "guided_json": "",
-        "exponential_decay_length_penalty": [1, 1.0],
+        "no_repeat_ngram_size": 3,
+        "exponential_decay_length_penalty": [5, 1.2],
+        "first_allowed_token_ids": [2, 3, 2],
         "input_penalty": None,
     }
 
@@ -206,7 +208,10 @@ def test_every_parameter_reaches_the_engine(tmp_path: Path) -> None:
             frequency_penalty=0.25,
             logit_bias={9: -3.5},
             bad_words_ids=((4,), (5,)),
+            no_repeat_ngram_size=3,
             allowed_token_ids=(1, 2, 3),
+            first_allowed_token_ids=(2, 3),
+            exponential_decay_length_penalty=(5, 1.2),
             seed=42,
             ignore_eos=True,
             stop=("END", "two words"),
@@ -215,6 +220,18 @@ def test_every_parameter_reaches_the_engine(tmp_path: Path) -> None:
             skip_special_tokens=False,
             logprobs=0,
         )
+
+    serve(scenario, tmp_path, spell("ok"))
+
+
+def test_a_length_penalty_of_factor_one_asks_for_nothing(tmp_path: Path) -> None:
+    """LightLLM's own clients send it."""
+
+    async def scenario(served: Served) -> None:
+        await served.post("/generate", {"inputs": "x", "parameters": {"exponential_decay_length_penalty": [1, 1.0]}})
+
+        (asked,) = served.fake.asked
+        assert asked.sampling.exponential_decay_length_penalty is None
 
     serve(scenario, tmp_path, spell("ok"))
 
@@ -366,7 +383,12 @@ BAD: list[tuple[str, Any]] = [
     ("guided_json text", {"guided_json": "{"}),
     ("guided_grammar", {"guided_grammar": "root ::= ("}),
     ("two grammars", {"guided_json": {}, "regular_constraint": "a"}),
-    ("length penalty", {"exponential_decay_length_penalty": [5, 1.2]}),
+    ("length penalty factor", {"exponential_decay_length_penalty": [5, 0.9]}),
+    ("length penalty start", {"exponential_decay_length_penalty": [-1, 1.2]}),
+    ("length penalty alone", {"exponential_decay_length_penalty": [5]}),
+    ("ngram size", {"no_repeat_ngram_size": -1}),
+    ("first none", {"first_allowed_token_ids": []}),
+    ("first out of range", {"first_allowed_token_ids": [49152]}),
     ("input_penalty", {"input_penalty": True}),
     ("image patches", {"image_max_patch_num": 4}),
     ("prompt_logprobs", {"prompt_logprobs": 3}),

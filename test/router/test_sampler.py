@@ -16,6 +16,7 @@ import lightserve.common.triton_kernel  # noqa: F401  registers the backend
 from lightserve.common import ops
 from lightserve.io_struct import SamplingParams
 from lightserve.router.model_infer.infer_batch import InferReq
+from lightserve.router.model_infer.ngrams import NgramBans
 from lightserve.router.model_infer.sampler import Sampler
 from lightserve.router.model_infer.sampling_plan import SamplingPlan, make_plan
 
@@ -47,7 +48,7 @@ def logits_of(batch: int, device: str = "cpu", seed: int = 0) -> Tensor:
 def oracle_scores(logits: Tensor, req: InferReq) -> Tensor:
     """What transformers makes of one row, ``[1, vocab]``, and plain Python of what it lacks."""
     ids = torch.tensor([req.token_ids], device=logits.device)
-    scores = penalised(biased(logits, req, ids), req, ids)
+    scores = decayed(penalised(biased(logits, req, ids), req, ids), req, ids)
     for warper in warpers_of(req.sampling):
         scores = warper(ids, scores)
     return scores
@@ -56,8 +57,11 @@ def oracle_scores(logits: Tensor, req: InferReq) -> Tensor:
 def biased(logits: Tensor, req: InferReq, ids: Tensor) -> Tensor:
     params, scores = req.sampling, logits.clone()
     if params.allowed_token_ids is not None:
-        others = sorted(set(range(VOCAB)) - set(params.allowed_token_ids))
-        scores[:, others] = -INF
+        scores[:, others(params.allowed_token_ids)] = -INF
+    if params.first_allowed_token_ids is not None and len(req.token_ids) == req.prompt_len:
+        scores[:, others(params.first_allowed_token_ids)] = -INF
+    if params.no_repeat_ngram_size:
+        scores = transformers.NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size)(ids, scores)
     if params.bad_words_ids:
         words = [list(word) for word in params.bad_words_ids]
         scores = transformers.NoBadWordsLogitsProcessor(words)(ids, scores)
@@ -69,11 +73,23 @@ def biased(logits: Tensor, req: InferReq, ids: Tensor) -> Tensor:
     return scores
 
 
+def others(token_ids: tuple[int, ...]) -> list[int]:
+    return sorted(set(range(VOCAB)) - set(token_ids))
+
+
 def penalised(logits: Tensor, req: InferReq, ids: Tensor) -> Tensor:
     scores: Tensor = transformers.RepetitionPenaltyLogitsProcessor(req.sampling.repetition_penalty)(ids, logits)
     output = req.token_ids[req.prompt_len :]
     for token in set(output):
         scores[:, token] -= req.sampling.presence_penalty + req.sampling.frequency_penalty * output.count(token)
+    return scores
+
+
+def decayed(logits: Tensor, req: InferReq, ids: Tensor) -> Tensor:
+    decay = req.sampling.exponential_decay_length_penalty
+    if decay is None:
+        return logits
+    scores: Tensor = transformers.ExponentialDecayLengthPenalty(decay, EOS, req.prompt_len)(ids, logits)
     return scores
 
 
@@ -163,6 +179,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "allowed greedy": {"temperature": 0, "allowed_token_ids": (3, 60, 61, TOP[5])},
     "early end": {"min_new_tokens": 5, "stop_token_ids": (TOP[0], TOP[1])},
     "end in time": {"min_new_tokens": 4, "stop_token_ids": (TOP[0], TOP[1])},
+    "no repeated token": {"no_repeat_ngram_size": 1, "logit_bias": {8: 9.0, 5: 8.0}},
+    "no repeated pair": {"no_repeat_ngram_size": 2, "logit_bias": {8: 9.0, 6: 8.5, 9: 8.6}},
+    "no repeated three": {"temperature": 0, "no_repeat_ngram_size": 3, "logit_bias": {8: 9.0, 6: 8.5}},
+    "end likelier": {"exponential_decay_length_penalty": (2, 1.4), "logit_bias": {EOS: 2.0}},
+    "end likelier later": {"temperature": 0, "exponential_decay_length_penalty": (7, 3.0)},
+    "end likelier, yet forbidden": {"exponential_decay_length_penalty": (2, 1.4), "min_new_tokens": 9},
+    "end as likely": {"exponential_decay_length_penalty": (0, 1.0)},
+    "first allowed": {"first_allowed_token_ids": (3, 60, TOP[5])},
     "everything": {
         "temperature": 0.8,
         "top_k": 40,
@@ -175,6 +199,9 @@ FEATURES: dict[str, dict[str, Any]] = {
         "logit_bias": {TOP[0]: -1.5, 9: 3.0, 70: 2.0},
         "bad_words_ids": ((TOP[1],), (9, TOP[2])),
         "allowed_token_ids": (*range(30), *TOP),
+        "first_allowed_token_ids": (*range(20), *TOP),
+        "no_repeat_ngram_size": 2,
+        "exponential_decay_length_penalty": (6, 1.3),
         "min_new_tokens": 9,
     },
 }
@@ -309,7 +336,51 @@ def test_counts_stay_when_a_request_of_a_higher_row_comes() -> None:
     assert tokens == [TOP[1]] * 4
 
 
-BEYOND = [
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_run_of_tokens_is_completed_once_as_transformers_has_it(size: int) -> None:
+    rng = random.Random(size)
+    for length in (1, size - 1, size, 40, 300):
+        token_ids = [rng.randrange(4) for _ in range(max(length, 1))]
+        bans, processor = NgramBans(size), transformers.NoRepeatNGramLogitsProcessor(size)
+        for _ in range(5):
+            scores = processor(torch.tensor([token_ids]), torch.zeros(1, VOCAB))
+
+            assert bans.banned_after(token_ids) == scores[0].isneginf().nonzero()[:, 0].tolist()
+
+            token_ids = [*token_ids, *(rng.randrange(4) for _ in range(3))]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_only_the_first_token_is_limited_by_what_may_be_first(temperature: float) -> None:
+    reqs = [
+        req_of(row, seed=row, output=[], temperature=temperature, first_allowed_token_ids=(3, 60)) for row in range(30)
+    ]
+    sampler, logits = sampler_of(logits_of(1)), logits_of(30)
+
+    first = sample(logits, reqs, sampler)
+    for req, token in zip(reqs, first, strict=True):
+        append(req, token)
+    second = sample(logits, reqs, sampler)
+
+    assert set(first) <= {3, 60}
+    assert not set(second) <= {3, 60}
+
+
+def test_an_end_that_was_put_off_very_long_still_is_a_number() -> None:
+    params: dict[str, Any] = {"exponential_decay_length_penalty": (0, 100.0), "temperature": 1e-5, "top_p": 0.9}
+    reqs = [req_of(row, seed=row, output=[1] * 5000, **params) for row in range(20)]
+
+    assert sample(logits_of(20), reqs) == [EOS] * 20
+
+
+def test_an_end_that_is_ignored_does_not_become_likelier() -> None:
+    req = req_of(temperature=0, exponential_decay_length_penalty=(0, 50.0), ignore_eos=True)
+
+    assert sample(logits_of(1), [req]) == [TOP[0]]
+
+
+BEYOND: list[dict[str, Any]] = [
+    {"first_allowed_token_ids": (VOCAB, *range(VOCAB)), "output": []},
     {"logit_bias": {VOCAB: 100.0, VOCAB + 5: -100.0, 2**31 - 1: 3.0}},
     {"bad_words_ids": ((VOCAB,), (9, VOCAB + 3), (VOCAB, 9), (6, 9, 2**31 - 1))},
     {"stop_token_ids": (VOCAB, VOCAB + 7), "min_new_tokens": 50},
@@ -319,7 +390,7 @@ BEYOND = [
 @pytest.mark.parametrize("params", BEYOND)
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_an_id_beyond_the_vocabulary_is_ignored(params: dict[str, Any], temperature: float) -> None:
-    plain = {key: value for key, value in params.items() if key == "min_new_tokens"}
+    plain = {key: value for key, value in params.items() if key in ("min_new_tokens", "output")}
     reqs = [req_of(row, seed=row, temperature=temperature, **params) for row in range(50)]
 
     tokens = sample(logits_of(50), reqs)

@@ -67,5 +67,6 @@ def _advance(req: InferReq, token_id: int) -> tuple[bool, str | None]:
     grammar = req.grammar
     if grammar is None:
         return False, None
-    grammar.advance(token_id, is_permitted=req.rules.permits(token_id, req.token_ids))
+    is_first = len(req.token_ids) == req.prompt_len
+    grammar.advance(token_id, is_permitted=req.rules.permits(token_id, req.token_ids, is_first))
     return grammar.is_complete, grammar.error

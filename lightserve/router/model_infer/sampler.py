@@ -9,8 +9,8 @@ from lightserve.common import ops
 from lightserve.common.device import ToHost, to_device
 from lightserve.router.model_infer.grammar import Grammars
 from lightserve.router.model_infer.infer_batch import InferReq
+from lightserve.router.model_infer.logit_rules import decay_length, forbid, forbid_others, limit_first
 from lightserve.router.model_infer.sampling_plan import (
-    Allowed,
     Constrained,
     Drawn,
     Rows,
@@ -87,19 +87,22 @@ class Sampler:
     def _change(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
         """``logits``, or a copy in which tokens are forbidden, biased and penalised."""
         forbidden = [(row, token) for row, req in plan.placed for token in req.forbidden_next()]
-        if not (forbidden or plan.constrained or plan.allowed or plan.bias or plan.penalised):
+        if not (forbidden or plan.changes_logits):
             return logits
         logits = logits.to(torch.float32, copy=plan.special_rows is None)
         if plan.constrained:
             self._mask(logits, plan.constrained)
         if plan.allowed:
-            _forbid_others(logits, plan.allowed)
+            forbid_others(logits, plan.allowed)
+        limit_first(logits, plan.beginning)
         if plan.bias:
             logits[plan.bias.entry_rows, plan.bias.token_ids] += plan.bias.values
         if forbidden:
-            _forbid(logits, forbidden)
+            forbid(logits, forbidden)
         if plan.penalised and self._seen is not None:
             ops.apply_penalties(logits, plan.penalised.penalties(self._seen.table))
+        if plan.decayed:
+            decay_length(logits, plan.decayed)
         return logits
 
     def _mask(self, logits: Tensor, constrained: Constrained) -> None:
@@ -131,19 +134,6 @@ class StepLogprobs:
             for ids, row, count in zip(token_ids, values, self._counts, strict=True)
         ]
         return dict(zip(self._rows, zip(chosen, tops, strict=True), strict=True))
-
-
-def _forbid(logits: Tensor, entries: list[tuple[int, int]]) -> None:
-    known = [(row, token) for row, token in entries if token < logits.shape[1]]
-    rows = int64s([row for row, _ in known], logits.device)
-    token_ids = int64s([token for _, token in known], logits.device)
-    logits[rows, token_ids] = float("-inf")
-
-
-def _forbid_others(logits: Tensor, allowed: Allowed) -> None:
-    kept = logits[allowed.entry_rows, allowed.token_ids]
-    logits.index_fill_(0, allowed.rows, float("-inf"))
-    logits[allowed.entry_rows, allowed.token_ids] = kept
 
 
 def _draw(logits: Tensor, drawn: Drawn) -> Tensor:

@@ -89,11 +89,19 @@ class SamplingPlan:
     special_rows: Tensor | None  # [special] int64, of the batch; None: all of it
     constrained: Constrained | None
     allowed: Allowed | None
+    beginning: Rows  # where only some tokens may be the first
     bias: Bias | None
     placed: Rows  # where what may come next depends on what came before
     penalised: Penalised | None
+    decayed: Rows  # where an end becomes likelier with the length
     drawn: Drawn | None  # the others are greedy
     asking: Rows  # for logprobs; rows of the batch
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whatever came before."""
+        rows = self.beginning or self.decayed
+        return bool(self.constrained or self.allowed or self.bias or self.penalised or rows)
 
     @property
     def needs_last_tokens(self) -> bool:
@@ -111,10 +119,14 @@ def make_plan(reqs: list[InferReq], vocab: int, device: torch.device) -> Samplin
         special=[req for _, req in special],
         special_rows=None if len(special) == len(reqs) else int64s([row for row, _ in special], device),
         constrained=_constrained([(row, req) for row, req in rows if req.rules.has_grammar], device),
-        allowed=_allowed([(row, req) for row, req in rows if req.rules.allowed_ids.size], vocab, device),
+        allowed=allowed_of(
+            [(row, req.rules.allowed_ids) for row, req in rows if req.rules.allowed_ids.size], vocab, device
+        ),
+        beginning=[(row, req) for row, req in rows if req.rules.first_ids.size],
         bias=_bias([(row, req) for row, req in rows if req.rules.bias_ids.size], vocab, device),
         placed=[(row, req) for row, req in rows if req.rules.depend_on_place],
         penalised=_penalised([(row, req) for row, req in rows if req.sampling.has_penalty], device),
+        decayed=[(row, req) for row, req in rows if req.rules.has_decay],
         drawn=_drawn([req for _, req in rows], device),
         asking=[(row, req) for row, req in enumerate(reqs) if req.sampling.logprobs is not None],
     )
@@ -126,10 +138,11 @@ def _constrained(rows: Rows, device: torch.device) -> Constrained | None:
     return Constrained([req for _, req in rows], int32s([row for row, _ in rows], device))
 
 
-def _allowed(rows: Rows, vocab: int, device: torch.device) -> Allowed | None:
+def allowed_of(rows: list[tuple[int, np.ndarray]], vocab: int, device: torch.device) -> Allowed | None:
+    """``rows``, each with the ids that it allows; None where there are none."""
     if not rows:
         return None
-    entry_rows, token_ids, is_known = _entries([(row, req.rules.allowed_ids) for row, req in rows], vocab)
+    entry_rows, token_ids, is_known = _entries(rows, vocab)
     return Allowed(
         rows=int64s([row for row, _ in rows], device),
         entry_rows=int64s(entry_rows[is_known], device),
