@@ -54,7 +54,8 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose the next token. Logits are changed in the order of vLLM and transformers: what may not come next is
-    forbidden, logit_bias, penalties, exponential_decay_length_penalty, temperature, top_k, top_p, min_p, typical_p."""
+    forbidden, logit_bias, watermark, penalties, exponential_decay_length_penalty, temperature, top_k, top_p, min_p,
+    typical_p."""
 
     max_new_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)] = 16
     min_new_tokens: Annotated[int, Meta(ge=0)] = 0
@@ -75,6 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     first_allowed_token_ids: TokenIds | None = None  # of the first token alone
     # (start, factor): an end token becomes likelier with every token after the first ``start``
     exponential_decay_length_penalty: LengthDecay | None = None
+    watermark: bool = False  # favour tokens that the one before it chooses: see common/ops/watermark.py
     grammar: GrammarSpec | None = None  # None: any text
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # None: a random one
     ignore_eos: bool = False

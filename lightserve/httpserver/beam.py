@@ -29,6 +29,7 @@ RULES = (
     "allowed_token_ids",
     "first_allowed_token_ids",
     "exponential_decay_length_penalty",
+    "watermark",
     "grammar",
     "stop",
 )

@@ -88,6 +88,7 @@ class GenerationBody(TermsBody, BeamFields, GrammarFields, RuleFields):
         Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=MAX_BAD_WORDS)] | None
     ) = None
     allowed_token_ids: AllowedIds | None = None
+    watermark: bool | None = None  # TGI's
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # -1: a random one, as in vLLM and LightLLM
     stop: StopStrings = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None

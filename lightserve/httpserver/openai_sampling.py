@@ -23,6 +23,7 @@ NAMES = {
     "repetition_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
+    "watermark": "watermark",
     "ignore_eos": "ignore_eos",
     "include_stop_str_in_output": "include_stop",
     "skip_special_tokens": "skip_special_tokens",

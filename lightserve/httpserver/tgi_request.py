@@ -40,7 +40,7 @@ class TgiParameters(Body):
         default=None, fail_fast=True, description=f"up to {MAX_STOPS} texts that end the answer and stay in it"
     )
     truncate: int | None = Field(default=None, description="keep only so many of the prompt's last tokens")
-    watermark: bool | None = None
+    watermark: bool | None = Field(default=None, description="favour tokens by which the text can be told from others")
     details: bool | None = None
     decoder_input_details: bool | None = Field(
         default=None, description="details, and in them how likely the prompt's tokens were; not in a stream"
@@ -94,6 +94,7 @@ async def tgi_ask(context: ServerContext, body: TgiBody, streams: bool) -> TgiAs
         ignore_eos=bool(parameters.ignore_eos_token),
         logprobs=(parameters.top_n_tokens or 0) if streams or details or best_of > 1 else None,
         prompt_logprobs=0 if tells_prompt else None,
+        watermark=bool(parameters.watermark),
         grammar=None if parameters.grammar is None else await grammar_of(context, parameters.grammar),
         **_choice_of_tokens(parameters),
     )
@@ -102,9 +103,8 @@ async def tgi_ask(context: ServerContext, body: TgiBody, streams: bool) -> TgiAs
 
 
 def _check(context: ServerContext, parameters: TgiParameters, streams: bool) -> None:
-    for name in ("watermark", "adapter_id"):
-        if getattr(parameters, name):
-            raise NotSupportedYetError(f"`{name}`", name)
+    if parameters.adapter_id:
+        raise NotSupportedYetError("`adapter_id`", "adapter_id")
     for is_fine, wanted in _rules(context, parameters, streams):
         if not is_fine:
             raise InvalidRequestError(wanted)

@@ -463,7 +463,7 @@ TGI_BAD: dict[str, list[Any]] = {
     "stop": [[""], ["x"] * 5, ["x"] * 100_000, ["x" * 1_000_000], "x", [5], [5] * 1_000_000],
     "truncate": [0, -1, 10**9],
     "top_n_tokens": [-1, 6, True],
-    "watermark": [True, 1],
+    "watermark": [1, "yes"],
     "grammar": [{"type": "regex", "value": "(a"}, {"type": "json", "value": "{"}, {"type": "xml", "value": ""}, 5],
     "decoder_input_details": [1, "yes"],
     "adapter_id": ["a"],

@@ -137,6 +137,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("bad_words", {"bad_words": ["x"]}),
     ("allowed_token_ids", {"allowed_token_ids": [5]}),
     ("first_allowed_token_ids", {"first_allowed_token_ids": [5]}),
+    ("watermark", {"watermark": True}),
     ("no_repeat_ngram_size", {"no_repeat_ngram_size": 2}),
     ("exponential_decay_length_penalty", {"exponential_decay_length_penalty": [5, 1.5]}),
     ("best_of", {"best_of": 3}),

@@ -137,6 +137,7 @@ BAD: list[Bad] = [
     *everywhere("exponential_decay_length_penalty", 5),
     *everywhere("exponential_decay_length_penalty.0", [-1, 1.5], [2.0, 1.5]),
     *everywhere("exponential_decay_length_penalty.1", [1, 0.5], [1, 101], [1]),
+    *everywhere("watermark", 1, "yes"),
     *everywhere("bad_words", ["x"] * 10_000, "x", [" "]),
     *everywhere("logit_bias", {str(LIMITS.vocab_size): 1}, {str(i): 1 for i in range(2000)}, [1]),
     *everywhere("logit_bias.5", {"5": 101}, {"5": True}, {"5": "1"}),

@@ -111,7 +111,7 @@ def test_seed_and_stop_act(tmp_path: Path) -> None:
     serve(scenario, tmp_path, scripted([row]))
 
 
-@pytest.mark.parametrize("options", [{"watermark": True}, {"max_new_tokens": 5000}, {"truncate": 5000}])
+@pytest.mark.parametrize("options", [{"max_new_tokens": 5000}, {"truncate": 5000}])
 def test_a_request_that_is_refused_raises_validation_error(tmp_path: Path, options: dict[str, Any]) -> None:
     async def scenario(served: Served) -> None:
         client = Client(served.url)

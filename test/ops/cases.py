@@ -268,9 +268,15 @@ def _place_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     )
 
 
+def _watermark_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    b_last = ints([40_000 * i for i in range(tokens)], device, torch.int64)
+    return _logits(tokens, device), ints(list(range(tokens))[::-1], device), b_last
+
+
 ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "add_layer_norm": _norm_args("rows", "rows", "param", "param"),
     "add_rms_norm": _norm_args("rows", "rows", "param"),
+    "add_watermark": _watermark_args,
     "apply_penalties": _penalties_args,
     "choose": _choose_args,
     "context_attention": _context_attention_args,

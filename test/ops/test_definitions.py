@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.common import ops
-from lightserve.common.ops import sampling
+from lightserve.common.ops import sampling, watermark
 from test.ops.cases import EPS, TOLERANCE, context_attention_args, ints, penalties_of, randn
 
 CLOSE = TOLERANCE[torch.float32]
@@ -144,7 +144,7 @@ def test_uniforms_fill_their_range_evenly() -> None:
 
 @pytest.mark.parametrize("bits", [0, 0xFFFFFFFF])
 def test_uniforms_lie_strictly_between_zero_and_one(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
-    monkeypatch.setattr(sampling, "_hash32", lambda x: torch.full_like(x, bits))
+    monkeypatch.setattr(sampling, "hash32", lambda x: torch.full_like(x, bits))
 
     uniform = sampling.counter_uniform(torch.tensor(1), torch.tensor(2), torch.arange(3))
 
@@ -178,3 +178,18 @@ def test_mask_logits_forbids_the_tokens_of_a_row_whose_bit_is_0() -> None:
 
     allowed = [(row == 0).nonzero()[:, 0].tolist() for row in logits]
     assert allowed == [[69], list(range(70)), [0, 2, 63]]
+
+
+def test_a_watermark_favours_about_half_of_the_tokens_another_half_after_every_token() -> None:
+    b_last = torch.arange(50) * 977
+    logits = torch.zeros(51, 20_000)
+
+    ops.add_watermark(logits, torch.arange(50, dtype=torch.int32), b_last)
+
+    is_green = logits[:50] > 0
+    torch.testing.assert_close(logits[:50], is_green * watermark.GREEN_BIAS)
+    assert not logits[50].any()
+    share = is_green.float().mean(-1)
+    assert ((share - watermark.GREEN_SHARE).abs() < 4 * (0.25 / 20_000) ** 0.5).all()
+    both = (is_green[0] == is_green[1:]).float().mean(-1)  # two lists agree on as many tokens as chance has it
+    assert ((both - 0.5).abs() < 5 * (0.25 / 20_000) ** 0.5).all()

@@ -53,6 +53,20 @@ def test_triton_refuses_a_mask_that_is_too_short() -> None:
         ops.mask_logits.impls["triton"](logits, rows, bitmask[:, :9].contiguous())
 
 
+@each_backend(ops.add_watermark)
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_a_watermark_raises_the_same_tokens_on_every_device(backend: str, vocab: int) -> None:
+    device = device_of(backend)
+    logits = strided(randn(4, vocab, device=device))
+    rows, b_last = ints([3, 1], device), ints([151_000, 0], device, torch.int64)
+    expected = logits.clone()
+    ops.add_watermark(expected, rows, b_last)
+
+    ops.add_watermark.impls[backend](logits, rows, b_last)
+
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0)
+
+
 @each_backend(ops.apply_penalties)
 def test_penalties_change_their_entries_as_defined_and_no_others(backend: str) -> None:
     logits = strided(randn(3, 300, device=device_of(backend)))

@@ -70,7 +70,21 @@ def biased(logits: Tensor, req: InferReq, ids: Tensor) -> Tensor:
     if params.logit_bias:
         bias = {(token,): float(value) for token, value in params.logit_bias.items()}
         scores = transformers.SequenceBiasLogitsProcessor(bias)(ids, scores)
+    if params.watermark:
+        scores[:, [token for token in range(VOCAB) if is_green(req.token_ids[-1], token)]] += 2.0
     return scores
+
+
+def is_green(last: int, token: int) -> bool:
+    seed = last * 15485863
+    return hash32(hash32(hash32(seed % 2**32) ^ seed >> 32) ^ token) < 2**31
+
+
+def hash32(x: int) -> int:
+    """lowbias32."""
+    x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+    x = (x ^ x >> 15) * 0x846CA68B % 2**32
+    return x ^ x >> 16
 
 
 def others(token_ids: tuple[int, ...]) -> list[int]:
@@ -117,12 +131,12 @@ def oracle_token(logits: Tensor, req: InferReq) -> int:
 
 
 def sampler_of(logits: Tensor) -> Sampler:
-    return Sampler(VOCAB, logits.device, torch.zeros(64, dtype=torch.int64, device=logits.device))
+    return Sampler(VOCAB, logits.device, torch.zeros(20_000, dtype=torch.int64, device=logits.device))
 
 
 def sample(logits: Tensor, reqs: list[InferReq], sampler: Sampler | None = None) -> list[int]:
     sampler = sampler or sampler_of(logits)
-    sampler.count_seen(reqs)
+    sampler.look_back(reqs)
     return sampler.sample(logits, reqs, chosen_by_the_step(logits, reqs)).tolist()
 
 
@@ -187,6 +201,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "end likelier, yet forbidden": {"exponential_decay_length_penalty": (2, 1.4), "min_new_tokens": 9},
     "end as likely": {"exponential_decay_length_penalty": (0, 1.0)},
     "first allowed": {"first_allowed_token_ids": (3, 60, TOP[5])},
+    "watermark": {"watermark": True},
+    "watermark, greedy and penalised": {"watermark": True, "temperature": 0, "repetition_penalty": 1.5},
     "everything": {
         "temperature": 0.8,
         "top_k": 40,
@@ -200,6 +216,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "bad_words_ids": ((TOP[1],), (9, TOP[2])),
         "allowed_token_ids": (*range(30), *TOP),
         "first_allowed_token_ids": (*range(20), *TOP),
+        "watermark": True,
         "no_repeat_ngram_size": 2,
         "exponential_decay_length_penalty": (6, 1.3),
         "min_new_tokens": 9,
@@ -286,8 +303,9 @@ def test_step_after_step_every_request_gets_what_the_oracle_gives() -> None:
             ]
 
 
-def test_a_token_that_only_the_device_knows_is_counted_once() -> None:
-    params = FEATURES["penalties that favour"]
+@pytest.mark.parametrize("feature", ["penalties that favour", "watermark"])
+def test_a_token_that_only_the_device_knows_is_counted_once(feature: str) -> None:
+    params = FEATURES[feature]
     early, late = req_of(3, **params), req_of(3, **params)
     last_ids = torch.zeros(64, dtype=torch.int64)
     sampler = Sampler(VOCAB, last_ids.device, last_ids)
@@ -472,7 +490,7 @@ def test_a_batch_of_the_same_requests_is_planned_once(monkeypatch: pytest.Monkey
     logits = logits_of(len(reqs))
 
     for batch in (reqs, list(reqs), reqs[:-1], reqs):
-        sampler.count_seen(batch)
+        sampler.look_back(batch)
         tokens = sampler.sample(logits[: len(batch)], batch, chosen_by_the_step(logits[: len(batch)], batch))
         sampler.logprobs(tokens, logits, batch)
 
@@ -489,7 +507,7 @@ def test_logprobs_are_the_models_own_and_only_for_who_asks(backend: str) -> None
         req_of(3, logprobs=20, **changed),
     ]
     logits = logits_of(4, device_of(backend))
-    sampler.count_seen(reqs)
+    sampler.look_back(reqs)
     tokens = sampler.sample(logits, reqs, chosen_by_the_step(logits, reqs))
 
     asked = sampler.logprobs(tokens, logits, reqs)

@@ -17,6 +17,7 @@ from lightserve.common.ops.sampling import (
     mask_logits,
 )
 from lightserve.common.ops.step import StepTokens, place_tokens
+from lightserve.common.ops.watermark import add_watermark
 
 __all__ = [
     "NO_TOKEN",
@@ -27,6 +28,7 @@ __all__ = [
     "StepTokens",
     "add_layer_norm",
     "add_rms_norm",
+    "add_watermark",
     "apply_penalties",
     "choose",
     "context_attention",

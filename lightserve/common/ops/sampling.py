@@ -106,12 +106,12 @@ def _noise(b_seed: Tensor, b_position: Tensor, scores: Tensor) -> Tensor:
 def counter_uniform(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
     """Uniform float32 numbers in (0, 1) from three counters: a chain of 32-bit hashes (lowbias32) in int64."""
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    key = _hash32(_hash32(_hash32(low) ^ high) ^ position)
-    bits = _hash32(key ^ token)
+    key = hash32(hash32(hash32(low) ^ high) ^ position)
+    bits = hash32(key ^ token)
     return (bits >> 9).float() * 2.0**-23 + HALF_STEP
 
 
-def _hash32(x: Tensor) -> Tensor:
+def hash32(x: Tensor) -> Tensor:
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
     return x ^ (x >> 16)

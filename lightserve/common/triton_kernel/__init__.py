@@ -2,6 +2,7 @@
 
 from lightserve.common.triton_kernel import (
     activation,
+    add_watermark,
     apply_penalties,
     choose,
     context_attention,
@@ -21,6 +22,7 @@ from lightserve.common.triton_kernel import (
 
 __all__ = [
     "activation",
+    "add_watermark",
     "apply_penalties",
     "choose",
     "context_attention",

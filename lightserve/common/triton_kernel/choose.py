@@ -13,29 +13,22 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous
+from lightserve.common.triton_kernel._hash import hash32
 
 BLOCK = 2048  # 128,256 logits take 4 us on an H200, 256 rows of them 35 us, in blocks of 8192 37 us
 WARPS = 4
 
 
 @triton.jit
-def _hash32(x):
-    """lowbias32 in uint32, which wraps by itself."""
-    x = tl.mul(x ^ (x >> 16), 0x7FEB352D, sanitize_overflow=False)
-    x = tl.mul(x ^ (x >> 15), 0x846CA68B, sanitize_overflow=False)
-    return x ^ (x >> 16)
-
-
-@triton.jit
 def _noise_key(seed, position):
     """What all tokens of a row share."""
-    return _hash32(_hash32(_hash32(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32)) ^ position.to(tl.uint32))
+    return hash32(hash32(hash32(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32)) ^ position.to(tl.uint32))
 
 
 @triton.jit
 def _gumbel(key, tokens):
     """Noise from 23 bits of a hash: the middles of 2^23 equal steps of (0, 1), exact in float32."""
-    uniform = (_hash32(key ^ tokens.to(tl.uint32)) >> 9).to(tl.float32) * 2.0**-23 + 2.0**-24
+    uniform = (hash32(key ^ tokens.to(tl.uint32)) >> 9).to(tl.float32) * 2.0**-23 + 2.0**-24
     return -tl.log(-tl.log(uniform))
 
 

@@ -63,6 +63,7 @@ class ReqRules:
             or self.depend_on_place
             or self.has_decay
             or sampling.has_penalty
+            or sampling.watermark
             or self.cuts not in (None, Cuts.NONE)
         )
 

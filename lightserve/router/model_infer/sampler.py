@@ -37,6 +37,7 @@ class Sampler:
         self._last_ids = last_ids
         self._grammars = grammars
         self._plan: SamplingPlan | None = None
+        self._before: Tensor | None = None  # the last tokens of those that are watermarked
         self._seen: SeenTokens | None = None  # as long as nobody is penalised, no memory is taken
 
     def plan_of(self, reqs: list[InferReq]) -> SamplingPlan:
@@ -45,14 +46,22 @@ class Sampler:
         return self._plan
 
     @torch.inference_mode()
-    def count_seen(self, reqs: list[InferReq]) -> None:
-        """Count the tokens that penalised requests have got. Before a step is launched: it overwrites ``last_ids``."""
-        penalised = self.plan_of(reqs).penalised
-        if penalised is None:
+    def look_back(self, reqs: list[InferReq]) -> None:
+        """Note the tokens that requests have got, where they count. Before a step is launched: it overwrites them."""
+        plan = self.plan_of(reqs)
+        if plan.watermarked is not None:
+            self._before = self._last_tokens(plan.watermarked.reqs)
+        if plan.penalised is None:
             return
         if self._seen is None:
             self._seen = SeenTokens(self._vocab, self._last_ids)
-        self._seen.update(penalised.reqs)
+        self._seen.update(plan.penalised.reqs)
+
+    def _last_tokens(self, reqs: list[InferReq]) -> Tensor:
+        """``[reqs]`` int64; the host may not know them yet."""
+        known = [req.token_ids[-1] if req.is_known else -1 for req in reqs]
+        host, rows = int64s(known, self._device), int64s([req.row for req in reqs], self._device)
+        return torch.where(host < 0, self._last_ids[rows], host)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, reqs: list[InferReq], tokens: Tensor) -> Tensor:
@@ -97,6 +106,8 @@ class Sampler:
         limit_first(logits, plan.beginning)
         if plan.bias:
             logits[plan.bias.entry_rows, plan.bias.token_ids] += plan.bias.values
+        if plan.watermarked and self._before is not None:
+            ops.add_watermark(logits, plan.watermarked.rows, self._before)
         if forbidden:
             forbid(logits, forbidden)
         if plan.penalised and self._seen is not None:

@@ -49,6 +49,12 @@ class Bias:
 
 
 @dataclass(frozen=True, slots=True)
+class Watermarked:
+    reqs: list[InferReq]
+    rows: Tensor  # [watermarked] int32
+
+
+@dataclass(frozen=True, slots=True)
 class Penalised:
     reqs: list[InferReq]
     penalties: Callable[[Tensor], ops.Penalties]  # of the table of what requests have seen
@@ -91,6 +97,7 @@ class SamplingPlan:
     allowed: Allowed | None
     beginning: Rows  # where only some tokens may be the first
     bias: Bias | None
+    watermarked: Watermarked | None
     placed: Rows  # where what may come next depends on what came before
     penalised: Penalised | None
     decayed: Rows  # where an end becomes likelier with the length
@@ -101,7 +108,7 @@ class SamplingPlan:
     def changes_logits(self) -> bool:
         """Whatever came before."""
         rows = self.beginning or self.decayed
-        return bool(self.constrained or self.allowed or self.bias or self.penalised or rows)
+        return bool(self.constrained or self.allowed or self.bias or self.watermarked or self.penalised or rows)
 
     @property
     def needs_last_tokens(self) -> bool:
@@ -124,6 +131,7 @@ def make_plan(reqs: list[InferReq], vocab: int, device: torch.device) -> Samplin
         ),
         beginning=[(row, req) for row, req in rows if req.rules.first_ids.size],
         bias=_bias([(row, req) for row, req in rows if req.rules.bias_ids.size], vocab, device),
+        watermarked=_watermarked([(row, req) for row, req in rows if req.sampling.watermark], device),
         placed=[(row, req) for row, req in rows if req.rules.depend_on_place],
         penalised=_penalised([(row, req) for row, req in rows if req.sampling.has_penalty], device),
         decayed=[(row, req) for row, req in rows if req.rules.has_decay],
@@ -160,6 +168,10 @@ def _bias(rows: Rows, vocab: int, device: torch.device) -> Bias | None:
         token_ids=int64s(token_ids[is_known], device),
         values=floats(values[is_known], device),
     )
+
+
+def _watermarked(rows: Rows, device: torch.device) -> Watermarked | None:
+    return Watermarked([req for _, req in rows], int32s([row for row, _ in rows], device)) if rows else None
 
 
 def _penalised(rows: Rows, device: torch.device) -> Penalised | None:

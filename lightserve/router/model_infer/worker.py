@@ -31,7 +31,14 @@ WARM_UP_DECODES = 2
 WARM_UP_SAMPLING = (
     SamplingParams(max_new_tokens=8, temperature=0.0),
     SamplingParams(
-        max_new_tokens=8, top_k=10, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=1, prompt_logprobs=1
+        max_new_tokens=8,
+        top_k=10,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        watermark=True,
+        logprobs=1,
+        prompt_logprobs=1,
     ),
 )
 
@@ -142,7 +149,7 @@ class ModelWorker:
         if not step.rows:
             return list
         packed = self._batch.pack(step.rows, self._runner.fit)
-        self._sampler.count_seen(packed.reqs)
+        self._sampler.look_back(packed.reqs)
         out = self._runner.run(packed.inputs, packed.shape, packed.open_scores(self._device))
         tokens, logprobs = self._sample(packed, out)
         chosen = [(i, req) for i, (req, is_last) in enumerate(zip(packed.reqs, packed.is_last, strict=True)) if is_last]
