@@ -10,6 +10,7 @@ The HTTP process compiles a grammar to refuse a bad one before any token, the wo
     ebnf            one in GBNF or in Lark
     structural_tag  {"structures": [{"begin", "schema", "end"}], "triggers": [...]}: free text, in which a trigger
                     begins a structure
+    prefix          a text that the answer begins with. What follows is free: who obeys it need not go on then
 """
 
 from __future__ import annotations
@@ -136,11 +137,18 @@ def _llguidance(spec: GrammarSpec, special_tokens: frozenset[str]) -> str:
             return LLMatcher.grammar_from_json_schema(spec.text, defaults=JSON_DEFAULTS)
         if spec.kind == "structural_tag":
             return _tagged(json.loads(spec.text), special_tokens)
+        if spec.kind == "prefix":
+            return grammar_from("regex", _literal(spec.text) + "(?s:.*)")
         if spec.kind == "regex" and len(spec.text) > MAX_REGEX_LENGTH:
             raise InvalidRequestError(f"a regular expression has at most {MAX_REGEX_LENGTH} characters")
         return grammar_from(spec.kind, spec.text)
     except (ValueError, RecursionError) as error:
         raise _error(str(error)) from error
+
+
+def _literal(text: str) -> str:
+    """A regular expression of this text alone."""
+    return "".join([char if char.isascii() and char.isalnum() else f"\\u{{{ord(char):x}}}" for char in text])
 
 
 def _tagged(tag: Any, special_tokens: frozenset[str]) -> str:

@@ -41,7 +41,7 @@ TokenIds = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=16384)]
 LengthDecay = tuple[Annotated[int, Meta(ge=0, le=INT32_MAX)], Annotated[float, Meta(ge=1, le=100)]]
 
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf", "structural_tag"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf", "structural_tag", "prefix"]
 MAX_GRAMMAR_LENGTH = 256 * 1024  # characters; grammar.py knows which kinds may have fewer
 
 
@@ -85,6 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop: bool = False  # leave the stop string or the end token in the text
     skip_special_tokens: bool = True
     shown_special_ids: tuple[TokenId, ...] = ()  # stay in the text all the same
+    hidden_chars: Annotated[int, Meta(ge=0)] = 0  # at the beginning of the text: they were in the prompt
     logprobs: TopCount | None = None  # the chosen token's, and those of the k most likely
     prompt_logprobs: TopCount | None = None  # the same for the tokens of the prompt
 
@@ -229,6 +230,7 @@ class TextReq(msgspec.Struct, frozen=True):
     include_stop: bool
     skip_special_tokens: bool
     shown_special_ids: tuple[int, ...] = ()
+    hidden_chars: int = 0
 
 
 class Admission(msgspec.Struct, frozen=True):

@@ -211,6 +211,7 @@ class LLM:
             include_stop=sampling.include_stop,
             skip_special_tokens=sampling.skip_special_tokens,
             shown_special_ids=sampling.shown_special_ids,
+            hidden_chars=sampling.hidden_chars,
         )
 
 

@@ -75,6 +75,7 @@ class DetokenizationManager:
             include_stop=req.include_stop,
             skip_special_tokens=req.skip_special_tokens,
             shown_special_ids=req.shown_special_ids,
+            hidden_chars=req.hidden_chars,
         )
 
     def _next(self, text: ReqText, token: TokenIdOut) -> StrOut:

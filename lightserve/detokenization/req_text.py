@@ -20,12 +20,14 @@ class ReqText:
         include_stop: bool,
         skip_special_tokens: bool,
         shown_special_ids: Collection[int] = (),
+        hidden_chars: int = 0,
     ) -> None:
-        """Special tokens are skipped but for ``shown_special_ids``, or not at all."""
+        """Special tokens are skipped but for ``shown_special_ids``, or not at all; the first characters are hidden."""
         self._decoder = decoder
         self._shown_special_ids = shown_special_ids if skip_special_tokens else ()
         self._stream = NoTextStream() if decoder is None else decoder.stream(skip_special_tokens)
         self._stop = StopMatcher(stop, include_stop)
+        self._n_hidden = hidden_chars  # that are yet to come
         self._include_stop = include_stop  # an end token stays in the text too
 
     @property
@@ -38,10 +40,17 @@ class ReqText:
         A token with which a request stops is an end token, unless it ``ends_in_text``.
         """
         is_end_token = finish_reason is FinishReason.STOP and not ends_in_text
-        text = self._stop.push("" if is_end_token and not self._include_stop else self._text_of(token_id))
-        if finish_reason is not None or self._stop.would_match(self._stream.ahead):
-            text += self._stop.push(self._stream.flush())
+        text = self._stop.push(
+            "" if is_end_token and not self._include_stop else self._visible(self._text_of(token_id))
+        )
+        if finish_reason is not None or self._stop.would_match(self._stream.ahead[self._n_hidden :]):
+            text += self._stop.push(self._visible(self._stream.flush()))
         return text if finish_reason is None or self.matched_stop is not None else text + self._stop.flush()
+
+    def _visible(self, text: str) -> str:
+        n_hidden = min(self._n_hidden, len(text))
+        self._n_hidden -= n_hidden
+        return text[n_hidden:]
 
     def _text_of(self, token_id: int) -> str:
         if self._decoder is None or token_id not in self._shown_special_ids:

@@ -38,6 +38,7 @@ SHARED = frozenset(
         "stop",
         "stop_token_ids",
         "structured_outputs",
+        "token_healing",
     }
 )
 

@@ -19,6 +19,7 @@ from lightserve.httpserver.grammar_fields import GuidedFields, grammar_of
 from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.rule_fields import MAX_ALLOWED_IDS, RuleFields
 from lightserve.httpserver.terms import TermsBody
+from lightserve.httpserver.token_healing import heal, not_healed
 from lightserve.io_struct import SamplingParams
 
 DEFAULT_NEW_TOKENS = 16
@@ -80,6 +81,9 @@ class NativeParameters(TermsBody, BeamFields, GuidedFields, RuleFields):
     )
     seed: int | None = Field(default=None, description="the same seed gives the same text; -1: a random one")
     return_details: bool | None = Field(default=None, description="every token in the answer")
+    token_healing: bool | None = Field(
+        default=None, description="take back the last tokens of a text, and spell them anew"
+    )
 
     @property
     def is_search(self) -> bool:
@@ -122,7 +126,17 @@ async def native_ask(context: ServerContext, body: NativeBody, streams: bool) ->
     if not parameters.do_sample:
         sampling = msgspec.structs.replace(sampling, temperature=0.0)
     ask = Ask(prompt_ids, sampling, parameters.terms)
+    if parameters.token_healing:
+        _check_healing(body, parameters)
+        ask = await heal(context, ask)
     return NativeAsk(ask, n, best_of, details, _beams(parameters, ask, n))
+
+
+def _check_healing(body: NativeBody, parameters: NativeParameters) -> None:
+    if not isinstance(body.inputs, str):
+        raise not_healed("of inputs that are a text")
+    if parameters.is_search:
+        raise not_with_beams("token_healing")
 
 
 def _refuse_later(body: NativeBody, parameters: NativeParameters) -> None:

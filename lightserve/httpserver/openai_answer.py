@@ -58,6 +58,7 @@ class Answer:
     model: str
     n: int  # answers shown for each prompt; where more are generated, the best
     echoes: Sequence[str]  # by choice shown: what stands before its text
+    hidden_chars: Sequence[int] = ()  # by prompt, where tokens repeat its end: characters of them that are not shown
     new_logprobs: Callable[[int], LogprobsOf] | None = None  # for one choice, given the characters before its tokens
     new_output: Callable[[], ChoiceOutput] | None = None  # for one choice of a chat whose output has parts
     scored: Sequence[ScoredPrompt] = ()  # by prompt, where the logprobs of prompts are asked for
@@ -74,7 +75,10 @@ class Answer:
 
     def logprobs_of(self, prompt: int) -> LogprobsOf | None:
         """For one choice."""
-        return None if self.new_logprobs is None else self.new_logprobs(len(self.echoes[prompt * self.n]))
+        if self.new_logprobs is None:
+            return None
+        hidden = self.hidden_chars[prompt] if self.hidden_chars else 0
+        return self.new_logprobs(len(self.echoes[prompt * self.n]) - hidden)
 
     def scored_of(self, index: int) -> ScoredPrompt | None:
         """The prompt of a choice that is shown."""

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lightserve.httpserver.beam import not_with_beams
 from lightserve.httpserver.body import documented
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.grammar_fields import grammar_of
@@ -22,6 +23,7 @@ from lightserve.httpserver.openai_protocol import CompletionBody, Prompt, checke
 from lightserve.httpserver.openai_sampling import asks_of, check_choices
 from lightserve.httpserver.scored_prompt import ScoredPrompt
 from lightserve.httpserver.sse import DOCUMENTED
+from lightserve.httpserver.token_healing import heal, not_healed
 
 DEFAULT_NEW_TOKENS = 16  # OpenAI's
 
@@ -52,15 +54,19 @@ def routes(context: ServerContext) -> APIRouter:
         prompts = [await _ids(context, body, prompt) for prompt in body.prompt]
         grammar = await grammar_of(context, body)
         asks = asks_of(context, body, prompts, _logprobs_to_ask(body), DEFAULT_NEW_TOKENS, grammar)
+        echoes = [_echo(context, body, prompt, ask) for prompt, ask in zip(body.prompt, asks, strict=True)]
+        if body.token_healing:
+            _check_healing(body)
+            asks = [await heal(context, ask) for ask in asks]
         log.prompt_tokens = sum(len(ask.prompt_ids) for ask in asks)
         log.shows_output = not body.is_scoring
-        echoes = [_echo(context, body, prompt, ask) for prompt, ask in zip(body.prompt, asks, strict=True)]
         answer = Answer(
             form=COMPLETION,
             request_id=log.request_id,
             model=context.model_name,
             n=body.choices,
             echoes=[echo for echo in echoes for _ in range(body.choices)],
+            hidden_chars=[ask.sampling.hidden_chars for ask in asks],
             new_logprobs=_new_logprobs(context, body),
             scored=_scored(context, body, asks, echoes),
             is_scoring=body.is_scoring,
@@ -87,6 +93,15 @@ def _echo(context: ServerContext, body: CompletionBody, prompt: Prompt, ask: Ask
     if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
         return prompt
     return context.tokenizer.decode(ask.prompt_ids, body.skip_special_tokens is not False)
+
+
+def _check_healing(body: CompletionBody) -> None:
+    if not all(isinstance(prompt, str) for prompt in body.prompt):
+        raise not_healed("of a prompt that is a text")
+    if body.is_scoring:
+        raise not_healed("where something is generated")
+    if body.beams is not None:
+        raise not_with_beams("token_healing")
 
 
 def _logprobs_to_ask(body: CompletionBody) -> int | None:

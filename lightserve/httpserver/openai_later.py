@@ -50,6 +50,8 @@ def refuse_later(value: dict[str, Any]) -> None:
         raise InvalidRequestError("chat_template: a request cannot bring its own", "chat_template")
     if value.get("echo") is True and "messages" in value:
         raise NotSupportedYetError("echo in a chat", "echo")
+    if value.get("token_healing") is True and "messages" in value:
+        raise NotSupportedYetError("token_healing in a chat", "token_healing")
 
 
 def _refuse_tools(value: dict[str, Any]) -> None:

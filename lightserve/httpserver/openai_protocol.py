@@ -351,6 +351,7 @@ class CompletionBody(GenerationBody):
     best_of: Count | None = None  # the n with the highest mean logprob of so many
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
+    token_healing: bool | None = None  # LightLLM's: take back the prompt's last tokens, and spell them anew
 
     @property
     def candidates(self) -> int:

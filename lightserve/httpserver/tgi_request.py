@@ -15,6 +15,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate_call import check_prompt, check_stops
 from lightserve.httpserver.grammar_fields import TgiGrammar, grammar_of
 from lightserve.httpserver.manager import Ask
+from lightserve.httpserver.token_healing import heal
 from lightserve.io_struct import SamplingParams
 
 MAX_STOPS = 4
@@ -51,6 +52,9 @@ class TgiParameters(Body):
     )
     grammar: TgiGrammar | None = None
     adapter_id: str | None = None
+    token_healing: bool | None = Field(
+        default=None, description="take back the last tokens of the prompt, and spell them anew"
+    )
     ignore_eos_token: bool | None = Field(default=None, description="go on after an end token, for benchmarks")
 
     @property
@@ -99,7 +103,10 @@ async def tgi_ask(context: ServerContext, body: TgiBody, streams: bool) -> TgiAs
         **_choice_of_tokens(parameters),
     )
     before = body.inputs if parameters.return_full_text else ""
-    return TgiAsk(Ask(prompt_ids, sampling), best_of, seed, details, before)
+    ask = Ask(prompt_ids, sampling)
+    if parameters.token_healing:
+        ask = await heal(context, ask)
+    return TgiAsk(ask, best_of, seed, details, before)
 
 
 def _check(context: ServerContext, parameters: TgiParameters, streams: bool) -> None:

@@ -110,6 +110,7 @@ class RouterManager:
             sampling.include_stop,
             sampling.skip_special_tokens,
             sampling.shown_special_ids,
+            sampling.hidden_chars,
         )
         self._to_detokenization.send(BatchTokenIdOut(new=[text]))
         self._scheduler.add(self._req_of(message))

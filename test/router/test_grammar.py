@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from llguidance import LLMatcher
+from msgspec.structs import replace
 
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar import choice_grammar, schema_grammar
@@ -223,6 +224,68 @@ def test_ends_that_are_not_wanted_stay_where_nothing_else_may_come(folder: str) 
     masks = grammars.masks(both, [(EOS,), (EOS,)])
 
     assert [bool(mask[EOS // 32] >> (EOS % 32) & 1) for mask in masks] == [False, True]
+
+
+def test_an_answer_that_begins_with_its_prefix_is_free_then(llm: LLM) -> None:
+    free = [params(i, grammar=GrammarSpec("prefix", text)) for i, text in enumerate(("abc", "12-", "{", "x y z"))]
+    wanted = [*free, *(replace(one, hidden_chars=len(one.grammar.text)) for one in free if one.grammar)]
+
+    answers = llm.generate(prompts(4) * 2, wanted)
+    shown, hidden = answers[:4], answers[4:]
+
+    for one, other, sampling in zip(shown, hidden, free, strict=True):
+        assert sampling.grammar is not None
+        assert one.text == sampling.grammar.text + other.text
+        assert one.token_ids == other.token_ids
+        assert len(one.token_ids) > 20 or one.finish_reason is FinishReason.STOP
+    said = {token for one in shown for token in one.token_ids}
+    assert max(said) > EOS  # also what no grammar would allow: tokens without a text
+
+
+def test_a_prefix_is_kept_ahead_of_tokens_and_through_pauses(
+    llm: LLM, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [params(i, grammar=GrammarSpec("prefix", "ab12-" * 8), ignore_eos=True) for i in range(8)]
+    expected = llm.generate(prompts(8), wanted)
+    small = LLM(folder, device="cpu", max_total_token_num=200)
+    small.generate(prompts(40), params(max_new_tokens=2))  # so that it takes answers to be short
+    monkeypatch.setattr(ModelWorker, "pipeline_depth", 2)
+
+    ahead, paused = llm.generate(prompts(8), wanted), small.generate(prompts(8), wanted)
+
+    assert small._scheduler.num_pauses > 0
+    assert all(one.text.startswith("ab12-" * 8) for one in expected)
+    assert [one.token_ids for one in ahead] == [one.token_ids for one in expected]
+    assert [one.token_ids for one in paused] == [one.token_ids for one in expected]
+
+
+def test_an_answer_with_a_prefix_ends_no_sooner_than_it_may(llm: LLM) -> None:
+    spec = GrammarSpec("prefix", "ab")
+    early, late = llm.generate(
+        prompts(2),
+        [params(grammar=spec, logit_bias={EOS: 100}, min_new_tokens=least) for least in (0, 30)],
+    )
+
+    assert early.text == "ab"
+    assert len(late.token_ids) == 31
+    assert early.finish_reason is late.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("said", ["ab", "ab12", "abxyx"])
+def test_a_request_that_enters_again_after_its_prefix_is_free(folder: str, said: str) -> None:
+    grammars = Grammars(resolve(folder), 131)
+    ids = [*TOKENIZER.encode(said), EOS, 130]
+    new = NewReq(
+        0, [*PROMPT, *ids], SamplingParams(grammar=GrammarSpec("prefix", "ab")), 0, (EOS,), output_len=len(ids)
+    )
+
+    grammar = grammars.open(new)
+
+    assert grammar is not None
+    (mask,) = grammars.masks([grammar], [()])
+    assert (mask == -1).all()
+    assert grammar.is_over
+    assert grammar.error is None
 
 
 def test_a_grammar_that_failed_stays_so() -> None:

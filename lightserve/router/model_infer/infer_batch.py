@@ -60,6 +60,11 @@ class InferReq:
         """Whether the host knows all of its tokens."""
         return len(self.token_ids) == self.total_len
 
+    @property
+    def obeys_grammar(self) -> bool:
+        """Whether one says what may come next."""
+        return self.grammar is not None and not self.grammar.is_over
+
     def scored_next(self, count: int) -> list[int]:
         """Tokens of the prompt whose logprobs come of computing its next ``count`` tokens, where they are asked for."""
         if self.prompt_parts is None:

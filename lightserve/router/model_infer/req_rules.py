@@ -29,6 +29,7 @@ class ReqRules:
         "_completions",
         "_decay",
         "_ends",
+        "_ends_by_grammar",
         "_eos_ids",
         "_min_new_tokens",
         "_ngrams",
@@ -48,6 +49,7 @@ class ReqRules:
         self.bias_ids = np.array(list(bias), dtype=np.int64)  # each once
         self.bias = np.array(list(bias.values()), dtype=np.float32)
         self.has_grammar = sampling.grammar is not None
+        self._ends_by_grammar = sampling.grammar is not None and sampling.grammar.kind != "prefix"
         self._min_new_tokens = sampling.min_new_tokens
         self._ends = [*eos_ids, *sampling.stop_token_ids]
         self._eos_ids = eos_ids if sampling.ignore_eos else ()
@@ -70,7 +72,7 @@ class ReqRules:
     @property
     def depend_on_place(self) -> bool:
         """Whether ``forbidden_after`` can ever forbid anything."""
-        return self.depend_on_tokens or (self._min_new_tokens > 0 and not self.has_grammar)
+        return self.depend_on_tokens or (self._min_new_tokens > 0 and not self._ends_by_grammar)
 
     @property
     def depend_on_tokens(self) -> bool:
@@ -93,7 +95,7 @@ class ReqRules:
         forbidden = [last for head, last in candidates if token_ids[-len(head) :] == head]
         if self._ngrams is not None:
             forbidden += self._ngrams.banned_after(token_ids)
-        is_too_early = output_len < self._min_new_tokens and not self.has_grammar
+        is_too_early = output_len < self._min_new_tokens and not self._ends_by_grammar
         return self._ends + forbidden if is_too_early else forbidden
 
     def permits(self, token_id: int, token_ids: list[int], is_first: bool) -> bool:

@@ -119,6 +119,8 @@ class Sampler:
     def _mask(self, logits: Tensor, constrained: Constrained) -> None:
         assert self._grammars is not None
         reqs = constrained.reqs
+        if not any(req.obeys_grammar for req in reqs):
+            return
         masks = self._grammars.masks(
             [req.grammar if req.is_due else None for req in reqs],
             [req.rules.unwanted_ends(req.output_len) for req in reqs],

@@ -113,7 +113,7 @@ class SamplingPlan:
     @property
     def needs_last_tokens(self) -> bool:
         """Whether the host has yet to learn tokens before it can say what may come next."""
-        constrained = self.constrained.reqs if self.constrained else []
+        constrained = [req for req in self.constrained.reqs if req.obeys_grammar] if self.constrained else []
         by_tokens = [req for _, req in self.placed if req.rules.depend_on_tokens]
         return any(req.is_due and not req.is_known for req in (*constrained, *by_tokens))
 
