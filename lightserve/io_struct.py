@@ -52,6 +52,16 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""
 
 
+class ThinkingLimit(msgspec.Struct, frozen=True):
+    """How long an answer may think before it answers, and by which tags that is known."""
+
+    max_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)]  # between the tags
+    begin: str
+    end: str
+    end_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1)]  # the tokens of ``end``, forced when the time is over
+    is_begun: bool  # the prompt has the first tag
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose the next token. Logits are changed in the order of vLLM and transformers: what may not come next is
     forbidden, logit_bias, watermark, penalties, exponential_decay_length_penalty, temperature, top_k, top_p, min_p,
@@ -78,6 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     exponential_decay_length_penalty: LengthDecay | None = None
     watermark: bool = False  # favour tokens that the one before it chooses: see common/ops/watermark.py
     grammar: GrammarSpec | None = None  # None: any text
+    thinking: ThinkingLimit | None = None  # None: as long as it likes
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # None: a random one
     ignore_eos: bool = False
     stop: tuple[Annotated[str, Meta(min_length=1)], ...] = ()

@@ -31,6 +31,7 @@ RULES = (
     "exponential_decay_length_penalty",
     "watermark",
     "grammar",
+    "thinking",
     "stop",
 )
 

@@ -17,6 +17,7 @@ from lightserve.httpserver.openai_protocol import PART_SEPARATOR, ChatBody, chec
 from lightserve.httpserver.openai_sampling import NAMES
 from lightserve.httpserver.rule_fields import RuleFields
 from lightserve.httpserver.terms import TermsBody
+from lightserve.httpserver.thinking_budget import ThinkingFields
 
 C = TypeVar("C", bound="TranslatedChat")
 Object = dict[str, Any]
@@ -27,6 +28,7 @@ SHARED = frozenset(
         *NAMES,
         *TermsBody.model_fields,
         *RuleFields.model_fields,
+        *ThinkingFields.model_fields,
         *LATER,
         "allowed_token_ids",
         "bad_words",

@@ -183,6 +183,7 @@ class MessagesBody(PromptBody):
 
 class MessagesChat(TranslatedChat):
     format_name: ClassVar[str] = "output_config.format"
+    budget_is_hint: ClassVar[bool] = True  # clients send one to any model
 
 
 def refuse_later(value: Object) -> None:
@@ -209,14 +210,15 @@ def chat_of(body: MessagesBody) -> MessagesChat:
 
 
 def _thinking_fields(thinking: Thinking | None, given: Any) -> Object:
-    """For the template, in Qwen's and DeepSeek's words; what the client tells the template itself wins."""
+    """For the template in Qwen's and DeepSeek's words, where what the client tells it itself wins; for the rest."""
     if thinking is None or thinking.type not in ("enabled", "disabled"):
         variables = given
     else:
         is_enabled = thinking.type == "enabled"
         variables = {"enable_thinking": is_enabled, "thinking": is_enabled, **(given or {})}
+    budget = None if thinking is None or thinking.type == "disabled" else thinking.budget_tokens
     shows = None if thinking is None or thinking.display != "omitted" else False
-    return {"chat_template_kwargs": variables, "include_reasoning": shows}
+    return {"chat_template_kwargs": variables, "include_reasoning": shows, "thinking_budget": budget}
 
 
 def _tool(tool: CustomTool) -> Object:

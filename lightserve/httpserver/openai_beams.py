@@ -20,7 +20,10 @@ from lightserve.httpserver.openai_sampling import NAMES
 from lightserve.httpserver.sse import unless_gone
 from lightserve.io_struct import StrOut
 
-FIELDS = {sampling: field for field, sampling in NAMES.items()} | {"bad_words_ids": "bad_words"}
+FIELDS = {sampling: field for field, sampling in NAMES.items()} | {
+    "bad_words_ids": "bad_words",
+    "thinking": "thinking_token_budget",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ async def prepare(context: ServerContext, request: Request, body: ChatBody, logp
     plan = output_plan(context, body, prompt)
     asks = asks_of(context, body, [ids], logprobs, grammar=await grammar_of(context, plan))
     log.prompt_tokens = len(asks[0].prompt_ids)
-    return Chat([plan.shown(ask) for ask in asks], plan, log)
+    return Chat([plan.applied(ask) for ask in asks], plan, log)
 
 
 def routes(context: ServerContext) -> APIRouter:

@@ -25,9 +25,6 @@ LATER: dict[str, Callable[[Any], bool]] = {
     "modalities": _is_not(["text"]),
     "audio": bool,
     "documents": bool,
-    "thinking_budget": _is_given,
-    "thinking_token_budget": _is_given,
-    "max_reasoning_tokens": _is_given,
     "lora_request": _is_given,
     "lora_path": _is_given,
     "adapter_id": _is_given,
@@ -45,7 +42,7 @@ def refuse_later(value: dict[str, Any]) -> None:
         if given is not None and asks_for_it(given):
             raise NotSupportedYetError(name, name)
     if "messages" not in value:
-        _refuse_tools(value)
+        _refuse_for_prompt(value)
     if value.get("chat_template") is not None:
         raise InvalidRequestError("chat_template: a request cannot bring its own", "chat_template")
     if value.get("echo") is True and "messages" in value:
@@ -54,8 +51,8 @@ def refuse_later(value: dict[str, Any]) -> None:
         raise NotSupportedYetError("token_healing in a chat", "token_healing")
 
 
-def _refuse_tools(value: dict[str, Any]) -> None:
-    """A plain prompt has no place for them."""
-    for name in ("tools", "tool_choice"):
+def _refuse_for_prompt(value: dict[str, Any]) -> None:
+    """What a plain prompt has no place for."""
+    for name in ("tools", "tool_choice", "thinking_token_budget", "thinking_budget", "max_reasoning_tokens"):
         if value.get(name) not in (None, "none"):
             raise InvalidRequestError(f"{name}: only in a chat", name)

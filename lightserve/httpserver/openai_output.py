@@ -16,7 +16,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.grammar_fields import Maker
 from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.openai_protocol import ChatBody, Tool
-from lightserve.io_struct import FinishReason, GrammarSpec, StrOut
+from lightserve.io_struct import FinishReason, GrammarSpec, StrOut, ThinkingLimit
 from lightserve.model_files.tokenizer import Tokenizer
 from lightserve.output_parsing import (
     CallArguments,
@@ -63,20 +63,22 @@ class OutputPlan:
 
     body: ChatBody
     tool_format: ToolFormat | None  # None: it may call none
-    thinking: Thinking | None
+    thinking: Thinking | None  # None: whatever it thinks is content
     special_ids: dict[str, int]  # markers of both that are special tokens
+    limit: ThinkingLimit | None = None  # of what it thinks
 
     @property
     def is_plain(self) -> bool:
         """All of the output is content."""
         return self.tool_format is None and self.thinking is None
 
-    def shown(self, ask: Ask) -> Ask:
-        """The same, and the parsers see their markers."""
-        if not self.special_ids:
+    def applied(self, ask: Ask) -> Ask:
+        """The same, and the parsers see their markers, and thinking ends in time."""
+        if not self.special_ids and self.limit is None:
             return ask
         ids = tuple(self.special_ids.values())
-        return replace(ask, sampling=msgspec.structs.replace(ask.sampling, shown_special_ids=ids))
+        sampling = msgspec.structs.replace(ask.sampling, shown_special_ids=ids, thinking=self.limit)
+        return replace(ask, sampling=sampling)
 
     def new_choice(self) -> ChoiceOutput:
         tools = reasoning = None
@@ -104,12 +106,14 @@ class OutputPlan:
 def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPlan:
     formats = output_formats(context)
     form = _tool_format(formats.tools, body)
-    reasoning = None if body.separate_reasoning is False else formats.reasoning
-    thinking = None
+    reasoning, thinking = formats.reasoning, None
     if reasoning is not None:
         thinking = Thinking(reasoning, reasoning.begins_inside(prompt, bool(body.continue_final_message)))
+    limit = body.thinking_limit(context, thinking)
+    if body.separate_reasoning is False:
+        reasoning = thinking = None
     markers = (*(form.markers if form else ()), *((reasoning.begin, reasoning.end) if reasoning else ()))
-    return OutputPlan(body, form, thinking, _special_ids(context.tokenizer, markers))
+    return OutputPlan(body, form, thinking, _special_ids(context.tokenizer, markers), limit)
 
 
 def check_tools(context: ServerContext, body: ChatBody) -> None:

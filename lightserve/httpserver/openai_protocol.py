@@ -20,6 +20,7 @@ from lightserve.httpserver.grammar_fields import GrammarFields
 from lightserve.httpserver.openai_later import refuse_later
 from lightserve.httpserver.rule_fields import AllowedIds, RuleFields
 from lightserve.httpserver.terms import TermsBody
+from lightserve.httpserver.thinking_budget import ThinkingFields
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOP_STRINGS = 16  # OpenAI takes 4
@@ -274,7 +275,7 @@ ToolChoice = Annotated[
 ]
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, ThinkingFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None

@@ -12,6 +12,7 @@ from lightserve.httpserver.body import Body, at_most, check
 from lightserve.httpserver.chat_translation import Joined, Object, TranslatedChat, tools_of_type, translated
 from lightserve.httpserver.grammar_fields import Schema
 from lightserve.httpserver.openai_protocol import MAX_MESSAGES, MAX_TOOLS, NewTokens, Share, ToolFunction
+from lightserve.httpserver.thinking_budget import Budget
 
 MEDIA = frozenset({"input_image", "input_file", "input_audio"})
 KINDS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -128,6 +129,7 @@ class TextConfig(Body):
 
 class ReasoningConfig(Body):
     effort: Annotated[str, Field(max_length=32)] | None = None
+    max_tokens: Budget | None = None
 
 
 class ResponsesBody(Body):
@@ -182,6 +184,7 @@ def chat_of(body: ResponsesBody) -> ResponsesChat:
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": None if text_format is None else text_format.for_chat(),
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        "max_reasoning_tokens": None if body.reasoning is None else body.reasoning.max_tokens,
         "truncate_prompt_tokens": -1 if body.truncation == "auto" else None,
         "stream": body.stream,
         "user": body.user,

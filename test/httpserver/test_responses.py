@@ -311,7 +311,7 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"conversation": "conv_1"}, "conversation", "not_supported"),
     ({"top_logprobs": 2}, "top_logprobs", "not_supported"),
     ({"include": ["message.output_text.logprobs"]}, "top_logprobs", "not_supported"),
-    ({"thinking_budget": 5}, "thinking_budget", "not_supported"),
+    ({"reasoning": {"max_tokens": -2}}, "reasoning.max_tokens", None),
 ]
 
 

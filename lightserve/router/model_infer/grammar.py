@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -15,7 +15,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.grammar import GrammarCompiler, mask_of
 from lightserve.io_struct import GrammarSpec, NewReq
 from lightserve.model_files.source import ModelSource
-from lightserve.model_files.tokenizer import has_tokenizer, load_tokenizer
+from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 
 MAX_THREADS = 8  # for the masks of a step: 32 of them take 0.4 ms on two cores
 
@@ -78,6 +78,10 @@ class Grammars:
             eos_ids = self._source.eos_token_ids()
             self._thread.submit(self._compiler_for, tuple(token for token in eos_ids if token < self._vocab_size))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text."""
+        return self._tokenizer.decoder.token_bytes(token_id)
+
     def open(self, new: NewReq) -> ReqGrammar | None:
         """The grammar of a request that enters: compiled in a thread, and advanced by what it has said already."""
         sampling = new.sampling
@@ -102,6 +106,12 @@ class Grammars:
                 _forbid(bitmask[i].view(np.uint32), forbidden[i])
         return bitmask
 
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        if not has_tokenizer(self._source):
+            raise InvalidRequestError("this model has no tokenizer, which a grammar needs")
+        return load_tokenizer(self._source)
+
     def _matcher_after(self, spec: GrammarSpec, eos_ids: tuple[int, ...], said: list[int]) -> LLMatcher:
         matcher = self._compiler_for(eos_ids).compile(spec)
         if spec.kind == "prefix":
@@ -111,9 +121,7 @@ class Grammars:
         return matcher
 
     def _make_compiler(self, eos_ids: tuple[int, ...]) -> GrammarCompiler:
-        if not has_tokenizer(self._source):
-            raise InvalidRequestError("this model has no tokenizer, which a grammar needs")
-        compiler = GrammarCompiler(load_tokenizer(self._source), self._vocab_size, eos_ids)
+        compiler = GrammarCompiler(self._tokenizer, self._vocab_size, eos_ids)
         self._mask_vocab_size = compiler.vocab_size
         return compiler
 

@@ -17,6 +17,7 @@ from lightserve.router.model_infer.grammar import ReqGrammar
 from lightserve.router.model_infer.prompt_scores import PromptPart, StepScores
 from lightserve.router.model_infer.req_rules import ReqRules
 from lightserve.router.model_infer.step_input import StepColumns, StepShape, columns_of, input_size
+from lightserve.router.model_infer.thinking import ThinkingBudget
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +32,7 @@ class InferReq:
     seed: int
     eos_ids: tuple[int, ...]
     grammar: ReqGrammar | None = None
+    thinking: ThinkingBudget | None = None
     cache_len: int = 0
     counted_len: int = 0  # tokens that SeenTokens has counted
     total_len: int = field(init=False)  # tokens, known to the host or not
@@ -65,6 +67,11 @@ class InferReq:
         """Whether one says what may come next."""
         return self.grammar is not None and not self.grammar.is_over
 
+    @property
+    def may_be_forced(self) -> bool:
+        """Whether thinking that lasts too long may force the next token."""
+        return self.thinking is not None and self.thinking.may_force(self.output_len)
+
     def scored_next(self, count: int) -> list[int]:
         """Tokens of the prompt whose logprobs come of computing its next ``count`` tokens, where they are asked for."""
         if self.prompt_parts is None:
@@ -73,6 +80,12 @@ class InferReq:
 
     def forbidden_next(self) -> list[int]:
         return self.rules.forbidden_after(self.token_ids, self.output_len)
+
+    def forced_next(self) -> int | None:
+        """The token that must come next, if any."""
+        if self.thinking is None or not self.may_be_forced:
+            return None
+        return self.thinking.forced_after(self.token_ids[self.prompt_len :])
 
 
 class Scored(NamedTuple):
@@ -120,13 +133,24 @@ class InferBatch:
         self.req_to_token = req_manager.req_to_token
         self.last_ids = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int64, device=device)  # chosen last, by row
 
-    def add(self, new: NewReq, grammar: ReqGrammar | None = None) -> None:
+    def add(self, new: NewReq, grammar: ReqGrammar | None = None, thinking: ThinkingBudget | None = None) -> None:
         row = self._req_manager.alloc()
         ids, cached = list(new.prompt_ids), np.array(new.cached_slots, dtype=np.int32)
         if len(cached):
             self.req_to_token[row, : len(cached)] = to_device(cached, self._device)
         prompt_len = len(ids) - new.output_len
-        req = InferReq(new.req_id, row, ids, prompt_len, new.sampling, new.seed, new.eos_ids, grammar, len(cached))
+        req = InferReq(
+            new.req_id,
+            row,
+            ids,
+            prompt_len,
+            new.sampling,
+            new.seed,
+            new.eos_ids,
+            grammar,
+            thinking,
+            cache_len=len(cached),
+        )
         self._reqs[new.req_id] = req
 
     def remove(self, req_id: int) -> None:

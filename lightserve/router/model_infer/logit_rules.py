@@ -16,6 +16,13 @@ def forbid(logits: Tensor, entries: list[tuple[int, int]]) -> None:
     logits[rows, token_ids] = float("-inf")
 
 
+def force(logits: Tensor, entries: list[tuple[int, int]]) -> None:
+    """Pairs of a row and the token that comes there, whatever else is wanted."""
+    rows = int64s([row for row, _ in entries], logits.device)
+    logits.index_fill_(0, rows, float("-inf"))
+    logits[rows, int64s([token for _, token in entries], logits.device)] = 0.0
+
+
 def forbid_others(logits: Tensor, allowed: Allowed) -> None:
     kept = logits[allowed.entry_rows, allowed.token_ids]
     logits.index_fill_(0, allowed.rows, float("-inf"))

@@ -62,6 +62,7 @@ class ReqRules:
             or self.first_ids.size
             or self.bias_ids.size
             or self.has_grammar
+            or sampling.thinking is not None
             or self.depend_on_place
             or self.has_decay
             or sampling.has_penalty

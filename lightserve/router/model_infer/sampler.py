@@ -9,7 +9,7 @@ from lightserve.common import ops
 from lightserve.common.device import ToHost, to_device
 from lightserve.router.model_infer.grammar import Grammars
 from lightserve.router.model_infer.infer_batch import InferReq
-from lightserve.router.model_infer.logit_rules import decay_length, forbid, forbid_others, limit_first
+from lightserve.router.model_infer.logit_rules import decay_length, forbid, forbid_others, force, limit_first
 from lightserve.router.model_infer.sampling_plan import (
     Constrained,
     Drawn,
@@ -96,7 +96,8 @@ class Sampler:
     def _change(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
         """``logits``, or a copy in which tokens are forbidden, biased and penalised."""
         forbidden = [(row, token) for row, req in plan.placed for token in req.forbidden_next()]
-        if not (forbidden or plan.changes_logits):
+        forced = [(row, token) for row, req in plan.thinking if (token := req.forced_next()) is not None]
+        if not (forbidden or forced or plan.changes_logits):
             return logits
         logits = logits.to(torch.float32, copy=plan.special_rows is None)
         if plan.constrained:
@@ -114,6 +115,8 @@ class Sampler:
             ops.apply_penalties(logits, plan.penalised.penalties(self._seen.table))
         if plan.decayed:
             decay_length(logits, plan.decayed)
+        if forced:
+            force(logits, forced)
         return logits
 
     def _mask(self, logits: Tensor, constrained: Constrained) -> None:

@@ -100,6 +100,7 @@ class SamplingPlan:
     watermarked: Watermarked | None
     placed: Rows  # where what may come next depends on what came before
     penalised: Penalised | None
+    thinking: Rows  # where it may have to end
     decayed: Rows  # where an end becomes likelier with the length
     drawn: Drawn | None  # the others are greedy
     asking: Rows  # for logprobs; rows of the batch
@@ -115,7 +116,8 @@ class SamplingPlan:
         """Whether the host has yet to learn tokens before it can say what may come next."""
         constrained = [req for req in self.constrained.reqs if req.obeys_grammar] if self.constrained else []
         by_tokens = [req for _, req in self.placed if req.rules.depend_on_tokens]
-        return any(req.is_due and not req.is_known for req in (*constrained, *by_tokens))
+        limited = [req for _, req in self.thinking if req.may_be_forced]
+        return any(req.is_due and not req.is_known for req in (*constrained, *by_tokens, *limited))
 
 
 def make_plan(reqs: list[InferReq], vocab: int, device: torch.device) -> SamplingPlan:
@@ -134,6 +136,7 @@ def make_plan(reqs: list[InferReq], vocab: int, device: torch.device) -> Samplin
         watermarked=_watermarked([(row, req) for row, req in rows if req.sampling.watermark], device),
         placed=[(row, req) for row, req in rows if req.rules.depend_on_place],
         penalised=_penalised([(row, req) for row, req in rows if req.sampling.has_penalty], device),
+        thinking=[(row, req) for row, req in rows if req.thinking is not None],
         decayed=[(row, req) for row, req in rows if req.rules.has_decay],
         drawn=_drawn([req for _, req in rows], device),
         asking=[(row, req) for row, req in enumerate(reqs) if req.sampling.logprobs is not None],

@@ -24,6 +24,7 @@ from lightserve.router.model_infer.pending_step import PendingStep
 from lightserve.router.model_infer.sampler import Sampler, StepLogprobs
 from lightserve.router.model_infer.sampling_plan import int64s
 from lightserve.router.model_infer.step_runner import StepOut, StepRunner
+from lightserve.router.model_infer.thinking import ThinkingBudget
 from lightserve.utils.progress import Progress
 
 WARM_UP_LENGTHS = (16, 7, 100, 1)  # Triton compiles apart for 1, for multiples of 16 and for other lengths
@@ -145,7 +146,9 @@ class ModelWorker:
         for req_id in step.free:
             self._batch.remove(req_id)
         for new in step.new:
-            self._batch.add(new, self._grammars.open(new))
+            limit = new.sampling.thinking
+            thinking = None if limit is None else ThinkingBudget(limit, self._grammars.token_bytes)
+            self._batch.add(new, self._grammars.open(new), thinking)
         if not step.rows:
             return list
         packed = self._batch.pack(step.rows, self._runner.fit)

@@ -1,0 +1,54 @@
+"""The end of thinking that has lasted long enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightserve.io_struct import ThinkingLimit
+
+
+class ThinkingBudget:
+    """Says when one request must stop to think: the tag that ends it is forced, a token at a time.
+
+    What is forced depends on the output alone, so a pause changes nothing. Before there are as many tokens as the
+    limit, and after the thinking has ended, nobody needs to know what the output says.
+    """
+
+    def __init__(self, limit: ThinkingLimit, token_bytes: Callable[[int], bytes]) -> None:
+        self._limit = limit
+        self._token_bytes = token_bytes
+        self._begin, self._end = limit.begin.encode(), limit.end.encode()
+        self._is_over = False  # nothing is forced any more
+
+    def may_force(self, output_len: int) -> bool:
+        """Whether ``forced_after`` an output of this length may be a token."""
+        return output_len >= self._limit.max_tokens and not self._is_over
+
+    def forced_after(self, output: Sequence[int]) -> int | None:
+        """The token that must follow, None for any."""
+        start = 0 if self._limit.is_begun else self._start(output)
+        if start is None:
+            return None
+        thoughts = output[start : start + self._limit.max_tokens]
+        n_forced = len(output) - start - self._limit.max_tokens
+        if n_forced < 0:
+            return None
+        if n_forced >= len(self._limit.end_ids) or self._end in self._text(thoughts):
+            self._is_over = True
+            return None
+        return self._limit.end_ids[n_forced]
+
+    def _start(self, output: Sequence[int]) -> int | None:
+        """How many tokens there are up to the end of the first tag; None where it has not come (yet)."""
+        text = b""
+        for count, token_id in enumerate(output, start=1):
+            text = (text + self._token_bytes(token_id)).lstrip()
+            if text.startswith(self._begin):
+                return count
+            if not self._begin.startswith(text):
+                self._is_over = True  # it does not think
+                return None
+        return None
+
+    def _text(self, token_ids: Sequence[int]) -> bytes:
+        return b"".join(map(self._token_bytes, token_ids))

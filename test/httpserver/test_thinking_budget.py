@@ -1,0 +1,129 @@
+"""A limit of thinking, under every name that clients know, as the engine is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lightserve.config import HttpConfig
+from lightserve.io_struct import GenerateReq, ThinkingLimit
+from test.httpserver.openai_server import Server, rows, running, with_template
+from test.real_model import smollm2_tokenizer as smol
+
+TEMPLATE = "{{ messages }}{# </think> #}{% if begins_thinking %}<think>\n{% endif %}"
+THOUGHT = ["<think>", "Hm", ".", "</think>", "It is", " 4."]
+END_IDS = tuple(smol().encode("</think>", add_special_tokens=False))
+USER = {"role": "user", "content": "Hi"}
+CHAT = {"messages": [USER]}
+MESSAGES = {"messages": [USER], "max_tokens": 50}
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("run"), with_template(TEMPLATE)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Its model does not reason."""
+    with running(tmp_path_factory.mktemp("run"), with_template("{{ messages }}")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(thinker: Server) -> Server:
+    thinker.engine.script = rows(*THOUGHT)
+    thinker.engine.asked.clear()
+    return thinker
+
+
+def asked(server: Server, path: str, body: dict[str, Any]) -> GenerateReq:
+    answer = server.post(path, body)
+    assert answer.status_code == 200, answer.text
+    return server.engine.asked[-1]
+
+
+def limit(max_tokens: int, is_begun: bool = False) -> ThinkingLimit:
+    return ThinkingLimit(max_tokens, "<think>", "</think>", END_IDS, is_begun)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | {"thinking_token_budget": 9}),
+        ("/v1/chat/completions", CHAT | {"thinking_budget": 9}),
+        ("/v1/chat/completions", CHAT | {"max_reasoning_tokens": 9, "thinking_budget": 20, "stream": True}),
+        ("/v1/chat/completions", CHAT | {"thinking_budget": 9, "separate_reasoning": False, "n": 2}),
+        ("/v1/responses", {"input": "Hi", "reasoning": {"max_tokens": 9}}),
+        ("/v1/responses", {"input": "Hi", "thinking_token_budget": 9}),
+        ("/v1/messages", MESSAGES | {"thinking": {"type": "enabled", "budget_tokens": 9}}),
+        ("/v1/messages", MESSAGES | {"thinking_budget": 9}),
+    ],
+)
+def test_every_name_of_a_limit_reaches_the_engine(server: Server, path: str, body: dict[str, Any]) -> None:
+    assert asked(server, path, body).sampling.thinking == limit(9)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", CHAT | {"thinking_budget": -1, "max_reasoning_tokens": None}),
+        ("/v1/messages", MESSAGES | {"thinking": {"type": "disabled", "budget_tokens": 9}}),
+    ],
+)
+def test_without_a_limit_there_is_none(server: Server, path: str, body: dict[str, Any]) -> None:
+    assert asked(server, path, body).sampling.thinking is None
+
+
+def test_a_prompt_may_have_begun_to_think(server: Server) -> None:
+    begun = CHAT | {"thinking_budget": 0, "chat_template_kwargs": {"begins_thinking": True}}
+    continued = {
+        "messages": [USER, {"role": "assistant", "content": "<think>Well"}],
+        "continue_final_message": True,
+        "thinking_budget": 3,
+    }
+
+    assert asked(server, "/v1/chat/completions", begun).sampling.thinking == limit(0, is_begun=True)
+    assert asked(server, "/v1/chat/completions", continued).sampling.thinking == limit(3, is_begun=True)
+
+
+def test_a_tag_that_is_told_by_a_flag_counts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    config = HttpConfig(reasoning_parser="<a>,</a>")
+    with running(tmp_path_factory.mktemp("run"), with_template("{{ messages }}"), config) as server:
+        found = asked(server, "/v1/chat/completions", CHAT | {"thinking_budget": 5}).sampling.thinking
+
+    assert found == ThinkingLimit(5, "<a>", "</a>", tuple(smol().encode("</a>")), is_begun=False)
+
+
+@pytest.mark.parametrize("name", ["thinking_token_budget", "thinking_budget", "max_reasoning_tokens"])
+def test_a_model_that_does_not_reason_has_no_limit_to_obey(other: Server, name: str) -> None:
+    answer = other.post("/v1/chat/completions", CHAT | {name: 5})
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == name
+    assert "--reasoning_parser" in answer.json()["error"]["message"]
+
+
+def test_anthropics_clients_send_a_limit_to_any_model(other: Server) -> None:
+    body = MESSAGES | {"thinking": {"type": "enabled", "budget_tokens": 2048}}
+
+    assert asked(other, "/v1/messages", body).sampling.thinking is None
+
+
+@pytest.mark.parametrize("value", [-2, 1.5, True, "5", 2**31])
+def test_a_limit_is_a_number_of_tokens(server: Server, value: Any) -> None:
+    answer = server.post("/v1/chat/completions", CHAT | {"thinking_budget": value})
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "thinking_budget"
+
+
+def test_beams_do_not_think(server: Server) -> None:
+    answer = server.post("/v1/chat/completions", CHAT | {"thinking_budget": 5, "num_beams": 2, "max_tokens": 5})
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "thinking_token_budget"
