@@ -129,7 +129,15 @@ def _ll_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...
 
 
 def _llguidance(spec: GrammarSpec, special_tokens: frozenset[str]) -> str:
-    """The grammar as llguidance takes it."""
+    """The grammar as llguidance takes it, in Lark or as JSON."""
+    text = _without_before(spec, special_tokens)
+    if not spec.before:
+        return text
+    answer = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+    return json.dumps({"grammars": [{"lark_grammar": spec.before}, {**answer, "name": "answer"}]})
+
+
+def _without_before(spec: GrammarSpec, special_tokens: frozenset[str]) -> str:
     try:
         if spec.kind == "json_object":
             return LLMatcher.grammar_from_json_schema('{"type":"object"}', defaults=JSON_DEFAULTS)

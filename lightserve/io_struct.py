@@ -50,6 +50,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
     kind: GrammarKind
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""
+    before: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""  # in Lark, with @answer in place of such a text
 
 
 class ThinkingLimit(msgspec.Struct, frozen=True):

@@ -28,7 +28,7 @@ from lightserve.output_parsing import (
     Reasoning,
     ToolCallParser,
 )
-from lightserve.output_parsing.forced import Thinking, forced_grammar, forcible
+from lightserve.output_parsing.forced import Thinking, forced_grammar, forcible, thinking_grammar
 from lightserve.output_parsing.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
 from lightserve.output_parsing.scribe import Scribe, Tools
 from lightserve.output_parsing.tool_calls.base import ToolFormat
@@ -91,9 +91,15 @@ class OutputPlan:
 
     def grammars(self) -> Iterator[tuple[str, Maker]]:
         """That which the body asks for, and that of calls it forces: grammar_of refuses both at once."""
-        yield from self.body.grammars()
+        for name, make in self.body.grammars():
+            yield name, partial(self._after_thinking, make)
         if self.tool_format is not None and self.body.forced_tools:
             yield "tool_choice", partial(self._forced, self.tool_format)
+
+    def _after_thinking(self, make: Maker) -> GrammarSpec:
+        if self.thinking is None:
+            return make()
+        return msgspec.structs.replace(make(), before=thinking_grammar(self.thinking, self.special_ids))
 
     def _forced(self, form: ToolFormat) -> GrammarSpec:
         tools = _schemas(self.body.forced_tools)

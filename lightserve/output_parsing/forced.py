@@ -1,4 +1,4 @@
-"""Grammars that force tool calls, in llguidance's dialect of Lark."""
+"""Grammars of answers that think first and of tool calls that are forced, in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -53,6 +53,12 @@ def forced_grammar(
     if thinking is not None:
         lines += write.thinking(thinking)
     return "\n".join([*lines, "NUMBER: /[0-9]{1,3}/", ""])
+
+
+def thinking_grammar(thinking: Thinking, special_ids: Mapping[str, int]) -> str:
+    """Reasoning, and after it @answer."""
+    before = "thinking" if thinking.is_begun else "thinking?"
+    return "\n".join([f"start: {before} @answer", *_Writer(special_ids).thinking(thinking), ""])
 
 
 class _Writer:

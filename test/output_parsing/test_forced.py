@@ -12,7 +12,7 @@ from lightserve.grammar import GrammarCompiler
 from lightserve.io_struct import GrammarSpec
 from lightserve.model_files import Tokenizer
 from lightserve.model_files.special_tokens import SpecialTokens
-from lightserve.output_parsing.forced import Thinking, forced_grammar, forcible
+from lightserve.output_parsing.forced import Thinking, forced_grammar, forcible, thinking_grammar
 from lightserve.output_parsing.reasoning import THINK
 from lightserve.output_parsing.tool_calls.formats import ALL, BY_NAME
 from test.output_parsing.corpus import PARIS, deepseek, k2, kimi, parser_of, taken_apart, v3, v31
@@ -116,3 +116,22 @@ def test_a_model_may_think_before_it_calls_and_must_end_it_first(with_markers: b
     assert allows("hermes", f"<think>Hm.</think>{call}", with_markers, thinking=free)
     assert allows("hermes", call, with_markers, thinking=free)
     assert not allows("hermes", f"Hm. {call}", with_markers, thinking=free)
+
+
+@pytest.mark.parametrize("with_markers", [False, True])
+def test_any_answer_may_be_thought_about_first(with_markers: bool) -> None:
+    own = tokenizer(with_markers)
+    special = {tag: own.token_to_id(tag) or 0 for tag in ("<think>", "</think>") if with_markers}
+
+    def is_answer(text: str, is_begun: bool) -> bool:
+        before = thinking_grammar(Thinking(THINK, is_begun), special)
+        matcher = compiler(with_markers).compile(GrammarSpec("regex", "[0-9]+", before))
+        ids = own.encode(text, add_special_tokens=False)
+        return all(map(matcher.consume_token, ids)) and bool(matcher.is_accepting())
+
+    assert is_answer("12", is_begun=False)
+    assert is_answer("<think>Hm, 5?</think>12", is_begun=False)
+    assert is_answer("Hm, 5?</think>\n\n12", is_begun=True)
+    assert not is_answer("12", is_begun=True)
+    assert not is_answer("Hm</think>No</think>12", is_begun=True)
+    assert not is_answer("Hm</think>", is_begun=True)

@@ -1,14 +1,16 @@
-"""A limit of thinking, under every name that clients know, as the engine is told of it."""
+"""What the engine is told of thinking: a limit under every name that clients know, and structure only after it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from lightserve.config import HttpConfig
-from lightserve.io_struct import GenerateReq, ThinkingLimit
+from lightserve.grammar import GrammarCompiler
+from lightserve.io_struct import GenerateReq, GrammarSpec, ThinkingLimit
 from test.httpserver.openai_server import Server, rows, running, with_template
 from test.real_model import smollm2_tokenizer as smol
 
@@ -120,6 +122,57 @@ def test_a_limit_is_a_number_of_tokens(server: Server, value: Any) -> None:
 
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "thinking_budget"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+STRUCTURED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": FORMAT}, '{"a": 5}'),
+    ({"response_format": {"type": "json_object"}}, '{"b": []}'),
+    ({"regex": "[0-9]+"}, "123"),
+    ({"guided_choice": ["yes", "no"]}, "no"),
+    ({"structured_outputs": {"grammar": 'root ::= "a" | b\nb ::= "bb"'}}, "bb"),
+    ({"guided_grammar": 'start: "a" | b\nb: "bb"'}, "bb"),
+]
+
+
+@functools.cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(smol())
+
+
+def is_allowed(grammar: GrammarSpec | None, text: str) -> bool:
+    assert grammar is not None
+    matcher = compiler().compile(grammar)
+    return all(matcher.consume_token(token) for token in smol().encode(text)) and bool(matcher.is_accepting())
+
+
+@pytest.mark.parametrize(("fields", "answer"), STRUCTURED)
+def test_structure_is_wanted_of_what_comes_after_thinking(server: Server, fields: dict[str, Any], answer: str) -> None:
+    free = asked(server, "/v1/chat/completions", CHAT | fields).sampling.grammar
+    variables = {"chat_template_kwargs": {"begins_thinking": True}}
+    begun = asked(server, "/v1/chat/completions", CHAT | fields | variables).sampling.grammar
+
+    assert is_allowed(free, answer)
+    assert is_allowed(free, f"<think>Hm, {{ 1 or 2?\n</think>\n\n{answer}")
+    assert is_allowed(begun, f"Hm, {{ 1 or 2?\n</think>\n\n{answer}")
+    assert not is_allowed(begun, answer)
+    for grammar in (free, begun):
+        assert not is_allowed(grammar, f"<think>Hm</think>Well: {answer}")
+        assert not is_allowed(grammar, "<think>Hm")
+
+
+def test_structure_is_wanted_of_all_where_thinking_is_part_of_the_content(server: Server) -> None:
+    body = CHAT | {"regex": "[0-9]+", "separate_reasoning": False}
+
+    assert asked(server, "/v1/chat/completions", body).sampling.grammar == GrammarSpec("regex", "[0-9]+")
+
+
+def test_a_grammar_after_thinking_that_is_wrong_is_refused(server: Server) -> None:
+    answer = server.post("/v1/chat/completions", CHAT | {"regex": "(a"})
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "regex"
 
 
 def test_beams_do_not_think(server: Server) -> None:
