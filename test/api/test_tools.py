@@ -1,4 +1,4 @@
-"""Real models that call tools, through the openai client.
+"""Real models that call tools and think, through the openai client.
 
 LIGHTSERVE_TEST_TOOL_MODEL names the folder or file of one that was taught to, such as Qwen2.5-Coder-1.5B-Instruct.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,8 +51,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """The default model, which has never heard of tools."""
-    with serving(tmp_path_factory, "--tool_call_parser", "hermes") as client:
+    """The default model, which has never heard of tools, nor of thinking."""
+    with serving(tmp_path_factory, "--tool_call_parser", "hermes", "--reasoning_parser", "qwen3") as client:
         yield client
 
 
@@ -122,3 +123,40 @@ def test_no_tool_is_called_where_none_is_wanted(client: openai.OpenAI) -> None:
 
     assert choice.message.tool_calls is None
     assert choice.message.content
+
+
+BEGUN: Any = [
+    {"role": "user", "content": "Which number is larger, 3 or 5?"},
+    {"role": "assistant", "content": "<think>"},
+]
+BUDGET = 12
+MAX_TAG = 6  # tokens
+
+
+def think(client: openai.OpenAI, is_stream: bool = False, **fields: Any) -> Any:
+    create: Any = client.chat.completions.create
+    options = {"stream": True, "stream_options": {"include_usage": True}} if is_stream else {}
+    extra = {"continue_final_message": True, "thinking_token_budget": BUDGET, **fields.pop("extra_body", {})}
+    return create(model="coder", messages=BEGUN, max_tokens=32, seed=3, extra_body=extra, **options, **fields)
+
+
+def test_thinking_ends_after_its_budget_and_an_answer_follows(small: openai.OpenAI) -> None:
+    whole = think(small)
+    chunks = list(think(small, is_stream=True))
+
+    message, usage = whole.choices[0].message, whole.usage.completion_tokens_details
+    assert message.content
+    assert BUDGET < usage.reasoning_tokens <= BUDGET + MAX_TAG
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == message.reasoning
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+    assert chunks[-1].usage.completion_tokens_details == usage
+
+
+def test_an_answer_has_its_structure_after_thinking(small: openai.OpenAI) -> None:
+    answer = think(small, n=2, extra_body={"guided_regex": "[35] is (larger|smaller)"})
+
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert choice.message.reasoning_content
+        assert re.fullmatch("[35] is (larger|smaller)", choice.message.content)

@@ -1,0 +1,104 @@
+"""The specials of LightLLM and TGI, with the real default model, as their clients ask for them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from lightserve.tools.watermark import look_for_watermark
+from test.api.server import ServerProcess
+from test.real_model import LONG, smollm2_tokenizer
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "The quick brown fox jumps over"
+TEXT = " ".join(LONG.split())  # words with one space between
+
+
+def generate(server: ServerProcess, inputs: str, **parameters: Any) -> dict[str, Any]:
+    """In LightLLM's schema or TGI's, by the parameters."""
+    status, answer = server.post("/generate", {"inputs": inputs, "parameters": parameters})
+    assert status == 200, answer
+    return dict(answer)
+
+
+def ids_of(answer: dict[str, Any]) -> list[int]:
+    tokens = answer["tokens"] if "tokens" in answer else answer["details"]["tokens"]
+    return [token["id"] for token in tokens]
+
+
+def cut_prompts(count: int) -> list[str]:
+    """Beginnings of texts that end anywhere, mostly within words."""
+    rng = random.Random(0)
+    starts = [rng.randrange(len(TEXT) - 200) for _ in range(count)]
+    return [TEXT[start : start + rng.randrange(20, 60)] for start in starts]
+
+
+def test_what_a_healed_prompt_and_its_answer_spell_begins_with_the_prompt(server: ServerProcess) -> None:
+    prompts = [*cut_prompts(16), "日本の首都は東", "I 😀 yo"]
+
+    status, answer = server.post(
+        "/v1/completions", {"prompt": prompts, "max_tokens": 4, "token_healing": True, "logprobs": 0, "echo": True}
+    )
+
+    assert status == 200, answer
+    tokenizer = smollm2_tokenizer()
+    for prompt, choice in zip(prompts, answer["choices"], strict=True):
+        spelled = b"".join(
+            bytes.fromhex(token[6:].replace("\\x", "")) if token.startswith("bytes:") else token.encode()
+            for token in choice["logprobs"]["tokens"]
+        )
+        assert choice["text"].startswith(prompt)
+        assert spelled.decode(errors="ignore").startswith(prompt)
+        assert choice["text"].rstrip("\ufffd").startswith(spelled.decode(errors="ignore")[: len(choice["text"]) - 2])
+    assert answer["usage"]["prompt_tokens"] < sum(len(tokenizer.encode(prompt)) for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [('Look at <a href="http:', "://"), ("print('Hello wor", "world"), ("The capital of Fran", "France")],
+)
+def test_a_healed_prompt_gets_the_tokens_of_the_whole_word(server: ServerProcess, prompt: str, expected: str) -> None:
+    plain = generate(server, prompt, max_new_tokens=4, return_details=True)
+    healed = generate(server, prompt, max_new_tokens=4, return_details=True, token_healing=True)
+
+    texts = [smollm2_tokenizer().decode([token]).strip() for token in ids_of(healed)]
+    assert expected in texts
+    assert expected not in [smollm2_tokenizer().decode([token]).strip() for token in ids_of(plain)]
+
+
+def test_no_run_of_tokens_comes_twice(server: ServerProcess) -> None:
+    repeated = "one two three " * 4
+    prompt_ids = smollm2_tokenizer().encode(repeated)
+    answer = generate(server, repeated, max_new_tokens=20, return_details=True, no_repeat_ngram_size=3, ignore_eos=True)
+
+    ids = [*prompt_ids, *ids_of(answer)]
+    runs = [tuple(ids[i : i + 3]) for i in range(len(ids) - 2)]
+    new = runs[len(prompt_ids) - 2 :]
+    assert len(set(new)) == len(new)
+    assert not set(new) & set(runs[: len(prompt_ids) - 2])
+
+
+def test_an_end_comes_sooner_where_it_is_hastened(server: ServerProcess) -> None:
+    plain = generate(server, PROMPT, max_new_tokens=16, ignore_eos=False)
+    short = generate(server, PROMPT, max_new_tokens=16, exponential_decay_length_penalty=[3, 2.0])
+
+    assert (plain["finish_reason"], short["finish_reason"]) == ("length", "stop")
+    assert 3 < short["count_output_tokens"] < 16
+
+
+def test_an_answer_begins_with_one_of_the_first_tokens_that_are_allowed(server: ServerProcess) -> None:
+    first = [smollm2_tokenizer().encode(word)[0] for word in (" yes", " no")]
+
+    answer = generate(server, PROMPT, max_new_tokens=3, return_details=True, first_allowed_token_ids=first)
+
+    assert ids_of(answer)[0] in first
+    assert ids_of(answer)[1] not in first
+
+
+def test_a_watermark_shows_in_the_answer_that_has_it(server: ServerProcess) -> None:
+    answer = generate(server, PROMPT, max_new_tokens=60, details=True, temperature=1.0, seed=4, watermark=True)
+
+    assert look_for_watermark(ids_of(answer)).z_score > 3
