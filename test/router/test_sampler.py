@@ -309,7 +309,7 @@ def test_a_token_that_only_the_device_knows_is_counted_once(feature: str) -> Non
     early, late = req_of(3, **params), req_of(3, **params)
     last_ids = torch.zeros(64, dtype=torch.int64)
     sampler = Sampler(VOCAB, last_ids.device, last_ids)
-    for step, token in enumerate((20, 21, 20)):
+    for step, token in enumerate((20, 21, 20, 40, 41, 42, 43)):
         sample(logits_of(1, seed=step), [early], sampler)
         last_ids[3] = token
         early.total_len += 1  # chosen, and on its way to the host
