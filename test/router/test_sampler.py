@@ -19,6 +19,7 @@ from lightserve.router.model_infer.infer_batch import InferReq
 from lightserve.router.model_infer.ngrams import NgramBans
 from lightserve.router.model_infer.sampler import Sampler
 from lightserve.router.model_infer.sampling_plan import SamplingPlan, make_plan
+from lightserve.router.model_infer.seen_tokens import SeenTokens
 
 INF = float("inf")
 VOCAB = 97
@@ -565,3 +566,15 @@ def test_a_row_whose_logits_are_no_numbers_gets_no_token_whatever_its_wishes(bac
     )
     assert found is not None
     assert len(found.by_row()) == len(reqs)  # no index below 0
+
+
+def test_a_request_that_got_no_token_counts_nothing_of_another_row() -> None:
+    seen = SeenTokens(VOCAB, torch.full((4,), ops.NO_TOKEN))
+    reqs = [req_of(row, output=[8], presence_penalty=1.0) for row in range(2)]
+    for req in reqs:
+        req.total_len += 1  # what the device chose, which was nothing
+
+    seen.update(reqs)
+
+    assert seen.table[:, VOCAB - 1].tolist() == [0, 0]
+    assert seen.table[:, 8].tolist() == [2, 2]
