@@ -267,7 +267,7 @@ class TokenIdOut(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReqFailed(msgspec.Struct, frozen=True):
-    """A request that ends without (more) tokens. ``status`` is what HTTP would say."""
+    """A request that ends without (more) tokens. ``status`` and ``message`` are what HTTP tells the client."""
 
     req_id: int
     status: int

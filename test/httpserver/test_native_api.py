@@ -445,7 +445,7 @@ def test_an_engine_that_refuses_is_an_http_status_even_for_a_stream(tmp_path: Pa
 
 
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event(tmp_path: Path) -> None:
-    rows: list[StrOut | ReqFailed] = [StrOut(0, "a", 64), ReqFailed(0, 500, "a secret path /root/x")]
+    rows: list[StrOut | ReqFailed] = [StrOut(0, "a", 64), ReqFailed(0, 599, "a secret path /root/x")]
 
     async def scenario(served: Served) -> None:
         answer = await served.post("/generate_stream", {"inputs": "x"})

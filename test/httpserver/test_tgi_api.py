@@ -381,7 +381,7 @@ def test_what_a_stream_cannot_do_is_refused(tmp_path: Path) -> None:
     [
         (ReqFailed(0, 429, "the queue is full"), 429, "overloaded"),
         (ReqFailed(0, 400, "bad"), 422, "validation"),
-        (ReqFailed(0, 500, "a secret path /root/x"), 424, "generation"),
+        (ReqFailed(0, 599, "a secret path /root/x"), 424, "generation"),
         (ReqFailed(0, 503, "the engine died"), 503, "generation"),
     ],
 )
