@@ -53,6 +53,7 @@ class Child:
         self.last_words: str | None = None
         self.complaints: asyncio.Queue[WorkersLost] = asyncio.Queue()  # of the router
         self.unanswered = 0  # pings
+        self._answered = asyncio.Event()  # since the last ping
         self._process = process
         self._reader, self._writer = line
         self._listening = asyncio.create_task(self._listen())
@@ -84,7 +85,13 @@ class Child:
     def ping(self) -> None:
         """Ask for a sign of life."""
         self.unanswered += 1
+        self._answered.clear()
         self.send(Ping())
+
+    async def obeyed(self) -> None:
+        """Until it has taken all that it was sent: it answers in order."""
+        self.ping()
+        await self._answered.wait()
 
     async def watch(self) -> None:
         """Return when the child has ended with its work done; raise ChildDiedError when it has ended otherwise."""
@@ -143,6 +150,7 @@ class Child:
                 self.complaints.put_nowait(message)
             case Pong():
                 self.unanswered = 0
+                self._answered.set()
 
     def _write(self, message: Boot | ToChild) -> None:
         if not self._writer.is_closing():

@@ -65,6 +65,8 @@ class Fleet:
         for child in self.children:
             await child.ready.wait()
         self._tell_httpservers(engine)
+        for child in self._httpservers:
+            await child.obeyed()  # else who reads "ready" and asks at once might hear that the model is loading
         self.engine, self.ready_s = engine, time.monotonic()
         return engine
 

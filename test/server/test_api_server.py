@@ -139,6 +139,8 @@ def test_clients_that_cannot_be_told_do_not_hold_up_the_end(tmp_path: Path) -> N
     deaf = """
         async def main(boot, parent):
             parent.send(Ready())
+            while not isinstance(await parent.recv(), EngineDied):
+                pass
             signal.pause()
         run_child("httpserver", main)
     """
