@@ -1,10 +1,12 @@
 """What grammars cost: tokens a second with none, half and all of a batch constrained to JSON.
 
-python -m lightserve.benchmark.grammar [--model_dir DIR] [--device cpu] [--batch 32] [--tokens 64] [--layers 1]
+python -m lightserve.benchmark.grammar [--model_dir DIR] [--device cpu] [--batch 32] [--tokens 64] [--temperature 1]
 
-The weights are random and few, under the vocabulary of --model_dir, so that little but choosing tokens is measured: a
-model of a useful size hides more of it, and an accelerator computes the next step beside the masks. Free requests draw
-by temperature, inside the step; "special" ones add a logit bias of 0, which takes them the way of constrained ones.
+Two models under the vocabulary of --model_dir: "tiny" has one small layer of random weights, "null" has no forward pass
+at all, its logits being the same at every step. So little but choosing tokens is measured: a model of a useful size
+hides more of it, and an accelerator computes the next step beside the masks. Free requests draw by temperature, inside
+the step; so do constrained ones, among what their grammar allows. "special" ones are free and have a logit bias of 0,
+which the step itself does not know.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from lightserve.errors import ServerError
 from lightserve.grammar import schema_grammar
@@ -25,6 +28,7 @@ from lightserve.io_struct import SamplingParams
 from lightserve.llm import LLM
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import load_tokenizer
+from lightserve.router.model_infer.step_runner import graph_shapes
 
 PROMPT_LEN = 16
 REPEATS = 5
@@ -64,6 +68,16 @@ def save_model(folder: Path, model_dir: str | None, layers: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer.eos_token}))
 
 
+def take_forward_pass(llm: LLM) -> None:
+    """What is left of it hands out logits that were there before."""
+    model = llm.worker.model
+    rows = max(shape.requests for shape in graph_shapes(llm.config.running_max_req_size))
+    logits = torch.randn(rows, model.config.vocab_size, generator=torch.Generator().manual_seed(0))
+    logits = logits.to(model.device, model.args.dtype)
+    model.forward = lambda step: logits[: len(step.attn.b_req_idx)]  # type: ignore[method-assign]
+    llm.worker.capture()
+
+
 def batch_of(kind: str, args: argparse.Namespace) -> list[SamplingParams]:
     share = KINDS[kind]
     bias = {0: 0.0} if kind == "special" else {}
@@ -72,7 +86,8 @@ def batch_of(kind: str, args: argparse.Namespace) -> list[SamplingParams]:
         options: dict[str, Any] = (
             {"grammar": schema_grammar(ENDLESS)} if i < share * args.batch else {"logit_bias": bias}
         )
-        batch.append(SamplingParams(max_new_tokens=args.tokens, ignore_eos=True, seed=i, **options))
+        options |= {"temperature": args.temperature, "max_new_tokens": args.tokens}
+        batch.append(SamplingParams(ignore_eos=True, seed=i, **options))
     return batch
 
 
@@ -88,6 +103,15 @@ def steps_of(llm: LLM, batch: list[SamplingParams]) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
+def measure(llm: LLM, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of steps, by the kind of batch."""
+    steps: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for _ in range(REPEATS):  # in turn, so that what else the machine does falls on all alike
+        for kind in KINDS:
+            steps[kind] += steps_of(llm, batch_of(kind, args))
+    return steps
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_dir")
@@ -95,19 +119,23 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), args.model_dir, args.layers)
-        llm = LLM(folder, device=args.device, load_format="dummy", max_total_token_num=args.batch * 4 * args.tokens)
-        steps: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        for _ in range(REPEATS):  # in turn, so that what else the machine does falls on all alike
-            for kind in KINDS:
-                steps[kind] += steps_of(llm, batch_of(kind, args))
-    print(f"{args.batch} requests; the fastest tenth of {len(steps['none'])} steps\n")
-    print("| constrained | tokens/s | ms a step | of free |\n|---|--:|--:|--:|")
-    best = {kind: float(np.quantile(seconds, 0.1)) for kind, seconds in steps.items()}
-    for kind, seconds in best.items():
-        print(f"| {kind} | {args.batch / seconds:,.0f} | {1e3 * seconds:.2f} | {best['none'] / seconds:.0%} |")
+        pool = args.batch * 4 * args.tokens
+        options = {"load_format": "dummy", "max_total_token_num": pool, "running_max_req_size": args.batch}
+        llm = LLM(folder, device=args.device, **options)
+        steps = {"tiny": measure(llm, args)}
+        take_forward_pass(llm)
+        steps["null"] = measure(llm, args)
+    print(f"{args.batch} requests; the fastest tenth of {len(steps['null']['none'])} steps\n")
+    print("| model | constrained | tokens/s | ms a step | of free |\n|---|---|--:|--:|--:|")
+    for model, by_kind in steps.items():
+        best = {kind: float(np.quantile(seconds, 0.1)) for kind, seconds in by_kind.items()}
+        for kind, seconds in best.items():
+            rate, share = args.batch / seconds, best["none"] / seconds
+            print(f"| {model} | {kind} | {rate:,.0f} | {1e3 * seconds:.2f} | {share:.0%} |")
 
 
 if __name__ == "__main__":

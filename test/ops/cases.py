@@ -255,7 +255,8 @@ def _typical_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
 
 def _choose_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     b_seed, b_position = ints([7] * tokens, device, torch.int64), ints([3] * tokens, device)
-    return _logits(tokens, device).to(dtype), torch.arange(tokens, device=device) / 2, b_seed, b_position
+    logits, rows, bitmask = _mask_args(tokens, dtype, device)
+    return logits.to(dtype), torch.arange(tokens, device=device) / 2, b_seed, b_position, ops.TokenMasks(rows, bitmask)
 
 
 def _place_args(tokens: int, dtype: torch.dtype, device: str) -> Args:

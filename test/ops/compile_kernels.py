@@ -67,6 +67,7 @@ def call_every_wrapper(dtype: torch.dtype) -> None:
             shape = ([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
             ops.context_attention.impls[backend](*context_attention_args(*shape), torch.ones(8))
             ops.token_attention.impls[backend](*attention_args(*shape), torch.ones(8))
+    ops.choose.impls["triton"](*ARGS["choose"](16, dtype, "cpu")[:4])  # without masks
     for config in (linear.NARROW, linear.WIDE):
         for rows in (8, 32):
             linear.multiply(torch.ones(rows, 2048, dtype=dtype), torch.ones(128, 2048, dtype=dtype), None, config)

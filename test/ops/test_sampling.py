@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -48,9 +49,13 @@ def test_a_mask_forbids_as_defined_in_its_rows_alone(backend: str, vocab: int) -
 
 def test_triton_refuses_a_mask_that_is_too_short() -> None:
     logits, rows, bitmask = ARGS["mask_logits"](3, torch.float32, device_of("triton"))
+    short = bitmask[:, :9].contiguous()
+    temperature, seed, position = ARGS["choose"](3, torch.float32, device_of("triton"))[1:4]
 
-    with pytest.raises(ValueError, match="9 words have no bit for every one of 300 tokens"):
-        ops.mask_logits.impls["triton"](logits, rows, bitmask[:, :9].contiguous())
+    with pytest.raises(ValueError, match="mask_logits: 9 words have no bit for every one of 300 tokens"):
+        ops.mask_logits.impls["triton"](logits, rows, short)
+    with pytest.raises(ValueError, match="choose: 9 words have no bit for every one of 300 tokens"):
+        ops.choose.impls["triton"](logits, temperature, seed, position, ops.TokenMasks(rows, short))
 
 
 @each_backend(ops.add_watermark)
@@ -202,11 +207,13 @@ TEMPERATURES = [0.0, 0.3, 1.0, 0.0, 2.5, 1.0]
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x1234_5678_9ABC_DEF0]
 
 
-def choose(backend: str, logits: Tensor, temperatures: list[float], seeds: list[int]) -> list[int]:
+def choose(
+    backend: str, logits: Tensor, temperatures: list[float], seeds: list[int], masks: ops.TokenMasks | None = None
+) -> list[int]:
     device = str(logits.device)
     b_temperature = torch.tensor(temperatures, device=device)
     b_position = ints([i * 1000 for i in range(len(seeds))], device)
-    out = ops.choose.impls[backend](logits, b_temperature, ints(seeds, device, torch.int64), b_position)
+    out = ops.choose.impls[backend](logits, b_temperature, ints(seeds, device, torch.int64), b_position, masks)
     assert out.dtype == torch.int64
     return out.tolist()
 
@@ -284,6 +291,66 @@ def test_choose_draws_every_token_that_is_not_masked(backend: str) -> None:
     assert set(choose(backend, logits, [1.0] * 64, list(range(64)))) == {17, 2999}
 
 
+def masks_of(allowed: list[list[int] | None], vocab: int, device: str) -> ops.TokenMasks:
+    """Each row's tokens, None for all; the masks are in another order than the rows, and longer than needed."""
+    masked = [row for row, tokens in enumerate(allowed) if tokens is not None][::-1]
+    bits = np.zeros((len(masked), 32 * (vocab // 32 + 2)), dtype=np.uint8)
+    for mask, row in enumerate(masked):
+        bits[mask, allowed[row]] = 1
+        bits[mask, vocab:] = 1
+    words = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    b_row = ints([masked.index(row) if row in masked else -1 for row in range(len(allowed))], device)
+    return ops.TokenMasks(b_row, words.to(device))
+
+
+@each_backend_and_dtype(ops.choose)
+@pytest.mark.parametrize("vocab", [33, 5000, 20_000])
+def test_choose_takes_what_masks_allow_as_its_definition_does(backend: str, dtype: torch.dtype, vocab: int) -> None:
+    logits = strided(randn(6, vocab, dtype=dtype, device=device_of(backend)), poison=INF)
+    dense = list(range(0, vocab, 2))
+    allowed = [[5, vocab - 1], [7], None, dense, dense, [vocab - 1, *range(20)]]
+    masks = masks_of(allowed, vocab, device_of(backend))
+
+    out = choose(backend, logits, TEMPERATURES, SEEDS, masks)
+
+    assert out == choose(ops.REFERENCE, logits, TEMPERATURES, SEEDS, masks)
+    assert all(tokens is None or token in tokens for token, tokens in zip(out, allowed, strict=True))
+
+
+@CHOOSE_BACKENDS
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_choose_of_a_mask_that_leaves_nothing_disturbs_no_other_row(backend: str, temperature: float) -> None:
+    logits = randn(4, 3000, device=device_of(backend))
+    logits[2, [1, 2]] = -INF
+    masks = masks_of([[17], [], [1, 2], [2999]], 3000, device_of(backend))
+
+    assert choose(backend, logits, [temperature] * 4, [1, 2, 3, 4], masks) == [17, 0, 0, 2999]
+
+
+@CHOOSE_BACKENDS
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("value", [float("nan"), INF])
+def test_choose_finds_no_token_where_what_a_mask_allows_is_no_number(
+    backend: str, temperature: float, value: float
+) -> None:
+    logits = randn(3, 3000, device=device_of(backend))
+    logits[:, 7] = value
+    masks = masks_of([[7, 2000], list(range(3000)), [8, 9]], 3000, device_of(backend))
+
+    first, second, third = choose(backend, logits, [temperature] * 3, [1, 2, 3], masks)
+
+    assert (first, second) == (ops.NO_TOKEN, ops.NO_TOKEN)
+    assert third in (8, 9)
+
+
+@CHOOSE_BACKENDS
+def test_choose_takes_the_first_of_equals_that_a_mask_allows(backend: str) -> None:
+    logits = torch.zeros(2, 3000, device=device_of(backend))
+    masks = masks_of([[2999, 40, 41], list(range(7, 3000))], 3000, device_of(backend))
+
+    assert choose(backend, logits, [0.0, 0.0], [1, 2], masks) == [40, 7]
+
+
 @each_backend(ops.choose)
 def test_choose_for_a_request_does_not_depend_on_its_batch(backend: str) -> None:
     logits = randn(20, 3000, device=device_of(backend))
@@ -292,8 +359,8 @@ def test_choose_for_a_request_does_not_depend_on_its_batch(backend: str) -> None
 
     together = ops.choose.impls[backend](logits, b_temperature, b_seed, b_seed.int())
     alone = [
-        ops.choose.impls[backend](logits[i : i + 1], *(b[i : i + 1] for b in (b_temperature, b_seed, b_seed.int())))
-        for i in (0, 19)
+        ops.choose.impls[backend](logits[row], b_temperature[row], b_seed[row], b_seed.int()[row])
+        for row in (slice(1), slice(19, 20))
     ]
 
     assert [int(token) for token in alone] == [int(together[0]), int(together[19])]

@@ -13,12 +13,14 @@ import pytest
 from llguidance import LLMatcher
 from msgspec.structs import replace
 
+from lightserve.common import ops
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar import choice_grammar, schema_grammar
 from lightserve.io_struct import FinishReason, GrammarSpec, NewReq, SamplingParams
 from lightserve.llm import LLM, Generation
 from lightserve.model_files.source import resolve
 from lightserve.router.model_infer.grammar import Grammars, ReqGrammar
+from lightserve.router.model_infer.step_runner import padded
 from lightserve.router.model_infer.worker import ModelWorker
 from test.small_text import save_small_model, small_tokenizer
 
@@ -115,6 +117,18 @@ def test_steps_ahead_of_the_tokens_give_the_same(llm: LLM, monkeypatch: pytest.M
 
     assert [one.token_ids for one in ahead] == [one.token_ids for one in expected]
     assert [one.text for one in ahead] == [one.text for one in expected]
+
+
+def test_padded_steps_give_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = mixed(6)
+    expected = llm.generate(prompts(6), wanted)
+    monkeypatch.setattr(llm.worker._runner, "fit", lambda shape: padded(shape) or shape)
+    ops.use_backend(ops.REFERENCE)  # the ops of the CPU backend are never asked to pad
+
+    outs = llm.generate(prompts(6), wanted)
+    ops.use_backend("cpu")
+
+    assert [one.token_ids for one in outs] == [one.token_ids for one in expected]
 
 
 def test_a_pause_changes_nothing(llm: LLM, folder: str) -> None:

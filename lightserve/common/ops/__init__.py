@@ -10,6 +10,7 @@ from lightserve.common.ops.rotary import rotary, rotary_write_kv
 from lightserve.common.ops.sampling import (
     NO_TOKEN,
     Penalties,
+    TokenMasks,
     apply_penalties,
     choose,
     cut_atypical,
@@ -26,6 +27,7 @@ __all__ = [
     "AttnBatch",
     "Penalties",
     "StepTokens",
+    "TokenMasks",
     "add_layer_norm",
     "add_rms_norm",
     "add_watermark",

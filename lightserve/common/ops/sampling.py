@@ -25,6 +25,14 @@ class Penalties:
     seen: Tensor  # [requests, vocab] int32: 1 for a token of the prompt, and 2 for each time that the output has it
 
 
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens may come in the rows of a batch."""
+
+    b_row: Tensor  # [batch] int32, of ``bitmask``, each once; -1: anything may come
+    bitmask: Tensor  # [masks, words] int32: see mask_logits
+
+
 @op
 def mask_logits(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     """Set to -inf in place the tokens of ``rows``, int32, each once, whose bit is 0.
@@ -82,19 +90,27 @@ def cut_atypical(logits: Tensor, b_typical_p: Tensor) -> None:
 
 
 @op
-def choose(logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor) -> Tensor:
+def choose(
+    logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor, masks: TokenMasks | None = None
+) -> Tensor:
     """The token of each row, int64: the first of the most likely where ``b_temperature`` is 0, else one that is drawn.
 
     Drawn is one token of softmax(logits / temperature), by Gumbel noise that depends on (seed, position, token) alone:
     the same seed gives the same text in any batch. Logits are of any float type. A row in which one is NaN or +inf, or
-    all are -inf, gives NO_TOKEN. ``b_temperature`` float32, ``b_seed`` int64, ``b_position`` int32.
+    all are -inf, gives NO_TOKEN. ``b_temperature`` float32, ``b_seed`` int64, ``b_position`` int32. With ``masks`` only
+    what they allow counts, and a masked row of which nothing is left gives token 0.
     """
     scores = logits.float().nan_to_num(float("inf"), float("inf"), float("-inf"))
+    if masks is not None:
+        rows = (masks.b_row >= 0).nonzero()[:, 0]
+        mask_logits(scores, rows.int(), masks.bitmask[masks.b_row[rows].long()])
     rows = b_temperature.nonzero()[:, 0]
     if len(rows):  # greedy rows need no noise, which costs more than all else here
         scores[rows] = scores[rows] / b_temperature[rows, None] + _noise(b_seed[rows], b_position[rows], scores)
     chosen = scores.argmax(-1, keepdim=True)
-    return chosen.where(scores.gather(1, chosen).isfinite(), NO_TOKEN)[:, 0]
+    best = scores.gather(1, chosen)
+    chosen = chosen.where(best.isfinite(), NO_TOKEN)[:, 0]
+    return chosen if masks is None else chosen.masked_fill(best.isneginf()[:, 0] & (masks.b_row >= 0), 0)
 
 
 def _noise(b_seed: Tensor, b_position: Tensor, scores: Tensor) -> Tensor:

@@ -26,6 +26,11 @@ def check_heads_side_by_side(op: str, **tensors: Tensor) -> None:
             raise ValueError(f"{op}: the heads of {name} must lie side by side, found strides {tensor.stride()}")
 
 
+def check_has_bits(op: str, bitmask: Tensor, vocab: int) -> None:
+    if 32 * bitmask.shape[1] < vocab:
+        raise ValueError(f"{op}: {bitmask.shape[1]} words have no bit for every one of {vocab} tokens")
+
+
 def tensors_of(struct: AttnBatch | Penalties) -> dict[str, Tensor]:
     values = {field.name: getattr(struct, field.name) for field in fields(struct)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}

@@ -1,5 +1,7 @@
 """Choosing tokens: each block of each row by a program, noise added where the row is drawn; then the blocks of a row.
 
+What a mask forbids is left out on the way, so that masked logits are read once and written never.
+
 Every program loads its block at once, so that even one row is spread over the card.
 """
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
-from lightserve.common.triton_kernel._check import check_last_contiguous
+from lightserve.common.triton_kernel._check import check_has_bits, check_last_contiguous
 from lightserve.common.triton_kernel._hash import hash32
 
 BLOCK = 2048  # 128,256 logits take 4 us on an H200, 256 rows of them 35 us, in blocks of 8192 37 us
@@ -38,9 +40,12 @@ def _choose_block_kernel(
     b_temperature_ptr,
     b_seed_ptr,
     b_position_ptr,
+    mask_row_ptr,
+    bitmask_ptr,
     best_ptr,
     best_token_ptr,
     row_stride,
+    bitmask_stride,
     n_cols,
     BLOCK: tl.constexpr,
 ):
@@ -54,6 +59,11 @@ def _choose_block_kernel(
         logits = logits / temperature + _gumbel(key, cols)
 
     logits = tl.where(logits == logits, logits, float("inf"))  # NaN: no choice, whatever the other blocks hold
+    if bitmask_ptr is not None:
+        mask_row = tl.load(mask_row_ptr + row).to(tl.int64)
+        if mask_row >= 0:
+            words = tl.load(bitmask_ptr + mask_row * bitmask_stride + cols // 32, mask=cols < n_cols, other=0)
+            logits = tl.where(((words >> (cols % 32)) & 1) != 0, logits, float("-inf"))
     best, lane = tl.max(logits, axis=0, return_indices=True)
     at = row * tl.num_programs(0) + block
     tl.store(best_ptr + at, best)
@@ -61,39 +71,54 @@ def _choose_block_kernel(
 
 
 @triton.jit
-def _choose_row_kernel(best_ptr, best_token_ptr, out_ptr, blocks, NONE: tl.constexpr, BLOCK: tl.constexpr):
+def _choose_row_kernel(
+    best_ptr, best_token_ptr, mask_row_ptr, out_ptr, blocks, NONE: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     best = tl.load(best_ptr + row * blocks + lanes, mask=lanes < blocks, other=float("-inf"))
     tokens = tl.load(best_token_ptr + row * blocks + lanes, mask=lanes < blocks, other=0)
     largest, winner = tl.max(best, axis=0, return_indices=True)
     token = tl.sum(tl.where(lanes == winner, tokens, 0), axis=0).to(tl.int64)
-    tl.store(out_ptr + row, tl.where(tl.abs(largest) < float("inf"), token, NONE))
+    token = tl.where(tl.abs(largest) < float("inf"), token, NONE)
+    if mask_row_ptr is not None:  # of a masked row nothing may be left, which is nobody's fault
+        is_masked = tl.load(mask_row_ptr + row) >= 0
+        token = tl.where(is_masked & (largest == float("-inf")), 0, token)
+    tl.store(out_ptr + row, token)
 
 
 @ops.choose.impl("triton")
-def choose(logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor) -> Tensor:
+def choose(
+    logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor, masks: ops.TokenMasks | None = None
+) -> Tensor:
     check_last_contiguous("choose", logits=logits, b_temperature=b_temperature, b_seed=b_seed, b_position=b_position)
     rows, vocab = logits.shape
+    if masks is not None:
+        check_last_contiguous("choose", b_row=masks.b_row, bitmask=masks.bitmask)
+        check_has_bits("choose", masks.bitmask, vocab)
     out = logits.new_empty((rows,), dtype=torch.int64)
     if rows == 0:
         return out
     blocks = cdiv(vocab, BLOCK)
     best = logits.new_empty((rows, blocks), dtype=torch.float32)
     best_token = logits.new_empty((rows, blocks), dtype=torch.int32)
+    mask_row = None if masks is None else masks.b_row
     _choose_block_kernel[(blocks, rows)](
         logits,
         b_temperature,
         b_seed,
         b_position,
+        mask_row,
+        None if masks is None else masks.bitmask,
         best,
         best_token,
         logits.stride(0),
+        0 if masks is None else masks.bitmask.stride(0),
         vocab,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
     _choose_row_kernel[(rows,)](
-        best, best_token, out, blocks, NONE=ops.NO_TOKEN, BLOCK=next_power_of_2(blocks), num_warps=1
+        best, best_token, mask_row, out, blocks, NONE=ops.NO_TOKEN, BLOCK=next_power_of_2(blocks), num_warps=1
     )
     return out

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel._blocks import cdiv
-from lightserve.common.triton_kernel._check import check_last_contiguous
+from lightserve.common.triton_kernel._check import check_has_bits, check_last_contiguous
 from lightserve.common.triton_kernel._vocab import BLOCK, WARPS
 
 
@@ -29,8 +29,7 @@ def _mask_logits_kernel(
 def mask_logits(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     check_last_contiguous("mask_logits", logits=logits, rows=rows, bitmask=bitmask)
     vocab = logits.shape[1]
-    if 32 * bitmask.shape[1] < vocab:
-        raise ValueError(f"mask_logits: {bitmask.shape[1]} words have no bit for every one of {vocab} tokens")
+    check_has_bits("mask_logits", bitmask, vocab)
     if len(rows) == 0:
         return
     _mask_logits_kernel[(len(rows), cdiv(vocab, BLOCK))](

@@ -57,11 +57,10 @@ class ReqRules:
         self._ngrams = NgramBans(sampling.no_repeat_ngram_size) if sampling.no_repeat_ngram_size else None
         self._decay = None if sampling.ignore_eos else sampling.exponential_decay_length_penalty
         self.cuts = None if sampling.is_greedy else _cuts(sampling)  # None: not drawn
-        self.is_special = bool(  # temperature and logits do not say it all
+        self.is_special = bool(  # temperature, logits and a grammar do not say it all
             self.allowed_ids.size
             or self.first_ids.size
             or self.bias_ids.size
-            or self.has_grammar
             or sampling.thinking is not None
             or self.depend_on_place
             or self.has_decay

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.device import ToHost, to_device
-from lightserve.router.model_infer.grammar import Grammars
+from lightserve.common.device import ToHost
 from lightserve.router.model_infer.infer_batch import InferReq
 from lightserve.router.model_infer.logit_rules import decay_length, forbid, forbid_others, force, limit_first
 from lightserve.router.model_infer.sampling_plan import (
-    Constrained,
     Drawn,
     Rows,
     SamplingPlan,
@@ -20,22 +18,22 @@ from lightserve.router.model_infer.sampling_plan import (
     make_plan,
 )
 from lightserve.router.model_infer.seen_tokens import SeenTokens
+from lightserve.router.model_infer.step_masks import StepMasks
 
 TokenLogprobs = tuple[float | None, list[tuple[int, float]] | None]  # the chosen token's, and the likeliest tokens
 NOT_ASKED: TokenLogprobs = (None, None)
 
 
 class Sampler:
-    """What is beyond choosing by temperature.
+    """What is beyond choosing by temperature and grammar.
 
     Keeps from step to step what need not be made again: the plan of a batch, and which tokens a request has seen.
     """
 
-    def __init__(self, vocab: int, device: torch.device, last_ids: Tensor, grammars: Grammars | None = None) -> None:
+    def __init__(self, vocab: int, device: torch.device, last_ids: Tensor) -> None:
         self._vocab = vocab
         self._device = device
         self._last_ids = last_ids
-        self._grammars = grammars
         self._plan: SamplingPlan | None = None
         self._before: Tensor | None = None  # the last tokens of those that are watermarked
         self._seen: SeenTokens | None = None  # as long as nobody is penalised, no memory is taken
@@ -64,7 +62,7 @@ class Sampler:
         return torch.where(host < 0, self._last_ids[rows], host)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, reqs: list[InferReq], tokens: Tensor) -> Tensor:
+    def sample(self, logits: Tensor, reqs: list[InferReq], tokens: Tensor, masks: StepMasks | None = None) -> Tensor:
         """``tokens``, ``[batch]``, that the step chose, with others for the requests with special wishes.
 
         What these have seen is counted, and what they have said known. The logits stay. A row for which the step found
@@ -73,13 +71,15 @@ class Sampler:
         plan = self.plan_of(reqs)
         if not plan.special:
             return tokens
+        if masks is not None and not masks.has_special:
+            masks = None
         if plan.special_rows is None:
-            return _where_numbers(tokens, self._sample(logits, plan))
-        chosen = self._sample(logits[plan.special_rows], plan)
+            return _where_numbers(tokens, self._sample(logits, plan, masks))
+        chosen = self._sample(logits[plan.special_rows], plan, masks)
         return tokens.index_copy(0, plan.special_rows, _where_numbers(tokens[plan.special_rows], chosen))
 
-    def _sample(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
-        changed = self._change(logits, plan)
+    def _sample(self, logits: Tensor, plan: SamplingPlan, masks: StepMasks | None) -> Tensor:
+        changed = self._change(logits, plan, masks)
         if plan.drawn is None:
             return _most_likely(changed)
         tokens = _draw(changed, plan.drawn)
@@ -93,15 +93,15 @@ class Sampler:
         asking = self.plan_of(reqs).asking
         return StepLogprobs(tokens, logits, asking) if asking else None
 
-    def _change(self, logits: Tensor, plan: SamplingPlan) -> Tensor:
+    def _change(self, logits: Tensor, plan: SamplingPlan, masks: StepMasks | None) -> Tensor:
         """``logits``, or a copy in which tokens are forbidden, biased and penalised."""
         forbidden = [(row, token) for row, req in plan.placed for token in req.forbidden_next()]
         forced = [(row, token) for row, req in plan.thinking if (token := req.forced_next()) is not None]
-        if not (forbidden or forced or plan.changes_logits):
+        if not (forbidden or forced or masks or plan.changes_logits):
             return logits
         logits = logits.to(torch.float32, copy=plan.special_rows is None)
-        if plan.constrained:
-            self._mask(logits, plan.constrained)
+        if masks:
+            masks.apply(logits)
         if plan.allowed:
             forbid_others(logits, plan.allowed)
         limit_first(logits, plan.beginning)
@@ -118,17 +118,6 @@ class Sampler:
         if forced:
             force(logits, forced)
         return logits
-
-    def _mask(self, logits: Tensor, constrained: Constrained) -> None:
-        assert self._grammars is not None
-        reqs = constrained.reqs
-        if not any(req.obeys_grammar for req in reqs):
-            return
-        masks = self._grammars.masks(
-            [req.grammar if req.is_due else None for req in reqs],
-            [req.rules.unwanted_ends(req.output_len) for req in reqs],
-        )
-        ops.mask_logits(logits, constrained.rows, to_device(masks, logits.device))
 
 
 class StepLogprobs:

@@ -1,7 +1,7 @@
 """What the parameters of a batch's requests come to, on the device. It holds as long as the requests are the same.
 
-Who asks for no more than a temperature is not in it: the step itself chooses that token. A feature is in the plan only
-with the rows that use it, and is None (or empty) where none does.
+Who asks for no more than a temperature and a grammar is not special: the step itself chooses that token. A feature is
+in the plan only with the rows that use it, and is None (or empty) where none does.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ Rows = list[tuple[int, InferReq]]  # rows of the logits and whose they are
 
 @dataclass(frozen=True, slots=True)
 class Constrained:
-    """By grammars."""
+    """By grammars. Masks are in the order of ``reqs``, those of special requests first."""
 
     reqs: list[InferReq]
-    rows: Tensor  # [constrained] int32
+    b_mask: Tensor  # [batch] int32: the mask by which the step chooses; -1: by none
+    special_rows: Tensor  # [special that are constrained] int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """Rows of all but ``asking`` count the special requests."""
+    """Rows of all but ``constrained`` and ``asking`` count the special requests."""
 
     reqs: list[InferReq]
     special: list[InferReq]  # whose tokens the step itself does not choose
@@ -107,17 +108,16 @@ class SamplingPlan:
 
     @property
     def changes_logits(self) -> bool:
-        """Whatever came before."""
+        """Whatever came before, and beside what grammars allow."""
         rows = self.beginning or self.decayed
-        return bool(self.constrained or self.allowed or self.bias or self.watermarked or self.penalised or rows)
+        return bool(self.allowed or self.bias or self.watermarked or self.penalised or rows)
 
     @property
     def needs_last_tokens(self) -> bool:
-        """Whether the host has yet to learn tokens before it can say what may come next."""
-        constrained = [req for req in self.constrained.reqs if req.obeys_grammar] if self.constrained else []
+        """Whether the host has yet to learn tokens before it can say what may come next, beside what grammars allow."""
         by_tokens = [req for _, req in self.placed if req.rules.depend_on_tokens]
         limited = [req for _, req in self.thinking if req.may_be_forced]
-        return any(req.is_due and not req.is_known for req in (*constrained, *by_tokens, *limited))
+        return any(req.is_due and not req.is_known for req in (*by_tokens, *limited))
 
 
 def make_plan(reqs: list[InferReq], vocab: int, device: torch.device) -> SamplingPlan:
@@ -127,7 +127,7 @@ def make_plan(reqs: list[InferReq], vocab: int, device: torch.device) -> Samplin
         reqs=list(reqs),
         special=[req for _, req in special],
         special_rows=None if len(special) == len(reqs) else int64s([row for row, _ in special], device),
-        constrained=_constrained([(row, req) for row, req in rows if req.rules.has_grammar], device),
+        constrained=_constrained(list(reqs), [(row, req) for row, req in rows if req.rules.has_grammar], device),
         allowed=allowed_of(
             [(row, req.rules.allowed_ids) for row, req in rows if req.rules.allowed_ids.size], vocab, device
         ),
@@ -143,10 +143,18 @@ def make_plan(reqs: list[InferReq], vocab: int, device: torch.device) -> Samplin
     )
 
 
-def _constrained(rows: Rows, device: torch.device) -> Constrained | None:
-    if not rows:
+def _constrained(batch: list[InferReq], special: Rows, device: torch.device) -> Constrained | None:
+    """``special``: the rows of special requests that have a grammar."""
+    plain = [row for row, req in enumerate(batch) if req.rules.has_grammar and not req.rules.is_special]
+    if not (plain or special):
         return None
-    return Constrained([req for _, req in rows], int32s([row for row, _ in rows], device))
+    b_mask = np.full(len(batch), -1)
+    b_mask[plain] = len(special) + np.arange(len(plain))
+    return Constrained(
+        reqs=[req for _, req in special] + [batch[row] for row in plain],
+        b_mask=int32s(b_mask, device),
+        special_rows=int32s([row for row, _ in special], device),
+    )
 
 
 def allowed_of(rows: list[tuple[int, np.ndarray]], vocab: int, device: torch.device) -> Allowed | None:
@@ -240,7 +248,7 @@ def int64s(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
     return to_device(np.array(values, dtype=np.int64), device)
 
 
-def int32s(values: Sequence[int], device: torch.device) -> Tensor:
+def int32s(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
     return to_device(np.array(values, dtype=np.int32), device)
 
 

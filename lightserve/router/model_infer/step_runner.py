@@ -16,7 +16,8 @@ from lightserve.common.cuda_graph import CudaGraphs
 from lightserve.common.device import DeviceKind, to_device
 from lightserve.router.model_infer.infer_batch import InferBatch
 from lightserve.router.model_infer.prompt_scores import StepScores
-from lightserve.router.model_infer.step_input import StepShape, columns_of
+from lightserve.router.model_infer.step_input import StepColumns, StepShape, columns_of
+from lightserve.router.model_infer.step_masks import StepMasks
 
 # Decode steps are padded to one of these; a step of few rows costs what reading the weights costs.
 DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -28,7 +29,8 @@ REQUESTS = (24, 40, 72, 136, 264)  # of steps in which others decode
 
 class StepOut(NamedTuple):
     logits: Tensor  # [requests, vocab]
-    tokens: Tensor  # [requests] int64, chosen by temperature alone
+    tokens: Tensor  # [requests] int64, chosen by temperature and masks alone
+    columns: StepColumns  # by which they were chosen
 
 
 class StepRunner:
@@ -38,9 +40,9 @@ class StepRunner:
         self._graphs: CudaGraphs[StepShape, StepOut] | None = CudaGraphs(self._compute) if kind.has_graphs else None
 
     def rehearse(self) -> None:
-        """Launch every step that ``capture`` will capture."""
+        """Launch every step that ``capture`` will capture, and what masks need beside."""
         for shape in self._to_capture():
-            self._compute(self._padding(shape), shape)
+            _launch_masks(self._compute(self._padding(shape), shape).logits)
 
     def capture(self) -> None:
         for shape in self._to_capture():
@@ -62,26 +64,47 @@ class StepRunner:
         return shape if larger is None or self._graphs is None or larger not in self._graphs else larger
 
     @torch.inference_mode()
-    def run(self, inputs: np.ndarray, shape: StepShape, scores: StepScores | None = None) -> StepOut:
+    def run(
+        self, inputs: np.ndarray, shape: StepShape, scores: StepScores | None = None, masks: StepMasks | None = None
+    ) -> StepOut:
         if scores is None and self._graphs is not None and shape in self._graphs:
-            return self._graphs.replay(shape, torch.from_numpy(inputs).pin_memory())
-        return self._compute(to_device(inputs, self._model.device), shape, scores)
+            out = self._graphs.replay(shape, torch.from_numpy(inputs).pin_memory())
+            return out if masks is None else self._choose(out.logits, out.columns, masks)
+        return self._choose(*self._forward(to_device(inputs, self._model.device), shape, scores), masks)
 
     @torch.inference_mode()
-    def _compute(self, inputs: Tensor, shape: StepShape, scores: StepScores | None = None) -> StepOut:
-        batch = self._batch
+    def _compute(self, inputs: Tensor, shape: StepShape) -> StepOut:
+        """What is captured."""
+        return self._choose(*self._forward(inputs, shape))
+
+    def _forward(
+        self, inputs: Tensor, shape: StepShape, scores: StepScores | None = None
+    ) -> tuple[Tensor, StepColumns]:
         columns = columns_of(inputs, shape, torch.float32, torch.int64)
         tokens = ops.StepTokens(*columns.tokens)
-        input_ids = ops.place_tokens(tokens, batch.req_to_token, batch.last_ids)
-        attn = ops.AttnBatch(batch.req_to_token, *columns.requests, has_decodes=shape.has_decodes)
+        input_ids = ops.place_tokens(tokens, self._batch.req_to_token, self._batch.last_ids)
+        attn = ops.AttnBatch(self._batch.req_to_token, *columns.requests, has_decodes=shape.has_decodes)
         watch = None if scores is None else partial(scores.compute, vocab=self._model.config.vocab_size)
         step = ModelInput(
             input_ids, tokens.positions, tokens.slots, attn, is_prefill=shape.has_prompts, watch_logits=watch
         )
-        logits = self._model.forward(step)
-        chosen = ops.choose(logits, columns.temperature, columns.seed, attn.b_seq_len)
-        batch.last_ids.index_copy_(0, attn.b_req_idx.long(), chosen)
-        return StepOut(logits, chosen)
+        return self._model.forward(step), columns
+
+    def _choose(self, logits: Tensor, columns: StepColumns, masks: StepMasks | None = None) -> StepOut:
+        rows, _, seq_len, _ = columns.requests
+        token_masks = None if masks is None else masks.for_choosing(len(logits))
+        chosen = ops.choose(logits, columns.temperature, columns.seed, seq_len, token_masks)
+        self._batch.last_ids.index_copy_(0, rows.long(), chosen)
+        return StepOut(logits, chosen, columns)
+
+
+@torch.inference_mode()
+def _launch_masks(logits: Tensor) -> None:
+    """Masks that change nothing, in every row."""
+    rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
+    bitmask = rows.new_full((len(logits), -(-logits.shape[1] // 32)), -1)
+    ops.choose(logits, rows.float(), rows.long(), rows, ops.TokenMasks(rows, bitmask))
+    ops.mask_logits(logits.float(), rows, bitmask)
 
 
 def graph_shapes(max_reqs: int) -> Iterator[StepShape]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from lightserve.router.model_infer.model_rpc import Collect
 from lightserve.router.model_infer.pending_step import PendingStep
 from lightserve.router.model_infer.sampler import Sampler, StepLogprobs
 from lightserve.router.model_infer.sampling_plan import int64s
+from lightserve.router.model_infer.step_masks import MaskMaker, StepMasks
 from lightserve.router.model_infer.step_runner import StepOut, StepRunner
 from lightserve.router.model_infer.thinking import ThinkingBudget
 from lightserve.utils.progress import Progress
@@ -70,7 +72,8 @@ class ModelWorker:
         self._batch = InferBatch(self.model.req_manager, self.model.mem_manager.padding_slot, device)
         self._runner = StepRunner(self.model, self._batch, kind)
         self._grammars = Grammars(source, self.model_config.vocab_size)
-        self._sampler = Sampler(self.model_config.vocab_size, device, self._batch.last_ids, self._grammars)
+        self._masks = MaskMaker(self._grammars, device, partial(kind.enter, device))
+        self._sampler = Sampler(self.model_config.vocab_size, device, self._batch.last_ids)
         self._launched: PendingStep | None = None  # the last one
 
     @property
@@ -153,23 +156,30 @@ class ModelWorker:
             return list
         packed = self._batch.pack(step.rows, self._runner.fit)
         self._sampler.look_back(packed.reqs)
-        out = self._runner.run(packed.inputs, packed.shape, packed.open_scores(self._device))
-        tokens, logprobs = self._sample(packed, out)
+        masks = self._begin_masks(packed)
+        out = self._runner.run(packed.inputs, packed.shape, packed.open_scores(self._device), masks)
+        tokens, logprobs = self._sample(packed, out, masks)
         chosen = [(i, req) for i, (req, is_last) in enumerate(zip(packed.reqs, packed.is_last, strict=True)) if is_last]
         for _, req in chosen:
             req.total_len += 1
         self._launched = PendingStep(tokens, chosen, logprobs)
         return self._launched.collect
 
+    def _begin_masks(self, packed: PackedStep) -> StepMasks | None:
+        constrained = self._sampler.plan_of(packed.reqs).constrained
+        if constrained is None or not any(req.obeys_grammar for req in constrained.reqs):
+            return None
+        return self._masks.begin(constrained, list if self._launched is None else self._launched.collect)
+
     @torch.inference_mode()
-    def _sample(self, packed: PackedStep, out: StepOut) -> tuple[Tensor, StepLogprobs | None]:
+    def _sample(self, packed: PackedStep, out: StepOut, masks: StepMasks | None) -> tuple[Tensor, StepLogprobs | None]:
         """A token for each request of the step, and where asked for its log-probability."""
         plan = self._sampler.plan_of(packed.reqs)
         tokens, logits = out.tokens[: len(packed.reqs)], out.logits[: len(packed.reqs)]
         if plan.special:
             if plan.needs_last_tokens and self._launched is not None:
                 self._launched.collect()
-            tokens = self._sampler.sample(logits, packed.reqs, tokens)
+            tokens = self._sampler.sample(logits, packed.reqs, tokens, masks)
             rows = int64s([req.row for req in packed.reqs], self._device)
             self._batch.last_ids.index_copy_(0, rows, tokens)
         return tokens, self._sampler.logprobs(tokens, logits, packed.reqs)
