@@ -7,7 +7,8 @@
 
 The scheduler tells the workers what to run in a Step: requests that enter, the slots that each row of the step fills,
 requests that leave. A worker knows the rest (the tokens of its requests), so prefill, a chunk of it and decode are the
-same message: the next len(slots) tokens of a request.
+same message: the next len(slots) tokens of a request. Several tokens of a request may come back, in their order: the
+one that was sampled and those that its grammar forces after it. The next row of that request has as many slots.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True):
-    """A token sampled for a request whose known tokens are all computed."""
+    """A token sampled for a request whose known tokens are all computed, or one that its grammar forces after that."""
 
     req_id: int
     token_id: int
@@ -184,6 +185,7 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None  # why there is no token: the request ends
     status: int = 400  # of the error
     prompt: PromptLogprobs | None = None  # with the first token, where the request asked for it
+    is_forced: bool = False  # it follows another of the same step, and the step under way after that brings none
 
 
 # httpserver -> router

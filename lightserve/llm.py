@@ -182,8 +182,10 @@ class LLM:
             self._open.clear()
             self._under_way.clear()
             raise
-        for req, out in self._scheduler.take(outs):
-            self._hand_out(req, out)
+        for out in outs:
+            req = self._scheduler.take_one(out)
+            if req is not None:
+                self._hand_out(req, out)
 
     def _hand_out(self, req: Req, out: TokenOut) -> None:
         stream = self._open[req.req_id]

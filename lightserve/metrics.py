@@ -63,6 +63,7 @@ CATALOGUE = (
     _gauge("kv_used_tokens", "Tokens of the KV pool in use."),
     _counter("prompt_tokens_total", "Prompt tokens of requests whose prompt is computed, cached ones too."),
     _counter("generation_tokens_total", "Tokens generated."),
+    _counter("forced_tokens_total", "Of them, those that a grammar forced: no step of their own sampled them."),
     Metric(
         "request_success_total",
         Kind.COUNTER,

@@ -29,6 +29,7 @@ SUMS = (
 
 _OURS_ALONE = {
     "kv_used_tokens",
+    "forced_tokens_total",
     "request_refused_total",
     "request_failed_total",
     "request_numerical_error_total",

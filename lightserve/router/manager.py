@@ -207,7 +207,10 @@ class RouterManager:
         now = time.monotonic()
         gaps: dict[float, int] = {}  # when the last token was -> how many requests; one step serves most of them
         rows, failed = [], []
-        for req, out in self._scheduler.take(outs):
+        for out in outs:
+            req = self._scheduler.take_one(out)
+            if req is None:
+                continue
             if req.error is not None:
                 failed.append(ReqFailed(req.req_id, req.error_status, req.error))
                 continue
@@ -217,6 +220,7 @@ class RouterManager:
             else:
                 gaps[req.last_token_s] = gaps.get(req.last_token_s, 0) + 1
             req.last_token_s = now
+            self.metrics.forced(out.is_forced)
             rows.append(
                 TokenIdOut(
                     req.req_id,

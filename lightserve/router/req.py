@@ -38,7 +38,7 @@ class Req:
     node: RadixNode | None = None  # of the prefix cache, locked
     shared_len: int = 0  # the first of ``slots``, which belong to the cache
     planned_len: int = 0  # tokens whose KV is there or computed by the steps so far
-    planned_outputs: int = 0  # tokens that the steps so far sample
+    planned_outputs: int = 0  # tokens that the steps so far bring, as far as is known
 
     cached_len: int = 0  # tokens of the prompt whose KV was there on first admission
     times_passed: int = 0  # others were admitted before it although it came first
@@ -103,6 +103,8 @@ class Req:
         token_id = out.token_id
         self.output_ids.append(token_id)
         count = len(self.output_ids)
+        # a step under way that was to sample after fewer tokens samples nothing: it computes one of the forced ones
+        self.planned_outputs = max(self.planned_outputs, count)
         if count > self.sampling.min_new_tokens and self._is_end(token_id):
             self.finish_reason = FinishReason.STOP
         elif out.completes:

@@ -113,23 +113,25 @@ class Scheduler:
         return Step(rows, new, left)
 
     def take(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
-        """Give each request its token and release those that are done; tokens of requests that are gone are dropped."""
-        taken = []
-        for out in outs:
-            req = self._running.get(out.req_id) or self._queue.paused(out.req_id)
-            if req is None or not req.in_flight:  # it ended or was aborted while this step was under way
-                continue
-            req.take(out)
-            taken.append((req, out))
-            self._suspects.acquit(req)
-            if req.finish_reason is not None:
-                # a failure says nothing of answers, nor do the steps of a beam search, which make one token
-                if req.max_new_tokens > 1 and req.error is None:
-                    self._estimate.learn(len(req.output_ids))
-                self._drop(req)
-                if req.error is not None and req.error_status >= 500:
-                    self.pool.discard(req)
-        return taken
+        """Give every token to its request, for who need not know how each stood after it."""
+        taken = [(self.take_one(out), out) for out in outs]
+        return [(req, out) for req, out in taken if req is not None]
+
+    def take_one(self, out: TokenOut) -> Req | None:
+        """Give a token to its request and release that if it is done; None if it is gone, and the token with it."""
+        req = self._running.get(out.req_id) or self._queue.paused(out.req_id)
+        if req is None or not (req.in_flight or out.is_forced):  # it ended or was aborted meanwhile
+            return None
+        req.take(out)
+        self._suspects.acquit(req)
+        if req.finish_reason is not None:
+            # a failure says nothing of answers, nor do the steps of a beam search, which make one token
+            if req.max_new_tokens > 1 and req.error is None:
+                self._estimate.learn(len(req.output_ids))
+            self._drop(req)
+            if req.error is not None and req.error_status >= 500:
+                self.pool.discard(req)
+        return req
 
     def abort(self, req_id: int) -> Req | None:
         """Drop a request wherever it is; None if it is gone already."""

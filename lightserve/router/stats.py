@@ -44,6 +44,10 @@ class RouterMetrics:
         self._next_token.observe(itl_s, count)
         self.values["generation_tokens_total"] += count
 
+    def forced(self, count: int = 1) -> None:
+        """Of the tokens that were counted as next ones."""
+        self.values["forced_tokens_total"] += count
+
     def finished(  # noqa: PLR0913  once a request, all plain numbers
         self,
         reason: str,

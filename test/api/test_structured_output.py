@@ -168,6 +168,23 @@ def test_one_request_that_has_no_way_on_fails_alone(server: ServerProcess) -> No
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
 
+def test_what_a_schema_forces_takes_no_steps(server: ServerProcess) -> None:
+    properties = {"a_name_of_many_tokens_altogether": {"type": "boolean"}}
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    body = {"prompt": "x", "guided_json": schema, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": False}
+    before = server.settled_metrics()
+
+    plain, scored = (server.post("/v1/completions", body | more)[1] for more in ({}, {"logprobs": 1}))
+
+    after = server.settled_metrics()
+    steps, forced = (after[name] - before[name] for name in ("iteration_tokens_total_count", "forced_tokens_total"))
+    tokens = plain["usage"]["completion_tokens"]
+    assert plain["choices"][0]["text"] == scored["choices"][0]["text"]
+    assert tokens == scored["usage"]["completion_tokens"]
+    assert forced >= 5
+    assert steps <= 2 * tokens - forced + 2  # with logprobs each token has its step; each request is let go in one more
+
+
 @pytest.mark.long
 def test_pauses_and_steps_among_others_change_no_answer() -> None:
     """On few slots, so that requests are paused again and again; every third is free."""

@@ -52,6 +52,7 @@ class FakeModel:
         self.stuck_at: int | None = None  # the step that does not end
         self.is_lost = False
         self.given_up: list[tuple[str, bool]] = []
+        self.forces = 0  # tokens that come with every one that is sampled
         self._end_after = end_after
         self._missing: dict[int, int] = {}
         self._made: dict[int, int] = {}
@@ -87,16 +88,23 @@ class FakeModel:
         for row in step.rows:
             self._missing[row.req_id] -= len(row.slots)
             if self._missing[row.req_id] == 0:
-                self._missing[row.req_id] = 1
-                self._made[row.req_id] += 1
-                outs.append(self._token(row.req_id, self._made[row.req_id]))
+                self._missing[row.req_id] = 1 + self.forces
+                outs += [self._token(row.req_id, is_forced=place > 0) for place in range(1 + self.forces)]
         return outs
 
-    def _token(self, req_id: int, made: int) -> TokenOut:
+    def _token(self, req_id: int, is_forced: bool) -> TokenOut:
+        self._made[req_id] += 1
+        made = self._made[req_id]
         token_id = EOS if made == self._end_after else 100 + made
         error = "nothing is left" if req_id in self.failing else None
-        completes = made == self.completes_after
-        return TokenOut(req_id, token_id, completes=completes, error=error, status=self.failing_status)
+        return TokenOut(
+            req_id,
+            token_id,
+            completes=made == self.completes_after,
+            error=error,
+            status=self.failing_status,
+            is_forced=is_forced,
+        )
 
 
 class Router:
@@ -390,6 +398,26 @@ def test_a_token_that_completes_a_grammar_ends_the_request_and_is_text(tmp_path:
         assert [out.ends_in_text for out in router.outs] == [False, True]
 
     check(scenario, tmp_path)
+
+
+def test_tokens_that_come_together_each_tell_how_the_request_stood(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.model.forces = 3
+        router.send(ask(1, max_new_tokens=6))
+
+        await router.until(lambda: router.has_finished(1))
+
+        assert router.tokens_of(1) == [101, 102, 103, 104, 105, 106]
+        assert [out.finish_reason for out in router.outs] == [None] * 5 + [FinishReason.LENGTH]
+        assert [out.admission is not None for out in router.outs] == [True] + [False] * 5
+        assert [len(batch.outs) for batch in router.batches if batch.outs] == [4, 2]
+        assert router.manager.metrics.values["generation_tokens_total"] == 6
+        assert router.manager.metrics.values["forced_tokens_total"] == 4
+
+    for depth in (1, 2):
+        run_dir = tmp_path / str(depth)
+        run_dir.mkdir()
+        check(scenario, run_dir, depth=depth)
 
 
 def stats(router: Router) -> list[RouterStats]:

@@ -29,6 +29,11 @@ def next_token(prefix: int, seed: int) -> int:
     return hash((prefix, seed, 1)) % 12  # integers only: strings hash anew in each process
 
 
+def num_forced(prefix: int, seed: int) -> int:
+    """How many tokens come after the next in any case: of every other request, at every other place."""
+    return hash((prefix, seed, 2)) % 7 if seed % 2 and hash((prefix, seed, 3)) % 2 else 0
+
+
 def truth(prompt: list[int], seed: int, max_new_tokens: int) -> list[int]:
     """The answer of a server with one request and no end of memory."""
     prefix = ROOT
@@ -57,9 +62,13 @@ class KvReq:
 
 
 class KvWorker:
-    """Runs steps as a model worker does, and reads every slot of a request whenever it computes something of it."""
+    """Runs steps as a model worker does, and reads every slot of a request whenever it computes something of it.
 
-    def __init__(self, num_slots: int, poison: frozenset[int] = frozenset()) -> None:
+    If it ``forces``, it knows now and then several tokens of a request at once, as if a grammar forced them.
+    """
+
+    def __init__(self, num_slots: int, poison: frozenset[int] = frozenset(), forces: bool = False) -> None:
+        self._forces = forces
         self.computed = 0  # tokens
         self._poison = poison  # requests that it dies of
         self.reqs: dict[int, KvReq] = {}
@@ -78,7 +87,7 @@ class KvWorker:
         assert len(set(written)) == len(written), "a slot is written twice in a step"
         for row in step.rows:
             self._write(self.reqs[row.req_id], row.slots)
-        return [out for row in step.rows if (out := self._read(row.req_id)) is not None]
+        return [out for row in step.rows for out in self._read(row.req_id)]
 
     def _write(self, req: KvReq, slots: list[int]) -> None:
         for slot in slots:
@@ -86,24 +95,30 @@ class KvWorker:
             req.slots.append(slot)
             self.computed += 1
 
-    def _read(self, req_id: int) -> TokenOut | None:
+    def _read(self, req_id: int) -> list[TokenOut]:
         req = self.reqs[req_id]
         held = [self._kv[slot] for slot in req.slots]
         assert held == req.prefixes[: len(held)], "a slot does not hold what its reader believes"
         if len(req.slots) < len(req.ids):
-            return None
-        token_id = next_token(req.prefixes[-1], req.seed)
-        req.ids.append(token_id)
-        req.extend_prefixes()
-        return TokenOut(req_id, token_id)
+            return []
+        outs = []
+        for place in range(1 + (num_forced(req.prefixes[-1], req.seed) if self._forces else 0)):
+            token_id = next_token(req.prefixes[-1], req.seed)
+            req.ids.append(token_id)
+            req.extend_prefixes()
+            outs.append(TokenOut(req_id, token_id, is_forced=place > 0))
+        return outs
 
 
 class Server:
     """The router's loop without processes: ``depth`` steps are planned before the tokens of the first are seen."""
 
-    def __init__(self, scheduler: Scheduler, depth: int = 1, poison: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, scheduler: Scheduler, depth: int = 1, poison: frozenset[int] = frozenset(), forces: bool = False
+    ) -> None:
         self.scheduler = scheduler
-        self.worker = KvWorker(scheduler.pool.size, poison)
+        self.worker = KvWorker(scheduler.pool.size, poison, forces)
+        self._forces = forces
         self.peak_used = 0
         self.order: list[int] = []  # request ids in the order of their first admission
         self.steps: list[set[int]] = []  # the requests of each
@@ -144,7 +159,7 @@ class Server:
         culprit = self.scheduler.lose_kv(under_way)
         if culprit is not None:
             self.blamed.append(culprit.req_id)
-        self.worker = KvWorker(self.scheduler.pool.size, self._poison)
+        self.worker = KvWorker(self.scheduler.pool.size, self._poison, self._forces)
 
     def run(self, reqs: list[Req]) -> None:
         for req in reqs:
@@ -190,7 +205,7 @@ def servers(draw: st.DrawFn) -> Server:
     )
     for length in draw(st.lists(st.integers(1, 20), max_size=40)):
         scheduler._estimate.learn(length)
-    return Server(scheduler, draw(st.integers(1, 3)))
+    return Server(scheduler, draw(st.integers(1, 3)), forces=draw(st.booleans()))
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -231,9 +246,10 @@ def test_every_request_gets_its_text_and_nothing_is_lost_whatever_happens(
     server.assert_idle()
 
 
+@pytest.mark.parametrize("forces", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_pool_too_small_for_all_pauses_some_and_finishes_every_text(depth: int) -> None:
-    server = Server(make(600, max_running=50, batch_max_tokens=256, token_ratio=1.0), depth)
+def test_a_pool_too_small_for_all_pauses_some_and_finishes_every_text(depth: int, forces: bool) -> None:
+    server = Server(make(600, max_running=50, batch_max_tokens=256, token_ratio=1.0), depth, forces=forces)
     for _ in range(64):
         server.scheduler._estimate.learn(10)  # far too short: these will go on
     reqs = [make_req(i, [50 + i, 1, 2, 3], 200) for i in range(50)]
@@ -280,6 +296,37 @@ def test_the_next_turn_of_a_chat_computes_only_what_is_new() -> None:
         assert turn == 0 or new <= 12  # the last answer's last token, and the new question
         assert server.worker.computed - before == new + len(req.output_ids) - 1
         history = [*history, *req.output_ids, *range(500 + turn * 10, 510 + turn * 10)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_that_come_together_are_computed_together(depth: int) -> None:
+    scheduler = make()
+    req = make_req(0, [1, 2, 3], max_new_tokens=9)
+    scheduler.add(req)
+    steps = [scheduler.next_step() for _ in range(depth)]
+
+    scheduler.take([TokenOut(0, 100), *(TokenOut(0, token, is_forced=True) for token in (101, 102, 103))])
+    step = scheduler.next_step()
+
+    assert [len(row.slots) for one in steps if one for row in one.rows] == [3, 1][:depth]
+    assert step is not None
+    assert [len(row.slots) for row in step.rows] == [5 - depth]  # a step under way computes the first of them
+    assert req.in_flight == 1
+
+
+def test_forced_tokens_beyond_the_end_of_their_request_are_dropped() -> None:
+    scheduler = make()
+    reqs = [make_req(0, [1, 2], max_new_tokens=3), make_req(1, [3, 4], max_new_tokens=9)]
+    for req in reqs:
+        scheduler.add(req)
+    scheduler.next_step()
+
+    for req_id in (0, 1):
+        forced = [TokenOut(req_id, token, is_forced=True) for token in (101, 102, EOS, 103)]
+        scheduler.take([TokenOut(req_id, 100), *forced])
+
+    assert [req.output_ids for req in reqs] == [[100, 101, 102], [100, 101, 102, EOS]]
+    assert [req.finish_reason for req in reqs] == [FinishReason.LENGTH, FinishReason.STOP]
 
 
 def test_salts_do_not_share() -> None:

@@ -47,6 +47,16 @@ class ReqGrammar:
         """Whether the answer is whole and nothing may follow."""
         return self._matcher is not None and self.error is None and self._matcher.is_stopped()
 
+    def forced(self) -> list[int]:
+        """The tokens of the only text that may follow, empty where there is a choice. A mask allows no others there."""
+        matcher = self.matcher
+        if matcher is None or self.error is not None or matcher.is_stopped():
+            return []
+        tokens = matcher.compute_ff_tokens()
+        return tokens[
+            : matcher.validate_tokens(tokens)
+        ]  # of a text for which the vocabulary lacks bytes they are wrong
+
     def advance(self, token_id: int, is_permitted: bool = True) -> None:
         """The request got this token. One that the grammar or another rule does not permit ends it with an error."""
         matcher = self.matcher

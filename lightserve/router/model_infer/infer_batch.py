@@ -72,6 +72,14 @@ class InferReq:
         """Whether thinking that lasts too long may force the next token."""
         return self.thinking is not None and self.thinking.may_force(self.output_len)
 
+    def append(self, chosen: int, forced: list[int]) -> None:
+        """The host learns a token that counts in ``total_len`` already, and those that come after it in any case.
+
+        A step may be packed meanwhile, so its length is known first: who finds the tokens may ask what follows.
+        """
+        self.total_len += len(forced)
+        self.token_ids += [chosen, *forced]
+
     def scored_next(self, count: int) -> list[int]:
         """Tokens of the prompt whose logprobs come of computing its next ``count`` tokens, where they are asked for."""
         if self.prompt_parts is None:
@@ -103,7 +111,6 @@ class PackedStep:
     inputs: np.ndarray  # int32: see columns_of
     shape: StepShape
     reqs: list[InferReq]
-    is_last: list[bool]  # whether the step computes the last token of the request, so that the next can be chosen
     scored: list[Scored]
 
     def open_scores(self, device: torch.device) -> StepScores | None:
@@ -184,7 +191,7 @@ class InferBatch:
 
         for req, row in zip(reqs, rows, strict=True):
             req.cache_len += len(row.slots)
-        return PackedStep(inputs, shape, reqs, [req.is_due for req in reqs], scored)
+        return PackedStep(inputs, shape, reqs, scored)
 
     def padding(self, shape: StepShape) -> np.ndarray:
         """The input of a step that computes nothing."""

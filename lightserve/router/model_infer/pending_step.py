@@ -43,10 +43,12 @@ class PendingStep:
             if ids[row] == ops.NO_TOKEN:
                 outs.append(_without_token(req))
                 continue
-            is_complete, error = _advance(req, ids[row])
-            req.token_ids.append(ids[row])  # last: who finds it there may ask what follows
+            is_complete, error = _advance(req, ids[row], req.token_ids)
             logprob, top = logprobs.get(row, NOT_ASKED)
             outs.append(TokenOut(req.req_id, ids[row], logprob, top, is_complete, error, prompt=_take_prompt(req)))
+            forced = _forced(req, ids[row])
+            req.append(ids[row], [out.token_id for out in forced])
+            outs += forced
         return outs
 
 
@@ -62,11 +64,30 @@ def _take_prompt(req: InferReq) -> PromptLogprobs | None:
     return None if parts is None else joined(parts, req.sampling.prompt_logprobs or 0)
 
 
-def _advance(req: InferReq, token_id: int) -> tuple[bool, str | None]:
+def _advance(req: InferReq, token_id: int, before: list[int]) -> tuple[bool, str | None]:
     """Whether this token completes the request's grammar, and why it may not be there."""
     grammar = req.grammar
     if grammar is None:
         return False, None
-    is_first = len(req.token_ids) == req.prompt_len
-    grammar.advance(token_id, is_permitted=req.rules.permits(token_id, req.token_ids, is_first))
+    is_first = len(before) == req.prompt_len
+    grammar.advance(token_id, is_permitted=req.rules.permits(token_id, before, is_first))
     return grammar.is_complete, grammar.error
+
+
+def _forced(req: InferReq, chosen: int) -> list[TokenOut]:
+    """What comes after ``chosen`` in any case, and need not be sampled.
+
+    Nothing where logprobs are asked for, or where thinking may have to end. It ends before a token that another rule
+    forbids: to sample that one finds nothing left.
+    """
+    if req.grammar is None or req.sampling.logprobs is not None or req.thinking is not None:
+        return []
+    outs: list[TokenOut] = []
+    token_ids = [*req.token_ids, chosen]
+    for token_id in req.grammar.forced():
+        if not (req.obeys_grammar and req.rules.permits(token_id, token_ids, is_first=False)):
+            break
+        is_complete, _ = _advance(req, token_id, token_ids)
+        token_ids.append(token_id)
+        outs.append(TokenOut(req.req_id, token_id, completes=is_complete, is_forced=True))
+    return outs

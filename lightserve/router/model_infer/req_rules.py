@@ -100,6 +100,8 @@ class ReqRules:
 
     def permits(self, token_id: int, token_ids: list[int], is_first: bool) -> bool:
         """Whether it may follow ``token_ids``. Only a row of which nothing was left has a token that may not."""
+        if not self.is_special:
+            return True
         limits = (self.allowed_ids, self.first_ids if is_first else self.allowed_ids)
         if any(ids.size and token_id not in ids for ids in limits):
             return False

@@ -37,9 +37,10 @@ class SeenTokens:
                 self._count_prompt(req)
             known = req.token_ids[req.counted_len :]
             entries += [req.row * vocab + token for token in known]
-            if req.counted_len + len(known) < req.total_len:
+            req.counted_len += len(known)
+            if req.counted_len < req.total_len:
                 waiting.append(req.row)
-            req.counted_len = req.total_len
+                req.counted_len += 1  # of the others, if any, the host is just being told
         if entries:
             self._count(to_device(np.array(entries), self.table.device))
         if waiting:

@@ -140,7 +140,7 @@ class ModelWorker:
         self.run(Step([], free=ids))
 
     def run(self, step: Step) -> list[TokenOut]:
-        """Run a step; a token comes back for every row that reaches the end of its request's known tokens."""
+        """Run a step; tokens come back for every row that reaches the end of its request's known tokens."""
         return self.launch(step)()
 
     def launch(self, step: Step) -> Collect:
@@ -159,7 +159,8 @@ class ModelWorker:
         masks = self._begin_masks(packed)
         out = self._runner.run(packed.inputs, packed.shape, packed.open_scores(self._device), masks)
         tokens, logprobs = self._sample(packed, out, masks)
-        chosen = [(i, req) for i, (req, is_last) in enumerate(zip(packed.reqs, packed.is_last, strict=True)) if is_last]
+        # only now: the step before may turn out to force tokens, so that this one computes the last no more
+        chosen = [(i, req) for i, req in enumerate(packed.reqs) if req.is_due]
         for _, req in chosen:
             req.total_len += 1
         self._launched = PendingStep(tokens, chosen, logprobs)
