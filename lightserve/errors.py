@@ -9,6 +9,7 @@ LightserveError
 │   ├── ModelNotFoundError         404
 │   ├── ResponseNotFoundError      404: none is stored
 │   ├── BodyTimeoutError           408
+│   ├── UnreadAnswerError          408: the client does not read what it asked for
 │   ├── BodyTooLargeError          413
 │   ├── MediaTypeError             415
 │   ├── OverloadedError            429
@@ -83,6 +84,10 @@ class ResponseNotFoundError(RequestError):
 
 
 class BodyTimeoutError(RequestError):
+    status = 408
+
+
+class UnreadAnswerError(RequestError):
     status = 408
 
 

@@ -19,6 +19,7 @@ from lightserve.errors import (
     LightserveError,
     PromptTooLongError,
     UnavailableError,
+    UnreadAnswerError,
     error_of,
 )
 from lightserve.httpserver.access_log import AccessLog
@@ -39,6 +40,7 @@ from lightserve.io_struct import (
 from lightserve.utils.channel import Receiver, Sender
 
 PLAIN_TERMS = Terms()
+MAX_UNREAD = 2**16  # tokens of a request, some 20 MB, that wait for a client which does not read
 SILENCE_S = 5.0  # the router speaks once a second; after this the engine counts as dead
 SLOW_STEP = 0.25  # of the time after which a step counts as hung: then it is not healthy any more
 
@@ -252,11 +254,15 @@ class Generation:
             self._manager._close(req_id, is_finished=True)
 
     def push(self, index: int, out: StrOut) -> None:
-        self._news.append((index, out))
+        if self._error is None:
+            self._news.append((index, out))
         self.log.note(out, is_first_choice=index % self.n == 0)
         if out.finish_reason is not None:
             self._unfinished.discard(index)
         self._has_news.set()
+        if len(self._news) > MAX_UNREAD:
+            self._news.clear()
+            self.fail(UnreadAnswerError(f"more than {MAX_UNREAD} tokens were not read"))
 
     def fail(self, error: LightserveError) -> None:
         """One sequence that fails takes the request with it; leaving aborts the others."""

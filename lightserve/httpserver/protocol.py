@@ -14,12 +14,14 @@ from lightserve.httpserver.error_handlers import error_object
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers; the parser would gather any number, in quadratic time
 HEADER_COST = 32  # what each header counts besides its bytes, as in HTTP/2: ten thousand short ones are too many
 HEAD_TIMEOUT_S = 30.0
+STALL_S = 60.0  # that a full buffer may take to empty; whoever reads less than 64 KB in that time is cut off
 LINGER_S = 2.0  # a client that still sends gets that long to read why it is refused, before it is cut off
 
 
 class LimitedProtocol(HttpToolsProtocol):
     _is_in_head = False
     _is_refused = False
+    _stalled: asyncio.TimerHandle | None = None  # while the client does not read what we write
     _gathered_bytes = 0  # that the parser has and did not hand on: of a head, or of trailers after a body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -29,6 +31,15 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # the base class forgets it where the connection broke
+        self._forget_stall()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(STALL_S, self.transport.abort)  # then its request is aborted too
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._forget_stall()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -97,6 +108,11 @@ class LimitedProtocol(HttpToolsProtocol):
             cycle.message_event.set()
         self.transport.write_eof()
         self._end_after(LINGER_S)
+
+    def _forget_stall(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def _end_after(self, seconds: float) -> None:
         self._unset_keepalive_if_required()

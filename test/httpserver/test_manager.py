@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightserve.errors import AbortedError, OverloadedError, PromptTooLongError, UnavailableError
+from lightserve.errors import AbortedError, OverloadedError, PromptTooLongError, UnavailableError, UnreadAnswerError
+from lightserve.httpserver import manager
 from lightserve.httpserver.access_log import AccessLog
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import Ask, EngineState
@@ -65,6 +66,24 @@ def test_choices_of_one_seed_differ_and_are_the_same_every_time(tmp_path: Path) 
         await texts(context, ASK, n=3)
 
         assert [req.sampling.seed for req in fake.asked] == [5, 6, 7]
+
+    check(scenario, tmp_path)
+
+
+def test_a_caller_that_does_not_read_loses_its_request_and_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "MAX_UNREAD", 3)
+
+    async def scenario(context: ServerContext, fake: FakeEngine) -> None:
+        async with context.manager.generate([ASK], log()) as generation:
+            await until(lambda: not generation._unfinished)
+
+            assert not generation._news
+            with pytest.raises(UnreadAnswerError, match="more than 3 tokens were not read"):
+                await anext(generation)
+
+        assert await texts(context, ASK) == ["hello"]
 
     check(scenario, tmp_path)
 

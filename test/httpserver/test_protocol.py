@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -121,6 +122,29 @@ def test_a_client_that_says_nothing_is_cut_off(tmp_path: Path, monkeypatch: pyte
         await talk(Wire(*await asyncio.open_connection(host, int(port))))
 
     serve(scenario, tmp_path, spell("hi"))
+
+
+def test_a_client_that_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = asyncio.Event()
+    connection_lost = protocol.LimitedProtocol.connection_lost
+
+    def noted(self: protocol.LimitedProtocol, error: Exception | None) -> None:
+        connection_lost(self, error)
+        lost.set()
+
+    monkeypatch.setattr(protocol.LimitedProtocol, "connection_lost", noted)
+    monkeypatch.setattr(protocol, "STALL_S", 0.05)
+    count = 500  # some 100 KB each: more than the kernel keeps for a client
+
+    async def talk(wire: Wire) -> None:
+        wire.writer.write(b"GET /openapi.json HTTP/1.1\r\n\r\n" * count)
+
+        await lost.wait()
+
+        with contextlib.suppress(ConnectionResetError):
+            assert (await wire.rest()).count(b"HTTP/1.1 200 OK") < count
+
+    on_the_wire(tmp_path, talk)
 
 
 @pytest.mark.parametrize(
