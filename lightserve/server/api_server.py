@@ -11,14 +11,11 @@ signal, once running requests were done; 1 when a process died; 2 when there is 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from lightserve.config import ServerConfig
@@ -29,13 +26,13 @@ from lightserve.server.banner import banner, say
 from lightserve.server.checks import ModelFacts, check
 from lightserve.server.child import ChildDiedError
 from lightserve.server.fleet import Fleet, Modules
+from lightserve.server.run_directory import run_directory
 from lightserve.server.watchdog import watch_for_silence
 from lightserve.server.worker_keeper import WorkerKeeper
 from lightserve.utils import net
 from lightserve.utils.process import EXIT_CRASH, EXIT_MISTAKE, STOP_SIGNALS
 
 FAREWELL_S = 3.0  # for the HTTP processes to tell their clients that it is over
-MAX_BASE_LEN = 50  # characters of the folder that the run directory is in: a unix socket's whole path may have 107
 
 SIGNALS_OFF = 128  # an exit code above this names a signal
 
@@ -151,17 +148,6 @@ class Launcher:
             news = EngineDied(f"the server is going down: its {died.child.role} died")  # last words may hold a path
             await self._fleet.wind_up(news, Drain(), within_s=FAREWELL_S)
         return EXIT_CRASH
-
-
-@contextlib.contextmanager
-def run_directory() -> Iterator[str]:
-    """A folder for the sockets between processes, which only this user can open."""
-    base = tempfile.gettempdir()
-    path = tempfile.mkdtemp(prefix="lightserve-", dir=base if len(base) <= MAX_BASE_LEN else "/tmp")
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def stop_signals() -> asyncio.Queue[signal.Signals]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from lightserve.server.api_server import run_directory
 from lightserve.server.child import ChildDiedError
 from lightserve.server.fleet import Fleet, Modules
 from test.server.launched import WORKER, launched, until
@@ -263,16 +262,6 @@ def test_a_signal_during_the_load_ends_it(tmp_path: Path, signum: signal.Signals
         assert server.last_line() == f"lightserve: {signum.name}: stopped at once"
         assert not server.children()
         assert server.has_cleaned_up()
-
-
-def test_the_run_directory_leaves_room_for_the_names_of_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + 60 * "x")
-
-    with run_directory() as path:
-        assert len(path) < 60
-        assert stat.S_IMODE(os.stat(path).st_mode) == 0o700
-
-    assert not os.path.exists(path)
 
 
 def test_a_killed_process_is_blamed_before_those_that_complain_of_it() -> None:
