@@ -69,7 +69,12 @@ class Child:
                 pass_fds=[fd for fd in (theirs.fileno(), boot.listen_fd) if fd is not None],
                 start_new_session=True,  # Ctrl-C is for the launcher, and a kill reaches what the child started
             )
-        child = cls(role, process, await asyncio.open_connection(sock=ours))
+        try:
+            child = cls(role, process, await asyncio.open_connection(sock=ours))
+        except asyncio.CancelledError:  # a signal came first, and nobody else knows of this process
+            process.kill()
+            await process.wait()
+            raise
         child._write(boot)
         return child
 

@@ -264,6 +264,17 @@ def test_a_signal_during_the_load_ends_it(tmp_path: Path, signum: signal.Signals
         assert server.has_cleaned_up()
 
 
+def test_a_signal_while_a_process_is_being_started_leaves_none(tmp_path: Path) -> None:
+    with launched(tmp_path) as server:
+        until(server.children, "the first is there")
+
+        server.process.send_signal(signal.SIGINT)
+
+        assert server.exit_code(seconds=10) == 130
+        assert not server.children()
+        assert server.has_cleaned_up()
+
+
 def test_a_killed_process_is_blamed_before_those_that_complain_of_it() -> None:
     def child(role: str, exit_code: int | None, words: str | None = None) -> Any:
         return SimpleNamespace(role=role, exit_code=exit_code, last_words=words)
