@@ -22,7 +22,7 @@ from lightserve.config import ServerConfig
 from lightserve.errors import LightserveError
 from lightserve.io_struct import Drain, EngineDied, Phase
 from lightserve.server.args import parse_server
-from lightserve.server.banner import banner, say
+from lightserve.server.banner import banner, say, show
 from lightserve.server.checks import ModelFacts, check
 from lightserve.server.child import ChildDiedError
 from lightserve.server.fleet import Fleet, Modules
@@ -121,8 +121,7 @@ class Launcher:
         self._is_serving = True
         own = [Phase("checks", started_s - begin_s), Phase("in all", time.monotonic() - begin_s)]
         phases = {child.role: child.phases for child in self._fleet.children} | {"start": own}
-        text = banner(url, self._model, engine, self._config.http.num_processes, phases)
-        print(text, file=sys.stderr, flush=True)
+        show(banner(url, self._model, engine, self._config.http.num_processes, phases))
 
     async def _drain(self) -> None:
         if not await self._fleet.wind_up(Drain(), within_s=self._config.launch.drain_timeout):

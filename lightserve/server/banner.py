@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +11,12 @@ from lightserve.server.checks import ModelFacts
 
 
 def say(what: object) -> None:
-    print(f"lightserve: {what}", file=sys.stderr, flush=True)
+    show(f"lightserve: {what}")
+
+
+def show(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a full disk or a closed pipe is no reason to stop serving
+        print(text, file=sys.stderr, flush=True)
 
 
 def banner(

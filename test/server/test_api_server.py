@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import stat
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lightserve.server.banner import say
 from lightserve.server.child import ChildDiedError
 from lightserve.server.fleet import Fleet, Modules
 from test.server.launched import WORKER, launched, until
@@ -262,6 +264,19 @@ def test_a_signal_during_the_load_ends_it(tmp_path: Path, signum: signal.Signals
         assert server.last_line() == f"lightserve: {signum.name}: stopped at once"
         assert not server.children()
         assert server.has_cleaned_up()
+
+
+def test_a_log_that_cannot_be_written_is_no_reason_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr("sys.stderr", full)
+
+        say("SIGTERM: waiting for running requests")
+
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space left"):
+            full.flush()
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 def test_a_signal_while_a_process_is_being_started_leaves_none(tmp_path: Path) -> None:
