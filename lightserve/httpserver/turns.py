@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-PER_ROUND = 16  # some 5 ms of parsing, checking and encoding
+PER_ROUND = 8  # some 4 ms of parsing, checking and encoding
 
 
 class Turns:
