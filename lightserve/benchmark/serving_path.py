@@ -17,10 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 from urllib.parse import urlsplit
+
+from lightserve.benchmark.stream_client import StreamClient, finish, post
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 START_S = 60.0
@@ -36,29 +38,6 @@ class Load:
     tokens: int  # of each request
 
 
-class StreamClient(asyncio.Protocol):
-    """Sends one request and counts the events until its answer ends; parses as little as possible."""
-
-    def __init__(self, request: bytes) -> None:
-        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.events = 0
-        self.reads = 0
-        self._request = request
-        self._end = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        self.reads += 1
-        self.events += data.count(b"data:")
-        self._end = (self._end + data)[-200:]
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_result(self._end)
-
-
 def request_of(load: Load, host: str) -> bytes:
     text = "The quick brown fox jumps over the lazy dog. " * 3
     body: dict[str, object]
@@ -67,12 +46,7 @@ def request_of(load: Load, host: str) -> bytes:
     else:
         body = {"max_tokens": load.tokens, "ignore_eos": True, "stream": True}
         body |= {"prompt": text} if load.api == "completions" else {"messages": [{"role": "user", "content": text}]}
-    raw = json.dumps(body).encode()
-    head = (
-        f"POST {PATHS[load.api]} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(raw)}\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode() + raw
+    return post(host, PATHS[load.api], json.dumps(body).encode())
 
 
 @dataclass(slots=True)
@@ -83,15 +57,12 @@ class Result:
 
 
 async def drive(load: Load, url: str) -> Result:
-    place = urlsplit(url)
-    host, port = place.hostname or "", place.port or 80
-    request = request_of(load, place.netloc)
-    loop = asyncio.get_running_loop()
+    request = request_of(load, urlsplit(url).netloc)
 
     async def stream() -> None:
         for _ in range(load.rounds):
-            _, client = await loop.create_connection(lambda: StreamClient(request), host, port)
-            end = await client.done
+            client = StreamClient(request)
+            end = await finish(client, url)
             if b"error" in end or not (b"[DONE]" in end or b'"finished":true' in end):
                 raise RuntimeError(f"a stream ended with {end!r}")
             result.events += client.events
@@ -118,23 +89,31 @@ class Server:
     def wait_until_ready(self) -> str:
         end = time.monotonic() + START_S
         while time.monotonic() < end and self._process.poll() is None:
-            found = re.search(r"ready at (\S+)", Path(self._log.name).read_text())
+            found = re.search(r"ready at (\S+)", self.log())
             if found:
                 return found[1]
             time.sleep(0.05)
-        raise RuntimeError(f"the server did not start: {Path(self._log.name).read_text()}")
+        raise RuntimeError(f"the server did not start: {self.log()}")
 
-    def cpu_s(self) -> dict[str, float]:
-        """CPU seconds used so far, by process."""
-        used: dict[str, float] = {}
+    def log(self) -> str:
+        return Path(self._log.name).read_text()
+
+    def processes(self) -> Iterator[tuple[int, str]]:
+        """Pid and name of each."""
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
                 name, _, rest = path.read_text().partition("(")[2].rpartition(")")
             except OSError:  # it has just ended
                 continue
-            fields = rest.split()
-            if name.startswith("ls-") and int(fields[1]) == self._process.pid:
-                used[name] = used.get(name, 0.0) + (int(fields[11]) + int(fields[12])) * TICK_S
+            if name.startswith("ls-") and int(rest.split()[1]) == self._process.pid:
+                yield int(path.parent.name), name
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds used so far, by process."""
+        used: dict[str, float] = {}
+        for pid, name in self.processes():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            used[name] = used.get(name, 0.0) + (int(fields[11]) + int(fields[12])) * TICK_S
         return used
 
     def stop(self) -> None:
