@@ -1,0 +1,163 @@
+"""A crowd at the door: requests that come all at once, clients that leave, and how long /health takes meanwhile.
+
+    python -m lightserve.benchmark.storm --requests 2000 --leavers 500
+
+The worker makes up tokens, so that all time is the server's own (and this client's). Prints how the requests ended,
+what the router still holds when all are over, and the quantiles of /health as another process saw them; exits with 1
+if a request was lost, something is still held or /health was late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from lightserve.benchmark.serving_path import Load, Server, request_of
+from lightserve.benchmark.stream_client import LeavingClient, StreamClient, finish
+from lightserve.utils.net import raise_fd_limit
+
+HEALTH_P99_MS = 250.0
+IDLE_S = 30.0
+# asks /health 50 times a second, each time on a connection of its own as probes do, until its input ends; prints status
+# and milliseconds of each
+PROBE = """
+import asyncio, sys, time
+host, port = sys.argv[1].rsplit(":", 1)
+
+async def ask():
+    begin = time.perf_counter()
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /health HTTP/1.1\\r\\nHost: x\\r\\nConnection: close\\r\\n\\r\\n")
+    answer = await reader.read()
+    writer.close()
+    print(int(answer[9:12] or 0), (time.perf_counter() - begin) * 1e3)
+
+async def main():
+    over = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    async with asyncio.TaskGroup() as tasks:
+        while not over.done():
+            tasks.create_task(ask())
+            await asyncio.sleep(0.02)
+
+asyncio.run(main())
+"""
+HELD = ("lightserve_num_requests_running", "lightserve_num_requests_waiting", "lightserve_kv_used_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    ends: Counter[str]
+    seconds: float
+    health_ms: list[float]
+    unhealthy: int
+    held: dict[str, float]
+
+    @property
+    def health_p99_ms(self) -> float:
+        return sorted(self.health_ms)[int(len(self.health_ms) * 0.99)]
+
+    @property
+    def is_well(self) -> bool:
+        is_healthy = not self.unhealthy and self.health_p99_ms < HEALTH_P99_MS
+        return is_healthy and not self.ends["lost"] and not any(self.held.values())
+
+    def __str__(self) -> str:
+        ends = ", ".join(f"{count} {how}" for how, count in sorted(self.ends.items()))
+        held = ", ".join(f"{name.removeprefix('lightserve_')} {value:g}" for name, value in self.held.items())
+        ms = sorted(self.health_ms)
+        quantiles = ", ".join(f"p{q} {ms[int(len(ms) * q / 100)]:.1f}" for q in (50, 90, 99))
+        health = f"/health: {len(ms)} asked, {self.unhealthy} not 200; ms: {quantiles}, longest {ms[-1]:.1f}"
+        return f"{sum(self.ends.values())} requests in {self.seconds:.1f} s: {ends}\nafterwards: {held}\n{health}"
+
+
+def how_it_ended(client: StreamClient) -> str:
+    """Of a client that waited: its last bytes tell."""
+    end = client.done.result()
+    if client.status == 429:
+        return "refused (429)"
+    return "answered" if client.status == 200 and b"[DONE]" in end and b'"error"' not in end else "lost"
+
+
+async def crowd(url: str, load: Load, leavers: int, seed: int) -> Counter[str]:
+    """All connect at once. How they ended."""
+    request = request_of(load, urlsplit(url).netloc)
+    chance = random.Random(seed)
+
+    async def come(client: StreamClient) -> str:
+        await finish(client, url)
+        return "left" if isinstance(client, LeavingClient) else how_it_ended(client)
+
+    clients: list[StreamClient] = [StreamClient(request) for _ in range(load.streams)]
+    clients += [LeavingClient(request, chance.choice((0, 1, load.tokens // 2))) for _ in range(leavers)]
+    chance.shuffle(clients)
+    async with asyncio.TaskGroup() as tasks:
+        coming = [tasks.create_task(come(client)) for client in clients]
+    return Counter(task.result() for task in coming)
+
+
+class HealthProbe:
+    """Another process that asks /health all the time: this one is too busy to be a fair judge."""
+
+    def __init__(self, url: str) -> None:
+        command = [sys.executable, "-c", PROBE, urlsplit(url).netloc]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def end(self) -> tuple[list[float], int]:
+        """Milliseconds of each, and how many did not say 200."""
+        out, _ = self._process.communicate()
+        rows = [line.split() for line in out.splitlines()]
+        return [float(ms) for _, ms in rows], sum(status != "200" for status, _ in rows)
+
+
+def held_by(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"{url}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    return {name: float(line.split()[-1]) for name in HELD for line in lines if line.startswith(f"{name}{{")}
+
+
+def until_idle(url: str) -> dict[str, float]:
+    """What the router holds when it holds nothing, or after a while."""
+    end = time.monotonic() + IDLE_S
+    while any((held := held_by(url)).values()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return held
+
+
+def run(load: Load, leavers: int, seed: int, flags: list[str]) -> Outcome:
+    import uvloop
+
+    raise_fd_limit()
+    server = Server(["--null_worker", *flags])
+    try:
+        url = server.wait_until_ready()
+        probe = HealthProbe(url)
+        begin = time.perf_counter()
+        ends = uvloop.run(crowd(url, load, leavers, seed))
+        seconds = time.perf_counter() - begin
+        return Outcome(ends, seconds, *probe.end(), until_idle(url))
+    finally:
+        server.stop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=2000, help="that come at once and wait for their answer")
+    parser.add_argument("--leavers", type=int, default=500, help="that come with them and leave")
+    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
+    parser.add_argument("--seed", type=int, default=0, help="of when clients leave")
+    args, flags = parser.parse_known_args()
+    outcome = run(Load("completions", args.requests, 1, args.tokens), args.leavers, args.seed, flags)
+    print(outcome)
+    return 0 if outcome.is_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
