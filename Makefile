@@ -1,17 +1,22 @@
 # make serve   start the server with the default model (makes .venv, fetches the model on the first run)
 # make test    lint, types and tests
+# make chaos   break the server in every way there is a case for, and print what came of it (some minutes)
 PYTHON ?= python3
+SEED ?= 1
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: serve test lint types format bench clean
+.PHONY: serve test chaos lint types format bench clean
 
 serve: $(VENV)/.serve
 	$(PY) -m lightserve.server.api_server $(ARGS)
 
 test: lint types
 	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+chaos: $(VENV)/.test
+	$(PY) -m test.faults --seed $(SEED) $(ARGS)
 
 lint: $(VENV)/.test
 	$(PY) -m ruff check lightserve test setup.py

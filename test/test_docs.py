@@ -36,7 +36,7 @@ README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 DATED = {"log.md"}  # tells of its day, whose flags may be gone
-OTHER_TOOLS = {"--backend", "--long", "--policy"}  # of pytest, of benchmark/scheduler.py
+OTHER_TOOLS = {"--backend", "--long", "--policy", "--only", "--minutes"}  # of pytest, benchmarks and test/faults
 METHODS = "GET|HEAD|POST"
 
 

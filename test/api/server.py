@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,13 +120,11 @@ MODULE = ("-m", "lightserve.server.api_server")
 
 
 @contextmanager
-def running_server(log_path: Path, *flags: str, program: tuple[str, str] = MODULE) -> Iterator[ServerProcess]:
-    """Serves the default model unless the flags say otherwise, at a free port."""
-    command = [sys.executable, *program, "--port", "0", *flags]
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
-    server = ServerProcess(process, log_path)
+def running_server(
+    log_path: Path, *flags: str, program: tuple[str, str] = MODULE, env: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    """Serves the default model unless the flags say otherwise, at a free port; ``env`` goes beside this process's."""
+    server = start_server(log_path, [sys.executable, *program, "--port", "0", *flags], env)
     try:
         wait_until(lambda: "ready at" in server.log or server.has_ended, START_S)
         assert not server.has_ended, server.log
@@ -134,5 +132,14 @@ def running_server(log_path: Path, *flags: str, program: tuple[str, str] = MODUL
         yield server
     finally:
         if not server.has_ended:
-            process.kill()  # its children go with it
-            process.wait(STOP_S)
+            server.process.kill()  # its children go with it
+            server.process.wait(STOP_S)
+
+
+def start_server(log_path: Path, command: Sequence[str], env: Mapping[str, str] | None = None) -> ServerProcess:
+    """One that is not ready yet, and that the caller ends."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with log_path.open("wb") as log:
+        return ServerProcess(
+            subprocess.Popen(command, stdout=log, stderr=log, env=inherited | dict(env or {})), log_path
+        )

@@ -58,6 +58,9 @@ class Client:
         status, answer = self.send("POST", path, raw, JSON)
         return status, {} if answer.startswith(b"data:") else json.loads(answer)  # a stream is no error
 
+    def close(self) -> None:
+        self._connection.close()
+
     def raw(self, data: bytes) -> bytes:
         """Everything that comes back until the server ends the connection."""
         with self.open() as sock:

@@ -1,0 +1,71 @@
+"""Cases in which the server is about to start: where it is put, and what it finds there."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from test.api.server import MODULE, START_S, ServerProcess, start_server
+from test.api.test_faults import Client
+from test.faults.census import processes_of, run_directories
+from test.faults.stage import SETTLE_S
+from test.waiting import wait_until
+
+
+@dataclass
+class Start:
+    """A TMPDIR of its own, by which the processes and files of the servers started in it are known."""
+
+    base: Path
+    exits: ExitStack = field(default_factory=ExitStack)
+
+    def launch(self, *flags: str, env: Mapping[str, str] | None = None, under: Sequence[str] = ()) -> ServerProcess:
+        """A server that has just been started, ``under`` a command that runs it."""
+        log = self.base / f"log-{time.monotonic_ns()}"
+        command = [*under, sys.executable, *MODULE, "--null_worker", "--port", "0", *flags]
+        server = start_server(log, command, {"TMPDIR": str(self.base), **(env or {})})
+        self.exits.callback(self._end, server)
+        return server
+
+    def until_ready(self, server: ServerProcess) -> None:
+        wait_until(lambda: "ready at" in server.log or server.has_ended, START_S)
+        assert not server.has_ended, server.log
+
+    def check_serves(self, server: ServerProcess) -> None:
+        self.until_ready(server)
+        client = Client(server)
+        assert client.send("GET", "/health")[0] == 200
+        assert client.golden()
+        client.close()
+
+    def _end(self, server: ServerProcess) -> None:
+        if not server.has_ended:
+            server.process.kill()
+        server.process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class StartCase:
+    name: str
+    check: Callable[[Start], None]
+    reaction: str
+    within_s: float = 20.0
+    is_long: bool = True
+
+    def run(self, slack: float = 1.0) -> float:
+        """Seconds that it took; an exception if anything but the reaction came, or anything was left behind."""
+        with tempfile.TemporaryDirectory(prefix="ls-faults-", dir="/tmp") as base:
+            start = Start(Path(base))
+            with start.exits:
+                begin_s = time.monotonic()
+                self.check(start)
+                seconds = time.monotonic() - begin_s
+            wait_until(lambda: not processes_of(start.base), SETTLE_S)
+            assert not run_directories(start.base)
+        assert seconds < self.within_s * slack, f"it took {seconds:.1f} s"
+        return seconds
