@@ -137,12 +137,14 @@ class Fleet:
         return True
 
     async def culprit(self, died: ChildDiedError) -> ChildDiedError:
-        """The death that began it: the complaint of another about a process that was killed may come first."""
+        """The death that began it: one that complains of it, or that ends because of it, may come first."""
         if died.exit_code < 0:
             return died
         await asyncio.sleep(BLINK_S)
-        killed = (child for child in self.children if (child.exit_code or 0) < 0)
-        return next((ChildDiedError(child, child.exit_code or 0) for child in killed), died)
+        others = [ChildDiedError(child, child.exit_code) for child in self.children if child.exit_code]
+        killed = [other for other in others if other.exit_code < 0]
+        failed = others if died.exit_code == 0 else []  # a worker whose router is gone ends in peace
+        return next(iter(killed + failed), died)
 
     async def end(self) -> list[Child]:
         """Kill every process; those that would not go."""

@@ -285,7 +285,7 @@ def test_a_signal_while_a_process_is_being_started_leaves_none(tmp_path: Path) -
 
         server.process.send_signal(signal.SIGINT)
 
-        assert server.exit_code(seconds=10) == 130
+        assert server.exit_code() == 130
         assert not server.children()
         assert server.has_cleaned_up()
 
@@ -294,10 +294,13 @@ def test_a_killed_process_is_blamed_before_those_that_complain_of_it() -> None:
     def child(role: str, exit_code: int | None, words: str | None = None) -> Any:
         return SimpleNamespace(role=role, exit_code=exit_code, last_words=words)
 
-    router = child("router", 1, "the worker is gone")
-    fleet = Fleet(config=Any, run_dir="", modules=Modules())  # type: ignore[arg-type]
-    fleet.children = [child("model worker 0", None), child("model worker 1", -9), router]
+    def culprit(died: Any, *others: Any) -> str:
+        fleet = Fleet(config=Any, run_dir="", modules=Modules())  # type: ignore[arg-type]
+        fleet.children = [child("detokenizer", None), *others, died]
+        return str(asyncio.run(fleet.culprit(ChildDiedError(died, died.exit_code))))
 
-    culprit = asyncio.run(fleet.culprit(ChildDiedError(router, 1)))
+    router = child("router", 1, "nonsense came")
 
-    assert str(culprit) == "model worker 1 died (signal 9)"
+    assert culprit(router, child("model worker 1", -9)) == "model worker 1 died (signal 9)"
+    assert culprit(child("model worker 0", 0), router) == "router died (exit code 1): nonsense came"
+    assert culprit(router, child("model worker 0", 0)) == "router died (exit code 1): nonsense came"
