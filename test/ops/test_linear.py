@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 
 from lightserve.common import ops
+from lightserve.common.cpu_kernel import linear as cpu_linear
 from lightserve.common.triton_kernel import linear
 from test.ops.cases import assert_close, device_of, each_backend_and_dtype, randn, strided, wide
 
@@ -71,3 +73,25 @@ def test_the_first_rule_that_fits_a_product_decides(
     rows: int, out_size: int, in_size: int, config: linear.Config | None
 ) -> None:
     assert linear.config_of(rows, out_size, in_size) is config
+
+
+def test_a_cpu_multiplies_any_number_of_rows() -> None:
+    weight = torch.nn.Parameter(randn(40, 48, seed=1), requires_grad=False)
+    x = randn(70, 48)
+
+    for rows in range(71):
+        assert_close(ops.linear.impls["cpu"](x[:rows], weight), x[:rows] @ weight.T, torch.float32)
+
+
+def test_prompts_of_every_length_take_no_memory_each() -> None:
+    """oneDNN keeps what it compiles for a number of rows: half a megabyte and more."""
+    weight = torch.nn.Parameter(randn(3072, 576, seed=1), requires_grad=False)
+    x = randn(400, 576)
+    for rows in (*cpu_linear.SIZES, 400):
+        ops.linear.impls["cpu"](x[:rows], weight)
+    before = psutil.Process().memory_info().rss
+
+    for rows in range(2, 400, 2):
+        ops.linear.impls["cpu"](x[:rows], weight)
+
+    assert psutil.Process().memory_info().rss - before < 32 * 2**20

@@ -18,9 +18,10 @@ from lightserve.common import ops
 from lightserve.utils.memory import free_ram
 
 RAM_SHARE = 0.25  # of the free RAM that one copy may take: the last ones leave the machine room
-MIN_ROWS = (
-    2  # all matmuls of SmolLM2 in ms, plain and packed: 1 row 26 and 31, 2: 28 and 29, 8: 59 and 32, 32: 84 and 56
-)
+# Rows that packed weights are multiplied with, the last ones padding. All matmuls of SmolLM2 in ms, plain and packed: 1
+# row 26 and 31, 2: 28 and 29, 8: 59 and 32, 32: 84 and 56; from 96 on they are equal. oneDNN compiles for every number
+# of rows, milliseconds each, and keeps what it compiled: with any number, prompts of 600 lengths took 1 GB.
+SIZES = (2, 4, 8, 16, 24, 32, 48, 64)
 PACK_FOR = 32  # rows the layout is chosen for; it serves any number
 
 
@@ -53,10 +54,18 @@ _packed_weights = _PackedWeights()
 
 @ops.linear.impl("cpu")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if len(x) < MIN_ROWS or weight.dtype != torch.float32 or weight.is_inference() or not _packed_weights.is_usable:
-        return F.linear(x, weight, bias)
-    packed = _packed_weights.get(weight)
+    packed = _packed(x, weight)
     if packed is None:
         return F.linear(x, weight, bias)
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return out
+    size = next(size for size in SIZES if size >= len(x))
+    padded = x if size == len(x) else F.pad(x, (0, 0, 0, size - len(x)))
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(padded, packed, bias, "none", [], "")
+    return out[: len(x)]
+
+
+def _packed(x: Tensor, weight: Tensor) -> Tensor | None:
+    """The packed weight, where that is faster."""
+    is_fit = x.dim() == 2 and SIZES[0] <= len(x) <= SIZES[-1] and weight.dtype == torch.float32
+    if not is_fit or weight.is_inference() or not _packed_weights.is_usable:
+        return None
+    return _packed_weights.get(weight)
