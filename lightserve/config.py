@@ -110,6 +110,16 @@ class HttpConfig:
         None, "what clients call the model; omitted: its folder's name", "served_model_name"
     )
     api_key: list[str] = option([], "keys that clients may send; omitted: no key is needed")
+    api_key_file: str | None = option(None, "file of such keys, one a line; unlike --api_key, ps does not show them")
+    admin_key: list[str] = option(
+        [], "keys for what changes the server, such as /abort_request; omitted: what opens the other routes"
+    )
+    admin_key_file: str | None = option(None, "file of such keys, one a line")
+    ssl_keyfile: str | None = option(None, "private key for HTTPS, in PEM; omitted: it is in ssl_certfile")
+    ssl_certfile: str | None = option(None, "certificate chain for HTTPS, in PEM; omitted: HTTP")
+    ssl_ca_certs: str | None = option(
+        None, "certificates of authorities, in PEM, one of which must have signed the certificate of every client"
+    )
     tool_call_parser: str = option(
         "auto", "format of the model's tool calls, such as hermes or llama3_json; auto: what its chat template shows"
     )
@@ -125,6 +135,8 @@ class HttpConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "httpserver_workers", "max_body_bytes", "max_choices")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ServerError("ssl_keyfile and ssl_ca_certs need ssl_certfile")
         if not 0 <= self.port < 65536:
             raise ServerError(f"port={self.port}: must be in 0..65535")
         unknown = set(self.compat_names) - {"vllm", "lightllm"}

@@ -6,6 +6,7 @@ LightserveError
 │   │   └── NotSupportedYetError       the contract names it, a later version does it
 │   ├── PromptTooLongError         400
 │   ├── UnauthorizedError          401
+│   ├── ForbiddenError             403: the key is right, but not for this
 │   ├── ModelNotFoundError         404
 │   ├── ResponseNotFoundError      404: none is stored
 │   ├── BodyTimeoutError           408
@@ -67,6 +68,11 @@ class PromptTooLongError(RequestError):
 class UnauthorizedError(RequestError):
     status = 401
     code = "invalid_api_key"
+
+
+class ForbiddenError(RequestError):
+    status = 403
+    code = "insufficient_permissions"
 
 
 class ModelNotFoundError(RequestError):

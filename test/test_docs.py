@@ -34,7 +34,7 @@ from test.httpserver.app_client import served
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 DATED = {"log.md"}  # tells of its day, whose flags may be gone
 OTHER_TOOLS = {"--backend", "--long", "--policy", "--only", "--minutes"}  # of pytest, benchmarks and test/faults
 METHODS = "GET|HEAD|POST"

@@ -19,6 +19,7 @@ LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "utils": set(),
     "utils.net": {"errors"},
+    "utils.tls": {"errors"},
     "utils.process": {"errors", "config", "io_struct"},
     "config": {"errors"},
     "io_struct": {"errors"},

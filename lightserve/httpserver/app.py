@@ -55,7 +55,7 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
 
 def _add_middleware(app: FastAPI, context: ServerContext) -> None:
     """The last one added is the outermost: a preflight needs no key, and a page may read a refusal."""
-    app.add_middleware(RequestMiddleware, api_keys=context.config.api_key)
+    app.add_middleware(RequestMiddleware, api_keys=context.config.api_key, admin_keys=context.config.admin_key)
     if context.config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import gc
 import socket
+import ssl
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import uvicorn
 
+from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import HttpServerManager
@@ -20,6 +23,7 @@ from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import tokenizer_if_any
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.process import Boot, Parent, run_child
+from lightserve.utils.tls import server_context
 
 KEEP_ALIVE_S = 75  # longer than the idle time of common client pools, so that they do not race with us closing
 
@@ -62,6 +66,7 @@ class _Server(uvicorn.Server):
             server_header=False,
             date_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_context_factory=_tls_of(context.config),
         )
         super().__init__(config)
         self._parent = parent
@@ -73,6 +78,13 @@ class _Server(uvicorn.Server):
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
+
+
+def _tls_of(config: HttpConfig) -> Callable[..., ssl.SSLContext] | None:
+    if config.ssl_certfile is None:
+        return None
+    context = server_context(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
+    return lambda *_: context
 
 
 async def _obey(parent: Parent, manager: HttpServerManager) -> None:

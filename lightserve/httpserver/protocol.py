@@ -106,7 +106,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if is_answering:
             cycle.disconnected = True  # as if the client had left: nothing more is written, and its work is aborted
             cycle.message_event.set()
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS cannot; the client knows the answer's length
+            self.transport.write_eof()
         self._end_after(LINGER_S)
 
     def _forget_stall(self) -> None:

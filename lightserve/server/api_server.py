@@ -26,6 +26,7 @@ from lightserve.server.banner import banner, say, show
 from lightserve.server.checks import ModelFacts, check
 from lightserve.server.child import ChildDiedError
 from lightserve.server.fleet import Fleet, Modules
+from lightserve.server.keys import with_keys
 from lightserve.server.run_directory import run_directory
 from lightserve.server.watchdog import watch_for_silence
 from lightserve.server.worker_keeper import WorkerKeeper
@@ -48,7 +49,7 @@ class StopNowError(Exception):
 def main(argv: Sequence[str] | None = None, modules: Modules | None = None) -> int:
     begin_s = time.monotonic()
     try:
-        config = parse_server(argv)
+        config = with_keys(parse_server(argv))
         model = check(config)
         net.raise_fd_limit()
         sockets = net.listen(config.http.host, config.http.port, config.http.num_processes)
@@ -86,7 +87,7 @@ class Launcher:
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(self._heed_signals())]
-                url = net.url_of(sockets[0])
+                url = net.url_of(sockets[0], is_https=self._config.http.ssl_certfile is not None)
                 await self._fleet.start(sockets)
                 background += [tasks.create_task(work) for work in self._watches()]
                 await self._open(url, begin_s, started_s=time.monotonic())

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightserve.common.model_config import ModelConfig
-from lightserve.config import ServerConfig
+from lightserve.config import HttpConfig, ServerConfig
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.source import ModelSource, resolve
 from lightserve.model_files.tokenizer import has_tokenizer
 from lightserve.models.registry import check_supported
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
+from lightserve.utils.tls import server_context
 
 logger = init_logger(__name__)
 
@@ -25,6 +26,7 @@ class ModelFacts:
 def check(config: ServerConfig) -> ModelFacts:
     """Raise the LightserveError that tells the operator what to change; fetch the default model if it is wanted."""
     net.bind(config.http.host, config.http.port).close()
+    _check_access(config.http)
     is_weightless = config.launch.null_worker or config.worker.load_format == "dummy"
     source = resolve(config.worker.model_dir, needs_weights=not is_weightless)
     if not config.launch.null_worker:
@@ -32,6 +34,13 @@ def check(config: ServerConfig) -> ModelFacts:
     _warn_of_what_is_missing(source)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]
     return ModelFacts(config.http.model_name or source.name, str(architectures[0]))
+
+
+def _check_access(http: HttpConfig) -> None:
+    if http.ssl_certfile is not None:
+        server_context(http.ssl_certfile, http.ssl_keyfile, http.ssl_ca_certs)
+    if not (http.api_key or http.ssl_ca_certs or net.is_local(http.host)):
+        logger.warning("anyone who reaches %s may use the server: it has no --api_key_file", http.host)
 
 
 def _check_model(source: ModelSource, config: ServerConfig) -> None:

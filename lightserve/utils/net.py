@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import resource
 import socket
@@ -38,11 +39,18 @@ def bind(host: str, port: int) -> socket.socket:
     return _bind(host, port, is_shared=False)
 
 
-def url_of(sock: socket.socket) -> str:
+def url_of(sock: socket.socket, is_https: bool = False) -> str:
     """Where a client on this machine finds it."""
     host, port = sock.getsockname()[:2]
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
+    scheme = "https" if is_https else "http"
+    return f"{scheme}://[{here}]:{port}" if ":" in here else f"{scheme}://{here}:{port}"
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    _, address = _resolve(host, 0)
+    return ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
 
 
 def raise_fd_limit() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -37,6 +38,7 @@ class Computed:
 class ServerProcess:
     process: subprocess.Popen[bytes]
     log_path: Path
+    tls: ssl.SSLContext | None = None  # of its clients
 
     @property
     def log(self) -> str:
@@ -44,7 +46,7 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        found = re.search(r"ready at (http://\S+)", self.log)
+        found = re.search(r"ready at (https?://\S+)", self.log)
         assert found, self.log
         return found[1]
 
@@ -54,7 +56,7 @@ class ServerProcess:
 
     def is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=ANSWER_S):
+            with urllib.request.urlopen(f"{self.url}/health", timeout=ANSWER_S, context=self.tls):
                 return True
         except urllib.error.HTTPError:
             return False
@@ -71,14 +73,14 @@ class ServerProcess:
         headers |= {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+            with urllib.request.urlopen(request, timeout=ANSWER_S, context=self.tls) as response:
                 return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
     def metrics(self) -> dict[str, float]:
         """As they stood up to a second ago, without the prefix; labels that tell samples apart follow a slash."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=ANSWER_S) as response:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=ANSWER_S, context=self.tls) as response:
             text = response.read().decode()
         found = {}
         for family in text_string_to_metric_families(text):
@@ -121,10 +123,18 @@ MODULE = ("-m", "lightserve.server.api_server")
 
 @contextmanager
 def running_server(
-    log_path: Path, *flags: str, program: tuple[str, str] = MODULE, env: Mapping[str, str] | None = None
+    log_path: Path,
+    *flags: str,
+    program: tuple[str, str] = MODULE,
+    env: Mapping[str, str] | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[ServerProcess]:
-    """Serves the default model unless the flags say otherwise, at a free port; ``env`` goes beside this process's."""
+    """Serves the default model unless the flags say otherwise, at a free port; ``env`` goes beside this process's.
+
+    ``tls``: as a client is to ask it.
+    """
     server = start_server(log_path, [sys.executable, *program, "--port", "0", *flags], env)
+    server.tls = tls
     try:
         wait_until(lambda: "ready at" in server.log or server.has_ended, START_S)
         assert not server.has_ended, server.log

@@ -14,8 +14,11 @@ from test.api.server import ServerProcess, running_server
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("guarded") / "log"
-    with running_server(log, "--null_worker", "--api_key", "first-key", "second-key") as server:
+    folder = tmp_path_factory.mktemp("guarded")
+    (folder / "keys").write_text("# of the team\n\n  second-key \nthird-key\n")
+    (folder / "keys").chmod(0o600)
+    keys = ("--api_key", "first-key", "--api_key_file", str(folder / "keys"), "--admin_key", "boss")
+    with running_server(folder / "log", "--null_worker", *keys) as server:
         yield server
 
 
@@ -25,7 +28,7 @@ def test_the_openai_client_gets_in_with_a_key_and_an_authentication_error_withou
         answer = client.completions.create(model="SmolLM2-135M-Instruct", prompt="Hello", max_tokens=3)
         return answer.choices[0].finish_reason
 
-    assert ask("first-key") == ask("second-key") == "length"
+    assert ask("first-key") == ask("second-key") == ask("boss") == "length"
     with pytest.raises(openai.AuthenticationError) as refused:
         ask("First-key")
     assert refused.value.code == "invalid_api_key"
@@ -46,3 +49,19 @@ def test_every_other_route_wants_a_key(guarded: ServerProcess, path: str) -> Non
 @pytest.mark.parametrize("path", ["/health", "/healthz", "/liveness", "/readiness"])
 def test_health_needs_no_key(guarded: ServerProcess, path: str) -> None:
     assert urllib.request.urlopen(guarded.url + path).status == 200
+
+
+@pytest.mark.parametrize(
+    ("key", "status"), [("boss", 200), ("third-key", 403), ("nobody", 401), ("# of the team", 401)]
+)
+def test_ending_requests_of_others_wants_the_admin_key(guarded: ServerProcess, key: str, status: int) -> None:
+    found, answer = guarded.post("/abort_request", {"request_id": "nobody-has-it"}, Authorization=f"Bearer {key}")
+
+    assert found == status
+    if status == 403:
+        error = answer["error"]
+        assert (error["type"], error["code"]) == ("permission_error", "insufficient_permissions")
+
+
+def test_keys_are_in_no_log(guarded: ServerProcess) -> None:
+    assert not any(key in guarded.log for key in ("first-key", "second-key", "third-key", "boss"))

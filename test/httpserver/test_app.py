@@ -185,6 +185,35 @@ def test_an_empty_key_opens_nothing(tmp_path: Path) -> None:
     with_server(tmp_path, check, HttpConfig(api_key=[""]))
 
 
+@pytest.mark.parametrize(
+    ("config", "headers", "status"),
+    [
+        (HttpConfig(), {}, 200),
+        (KEYED, {"x-api-key": "sk-right"}, 200),
+        (HttpConfig(admin_key=["boss"]), {}, 401),
+        (HttpConfig(admin_key=["boss"]), {"x-api-key": "boss"}, 200),
+        (HttpConfig(admin_key=["boss"], api_key=["k"]), {"x-api-key": "k"}, 403),
+        (HttpConfig(admin_key=["boss"], api_key=["k"]), {"x-api-key": "k", "Authorization": "Bearer boss"}, 200),
+    ],
+)
+def test_what_changes_the_server_wants_an_admin_key_where_there_are_any(
+    tmp_path: Path, config: HttpConfig, headers: dict[str, str], status: int
+) -> None:
+    async def check(server: Served) -> None:
+        answer = await server.post("/abort_request", json={"request_id": "a"}, headers=headers)
+
+        assert answer.status_code == status
+
+    with_server(tmp_path, check, config)
+
+
+def test_without_client_keys_an_admin_key_closes_no_other_route(tmp_path: Path) -> None:
+    async def check(server: Served) -> None:
+        assert (await server.get("/v1/models")).status_code == 200
+
+    with_server(tmp_path, check, HttpConfig(admin_key=["boss"]))
+
+
 # CORS
 
 PREFLIGHT = {

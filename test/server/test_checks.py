@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lightserve.server import api_server
+from lightserve.server.args import parse_server
+from lightserve.server.checks import check
+from lightserve.server.keys import with_keys
 from test.server.launched import launched, tiny_model
+
+TLS = Path(__file__).parent.parent / "api" / "tls"
+CERTIFICATE = ["--ssl_certfile", f"{TLS}/server.pem", "--ssl_keyfile", f"{TLS}/server.key"]
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -44,6 +52,15 @@ def test_a_port_in_use_is_named_with_its_holder_before_a_process_starts(tmp_path
         (["--tp", "0"], "tp=0: must be at least 1"),
         (["--model_dir", "/no/such"], "/no/such: no such folder or .gguf file"),
         (["--host", "203.0.113.1"], "is not an address of this machine"),
+        (["--api_key_file", "/no/such"], "api_key_file: /no/such cannot be read"),
+        (["--api_key_file", "/dev/null"], "api_key_file: /dev/null holds no key; write one a line"),
+        (["--admin_key_file", "/dev"], "admin_key_file: /dev cannot be read"),
+        (["--ssl_keyfile", f"{TLS}/server.key"], "ssl_keyfile and ssl_ca_certs need ssl_certfile"),
+        (["--ssl_certfile", "/no/such"], "/no/such cannot be used (No such file or directory)"),
+        (["--ssl_certfile", f"{TLS}/server.pem"], "server.pem cannot be used"),  # it holds no private key
+        (["--ssl_certfile", f"{TLS}/server.pem", "--ssl_keyfile", f"{TLS}/client.key"], "(key values mismatch)"),
+        (["--ssl_certfile", f"{TLS}/server.pem", "--ssl_keyfile", f"{TLS}/locked.key"], "without a password"),
+        ([*CERTIFICATE, "--ssl_ca_certs", __file__], "test_checks.py cannot be used"),
     ],
 )
 def test_a_wrong_flag_is_told(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
@@ -81,3 +98,43 @@ def test_weights_that_are_missing_are_told(capsys: pytest.CaptureFixture[str], t
     line = refusal(capsys, "--port=0", f"--model_dir={tiny_model(tmp_path)}")
 
     assert "no weights (model*.safetensors or pytorch_model*.bin)" in line
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What our loggers say; they do not pass it on to the root logger, where pytest listens."""
+    ours = logging.getLogger("lightserve")
+    ours.addHandler(caplog.handler)
+    yield caplog
+    ours.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_open"),
+    [
+        (["--host=0.0.0.0"], True),
+        (["--host=0.0.0.0", "--admin_key=boss"], True),
+        (["--host=0.0.0.0", "--api_key=k"], False),
+        (["--host=0.0.0.0", *CERTIFICATE], True),
+        (["--host=0.0.0.0", *CERTIFICATE, f"--ssl_ca_certs={TLS}/authority.pem"], False),
+        (["--host=127.0.0.1"], False),
+    ],
+)
+def test_a_server_that_is_open_to_the_network_says_so(
+    log: pytest.LogCaptureFixture, tmp_path: Path, flags: list[str], is_open: bool
+) -> None:
+    check(parse_server(["--port=0", "--null_worker", f"--model_dir={tiny_model(tmp_path)}", *flags]))
+
+    assert ("anyone who reaches 0.0.0.0 may use the server" in log.text) is is_open
+
+
+def test_a_key_file_that_others_may_read_is_told(log: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\n")
+    for mode, is_told in ((0o600, False), (0o640, True)):
+        keys.chmod(mode)
+
+        config = with_keys(parse_server([f"--api_key_file={keys}", "--api_key=zero"]))
+
+        assert config.http.api_key == ["zero", "one"]
+        assert ("chmod 600" in log.text) is is_told

@@ -93,3 +93,10 @@ def test_connections_notice_a_client_whose_machine_is_gone() -> None:
     with sock, socket.create_connection(sock.getsockname()), sock.accept()[0] as connection:
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == net.KEEP_ALIVE["TCP_KEEPIDLE"]
+
+
+@pytest.mark.parametrize(
+    ("host", "is_local"), [("127.0.0.1", True), ("localhost", True), ("127.3.2.1", True), ("0.0.0.0", False)]
+)
+def test_only_loopback_is_local(host: str, is_local: bool) -> None:
+    assert net.is_local(host) is is_local

@@ -1,0 +1,82 @@
+"""What no line of the server may do, whoever writes it. test_layering.py has more of these, about imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "lightserve"
+CALLS = {
+    "eval": "runs text as code",
+    "exec": "runs text as code",
+    "compile": "makes code of text",
+    "__import__": "imports what a text says",
+    "os.system": "runs a shell",
+    "os.popen": "runs a shell",
+    "subprocess.getoutput": "runs a shell",
+    "tempfile.mktemp": "names a file that another may make first",
+    "yaml.load": "builds any object",
+    "yaml.unsafe_load": "builds any object",
+    "numpy.load": "may unpickle",
+    "np.load": "may unpickle",
+    "ssl._create_unverified_context": "trusts anyone",
+}
+FLAGS = {"shell": "runs a shell", "trust_remote_code": "runs the code of a model", "allow_pickle": "unpickles"}
+TEXTS = {"tcp://*": "listens to the network", "tcp://0.0.0.0": "listens to the network"}
+
+
+def mistakes_in(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in CALLS:
+                yield f"line {node.lineno}: {name} {CALLS[name]}"
+            yield from _flags_of(node)
+        elif isinstance(node, ast.Assert) and not _tells_mypy(node):
+            yield f"line {node.lineno}: python -O skips an assert; raise an error"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from (f"line {node.lineno}: {text} {why}" for text, why in TEXTS.items() if text in node.value)
+
+
+def _flags_of(call: ast.Call) -> Iterator[str]:
+    for keyword in call.keywords:
+        if keyword.arg in FLAGS and ast.unparse(keyword.value) != "False":
+            yield f"line {call.lineno}: {keyword.arg} {FLAGS[keyword.arg]}"
+        if keyword.arg == "verify" and ast.unparse(keyword.value) == "False":
+            yield f"line {call.lineno}: trusts anyone"
+
+
+def _tells_mypy(node: ast.Assert) -> bool:
+    """What our own code guarantees and a type cannot say: that a value is there, or of which class it is."""
+    test = ast.unparse(node.test)
+    return test.endswith(" is not None") or test.startswith("isinstance(")
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_does_what_is_forbidden(path: Path) -> None:
+    assert list(mistakes_in(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "eval(text)",
+        "subprocess.run(text, shell=True)",
+        "subprocess.run(text, shell=flag)",
+        "from_pretrained(name, trust_remote_code=True)",
+        "assert len(ids) < limit",
+        "socket.bind('tcp://*:5555')",
+        "np.load(path)",
+        "httpx.get(url, verify=False)",
+    ],
+)
+def test_each_of_them_would_be_found(source: str) -> None:
+    assert len(list(mistakes_in(source))) == 1
+
+
+@pytest.mark.parametrize("source", ["assert x is not None", "subprocess.run(argv, shell=False)", "re.compile('a')"])
+def test_what_is_harmless_is_not(source: str) -> None:
+    assert list(mistakes_in(source)) == []
