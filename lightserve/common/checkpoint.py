@@ -9,10 +9,27 @@ from typing import NamedTuple
 import safetensors
 import torch
 
-from lightserve.common.gguf import gguf_bytes, gguf_tensors
+from lightserve.common.gguf import gguf_bytes, gguf_outline, gguf_tensors
 from lightserve.errors import CheckpointError
-from lightserve.model_files.safetensors_header import tensor_bytes
+from lightserve.model_files.safetensors_header import read_header, tensor_bytes
 from lightserve.model_files.source import GgufSource, ModelSource
+
+# by their names in safetensors; one that is not here is none that a model could be loaded from
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class CheckpointTensor(NamedTuple):
@@ -33,6 +50,19 @@ def open_checkpoint(source: ModelSource) -> Iterator[CheckpointTensor]:
             if name in first_file:
                 raise CheckpointError(f"{file}: tensor {name} is also in {first_file[name]}; remove one of the files")
             first_file[name] = str(file)
+            yield CheckpointTensor(name, tensor, str(file))
+
+
+def outline(source: ModelSource) -> Iterator[CheckpointTensor]:
+    """The same tensors without their numbers, in milliseconds: enough to see whether they are those of a model."""
+    for file in source.weight_files():
+        if isinstance(source, GgufSource):
+            tensors = gguf_outline(source.header, source.hf_config())
+        elif file.suffix == ".safetensors":
+            tensors = _safetensors_outline(file)
+        else:
+            tensors = _torch_file(file, META)
+        for name, tensor in tensors:
             yield CheckpointTensor(name, tensor, str(file))
 
 
@@ -61,10 +91,17 @@ def _safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise CheckpointError(f"{file}: not readable as safetensors ({error}); fetch it again") from error
 
 
-def _torch_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _safetensors_outline(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, (dtype, shape, _) in read_header(file).items():
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{file}: {name} is {dtype[:100]}; only float checkpoints load")
+        yield name, torch.empty(shape, dtype=DTYPES[dtype], device=META)
+
+
+def _torch_file(file: Path, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
     """Only what ``weights_only`` lets through: a ``.bin`` file may otherwise run any code."""
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(file, map_location=device, weights_only=True, mmap=True)
     except Exception as error:  # torch raises several kinds here, and every one means the same
         reason = str(error).splitlines()[0]
         raise CheckpointError(

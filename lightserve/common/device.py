@@ -31,7 +31,12 @@ class DeviceKind:
     has_graphs: bool  # whether launches can be captured and replayed: see cuda_graph.py
 
     def device(self, rank: int) -> torch.device:
-        return torch.device(self.name) if self.name == "cpu" else torch.device(self.name, rank)
+        if self.name == "cpu":
+            return torch.device(self.name)
+        found = torch.cuda.device_count()
+        if rank >= found:
+            raise ServerError(f"rank {rank} has no device of its own: {found} found; lower tp to {found}")
+        return torch.device(self.name, rank)
 
     def bind(self, device: torch.device, deterministic: bool = False) -> None:
         """Make ``device`` this process's own and bind the ops to its backend.
@@ -58,7 +63,14 @@ class DeviceKind:
 
     def dtype_for(self, model_dtype: str | None) -> torch.dtype:
         """What a model is computed in unless told otherwise."""
-        return next((dtype for dtype in self.dtypes if str(dtype) == f"torch.{model_dtype}"), self.dtypes[0])
+        dtypes = [dtype for dtype in self.dtypes if self.has_dtype(dtype)]
+        return next((dtype for dtype in dtypes if str(dtype) == f"torch.{model_dtype}"), dtypes[0])
+
+    def has_dtype(self, dtype: torch.dtype) -> bool:
+        """GPUs before Ampere have no bfloat16."""
+        if dtype is not torch.bfloat16 or self.name == "cpu" or not torch.cuda.is_available():
+            return True
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
     def peak_bytes(self, device: torch.device, work: Callable[[], None]) -> int:
         """Memory that ``work`` takes for a while; 0 where the budget for KV leaves plenty."""

@@ -54,7 +54,13 @@ _OTHER_TENSOR = re.compile(r"(?P<part>\w+)\.(?P<kind>weight|bias)")
 def gguf_tensors(header: GgufHeader, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     with header.path.open("rb") as file:
         for entry, name in _wanted(header):
-            yield name, _reorder(entry.name, _read(file, entry), config)
+            yield name, _reorder(header, entry.name, _read(file, entry), config)
+
+
+def gguf_outline(header: GgufHeader, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The same without their numbers."""
+    for entry, name in _wanted(header):
+        yield name, _reorder(header, entry.name, torch.empty(entry.shape, device="meta"), config)
 
 
 def gguf_bytes(header: GgufHeader) -> int:
@@ -83,16 +89,25 @@ def _name(header: GgufHeader, model_type: str, name: str) -> str:
     return f"{prefix}{part}.{match['kind']}"
 
 
-def _reorder(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
+def _reorder(header: GgufHeader, name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
     """Undo what converters do to rows."""
     model_type = config["model_type"]
-    if model_type == "llama" and ".attn_q." in name:
-        return _halves(tensor, config["num_attention_heads"])
-    if model_type == "llama" and ".attn_k." in name:
-        return _halves(tensor, config["num_key_value_heads"])
+    if model_type == "llama" and (".attn_q." in name or ".attn_k." in name):
+        heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
+        _check_rows(header, name, tensor, 2 * heads)
+        return _halves(tensor, heads)
     if model_type == "bloom" and ".attn_qkv." in name:
+        _check_rows(header, name, tensor, 3 * config["num_attention_heads"])
         return _by_head(tensor, config["num_attention_heads"])
     return tensor
+
+
+def _check_rows(header: GgufHeader, name: str, tensor: Tensor, divisor: int) -> None:
+    rows = tensor.shape[0]
+    if rows % divisor:
+        raise CheckpointError(
+            f"{header.path}: tensor {name} has {rows} rows, no multiple of {divisor}; convert it again"
+        )
 
 
 def _halves(tensor: Tensor, n_heads: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 from lightserve.errors import ModelFilesError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+# A config.json that wants more is damaged, and what it asks for would be built before that shows.
+MAX_LAYERS = 10_000
+MAX_SIZE = 2**24  # rows and columns: the largest vocabularies have 2**18
+MAX_POSITION = 2**30
+MAX_NUMBER = 1e15
 _OPTIONAL_ROPE = (
     "low_freq_factor",
     "high_freq_factor",
@@ -17,7 +23,6 @@ _OPTIONAL_ROPE = (
     "attention_factor",
     "mscale",
     "mscale_all_dim",
-    "truncate",
 )
 
 
@@ -44,19 +49,33 @@ class RopeConfig:
         rope = _table(hf, "rope_scaling") | _table(hf, "rope_parameters")
         rope_type = rope.get("rope_type") or rope.get("type") or "default"
         if rope_type not in ROPE_TYPES:
-            raise ModelFilesError(f"config.json: rope type {rope_type!r} is not supported; supported: {ROPE_TYPES}")
-        max_position = hf.get("max_position_embeddings", 0)
-        original = hf.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-        if rope_type != "default" and not rope.get("factor") and not original:
+            found = reprlib.repr(rope_type)
+            raise ModelFilesError(f"config.json: rope type {found} is not supported; supported: {ROPE_TYPES}")
+        both = {**hf, **{key: value for key, value in rope.items() if value is not None}}
+        max_position = _count(hf, "max_position_embeddings", default=1, most=MAX_POSITION)
+        name = "original_max_position_embeddings"
+        original = _count({name: hf.get(name) or rope.get(name) or max_position}, name, most=MAX_POSITION)
+        is_given = bool(hf.get(name) or rope.get(name))
+        if rope_type != "default" and not rope.get("factor") and not is_given:
             raise ModelFilesError(f"config.json: rope type {rope_type!r} needs a factor")
-        return cls(
+        config = cls(
             rope_type=rope_type,
-            theta=rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
-            partial_rotary_factor=rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0,
-            factor=rope.get("factor") or (max_position / original if original else 1.0),
-            original_max_position=original or max_position,
-            **{key: rope[key] for key in _OPTIONAL_ROPE if rope.get(key) is not None},
+            theta=_number(both, "rope_theta", default=10000.0),
+            partial_rotary_factor=_number(both, "partial_rotary_factor", default=1.0),
+            factor=_number(rope, "factor", default=max_position / original if is_given else 1.0),
+            original_max_position=original,
+            truncate=_flag(rope, "truncate", default=True),
+            **{key: _number(rope, key) for key in _OPTIONAL_ROPE if rope.get(key) is not None},
         )
+        config._check()
+        return config
+
+    def _check(self) -> None:
+        if self.theta <= 1 or self.partial_rotary_factor > 1 or self.high_freq_factor <= self.low_freq_factor:
+            raise ModelFilesError(
+                f"config.json: rope_theta {self.theta}, partial_rotary_factor {self.partial_rotary_factor}, "
+                f"low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor} make no sense"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +104,16 @@ class ModelConfig:
         hidden_size = _count(hf, "hidden_size", "n_embed")
         config = cls(
             model_type=_first(hf, "model_type"),
-            num_layers=_count(hf, "num_hidden_layers", "n_layer"),
+            num_layers=_count(hf, "num_hidden_layers", "n_layer", most=MAX_LAYERS),
             num_heads=num_heads,
-            num_kv_heads=hf.get("num_key_value_heads") or num_heads,
-            head_dim=hf.get("head_dim") or hidden_size // num_heads,
+            num_kv_heads=_count(hf, "num_key_value_heads", default=num_heads),
+            head_dim=_count(hf, "head_dim", default=hidden_size // num_heads),
             hidden_size=hidden_size,
-            intermediate_size=hf.get("intermediate_size") or hf.get("n_inner") or 4 * hidden_size,
+            intermediate_size=_count(hf, "intermediate_size", "n_inner", default=4 * hidden_size),
             vocab_size=_count(hf, "vocab_size"),
-            norm_eps=_first(hf, "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
-            max_position=hf.get("max_position_embeddings") or hf.get("seq_length") or 2048,
-            tie_word_embeddings=hf.get("tie_word_embeddings", False),
+            norm_eps=_number(hf, "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
+            max_position=_count(hf, "max_position_embeddings", "seq_length", default=2048, most=MAX_POSITION),
+            tie_word_embeddings=_flag(hf, "tie_word_embeddings"),
             rope=RopeConfig.from_hf(hf),
             hf=hf,
         )
@@ -104,8 +123,14 @@ class ModelConfig:
     def _check(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ModelFilesError(f"config.json: {self.num_kv_heads} KV heads do not divide {self.num_heads} heads")
+        if self.hf.get("head_dim") is None and self.hidden_size % self.num_heads:
+            raise ModelFilesError(
+                f"config.json: hidden_size {self.hidden_size} does not divide among {self.num_heads} heads"
+            )
         if int(self.head_dim * self.rope.partial_rotary_factor) % 2:
             raise ModelFilesError(f"config.json: head_dim {self.head_dim} is odd, and rotary turns pairs")
+        if self.rope.rope_type == "dynamic" and int(self.head_dim * self.rope.partial_rotary_factor) == 2:
+            raise ModelFilesError("config.json: a dynamic rope needs more than one pair to turn")
 
     @property
     def longest_position(self) -> int:
@@ -138,19 +163,40 @@ class ModelConfig:
 def _table(hf: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = hf.get(key) or {}
     if not isinstance(value, dict):
-        raise ModelFilesError(f"config.json: {key} is {value!r}, wanted an object")
+        raise _unfit((key,), value, "an object")
     return value
 
 
-def _count(hf: Mapping[str, Any], *keys: str) -> int:
-    value = _first(hf, *keys)
-    if not isinstance(value, int) or value < 1:
-        raise ModelFilesError(f"config.json: {keys[0]} is {value!r}, wanted a positive integer")
+def _count(hf: Mapping[str, Any], *keys: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+    value = _first(hf, *keys, default=default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise _unfit(keys, value, f"a positive integer of at most {most}")
     return value
 
 
-def _first(hf: Mapping[str, Any], *keys: str) -> Any:
+def _number(hf: Mapping[str, Any], *keys: str, default: float | None = None) -> float:
+    value = _first(hf, *keys, default=default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < MAX_NUMBER:
+        raise _unfit(keys, value, "a positive number")
+    return value
+
+
+def _flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = _first(hf, key, default=default)
+    if not isinstance(value, bool):
+        raise _unfit((key,), value, "true or false")
+    return value
+
+
+def _unfit(keys: tuple[str, ...], value: Any, wanted: str) -> ModelFilesError:
+    return ModelFilesError(f"config.json: {keys[0]} is {reprlib.repr(value)}, wanted {wanted}; correct it")
+
+
+def _first(hf: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
+    """A null is as good as absent."""
     for key in keys:
         if hf.get(key) is not None:
             return hf[key]
-    raise ModelFilesError(f"config.json has no {' or '.join(keys)}")
+    if default is None:
+        raise ModelFilesError(f"config.json has no {' or '.join(keys)}; fetch it again")
+    return default

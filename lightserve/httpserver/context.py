@@ -20,6 +20,7 @@ from lightserve.model_files.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
+ENCODE_LIMIT_S = 30.0  # 16 MB of digits, which take longest, take 20 s
 LONG_TEXT = 2_000  # characters: encoding more than this (about a millisecond) leaves the event loop
 
 
@@ -59,7 +60,11 @@ class ServerContext:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt."""
-        return await self._encode(self.tokenizer.encode, text, add_special_tokens)
+        ids = await self._encode(self.tokenizer.encode, text, add_special_tokens)
+        rows = self.manager.limits.vocab_size
+        if self.tokenizer.num_ids > rows and max(ids, default=0) >= rows:  # some have tokens that the embedding lacks
+            raise InvalidRequestError(f"the text has a token {max(ids)}, but the model has only {rows}")
+        return ids
 
     async def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
         """Each token's id, and where in the text it begins and ends."""
@@ -72,4 +77,8 @@ class ServerContext:
             raise PromptTooLongError(len(text) // longest, limit - 1)
         if len(text) < LONG_TEXT:
             return encode(text, add_special_tokens)
-        return await asyncio.to_thread(encode, text, add_special_tokens)
+        try:
+            async with asyncio.timeout(ENCODE_LIMIT_S):
+                return await asyncio.to_thread(encode, text, add_special_tokens)
+        except TimeoutError as error:
+            raise InvalidRequestError(f"the text takes longer than {ENCODE_LIMIT_S:.0f} s to tokenise") from error

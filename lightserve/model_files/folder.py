@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.safetensors_header import tensor_bytes
+from lightserve.model_files.safetensors_header import read_header
+
+MAX_NAME_LENGTH = 256  # of a file
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -15,7 +18,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelFilesError(f"{path}: no such file; the model folder is incomplete, fetch it again") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ModelFilesError(f"{path}: not readable as JSON ({error}); fetch it again") from error
     if not isinstance(content, dict):
         raise ModelFilesError(f"{path}: holds a JSON {type(content).__name__}, wanted an object; fetch it again")
@@ -31,22 +34,39 @@ def eos_ids_of(path: Path) -> set[int]:
     found = read_json_if_there(path).get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(isinstance(token_id, int) for token_id in ids):
-        raise ModelFilesError(f"{path}: eos_token_id is {found!r}, wanted an integer or a list of them; correct it")
-    return set(ids)
+        shown = reprlib.repr(found)
+        raise ModelFilesError(f"{path}: eos_token_id is {shown}, wanted an integer or a list of them; correct it")
+    return {token_id for token_id in ids if token_id >= 0}  # -1 is written for none
 
 
 def read_chat_template(folder: Path) -> str | None:
     """The template, from the place that wins in transformers: its own file, then the two JSON files."""
     own_file = folder / "chat_template.jinja"
     if own_file.is_file():
-        return own_file.read_text(encoding="utf-8")
+        return _read_text(own_file)
     for name in ("chat_template.json", "tokenizer_config.json"):
-        template = read_json_if_there(folder / name).get("chat_template")
-        if isinstance(template, list):  # older files name several: [{"name": "default", "template": ...}, ...]
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        if template is not None:
-            return str(template)
+        template = _default_template(read_json_if_there(folder / name).get("chat_template"))
+        if template is None:
+            continue
+        if not isinstance(template, str):
+            raise ModelFilesError(f"{folder / name}: chat_template is no text; correct it")
+        return template
     return None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (ValueError, OSError) as error:
+        raise ModelFilesError(f"{path}: not readable as text ({error}); fetch it again") from error
+
+
+def _default_template(template: Any) -> Any:
+    """Older files name several: [{"name": "default", "template": ...}, ...]."""
+    if not isinstance(template, list):
+        return template
+    named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+    return named[-1].get("template") if named else None
 
 
 def find_weight_files(folder: Path) -> list[Path]:
@@ -54,7 +74,7 @@ def find_weight_files(folder: Path) -> list[Path]:
     files = (
         _shards(folder / "model.safetensors.index.json")
         or _existing(folder / "model.safetensors")
-        or sorted(folder.glob("model*.safetensors"))
+        or [path for path in sorted(folder.glob("model*.safetensors")) if path.is_file()]
         or _shards(folder / "pytorch_model.bin.index.json")
         or _existing(folder / "pytorch_model.bin")
     )
@@ -62,7 +82,7 @@ def find_weight_files(folder: Path) -> list[Path]:
         raise ModelFilesError(f"{folder}: no weights (model*.safetensors or pytorch_model*.bin); fetch them again")
     for file in files:
         if file.suffix == ".safetensors":
-            tensor_bytes(file)
+            read_header(file)
     return files
 
 
@@ -74,7 +94,7 @@ def _shards(index: Path) -> list[Path]:
     if not index.is_file():
         return []
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_file_name, weight_map.values())):
         raise ModelFilesError(f"{index}: names no shard files under weight_map; fetch it again")
     shards = [index.parent / name for name in sorted(set(weight_map.values()))]
     for shard in shards:
@@ -82,4 +102,19 @@ def _shards(index: Path) -> list[Path]:
             raise ModelFilesError(f"{index}: names {shard}, which lies outside the folder; fetch the model again")
         if not shard.is_file():
             raise ModelFilesError(f"{index}: names {shard.name}, which is missing; fetch that file again")
+        if shard.suffix == ".safetensors":
+            _check_shard(index, shard, [name for name, file in weight_map.items() if file == shard.name])
     return shards
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and "\0" not in name and len(name) < MAX_NAME_LENGTH
+
+
+def _check_shard(index: Path, shard: Path, names: list[str]) -> None:
+    missing = sorted(set(names) - read_header(shard).keys())
+    if missing:
+        raise ModelFilesError(
+            f"{index}: {shard.name} lacks {len(missing)} tensors that it should hold, such as {missing[0][:100]}; "
+            "fetch both files again"
+        )

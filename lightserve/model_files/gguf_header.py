@@ -76,8 +76,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             _check_magic(path, data)
             return _parse(path, data)
-    except (struct.error, EOFError, OverflowError, IndexError) as error:
-        raise _truncated(path) from error
+    except (struct.error, EOFError, OverflowError, IndexError, TypeError, RecursionError) as error:
+        raise _truncated(path) from error  # TypeError: a field of the file's own is of another type than it must be
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise ModelFilesError(f"{path}: cannot be read as GGUF ({error}); fetch it again") from error
 
@@ -106,6 +106,8 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
 
     raw = [_read_tensor_entry(path, cursor) for _ in range(n_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise _truncated(path)
     start = -(-cursor.position // alignment) * alignment
     tensors = {entry.name: entry._replace(offset=start + entry.offset) for entry in raw}
     if any(entry.offset + entry.n_bytes > len(data) for entry in tensors.values()):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,13 +65,18 @@ class GgufSource(ModelSource):
     header: GgufHeader
 
     def hf_config(self) -> dict[str, Any]:
-        return config_from_gguf(self.header)
+        with _expecting_nonsense(self.path):
+            return config_from_gguf(self.header)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        return eos_ids_from_gguf(self.header)
+        with _expecting_nonsense(self.path):
+            return eos_ids_from_gguf(self.header)
 
     def chat_template(self) -> str | None:
-        return self.header.metadata.get("tokenizer.chat_template")
+        template = self.header.metadata.get("tokenizer.chat_template")
+        if template is not None and not isinstance(template, str):
+            raise ModelFilesError(f"{self.path}: metadata tokenizer.chat_template is no text; fetch it again")
+        return template
 
     def weight_files(self) -> list[Path]:
         return [self.path]
@@ -89,18 +96,31 @@ def resolve(model_dir: str | None, *, needs_weights: bool = True) -> ModelSource
 def _find(model_dir: str | None) -> ModelSource:
     if model_dir is None:
         return _gguf_source(fetch.default_model(), fetch.DEFAULT_MODEL.name)
-    path = Path(model_dir).expanduser()
-    if path.is_dir():
-        return _folder_source(path, path.resolve().name)
-    if path.is_file():
-        return _gguf_source(path, path.stem)
+    try:
+        path = Path(model_dir).expanduser()
+        if path.is_dir():
+            return _folder_source(path, path.resolve().name)
+        if path.is_file():
+            return _gguf_source(path, path.stem)
+    except (OSError, RuntimeError) as error:  # a name that is too long; a home that nobody has
+        reason = getattr(error, "strerror", None) or error
+        raise ModelFilesError(f"{model_dir[:200]}: cannot be looked at ({reason}); check --model_dir") from error
     return _cached_source(model_dir)
 
 
 def _gguf_source(path: Path, name: str) -> GgufSource:
-    header = read_gguf_header(path)
-    config_from_gguf(header)  # a model nobody can run is refused here, not after the servers have started
-    return GgufSource(name, path, header)
+    source = GgufSource(name, path, read_gguf_header(path))
+    source.hf_config()  # a model nobody can run is refused here, not after the servers have started
+    return source
+
+
+@contextmanager
+def _expecting_nonsense(path: Path) -> Iterator[None]:
+    """Any metadata of a damaged file may be of any type."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        raise ModelFilesError(f"{path}: its metadata makes no sense ({error}); fetch it again") from error
 
 
 def _folder_source(folder: Path, name: str) -> ModelSource:

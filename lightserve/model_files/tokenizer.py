@@ -62,6 +62,11 @@ class Tokenizer:
         _ = self.longest_token
         self.encode("warm")
 
+    @cached_property
+    def num_ids(self) -> int:
+        """One more than the highest id, which may be more than there are tokens."""
+        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
@@ -139,11 +144,17 @@ def tokenizer_if_any(source: ModelSource) -> Tokenizer | None:
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
-    if isinstance(source, GgufSource):
-        backend, special = tokenizer_from_gguf(source.header)
-    else:
-        backend, special = tokenizer_from_folder(source.path)
+    template = source.chat_template()
     try:
-        return Tokenizer(backend, special, source.chat_template())
-    except TemplateError as error:
+        if isinstance(source, GgufSource):
+            backend, special = tokenizer_from_gguf(source.header)
+        else:
+            backend, special = tokenizer_from_folder(source.path)
+        return Tokenizer(backend, special, template)
+    except ModelFilesError:
+        raise
+    except (TemplateError, RecursionError) as error:
         raise ModelFilesError(f"{source.path}: the chat template is not valid Jinja ({error}); correct it") from error
+    except Exception as error:  # tokenizers raises nothing narrower, and any field of a damaged file may be anything
+        reason = " ".join(str(error).split())[:200]
+        raise ModelFilesError(f"{source.path}: its tokenizer is damaged ({reason}); fetch it again") from error

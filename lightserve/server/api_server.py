@@ -31,7 +31,7 @@ from lightserve.server.run_directory import run_directory
 from lightserve.server.watchdog import watch_for_silence
 from lightserve.server.worker_keeper import WorkerKeeper
 from lightserve.utils import net
-from lightserve.utils.process import EXIT_CRASH, EXIT_MISTAKE, STOP_SIGNALS
+from lightserve.utils.process import EXIT_CRASH, EXIT_MISTAKE, STOP_SIGNALS, one_line
 
 FAREWELL_S = 3.0  # for the HTTP processes to tell their clients that it is over
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None, modules: Modules | None = None) -> i
         sockets = net.listen(config.http.host, config.http.port, config.http.num_processes)
         return asyncio.run(launch(config, model, sockets, modules or Modules(), begin_s))
     except LightserveError as error:
-        say(error)
+        say(one_line(error))
         return EXIT_MISTAKE
     except KeyboardInterrupt:
         return SIGNALS_OFF + signal.SIGINT

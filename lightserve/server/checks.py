@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lightserve.common.model_config import ModelConfig
 from lightserve.config import HttpConfig, ServerConfig
-from lightserve.errors import ModelFilesError
+from lightserve.errors import ModelFilesError, ServerError
 from lightserve.model_files.source import ModelSource, resolve
-from lightserve.model_files.tokenizer import has_tokenizer
+from lightserve.model_files.tokenizer import Tokenizer, tokenizer_if_any
 from lightserve.models.registry import check_supported
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
@@ -29,9 +30,10 @@ def check(config: ServerConfig) -> ModelFacts:
     _check_access(config.http)
     is_weightless = config.launch.null_worker or config.worker.load_format == "dummy"
     source = resolve(config.worker.model_dir, needs_weights=not is_weightless)
+    tokenizer = tokenizer_if_any(source)
     if not config.launch.null_worker:
-        _check_model(source, config)
-    _warn_of_what_is_missing(source)
+        _check_model(source, config, tokenizer)
+    _warn_of_what_is_missing(source, config, tokenizer)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]
     return ModelFacts(config.http.model_name or source.name, str(architectures[0]))
 
@@ -43,18 +45,31 @@ def _check_access(http: HttpConfig) -> None:
         logger.warning("anyone who reaches %s may use the server: it has no --api_key_file", http.host)
 
 
-def _check_model(source: ModelSource, config: ServerConfig) -> None:
-    hf = source.hf_config()
+def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
+    hf, worker = source.hf_config(), config.worker
     if "model_type" not in hf:
         raise ModelFilesError(f"{source.path}: config.json has no model_type; give a folder that holds a whole model")
-    check_supported(str(hf["model_type"]))  # before its shape: another architecture has other names for it
-    model = ModelConfig.from_hf(hf)
-    model.check_tp(config.worker.tp)
-    model.request_len(config.worker.max_req_total_len)
+    check_supported(str(hf["model_type"])[:100])  # before its shape: another architecture has other names for it
+    try:
+        model = ModelConfig.from_hf(hf)
+    except ModelFilesError as error:
+        raise ModelFilesError(f"{source.path}: {error}") from error
+    model.check_tp(worker.tp)
+    model.request_len(worker.max_req_total_len)
+    if (worker.max_total_token_num or math.inf) < (worker.max_req_total_len or 2):
+        raise ServerError(
+            f"max_total_token_num={worker.max_total_token_num} holds less than one request of "
+            f"{worker.max_req_total_len or 2} tokens; raise it, or lower max_req_total_len to it"
+        )
+    if tokenizer is not None and tokenizer.num_ids > model.vocab_size:
+        found = "%s: the tokenizer has %d tokens, the model's embedding %d: a text with one of the others is refused"
+        logger.warning(found, source.path, tokenizer.num_ids, model.vocab_size)
 
 
-def _warn_of_what_is_missing(source: ModelSource) -> None:
-    if not has_tokenizer(source):
+def _warn_of_what_is_missing(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
+    if tokenizer is None:
         logger.warning("%s has no tokenizer: prompts must be token ids, and answers have no text", source.path)
-    elif source.chat_template() is None:
+    elif not tokenizer.has_chat_template:
         logger.warning("%s has no chat template: /v1/chat/completions will answer 400", source.path)
+    if not (source.eos_token_ids() or config.router.eos_id):
+        logger.warning("%s names no end token: answers end at their greatest length; --eos_id names one", source.path)

@@ -167,13 +167,19 @@ def _report(error: BaseException, parent: Parent) -> int:
     cause = error
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
-    message = " ".join(str(cause).split())[:_MESSAGE_LEN]
+    message = one_line(cause)
     if isinstance(cause, LightserveError):
         parent.send(Failed(message))
         return EXIT_MISTAKE
     traceback.print_exception(error)
     parent.send(Failed(f"{type(cause).__name__}: {message}"))
     return EXIT_CRASH
+
+
+def one_line(error: BaseException) -> str:
+    """What it says, fit for a terminal: it may quote a damaged file."""
+    printable = "".join(char if char.isprintable() else " " for char in str(error))
+    return " ".join(printable.split())[:_MESSAGE_LEN]
 
 
 def _exit(code: int) -> NoReturn:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightserve.common.device import KINDS
+from lightserve.errors import ServerError
 
 
 @pytest.mark.parametrize(
@@ -21,3 +22,20 @@ def test_a_gpu_keeps_the_dtype_of_a_half_precision_model(
     kind: str, model_dtype: str | None, wanted: torch.dtype
 ) -> None:
     assert KINDS[kind].dtype_for(model_dtype) is wanted
+
+
+def test_a_gpu_without_bfloat16_computes_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+
+    assert KINDS["cuda"].dtype_for("bfloat16") is torch.float16
+    assert not KINDS["cuda"].has_dtype(torch.bfloat16)
+    assert KINDS["cpu"].has_dtype(torch.bfloat16)
+
+
+def test_more_ranks_than_devices_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    assert KINDS["cuda"].device(1).index == 1
+    with pytest.raises(ServerError, match="rank 2 has no device of its own: 2 found; lower tp to 2"):
+        KINDS["cuda"].device(2)

@@ -10,9 +10,10 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
 from lightserve.common.checkpoint import open_checkpoint, total_bytes
-from lightserve.common.gguf import CHUNK
+from lightserve.common.gguf import CHUNK, gguf_outline
 from lightserve.errors import CheckpointError, ModelFilesError
 from lightserve.model_files import resolve
+from lightserve.model_files.source import GgufSource
 from test.model_files.files import finish, save_as_gguf, start_gguf, tiny_model
 from test.real_model import smollm2
 
@@ -105,6 +106,14 @@ def test_an_encoding_nobody_decodes_is_named_with_tensor_and_file(tmp_path: Path
 
     with pytest.raises(ModelFilesError, match=r"model.gguf: tensor token_embd.weight is of type IQ2_XXS; supported"):
         resolve(str(path))
+
+
+def test_rows_that_no_head_divides_are_told(tmp_path: Path) -> None:
+    source = resolve(str(save_as_gguf(tiny_model("llama"), tmp_path / "model.gguf")))
+    assert isinstance(source, GgufSource)
+
+    with pytest.raises(CheckpointError, match=r"tensor blk.0.attn_k.weight has 32 rows, no multiple of 6; convert it"):
+        list(gguf_outline(source.header, source.hf_config() | {"num_key_value_heads": 3}))
 
 
 @pytest.mark.slow

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -98,15 +96,6 @@ def test_weights_that_are_missing_are_told(capsys: pytest.CaptureFixture[str], t
     line = refusal(capsys, "--port=0", f"--model_dir={tiny_model(tmp_path)}")
 
     assert "no weights (model*.safetensors or pytorch_model*.bin)" in line
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What our loggers say; they do not pass it on to the root logger, where pytest listens."""
-    ours = logging.getLogger("lightserve")
-    ours.addHandler(caplog.handler)
-    yield caplog
-    ours.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lightserve.common.basemodel.layer_infer.base_layer_infer import (
 from lightserve.common.basemodel.layer_infer.template.post_layer_infer_template import PostLayerInferTpl
 from lightserve.common.basemodel.layer_infer.template.pre_layer_infer_template import PreLayerInferTpl
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
-from lightserve.common.basemodel.layer_weights.loader import fill_dummy, load_weights
+from lightserve.common.basemodel.layer_weights.loader import check_weights, fill_dummy, load_weights
 from lightserve.common.basemodel.layer_weights.weights import WeightContext
 from lightserve.common.checkpoint import CheckpointTensor
 from lightserve.common.mem_manager import MemoryManager
@@ -37,6 +37,7 @@ class ModelArgs:
     max_total_token_num: int
     max_reqs: int
     max_req_total_len: int
+    outline: Iterable[CheckpointTensor] = ()  # of the checkpoint, to check it first; none: it is checked as it loads
 
 
 class TpPartBaseModel:
@@ -78,16 +79,25 @@ class TpPartBaseModel:
         """Refuse a config.json that asks for what the model's code does not do."""
 
     def _init_weights(self) -> None:
-        context = WeightContext(self.tp, self.args.dtype, self.device)
-        self.pre_post_weight = self.pre_and_post_weight_class(self.config, context)
-        self.layer_weights = [
-            self.transformer_weight_class(i, self.config, context) for i in range(self.config.num_layers)
-        ]
+        self._check_outline()
+        self.pre_post_weight, self.layer_weights = self._new_weights(self.device)
         layers = [self.pre_post_weight, *self.layer_weights]
         if self.args.checkpoint is None:
             fill_dummy(layers)
         else:
             load_weights(layers, self.adapt_checkpoint(self.args.checkpoint))
+
+    def _new_weights(self, device: torch.device) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
+        context = WeightContext(self.tp, self.args.dtype, device)
+        layers = [self.transformer_weight_class(i, self.config, context) for i in range(self.config.num_layers)]
+        return self.pre_and_post_weight_class(self.config, context), layers
+
+    def _check_outline(self) -> None:
+        """Against weights that take no memory: a config.json that is another model's may want more than there is."""
+        outline = list(self.args.outline)
+        if outline:
+            pre_post, layers = self._new_weights(torch.device("meta"))
+            check_weights([pre_post, *layers], self.adapt_checkpoint(outline))
 
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """Give the checkpoint's tensors the names and layouts that the weights declare, and drop what is derived."""

@@ -10,10 +10,12 @@ from lightserve.io_struct import EngineReady, Phase
 from lightserve.model_files.source import resolve
 from lightserve.router.model_infer.model_rpc import StepServer
 from lightserve.utils.process import Boot, Parent, run_child
+from lightserve.utils.triton_cache import use_writable_cache
 
 
 def main(boot: Boot, parent: Parent) -> None:
     config = boot.config.worker
+    use_writable_cache(boot.path("triton"))
     with _phase(parent, "import torch"):
         from lightserve.common.device import pick_device
         from lightserve.common.tp import init_tp

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig
-from lightserve.common.checkpoint import open_checkpoint, total_bytes
+from lightserve.common.checkpoint import open_checkpoint, outline, total_bytes
 from lightserve.common.device import DeviceKind, pick_device
 from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
+from lightserve.errors import ServerError
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepLimits, StepRow, TokenOut
 from lightserve.model_files.source import ModelSource
 from lightserve.models.registry import get_model_class
@@ -63,6 +64,7 @@ class ModelWorker:
             max_total_token_num=1,
             max_reqs=config.running_max_req_size,
             max_req_total_len=self.max_req_total_len,
+            outline=outline(source) if config.load_format == "auto" else (),
         )
         self.model = get_model_class(self.model_config.model_type)(args)
         self.model.set_kv_size(kv_size(config, self.model, kind))
@@ -190,6 +192,8 @@ def _dtype(config: WorkerConfig, model: ModelConfig, kind: DeviceKind) -> torch.
     if config.data_type == "auto":
         return kind.dtype_for(model.hf.get("dtype") or model.hf.get("torch_dtype"))
     dtype: torch.dtype = getattr(torch, config.data_type)
+    if not kind.has_dtype(dtype):
+        raise ServerError(f"this GPU does not compute in {config.data_type}; use the data_type float16")
     return dtype
 
 

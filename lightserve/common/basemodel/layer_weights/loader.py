@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -33,10 +33,18 @@ def load_weights(layers: Iterable[LayerWeight], checkpoint: Iterable[CheckpointT
                 raise CheckpointError(f"{file}: the tensor {name} occurs a second time")
             else:
                 extra.append(f"{name} ({file})")
-    if wanted:
-        raise CheckpointError(f"the checkpoint lacks {_listed(sorted(wanted))}")
+    _check_none_is_missing(wanted)
     if extra:
         logger.warning("ignored: the model has no use for %s", _listed(extra))
+
+
+def check_weights(layers: Iterable[LayerWeight], outline: Iterable[CheckpointTensor]) -> None:
+    """The mistakes that `load_weights` would find, before anything is read or allocated."""
+    wanted = {piece.name: piece for layer in layers for piece in layer.pieces()}
+    for name, tensor, file in outline:
+        if name in wanted:
+            _check(wanted.pop(name), tensor, file)
+    _check_none_is_missing(wanted)
 
 
 def fill_dummy(layers: Iterable[LayerWeight], seed: int = 0) -> None:
@@ -52,15 +60,29 @@ def fill_dummy(layers: Iterable[LayerWeight], seed: int = 0) -> None:
 
 
 def _fill(piece: Piece, tensor: torch.Tensor, file: str, upload: Upload) -> None:
+    _check(piece, tensor, file)
+    if piece.into is not None:
+        upload.copy(piece.into, piece.part(tensor))
+
+
+def _check(piece: Piece, tensor: torch.Tensor, file: str) -> None:
     if tuple(tensor.shape) != piece.shape:
-        raise CheckpointError(f"{file}: {piece.name} has shape {tuple(tensor.shape)}, config.json wants {piece.shape}")
+        raise CheckpointError(
+            f"{file}: {piece.name} has shape {tuple(tensor.shape)}, config.json wants {piece.shape}; "
+            "fetch the two that belong together"
+        )
     if tensor.dtype not in FLOATS:
         raise CheckpointError(
             f"{file}: {piece.name} is {str(tensor.dtype).removeprefix('torch.')}; "
             "only float checkpoints load, quantised ones do not yet"
         )
-    if piece.into is not None:
-        upload.copy(piece.into, piece.part(tensor))
+
+
+def _check_none_is_missing(wanted: Mapping[str, Piece]) -> None:
+    if wanted:
+        raise CheckpointError(
+            f"the checkpoint lacks {_listed(sorted(wanted))}; fetch its files again, with the config.json of that model"
+        )
 
 
 def _listed(names: list[str]) -> str:

@@ -1,0 +1,43 @@
+"""Text becomes tokens within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lightserve.errors import InvalidRequestError
+from lightserve.httpserver import context as context_module
+from test.httpserver.fake_engine import LIMITS, engine, spell
+from test.small_text import small_tokenizer
+
+
+def test_a_text_with_a_token_that_the_embedding_lacks_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with engine(tmp_path, spell("x"), small_tokenizer()) as (context, _):
+            context.manager.serve(msgspec.structs.replace(LIMITS, vocab_size=8))
+            assert max(await context.encode("aede")) < 8
+            with pytest.raises(InvalidRequestError, match="the text has a token 9, but the model has only 8"):
+                await context.encode("aede1")
+
+    asyncio.run(scenario())
+
+
+def test_a_text_that_takes_too_long_is_refused_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context_module, "ENCODE_LIMIT_S", 0.01)
+    may_end = threading.Event()
+    tokenizer = small_tokenizer()
+    monkeypatch.setattr(tokenizer, "encode", lambda *_: may_end.wait(60) and [])
+
+    async def scenario() -> None:
+        async with engine(tmp_path, spell("x"), tokenizer) as (context, _):
+            with pytest.raises(InvalidRequestError, match="takes longer than"):
+                await context.encode("a" * context_module.LONG_TEXT)
+            may_end.set()
+
+    asyncio.run(scenario())

@@ -1,0 +1,405 @@
+"""Every way a model's files can be wrong is one line that names the file and what to do, and exit code 2.
+
+What the launcher can know it tells before a port is opened; what takes torch to know, the worker tells before it reads
+weights. NaN in weights is not looked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lightserve.common.tp import TpGroup
+from lightserve.config import WorkerConfig
+from lightserve.errors import CheckpointError
+from lightserve.model_files import resolve
+from lightserve.router.model_infer import worker as worker_module
+from lightserve.router.model_infer.worker import ModelWorker
+from lightserve.server import api_server
+from lightserve.server.args import parse_server
+from lightserve.server.checks import check
+from test.api.server import running_server
+from test.model_files.files import save_as_gguf, tiny_model as tiny_gguf_model
+from test.small_text import save_small_model
+
+Damage = Callable[[Path], object]
+WEIGHTS = "model.safetensors"
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model of which every test damages a copy."""
+    return Path(save_small_model(tmp_path_factory.mktemp("whole")))
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], model_dir: Path | str, *flags: str) -> str:
+    """The one line with which the launcher refuses to start, before it listens anywhere."""
+    code = api_server.main(["--port=0", f"--model_dir={model_dir}", *flags])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert len(line) < 600
+    return line.removeprefix("lightserve: ")
+
+
+def write(name: str, content: str | bytes) -> Damage:
+    raw = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(raw)
+
+
+def without(name: str) -> Damage:
+    return lambda folder: (folder / name).unlink()
+
+
+def as_folder(name: str) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).mkdir()
+
+    return damage
+
+
+def setting(name: str, **changes: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        path = folder / name
+        content = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(content | changes))
+
+    return damage
+
+
+def cut(name: str, keep: int) -> Damage:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:keep])
+
+
+def header(**changes: Any) -> Damage:
+    """Of the weights, one tensor described otherwise."""
+
+    def damage(folder: Path) -> None:
+        raw = (folder / WEIGHTS).read_bytes()
+        (length,) = struct.unpack("<Q", raw[:8])
+        entries = json.loads(raw[8 : 8 + length])
+        entries[NORM] |= changes
+        text = json.dumps(entries).encode()
+        (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+    return damage
+
+
+def index(**weight_map: Any) -> Damage:
+    return write("model.safetensors.index.json", json.dumps({"weight_map": weight_map}))
+
+
+NO_SENSE = "makes no sense about the tensor model.norm.weight"
+FOLDERS: dict[str, tuple[Damage, str, str]] = {
+    # what is damaged, the file to be named, what is to be said of it
+    "no config": (without("config.json"), "", "no config.json and no .gguf file in it; give a folder"),
+    "config is a folder": (as_folder("config.json"), "", "no config.json and no .gguf file"),
+    "config is empty": (write("config.json", ""), "config.json", "not readable as JSON"),
+    "config is cut short": (cut("config.json", 50), "config.json", "not readable as JSON"),
+    "config is no text": (write("config.json", b"\xff\xfe\0"), "config.json", "not readable as JSON"),
+    "config is a list": (write("config.json", "[]"), "config.json", "holds a JSON list, wanted an object; fetch"),
+    "config is deep": (write("config.json", '{"a":' * 100_000), "config.json", "not readable as JSON"),
+    "no model type": (setting("config.json", model_type=None), "", "model_type 'None' is not supported; supported:"),
+    "another model": (setting("config.json", model_type="gpt2"), "", "model_type 'gpt2' is not supported; supported:"),
+    "layers are text": (setting("config.json", num_hidden_layers="2"), "config.json", "is '2', wanted a positive int"),
+    "too many layers": (setting("config.json", num_hidden_layers=10**9), "config.json", "of at most 10000; correct"),
+    "no heads": (setting("config.json", num_attention_heads=0), "config.json", "num_attention_heads is 0, wanted"),
+    "heads are true": (setting("config.json", num_attention_heads=True), "config.json", "is True, wanted a positive"),
+    "negative KV heads": (setting("config.json", num_key_value_heads=-2), "config.json", "num_key_value_heads is -2"),
+    "head_dim is text": (setting("config.json", head_dim="16"), "config.json", "head_dim is '16', wanted"),
+    "heads that do not divide": (
+        setting("config.json", head_dim=None, hidden_size=65),
+        "config.json",
+        "size 65",
+    ),
+    "absurd vocabulary": (setting("config.json", vocab_size=10**12), "config.json", "vocab_size is 1000000000000, wan"),
+    "absurd context": (setting("config.json", max_position_embeddings=1e30), "config.json", "max_position_embeddings"),
+    "no epsilon": (setting("config.json", rms_norm_eps=None), "config.json", "has no rms_norm_eps"),
+    "NaN epsilon": (setting("config.json", rms_norm_eps=float("nan")), "config.json", "is nan, wanted a positive num"),
+    "rope of text": (setting("config.json", rope_parameters={"rope_theta": "x"}), "config.json", "rope_theta is 'x'"),
+    "rope of one": (setting("config.json", rope_parameters={"rope_theta": 1}), "config.json", "make no sense"),
+    "rope is a list": (setting("config.json", rope_parameters=[1]), "config.json", "rope_parameters is [1], wanted"),
+    "tied perhaps": (setting("config.json", tie_word_embeddings="no"), "config.json", "wanted true or false"),
+    "end token is text": (setting("config.json", eos_token_id="end"), "config.json", "eos_token_id is 'end', wanted"),
+    "generation config": (write("generation_config.json", "{"), "generation_config.json", "not readable as JSON"),
+    "no tokenizer": (without("tokenizer.json"), "", "no tokenizer.json; write one with"),
+    "tokenizer is empty": (write("tokenizer.json", ""), "tokenizer.json", "not readable as a tokenizer"),
+    "tokenizer is cut short": (cut("tokenizer.json", 100), "tokenizer.json", "not readable as a tokenizer"),
+    "tokenizer is a list": (write("tokenizer.json", "[]"), "tokenizer.json", "not readable as a tokenizer"),
+    "tokenizer is a folder": (as_folder("tokenizer.json"), "", "no tokenizer.json"),
+    "tokenizer config": (write("tokenizer_config.json", "{"), "tokenizer_config.json", "not readable as JSON"),
+    "tokens of no kind": (setting("tokenizer_config.json", eos_token={"a": 1}), "", "its tokenizer is damaged"),
+    "added tokens": (setting("tokenizer_config.json", added_tokens_decoder=[1]), "", "its tokenizer is damaged"),
+    "template": (write("chat_template.jinja", "{% if %}"), "", "the chat template is not valid Jinja"),
+    "template is no text": (write("chat_template.jinja", b"\xff"), "chat_template.jinja", "not readable as text"),
+    "template is a number": (setting("tokenizer_config.json", chat_template=5), "tokenizer_config.json", "no text"),
+    "no weights": (without(WEIGHTS), "", "no weights (model*.safetensors or pytorch_model*.bin); fetch them again"),
+    "weights are a folder": (as_folder(WEIGHTS), "", "no weights"),
+    "weights are empty": (cut(WEIGHTS, 0), WEIGHTS, "truncated or damaged"),
+    "weights are cut short": (cut(WEIGHTS, -1), WEIGHTS, "truncated or damaged"),
+    "weights end in the header": (cut(WEIGHTS, 100), WEIGHTS, "truncated or damaged"),
+    "header beyond the file": (write(WEIGHTS, b"\xff" * 64), WEIGHTS, "its header wants 18446744073709551615 bytes"),
+    "header of garbage": (write(WEIGHTS, struct.pack("<Q", 4) + b"\xff\xfe{["), WEIGHTS, "its header is no JSON"),
+    "header is a list": (write(WEIGHTS, struct.pack("<Q", 2) + b"[]"), WEIGHTS, "its header is no JSON object"),
+    "header of text": (header(data_offsets="ab"), WEIGHTS, NO_SENSE),
+    "offsets backwards": (header(data_offsets=[8, 4]), WEIGHTS, NO_SENSE),
+    "shape below zero": (header(shape=[-1]), WEIGHTS, NO_SENSE),
+    "shape beyond the bytes": (header(shape=[10**12]), WEIGHTS, NO_SENSE),
+    "index is broken": (write("model.safetensors.index.json", "{"), "model.safetensors.index.json", "not readable"),
+    "index of nothing": (index(), "model.safetensors.index.json", "names no shard files"),
+    "index of numbers": (index(a=5), "model.safetensors.index.json", "names no shard files"),
+    "index of odd names": (index(a="\0"), "model.safetensors.index.json", "names no shard files"),
+    "index and no shard": (
+        index(a="b.safetensors"),
+        "model.safetensors.index.json",
+        "names b.safetensors",
+    ),
+    "index of elsewhere": (index(a="/etc/passwd"), "model.safetensors.index.json", "lies outside the folder"),
+    "index and no tensor": (
+        index(a=WEIGHTS),
+        "model.safetensors.index.json",
+        "lacks 1 tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_damaged_folder_is_refused_before_a_port_is_opened(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, file, reason = FOLDERS[name]
+    damage(folder)
+
+    line = refusal(capsys, folder)
+
+    assert str(folder / file) in line or f"{folder}: {file}" in line or "model_type" in line
+    assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--tp=3"], "do not divide among tp=3 ranks; choose a tp"),
+        (["--max_model_len=129"], "max_req_total_len=129, but the model reaches 128 tokens; lower it"),
+        (["--max_total_token_num=1"], "max_total_token_num=1 holds less than one request of 2 tokens; raise it"),
+        (
+            ["--max_total_token_num=50", "--max_model_len=100"],
+            "less than one request of 100 tokens; raise it",
+        ),
+    ],
+)
+def test_a_flag_that_the_model_does_not_allow_is_told(
+    whole: Path, capsys: pytest.CaptureFixture[str], flags: list[str], reason: str
+) -> None:
+    assert reason in refusal(capsys, whole, *flags)
+
+
+def gguf_bytes(folder: Path) -> bytes:
+    return save_as_gguf(tiny_gguf_model("llama"), folder / "whole.gguf").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda raw: b"", "cannot be read as GGUF"),
+        (lambda raw: b"PK\x03\x04" + raw[4:], "not a GGUF file (it begins with b'PK"),
+        (lambda raw: raw[:4] + b"\x09" + raw[5:], "GGUF version 9 is not among"),
+        (lambda raw: raw[:200], "truncated or damaged; fetch it again"),
+        (lambda raw: raw[:-1], "truncated or damaged; fetch it again"),
+        (lambda raw: raw.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"), "'mamba' is not supported"),
+    ],
+)
+def test_a_damaged_gguf_is_refused(
+    damage: Callable[[bytes], bytes], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(damage(gguf_bytes(tmp_path)))
+
+    line = refusal(capsys, path)
+
+    assert line.startswith(f"{path}: ")
+    assert reason in line
+
+
+def test_a_path_that_is_none_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+
+    assert "no such folder or .gguf file" in refusal(capsys, tmp_path / "missing")
+    assert "no such folder or .gguf file" in refusal(capsys, tmp_path / "loop")
+    assert "cannot be looked at" in refusal(capsys, "/" + "x" * 5000)
+    assert "cannot be looked at" in refusal(capsys, "~nobody-has-this-name/model")
+
+
+def test_a_damaged_file_cannot_write_on_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setting("config.json", model_type="\x1b[2J\nlightserve: all is well")(folder)
+
+    assert "\x1b" not in refusal(capsys, folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, ""),
+        ({"vocab_size": 40}, "tokens, the model's embedding 40: a text with one of the others is refused"),
+        ({"eos_token_id": None}, "names no end token: answers end at their greatest length; --eos_id names one"),
+        ({"eos_token_id": -1}, "names no end token"),
+    ],
+)
+def test_what_can_be_lived_with_is_told(
+    folder: Path, log: pytest.LogCaptureFixture, changes: dict[str, Any], told: str
+) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    setting("config.json", **changes)(folder)
+
+    check(parse_server(["--port=0", "--load_format=dummy", f"--model_dir={folder}"]))
+
+    assert told in log.text if told else not log.text
+
+
+def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
+    (folder / "modeling.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')")
+    setting("config.json", auto_map={"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.Config"})(folder)
+    setting("tokenizer_config.json", auto_map={"AutoTokenizer": ["modeling.Tokenizer", None]})(folder)
+
+    check(parse_server(["--port=0", f"--model_dir={folder}"]))
+    ModelWorker(WorkerConfig(device="cpu", max_total_token_num=64), resolve(str(folder)), TpGroup())
+
+    assert not (tmp_path / "owned").exists()
+
+
+# what the worker knows
+
+
+class MustNotRun:
+    """Unpickling it would make a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+@pytest.fixture
+def no_weights_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Iterator[Any]:
+        yield from ()
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(worker_module, "_with_progress", fail)
+
+
+def load(folder: Path) -> str:
+    """What the worker says of it."""
+    with pytest.raises(CheckpointError) as refused:
+        ModelWorker(WorkerConfig(device="cpu", max_total_token_num=64), resolve(str(folder)), TpGroup())
+    return str(refused.value)
+
+
+@pytest.mark.usefixtures("no_weights_read")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensors: tensors.pop(NORM), rf"lacks 1 tensors: {NORM}; fetch"),
+        (lambda tensors: tensors.update({NORM: torch.ones(63)}), f"{NORM} has shape (63,), config.json wants (64,); f"),
+        (lambda tensors: tensors.update({NORM: torch.ones(64).to(torch.int8)}), f"{NORM} is int8; only float"),
+        (lambda tensors: tensors.update({NORM: torch.ones(64, dtype=torch.complex64)}), f"{NORM} is C64; only float"),
+    ],
+)
+def test_tensors_that_are_not_the_models_are_told_before_any_is_read(
+    change: Callable[[dict[str, Any]], Any], reason: str, folder: Path
+) -> None:
+    change_tensors(folder, change)
+
+    told = load(folder)
+
+    assert reason in told
+    assert "lacks" in told or told.startswith(f"{folder / WEIGHTS}: ")
+
+
+@pytest.mark.usefixtures("no_weights_read")
+def test_an_embedding_of_another_size_is_told_without_its_memory(folder: Path) -> None:
+    setting("config.json", vocab_size=2**24, hidden_size=2**24)(folder)
+
+    assert "wants (16777216, 16777216)" in load(folder)
+
+
+@pytest.mark.usefixtures("no_weights_read")
+def test_a_bin_file_runs_nothing(folder: Path, tmp_path: Path) -> None:
+    tensors: dict[str, Any] = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    torch.save(tensors | {NORM: MustNotRun(tmp_path / "owned")}, folder / "pytorch_model.bin")
+
+    assert "not loadable with weights_only" in load(folder)
+    assert not (tmp_path / "owned").exists()
+
+
+# whole starts
+
+
+def start(model_dir: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightserve.server.api_server", "--port=0", f"--model_dir={model_dir}", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | env)
+
+
+def test_what_only_the_worker_knows_is_one_line_too(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.pop(NORM))
+
+    run = start(folder, "--device=cpu")
+
+    assert run.returncode == 2, run.stderr
+    assert run.stderr.splitlines()[-1].startswith(f"lightserve: the checkpoint lacks 1 tensors: {NORM}; fetch")
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.long
+def test_an_odd_path_and_a_home_that_cannot_be_written_do_not_matter(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(whole, tmp_path / "Modell mit 🦙 und ümlaut")
+    (tmp_path / "link").symlink_to("Modell mit 🦙 und ümlaut")
+    for name in ("HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "/dev/null/nowhere")
+
+    with running_server(tmp_path / "log", "--device=cpu", "--model_dir", str(tmp_path / "link")) as server:
+        status, answer = server.post("/v1/completions", {"prompt": "abc", "max_tokens": 2})
+
+    assert status == 200, answer
+    assert answer["model"] == "Modell mit 🦙 und ümlaut"
+    assert "kernels are compiled at every start" in server.log
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+def test_a_start_with_a_damaged_file_ends_with_code_2(folder: Path, suffix: str) -> None:
+    damaged = next(folder.glob(f"*{suffix}"))
+    damaged.write_bytes(damaged.read_bytes()[:20])
+
+    run = start(folder)
+
+    assert run.returncode == 2
+    assert len(run.stderr.splitlines()) == 1
+    assert damaged.name in run.stderr
