@@ -204,3 +204,32 @@ def test_a_mask_of_tokens_has_their_bits() -> None:
 
 def test_a_spec_tells_its_schema_in_json() -> None:
     assert json.loads(schema_grammar({"type": "object"}).text) == {"type": "object"}
+
+
+CYCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+ENDLESS = {
+    "a schema of itself": schema_grammar({"$ref": "#"}),
+    "a cycle of schemas": schema_grammar(CYCLE),
+    "a rule of itself": GrammarSpec("ebnf", "root ::= root"),
+    "a schema elsewhere": schema_grammar({"$ref": "http://127.0.0.1:9/schema"}),
+    "a schema in a file": schema_grammar({"$ref": "file:///etc/passwd"}),
+    "a file of rules": GrammarSpec("lark", '%import /etc/passwd\nstart: "a"'),
+    "a product of schemas": schema_grammar(
+        {"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(8)]} for i in range(12)]}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_what_has_no_end_or_is_not_here_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="the grammar cannot be used"):
+        COMPILER.compile(ENDLESS[name])
+
+
+@pytest.mark.parametrize("spec", [GrammarSpec("regex", "a\0b"), choice_grammar(["a\0b"])], ids=["regex", "choice"])
+def test_a_nul_is_a_character_and_not_an_end(spec: GrammarSpec) -> None:
+    matcher = COMPILER.compile(spec)
+
+    assert matcher.consume_tokens(TOKENIZER.encode("a"))
+    assert not matcher.is_accepting()
+    assert not matcher.deep_copy().consume_tokens(TOKENIZER.encode("b"))

@@ -32,6 +32,7 @@ SHARED = frozenset(
         *LATER,
         "allowed_token_ids",
         "bad_words",
+        "chat_template",
         "chat_template_kwargs",
         "include_reasoning",
         "logit_bias",

@@ -16,6 +16,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.io_struct import MAX_GRAMMAR_LENGTH, GrammarSpec
 
 MAX_CHOICES = 4096
+MAX_STRUCTURES = 128  # of a structural tag
 
 Schema = dict[str, Any] | str  # or its JSON
 Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
@@ -56,8 +57,10 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
     schema_: Schema | None = Field(default=None, alias="schema", description="with json_object, as llama.cpp")
-    structures: list[dict[str, Any]] | None = Field(default=None, description="of a structural_tag, as vLLM")
-    triggers: list[str] | None = None
+    structures: Annotated[list[dict[str, Any]], Field(max_length=MAX_STRUCTURES, fail_fast=True)] | None = Field(
+        default=None, description="of a structural_tag, as vLLM"
+    )
+    triggers: Annotated[list[str], Field(max_length=MAX_STRUCTURES, fail_fast=True)] | None = None
 
     def grammar(self) -> GrammarSpec:
         if self.type == "structural_tag":

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
-from lightserve.httpserver.body import Body
+from lightserve.httpserver.body import Body, at_most
 from lightserve.httpserver.chat_translation import Joined, Object, TranslatedChat, tools_of_type, translated
 from lightserve.httpserver.openai_protocol import (
     MAX_MESSAGES,
@@ -24,6 +24,7 @@ from lightserve.httpserver.openai_protocol import (
 
 MEDIA = frozenset({"image", "document", "search_result"})
 MAX_BLOCKS = 1024  # of one message
+MAX_METADATA = 64
 
 SystemText = Annotated[str, Joined("system", MEDIA, {"text": "text"})]
 ResultText = Annotated[str, Joined("messages", MEDIA, {"text": "text"})]
@@ -177,7 +178,7 @@ class MessagesBody(PromptBody):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any], at_most(MAX_METADATA)] | None = None
     stream: bool | None = None
 
 

@@ -12,6 +12,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.body import check_size
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.openai_protocol import ChatBody, Function, Message, Tool
+from lightserve.model_files.chat_template import RESERVED_NAMES
 from lightserve.model_files.tokenizer import Tokenizer
 
 LONG_CHAT = 100  # messages: rendering more than this (about a millisecond) leaves the event loop
@@ -29,6 +30,7 @@ RESERVED = frozenset(
         "continue_final_message",
         "return_dict",
         "return_tensors",
+        *RESERVED_NAMES,
     }
 )
 

@@ -17,10 +17,16 @@ from lightserve.httpserver.thinking_budget import Budget
 MEDIA = frozenset({"input_image", "input_file", "input_audio"})
 KINDS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 MAX_ITEMS = 4096  # some become one message together
-MAX_METADATA = 16  # as OpenAI
+MAX_INCLUDED = 64
+MAX_METADATA = 16  # as OpenAI, and so are the lengths
 LOGPROBS = "message.output_text.logprobs"
 
 Text = Annotated[str, Joined("input", MEDIA, KINDS)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=MAX_METADATA),
+    at_most(MAX_METADATA),
+]
 
 
 class MessageItem(Body):
@@ -48,7 +54,7 @@ class ReasoningText(Body):
 
 class ReasoningItem(Body):
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
+    content: Annotated[list[ReasoningText], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
 
 
 def _item_kind(value: Any) -> str | None:
@@ -146,8 +152,8 @@ class ResponsesBody(Body):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     stream: bool | None = None
-    include: list[str] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA), at_most(MAX_METADATA)] | None = None
+    include: Annotated[list[str], Field(max_length=MAX_INCLUDED, fail_fast=True)] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any
 
 from jinja2 import TemplateError, nodes
+from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lightserve.errors import InvalidRequestError
 from lightserve.model_files.special_tokens import SpecialTokens
+
+RENDER_LIMIT_S = 10.0  # a thousand messages take milliseconds
+MAX_LENGTH = 2**26  # characters of a prompt: more than any body holds, unless the template multiplies it
+MAX_MESSAGE_LENGTH = 500  # of an error: it may quote the messages
+# what a template finds beside its variables, which must not hide it
+RESERVED_NAMES = frozenset(
+    {
+        "raise_exception",
+        "strftime_now",
+        *DEFAULT_NAMESPACE,
+        *(f"{role}_token" for role in SpecialTokens._fields),
+    }
+)
 
 
 class ChatTemplate:
@@ -22,11 +38,27 @@ class ChatTemplate:
 
     def render(self, **variables: Any) -> str:
         try:
-            return self._template.render(**{**self._tokens, **variables})
+            return "".join(_within_limits(self._template.generate(**{**self._tokens, **variables})))
         except TemplateError as error:  # raise_exception included: templates check roles with it
-            raise InvalidRequestError(f"the model's chat template refuses these messages: {error}") from error
+            raise _refusal("refuses", error) from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise InvalidRequestError(f"the model's chat template cannot take these messages: {error}") from error
+            raise _refusal("cannot take", error) from error
+
+
+def _within_limits(pieces: Iterable[str]) -> Iterator[str]:
+    """Looks at time and length wherever the template writes: a loop that writes nothing is not seen."""
+    end_s, length = time.monotonic() + RENDER_LIMIT_S, 0
+    for piece in pieces:
+        length += len(piece)
+        if length > MAX_LENGTH:
+            raise InvalidRequestError(f"the model's chat template makes more than {MAX_LENGTH} characters of these")
+        if time.monotonic() > end_s:
+            raise InvalidRequestError(f"the model's chat template takes longer than {RENDER_LIMIT_S:.0f} s for these")
+        yield piece
+
+
+def _refusal(how: str, error: Exception) -> InvalidRequestError:
+    return InvalidRequestError(f"the model's chat template {how} these messages: {str(error)[:MAX_MESSAGE_LENGTH]}")
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -373,6 +373,7 @@ def test_the_client_counts_the_tokens_that_a_request_would_have(server: Server, 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
+    ({"chat_template": "{{ 1 }}"}, "a request cannot bring its own"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": []}]}, "no content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "role"),

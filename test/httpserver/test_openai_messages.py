@@ -79,6 +79,10 @@ def test_template_variables_reach_the_template_but_not_those_of_the_server(showi
         "tokenize": True,
         "self": 1,
         "continue_final_message": True,
+        "raise_exception": "x",
+        "namespace": "x",
+        "range": 1,
+        "eos_token": "x",
     }
 
     found = shown(showing, USER, chat_template_kwargs=kwargs, reasoning_effort="low")

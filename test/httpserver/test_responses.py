@@ -312,6 +312,7 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"top_logprobs": 2}, "top_logprobs", "not_supported"),
     ({"include": ["message.output_text.logprobs"]}, "top_logprobs", "not_supported"),
     ({"reasoning": {"max_tokens": -2}}, "reasoning.max_tokens", None),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", None),
 ]
 
 

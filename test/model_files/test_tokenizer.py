@@ -15,7 +15,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightserve.errors import InvalidRequestError, ModelFilesError
-from lightserve.model_files import Tokenizer, load_tokenizer, resolve
+from lightserve.model_files import Tokenizer, chat_template, load_tokenizer, resolve
 from lightserve.model_files.gguf_header import read_gguf_header
 from lightserve.model_files.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_from_gguf
 from lightserve.model_files.special_tokens import set_ends
@@ -256,6 +256,29 @@ def test_messages_a_template_refuses_are_the_clients_fault(tmp_path: Path, templ
 
     with pytest.raises(InvalidRequestError, match=reason):
         tokenizer.apply_chat_template(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "reason"),
+    [("MAX_LENGTH", 1000, "makes more than 1000 characters"), ("RENDER_LIMIT_S", 0.0, "takes longer than 0 s")],
+)
+def test_a_template_writes_within_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: float, reason: str
+) -> None:
+    tokenizer = with_template(tmp_path, "{% for i in range(n) %}{{ messages[0].content }}{% endfor %}")
+    assert len(tokenizer.apply_chat_template([{"role": "user", "content": "x" * 10}], n=101)) == 1010
+
+    monkeypatch.setattr(chat_template, limit, value)
+    with pytest.raises(InvalidRequestError, match=reason):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x" * 10}], n=101)
+
+
+def test_a_template_that_quotes_a_long_text_says_it_briefly(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, "{{ raise_exception(messages[0].content) }}")
+
+    with pytest.raises(InvalidRequestError) as refused:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x" * 100_000}])
+    assert len(str(refused.value)) < 600
 
 
 def test_a_template_that_is_not_jinja_is_the_model_files_fault(tmp_path: Path) -> None:
