@@ -9,6 +9,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, settings
+
+FUZZ_EXAMPLES, FUZZ_EXAMPLES_LONG = 15, 3000
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # another process tests beside this one
@@ -20,6 +23,21 @@ if not torch.cuda.is_available():
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backend", help="run only the op tests of this backend")
     parser.addoption("--long", action="store_true", help="run the tests that take minutes too")
+    parser.addoption("--examples", type=int, help="random cases of each test in test/fuzz and of the API's schema")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The profile of test/fuzz: few cases, always the same, or many new ones."""
+    is_long = bool(config.getoption("--long"))
+    count = config.getoption("--examples") or (FUZZ_EXAMPLES_LONG if is_long else FUZZ_EXAMPLES)
+    settings.register_profile(
+        "fuzz",
+        max_examples=count,
+        deadline=None,
+        derandomize=not is_long,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink a message takes minutes
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -36,7 +36,8 @@ README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 DATED = {"log.md"}  # tells of its day, whose flags may be gone
-OTHER_TOOLS = {"--backend", "--long", "--policy", "--only", "--minutes"}  # of pytest, benchmarks and test/faults
+# of pytest, benchmarks and test/faults
+OTHER_TOOLS = {"--backend", "--examples", "--long", "--policy", "--only", "--minutes"}
 METHODS = "GET|HEAD|POST"
 
 

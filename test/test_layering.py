@@ -18,6 +18,7 @@ GROUND = {"errors", "utils", "config", "io_struct"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "utils": set(),
+    "utils.channel": {"errors"},
     "utils.net": {"errors"},
     "utils.tls": {"errors"},
     "utils.process": {"errors", "config", "io_struct"},

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from lightserve.errors import InvalidRequestError
+
 M = TypeVar("M")
+
+
+class MessageError(Exception):
+    """Bytes that are no message of the receiver's type: a fault of ours, or of whoever else writes into the socket."""
+
+
+def decoder_of(message_type: Any) -> Callable[[bytes], Any]:
+    """Bytes to a message, or MessageError."""
+    plain = msgspec.msgpack.Decoder(message_type).decode
+
+    def decode(raw: bytes) -> Any:
+        try:
+            return plain(raw)
+        except (ValueError, InvalidRequestError) as error:  # ValueError: msgspec's own are, and text that is no UTF-8
+            raise MessageError(f"{len(raw)} bytes are no message: {error}") from error
+
+    return decode
 
 
 class Sender(Generic[M]):
@@ -34,7 +54,7 @@ class Receiver(Generic[M]):
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
         self._socket.set_hwm(0)
         self._socket.bind(address)
-        self._decode = msgspec.msgpack.Decoder(message_type).decode
+        self._decode = decoder_of(message_type)
 
     async def recv(self) -> M:
         message: M = self._decode(await self._socket.recv())

@@ -1,0 +1,160 @@
+"""Damaged model files are refused as what they are, or read: nothing else can come of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import given, strategies as st
+from safetensors.torch import save_file
+
+from lightserve.common.checkpoint import open_checkpoint, outline
+from lightserve.common.model_config import ModelConfig
+from lightserve.errors import ModelFilesError
+from lightserve.model_files import load_tokenizer, resolve
+from lightserve.model_files.folder import find_weight_files
+from lightserve.model_files.source import FolderSource
+from test.fuzz.profile import FUZZ
+from test.model_files.files import VOCAB, save_as_gguf, tiny_model
+from test.server.launched import TINY
+from test.small_text import EOS, small_backend
+
+TOKENS = ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(VOCAB - 3))]
+GGUF_TOKENIZER = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.scores": [float(-i) for i in range(VOCAB)],
+    "tokenizer.ggml.token_type": [2, 3, 3] + [1] * (VOCAB - 3),
+    "tokenizer.chat_template": "{{ messages[0].content }}",
+    "general.alignment": 32,
+}
+numbers = st.one_of(st.integers(), st.floats(), st.sampled_from([0, 1, -1, 2**31, 2**63, 1e308]))
+values = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(max_size=10),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@functools.cache
+def scratch() -> Path:
+    return Path(tempfile.mkdtemp(prefix="lightserve-fuzz-"))
+
+
+@functools.cache
+def whole_gguf() -> tuple[bytes, int]:
+    """A file, and where its tensors begin."""
+    raw = save_as_gguf(tiny_model("llama"), scratch() / "whole.gguf", GGUF_TOKENIZER).read_bytes()
+    return raw, raw.index(b"token_embd.weight") + 2000
+
+
+@functools.cache
+def whole_safetensors() -> tuple[bytes, int]:
+    path = scratch() / "whole.safetensors"
+    save_file({f"layer.{i}.weight": torch.ones(4, 4) for i in range(3)}, path)
+    raw = path.read_bytes()
+    return raw, 8 + struct.unpack("<Q", raw[:8])[0]
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: bytes, head: int) -> bytes:
+    """Some bytes of the head changed, and perhaps a part cut out or put in."""
+    raw = bytearray(whole)
+    for at in draw(st.lists(st.integers(0, head - 1), max_size=4)):
+        raw[at] = draw(st.sampled_from([0, 1, 0x22, 0x7F, 0xFF]) | st.integers(0, 255))
+    if draw(st.booleans()):
+        at = draw(st.integers(0, head))
+        raw[at : at + draw(st.integers(0, 16))] = draw(st.binary(max_size=16))
+    return bytes(raw[: draw(st.sampled_from([len(raw), head]) | st.integers(0, len(raw)))])
+
+
+@FUZZ
+@given(data=st.data())
+def test_a_damaged_gguf_is_read_or_refused(data: st.DataObject) -> None:
+    path = scratch() / "damaged.gguf"
+    path.write_bytes(data.draw(damaged(*whole_gguf())))
+
+    with contextlib.suppress(ModelFilesError):
+        source = resolve(str(path))
+        source.eos_token_ids()
+        load_tokenizer(source)
+        ModelConfig.from_hf(source.hf_config())
+        list(outline(source))
+
+
+@FUZZ
+@given(data=st.data())
+def test_a_damaged_safetensors_file_is_read_or_refused(data: st.DataObject) -> None:
+    folder = scratch() / "safetensors"
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(data.draw(damaged(*whole_safetensors())))
+    source = FolderSource("damaged", folder)
+
+    with contextlib.suppress(ModelFilesError):
+        shapes = {name: tuple(tensor.shape) for name, tensor, _ in outline(source)}
+        assert {name: tuple(tensor.shape) for name, tensor, _ in open_checkpoint(source)} == shapes
+
+
+@FUZZ
+@given(index=st.fixed_dictionaries({"weight_map": values | st.dictionaries(st.text(), values, max_size=3)}) | values)
+def test_any_index_is_read_or_refused(index: Any) -> None:
+    folder = scratch() / "index"
+    folder.mkdir(exist_ok=True)
+    (folder / "a.safetensors").write_bytes(whole_safetensors()[0])
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    with contextlib.suppress(ModelFilesError):
+        find_weight_files(folder)
+
+
+ROPE_FIELDS = ("rope_type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "mscale")
+OTHER_FIELDS = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "quantization_config", "seq_length")
+ropes = st.dictionaries(st.sampled_from(ROPE_FIELDS), values | st.sampled_from(["yarn", "llama3", "dynamic"]))
+
+
+@FUZZ
+@given(
+    changes=st.dictionaries(st.sampled_from([*TINY, *OTHER_FIELDS]), values, max_size=3),
+    rope=st.none() | ropes | values,
+    wanted=st.none() | st.integers(1, 2**40),
+)
+def test_any_config_is_read_or_refused(changes: dict[str, Any], rope: Any, wanted: int | None) -> None:
+    with contextlib.suppress(ModelFilesError):
+        config = ModelConfig.from_hf(TINY | {"rope_scaling": rope} | changes)
+        config.check_tp(2)
+        assert config.request_len(wanted) >= 1
+
+
+@FUZZ
+@given(
+    fields=st.dictionaries(
+        st.sampled_from(["eos_token", "bos_token", "pad_token", "added_tokens_decoder", "chat_template"]),
+        values | st.dictionaries(st.sampled_from(["1", "50", "x"]), values) | st.just(EOS),
+    )
+)
+def test_any_tokenizer_config_is_read_or_refused(fields: dict[str, Any]) -> None:
+    folder = scratch() / "tokenizer"
+    folder.mkdir(exist_ok=True)
+    small_backend().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+
+    with contextlib.suppress(ModelFilesError):
+        load_tokenizer(FolderSource("any", folder))
+
+
+@FUZZ
+@given(data=st.data())
+def test_a_damaged_tokenizer_is_read_or_refused(data: st.DataObject) -> None:
+    folder = scratch() / "damaged-tokenizer"
+    folder.mkdir(exist_ok=True)
+    whole = small_backend().to_str().encode()
+    (folder / "tokenizer.json").write_bytes(data.draw(damaged(whole, len(whole))))
+
+    with contextlib.suppress(ModelFilesError):
+        load_tokenizer(FolderSource("damaged", folder)).decoder.stream(True).push(3)
