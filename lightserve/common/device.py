@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -129,6 +130,18 @@ def pick_device(name: str | None = None) -> DeviceKind:
     if name == "cuda" and not torch.cuda.is_available():
         raise ServerError("no CUDA device is usable here: check the driver with nvidia-smi, or use the device cpu")
     return KINDS[name]
+
+
+@contextmanager
+def enough_memory(remedy: str) -> Iterator[None]:
+    """What does not fit is told, with what to do; torch has no class of its own for it on a CPU."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise ServerError(f"memory does not suffice ({reason}); {remedy}") from error
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,13 @@ from lightserve.utils.process import Boot
 
 # In a worker's environment before it imports torch. OpenMP threads that spin while they wait lose 4x as soon as another
 # process wants a core, and here others always do; threads that sleep at once lose 1.3x. So they spin for microseconds.
-WORKER_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+# The libraries of collectives would listen at the machine's own address; ranks of one machine need loopback alone.
+WORKER_ENV = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "1000",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+}
 
 LAST_BYTES_S = 0.2  # from the end of the last request to that of its last byte
 BLINK_S = 0.2  # within which the processes that one death takes along complain of it

@@ -31,4 +31,7 @@ def test_three_ranks_answer_as_one(tmp_path: Path) -> None:
         assert len(set(texts[0])) == 3
         assert sum(len(children) for name, children in server.processes().items() if "worker" in name) == 3
         assert "3 ranks" in server.log
+        workers = [process for name, group in server.processes().items() if "worker" in name for process in group]
+        places = {place.laddr.ip for worker in workers for place in worker.net_connections("inet")}
+        assert places == {"127.0.0.1"}  # the ranks do meet over TCP, which nobody else can reach
         assert server.stop() == 0

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
-from lightserve.errors import CheckpointError
+from lightserve.errors import CheckpointError, ServerError
 from lightserve.model_files import resolve
 from lightserve.router.model_infer import worker as worker_module
 from lightserve.router.model_infer.worker import ModelWorker
@@ -355,6 +355,20 @@ def test_a_bin_file_runs_nothing(folder: Path, tmp_path: Path) -> None:
 
     assert "not loadable with weights_only" in load(folder)
     assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "running_max_req_size"),
+    [({"vocab_size": 2**24, "hidden_size": 2**24}, 1), ({}, 2**45)],
+    ids=["weights", "requests"],
+)
+def test_what_memory_does_not_hold_is_told(folder: Path, changes: dict[str, int], running_max_req_size: int) -> None:
+    """Each wants more than a process can address."""
+    setting("config.json", **changes)(folder)
+    config = WorkerConfig(device="cpu", load_format="dummy", running_max_req_size=running_max_req_size)
+
+    with pytest.raises(ServerError, match=r"memory does not suffice .*; use a smaller model, more ranks"):
+        ModelWorker(config, resolve(str(folder)), TpGroup())
 
 
 # whole starts

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig
 from lightserve.common.checkpoint import open_checkpoint, outline, total_bytes
-from lightserve.common.device import DeviceKind, pick_device
+from lightserve.common.device import DeviceKind, enough_memory, pick_device
 from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
@@ -66,8 +66,10 @@ class ModelWorker:
             max_req_total_len=self.max_req_total_len,
             outline=outline(source) if config.load_format == "auto" else (),
         )
-        self.model = get_model_class(self.model_config.model_type)(args)
-        self.model.set_kv_size(kv_size(config, self.model, kind))
+        with enough_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
+            self.model = get_model_class(self.model_config.model_type)(args)
+        with enough_memory("lower max_total_token_num or mem_fraction"):
+            self.model.set_kv_size(kv_size(config, self.model, kind))
         self._kind, self._device = kind, device
         ranks = f", {tp.size} ranks" if tp.size > 1 else ""
         self.computed_in = f"in {str(dtype).removeprefix('torch.')} on {kind.name}{ranks}"
