@@ -94,7 +94,8 @@ def through_middleware(given: list[tuple[bytes, bytes]]) -> tuple[str, list[tupl
     async def receive() -> Message:
         raise AssertionError("nobody reads the body here")
 
-    asyncio.run(RequestMiddleware(app, [])({"type": "http", "path": "/", "headers": given}, receive, send))
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": given}
+    asyncio.run(RequestMiddleware(app, [])(scope, receive, send))
     assert sent[1] == {"type": "http.response.body", "body": b"x"}
     return seen[0], sent[0]["headers"]
 

@@ -83,6 +83,7 @@ def test_a_caller_that_does_not_read_loses_its_request_and_no_memory(
             with pytest.raises(UnreadAnswerError, match="more than 3 tokens were not read"):
                 await anext(generation)
 
+        monkeypatch.undo()
         assert await texts(context, ASK) == ["hello"]
 
     check(scenario, tmp_path)

@@ -423,7 +423,7 @@ def test_the_client_raises_what_it_would_raise_elsewhere(server: Server, client:
 
 
 def test_an_error_after_the_first_token_is_an_event(server: Server, client: anthropic.Anthropic) -> None:
-    server.engine.script = fails(500, "secret", "Hel")
+    server.engine.script = fails(599, "secret", "Hel")
 
     last = named_events(post(server, stream=True))[-1]
     with (

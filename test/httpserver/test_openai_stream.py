@@ -138,7 +138,7 @@ def test_a_model_name_with_odd_characters_stays_valid_json(server: Server) -> No
 
 
 def test_an_error_in_one_choice_ends_the_stream_with_an_error_event(server: Server) -> None:
-    server.engine.script = fails(500, "/secret/path broke", "Hel")
+    server.engine.script = fails(599, "/secret/path broke", "Hel")
 
     *before, error = events(server.complete(stream=True))
 

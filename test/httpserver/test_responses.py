@@ -343,7 +343,7 @@ def test_another_model_is_not_found(server: Server) -> None:
 def test_an_error_before_the_first_token_is_a_status_and_after_it_an_event(server: Server) -> None:
     server.engine.script = fails(429, "full")
     early = server.post("/v1/responses", {"input": "Hi", "stream": True})
-    server.engine.script = fails(500, "secret", "Hel")
+    server.engine.script = fails(599, "secret", "Hel")
     events = stream(server)
 
     assert early.status_code == 429

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -201,12 +202,21 @@ def test_a_worker_that_fails_tells_its_own_process_and_fails_the_steps_under_way
 def test_a_worker_that_hangs_up_while_nothing_runs_is_noticed(tmp_path: Path) -> None:
     async def scenario() -> None:
         listener = StepServer(str(tmp_path / "worker"))
-        thread = threading.Thread(target=serve_one_step, args=(listener,))
+        connected: list[socket.socket] = []
+
+        def serve() -> None:
+            connected.append(listener._listener.accept()[0])
+            rpc = ModelRpc(in_order(echo))
+            rpc._connect(Channel(SocketStream(connected[0])), {"allow_pickle": False})
+            rpc.serve()
+
+        thread = threading.Thread(target=serve)
         thread.start()
         client = client_of([str(tmp_path / "worker")])
+        await client.run(Step([StepRow(1, [0])]))
         assert not client.is_lost
 
-        await client.run(Step([StepRow(1, [0])]))
+        connected[0].shutdown(socket.SHUT_RDWR)
 
         await until(lambda: client.is_lost)
         with pytest.raises(WorkerDiedError):
@@ -215,24 +225,6 @@ def test_a_worker_that_hangs_up_while_nothing_runs_is_noticed(tmp_path: Path) ->
         thread.join(DEADLINE_S)
 
     within_deadline(scenario())
-
-
-def serve_one_step(listener: StepServer) -> None:
-    """Then the process would be gone."""
-    steps: list[Step] = []
-
-    def run(step: Step) -> list[TokenOut]:
-        steps.append(step)
-        threading.Thread(target=hang_up, daemon=True).start()
-        return echo(step)
-
-    def hang_up() -> None:
-        connected.shutdown(2)
-
-    connected, _ = listener._listener.accept()
-    rpc = ModelRpc(in_order(run))
-    rpc._connect(Channel(SocketStream(connected)), {"allow_pickle": False})
-    rpc.serve()
 
 
 def test_giving_up_fails_what_is_under_way_tells_why_and_waits_for_nobody(tmp_path: Path) -> None:
