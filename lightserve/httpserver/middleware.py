@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightserve.errors import ForbiddenError, UnauthorizedError
+from lightserve.httpserver import messages_errors
 from lightserve.httpserver.error_handlers import error_response, log_error
 from lightserve.httpserver.turns import Turns
 
@@ -44,7 +45,8 @@ class RequestMiddleware:
             if not is_started:
                 is_started = True
                 named: str = scope["state"]["request_id"]  # the body may have named the request since
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", named.encode())]
+                ids = [(header, named.encode()) for header in _id_headers(scope["path"])]
+                message["headers"] = [*message.get("headers", ()), *ids]
             return send(message)
 
         try:
@@ -90,6 +92,11 @@ def _digests_of(headers: dict[bytes, bytes]) -> list[bytes]:
     scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
     keys = [headers.get(b"x-api-key", b""), bearer.strip() if scheme.lower() == b"bearer" else b""]
     return [hashlib.sha256(key).digest() for key in keys if key]
+
+
+def _id_headers(path: str) -> tuple[bytes, ...]:
+    """Anthropic's client looks for the second."""
+    return (b"x-request-id", b"request-id") if path.startswith(messages_errors.PATH) else (b"x-request-id",)
 
 
 def _clean(request_id: bytes) -> bytes:

@@ -101,6 +101,7 @@ def test_the_anthropic_client_gets_a_message(claude: anthropic.Anthropic) -> Non
 
     assert [block.text for block in answer.content] == [ANSWER]
     assert answer.stop_reason == "end_turn"
+    assert answer._request_id
     assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == counted.input_tokens == 37
     assert answer.usage.output_tokens == 8
 

@@ -445,7 +445,7 @@ def test_every_refusal_below_the_path_has_the_shape(server: Server) -> None:
     kinds = ["invalid_request_error", "not_found_error", "invalid_request_error"]
     assert [one.json()["error"]["type"] for one in (method, path, media)] == kinds
     assert method.headers["allow"] == "POST"
-    assert media.json()["request_id"] == media.headers["x-request-id"]
+    assert media.json()["request_id"] == media.headers["x-request-id"] == media.headers["request-id"]
 
 
 def test_the_client_needs_the_key(tmp_path: Path) -> None:
