@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +58,25 @@ def transformers_smollm2() -> Any:
 
 @functools.cache
 def golden_ids() -> list[list[int]]:
-    """What transformers makes of each of PROMPTS: exactly GOLDEN_TOKENS tokens, greedily."""
+    """What transformers makes of each of PROMPTS: exactly GOLDEN_TOKENS tokens, greedily.
+
+    It takes half a minute, so the processes of a run share it.
+    """
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return _golden_ids()
+    path = Path(tempfile.gettempdir(), f"lightserve-golden-{run}.json")
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        known: list[list[int]] = json.loads(file.read() or "[]")
+        if not known:
+            known = _golden_ids()
+            json.dump(known, file)
+    return known
+
+
+def _golden_ids() -> list[list[int]]:
     import torch
 
     tokenizer, model = smollm2_tokenizer(), transformers_smollm2()
