@@ -33,6 +33,7 @@ class Case:
     within_s: float = 10.0  # from the fault to the reaction
     is_long: bool = False  # not for every run of the tests
     program: str = SERVER
+    wears_out: bool = False  # the server, which gives up after some deaths in a row: the next case gets a new one
 
     def run(self, stage: Stage, seed: int, slack: float = 1.0) -> float:
         """Seconds from the fault to the reaction; an exception if it was another. ``slack``: of a busy machine."""
@@ -60,6 +61,8 @@ class Case:
             running.check_unharmed()
             leftovers = running.leftovers(before)
             if not leftovers:
+                if self.wears_out:
+                    stage.clear()
                 break
             assert not is_last, f"left behind: {leftovers}"  # what grows once is a cache, what grows again is a leak
         return seconds

@@ -123,7 +123,7 @@ def scene_of(running: Running, situation: Situation, random: Random, deadline_s:
     scene = Scene(running, random, deadline_s)
     with scene.exits:
         for index in range(situation.streams):
-            prompt = [1000 + 200 * index] * situation.prompt_len
+            prompt = [random.randrange(20_000)] + [1000 + 200 * index] * (situation.prompt_len - 1)  # not cached
             scene.streams.append(scene.stream(prompt=prompt, max_tokens=situation.tokens))
         for stream in scene.streams if situation.has_begun else ():
             stream.read_events(random.randint(1, situation.tokens // 4))

@@ -49,6 +49,6 @@ def rounds_to_accept(count: int, is_shared_out: bool) -> int:
 
 
 def test_several_connections_are_accepted_in_one_round_of_the_loop() -> None:
-    count = 4 * ACCEPTS_PER_ROUND
+    count = ACCEPTS_PER_ROUND
 
     assert rounds_to_accept(count, is_shared_out=True) < rounds_to_accept(count, is_shared_out=False) / 2

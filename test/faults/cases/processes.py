@@ -107,11 +107,19 @@ WORKER_KILLS = [
         flags=flags_of(situation),
         within_s=20.0,
         is_long=True,
+        wears_out=True,
     )
     for situation in SITUATIONS
 ]
 CRASHES = [
-    Case("worker crashes (SIGSEGV), streaming", send_signal("ls-worker", signal.SIGSEGV), WORKER_DIES, STREAMING, STEP),
+    Case(
+        "worker crashes (SIGSEGV), streaming",
+        send_signal("ls-worker", signal.SIGSEGV),
+        WORKER_DIES,
+        STREAMING,
+        STEP,
+        wears_out=True,
+    ),
     Case(
         "a request that workers die of, streaming",
         poison,
