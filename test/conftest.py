@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve the servers under test; read by torch
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -66,3 +68,20 @@ def _backend_of(item: pytest.Item) -> str:
     callspec = getattr(item, "callspec", None)
     backend = callspec.params.get("backend") if callspec else None
     return backend if isinstance(backend, str) else ""
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What our loggers say; they do not pass it on to the root logger, where pytest listens."""
+    ours = logging.getLogger("lightserve")
+    ours.addHandler(caplog.handler)
+    yield caplog
+    ours.removeHandler(caplog.handler)
+
+
+@pytest.fixture(scope="session")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model of small_text.py, which nobody may change."""
+    from test.small_text import save_small_model  # transformers begins here, which most tests do not need
+
+    return save_small_model(tmp_path_factory.mktemp("small"))

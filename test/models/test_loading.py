@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,15 +23,6 @@ from test.models.tiny import HF_CONFIGS, build_hf, checkpoint_of
 
 Tensors = Iterator[CheckpointTensor]
 NORM = "model.layers.1.input_layernorm.weight"
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What our loggers say; they do not pass it on to the root logger, where pytest listens."""
-    ours = logging.getLogger("lightserve")
-    ours.addHandler(caplog.handler)
-    yield caplog
-    ours.removeHandler(caplog.handler)
 
 
 def build(hf: Any, checkpoint: Tensors | None) -> TpPartBaseModel:

@@ -12,7 +12,7 @@ from lightserve.llm import LLM, Generation
 from lightserve.router.model_infer.grammar import ReqGrammar
 from lightserve.router.model_infer.model_rpc import Collect
 from lightserve.router.model_infer.worker import ModelWorker
-from test.small_text import save_small_model, small_tokenizer
+from test.small_text import small_tokenizer
 
 TOKENIZER = small_tokenizer()
 PROMPT = [3, 1, 4, 1, 5]
@@ -56,13 +56,8 @@ def mixed() -> list[SamplingParams]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_small_model(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: str) -> LLM:
-    return LLM(folder, device="cpu", max_total_token_num=8000)
+def llm(small_folder: str) -> LLM:
+    return LLM(small_folder, device="cpu", max_total_token_num=8000)
 
 
 @pytest.fixture
@@ -103,10 +98,10 @@ def test_the_text_is_that_of_a_step_for_each_token(llm: LLM, depth: int, monkeyp
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_pauses_between_forced_tokens_change_nothing(folder: str, llm: LLM, depth: int) -> None:
+def test_pauses_between_forced_tokens_change_nothing(small_folder: str, llm: LLM, depth: int) -> None:
     wanted = [SamplingParams(max_new_tokens=100, seed=i, grammar=GRAMMARS[0]) for i in range(8)]
     expected = without_forcing(llm, wanted)
-    small = LLM(folder, device="cpu", max_total_token_num=250)
+    small = LLM(small_folder, device="cpu", max_total_token_num=250)
     small.generate([PROMPT] * 40, SamplingParams(max_new_tokens=2))  # so that it takes answers to be short
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelWorker, "pipeline_depth", depth)

@@ -22,7 +22,7 @@ from lightserve.model_files.source import resolve
 from lightserve.router.model_infer.grammar import Grammars, ReqGrammar
 from lightserve.router.model_infer.step_runner import padded
 from lightserve.router.model_infer.worker import ModelWorker
-from test.small_text import save_small_model, small_tokenizer
+from test.small_text import small_tokenizer
 
 TOKENIZER = small_tokenizer()
 EOS = TOKENIZER.eos_id or 0
@@ -37,13 +37,8 @@ DIGITS = GrammarSpec("regex", "[0-9]{2,30}")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_small_model(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: str) -> LLM:
-    return LLM(folder, device="cpu", max_total_token_num=2000)
+def llm(small_folder: str) -> LLM:
+    return LLM(small_folder, device="cpu", max_total_token_num=2000)
 
 
 def params(seed: int = 0, **fields: Any) -> SamplingParams:
@@ -131,10 +126,10 @@ def test_padded_steps_give_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     assert [one.token_ids for one in outs] == [one.token_ids for one in expected]
 
 
-def test_a_pause_changes_nothing(llm: LLM, folder: str) -> None:
+def test_a_pause_changes_nothing(llm: LLM, small_folder: str) -> None:
     wanted = [params(i, grammar=GrammarSpec("regex", "[0-9]{40,50}")) for i in range(8)]
     expected = llm.generate(prompts(8), wanted)
-    small = LLM(folder, device="cpu", max_total_token_num=200)
+    small = LLM(small_folder, device="cpu", max_total_token_num=200)
     small.generate(prompts(40), params(max_new_tokens=2))  # so that it takes answers to be short
 
     paused = small.generate(prompts(8), wanted)
@@ -202,9 +197,9 @@ def test_logprobs_are_the_models_own(llm: LLM) -> None:
     assert all(logprob < 0 for logprob in constrained.logprobs)
 
 
-def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path: Path, folder: str) -> None:
+def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path: Path, small_folder: str) -> None:
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((Path(folder) / name).read_bytes())
+        (tmp_path / name).write_bytes((Path(small_folder) / name).read_bytes())
     llm = LLM(str(tmp_path), device="cpu", max_total_token_num=200, load_format="dummy")
 
     generation = llm.generate([PROMPT], params(grammar=DIGITS))[0]
@@ -212,8 +207,8 @@ def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path: Path, folder: st
     assert "no tokenizer" in (generation.error or "")
 
 
-def test_a_request_that_enters_again_goes_on_where_it_was(folder: str) -> None:
-    grammars = Grammars(resolve(folder), 131)
+def test_a_request_that_enters_again_goes_on_where_it_was(small_folder: str) -> None:
+    grammars = Grammars(resolve(small_folder), 131)
     said = TOKENIZER.encode("12-")
     spec = GrammarSpec("regex", "[0-9]+-[ab]")
     new = NewReq(0, [*PROMPT, *said], SamplingParams(grammar=spec), 0, (EOS,), output_len=len(said))
@@ -228,8 +223,8 @@ def test_a_request_that_enters_again_goes_on_where_it_was(folder: str) -> None:
     ]
 
 
-def test_ends_that_are_not_wanted_stay_where_nothing_else_may_come(folder: str) -> None:
-    grammars = Grammars(resolve(folder), 131)
+def test_ends_that_are_not_wanted_stay_where_nothing_else_may_come(small_folder: str) -> None:
+    grammars = Grammars(resolve(small_folder), 131)
     both = [
         grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=GrammarSpec("regex", text)), 0, (EOS,)))
         for i, text in enumerate(("a*", ""))
@@ -257,11 +252,11 @@ def test_an_answer_that_begins_with_its_prefix_is_free_then(llm: LLM) -> None:
 
 
 def test_a_prefix_is_kept_ahead_of_tokens_and_through_pauses(
-    llm: LLM, folder: str, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, small_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = [params(i, grammar=GrammarSpec("prefix", "ab12-" * 8), ignore_eos=True) for i in range(8)]
     expected = llm.generate(prompts(8), wanted)
-    small = LLM(folder, device="cpu", max_total_token_num=200)
+    small = LLM(small_folder, device="cpu", max_total_token_num=200)
     small.generate(prompts(40), params(max_new_tokens=2))  # so that it takes answers to be short
     monkeypatch.setattr(ModelWorker, "pipeline_depth", 2)
 
@@ -286,8 +281,8 @@ def test_an_answer_with_a_prefix_ends_no_sooner_than_it_may(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("said", ["ab", "ab12", "abxyx"])
-def test_a_request_that_enters_again_after_its_prefix_is_free(folder: str, said: str) -> None:
-    grammars = Grammars(resolve(folder), 131)
+def test_a_request_that_enters_again_after_its_prefix_is_free(small_folder: str, said: str) -> None:
+    grammars = Grammars(resolve(small_folder), 131)
     ids = [*TOKENIZER.encode(said), EOS, 130]
     new = NewReq(
         0, [*PROMPT, *ids], SamplingParams(grammar=GrammarSpec("prefix", "ab")), 0, (EOS,), output_len=len(ids)

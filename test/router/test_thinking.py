@@ -13,7 +13,7 @@ from lightserve.router.model_infer.infer_batch import InferReq
 from lightserve.router.model_infer.sampling_plan import make_plan
 from lightserve.router.model_infer.thinking import ThinkingBudget
 from lightserve.router.model_infer.worker import ModelWorker
-from test.small_text import save_small_model, small_tokenizer
+from test.small_text import small_tokenizer
 
 TOKENIZER = small_tokenizer()
 BEGIN, END = "[[", "-.-"
@@ -66,13 +66,8 @@ def test_a_tag_counts_in_whatever_tokens_it_is_spelled() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_small_model(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: str) -> LLM:
-    return LLM(folder, device="cpu", max_total_token_num=2000)
+def llm(small_folder: str) -> LLM:
+    return LLM(small_folder, device="cpu", max_total_token_num=2000)
 
 
 def params(seed: int = 0, **fields: Any) -> SamplingParams:
@@ -122,11 +117,11 @@ def test_every_answer_ends_its_thinking_in_time_and_goes_on(llm: LLM) -> None:
 
 
 def test_steps_ahead_of_the_tokens_and_pauses_change_nothing(
-    llm: LLM, folder: str, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, small_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = mixed()
     expected = [one.token_ids for one in generate(llm, wanted)]
-    small = LLM(folder, device="cpu", max_total_token_num=200)
+    small = LLM(small_folder, device="cpu", max_total_token_num=200)
     small.generate([PROMPT] * 40, params(max_new_tokens=2, thinking=None))  # so that it takes answers to be short
     monkeypatch.setattr(ModelWorker, "pipeline_depth", 2)
 

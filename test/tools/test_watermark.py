@@ -11,19 +11,14 @@ from lightserve.io_struct import SamplingParams
 from lightserve.llm import LLM
 from lightserve.router.model_infer.worker import ModelWorker
 from lightserve.tools.watermark import look_for_watermark, main
-from test.small_text import save_small_model, small_tokenizer
+from test.small_text import small_tokenizer
 
 PROMPTS = [[3, 1, 4, 1, 5, i] for i in range(6)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_small_model(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: str) -> LLM:
-    return LLM(folder, device="cpu", max_total_token_num=2000)
+def llm(small_folder: str) -> LLM:
+    return LLM(small_folder, device="cpu", max_total_token_num=2000)
 
 
 def params(seed: int, **fields: Any) -> SamplingParams:
@@ -53,9 +48,9 @@ def test_steps_ahead_of_the_tokens_give_the_same(llm: LLM, monkeypatch: pytest.M
     assert generate(llm, *wanted) == expected
 
 
-def test_a_pause_changes_nothing(llm: LLM, folder: str) -> None:
+def test_a_pause_changes_nothing(llm: LLM, small_folder: str) -> None:
     wanted = [params(i, watermark=True, max_new_tokens=50) for i in range(6)]
-    small = LLM(folder, device="cpu", max_total_token_num=180)
+    small = LLM(small_folder, device="cpu", max_total_token_num=180)
     small.generate([[1]] * 40, params(0, max_new_tokens=2))  # so that it takes answers to be short
 
     paused = generate(small, *wanted)
@@ -65,13 +60,13 @@ def test_a_pause_changes_nothing(llm: LLM, folder: str) -> None:
 
 
 def test_the_command_tells_what_it_found(
-    llm: LLM, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    llm: LLM, small_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = tuple(small_tokenizer().encode("dez3456789[.-"))  # no two of them are one token
     (ids,) = generate(llm, params(0, watermark=True, allowed_token_ids=alone))
     monkeypatch.setattr("sys.stdin", io.StringIO(small_tokenizer().decode(ids)))
 
-    assert main(["--model_dir", folder]) == 0
+    assert main(["--model_dir", small_folder]) == 0
 
     found = look_for_watermark(ids)
     assert found.z_score > 4
