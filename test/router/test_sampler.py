@@ -105,7 +105,7 @@ def decayed(logits: Tensor, req: InferReq, ids: Tensor) -> Tensor:
     if decay is None:
         return logits
     scores: Tensor = transformers.ExponentialDecayLengthPenalty(decay, EOS, req.prompt_len)(ids, logits)
-    return scores
+    return scores.where(logits.isfinite(), logits)  # not every version leaves an end alone that is forbidden
 
 
 def warpers_of(params: SamplingParams) -> Iterator[Any]:
