@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import gc
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
@@ -27,8 +29,13 @@ class CudaGraphs(Generic[Key, Out]):
     def __contains__(self, key: Key) -> bool:
         return key in self._captured
 
-    def capture(self, key: Key, example: Tensor) -> None:
-        """``example``: an input on the device, which a replay overwrites."""
+    def capture(self, examples: Iterable[tuple[Key, Tensor]]) -> None:
+        """Each key with an input on the device, which a replay overwrites."""
+        with _no_garbage():
+            for key, example in examples:
+                self._capture(key, example)
+
+    def _capture(self, key: Key, example: Tensor) -> None:
         self._function(example, key)  # compiles and allocates what is made at first use
         torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -44,3 +51,16 @@ class CudaGraphs(Generic[Key, Out]):
         example.copy_(inputs, non_blocking=True)
         graph.replay()
         return out
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Graphs that nobody uses any more may not be found and destroyed during a capture: it would fail."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -45,9 +45,8 @@ class StepRunner:
             _launch_masks(self._compute(self._padding(shape), shape).logits)
 
     def capture(self) -> None:
-        for shape in self._to_capture():
-            assert self._graphs is not None
-            self._graphs.capture(shape, self._padding(shape))
+        if self._graphs is not None:
+            self._graphs.capture((shape, self._padding(shape)) for shape in self._to_capture())
 
     def _to_capture(self) -> list[StepShape]:
         """The largest first: the smaller ones then find their memory in the pool."""
