@@ -80,7 +80,8 @@ class RouterConfig:
     )
     chunked_prefill_size: int | None = option(
         None,
-        "prompt tokens of a step in which others decode; omitted: what suits the device",
+        "prompt tokens of a step in which others decode, and more the more of those there are and the more wait; "
+        "omitted: what suits the device",
         "long_prefill_token_threshold",
     )
     disable_chunked_prefill: bool = option(False, "compute every prompt in one step")

@@ -25,9 +25,10 @@ from lightserve.router.req_queue import ReqQueue
 from lightserve.router.suspects import Suspects
 from lightserve.router.token_budget import OutputEstimate, peak_tokens
 
-TOKENS_PER_DECODE = 5  # that a step with prompts has more for every request that decodes in it
+TOKENS_PER_DECODE = 3  # that a step with prompts has more for every request that decodes in it
+MOST_WAITING = 3  # requests without a first token, each of which makes a step longer by a quarter of a chunk
 SHARE_OF_OLDEST = 0.25  # of the prompt tokens of a step: a long prompt goes on beside any number of short ones
-EQUAL_CONTEXT = 12_000  # tokens before it that make a prompt token cost twice what it costs at the beginning
+HALVING_CONTEXT = 6_000  # tokens before those of a prompt with which a step takes half as many of it
 WORTH_WAITING = 32  # tokens of a common prompt that another computes now: fewer are computed again
 
 
@@ -39,16 +40,18 @@ class Limits:
     sizes: tuple[int, ...] = ()  # tokens of a step with prompts that the device computes well; none: any number
     token_ratio: float = 0.0  # share of the pool up to which outputs are guessed; beyond it all they may make counts
 
-    def prompt_tokens(self, decodes: int) -> int:
-        """That a step may take beside ``decodes`` requests, which wait for it.
+    def prompt_tokens(self, decodes: int, waiting: int, context: float = 0.0) -> int:
+        """That a step may take beside ``decodes`` requests, which wait for it; ``waiting`` wait for their first token.
 
-        With nobody waiting, as many as the step holds. The more decode, the longer their own step takes, and the more
-        it may be stretched without being felt: a busy server then spends its steps well.
+        Where none decodes, as many as the step holds. The more decode, the longer their own step takes, and the more it
+        may be stretched without being felt: a busy server then spends its steps well. ``context``: what is before a
+        token of a prompt on average, which makes it cost more.
         """
         room = self.batch_max_tokens - decodes
         if decodes == 0 or self.chunk_size is None:
             return room
-        total = self.chunk_size + TOKENS_PER_DECODE * decodes
+        stretch = 1 + min(waiting, MOST_WAITING) / 4
+        total = round((self.chunk_size * stretch + TOKENS_PER_DECODE * decodes) / (1 + context / HALVING_CONTEXT))
         if self.sizes:
             total = min(self.sizes, key=lambda size: abs(size - total))
         return max(min(room, total - decodes), min(room, 1))
@@ -204,12 +207,12 @@ class Scheduler:
             return admitted  # most steps end here: to order the queue costs
         unplanned = [(req, req.unplanned) for req in self._running.values()]
         decodes = sum(count == 1 for _, count in unplanned)
-        whole = self._limits.prompt_tokens(decodes)
+        prefilling = [req for req, count in unplanned if count > 1]
+        whole = self._prompt_tokens(prefilling, decodes)
         share = whole if self._limits.chunk_size is None else math.ceil(whole * SHARE_OF_OLDEST)
         budget = whole - sum(min(count, share) for _, count in unplanned if count > 1)
         if budget <= 0:
             return admitted
-        prefilling = [req for req, count in unplanned if count > 1]
         for req in self._queue.candidates(self.pool.cached_len):
             if len(self._running) >= self._limits.max_running or budget <= 0:
                 break
@@ -287,24 +290,31 @@ class Scheduler:
             counts += split(prompts, len(counts))
         return counts
 
+    def _prompt_tokens(self, prompts: list[Req], decodes: int, context: float = 0.0) -> int:
+        """Of the next step, in which ``prompts`` go on beside ``decodes`` others."""
+        return self._limits.prompt_tokens(decodes, len(prompts) + len(self._queue), context)
+
     def _parts_of_prompts(self, prompts: list[Req], decodes: int) -> list[tuple[Req, int]]:
+        """What comes late in a long prompt costs more, so that fewer tokens make a step as long."""
+        parts = self._split(prompts, self._prompt_tokens(prompts, decodes), decodes)
+        tokens = sum(count for _, count in parts)
+        context = sum(count * req.planned_len for req, count in parts) / max(tokens, 1)
+        return self._split(prompts, self._prompt_tokens(prompts, decodes, context), decodes) if context else parts
+
+    def _split(self, prompts: list[Req], budget: int, decodes: int) -> list[tuple[Req, int]]:
         """Who needs least is first, so that a long prompt does not hold up short ones; the oldest has its share."""
-        budget = float(self._limits.prompt_tokens(decodes))
-        room = self.pool.available - decodes
+        left = min(budget, self.pool.available - decodes)
         parts = {req.req_id: 0 for req in prompts}
         by_need = sorted(prompts, key=lambda req: (req.priority, req.unplanned))
-        for req, most in ((prompts[0], budget * SHARE_OF_OLDEST), *((req, budget) for req in by_need)):
-            cost = 1 + req.planned_len / EQUAL_CONTEXT if decodes else 1.0  # of a token; only who waits minds
-            left = req.unplanned - parts[req.req_id]
-            count = max(0, min(left, math.ceil(min(most, budget) / cost), room))
+        for req, most in ((prompts[0], math.ceil(budget * SHARE_OF_OLDEST)), *((req, budget) for req in by_need)):
+            count = max(0, min(req.unplanned - parts[req.req_id], most, left))
             parts[req.req_id] += count
-            budget -= count * cost
-            room -= count
+            left -= count
         return [(req, parts[req.req_id]) for req in prompts if parts[req.req_id]]
 
     def _whole_prompts(self, prompts: list[Req], decodes: int) -> list[tuple[Req, int]]:
         """In their order, the last of them if need be beyond the budget."""
-        budget = self._limits.prompt_tokens(decodes)
+        budget = self._prompt_tokens(prompts, decodes)
         room = self.pool.available - decodes
         counts = []
         for req in prompts:

@@ -175,8 +175,8 @@ class Server:
         assert not self.worker.reqs
 
 
-def make(num_slots: int = 1000, policy: str = "fifo", **limits: float | None) -> Scheduler:
-    chosen: dict[str, float | None] = {"max_running": 8, "batch_max_tokens": 64, "chunk_size": 64, "token_ratio": 0.0}
+def make(num_slots: int = 1000, policy: str = "fifo", **limits: object) -> Scheduler:
+    chosen: dict[str, object] = {"max_running": 8, "batch_max_tokens": 64, "chunk_size": 64, "token_ratio": 0.0}
     return Scheduler(KvPool(num_slots), Limits(**chosen | limits), make_policy(policy))  # type: ignore[arg-type]
 
 
@@ -370,8 +370,30 @@ def test_the_more_decode_the_more_of_a_prompt_a_step_takes() -> None:
     limits = Limits(max_running=256, batch_max_tokens=1000, chunk_size=100)
     sized = Limits(max_running=256, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 1024))
 
-    assert [limits.prompt_tokens(decodes) for decodes in (0, 1, 50, 400)] == [1000, 104, 300, 600]
-    assert [sized.prompt_tokens(decodes) for decodes in (0, 1, 20, 64, 256, 2000)] == [8192, 255, 364, 448, 768, 1]
+    assert [limits.prompt_tokens(decodes, 0) for decodes in (0, 1, 50, 400)] == [1000, 102, 200, 600]
+    assert [sized.prompt_tokens(decodes, 0) for decodes in (0, 1, 20, 64, 256, 2000)] == [8192, 255, 236, 320, 768, 1]
+
+
+def test_the_more_wait_for_a_first_token_the_more_of_a_prompt_a_step_takes() -> None:
+    limits = Limits(max_running=256, batch_max_tokens=1000, chunk_size=100)
+    sized = Limits(max_running=256, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 1024))
+
+    assert [limits.prompt_tokens(1, waiting) for waiting in (0, 1, 2, 3, 400)] == [102, 127, 152, 177, 177]
+    assert [sized.prompt_tokens(8, waiting) for waiting in (0, 1, 2, 3, 400)] == [248, 376, 376, 504, 504]
+
+
+def test_a_step_with_prompts_has_a_size_that_the_device_likes_whatever_is_before_them() -> None:
+    scheduler = make(100_000, max_running=64, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 1024))
+    server = Server(scheduler)
+    for req_id in range(20):
+        scheduler.add(make_req(req_id, [req_id, 2, 3], 500))
+    server.step()
+    for req_id in range(20, 30):
+        scheduler.add(make_req(req_id, list(range(1000 * req_id, 1000 * req_id + 900)), 5))
+
+    steps = [scheduler.next_step() for _ in range(10)]
+
+    assert {sum(len(row.slots) for row in step.rows) for step in steps if step is not None} <= {384, 512, 1024}
 
 
 def test_short_prompts_pass_a_long_one_that_goes_on_beside_them() -> None:
@@ -387,11 +409,29 @@ def test_short_prompts_pass_a_long_one_that_goes_on_beside_them() -> None:
 
     assert first is not None
     assert second is not None
-    assert {row.req_id: len(row.slots) for row in first.rows} == {0: 1, 1: 100}
+    assert {row.req_id: len(row.slots) for row in first.rows} == {0: 1, 1: 122}
     sizes = {row.req_id: len(row.slots) for row in second.rows}
     assert sizes[3] == 30  # all of it
-    assert sizes[1] == 25  # a quarter, a little less for what is before it
-    assert sizes[2] == pytest.approx(100 - 30 - 25, abs=2)
+    assert sizes[2] == 50
+    assert sizes[1] == pytest.approx(168 - 30 - 50, abs=2)  # what they leave
+
+
+def test_a_long_prompt_has_a_quarter_of_the_steps_that_short_ones_could_fill() -> None:
+    scheduler = make(8000, batch_max_tokens=400, chunk_size=96)
+    server = Server(scheduler)
+    scheduler.add(make_req(0, [1, 2, 3], 500))
+    server.step()
+    scheduler.add(make_req(1, list(range(1000, 3000)), 5))
+    scheduler.next_step()
+    for req_id in (2, 3, 4):
+        scheduler.add(make_req(req_id, list(range(5000 * req_id, 5000 * req_id + 150)), 5))
+
+    step = scheduler.next_step()
+
+    assert step is not None
+    sizes = {row.req_id: len(row.slots) for row in step.rows}
+    assert sum(sizes.values()) == pytest.approx(170, abs=2)
+    assert sizes[1] == pytest.approx(43, abs=1)
 
 
 def test_far_into_a_long_prompt_a_step_takes_less_of_it() -> None:
@@ -404,7 +444,7 @@ def test_far_into_a_long_prompt_a_step_takes_less_of_it() -> None:
     step = scheduler.next_step()
 
     assert step is not None
-    assert [len(row.slots) for row in step.rows] == [1, 29]  # 103 of the first ones: 32,000 tokens are before it
+    assert [len(row.slots) for row in step.rows] == [1, 19]  # 127 of the first ones: 32,000 tokens are before it
 
 
 def test_short_prompts_share_a_step() -> None:
