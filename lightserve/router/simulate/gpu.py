@@ -16,7 +16,7 @@ class CostModel:
 
     Matmuls were measured with cuBLAS in a CUDA graph, for so long that the card is at its power limit, as under load;
     more tokens may take less time. A step that mixes prompts and decodes is one matmul over all its tokens. Attention
-    of a prompt takes 31 ms for 32 million pairs of query and key. All the rest, norms and the like, takes 2.1 us a token.
+    of a prompt takes 31 ms for 32 million pairs of query and key. All the rest takes 2.1 us a token.
     """
 
     matmul_ms: tuple[tuple[int, float], ...] = (
