@@ -28,7 +28,7 @@ from lightserve.router.token_budget import OutputEstimate, peak_tokens
 TOKENS_PER_DECODE = 3  # that a step with prompts has more for every request that decodes in it
 MOST_WAITING = 3  # requests without a first token, each of which makes a step longer by a quarter of a chunk
 SHARE_OF_OLDEST = 0.25  # of the prompt tokens of a step: a long prompt goes on beside any number of short ones
-HALVING_CONTEXT = 6_000  # tokens before those of a prompt with which a step takes half as many of it
+HALVING_CONTEXT = 3_000  # tokens before those of a prompt with which a step takes half as many of it
 WORTH_WAITING = 32  # tokens of a common prompt that another computes now: fewer are computed again
 
 
