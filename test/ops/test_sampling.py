@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import TypicalLogitsWarper
 
 from lightserve.common import ops
+from lightserve.common.triton_kernel import cut_logits as kernel
 from test.ops.cases import (
     ARGS,
     TOLERANCE,
@@ -139,6 +140,70 @@ def test_cut_matches_its_definition(backend: str, vocab: int) -> None:
     out = cut(backend, logits, top_k, top_p, min_p)
 
     assert torch.equal(out, cut(ops.REFERENCE, logits, top_k, top_p, min_p))
+
+
+MANY = 10_000  # tokens: more than lie near a threshold, so that a kernel has reason to look there first
+TOKENS = torch.arange(MANY)
+SHAPES = {
+    "flat": randn(2, MANY),
+    "steep": randn(2, MANY) * 4,
+    "cold": randn(2, MANY) * 100,
+    "nearly equal": randn(2, MANY) * 1e-4,
+    "rounded": (randn(2, MANY) * 2).bfloat16().float(),
+    "one above a plain": torch.cat((torch.full((2, 1), 12.0), randn(2, MANY - 1)), dim=1),
+    "half masked": randn(2, MANY).masked_fill(TOKENS % 2 == 0, -INF),
+    "two values": (TOKENS % 3 == 0).float().repeat(2, 1),
+    "one far below": torch.cat((torch.full((2, 1), -1e38), randn(2, MANY - 1)), dim=1),
+    "unlike a sample": randn(2, MANY) * 0.1 - (TOKENS % 8 == TOKENS // 8 * 5 % 8) * 8.0,  # what the kernel counts
+}
+
+
+@each_backend(ops.cut_logits)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("top_k", "top_p"), [([MANY, 900], [0.9, 0.95]), ([40, 7000], [1.0, 0.999])])
+def test_cut_of_many_tokens_matches_its_definition(
+    backend: str, shape: str, top_k: list[int], top_p: list[float]
+) -> None:
+    logits = SHAPES[shape].to(device_of(backend))
+
+    out = cut(backend, logits, top_k, top_p, [0.0, 0.0])
+
+    expected = cut(ops.REFERENCE, logits.double(), top_k, top_p, [0.0, 0.0])  # its cumsum in float32 is off by a token
+    assert torch.equal(out, expected.float())
+
+
+@pytest.mark.parametrize("shape", ["flat", "steep", "cold", "half masked"])
+def test_triton_finds_both_thresholds_among_few_tokens(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    logits = SHAPES[shape].to(device_of("triton"))
+    scratch = kernel.Scratch.of(logits, 1 + MANY // kernel.BLOCK)
+    monkeypatch.setattr(kernel.Scratch, "of", lambda *_: scratch)
+
+    kept = cut("triton", logits, [MANY, 900], [0.9, 0.95], [0.0, 0.0]).isfinite().sum(-1)
+
+    above, _, _, gathered = scratch.sums.unbind(-1)
+    assert ((above < kept) & (kept <= above + gathered)).all()
+    assert (gathered < MANY / 2).all()
+
+
+@each_backend(ops.cut_logits)
+def test_cut_keeps_more_equals_than_a_kernel_gathers(backend: str) -> None:
+    equals = 18_000
+    logits = row([1.0] * 900 + [0.0] * equals + [-1.0] * 900, device_of(backend))
+    two_rows = torch.cat((logits, logits + 7))  # the second would count for the first, were it read too
+
+    out = cut(backend, two_rows, [1200, logits.shape[1]], [1.0, 0.13], [0.0, 0.0])
+
+    assert out.isfinite().sum(-1).tolist() == [900 + equals] * 2
+
+
+@each_backend(ops.cut_logits)
+def test_cut_of_infinite_logits_ends_as_defined(backend: str) -> None:
+    logits = torch.full((3, 5000), -INF, device=device_of(backend))
+    logits[1:, 2500] = INF
+    logits[2, 100:200] = 1.0
+    limits = [3, 5000, 2], [0.5, 0.9, 0.9], [0.1, 0.0, 0.0]
+
+    assert torch.equal(cut(backend, logits, *limits), cut(ops.REFERENCE, logits, *limits))
 
 
 @each_backend(ops.cut_logits)

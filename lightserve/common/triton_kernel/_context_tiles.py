@@ -1,0 +1,119 @@
+"""Tiles of prompts: how large they are, and which tokens each of a step holds, listed on the device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.triton_kernel._blocks import cdiv
+from lightserve.common.triton_kernel._check import check_last_contiguous, tensors_of
+
+REQ_IDX = tl.constexpr(0)  # what is listed of a tile: the request's row of req_to_token
+START_LOC = tl.constexpr(1)  # its first row in q
+FIRST_TOKEN = tl.constexpr(2)  # of its new tokens, in this tile
+Q_LEN = tl.constexpr(3)  # its new tokens; 0: the tile is empty
+READY_LEN = tl.constexpr(4)  # its tokens before those
+TILE_FIELDS = tl.constexpr(8)  # int32 each, the last three unused: a tile is a sector of memory
+
+LISTED_TILES = tl.constexpr(16)  # a program of the listing
+LISTED_REQS = tl.constexpr(128)  # looked at together by the listing
+
+
+class Tiling(NamedTuple):
+    rows: int  # of queries: tokens times packed heads
+    keys: int
+    warps: int
+    stages: int  # blocks of keys on their way
+
+
+# By bytes of an element and block of the head dimension; what fits 227 KiB of shared memory, in bfloat16 twice: two
+# small programs share a multiprocessor, and a short prompt has more of them. On an H200 with heads of 128, as 64 rows
+# of 4 warps and as 128 rows of 8: 1 x 8000 tokens 987 and 953 us, 64 x 1024 1426 and 1570 us, 8 x 512 65 and 74 us,
+# 16 x 64 behind 2048 cached 121 and 134 us.
+TILINGS = {
+    (2, 64): Tiling(64, 64, 4, 3),
+    (2, 128): Tiling(64, 64, 4, 3),
+    (2, 256): Tiling(64, 32, 4, 2),
+    (4, 64): Tiling(32, 32, 4, 2),
+    (4, 128): Tiling(32, 16, 4, 2),
+    (4, 256): Tiling(16, 16, 4, 2),
+}
+SMALLEST_BLOCK = 64  # of the head dimension that has a row above
+
+
+def tiling_of(element_bytes: int, block_d: int) -> Tiling:
+    return TILINGS[element_bytes, max(block_d, SMALLEST_BLOCK)]
+
+
+@triton.jit(
+    do_not_specialize=["requests", "n_tiles", "fewest"],
+    do_not_specialize_on_alignment=["b_req_idx_ptr", "b_start_loc_ptr", "b_seq_len_ptr", "b_ready_cache_len_ptr"],
+)
+def _list_tiles_kernel(
+    tiles_ptr,
+    b_req_idx_ptr,
+    b_start_loc_ptr,
+    b_seq_len_ptr,
+    b_ready_cache_len_ptr,
+    requests,
+    n_tiles,
+    fewest,
+    TOKENS: tl.constexpr,
+):
+    """Which tokens each tile holds, of the requests with ``fewest`` new tokens or more.
+
+    A request's last tile, which sees most keys, comes first; the surplus is empty.
+    """
+    tiles = tl.program_id(0) * LISTED_TILES + tl.arange(0, LISTED_TILES)
+    owners = tl.zeros([LISTED_TILES], tl.int32)  # the request of each tile: those before it, counted
+    first_tiles = tl.zeros([LISTED_TILES], tl.int32)  # of each tile's request
+    listed = 0
+    for first in range(0, requests, LISTED_REQS):
+        others = first + tl.arange(0, LISTED_REQS)
+        is_request = others < requests
+        seq_lens = tl.load(b_seq_len_ptr + others, mask=is_request, other=0)
+        ready_lens = tl.load(b_ready_cache_len_ptr + others, mask=is_request, other=0)
+        q_lens = seq_lens - ready_lens
+        counts = tl.where(q_lens >= fewest, tl.cdiv(q_lens, TOKENS), 0)
+        ends = listed + tl.cumsum(counts, axis=0)
+        is_before = is_request[None, :] & (ends[None, :] <= tiles[:, None])
+        owners += tl.sum(is_before.to(tl.int32), axis=1)
+        first_tiles = tl.maximum(first_tiles, tl.max(tl.where(is_before, ends[None, :], 0), axis=1))
+        listed += tl.sum(counts, axis=0)
+
+    is_filled = owners < requests
+    ready_lens = tl.load(b_ready_cache_len_ptr + owners, mask=is_filled, other=0)
+    q_lens = tl.load(b_seq_len_ptr + owners, mask=is_filled, other=0) - ready_lens
+    first_tokens = tl.where(is_filled, (tl.cdiv(q_lens, TOKENS) - 1 - (tiles - first_tiles)) * TOKENS, 0)
+    is_tile = tiles < n_tiles
+    fields = tiles_ptr + tiles * TILE_FIELDS
+    tl.store(fields + REQ_IDX, tl.load(b_req_idx_ptr + owners, mask=is_filled, other=0), mask=is_tile)
+    tl.store(fields + START_LOC, tl.load(b_start_loc_ptr + owners, mask=is_filled, other=0), mask=is_tile)
+    tl.store(fields + FIRST_TOKEN, first_tokens, mask=is_tile)
+    tl.store(fields + Q_LEN, q_lens, mask=is_tile)
+    tl.store(fields + READY_LEN, ready_lens, mask=is_tile)
+
+
+def list_tiles(batch: ops.AttnBatch, rows: int, tokens: int, fewest: int) -> Tensor:
+    """``[tiles, TILE_FIELDS]`` of requests with ``fewest`` new tokens or more: as many as could be, some empty."""
+    check_last_contiguous("context_attention", **tensors_of(batch))
+    requests = batch.b_req_idx.shape[0]
+    count = rows // tokens + min(requests, rows // fewest)
+    tiles = batch.b_req_idx.new_empty((count, TILE_FIELDS.value), dtype=torch.int32)
+    _list_tiles_kernel[(cdiv(count, LISTED_TILES.value),)](
+        tiles,
+        batch.b_req_idx,
+        batch.b_start_loc,
+        batch.b_seq_len,
+        batch.b_ready_cache_len,
+        requests,
+        count,
+        fewest,
+        TOKENS=tokens,
+    )
+    return tiles
