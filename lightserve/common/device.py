@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -150,6 +150,15 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory from which ``device`` copies without waiting, to be written here: pinned, or the device's own on a CPU.
+
+    torch keeps it until copies from it are over. To pin what lies elsewhere copies it, and from 32,768 numbers on with
+    all threads of torch, which then wait for more work at 100 % for milliseconds.
+    """
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type != "cpu")
 
 
 class ToHost:

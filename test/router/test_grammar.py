@@ -235,6 +235,26 @@ def test_ends_that_are_not_wanted_stay_where_nothing_else_may_come(small_folder:
     assert [bool(mask[EOS // 32] >> (EOS % 32) & 1) for mask in masks] == [False, True]
 
 
+@pytest.mark.parametrize("vocab_size", [131, 4000])  # of the model, which may have more tokens than the tokenizer
+def test_masks_of_a_step_are_those_of_each_grammar_alone(small_folder: str, vocab_size: int) -> None:
+    grammars = Grammars(resolve(small_folder), vocab_size)
+    texts = ["[ab]*", "1", "[ab]*", "[0-9]+", "", "[ab]*", "1"]
+    opened = [
+        grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=GrammarSpec("regex", text)), 0, (EOS,)))
+        for i, text in enumerate(texts)
+    ]
+    step = [*opened[:3], None, *opened[3:]]
+    forbidden = [(EOS, 5000) if i % 2 else () for i in range(len(step))]
+
+    masks = grammars.masks(step, forbidden)
+
+    assert masks.shape == (len(step), -(-vocab_size // 32))
+    for grammar, ends, mask in zip(step, forbidden, masks, strict=True):
+        (alone,) = grammars.masks([grammar], [ends])
+        assert mask.tolist() == alone.tolist()
+    assert (masks[3] == -1).all()
+
+
 def test_an_answer_that_begins_with_its_prefix_is_free_then(llm: LLM) -> None:
     free = [params(i, grammar=GrammarSpec("prefix", text)) for i, text in enumerate(("abc", "12-", "{", "x y z"))]
     wanted = [*free, *(replace(one, hidden_chars=len(one.grammar.text)) for one in free if one.grammar)]

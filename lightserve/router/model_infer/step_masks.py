@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.device import to_device
 from lightserve.router.model_infer.grammar import Grammars
 from lightserve.router.model_infer.infer_batch import InferReq
 from lightserve.router.model_infer.sampling_plan import Constrained
@@ -19,7 +17,7 @@ from lightserve.router.model_infer.sampling_plan import Constrained
 class StepMasks:
     """The masks of one step; who asks for them waits."""
 
-    def __init__(self, constrained: Constrained, found: Future[np.ndarray], device: torch.device) -> None:
+    def __init__(self, constrained: Constrained, found: Future[Tensor], device: torch.device) -> None:
         self._constrained = constrained
         self._found = found
         self._device = device
@@ -44,7 +42,7 @@ class StepMasks:
 
     def _on_device(self) -> Tensor:
         if self._bitmask is None:
-            self._bitmask = to_device(self._found.result(), self._device)
+            self._bitmask = self._found.result().to(self._device, non_blocking=True)
         return self._bitmask
 
 
@@ -62,7 +60,7 @@ class MaskMaker:
         found = self._thread.submit(self._make, constrained.reqs, learn_tokens)
         return StepMasks(constrained, found, self._device)
 
-    def _make(self, reqs: list[InferReq], learn_tokens: Callable[[], object]) -> np.ndarray:
+    def _make(self, reqs: list[InferReq], learn_tokens: Callable[[], object]) -> Tensor:
         if any(req.obeys_grammar and req.is_due and not req.is_known for req in reqs):
             learn_tokens()
         return self._grammars.masks(

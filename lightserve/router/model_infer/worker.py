@@ -75,7 +75,7 @@ class ModelWorker:
         self.computed_in = f"in {str(dtype).removeprefix('torch.')} on {kind.name}{ranks}"
         self._batch = InferBatch(self.model.req_manager, self.model.mem_manager.padding_slot, device)
         self._runner = StepRunner(self.model, self._batch, kind)
-        self._grammars = Grammars(source, self.model_config.vocab_size)
+        self._grammars = Grammars(source, self.model_config.vocab_size, device)
         self._masks = MaskMaker(self._grammars, device, partial(kind.enter, device))
         self._sampler = Sampler(self.model_config.vocab_size, device, self._batch.last_ids)
         self._launched: PendingStep | None = None  # the last one
