@@ -20,6 +20,7 @@ from lightserve.io_struct import FinishReason, GrammarSpec, NewReq, SamplingPara
 from lightserve.llm import LLM, Generation
 from lightserve.model_files.source import resolve
 from lightserve.router.model_infer.grammar import Grammars, ReqGrammar
+from lightserve.router.model_infer.step_masks import MaskMaker
 from lightserve.router.model_infer.step_runner import padded
 from lightserve.router.model_infer.worker import ModelWorker
 from test.small_text import small_tokenizer
@@ -112,6 +113,21 @@ def test_steps_ahead_of_the_tokens_give_the_same(llm: LLM, monkeypatch: pytest.M
 
     assert [one.token_ids for one in ahead] == [one.token_ids for one in expected]
     assert [one.text for one in ahead] == [one.text for one in expected]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_masks_without_a_thread_of_their_own_are_the_same(
+    llm: LLM, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = mixed()
+    expected = llm.generate(prompts(len(wanted)), wanted)
+    worker = llm.worker
+    monkeypatch.setattr(ModelWorker, "pipeline_depth", depth)
+    monkeypatch.setattr(worker, "_masks", MaskMaker(worker._grammars, worker.model.device, computes_apart=True))
+
+    generations = llm.generate(prompts(len(wanted)), wanted)
+
+    assert [one.token_ids for one in generations] == [one.token_ids for one in expected]
 
 
 def test_padded_steps_give_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
