@@ -20,7 +20,7 @@ from lightserve.io_struct import GrammarSpec, NewReq
 from lightserve.model_files.source import ModelSource
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 
-MAX_THREADS = 8  # for the masks of a step
+MAX_THREADS = 8  # for the masks of a step: 32 of one JSON schema take 1.1 ms of a slow core, one after the other
 CPU = torch.device("cpu")
 
 
