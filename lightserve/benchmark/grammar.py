@@ -1,10 +1,12 @@
 """What grammars cost: tokens a second with none, half and all of a batch constrained to JSON.
 
 python -m lightserve.benchmark.grammar [--model_dir DIR] [--device cpu] [--batch 32] [--tokens 64] [--temperature 1]
+                                       [--large]
 
 Two models under the vocabulary of --model_dir: "tiny" has one small layer of random weights, "null" has no forward pass
 at all, its logits being the same at every step. So little but choosing tokens is measured: a model of a useful size
-hides more of it, and an accelerator computes the next step beside the masks. Free requests draw by temperature, inside
+hides more of it, and an accelerator computes the next step beside the masks: --large adds a model of the shape of
+Llama-3-8B, for a GPU. Free requests draw by temperature, inside
 the step; so do constrained ones, among what their grammar allows. "special" ones are free and have a logit bias of 0,
 which the step itself does not know; "one by one" are all constrained, and forced tokens have a step each. The time of
 all threads of the process is there for a machine that does other things too.
@@ -16,7 +18,8 @@ import argparse
 import json
 import tempfile
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +39,20 @@ from lightserve.router.model_infer.step_runner import graph_shapes
 
 PROMPT_LEN = 16
 REPEATS = 5
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LARGE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 KINDS = {"none": 0.0, "special": 0.0, "half": 0.5, "all": 1.0, "one by one": 1.0}  # the share that is constrained
 PERSON = {
     "type": "object",
@@ -50,7 +67,7 @@ PERSON = {
 ENDLESS = {"type": "array", "items": PERSON, "minItems": 100_000}
 
 
-def save_model(folder: Path, model_dir: str | None, layers: int) -> None:
+def save_model(folder: Path, model_dir: str | None, shape: dict[str, int]) -> None:
     """A model of random weights with a real tokenizer."""
     source = resolve(model_dir, needs_weights=False)
     tokenizer = load_tokenizer(source)
@@ -58,11 +75,7 @@ def save_model(folder: Path, model_dir: str | None, layers: int) -> None:
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": source.hf_config()["vocab_size"],
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **shape,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "eos_token_id": list(source.eos_token_ids()),
@@ -70,6 +83,16 @@ def save_model(folder: Path, model_dir: str | None, layers: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(tokenizer.to_json())
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer.eos_token}))
+
+
+@contextmanager
+def open_model(args: argparse.Namespace, shape: dict[str, int]) -> Iterator[LLM]:
+    """Its files are there as long as it is open: its grammars read the tokenizer late."""
+    pool = args.batch * 4 * args.tokens
+    options = {"load_format": "dummy", "max_total_token_num": pool, "running_max_req_size": args.batch}
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), args.model_dir, shape)
+        yield LLM(folder, device=args.device, **options)
 
 
 def take_forward_pass(llm: LLM) -> None:
@@ -141,6 +164,17 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Rate]:
     return {kind: max(rates, key=lambda rate: rate.tokens_per_s) for kind, rates in runs.items()}
 
 
+def measure_models(args: argparse.Namespace) -> dict[str, dict[str, Rate]]:
+    with open_model(args, TINY | {"num_hidden_layers": args.layers}) as llm:
+        rates = {"tiny": measure(llm, args)}
+        take_forward_pass(llm)
+        rates["null"] = measure(llm, args)
+    if args.large:
+        with open_model(args, LARGE) as llm:
+            rates["large"] = measure(llm, args)
+    return rates
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_dir")
@@ -149,15 +183,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--large", action="store_true", help="a model of the shape of Llama-3-8B too")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder), args.model_dir, args.layers)
-        pool = args.batch * 4 * args.tokens
-        options = {"load_format": "dummy", "max_total_token_num": pool, "running_max_req_size": args.batch}
-        llm = LLM(folder, device=args.device, **options)
-        rates = {"tiny": measure(llm, args)}
-        take_forward_pass(llm)
-        rates["null"] = measure(llm, args)
+    rates = measure_models(args)
     print(f"{args.batch} requests, best of {REPEATS} runs\n")
     print("| model | constrained | tokens/s | of free | ms a step | CPU ms a step | tokens a step |")
     print("|---|---|--:|--:|--:|--:|--:|")

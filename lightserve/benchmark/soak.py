@@ -130,10 +130,10 @@ def table(columns: dict[str, Figures]) -> str:
 
 def tiny_model(folder: Path) -> list[str]:
     """A model of random weights with the default model's tokenizer and chat template, and the flags that serve it."""
-    from lightserve.benchmark.grammar import save_model
+    from lightserve.benchmark.grammar import TINY, save_model
     from lightserve.model_files.source import resolve
 
-    save_model(folder, None, layers=1)
+    save_model(folder, None, TINY)
     template = resolve(None, needs_weights=False).chat_template()
     (folder / "chat_template.jinja").write_text(template or "")
     return ["--model_dir", str(folder), "--load_format", "dummy", "--max_total_token_num", "16384"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,6 +27,7 @@ class DeviceKind:
     comm: str  # torch.distributed's backend
     dtypes: tuple[torch.dtype, ...]  # of a model that it keeps; a model of another is computed in the first
     pipeline_depth: int  # steps under way at once: an accelerator must find its next one ready, a CPU is busy anyway
+    computes_apart: bool  # whether a launch returns at once, so that the thread behind it can do other work meanwhile
     step_limits: StepLimits  # unless the operator sets others
     step_timeout_s: float  # unless the operator sets another: no step takes so long
     has_graphs: bool  # whether launches can be captured and replayed: see cuda_graph.py
@@ -101,6 +102,7 @@ KINDS = {
         comm="gloo",
         dtypes=(torch.float32,),
         pipeline_depth=1,
+        computes_apart=False,
         step_limits=StepLimits(batch_max_tokens=2048, chunked_prefill_size=64),
         step_timeout_s=600.0,  # 2048 tokens of a model of 8 billion weights on two cores take minutes
         has_graphs=False,
@@ -112,6 +114,7 @@ KINDS = {
         comm="nccl",
         dtypes=(torch.bfloat16, torch.float16),
         pipeline_depth=2,
+        computes_apart=True,
         # A decode step of an 8B model on an H200 takes 5 ms; with 384 tokens, those of prompts among them, 10. Its
         # matmuls take longer for 448 tokens than for 512, and for 1,088 a fifth longer than for 1,024.
         step_limits=StepLimits(batch_max_tokens=8192, chunked_prefill_size=256, sizes=(256, 384, 512, 1024)),
@@ -150,6 +153,15 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory from which ``device`` copies without waiting, to be written here: pinned, or the device's own on a CPU.
+
+    torch keeps it until copies from it are over. To pin what lies elsewhere copies it, and from 32,768 numbers on with
+    all threads of torch, which then wait for more work at 100 % for milliseconds.
+    """
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type != "cpu")
 
 
 class ToHost:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightserve.common.device import KINDS
+from lightserve.common.device import KINDS, host_memory
 from lightserve.errors import ServerError
 
 
@@ -39,3 +39,14 @@ def test_more_ranks_than_devices_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert KINDS["cuda"].device(1).index == 1
     with pytest.raises(ServerError, match="rank 2 has no device of its own: 2 found; lower tp to 2"):
         KINDS["cuda"].device(2)
+
+
+@pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_device_copies_what_is_written_into_memory_of_the_host(name: str) -> None:
+    device = torch.device(name)
+    memory = host_memory((3, 5), torch.int32, device)
+
+    memory.numpy()[:] = 7
+
+    assert memory.is_pinned() == (name == "cuda")
+    assert memory.to(device, non_blocking=True).tolist() == [[7] * 5] * 3

@@ -20,6 +20,7 @@ from lightserve.io_struct import FinishReason, GrammarSpec, NewReq, SamplingPara
 from lightserve.llm import LLM, Generation
 from lightserve.model_files.source import resolve
 from lightserve.router.model_infer.grammar import Grammars, ReqGrammar
+from lightserve.router.model_infer.step_masks import MaskMaker
 from lightserve.router.model_infer.step_runner import padded
 from lightserve.router.model_infer.worker import ModelWorker
 from test.small_text import small_tokenizer
@@ -112,6 +113,21 @@ def test_steps_ahead_of_the_tokens_give_the_same(llm: LLM, monkeypatch: pytest.M
 
     assert [one.token_ids for one in ahead] == [one.token_ids for one in expected]
     assert [one.text for one in ahead] == [one.text for one in expected]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_masks_without_a_thread_of_their_own_are_the_same(
+    llm: LLM, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = mixed()
+    expected = llm.generate(prompts(len(wanted)), wanted)
+    worker = llm.worker
+    monkeypatch.setattr(ModelWorker, "pipeline_depth", depth)
+    monkeypatch.setattr(worker, "_masks", MaskMaker(worker._grammars, worker.model.device, computes_apart=True))
+
+    generations = llm.generate(prompts(len(wanted)), wanted)
+
+    assert [one.token_ids for one in generations] == [one.token_ids for one in expected]
 
 
 def test_padded_steps_give_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +249,26 @@ def test_ends_that_are_not_wanted_stay_where_nothing_else_may_come(small_folder:
     masks = grammars.masks(both, [(EOS,), (EOS,)])
 
     assert [bool(mask[EOS // 32] >> (EOS % 32) & 1) for mask in masks] == [False, True]
+
+
+@pytest.mark.parametrize("vocab_size", [131, 4000])  # of the model, which may have more tokens than the tokenizer
+def test_masks_of_a_step_are_those_of_each_grammar_alone(small_folder: str, vocab_size: int) -> None:
+    grammars = Grammars(resolve(small_folder), vocab_size)
+    texts = ["[ab]*", "1", "[ab]*", "[0-9]+", "", "[ab]*", "1"]
+    opened = [
+        grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=GrammarSpec("regex", text)), 0, (EOS,)))
+        for i, text in enumerate(texts)
+    ]
+    step = [*opened[:3], None, *opened[3:]]
+    forbidden = [(EOS, 5000) if i % 2 else () for i in range(len(step))]
+
+    masks = grammars.masks(step, forbidden)
+
+    assert masks.shape == (len(step), -(-vocab_size // 32))
+    for grammar, ends, mask in zip(step, forbidden, masks, strict=True):
+        (alone,) = grammars.masks([grammar], [ends])
+        assert mask.tolist() == alone.tolist()
+    assert (masks[3] == -1).all()
 
 
 def test_an_answer_that_begins_with_its_prefix_is_free_then(llm: LLM) -> None:

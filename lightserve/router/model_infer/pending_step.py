@@ -83,8 +83,9 @@ def _forced(req: InferReq, chosen: int) -> list[TokenOut]:
     if req.grammar is None or req.sampling.logprobs is not None or req.thinking is not None:
         return []
     outs: list[TokenOut] = []
-    token_ids = [*req.token_ids, chosen]
-    for token_id in req.grammar.forced():
+    forced = req.grammar.forced()
+    token_ids = [*req.token_ids, chosen] if forced else []
+    for token_id in forced:
         if not (req.obeys_grammar and req.rules.permits(token_id, token_ids, is_first=False)):
             break
         is_complete, _ = _advance(req, token_id, token_ids)

@@ -1,16 +1,15 @@
-"""What the grammars of a step's requests allow: worked out in a thread, while the model computes the logits."""
+"""What the grammars of a step's requests allow: worked out while the model computes the logits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.device import to_device
 from lightserve.router.model_infer.grammar import Grammars
 from lightserve.router.model_infer.infer_batch import InferReq
 from lightserve.router.model_infer.sampling_plan import Constrained
@@ -19,9 +18,10 @@ from lightserve.router.model_infer.sampling_plan import Constrained
 class StepMasks:
     """The masks of one step; who asks for them waits."""
 
-    def __init__(self, constrained: Constrained, found: Future[np.ndarray], device: torch.device) -> None:
+    def __init__(self, constrained: Constrained, find: Callable[[], Tensor], device: torch.device) -> None:
+        """``find`` gives the masks, on the host."""
         self._constrained = constrained
-        self._found = found
+        self._find = find
         self._device = device
         self._bitmask: Tensor | None = None
 
@@ -44,25 +44,29 @@ class StepMasks:
 
     def _on_device(self) -> Tensor:
         if self._bitmask is None:
-            self._bitmask = to_device(self._found.result(), self._device)
+            self._bitmask = self._find().to(self._device, non_blocking=True)
         return self._bitmask
 
 
 class MaskMaker:
     """Makes the masks of one step after the other."""
 
-    def __init__(self, grammars: Grammars, device: torch.device, enter: Callable[[], None]) -> None:
-        """``enter`` makes the device that of the thread which calls it."""
+    def __init__(self, grammars: Grammars, device: torch.device, computes_apart: bool) -> None:
+        """``computes_apart``: the device computes beside the thread that asks it to. Else masks have one of their own.
+
+        To hand them from thread to thread costs more than what it saves where the asking thread would wait anyway.
+        """
         self._grammars = grammars
         self._device = device
-        self._thread = ThreadPoolExecutor(1, "masks", initializer=enter)
+        self._thread = None if computes_apart else ThreadPoolExecutor(1, "masks")
 
     def begin(self, constrained: Constrained, learn_tokens: Callable[[], object]) -> StepMasks:
         """``learn_tokens`` waits until the host knows the tokens of the steps before; it may not be called."""
-        found = self._thread.submit(self._make, constrained.reqs, learn_tokens)
-        return StepMasks(constrained, found, self._device)
+        make = partial(self._make, constrained.reqs, learn_tokens)
+        find = make if self._thread is None else self._thread.submit(make).result
+        return StepMasks(constrained, find, self._device)
 
-    def _make(self, reqs: list[InferReq], learn_tokens: Callable[[], object]) -> np.ndarray:
+    def _make(self, reqs: list[InferReq], learn_tokens: Callable[[], object]) -> Tensor:
         if any(req.obeys_grammar and req.is_due and not req.is_known for req in reqs):
             learn_tokens()
         return self._grammars.masks(

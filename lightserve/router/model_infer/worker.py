@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,8 +74,8 @@ class ModelWorker:
         self.computed_in = f"in {str(dtype).removeprefix('torch.')} on {kind.name}{ranks}"
         self._batch = InferBatch(self.model.req_manager, self.model.mem_manager.padding_slot, device)
         self._runner = StepRunner(self.model, self._batch, kind)
-        self._grammars = Grammars(source, self.model_config.vocab_size)
-        self._masks = MaskMaker(self._grammars, device, partial(kind.enter, device))
+        self._grammars = Grammars(source, self.model_config.vocab_size, device)
+        self._masks = MaskMaker(self._grammars, device, kind.computes_apart)
         self._sampler = Sampler(self.model_config.vocab_size, device, self._batch.last_ids)
         self._launched: PendingStep | None = None  # the last one
 
