@@ -6,6 +6,7 @@ import contextlib
 import resource
 import select
 import socket
+from typing import Any
 
 import psutil
 
@@ -15,7 +16,6 @@ from test.faults.reactions import ABORTED, SERVED_ON, STREAMS_GO_ON, Reaction, a
 from test.faults.scene import STREAMING, Scene
 from test.waiting import wait_until
 
-MANY = {"prompt": [501] * 100, "n": 2, "max_tokens": 4000}
 SPARE_DESCRIPTORS = 30
 
 
@@ -30,18 +30,23 @@ def status_of(sock: socket.socket) -> int:
 # leaving
 
 
+def two_long_answers(scene: Scene) -> dict[str, Any]:
+    prompt = scene.running.engine.ids([501] * 20)
+    return {"prompt": prompt, "n": 2, "max_tokens": scene.longest_answer(len(prompt))}
+
+
 def leave_before_the_first_token(scene: Scene) -> None:
     for abruptly in (False, True):
         for is_streamed in (False, True):
             sock = scene.open()
-            sock.sendall(generate(stream=is_streamed, **MANY))
+            sock.sendall(generate(stream=is_streamed, **two_long_answers(scene)))
             leave(sock, abruptly)
 
 
 def leave_in_the_middle(scene: Scene) -> None:
     for abruptly in (False, True):
         sock = scene.open()
-        sock.sendall(generate(stream=True, **MANY))
+        sock.sendall(generate(stream=True, **two_long_answers(scene)))
         read_until(sock, b"data: ")
         leave(sock, abruptly)
 
@@ -138,7 +143,7 @@ def use_one_request_id_twice(scene: Scene) -> None:
         stream.rest()
         assert stream.is_whole
         assert stream.text == scene.text_of({**stream.body, "request_id": "other"})
-    longer = [scene.stream(max_tokens=8000, request_id="twin") for _ in range(2)]
+    longer = [scene.stream(max_tokens=scene.longest_answer(), request_id="twin") for _ in range(2)]
     for stream in longer:
         stream.read_events(1)
     scene.client.post("/abort_request", {"request_id": "twin"})
