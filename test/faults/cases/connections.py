@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import resource
 import select
 import socket
+import struct
+import sys
 from typing import Any
 
 import psutil
@@ -17,6 +20,7 @@ from test.faults.scene import STREAMING, Scene
 from test.waiting import wait_until
 
 SPARE_DESCRIPTORS = 30
+SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # of Linux: a program that looks at every packet for a socket
 
 
 def status_of(sock: socket.socket) -> int:
@@ -62,6 +66,22 @@ def leave_after_the_last_token(scene: Scene) -> None:
 def leave_while_others_stream(scene: Scene) -> None:
     for _ in range(20):
         leave_in_the_middle(scene)
+
+
+def fall_silent(scene: Scene) -> None:
+    """Half-open connections: the clients' machines are gone, without a goodbye. One waits, one has a stream."""
+    for is_streamed in (False, True):
+        sock = scene.open()
+        sock.sendall(generate(stream=is_streamed, **two_long_answers(scene)))
+        if is_streamed:
+            read_until(sock, b"data: ")
+        silence(sock)
+
+
+def silence(sock: socket.socket) -> None:
+    """Its kernel drops all that comes for it from now on, and so acknowledges nothing."""
+    drop = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RETURN, 0, 0, 0))
+    sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(drop)))
 
 
 # stalling
@@ -214,3 +234,14 @@ CASES = [
     Case("10,000 idle connections", open_many, SERVED_ON, within_s=60.0, is_long=True),
     Case("more connections than descriptors", run_out_of_descriptors, SERVED_ON, is_long=True),
 ]
+if sys.platform == "linux":
+    CASES.append(
+        Case(
+            "clients vanish without a goodbye",
+            fall_silent,
+            Reaction("aborted after a minute", ABORTED.wait),
+            flags=("--null_step_ms", "20"),  # slow enough to have something to say for longer
+            within_s=90.0,
+            is_long=True,
+        )
+    )
