@@ -10,6 +10,7 @@ memory in MiB: before the server started, before the fault, at most until the re
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 import traceback
@@ -30,7 +31,7 @@ def attempt(name: str, reaction: str, run: Callable[[], tuple[float, str]]) -> b
         seconds, gpu = run()
     except Exception:
         traceback.print_exc()
-        print(ROW.format(name, reaction, "-", "NO", ""), flush=True)
+        print(ROW.format(name, reaction, "-", "NO", "").rstrip(), flush=True)
         return False
     print(ROW.format(name, reaction, f"{seconds:.2f}", "yes", gpu).rstrip(), flush=True)
     return True
@@ -73,6 +74,7 @@ def main() -> int:
     parser.add_argument("--slack", type=float, default=1.0, help="as much time as cases want, on a busy machine")
     parser.add_argument("worker", nargs="*", help="flags of another worker")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without ending the server
     begin_s = time.monotonic()
     print(ROW.format(f"case (seed {args.seed})", "reaction", "seconds", "ok", "GPU MiB" if HAS_GPU else "").rstrip())
     outcomes = run_all(args)

@@ -13,7 +13,7 @@ from test.api.test_faults import COMPLETE, Client
 FIRST_ID = 20  # those before it may be special, or spoilt by ``failing_worker``
 LAST_IDS = (30_000, 120)  # the largest that is asked for; one that every model has
 STEP_S = 0.02
-MOST_TIMES = 10.0  # as many tokens from a fast model
+LEAST_TIMES, MOST_TIMES = 0.2, 10.0  # as many tokens from a slow model, from a fast one
 MEASURED_TOKENS = 32
 
 
@@ -28,11 +28,15 @@ class Engine:
         return [i if FIRST_ID <= i <= self.last_id else FIRST_ID + i % (self.last_id - FIRST_ID) for i in wanted]
 
     def prompt_len(self, wanted: int, tokens: int) -> int:
-        return max(min(wanted, self.context_len - tokens - 1), 1)
+        return max(min(round(wanted * min(self._times, 1.0)), self.context_len - tokens - 1), 1)
 
     def tokens(self, wanted: int, prompt_len: int = 0) -> int:
-        """More from a model that is fast, so that faults come in the middle of them; no more than fit."""
-        return min(round(wanted * min(max(STEP_S / self.step_s, 1.0), MOST_TIMES)), self.context_len - prompt_len)
+        """As many as take so long, that faults come in the middle of them; no more than fit."""
+        return min(round(wanted * self._times), self.context_len - prompt_len)
+
+    @property
+    def _times(self) -> float:
+        return min(max(STEP_S / self.step_s, LEAST_TIMES), MOST_TIMES)
 
 
 def null_engine(client: Client) -> Engine:

@@ -154,7 +154,7 @@ def _goes_on(scene: Scene, situation: Situation) -> bool:
         scene.wait_until(lambda: scene.load() == situation.streams)
         return True
     for stream in scene.streams:
-        stream.read_events(scene.random.randint(1, stream.body["max_tokens"] // 4))
+        stream.read_events(scene.random.randint(1, max(stream.body["max_tokens"] // 4, 1)))
     return scene.load() > 0
 
 

@@ -70,6 +70,7 @@ class Running:
 
     def check_unharmed(self) -> None:
         """Healthy, the same tokens for the same request, and no memory held."""
+        self.client.close()  # the server may have, where the case took long
         wait_until(lambda: self.client.send("GET", "/health")[0] == 200)
         assert self.client.golden() == self.golden
         asked_s = time.monotonic()  # what the metrics tell must be of later than this
@@ -124,8 +125,9 @@ class Stage:
     def running(self, program: str, flags: Sequence[str], restarts: int = 0) -> Running:
         """One that survives as many restarts of its worker, even if the case is tried twice."""
         wanted = (program, *self._worker, *flags)
-        is_worn_out = self._running is not None and self._running.restarts + 2 * restarts > MAX_RESTARTS
-        if self._running is None or self._wanted != wanted or (restarts and is_worn_out):
+        worn = self._running.restarts if self._running is not None else 0
+        is_worn_out = bool(worn and restarts) and worn + 2 * restarts > MAX_RESTARTS
+        if self._running is None or self._wanted != wanted or is_worn_out:
             self.clear()
             self._running, self._wanted = Running(program, wanted[1:]), wanted
         return self._running

@@ -96,6 +96,7 @@ def test_prompts_fit_the_model() -> None:
     assert all(20 <= i <= 120 for i in small.ids([0, 501, 31_999]))
     assert small.ids(small.ids([501])) == small.ids([501])
     assert (large.tokens(100), small.tokens(100, prompt_len=3)) == (100, 125)
+    assert Engine(context_len=8192, last_id=120, step_s=1.0).tokens(100) == 20
     assert (large.prompt_len(4000, tokens=4), small.prompt_len(4000, tokens=4)) == (4000, 123)
 
 

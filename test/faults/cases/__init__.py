@@ -41,7 +41,7 @@ CORE: list[Case] = [
     *on_one_server(SERVER, PREFILL_FLAGS, "kill -9 ls-worker, prefill", "kill -9 ls-httpserver, prefill"),
     *on_one_server(
         SERVER,
-        (*STEP, "--step_timeout", "2"),
+        (*STEP, "--step_timeout", "4"),
         "ls-worker is stopped, streaming",
         "kill -9 the launcher, streaming",
     ),

@@ -187,7 +187,7 @@ HANGS = [
         send_signal("ls-worker", signal.SIGSTOP),
         Reaction("/health 503, another takes its place; streams go on, same text", _worker_replaced, same_text),
         STREAMING,
-        (*STEP, "--step_timeout", "2"),
+        (*STEP, "--step_timeout", "4"),
         within_s=20.0,
         restarts=1,
     ),
