@@ -24,12 +24,15 @@ CALLS = {
     "np.load": "may unpickle",
     "ssl._create_unverified_context": "trusts anyone",
 }
+WALL_CLOCKS = ("time.time", "time.time_ns")
 FLAGS = {"shell": "runs a shell", "trust_remote_code": "runs the code of a model", "allow_pickle": "unpickles"}
 TEXTS = {"tcp://*": "listens to the network", "tcp://0.0.0.0": "listens to the network"}
 
 
 def mistakes_in(source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    yield from _wall_clocks_in(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             if name in CALLS:
@@ -39,6 +42,15 @@ def mistakes_in(source: str) -> Iterator[str]:
             yield f"line {node.lineno}: python -O skips an assert; raise an error"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from (f"line {node.lineno}: {text} {why}" for text, why in TEXTS.items() if text in node.value)
+
+
+def _wall_clocks_in(tree: ast.AST) -> Iterator[str]:
+    """``int(time.time())`` is a date for someone to read; all else measures with a clock that people set."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    dates = [arg for call in calls if ast.unparse(call.func) == "int" for arg in call.args]
+    for call in calls:
+        if ast.unparse(call.func) in WALL_CLOCKS and call not in dates:
+            yield f"line {call.lineno}: this clock jumps; time.monotonic does not"
 
 
 def _flags_of(call: ast.Call) -> Iterator[str]:
@@ -71,12 +83,16 @@ def test_nothing_does_what_is_forbidden(path: Path) -> None:
         "socket.bind('tcp://*:5555')",
         "np.load(path)",
         "httpx.get(url, verify=False)",
+        "deadline = time.time() + 5",
     ],
 )
 def test_each_of_them_would_be_found(source: str) -> None:
     assert len(list(mistakes_in(source))) == 1
 
 
-@pytest.mark.parametrize("source", ["assert x is not None", "subprocess.run(argv, shell=False)", "re.compile('a')"])
+@pytest.mark.parametrize(
+    "source",
+    ["assert x is not None", "subprocess.run(argv, shell=False)", "re.compile('a')", "created = int(time.time())"],
+)
 def test_what_is_harmless_is_not(source: str) -> None:
     assert list(mistakes_in(source)) == []

@@ -16,11 +16,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from test.faults.census import GpuMemory, gpu_mib, gpu_peak
 from test.faults.reactions import Reaction
 from test.faults.scene import IDLE, Scene, Situation, scene_of
 from test.faults.stage import Stage
 
 SERVER = "lightserve.server.api_server"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    seconds: float  # from the fault to the reaction
+    gpu: GpuMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +40,29 @@ class Case:
     within_s: float = 10.0  # from the fault to the reaction
     is_long: bool = False  # not for every run of the tests
     program: str = SERVER
-    wears_out: bool = False  # the server, which gives up after some deaths in a row: the next case gets a new one
+    restarts: int = 0  # of the worker; each may take as long as the server's start
 
-    def run(self, stage: Stage, seed: int, slack: float = 1.0) -> float:
-        """Seconds from the fault to the reaction; an exception if it was another. ``slack``: of a busy machine."""
+    def run(self, stage: Stage, seed: int, slack: float = 1.0) -> Outcome:
+        """An exception if there was another reaction. ``slack``: of a busy machine."""
         try:
             return self._run(stage, seed, slack)
         except BaseException:
             stage.clear()
             raise
 
-    def _run(self, stage: Stage, seed: int, slack: float) -> float:
+    def _run(self, stage: Stage, seed: int, slack: float) -> Outcome:
         for is_last in (False, True):
-            running = stage.running(self.program, self.flags)
-            before = running.census()
-            with scene_of(running, self.during, Random(f"{seed} {self.name}"), self.within_s * slack) as scene:
+            running = stage.running(self.program, self.flags, 0 if is_last else self.restarts)
+            running.restarts += self.restarts
+            before, serving_mib = running.census(), gpu_mib()
+            within_s = self.within_s * slack + self.restarts * running.start_s
+            with gpu_peak() as peak, scene_of(running, self.during, Random(f"{seed} {self.name}"), within_s) as scene:
                 begin_s = time.monotonic()
                 self.fault(scene)
                 self.reaction.wait(scene)
                 seconds = time.monotonic() - begin_s
                 self.reaction.verify(scene)
-            assert seconds < self.within_s * slack, f"the reaction took {seconds:.1f} s"
+            assert seconds < within_s, f"the reaction took {seconds:.1f} s"
             if self.reaction.ends_server:
                 running.check_gone(self.reaction.leaves_directory)
                 stage.clear()
@@ -61,8 +70,8 @@ class Case:
             running.check_unharmed()
             leftovers = running.leftovers(before)
             if not leftovers:
-                if self.wears_out:
-                    stage.clear()
                 break
             assert not is_last, f"left behind: {leftovers}"  # what grows once is a cache, what grows again is a leak
-        return seconds
+        gpu = GpuMemory(running.gpu_mib_before, serving_mib, peak.mib, gpu_mib())
+        assert not gpu.was_held_twice, gpu
+        return Outcome(seconds, gpu)

@@ -6,7 +6,11 @@ import contextlib
 import re
 import shutil
 import subprocess
+import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -59,9 +63,55 @@ def shared_memory_of(base: Path) -> set[str]:
     return found
 
 
+GPU_SLACK_MIB = 64  # others use the card too
+GPU_TIMES = 1.5  # of what a worker holds, where two would hold twice as much
+HAS_GPU = shutil.which("nvidia-smi") is not None
+
+
 def gpu_mib() -> int:
     """In use on all GPUs, by anyone; 0 where there is none."""
-    if shutil.which("nvidia-smi") is None:
+    if not HAS_GPU:
         return 0
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return sum(map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """In MiB, of all GPUs; zeros where there is none."""
+
+    before_server: int
+    before_fault: int
+    peak: int
+    after: int
+
+    @property
+    def was_held_twice(self) -> bool:
+        held = self.before_fault - self.before_server
+        return self.peak > self.before_server + GPU_TIMES * held + GPU_SLACK_MIB
+
+
+@dataclass
+class GpuPeak:
+    mib: int = 0
+
+    def follow(self, is_over: threading.Event) -> None:
+        while not is_over.is_set():  # one question takes some ten milliseconds
+            self.mib = max(self.mib, gpu_mib())
+
+
+@contextmanager
+def gpu_peak() -> Iterator[GpuPeak]:
+    """The most that was in use inside, as far as asking again and again shows."""
+    peak = GpuPeak()
+    if not HAS_GPU:
+        yield peak
+        return
+    is_over = threading.Event()
+    follower = threading.Thread(target=peak.follow, args=(is_over,))
+    follower.start()
+    try:
+        yield peak
+    finally:
+        is_over.set()
+        follower.join()

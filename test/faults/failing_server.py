@@ -1,4 +1,4 @@
-"""The server with a worker that makes up tokens and raises at a prompt of the token POISON."""
+"""The server with a worker that raises at the prompt POISON and has no numbers for the token SPOILT_ID."""
 
 from __future__ import annotations
 
@@ -7,5 +7,7 @@ import sys
 from lightserve.server.api_server import main
 from lightserve.server.fleet import Modules
 
+WORKERS = Modules(worker="test.faults.failing_model_worker", null_worker="test.faults.failing_worker")
+
 if __name__ == "__main__":
-    sys.exit(main(modules=Modules(null_worker="test.faults.failing_worker")))
+    sys.exit(main(modules=WORKERS))

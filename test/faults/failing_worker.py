@@ -1,20 +1,34 @@
-"""The null worker, but for a prompt that it raises at."""
+"""The null worker, but for a prompt that it raises at and one that it has no numbers for."""
 
 from __future__ import annotations
 
-from lightserve.io_struct import Step
+from functools import partial
+
+from lightserve.io_struct import Step, TokenOut
 from lightserve.router.model_infer import null_worker
 from lightserve.router.model_infer.model_rpc import Collect
 from lightserve.utils.process import Boot, Parent, run_child
 
-POISON = 31_999
+POISON = (25, 24, 23, 22, 21)  # a prompt that workers die of; tokens that every model has
+SPOILT_ID = 11  # a token whose embedding is no number
+
+
+def raise_at_poison(step: Step) -> None:
+    if any(tuple(new.prompt_ids) == POISON for new in step.new):
+        raise RuntimeError("the step is poisoned")
 
 
 class FailingWorker(null_worker.NullWorker):
     def launch(self, step: Step) -> Collect:
-        if any(POISON in new.prompt_ids for new in step.new):
-            raise RuntimeError("the step is poisoned")
-        return super().launch(step)
+        raise_at_poison(step)
+        return partial(self._spoil, {new.req_id for new in step.new if SPOILT_ID in new.prompt_ids}, step)
+
+    def _spoil(self, spoilt: set[int], step: Step) -> list[TokenOut]:
+        outs = self._run(step)
+        return [
+            TokenOut(out.req_id, 0, error="numerical error", status=500) if out.req_id in spoilt else out
+            for out in outs
+        ]
 
 
 def main(boot: Boot, parent: Parent) -> None:

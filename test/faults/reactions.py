@@ -77,7 +77,7 @@ def resume_all(scene: Scene) -> None:
 
 
 def _aborted(scene: Scene) -> None:
-    scene.wait_until(lambda: b'"server_load":0' in scene.client.send("GET", "/load")[1])
+    scene.wait_until(lambda: scene.load() == 0)
 
 
 ABORTED = Reaction("aborted", _aborted)

@@ -14,6 +14,7 @@ import orjson
 
 from test.api.server import ServerProcess
 from test.api.test_faults import COMPLETE, Client, generate
+from test.faults.engine import Engine
 from test.faults.stage import Running
 from test.waiting import wait_until
 
@@ -76,6 +77,7 @@ IDLE = Situation("idle")
 STREAMING = Situation("streaming", streams=4)
 PREFILL = Situation("prefill", streams=2, prompt_len=4000, tokens=4, has_begun=False)
 LOAD = Situation("load", streams=64, tokens=30)
+TIMES_AS_LONG = (1, 2, 4, 8)  # answers, until a fault meets them
 PREFILL_FLAGS = ("--null_step_ms", "50", "--batch_max_tokens", "64")  # 4,000 tokens take three seconds
 
 
@@ -101,7 +103,7 @@ class Scene:
         return self.exits.enter_context(self.client.open())
 
     def stream(self, **body: Any) -> Stream:
-        stream = Stream(self.client, {"prompt": [501, 502, 503], "temperature": 0, **body})
+        stream = Stream(self.client, self.fitting({"prompt": [501, 502, 503], "temperature": 0, **body}))
         self.exits.callback(stream.close)
         return stream
 
@@ -111,22 +113,56 @@ class Scene:
     def health(self) -> int:
         return self.client.send("GET", "/health")[0]
 
+    def load(self) -> int:
+        """Requests that are open."""
+        return int(orjson.loads(self.client.send("GET", "/load")[1])["server_load"])
+
     def text_of(self, body: dict[str, Any]) -> str:
         """What the server says to it now, when nothing is wrong."""
-        status, answer = self.client.post(COMPLETE, body | {"ignore_eos": True})
+        status, answer = self.complete(body)
         assert status == 200, answer
         return str(answer["choices"][0]["text"])
+
+    def complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return self.client.post(COMPLETE, self.fitting(body) | {"ignore_eos": True})
+
+    def longest_answer(self, prompt_len: int = 3) -> int:
+        """In tokens: one that is not over before a case is done with it."""
+        return self.running.engine.context_len - prompt_len
+
+    def fitting(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The same request in tokens that the model has."""
+        return body | {"prompt": self.running.engine.ids(body["prompt"])}
 
 
 @contextmanager
 def scene_of(running: Running, situation: Situation, random: Random, deadline_s: float) -> Iterator[Scene]:
     scene = Scene(running, random, deadline_s)
     with scene.exits:
-        for index in range(situation.streams):
-            prompt = [random.randrange(20_000)] + [1000 + 200 * index] * (situation.prompt_len - 1)  # not cached
-            scene.streams.append(scene.stream(prompt=prompt, max_tokens=situation.tokens))
-        for stream in scene.streams if situation.has_begun else ():
-            stream.read_events(random.randint(1, situation.tokens // 4))
-        if not situation.has_begun:
-            wait_until(lambda: scene.server.metrics()["num_requests_running"] == situation.streams)
+        for times in TIMES_AS_LONG if situation.streams else ():
+            scene.streams = [scene.stream(**body) for body in _bodies(situation, running.engine, random, times)]
+            if _goes_on(scene, situation):
+                break
+        else:
+            assert not situation.streams, "answers were over before the fault: the model's context is too short"
         yield scene
+
+
+def _goes_on(scene: Scene, situation: Situation) -> bool:
+    """Whether the situation is there, and not over already, as when the model is faster than it was."""
+    if not situation.has_begun:
+        scene.wait_until(lambda: scene.load() == situation.streams)
+        return True
+    for stream in scene.streams:
+        stream.read_events(scene.random.randint(1, max(stream.body["max_tokens"] // 4, 1)))
+    return scene.load() > 0
+
+
+def _bodies(situation: Situation, engine: Engine, random: Random, times: int) -> Iterator[dict[str, Any]]:
+    tokens, prompt_len = situation.tokens, situation.prompt_len
+    if situation.has_begun:
+        tokens = engine.tokens(tokens * times, prompt_len)
+    prompt_len = engine.prompt_len(prompt_len, tokens)
+    for index in range(situation.streams):
+        prompt = [random.randrange(20_000)] + [1000 + 200 * index] * (prompt_len - 1)  # not cached
+        yield {"prompt": prompt, "max_tokens": tokens}

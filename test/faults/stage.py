@@ -13,13 +13,24 @@ from typing import Any, Self
 
 from test.api.server import SAMPLED_S, ServerProcess, running_server
 from test.api.test_faults import ABORT, Client
-from test.faults.census import Census, gpu_mib, grown, processes_of, run_directories, shared_memory_of, take_census
+from test.faults.census import (
+    GPU_SLACK_MIB,
+    Census,
+    gpu_mib,
+    grown,
+    processes_of,
+    run_directories,
+    shared_memory_of,
+    take_census,
+)
+from test.faults.engine import measured_engine, null_engine
 from test.waiting import wait_until
 
 NULL_WORKER = ("--null_worker",)
+ONE_HTTP_PROCESS = ("--httpserver_workers", "1")  # that cases can stop, and ask for its load
 SETTLE_S = 10.0  # after which what is still there was left behind
-GPU_SLACK_MIB = 64  # others use the card too
 THREAD_POOL = 8  # more than an HTTP process starts for bodies that take long to parse
+MAX_RESTARTS = 3  # in a row; at the next death of a worker the server gives up
 
 
 class Running:
@@ -27,14 +38,19 @@ class Running:
 
     def __init__(self, program: str, flags: Sequence[str]) -> None:
         self.gpu_mib_before = gpu_mib()
+        self.restarts = 0  # of its worker, by cases
         self._exits = ExitStack()
         self.base = Path(tempfile.mkdtemp(prefix="ls-faults-", dir="/tmp"))  # short: a socket's path has a limit
         self._exits.callback(shutil.rmtree, self.base, ignore_errors=True)
+        self._exits.callback(self._await_end)
+        begin_s = time.monotonic()
         env = {"TMPDIR": str(self.base)}
-        started = running_server(self.base / "log", *flags, program=("-m", program), env=env)
+        started = running_server(self.base / "log", *ONE_HTTP_PROCESS, *flags, program=("-m", program), env=env)
         self.server: ServerProcess = self._exits.enter_context(started)
+        self.start_s = time.monotonic() - begin_s  # what another worker takes at most
         self.client = Client(self.server)
         self._fill_thread_pools()
+        self.engine = (null_engine if NULL_WORKER[0] in flags else measured_engine)(self.client)
         self.golden = self.client.golden()
         self.shared_memory = shared_memory_of(self.base)
 
@@ -54,6 +70,7 @@ class Running:
 
     def check_unharmed(self) -> None:
         """Healthy, the same tokens for the same request, and no memory held."""
+        self.client.close()  # the server may have, where the case took long
         wait_until(lambda: self.client.send("GET", "/health")[0] == 200)
         assert self.client.golden() == self.golden
         asked_s = time.monotonic()  # what the metrics tell must be of later than this
@@ -72,10 +89,15 @@ class Running:
         assert not processes_of(self.base)
         assert leaves_directory or not run_directories(self.base)
         assert not [path for path in self.shared_memory if Path(path).exists()]
-        wait_until(lambda: gpu_mib() <= self.gpu_mib_before + GPU_SLACK_MIB, SETTLE_S)
+        self._await_end()
 
     def close(self) -> None:
         self._exits.close()
+
+    def _await_end(self) -> None:
+        """Until its processes are gone and the GPU's memory is free: the next server is to find it so."""
+        wait_until(lambda: not processes_of(self.base), SETTLE_S)
+        wait_until(lambda: gpu_mib() <= self.gpu_mib_before + GPU_SLACK_MIB, SETTLE_S)
 
     def _fill_thread_pools(self) -> None:
         """Threads that the first large bodies start stay: they are no leak."""
@@ -100,15 +122,18 @@ class Stage:
     def __exit__(self, *_: Any) -> None:
         self.clear()
 
-    def running(self, program: str, flags: Sequence[str]) -> Running:
+    def running(self, program: str, flags: Sequence[str], restarts: int = 0) -> Running:
+        """One that survives as many restarts of its worker, even if the case is tried twice."""
         wanted = (program, *self._worker, *flags)
-        if self._running is None or self._wanted != wanted:
+        worn = self._running.restarts if self._running is not None else 0
+        is_worn_out = bool(worn and restarts) and worn + 2 * restarts > MAX_RESTARTS
+        if self._running is None or self._wanted != wanted or is_worn_out:
             self.clear()
             self._running, self._wanted = Running(program, wanted[1:]), wanted
         return self._running
 
     def clear(self) -> None:
         """The next case gets a new server."""
-        if self._running is not None:
-            self._running.close()
-        self._running = None
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()

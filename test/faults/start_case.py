@@ -12,8 +12,8 @@ from pathlib import Path
 
 from test.api.server import MODULE, START_S, ServerProcess, start_server
 from test.api.test_faults import Client
-from test.faults.census import processes_of, run_directories
-from test.faults.stage import SETTLE_S
+from test.faults.census import GPU_SLACK_MIB, gpu_mib, processes_of, run_directories
+from test.faults.stage import NULL_WORKER, SETTLE_S
 from test.waiting import wait_until
 
 
@@ -22,12 +22,13 @@ class Start:
     """A TMPDIR of its own, by which the processes and files of the servers started in it are known."""
 
     base: Path
+    worker: Sequence[str] = NULL_WORKER
     exits: ExitStack = field(default_factory=ExitStack)
 
     def launch(self, *flags: str, env: Mapping[str, str] | None = None, under: Sequence[str] = ()) -> ServerProcess:
         """A server that has just been started, ``under`` a command that runs it."""
         log = self.base / f"log-{time.monotonic_ns()}"
-        command = [*under, sys.executable, *MODULE, "--null_worker", "--port", "0", *flags]
+        command = [*under, sys.executable, *MODULE, *self.worker, "--port", "0", *flags]
         server = start_server(log, command, {"TMPDIR": str(self.base), **(env or {})})
         self.exits.callback(self._end, server)
         return server
@@ -57,15 +58,18 @@ class StartCase:
     within_s: float = 20.0
     is_long: bool = True
 
-    def run(self, slack: float = 1.0) -> float:
+    def run(self, slack: float = 1.0, worker: Sequence[str] = NULL_WORKER) -> float:
         """Seconds that it took; an exception if anything but the reaction came, or anything was left behind."""
+        within_s = self.within_s * slack if worker == NULL_WORKER else START_S
+        gpu_mib_before = gpu_mib()
         with tempfile.TemporaryDirectory(prefix="ls-faults-", dir="/tmp") as base:
-            start = Start(Path(base))
+            start = Start(Path(base), worker)
             with start.exits:
                 begin_s = time.monotonic()
                 self.check(start)
                 seconds = time.monotonic() - begin_s
             wait_until(lambda: not processes_of(start.base), SETTLE_S)
             assert not run_directories(start.base)
-        assert seconds < self.within_s * slack, f"it took {seconds:.1f} s"
+        wait_until(lambda: gpu_mib() <= gpu_mib_before + GPU_SLACK_MIB, SETTLE_S)
+        assert seconds < within_s, f"it took {seconds:.1f} s"
         return seconds

@@ -1,13 +1,60 @@
-"""All cases, in an order in which those that share a server come one after the other."""
+"""All cases, in an order in which those that share a server come one after the other; and the core of them.
+
+The core fits into two and a half minutes where a server takes ten seconds to start, as with a model on a GPU: every
+process dies or hangs, in every situation once, and as few servers as can be serve for it.
+"""
 
 from __future__ import annotations
 
-from test.faults.case import Case
-from test.faults.cases import connections, hosts, processes, scheduling
+from dataclasses import replace
+
+from test.faults.case import SERVER, Case
+from test.faults.cases import clocks, connections, hosts, processes, scheduling
+from test.faults.cases.processes import FAILING_SERVER, STEP
+from test.faults.scene import PREFILL_FLAGS
 from test.faults.start_case import StartCase
 
 CASES: list[Case] = sorted(
-    [*connections.CASES, *scheduling.CASES, *processes.CASES],
+    [*clocks.CASES, *connections.CASES, *scheduling.CASES, *processes.CASES],
     key=lambda case: (case.program, case.flags, case.reaction.ends_server),
 )
 START_CASES: list[StartCase] = hosts.CASES
+
+
+def on_one_server(program: str, flags: tuple[str, ...], *names: str) -> list[Case]:
+    """Only the last may end it."""
+    named = {case.name: case for case in CASES}
+    return [replace(named[name], program=program, flags=flags) for name in names]
+
+
+CORE: list[Case] = [
+    *on_one_server(
+        SERVER,
+        STEP,
+        "clients leave in the middle",
+        "an operator aborts all",
+        "ls-router is stopped, streaming",
+        "ls-httpserver is stopped, streaming",
+        "kill -9 ls-worker, streaming",
+        "kill -9 ls-router, streaming",
+    ),
+    *on_one_server(SERVER, PREFILL_FLAGS, "kill -9 ls-worker, prefill", "kill -9 ls-httpserver, prefill"),
+    *on_one_server(
+        SERVER,
+        (*STEP, "--step_timeout", "4"),
+        "ls-worker is stopped, streaming",
+        "kill -9 the launcher, streaming",
+    ),
+    *on_one_server(
+        FAILING_SERVER,
+        STEP,
+        "logits that are no numbers, streaming",
+        "a request that workers die of, streaming",
+        "kill -9 ls-detokenizer, idle",
+    ),
+    *on_one_server(SERVER, STEP, "SIGTERM, streaming"),
+    *on_one_server(SERVER, STEP, "SIGTERM twice, streaming"),
+]
+CORE_STARTS = [
+    case for case in START_CASES if case.name in ("a signal during the start", "the worker is killed during the start")
+]

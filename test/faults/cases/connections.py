@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import resource
 import select
 import socket
+import struct
+import sys
+from typing import Any
 
 import psutil
 
@@ -15,8 +19,8 @@ from test.faults.reactions import ABORTED, SERVED_ON, STREAMS_GO_ON, Reaction, a
 from test.faults.scene import STREAMING, Scene
 from test.waiting import wait_until
 
-MANY = {"prompt": [501] * 100, "n": 2, "max_tokens": 4000}
 SPARE_DESCRIPTORS = 30
+SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # of Linux: a program that looks at every packet for a socket
 
 
 def status_of(sock: socket.socket) -> int:
@@ -30,18 +34,23 @@ def status_of(sock: socket.socket) -> int:
 # leaving
 
 
+def two_long_answers(scene: Scene) -> dict[str, Any]:
+    prompt = scene.running.engine.ids([501] * 20)
+    return {"prompt": prompt, "n": 2, "max_tokens": scene.longest_answer(len(prompt))}
+
+
 def leave_before_the_first_token(scene: Scene) -> None:
     for abruptly in (False, True):
         for is_streamed in (False, True):
             sock = scene.open()
-            sock.sendall(generate(stream=is_streamed, **MANY))
+            sock.sendall(generate(stream=is_streamed, **two_long_answers(scene)))
             leave(sock, abruptly)
 
 
 def leave_in_the_middle(scene: Scene) -> None:
     for abruptly in (False, True):
         sock = scene.open()
-        sock.sendall(generate(stream=True, **MANY))
+        sock.sendall(generate(stream=True, **two_long_answers(scene)))
         read_until(sock, b"data: ")
         leave(sock, abruptly)
 
@@ -57,6 +66,22 @@ def leave_after_the_last_token(scene: Scene) -> None:
 def leave_while_others_stream(scene: Scene) -> None:
     for _ in range(20):
         leave_in_the_middle(scene)
+
+
+def fall_silent(scene: Scene) -> None:
+    """Half-open connections: the clients' machines are gone, without a goodbye. One waits, one has a stream."""
+    for is_streamed in (False, True):
+        sock = scene.open()
+        sock.sendall(generate(stream=is_streamed, **two_long_answers(scene)))
+        if is_streamed:
+            read_until(sock, b"data: ")
+        silence(sock)
+
+
+def silence(sock: socket.socket) -> None:
+    """Its kernel drops all that comes for it from now on, and so acknowledges nothing."""
+    drop = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RETURN, 0, 0, 0))
+    sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(drop)))
 
 
 # stalling
@@ -138,7 +163,7 @@ def use_one_request_id_twice(scene: Scene) -> None:
         stream.rest()
         assert stream.is_whole
         assert stream.text == scene.text_of({**stream.body, "request_id": "other"})
-    longer = [scene.stream(max_tokens=8000, request_id="twin") for _ in range(2)]
+    longer = [scene.stream(max_tokens=scene.longest_answer(), request_id="twin") for _ in range(2)]
     for stream in longer:
         stream.read_events(1)
     scene.client.post("/abort_request", {"request_id": "twin"})
@@ -209,3 +234,14 @@ CASES = [
     Case("10,000 idle connections", open_many, SERVED_ON, within_s=60.0, is_long=True),
     Case("more connections than descriptors", run_out_of_descriptors, SERVED_ON, is_long=True),
 ]
+if sys.platform == "linux":
+    CASES.append(
+        Case(
+            "clients vanish without a goodbye",
+            fall_silent,
+            Reaction("aborted after a minute", ABORTED.wait),
+            flags=("--null_step_ms", "20"),  # slow enough to have something to say for longer
+            within_s=90.0,
+            is_long=True,
+        )
+    )

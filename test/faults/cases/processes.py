@@ -10,12 +10,13 @@ import zmq
 
 from test.api.test_faults import COMPLETE
 from test.faults.case import Case
-from test.faults.failing_worker import POISON
+from test.faults.failing_worker import POISON, SPOILT_ID
 from test.faults.reactions import STREAMS_GO_ON, UNHEALTHY_THEN_GOES_ON, Reaction, ends, go_on, resume_all, same_text
 from test.faults.scene import IDLE, LOAD, PREFILL, PREFILL_FLAGS, STREAMING, Scene, Situation
 
 Fault = Callable[[Scene], None]
 
+FAILING_SERVER = "test.faults.failing_server"
 STEP = ("--null_step_ms", "20")  # slow enough to be met in the middle
 ROLES = {"ls-router": "router", "ls-detokenizer": "detokenizer", "ls-httpserver": "httpserver 0"}
 CHANNELS = {"router": "router", "detokenization": "detokenizer", "http-0": "httpserver 0"}
@@ -54,11 +55,17 @@ def send_nonsense(channel: str) -> Fault:
 
 def poison(scene: Scene) -> None:
     """A request on which the worker of ``failing_server`` raises, and the next one too."""
-    status, _ = scene.client.post(COMPLETE, {"prompt": [POISON], "max_tokens": 4})
+    scene.statuses.append(scene.complete({"prompt": POISON, "max_tokens": 4})[0])
+
+
+def spoil(scene: Scene) -> None:
+    """A request for which the model of ``failing_server`` has no numbers."""
+    status, answer = scene.client.post(COMPLETE, {"prompt": [SPOILT_ID], "max_tokens": 4})
+    assert "numerical error" in answer["error"]["message"]
     scene.statuses.append(status)
 
 
-def _only_the_poison_fails(scene: Scene) -> None:
+def _only_that_one_fails(scene: Scene) -> None:
     assert scene.statuses == [500]
     go_on(scene)
 
@@ -74,6 +81,12 @@ def _unanswered_then_go_on(scene: Scene) -> None:
         sock.settimeout(scene.deadline_s)
         assert sock.recv(100).startswith(b"HTTP/1.1 200")
     go_on(scene)
+
+
+def _worker_replaced(scene: Scene) -> None:
+    scene.wait_until(lambda: scene.health() == 503)
+    go_on(scene)
+    assert "a new model worker is ready" in scene.server.log
 
 
 def _served_without_launcher(scene: Scene) -> None:
@@ -107,7 +120,7 @@ WORKER_KILLS = [
         flags=flags_of(situation),
         within_s=20.0,
         is_long=True,
-        wears_out=True,
+        restarts=1,
     )
     for situation in SITUATIONS
 ]
@@ -118,16 +131,25 @@ CRASHES = [
         WORKER_DIES,
         STREAMING,
         STEP,
-        wears_out=True,
+        restarts=1,
     ),
     Case(
         "a request that workers die of, streaming",
         poison,
-        Reaction("500 for it; streams go on, same text", _only_the_poison_fails, same_text),
+        Reaction("500 for it; streams go on, same text", _only_that_one_fails, same_text),
         STREAMING,
         STEP,
         within_s=30.0,
-        program="test.faults.failing_server",
+        program=FAILING_SERVER,
+        restarts=2,
+    ),
+    Case(
+        "logits that are no numbers, streaming",
+        spoil,
+        Reaction("500 for it; streams go on, same text", _only_that_one_fails, same_text),
+        STREAMING,
+        STEP,
+        program=FAILING_SERVER,
     ),
     Case(
         "kill -9 the second of two workers, streaming",
@@ -135,6 +157,7 @@ CRASHES = [
         WORKER_DIES,
         STREAMING,
         (*STEP, "--tp", "2"),
+        restarts=1,
     ),
     *(
         Case(
@@ -162,10 +185,11 @@ HANGS = [
     Case(
         "ls-worker is stopped, streaming",
         send_signal("ls-worker", signal.SIGSTOP),
-        UNHEALTHY_THEN_GOES_ON,
+        Reaction("/health 503, another takes its place; streams go on, same text", _worker_replaced, same_text),
         STREAMING,
-        (*STEP, "--step_timeout", "2"),
+        (*STEP, "--step_timeout", "4"),
         within_s=20.0,
+        restarts=1,
     ),
     Case(
         "ls-httpserver is stopped, streaming",

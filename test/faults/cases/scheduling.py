@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from test.api.test_faults import COMPLETE
 from test.faults.case import Case
 from test.faults.reactions import ABORTED, Reaction, answers, go_on, same_text
 from test.faults.scene import Scene
@@ -13,8 +12,8 @@ NARROW = ("--null_step_ms", "5", "--running_max_req_size", "1", "--max_queue_siz
 
 def ask_for_more_than_the_pool(scene: Scene) -> None:
     for tokens in (1000, 10**6):
-        scene.statuses.append(scene.client.post(COMPLETE, {"prompt": [501], "max_tokens": tokens})[0])
-    scene.statuses.append(scene.client.post(COMPLETE, {"prompt": [501] * 1001})[0])
+        scene.statuses.append(scene.complete({"prompt": [501], "max_tokens": tokens})[0])
+    scene.statuses.append(scene.complete({"prompt": [501] * 1001})[0])
 
 
 def fill_the_pool(scene: Scene) -> None:
@@ -30,11 +29,11 @@ def _paused_and_went_on(scene: Scene) -> None:
 
 def overfill_the_queue(scene: Scene) -> None:
     """One that runs, four that wait, and sixteen too many; then the first leaves, and the four are served."""
-    first = scene.stream(max_tokens=8000)
+    first = scene.stream(max_tokens=scene.longest_answer())
     first.read_events(1)
     waiting = [scene.stream(prompt=[100 * i + 100], max_tokens=4) for i in range(4)]
     scene.wait_until(lambda: scene.server.metrics()["num_requests_waiting"] == 4)
-    scene.statuses += [scene.client.post(COMPLETE, {"prompt": [501], "max_tokens": 4})[0] for _ in range(16)]
+    scene.statuses += [scene.complete({"prompt": [501], "max_tokens": 4})[0] for _ in range(16)]
     first.close()
     scene.streams += waiting
 
@@ -45,7 +44,7 @@ def _refused_and_went_on(scene: Scene) -> None:
 
 
 def abort_all(scene: Scene) -> None:
-    streams = [scene.stream(prompt=[100 * i + 100], max_tokens=8000) for i in range(8)]
+    streams = [scene.stream(prompt=[100 * i + 100], max_tokens=scene.longest_answer()) for i in range(8)]
     for stream in streams[:4]:
         stream.read_events(1)
     assert scene.client.post("/abort_request", {"abort_all": True})[0] == 200

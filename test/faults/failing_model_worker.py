@@ -1,0 +1,40 @@
+"""A worker with a model, but for a prompt that it raises at and a token whose embedding is no number."""
+
+from __future__ import annotations
+
+import copy
+
+from lightserve.io_struct import Step
+from lightserve.models.llama.model import LlamaPreAndPostLayerWeight
+from lightserve.router.model_infer import main as model_main, worker
+from lightserve.router.model_infer.model_rpc import Collect
+from lightserve.utils.process import Boot, Parent, run_child
+from test.faults.failing_worker import SPOILT_ID, raise_at_poison
+
+
+class FailingModelWorker(worker.ModelWorker):
+    def warm_up(self) -> None:
+        self._spoil()
+        super().warm_up()
+
+    def launch(self, step: Step) -> Collect:
+        raise_at_poison(step)
+        return super().launch(step)
+
+    def _spoil(self) -> None:
+        """The model can read the token, and never says it; a head that is the embedding becomes another tensor."""
+        weights = self.model.pre_post_weight
+        assert isinstance(weights, LlamaPreAndPostLayerWeight)
+        weights.lm_head = copy.copy(weights.lm_head)
+        weights.lm_head.tensor = weights.lm_head.tensor.clone()
+        weights.lm_head.tensor[SPOILT_ID] = 0
+        weights.embedding.tensor[SPOILT_ID] = float("nan")
+
+
+def main(boot: Boot, parent: Parent) -> None:
+    worker.ModelWorker = FailingModelWorker  # type: ignore[misc]  # where the worker's program looks for it
+    model_main.main(boot, parent)
+
+
+if __name__ == "__main__":
+    run_child("model worker", main)

@@ -1,0 +1,31 @@
+"""In every process that finds it on its path: a wall clock that is off by as many seconds as a file says.
+
+It is what an administrator's ``date --set`` does, as far as Python tells the time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+OFFSET_PATH = Path(os.environ["TMPDIR"], "clock-offset")
+_true_time, _true_time_ns = time.time, time.time_ns
+
+
+def _offset_s() -> int:
+    try:
+        return int(OFFSET_PATH.read_text() or "0")  # empty while it is being written
+    except FileNotFoundError:
+        return 0
+
+
+def _time() -> float:
+    return _true_time() + _offset_s()
+
+
+def _time_ns() -> int:
+    return _true_time_ns() + _offset_s() * 10**9
+
+
+time.time, time.time_ns = _time, _time_ns
