@@ -42,7 +42,7 @@ def _linear_silu_and_mul_kernel(
     out_desc,
     rows,
     width,
-    in_size,
+    IN_SIZE: tl.constexpr,  # were the compiler to think of a loop of no rounds, it would wait for every product
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -57,10 +57,14 @@ def _linear_silu_and_mul_kernel(
 
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, in_size, BLOCK_K):  # what is past an end is 0, and not stored
-        x = x_desc.load([first_row, start])
-        gate = tl.dot(x, weight_desc.load([first_col, start]).T, acc=gate, input_precision="ieee")
-        up = tl.dot(x, weight_desc.load([width + first_col, start]).T, acc=up, input_precision="ieee")
+    for start in range(0, IN_SIZE, BLOCK_K):  # what is past an end is 0, and not stored
+        x = x_desc.load(
+            [first_row, start]
+        )  # one load after the other: with a product between, each would be waited for
+        gate_weight = weight_desc.load([first_col, start])
+        up_weight = weight_desc.load([width + first_col, start])
+        gate = tl.dot(x, gate_weight.T, acc=gate, input_precision="ieee")
+        up = tl.dot(x, up_weight.T, acc=up, input_precision="ieee")
     gate = gate.to(out_desc.dtype).to(tl.float32)  # rounded as if they had been stored
     up = up.to(out_desc.dtype).to(tl.float32)
     out_desc.store([first_row, first_col], (gate * tl.sigmoid(gate) * up).to(out_desc.dtype))
@@ -77,7 +81,7 @@ def multiply(x: Tensor, weight: Tensor, config: Config) -> Tensor:
         TensorDescriptor.from_tensor(out, [block_m, block_n]),
         rows,
         width,
-        in_size,
+        IN_SIZE=in_size,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
