@@ -43,8 +43,8 @@ class Scratch:
     block_masses: Tensor  # [rows, blocks] float32: in units of the block's best token
     histogram: Tensor  # [rows, BINS] int32: tokens by depth, estimated
     window: Tensor  # [rows, 2] float32: the depths between which tokens are gathered
-    sums: Tensor  # [rows, SUMS] int64: of the tokens outside of the window; how many are inside
-    gathered: Tensor  # [rows, CAPACITY] float32: logits inside of the window, in any order
+    sums: Tensor  # [rows, SUMS] int64: of the tokens outside of the window; how many were gathered
+    gathered: Tensor  # [rows, CAPACITY] float32: logits inside of the window that are not masked, in any order
     cut_keys: Tensor  # [rows] int32: the lowest key that stays
 
     @classmethod
@@ -162,7 +162,10 @@ def _cut_logits_gather_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Sums what a block has outside of the window, and gathers what is inside, as far as there is room."""
+    """Sums what a block has outside of the window, and gathers what is inside and not masked, as far as there is room.
+
+    A window without an end would hold all that is masked, most of the row under a grammar.
+    """
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     _, _, is_searched = _load_limits(b_top_k_ptr, b_top_p_ptr, row, n_cols)
@@ -177,7 +180,7 @@ def _cut_logits_gather_kernel(
     depths = depths_of(logits, peak)
     masses = masses_of(depths)
     is_above = (depths < start) & is_token
-    is_inside = (depths >= start) & (depths <= end) & is_token
+    is_inside = (depths >= start) & (depths <= end) & (logits > float("-inf"))
     is_below = (depths > end) & is_token
 
     sums_ptr += row * SUMS
@@ -199,6 +202,7 @@ def _cut_logits_search_kernel(
     b_top_k_ptr,
     b_top_p_ptr,
     block_peaks_ptr,
+    window_ptr,
     sums_ptr,
     gathered_ptr,
     cut_keys_ptr,
@@ -211,20 +215,22 @@ def _cut_logits_search_kernel(
 ):
     """The lowest key that stays of each row: among what was gathered, or else among all."""
     row = tl.program_id(0).to(tl.int64)
-    top_k, top_p, is_searched = _load_limits(b_top_k_ptr, b_top_p_ptr, row, n_cols)
-    if not is_searched:
+    top_k, top_p, _ = _load_limits(b_top_k_ptr, b_top_p_ptr, row, n_cols)
+    sums_ptr += row * SUMS
+    above_count = tl.load(sums_ptr + ABOVE_COUNT)
+    length = tl.load(sums_ptr + GATHERED).to(tl.int32)
+    is_rest_masked = tl.load(window_ptr + row * 2 + 1) == float("inf")
+    top_k = tl.where(is_rest_masked & (top_k > above_count + length), n_cols, top_k)  # it cuts what is masked alone
+    if (top_k >= n_cols) & (top_p >= 1):  # whatever a row that asks for neither has read
         tl.store(cut_keys_ptr + row, LOWEST_KEY)
         return
     peak = _peak_of(block_peaks_ptr, row, blocks, BLOCKS)
-    sums_ptr += row * SUMS
-    above_count = tl.load(sums_ptr + ABOVE_COUNT)
     above_mass = tl.load(sums_ptr + ABOVE_MASS)
     below_mass = tl.load(sums_ptr + BELOW_MASS)
-    length = tl.load(sums_ptr + GATHERED).to(tl.int32)
     source_ptr = gathered_ptr + row * CAPACITY
 
     cut_key = tl.full([], LOWEST_KEY, tl.int32)
-    is_sure = length < 0  # false
+    is_sure = length < 0  # not yet
     if length <= CAPACITY:
         cut_key, is_sure = find_cut(
             source_ptr, length, above_count, above_mass, below_mass, top_k, top_p, n_cols, peak, CHUNK
@@ -285,6 +291,7 @@ def cut_logits(logits: Tensor, b_top_k: Tensor, b_top_p: Tensor, b_min_p: Tensor
     _cut_logits_search_kernel[(rows,)](
         *given,
         room.block_peaks,
+        room.window,
         room.sums,
         room.gathered,
         room.cut_keys,
