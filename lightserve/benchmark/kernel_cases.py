@@ -119,18 +119,7 @@ def linear_cases(shape: Shape, item: int) -> Iterator[Case]:
                 return lab.randn(rows, into), lab.randn(out, into)
 
             num_bytes = item * (out * into + rows * (out + into))
-            flops = 2.0 * rows * out * into
-            yield Case(f"linear {name}", f"{rows}", inputs, ops.linear, F.linear, num_bytes, flops)
-            if name == "gate_up":
-                gated = num_bytes - item * rows * out // 2
-                yield Case(
-                    "linear_silu_and_mul", f"{rows}", inputs, ops.linear_silu_and_mul, _torch_gated, gated, flops
-                )
-
-
-def _torch_gated(x: Tensor, weight: Tensor) -> Tensor:
-    gate, up = F.linear(x, weight).chunk(2, dim=-1)
-    return F.silu(gate) * up
+            yield Case(f"linear {name}", f"{rows}", inputs, ops.linear, F.linear, num_bytes, 2.0 * rows * out * into)
 
 
 def elementwise_cases(shape: Shape, item: int) -> Iterator[Case]:

@@ -289,7 +289,6 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "gelu_tanh_and_mul": _activation_args,
     "layer_norm": _norm_args("rows", "param", "param"),
     "linear": _linear_args,
-    "linear_silu_and_mul": _linear_args,
     "mask_logits": _mask_args,
     "place_tokens": _place_args,
     "rms_norm": _norm_args("rows", "param"),

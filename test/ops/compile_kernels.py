@@ -16,11 +16,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import linear, linear_silu_and_mul
+from lightserve.common.triton_kernel import linear
 from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args
 
 BACKENDS = ("triton", ops.fixed_order("triton"))
-GATED_FLOAT32 = linear_silu_and_mul.Config(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2)  # of tests
 HEAD_DIMS = (80, 128, 256)  # padded, the usual, and the largest; ARGS holds 64
 
 
@@ -69,8 +68,6 @@ def call_every_wrapper(dtype: torch.dtype) -> None:
             ops.context_attention.impls[backend](*context_attention_args(*shape), torch.ones(8))
             ops.token_attention.impls[backend](*attention_args(*shape), torch.ones(8))
     ops.choose.impls["triton"](*ARGS["choose"](16, dtype, "cpu")[:4])  # without masks
-    gated = linear_silu_and_mul.HALVES if dtype.itemsize == 2 else GATED_FLOAT32
-    linear_silu_and_mul.multiply(torch.ones(1024, 2048, dtype=dtype), torch.ones(512, 2048, dtype=dtype), gated)
     for config in (linear.NARROW, linear.WIDE):
         for rows in (8, 32):
             linear.multiply(torch.ones(rows, 2048, dtype=dtype), torch.ones(128, 2048, dtype=dtype), None, config)

@@ -6,7 +6,7 @@ import torch
 
 from lightserve.common import ops
 from lightserve.common.cpu_kernel import linear as cpu_linear
-from lightserve.common.triton_kernel import linear, linear_silu_and_mul
+from lightserve.common.triton_kernel import linear
 from test.ops.cases import assert_close, device_of, each_backend_and_dtype, randn, strided, wide
 
 
@@ -95,45 +95,3 @@ def test_prompts_of_every_length_take_no_memory_each() -> None:
         ops.linear.impls["cpu"](x[:rows], weight)
 
     assert psutil.Process().memory_info().rss - before < 32 * 2**20
-
-
-SMALL_TILES = linear_silu_and_mul.Config(block_m=32, block_n=16, block_k=16, num_warps=4, num_stages=2)
-
-
-@each_backend_and_dtype(ops.linear_silu_and_mul)
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_linear_silu_and_mul_matches_its_definition(backend: str, dtype: torch.dtype, has_bias: bool) -> None:
-    x = strided(randn(9, 64, dtype=dtype, device=device_of(backend)))
-    weight = randn(96, 64, dtype=dtype, device=device_of(backend), seed=1) * 0.125
-    bias = randn(96, dtype=dtype, device=device_of(backend), seed=2) if has_bias else None
-
-    out = ops.linear_silu_and_mul.impls[backend](x, weight, bias)
-
-    assert_close(out, gated(x, weight, bias), dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("rows", "in_size", "width"), [(32, 16, 16), (300, 48, 40), (33, 40, 24)])
-def test_gate_and_up_are_multiplied_at_once(dtype: torch.dtype, rows: int, in_size: int, width: int) -> None:
-    x = randn(rows, in_size, dtype=dtype, device=device_of("triton"))
-    weight = randn(2 * width, in_size, dtype=dtype, device=device_of("triton"), seed=1) * in_size**-0.5
-
-    out = linear_silu_and_mul.multiply(x, weight, SMALL_TILES)
-
-    assert_close(out, gated(x, weight), dtype)
-
-
-@pytest.mark.parametrize(("in_size", "width"), [(64, 128), (64, 4), (60, 16)])  # the last two fall to other kernels
-def test_many_rows_are_gated_as_few_are(in_size: int, width: int) -> None:
-    x = randn(600, in_size, dtype=torch.float16, device=device_of("triton"))
-    weight = randn(2 * width, in_size, dtype=torch.float16, device=device_of("triton"), seed=1) * in_size**-0.5
-
-    out = ops.linear_silu_and_mul.impls["triton"](x, weight)
-
-    assert_close(out, gated(x, weight), torch.float16)
-
-
-def gated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    both = wide(x) @ wide(weight).T
-    gate, up = (both if bias is None else both + wide(bias)).chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up

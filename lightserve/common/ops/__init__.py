@@ -3,7 +3,7 @@
 from lightserve.common.ops.activation import gelu, gelu_and_mul, gelu_tanh, gelu_tanh_and_mul, silu_and_mul
 from lightserve.common.ops.attention import AttnBatch, context_attention, token_attention, write_kv
 from lightserve.common.ops.embedding import vocab_embedding
-from lightserve.common.ops.linear import linear, linear_silu_and_mul
+from lightserve.common.ops.linear import linear
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lightserve.common.ops.registry import OPS, REFERENCE, fixed_order, use_backend
 from lightserve.common.ops.rotary import rotary, rotary_write_kv
@@ -43,7 +43,6 @@ __all__ = [
     "gelu_tanh_and_mul",
     "layer_norm",
     "linear",
-    "linear_silu_and_mul",
     "mask_logits",
     "place_tokens",
     "rms_norm",

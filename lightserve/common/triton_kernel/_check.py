@@ -8,8 +8,6 @@ from torch import Tensor
 
 from lightserve.common.ops import AttnBatch, Penalties
 
-COPY_ALIGNMENT = 16  # bytes, of what the copy engine reads and writes: its address and its rows
-
 
 def check_last_contiguous(op: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
@@ -31,13 +29,6 @@ def check_heads_side_by_side(op: str, **tensors: Tensor) -> None:
 def check_has_bits(op: str, bitmask: Tensor, vocab: int) -> None:
     if 32 * bitmask.shape[1] < vocab:
         raise ValueError(f"{op}: {bitmask.shape[1]} words have no bit for every one of {vocab} tokens")
-
-
-def can_copy(tensor: Tensor) -> bool:
-    """Whether the copy engine reads and writes the rows of a tensor."""
-    row_bytes = tensor.stride(0) * tensor.element_size()
-    is_aligned = tensor.data_ptr() % COPY_ALIGNMENT == 0 and row_bytes % COPY_ALIGNMENT == 0
-    return is_aligned and tensor.stride(-1) == 1
 
 
 def tensors_of(struct: AttnBatch | Penalties) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lightserve.common import ops
 from lightserve.common.triton_kernel import token_attention
 from lightserve.common.triton_kernel._attention import LOG2_E, dot_block
-from lightserve.common.triton_kernel._check import can_copy, check_heads_side_by_side
+from lightserve.common.triton_kernel._check import check_heads_side_by_side
 from lightserve.common.triton_kernel._context_fold import fold_in_order, fold_own, fold_prefix, load_rows
 from lightserve.common.triton_kernel._context_tiles import (
     FIRST_TOKEN,
@@ -31,6 +31,7 @@ from lightserve.common.triton_kernel._context_tiles import (
 
 MAX_PACKED = 16  # query heads a tile; of more that share a kv head, each has its own tiles
 PLAN = "triton.context_attention"
+COPY_ALIGNMENT = 16  # bytes, of what the copy engine reads: its address and its rows
 
 
 @triton.jit
@@ -191,9 +192,10 @@ def _launch(
 def _descriptor(kv: Tensor, keys: int, block_d: int) -> TensorDescriptor | None:
     """For the copy engine: ``kv`` as rows, read ``keys`` of a head at a time; None where its rules forbid that."""
     rows, heads, dim = kv.shape
-    if dim != block_d or not can_copy(kv):
+    stride = kv.stride(0)
+    if dim != block_d or stride * kv.element_size() % COPY_ALIGNMENT or kv.data_ptr() % COPY_ALIGNMENT:
         return None
-    return TensorDescriptor(kv, [rows, heads * dim], [kv.stride(0), 1], [keys, dim])
+    return TensorDescriptor(kv, [rows, heads * dim], [stride, 1], [keys, dim])
 
 
 def _check(q: Tensor, kv: Tensor, kv_cache: Tensor) -> None:

@@ -22,11 +22,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return few_rows.multiply(rows, weight, bias, LINEAR, LINEAR_ROWS).view(*x.shape[:-1], len(weight))
 
 
-@ops.linear_silu_and_mul.impl(BACKEND)
-def linear_silu_and_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return ops.silu_and_mul(linear(x, weight, bias))
-
-
 @ops.context_attention.impl(BACKEND)
 def context_attention(
     q: Tensor, kv: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None = None

@@ -51,8 +51,7 @@ class LlamaTransformerLayerInfer(bm.TransformerLayerInferTpl[W, bm.RotaryInferSt
         ops.rotary_write_kv(q, cache_kv, *angles, infer_state.step.mem_index, cache)
 
     def _ffn(self, input: Tensor, infer_state: bm.RotaryInferStateInfo, layer_weight: W) -> Tensor:
-        gate_up = layer_weight.gate_up_proj
-        return layer_weight.down_proj.mm(ops.linear_silu_and_mul(input, gate_up.tensor, gate_up.bias))
+        return layer_weight.down_proj.mm(ops.silu_and_mul(layer_weight.gate_up_proj.mm(input)))
 
 
 class LlamaTpPartModel(bm.RotaryModel):
