@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -86,8 +87,17 @@ class GrammarCompiler:
         """``vocab_size`` of the model; ``eos_ids`` may end an answer that is complete."""
         self._special_tokens = tokenizer.special_tokens
         self._tokenizer = _ll_tokenizer(tokenizer, vocab_size, eos_ids)
+        self._max_kept = MAX_KEPT
         self._kept: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
+
+    def lanes(self, count: int) -> list[GrammarCompiler]:
+        """Compilers that keep as much as this one together. Matchers of two of them share no lexer."""
+        lanes = [copy(self) for _ in range(count)]
+        for lane in lanes:
+            lane._max_kept = MAX_KEPT // count
+            lane._kept, lane._lock = OrderedDict(), threading.Lock()
+        return lanes
 
     @property
     def vocab_size(self) -> int:
@@ -114,7 +124,7 @@ class GrammarCompiler:
             raise _error(matcher.get_error())
         with self._lock:
             self._kept[spec] = matcher
-            while len(self._kept) > MAX_KEPT:
+            while len(self._kept) > self._max_kept:
                 self._kept.popitem(last=False)
             return matcher.deep_copy()
 

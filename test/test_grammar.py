@@ -186,6 +186,19 @@ def test_only_the_last_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert compiler.find(third) is not None
 
 
+def test_lanes_compile_apart_and_keep_as_much_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "MAX_KEPT", 4)
+    one, other = GrammarCompiler(TOKENIZER, 131, (EOS_ID,)).lanes(2)
+    specs = [GrammarSpec("regex", text) for text in ("a", "b", "c")]
+
+    for spec in specs:
+        one.compile(spec)
+
+    assert [one.find(spec) is not None for spec in specs] == [False, True, True]
+    assert all(other.find(spec) is None for spec in specs)
+    assert allowed(other.compile(specs[1])) == allowed(one.compile(specs[1]))
+
+
 def test_the_end_tokens_are_those_of_the_server() -> None:
     compiler = GrammarCompiler(TOKENIZER, 131, (0, 5))
 

@@ -254,7 +254,7 @@ def test_ends_that_are_not_wanted_stay_where_nothing_else_may_come(small_folder:
 @pytest.mark.parametrize("vocab_size", [131, 4000])  # of the model, which may have more tokens than the tokenizer
 def test_masks_of_a_step_are_those_of_each_grammar_alone(small_folder: str, vocab_size: int) -> None:
     grammars = Grammars(resolve(small_folder), vocab_size)
-    texts = ["[ab]*", "1", "[ab]*", "[0-9]+", "", "[ab]*", "1"]
+    texts = ["[ab]*", "1", "[ab]*", "[0-9]+", "", "[ab]*", "1"] * 3
     opened = [
         grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=GrammarSpec("regex", text)), 0, (EOS,)))
         for i, text in enumerate(texts)
@@ -269,6 +269,20 @@ def test_masks_of_a_step_are_those_of_each_grammar_alone(small_folder: str, voca
         (alone,) = grammars.masks([grammar], [ends])
         assert mask.tolist() == alone.tolist()
     assert (masks[3] == -1).all()
+
+
+def test_eight_requests_of_a_grammar_share_a_lexer(small_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightserve.router.model_infer.grammar.cores", lambda: 16)
+    grammars = Grammars(resolve(small_folder), 131)
+
+    opened = [grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,))) for i in range(40)]
+
+    kinds = [grammar.kind for grammar in opened if grammar is not None]
+    assert len(set(kinds)) == 4
+    assert kinds[:32] == [kind for kind in dict.fromkeys(kinds) for _ in range(8)]
+    assert kinds[32:] == kinds[:8]
+    masks = grammars.masks(opened, [()] * 40)
+    assert all(mask.tolist() == masks[0].tolist() for mask in masks)
 
 
 def test_an_answer_that_begins_with_its_prefix_is_free_then(llm: LLM) -> None:
