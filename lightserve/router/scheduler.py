@@ -26,9 +26,11 @@ from lightserve.router.suspects import Suspects
 from lightserve.router.token_budget import OutputEstimate, peak_tokens
 
 TOKENS_PER_DECODE = 3  # that a step with prompts has more for every request that decodes in it
-MOST_WAITING = 3  # requests without a first token, each of which makes a step longer by a quarter of a chunk
+FIRST_WAITING = 3  # requests without a first token, each of which makes a step longer by a quarter of a chunk
+CHUNK_PER_WAITING = 1 / 128  # that it has more for each of them: a long queue wants long steps
+MOST_CHUNKS = 4  # that it has beside those of decodes
 SHARE_OF_OLDEST = 0.25  # of the prompt tokens of a step: a long prompt goes on beside any number of short ones
-HALVING_CONTEXT = 3_000  # tokens before those of a prompt with which a step takes half as many of it
+SHORT_CONTEXT, LONG_CONTEXT = 500, 1_500  # tokens before those of a prompt, from which on a step is shorter, and half
 WORTH_WAITING = 32  # tokens of a common prompt that another computes now: fewer are computed again
 
 
@@ -50,8 +52,9 @@ class Limits:
         room = self.batch_max_tokens - decodes
         if decodes == 0 or self.chunk_size is None:
             return room
-        stretch = 1 + min(waiting, MOST_WAITING) / 4
-        total = round((self.chunk_size * stretch + TOKENS_PER_DECODE * decodes) / (1 + context / HALVING_CONTEXT))
+        chunks = min(1 + min(waiting, FIRST_WAITING) / 4 + waiting * CHUNK_PER_WAITING, MOST_CHUNKS)
+        length = min(max(context - SHORT_CONTEXT, 0) / (LONG_CONTEXT - SHORT_CONTEXT), 1)
+        total = round((chunks * self.chunk_size + TOKENS_PER_DECODE * decodes) * (1 - length / 2))
         if self.sizes:
             total = min(self.sizes, key=lambda size: abs(size - total))
         return max(min(room, total - decodes), min(room, 1))
