@@ -117,6 +117,10 @@ class Scene:
         """Requests that are open."""
         return int(orjson.loads(self.client.send("GET", "/load")[1])["server_load"])
 
+    def requests_in_router(self) -> float:
+        metrics = self.server.metrics()
+        return metrics["num_requests_running"] + metrics["num_requests_waiting"]
+
     def text_of(self, body: dict[str, Any]) -> str:
         """What the server says to it now, when nothing is wrong."""
         status, answer = self.complete(body)
