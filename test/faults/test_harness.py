@@ -103,7 +103,7 @@ def test_prompts_fit_the_model() -> None:
 def test_the_core_needs_as_few_servers_as_it_ends() -> None:
     names = [case.name for case in CORE]
 
-    assert len(names) == len(set(names)) >= 15
+    assert len(names) == len(set(names)) > 10
     for before, after in pairwise(CORE):  # no server is thrown away that could serve on
         assert before.reaction.ends_server or (before.program, before.flags) == (after.program, after.flags)
 
