@@ -115,16 +115,28 @@ def choose(
 
 def _noise(b_seed: Tensor, b_position: Tensor, scores: Tensor) -> Tensor:
     tokens = torch.arange(scores.shape[1], device=scores.device)
-    uniform = counter_uniform(b_seed[:, None], b_position[:, None].long(), tokens)
+    return noise_of(counter_uniform(b_seed[:, None], b_position[:, None].long(), tokens))
+
+
+def noise_of(uniform: Tensor) -> Tensor:
+    """Gumbel noise from uniform numbers."""
     return -(-uniform.log()).log()
 
 
 def counter_uniform(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
     """Uniform float32 numbers in (0, 1) from three counters: a chain of 32-bit hashes (lowbias32) in int64."""
+    return uniform_of((hash32(noise_key(seed, position) ^ token) >> 9).float())
+
+
+def noise_key(seed: Tensor, position: Tensor) -> Tensor:
+    """What the noise of all tokens at a position has in common: 32 bits, in int64."""
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    key = hash32(hash32(hash32(low) ^ high) ^ position)
-    bits = hash32(key ^ token)
-    return (bits >> 9).float() * 2.0**-23 + HALF_STEP
+    return hash32(hash32(hash32(low) ^ high) ^ position)
+
+
+def uniform_of(bits: Tensor) -> Tensor:
+    """Numbers in (0, 1) from integers of 23 bits: the middles of as many equal steps, exact in float32."""
+    return bits * 2.0**-23 + HALF_STEP
 
 
 def hash32(x: Tensor) -> Tensor:
