@@ -19,10 +19,11 @@ from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.prompt_logprobs import PromptToken, unpack
 from lightserve.router.kv_pool import KvPool
+from lightserve.router.limits import limits_of
 from lightserve.router.model_infer.model_rpc import Collect
 from lightserve.router.model_infer.worker import ModelWorker
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler, limits_of
+from lightserve.router.scheduler import Scheduler
 
 Prompt = str | Sequence[int]
 

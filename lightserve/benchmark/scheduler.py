@@ -18,9 +18,10 @@ import numpy as np
 
 from lightserve.io_struct import SamplingParams, Step, StepRow, TokenOut
 from lightserve.router.kv_pool import KvPool
+from lightserve.router.limits import Limits
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Limits, Scheduler
+from lightserve.router.scheduler import Scheduler
 
 PARTS = ("_make_room", "_admit", "_rows", "next_step", "take")
 PROMPT_LEN = 1000

@@ -30,8 +30,9 @@ from lightserve.io_struct import (
     ToRouter,
 )
 from lightserve.router.kv_pool import KvPool
+from lightserve.router.limits import Limits
 from lightserve.router.manager import RouterManager
-from lightserve.router.scheduler import Limits, Scheduler
+from lightserve.router.scheduler import Scheduler
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
 from test.waiting import DEADLINE_S, until

@@ -12,9 +12,10 @@ from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import FinishReason, SamplingParams, Step, StepLimits, TokenOut
 from lightserve.router.kv_pool import KvPool
+from lightserve.router.limits import Limits, limits_of
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Limits, Scheduler, limits_of
+from lightserve.router.scheduler import Scheduler
 
 EOS = 7
 ROOT = 0

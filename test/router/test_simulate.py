@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lightserve.router.limits import Limits
 from lightserve.router.policy import POLICIES
-from lightserve.router.scheduler import Limits
 from lightserve.router.simulate.__main__ import main
 from lightserve.router.simulate.gpu import CostModel
 from lightserve.router.simulate.load import LOADS, URGENT, Load, fixed, lognormal

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightserve.router.limits import Limits
 from lightserve.router.policy import POLICIES
-from lightserve.router.scheduler import Limits
 from lightserve.router.simulate.load import LOADS, URGENT, Load, fixed
 from lightserve.router.simulate.report import COLUMNS, plot, row_of
 from lightserve.router.simulate.simulation import LIMITS, Setup, simulate
