@@ -17,6 +17,7 @@ from lightserve.common import ops
 
 EPS = 1e-5
 LOGIT_BYTES = 4  # float32
+FEW_ROWS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,19 @@ def linear_cases(shape: Shape, item: int) -> Iterator[Case]:
             yield Case(f"linear {name}", f"{rows}", inputs, ops.linear, F.linear, num_bytes, 2.0 * rows * out * into)
 
 
+def norm_linear_cases(shape: Shape, item: int) -> Iterator[Case]:
+    """For few rows; beside them, instead of torch, our own ops one by one, which they have to beat."""
+    qkv = (shape.heads + 2 * shape.kv_heads) * shape.dim
+    for rows in FEW_ROWS:
+        for name, ours, apart, out in (
+            ("add_rms_norm_linear", _add_norm_linear, _add_norm_then_linear, qkv),
+            ("add_rms_norm_gate_up", _add_norm_gate_up, _add_norm_then_gate_up, 2 * shape.ffn),
+        ):
+            num_bytes = item * (out * shape.hidden + rows * (out + 3 * shape.hidden))
+            inputs = partial(_norm_linear_inputs, shape, rows, out)
+            yield Case(name, f"{rows}", inputs, ours, apart, num_bytes, 2.0 * rows * out * shape.hidden)
+
+
 def elementwise_cases(shape: Shape, item: int) -> Iterator[Case]:
     """Norms, activations, the embedding, and what happens to q, k and v before attention."""
     for rows in (*shape.batches, *_fresh(shape)):
@@ -173,7 +187,7 @@ def sampling_cases(shape: Shape, item: int) -> Iterator[Case]:
         yield Case("apply_penalties", load, seen, ops.apply_penalties, None, 3 * once)
 
 
-FAMILIES = (linear_cases, attention_cases, elementwise_cases, sampling_cases)
+FAMILIES = (linear_cases, norm_linear_cases, attention_cases, elementwise_cases, sampling_cases)
 
 
 def cases_of(shape: Shape, dtype: torch.dtype) -> list[Case]:
@@ -199,6 +213,26 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
 
 def _torch_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(residual.add_(x), weight.shape, weight, EPS)
+
+
+def _norm_linear_inputs(shape: Shape, rows: int, out: int, lab: Lab) -> tuple[Tensor, ...]:
+    return *_norm_inputs(shape, rows, lab), lab.randn(out, shape.hidden)
+
+
+def _add_norm_linear(x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:
+    return ops.add_rms_norm_linear(x, residual, norm_weight, EPS, weight)[0]
+
+
+def _add_norm_then_linear(x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:
+    return ops.linear(_add_norm(x, residual, norm_weight), weight)
+
+
+def _add_norm_gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:
+    return ops.add_rms_norm_gate_up(x, residual, norm_weight, EPS, weight)[0]
+
+
+def _add_norm_then_gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:
+    return ops.silu_and_mul(_add_norm_then_linear(x, residual, norm_weight, weight))
 
 
 def _torch_silu_and_mul(gate_up: Tensor) -> Tensor:

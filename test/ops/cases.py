@@ -204,6 +204,15 @@ def _linear_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return randn(tokens, 48, dtype=dtype, device=device), randn(40, 48, dtype=dtype, device=device, seed=1)
 
 
+def _norm_linear_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    x, residual = (randn(tokens, 48, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
+    norm_weight, weight = (
+        randn(48, dtype=dtype, device=device, seed=2),
+        randn(40, 48, dtype=dtype, device=device, seed=3),
+    )
+    return x, residual, norm_weight, EPS, weight
+
+
 def _rotary_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     qk = [randn(tokens, heads, 64, dtype=dtype, device=device) for heads in (4, 2)]
     return (*qk, randn(tokens, 32, device=device, seed=1), randn(tokens, 32, device=device, seed=2))
@@ -277,6 +286,8 @@ def _watermark_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
 ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "add_layer_norm": _norm_args("rows", "rows", "param", "param"),
     "add_rms_norm": _norm_args("rows", "rows", "param"),
+    "add_rms_norm_gate_up": _norm_linear_args,
+    "add_rms_norm_linear": _norm_linear_args,
     "add_watermark": _watermark_args,
     "apply_penalties": _penalties_args,
     "choose": _choose_args,

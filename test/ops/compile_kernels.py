@@ -16,7 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import linear
+from lightserve.common.triton_kernel import linear, norm_linear
 from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args
 
 BACKENDS = ("triton", ops.fixed_order("triton"))
@@ -71,6 +71,15 @@ def call_every_wrapper(dtype: torch.dtype) -> None:
     for config in (linear.NARROW, linear.WIDE):
         for rows in (8, 32):
             linear.multiply(torch.ones(rows, 2048, dtype=dtype), torch.ones(128, 2048, dtype=dtype), None, config)
+    compile_norm_linear(dtype)
+
+
+def compile_norm_linear(dtype: torch.dtype) -> None:
+    """In every dtype, though the wrapper takes it in few."""
+    norm_weight, weight = torch.ones(2048, dtype=dtype), torch.ones(128, 2048, dtype=dtype)
+    for rows, config, is_gated in ((1, linear.NARROW, True), (4, linear.NARROW, False), (8, norm_linear.MIDDLE, True)):
+        x = torch.ones(rows, 2048, dtype=dtype)
+        norm_linear.multiply(x, x, norm_weight, 1e-5, weight, None, config=config, is_gated=is_gated)
 
 
 if __name__ == "__main__":
