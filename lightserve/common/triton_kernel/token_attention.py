@@ -18,16 +18,9 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel._attention import LOG2_E, dot_block
-from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
-from lightserve.common.triton_kernel._check import check_last_contiguous, tensors_of
-
-# Wanted, over all kv heads: as many as run at once, three on each multiprocessor of an H200. 64 requests of 1,150
-# tokens take 77 us, with twelve each 88 us, and one of 100,000 takes 113 us, with twelve 143 us.
-PROGRAMS = 132 * 3
-MIN_ITEM = 64  # keys; a shorter item costs more to merge than to read
-# int32 each: query row, row of req_to_token, begin, end, seq_len; of its request the first item and how many there are
-ITEM_FIELDS = tl.constexpr(8)
-CLEARED = tl.constexpr(256)  # arrivals at once
+from lightserve.common.triton_kernel._blocks import next_power_of_2
+from lightserve.common.triton_kernel._check import check_last_contiguous
+from lightserve.common.triton_kernel._token_items import ITEM_FIELDS, plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,66 +30,6 @@ class Config:
     block_n: int  # keys a tile
     num_warps: int
     num_stages: int  # tiles of K and V, and of their slots before them, on the way at once
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What all layers of a step share: the items and room for their results."""
-
-    items: Tensor  # [max items, ITEM_FIELDS] int32; those past the last have 0 items
-    arrivals: Tensor  # [max items, kv_heads] int32: at a request's first item those that are done; 0 between launches
-    partials: Tensor  # [max items, heads, dim] float32
-    log_sums: Tensor  # [max items, heads] float32, base 2
-
-
-@triton.jit(do_not_specialize=["requests", "max_items", "wanted", "min_item"])
-def _token_attention_plan_kernel(
-    b_req_idx_ptr,
-    b_start_loc_ptr,
-    b_seq_len_ptr,
-    b_ready_cache_len_ptr,
-    items_ptr,
-    arrivals_ptr,
-    requests,
-    max_items,
-    kv_heads,
-    wanted,
-    min_item,
-    BLOCK_N: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    lanes = tl.arange(0, BLOCK)
-    is_request = lanes < requests
-    req_idx = tl.load(b_req_idx_ptr + lanes, mask=is_request, other=0)
-    query_row = tl.load(b_start_loc_ptr + lanes, mask=is_request, other=0)
-    seq_len = tl.load(b_seq_len_ptr + lanes, mask=is_request, other=0)
-    ready_len = tl.load(b_ready_cache_len_ptr + lanes, mask=is_request, other=0)
-    keys = tl.where(seq_len - ready_len == 1, seq_len, 0)
-    longest = tl.maximum(tl.cdiv(tl.sum(keys, axis=0), wanted), min_item)
-    item_len = tl.cdiv(keys, tl.maximum(tl.cdiv(keys, longest), 1))  # a request's items are alike
-    item_len = tl.maximum(tl.cdiv(item_len, BLOCK_N), 1) * BLOCK_N
-    count = tl.cdiv(keys, item_len)
-
-    # Requests of several items go first: theirs are the longest, and what starts last should be short.
-    several = tl.where(count > 1, count, 0)
-    single = count - several
-    before = tl.where(count > 1, tl.cumsum(several, axis=0), tl.sum(several, axis=0) + tl.cumsum(single, axis=0))
-    first = before - count
-    for i in range(tl.max(count, axis=0)):
-        item_ptrs = items_ptr + (first + i) * ITEM_FIELDS
-        is_item = i < count
-        tl.store(item_ptrs, query_row, mask=is_item)
-        tl.store(item_ptrs + 1, req_idx, mask=is_item)
-        tl.store(item_ptrs + 2, i * item_len, mask=is_item)
-        tl.store(item_ptrs + 3, tl.minimum((i + 1) * item_len, seq_len), mask=is_item)
-        tl.store(item_ptrs + 4, seq_len, mask=is_item)
-        tl.store(item_ptrs + 5, first, mask=is_item)
-        tl.store(item_ptrs + 6, count, mask=is_item)
-    cells = tl.arange(0, CLEARED)
-    for begin in range(tl.sum(count, axis=0), max_items, CLEARED):
-        tl.store(items_ptr + (begin + cells) * ITEM_FIELDS + 6, 0, mask=begin + cells < max_items)
-    for begin in range(0, max_items * kv_heads, CLEARED):
-        tl.store(arrivals_ptr + begin + cells, 0, mask=begin + cells < max_items * kv_heads)
 
 
 @triton.jit
@@ -252,38 +185,6 @@ def config_of(dtype: torch.dtype, block_d: int) -> Config:
     return Config(block_n=32, num_warps=4, num_stages=3)  # of 1,024 bytes, four stages would not fit
 
 
-def plan(batch: ops.AttnBatch, heads: tuple[int, int], dim: int, config: Config) -> Plan:
-    """List the items of the requests with one query row; ``heads``: of queries, of keys."""
-    check_last_contiguous("token_attention", **tensors_of(batch))
-    q_heads, kv_heads = heads
-    b_seq_len = batch.b_seq_len
-    requests = len(b_seq_len)
-    wanted = cdiv(PROGRAMS, kv_heads)
-    max_items = wanted + requests  # each request's last item may be shorter than the others
-    found = Plan(
-        items=b_seq_len.new_empty((max_items, ITEM_FIELDS.value)),
-        arrivals=b_seq_len.new_empty((max_items, kv_heads)),
-        partials=b_seq_len.new_empty((max_items, q_heads, dim), dtype=torch.float32),
-        log_sums=b_seq_len.new_empty((max_items, q_heads), dtype=torch.float32),
-    )
-    _token_attention_plan_kernel[(1,)](
-        batch.b_req_idx,
-        batch.b_start_loc,
-        b_seq_len,
-        batch.b_ready_cache_len,
-        found.items,
-        found.arrivals,
-        requests,
-        max_items,
-        kv_heads,
-        wanted,
-        MIN_ITEM,
-        BLOCK_N=config.block_n,
-        BLOCK=next_power_of_2(requests),
-    )
-    return found
-
-
 def launch(
     q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None, out: Tensor
 ) -> None:
@@ -301,7 +202,7 @@ def launch(
     key = f"token_attention {heads}/{kv_heads} x {dim}, {config.block_n}"
     shared = batch.plans.get(key)
     if shared is None:
-        shared = batch.plans[key] = plan(batch, (heads, kv_heads), dim, config)
+        shared = batch.plans[key] = plan(batch, (heads, kv_heads), dim, config.block_n)
     _token_attention_kernel[(kv_heads, len(shared.items))](
         q,
         kv_cache,
