@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import pytest
@@ -48,6 +49,10 @@ def each_backend(op: Op[Any, Any]) -> pytest.MarkDecorator:
 def each_backend_and_dtype(op: Op[Any, Any]) -> pytest.MarkDecorator:
     pairs = [pytest.param(*pair, id=_id(*pair)) for pair in _pairs(op)]
     return pytest.mark.parametrize(("backend", "dtype"), pairs)
+
+
+def each_dtype(backend: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("dtype", [dtype for dtype in FLOATS if _runs(backend, dtype)], ids=_id)
 
 
 def each_op_backend_and_dtype(*names: str) -> pytest.MarkDecorator:
@@ -138,6 +143,21 @@ def attention_args(
         b_ready_cache_len=ints([ready for ready, _ in lens], device),
     )
     return q, cache, batch, dim**-0.5
+
+
+Groups = list[tuple[int, int, int]]  # of shared prefixes: first request, requests, shared tokens
+MAX_GROUPS = 4
+
+
+def share_prefixes(cache: Tensor, batch: ops.AttnBatch, groups: Groups) -> ops.AttnBatch:
+    """``batch`` with requests that share prefixes; the slots that they had instead are NaN."""
+    rows = batch.b_req_idx.long()
+    for first, count, shared in groups:
+        table = batch.req_to_token
+        cache[table[rows[first + 1 : first + count], :shared].long()] = NAN
+        table[rows[first + 1 : first + count], :shared] = table[rows[first], :shared]
+    listed = [[*group, 0] for group in groups] + [[0] * 4] * (MAX_GROUPS - len(groups))
+    return replace(batch, shared_prefixes=torch.tensor(listed, dtype=torch.int32, device=cache.device))
 
 
 def context_attention_args(

@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel import linear, norm_linear
-from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args
+from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args, share_prefixes
 
 BACKENDS = ("triton", ops.fixed_order("triton"))
 HEAD_DIMS = (80, 128, 256)  # padded, the usual, and the largest; ARGS holds 64
@@ -67,6 +67,8 @@ def call_every_wrapper(dtype: torch.dtype) -> None:
             shape = ([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
             ops.context_attention.impls[backend](*context_attention_args(*shape), torch.ones(8))
             ops.token_attention.impls[backend](*attention_args(*shape), torch.ones(8))
+    q, cache, batch, scale = attention_args([(700, 1), (800, 1)], (8, 2), HEAD_DIMS[-1], dtype, "cpu")
+    ops.token_attention.impls["triton"](q, cache, share_prefixes(cache, batch, [(0, 2, 600)]), scale)
     ops.choose.impls["triton"](*ARGS["choose"](16, dtype, "cpu")[:4])  # without masks
     for config in (linear.NARROW, linear.WIDE):
         for rows in (8, 32):
