@@ -181,6 +181,15 @@ def make(num_slots: int = 1000, policy: str = "fifo", **limits: object) -> Sched
     return Scheduler(KvPool(num_slots), Limits(**chosen | limits), make_policy(policy))  # type: ignore[arg-type]
 
 
+def beside_a_stream(num_slots: int, batch_max_tokens: int, chunk_size: int) -> tuple[Scheduler, Server]:
+    """With a request that decodes for longer than a test lasts."""
+    scheduler = make(num_slots, batch_max_tokens=batch_max_tokens, chunk_size=chunk_size)
+    server = Server(scheduler)
+    scheduler.add(make_req(0, [1, 2, 3], 500))
+    server.step()
+    return scheduler, server
+
+
 def make_req(req_id: int, prompt: list[int], max_new_tokens: int = 8, **fields: object) -> Req:
     sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=req_id)
     return Req(req_id, prompt, sampling, max_new_tokens, (EOS,), arrived_s=float(req_id), **fields)  # type: ignore[arg-type]
@@ -341,10 +350,7 @@ def test_salts_do_not_share() -> None:
 
 
 def test_a_long_prompt_goes_chunk_by_chunk_beside_running_requests() -> None:
-    scheduler = make(2000, batch_max_tokens=11, chunk_size=10)
-    server = Server(scheduler)
-    scheduler.add(make_req(0, [1, 2, 3], 50))
-    server.step()
+    scheduler, server = beside_a_stream(2000, batch_max_tokens=11, chunk_size=10)
     scheduler.add(make_req(1, list(range(100, 125)), 5))
 
     sizes = []
@@ -398,10 +404,7 @@ def test_a_step_with_prompts_has_a_size_that_the_device_likes_whatever_is_before
 
 
 def test_short_prompts_pass_a_long_one_that_goes_on_beside_them() -> None:
-    scheduler = make(4000, batch_max_tokens=400, chunk_size=96)
-    server = Server(scheduler)
-    scheduler.add(make_req(0, [1, 2, 3], 500))
-    server.step()
+    scheduler, _ = beside_a_stream(4000, batch_max_tokens=400, chunk_size=96)
     scheduler.add(make_req(1, list(range(1000, 3000)), 5))
     first = scheduler.next_step()
     scheduler.add(make_req(2, list(range(5000, 5050)), 5))
@@ -418,10 +421,7 @@ def test_short_prompts_pass_a_long_one_that_goes_on_beside_them() -> None:
 
 
 def test_a_long_prompt_has_a_quarter_of_the_steps_that_short_ones_could_fill() -> None:
-    scheduler = make(8000, batch_max_tokens=400, chunk_size=96)
-    server = Server(scheduler)
-    scheduler.add(make_req(0, [1, 2, 3], 500))
-    server.step()
+    scheduler, _ = beside_a_stream(8000, batch_max_tokens=400, chunk_size=96)
     scheduler.add(make_req(1, list(range(1000, 3000)), 5))
     scheduler.next_step()
     for req_id in (2, 3, 4):

@@ -173,4 +173,5 @@ def test_a_step_is_padded_to_the_next_shape_or_not_at_all() -> None:
     assert padded(shape(130, 100, "both")) == shape(256, 136, "both")
     assert padded(shape(110, 100, "both")) == shape(256, 136, "both")
     assert padded(shape(600, 1, "prompts")) is None
+    assert padded(shape(1000, 190, "both")) == shape(1024, 264, "both")
     assert padded(shape(500, 300, "both")) is None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.ops.sampling import counter_uniform, noise_key, noise_of, uniform_of
+from lightserve.common.ops.sampling import counter_uniform, hash32, noise_key, noise_of, uniform_of
 
 MOST_NOISE = 16.64  # that a token gets: -log(-log(1 - 2**-24)), rounded up
 # Share of a mask's words with a bit, up to which to list what it allows takes less time than to look at the whole row:
@@ -75,14 +75,9 @@ def _likeliest(scores: np.ndarray, mask: np.ndarray | None) -> tuple[int, np.flo
 
 
 def _noise(key: np.uint32, tokens: np.ndarray) -> np.ndarray:
-    """What ``counter_uniform`` makes noise of, in half the bits."""
-    x = tokens.astype(np.uint32) ^ key
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x ^= x >> np.uint32(shift)
-        x *= np.uint32(factor)
-    x ^= x >> np.uint32(16)
-    x >>= np.uint32(9)
-    noise: np.ndarray = noise_of(uniform_of(torch.from_numpy(x.astype(np.float32)))).numpy()
+    """That of ``counter_uniform``, hashed in half the bits."""
+    bits = hash32(tokens.astype(np.uint32) ^ key) >> 9
+    noise: np.ndarray = noise_of(uniform_of(torch.from_numpy(bits.astype(np.float32)))).numpy()
     return noise
 
 

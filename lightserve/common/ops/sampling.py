@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightserve.common.ops.registry import op
+
+Ints = TypeVar("Ints", Tensor, np.ndarray)
 
 NO_TOKEN = -1  # of a row whose logits are no numbers
 HALF_STEP = 2.0**-24  # of a 23-bit uniform: keeps it inside (0, 1); with 24 bits the largest would round to 1
@@ -139,7 +143,9 @@ def uniform_of(bits: Tensor) -> Tensor:
     return bits * 2.0**-23 + HALF_STEP
 
 
-def hash32(x: Tensor) -> Tensor:
+def hash32(x: Ints) -> Ints:
+    """lowbias32 of integers of 32 bits, in int64; of an array in uint32, which wraps by itself, too."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
-    return x ^ (x >> 16)
+    hashed: Ints = x ^ (x >> 16)
+    return hashed

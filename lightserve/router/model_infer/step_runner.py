@@ -21,10 +21,9 @@ from lightserve.router.model_infer.step_masks import StepMasks
 
 # Decode steps are padded to one of these; a step of few rows costs what reading the weights costs.
 DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# Steps with prompts. Launching one from Python takes up to 29 ms, which computing more than 1,024 tokens hides. One of
-# 600 is better launched than padded to 1,024.
+# Steps with prompts. Launching one from Python takes up to 29 ms, which computing more than 1,024 tokens hides.
 TOKENS = (64, 128, 256, 384, 512, 1024)
-LARGE, MOST_PADDING = 1024, 128
+MOST_PADDING = 128  # tokens: a step of 600 is better launched than padded to 1,024
 PROMPTS = 8
 REQUESTS = (24, 40, 72, 136, 264)  # of steps in which others decode
 
@@ -135,7 +134,7 @@ def padded(shape: StepShape) -> StepShape | None:
         count = _at_least(shape.requests, DECODES)
         return None if count is None else shape._replace(tokens=count, requests=count)
     tokens = _at_least(shape.tokens, TOKENS)
-    if tokens is None or (tokens == LARGE and tokens - shape.tokens > MOST_PADDING):
+    if tokens is None or tokens - shape.tokens > MOST_PADDING:
         return None
     if not shape.has_decodes and shape.requests <= PROMPTS:
         return StepShape(tokens, PROMPTS, has_decodes=False, has_prompts=True)
