@@ -17,6 +17,7 @@ from lightserve.common import ops
 
 EPS = 1e-5
 LOGIT_BYTES = 4  # float32
+FEW_ROWS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Shape:
     batches: tuple[int, ...]  # requests of a decode step
     context: tuple[int, int]  # tokens of each, of its prompt and of its output so far
     prompts: tuple[tuple[int, int], ...]  # tokens of a prompt, and how many are cached before them
+    shared: tuple[int, int, int]  # requests of a decode step that share a prefix, its tokens, and those behind it
 
 
 LLAMA3_8B = Shape(
@@ -44,6 +46,7 @@ LLAMA3_8B = Shape(
     batches=(1, 8, 64, 256),
     context=(1024, 126),
     prompts=((128, 0), (512, 0), (2048, 0), (8000, 0), (512, 8000)),
+    shared=(64, 2048, 128),
 )
 TINY = Shape(
     hidden=64,
@@ -55,6 +58,7 @@ TINY = Shape(
     batches=(1, 3),
     context=(8, 3),
     prompts=((5, 0), (3, 7)),
+    shared=(3, 9, 2),
 )
 
 
@@ -122,6 +126,19 @@ def linear_cases(shape: Shape, item: int) -> Iterator[Case]:
             yield Case(f"linear {name}", f"{rows}", inputs, ops.linear, F.linear, num_bytes, 2.0 * rows * out * into)
 
 
+def norm_linear_cases(shape: Shape, item: int) -> Iterator[Case]:
+    """For few rows; beside them, instead of torch, our own ops one by one, which they have to beat."""
+    qkv = (shape.heads + 2 * shape.kv_heads) * shape.dim
+    for rows in FEW_ROWS:
+        for name, ours, apart, out in (
+            ("add_rms_norm_linear", _add_norm_linear, _add_norm_then_linear, qkv),
+            ("add_rms_norm_gate_up", _add_norm_gate_up, _add_norm_then_gate_up, 2 * shape.ffn),
+        ):
+            num_bytes = item * (out * shape.hidden + rows * (out + 3 * shape.hidden))
+            inputs = partial(_norm_linear_inputs, shape, rows, out)
+            yield Case(name, f"{rows}", inputs, ours, apart, num_bytes, 2.0 * rows * out * shape.hidden)
+
+
 def elementwise_cases(shape: Shape, item: int) -> Iterator[Case]:
     """Norms, activations, the embedding, and what happens to q, k and v before attention."""
     for rows in (*shape.batches, *_fresh(shape)):
@@ -147,9 +164,10 @@ def attention_cases(shape: Shape, item: int) -> Iterator[Case]:
     for batch in shape.batches:
         num_bytes = batch * (context * kv_token + 2 * q_token)
         flops = 4.0 * shape.heads * shape.dim * batch * context
-        decode, twin = partial(_decode_inputs, shape, batch), partial(_sdpa_decode_inputs, shape, batch)
+        decode, twin = partial(_decode_inputs, shape, batch), partial(_sdpa_decode_inputs, shape, batch, context)
         load = f"{batch} x {context}"
         yield Case("token_attention", load, decode, ops.token_attention, _sdpa, num_bytes, flops, twin)
+    yield from shared_prefix_cases(shape, kv_token, q_token)
     for new, cached in shape.prompts:
         num_bytes = (new + cached) * kv_token + 2 * new * q_token
         flops = 4.0 * shape.heads * shape.dim * new * (cached + new / 2)
@@ -157,6 +175,18 @@ def attention_cases(shape: Shape, item: int) -> Iterator[Case]:
         call = partial(_sdpa, is_causal=True) if cached == 0 else _sdpa_behind
         load = f"{new} behind {cached}" if cached else f"{new}"
         yield Case("context_attention", load, prompt, ops.context_attention, call, num_bytes, flops, twin)
+
+
+def shared_prefix_cases(shape: Shape, kv_token: int, q_token: int) -> Iterator[Case]:
+    """With the hint that a prefix is shared, and without."""
+    batch, prefix, own = shape.shared
+    flops = 4.0 * shape.heads * shape.dim * batch * (prefix + own)
+    num_bytes = (prefix + batch * own) * kv_token + 2 * batch * q_token
+    twin = partial(_sdpa_decode_inputs, shape, batch, prefix + own)
+    for hint, has_hint in (("", True), (", no hint", False)):
+        load = f"{batch} x ({prefix}+{own}){hint}"
+        inputs = partial(_shared_inputs, shape, has_hint)
+        yield Case("token_attention", load, inputs, ops.token_attention, _sdpa, num_bytes, flops, twin)
 
 
 def sampling_cases(shape: Shape, item: int) -> Iterator[Case]:
@@ -173,7 +203,7 @@ def sampling_cases(shape: Shape, item: int) -> Iterator[Case]:
         yield Case("apply_penalties", load, seen, ops.apply_penalties, None, 3 * once)
 
 
-FAMILIES = (linear_cases, attention_cases, elementwise_cases, sampling_cases)
+FAMILIES = (linear_cases, norm_linear_cases, attention_cases, elementwise_cases, sampling_cases)
 
 
 def cases_of(shape: Shape, dtype: torch.dtype) -> list[Case]:
@@ -199,6 +229,26 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
 
 def _torch_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(residual.add_(x), weight.shape, weight, EPS)
+
+
+def _norm_linear_inputs(shape: Shape, rows: int, out: int, lab: Lab) -> tuple[Tensor, ...]:
+    return *_norm_inputs(shape, rows, lab), lab.randn(out, shape.hidden)
+
+
+def _add_norm_linear(x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:
+    return ops.add_rms_norm_linear(x, residual, norm_weight, EPS, weight)[0]
+
+
+def _add_norm_then_linear(x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:
+    return ops.linear(_add_norm(x, residual, norm_weight), weight)
+
+
+def _add_norm_gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:
+    return ops.add_rms_norm_gate_up(x, residual, norm_weight, EPS, weight)[0]
+
+
+def _add_norm_then_gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:
+    return ops.silu_and_mul(_add_norm_then_linear(x, residual, norm_weight, weight))
 
 
 def _torch_silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -254,6 +304,24 @@ def _decode_inputs(shape: Shape, batch: int, lab: Lab) -> tuple[Any, ...]:
     return lab.randn(batch, shape.heads, shape.dim), kv_cache, attn, shape.dim**-0.5
 
 
+def _shared_inputs(shape: Shape, has_hint: bool, lab: Lab) -> tuple[Any, ...]:
+    """Slots of a prefix are neighbours, and so are those of a decode step."""
+    batch, prefix, own = shape.shared
+    prefixes = torch.arange(prefix, device=lab.device).expand(batch, prefix)
+    outputs = torch.arange(batch * own, device=lab.device).view(own, batch).T + prefix
+    lengths = lab.ints([prefix + own] * batch)
+    attn = ops.AttnBatch(
+        req_to_token=torch.cat((prefixes, outputs), dim=1).int(),
+        b_req_idx=lab.ints(range(batch)),
+        b_start_loc=lab.ints(range(batch)),
+        b_seq_len=lengths,
+        b_ready_cache_len=lengths - 1,
+        shared_prefixes=lab.ints([0, batch, prefix, 0, *[0] * 28]).view(8, 4) if has_hint else None,
+    )
+    kv_cache = lab.randn(prefix + batch * own + 1, 2 * shape.kv_heads, shape.dim)
+    return lab.randn(batch, shape.heads, shape.dim), kv_cache, attn, shape.dim**-0.5
+
+
 def _prompt_inputs(shape: Shape, new: int, cached: int, lab: Lab) -> tuple[Any, ...]:
     length = new + cached
     attn = ops.AttnBatch(
@@ -268,8 +336,8 @@ def _prompt_inputs(shape: Shape, new: int, cached: int, lab: Lab) -> tuple[Any, 
     return q, kv_cache[cached:length].clone(), kv_cache, attn, shape.dim**-0.5
 
 
-def _sdpa_decode_inputs(shape: Shape, batch: int, lab: Lab) -> tuple[Tensor, Tensor, Tensor]:
-    k, v = (lab.randn(batch, shape.kv_heads, sum(shape.context), shape.dim) for _ in range(2))
+def _sdpa_decode_inputs(shape: Shape, batch: int, length: int, lab: Lab) -> tuple[Tensor, Tensor, Tensor]:
+    k, v = (lab.randn(batch, shape.kv_heads, length, shape.dim) for _ in range(2))
     return lab.randn(batch, shape.heads, 1, shape.dim), k, v
 
 

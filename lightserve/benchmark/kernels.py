@@ -31,7 +31,7 @@ def row_of(case: Case, lab: Lab, ceilings: Ceilings) -> str:
     floor_s = ceilings.floor_s(case.num_bytes, case.flops)
     is_memory_bound = case.num_bytes / ceilings.bytes_per_s == floor_s
     amount, unit = (case.num_bytes, "TB/s") if is_memory_bound else (case.flops, "TFLOP/s")
-    row = f"{case.op:18} {case.load:>16} {ours_s * 1e6:10.1f} {amount / ours_s / 1e12:8.2f} {unit:7} "
+    row = f"{case.op:20} {case.load:>16} {ours_s * 1e6:10.1f} {amount / ours_s / 1e12:8.2f} {unit:7} "
     row += f"{floor_s / ours_s:7.1%}"
     if case.torch is None:
         return row
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     ceilings = measure_ceilings(device, dtype)
     cases = cases_of(TINY if kind.name == "cpu" else LLAMA3_8B, dtype)
     print(f"{str(dtype).removeprefix('torch.')} on {kind.name}; {ceilings}")
-    print(f"{'op':18} {'rows or requests':>16} {'us':>10} {'reached':>16} {'of most':>7} {'torch us':>10}")
+    print(f"{'op':20} {'rows or requests':>16} {'us':>10} {'reached':>16} {'of most':>7} {'torch us':>10}")
     for case in cases:
         if any(part in case.op for part in args.ops):
             print(row_of(case, Lab(device, dtype), ceilings), flush=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import pytest
@@ -48,6 +49,10 @@ def each_backend(op: Op[Any, Any]) -> pytest.MarkDecorator:
 def each_backend_and_dtype(op: Op[Any, Any]) -> pytest.MarkDecorator:
     pairs = [pytest.param(*pair, id=_id(*pair)) for pair in _pairs(op)]
     return pytest.mark.parametrize(("backend", "dtype"), pairs)
+
+
+def each_dtype(backend: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("dtype", [dtype for dtype in FLOATS if _runs(backend, dtype)], ids=_id)
 
 
 def each_op_backend_and_dtype(*names: str) -> pytest.MarkDecorator:
@@ -140,6 +145,21 @@ def attention_args(
     return q, cache, batch, dim**-0.5
 
 
+Groups = list[tuple[int, int, int]]  # of shared prefixes: first request, requests, shared tokens
+MAX_GROUPS = 4
+
+
+def share_prefixes(cache: Tensor, batch: ops.AttnBatch, groups: Groups) -> ops.AttnBatch:
+    """``batch`` with requests that share prefixes; the slots that they had instead are NaN."""
+    rows = batch.b_req_idx.long()
+    for first, count, shared in groups:
+        table = batch.req_to_token
+        cache[table[rows[first + 1 : first + count], :shared].long()] = NAN
+        table[rows[first + 1 : first + count], :shared] = table[rows[first], :shared]
+    listed = [[*group, 0] for group in groups] + [[0] * 4] * (MAX_GROUPS - len(groups))
+    return replace(batch, shared_prefixes=torch.tensor(listed, dtype=torch.int32, device=cache.device))
+
+
 def context_attention_args(
     lens: list[tuple[int, int]], heads: tuple[int, int], dim: int, dtype: torch.dtype, device: str
 ) -> tuple[Tensor, Tensor, Tensor, ops.AttnBatch, float]:
@@ -202,6 +222,15 @@ def _embedding_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
 
 def _linear_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return randn(tokens, 48, dtype=dtype, device=device), randn(40, 48, dtype=dtype, device=device, seed=1)
+
+
+def _norm_linear_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    x, residual = (randn(tokens, 48, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
+    norm_weight, weight = (
+        randn(48, dtype=dtype, device=device, seed=2),
+        randn(40, 48, dtype=dtype, device=device, seed=3),
+    )
+    return x, residual, norm_weight, EPS, weight
 
 
 def _rotary_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
@@ -277,6 +306,8 @@ def _watermark_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
 ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "add_layer_norm": _norm_args("rows", "rows", "param", "param"),
     "add_rms_norm": _norm_args("rows", "rows", "param"),
+    "add_rms_norm_gate_up": _norm_linear_args,
+    "add_rms_norm_linear": _norm_linear_args,
     "add_watermark": _watermark_args,
     "apply_penalties": _penalties_args,
     "choose": _choose_args,

@@ -16,8 +16,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import linear
-from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args
+from lightserve.common.triton_kernel import linear, norm_linear
+from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args, share_prefixes
 
 BACKENDS = ("triton", ops.fixed_order("triton"))
 HEAD_DIMS = (80, 128, 256)  # padded, the usual, and the largest; ARGS holds 64
@@ -67,10 +67,21 @@ def call_every_wrapper(dtype: torch.dtype) -> None:
             shape = ([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
             ops.context_attention.impls[backend](*context_attention_args(*shape), torch.ones(8))
             ops.token_attention.impls[backend](*attention_args(*shape), torch.ones(8))
+    q, cache, batch, scale = attention_args([(700, 1), (800, 1)], (8, 2), HEAD_DIMS[-1], dtype, "cpu")
+    ops.token_attention.impls["triton"](q, cache, share_prefixes(cache, batch, [(0, 2, 600)]), scale)
     ops.choose.impls["triton"](*ARGS["choose"](16, dtype, "cpu")[:4])  # without masks
     for config in (linear.NARROW, linear.WIDE):
         for rows in (8, 32):
             linear.multiply(torch.ones(rows, 2048, dtype=dtype), torch.ones(128, 2048, dtype=dtype), None, config)
+    compile_norm_linear(dtype)
+
+
+def compile_norm_linear(dtype: torch.dtype) -> None:
+    """In every dtype, though the wrapper takes it in few."""
+    norm_weight, weight = torch.ones(2048, dtype=dtype), torch.ones(128, 2048, dtype=dtype)
+    for rows, config, is_gated in ((1, linear.NARROW, True), (4, linear.NARROW, False), (8, norm_linear.MIDDLE, True)):
+        x = torch.ones(rows, 2048, dtype=dtype)
+        norm_linear.multiply(x, x, norm_weight, 1e-5, weight, None, config=config, is_gated=is_gated)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightserve.common.triton_kernel import token_attention
+from lightserve.common.triton_kernel import _shared_prefix, _token_items
 
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one after the other, also the hundreds that end at once for want of an item."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(token_attention, "PROGRAMS", 48)
+        for module in (_token_items, _shared_prefix):
+            monkeypatch.setattr(module, "PROGRAMS", 48)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import token_attention
+from lightserve.common.triton_kernel import _token_items, token_attention
 from test.ops.cases import (
     HEAD_DIMS,
     NAN,
@@ -134,12 +134,12 @@ def test_a_launch_fills_the_rows_of_requests_with_one_and_no_others(lens: list[t
 
 
 def test_items_of_a_request_that_has_several_come_first_and_all_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_attention, "PROGRAMS", 396)
+    monkeypatch.setattr(_token_items, "PROGRAMS", 396)
     lens = [(60, 1), (2000, 1), (0, 7), (99, 1), (0, 0), (1300, 1)]
     heads, kv_heads = 64, 32
     _, _, batch, _ = attention_args(lens, (heads, kv_heads), 16, torch.float32, device_of("triton"))
 
-    items = token_attention.plan(batch, (heads, kv_heads), 16, token_attention.Config(16, 1, 1)).items.tolist()
+    items = _token_items.plan(batch, (heads, kv_heads), 16, block_n=16).items.tolist()
 
     counts = [item[6] for item in items if item[6]]
     assert items[: len(counts)] == sorted(items[: len(counts)], key=lambda item: item[6] == 1)
@@ -154,7 +154,7 @@ def test_a_plan_takes_the_same_room_for_any_lengths() -> None:
     shapes = set()
     for lens in ([(0, 1)] * 3, [(5000, 1), (3, 1), (70, 1)], [(0, 0), (0, 40), (3, 1)]):
         _, _, batch, _ = attention_args(lens, (4, 2), 64, torch.float32, device_of("triton"))
-        plan = token_attention.plan(batch, (4, 2), 64, token_attention.config_of(torch.float32, 64))
+        plan = _token_items.plan(batch, (4, 2), 64, block_n=32)
         shapes.add((plan.items.shape, plan.arrivals.shape, plan.partials.shape))
 
     assert len(shapes) == 1

@@ -11,6 +11,9 @@
 ``layers.N``           hidden states after the layer (transformers' ``hidden_states[N + 1]``)
 ``logits``             of the rows asked for
 =====================  ==================================================================
+
+Some models compute a norm and the product behind it in one op. With a callback they compute them apart, which in half
+precision rounds otherwise.
 """
 
 from __future__ import annotations

@@ -26,6 +26,10 @@ class AttnBatch:
     b_ready_cache_len: Tensor  # [batch] int32: tokens in the cache before this step
     # Some requests may have exactly one query row; a backend may leave those of a context step to the token attention.
     has_decodes: bool = False
+    # [groups, 4] int32: of requests that follow one another and have one query row each, the first, how many they are
+    # (0: no group), and how many tokens they begin with that lie in the same slots; the last is unused. A hint: a
+    # backend may read such a prefix once for all, which changes no result but by rounding.
+    shared_prefixes: Tensor | None = None
     plans: dict[str, Any] = field(default_factory=dict)  # by backend: what it derives once for all layers of a step
 
 

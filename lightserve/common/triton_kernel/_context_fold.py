@@ -81,6 +81,27 @@ def fold_prefix(q, softmax, cache, ready_len, q_positions, slopes, scale, DIM: t
 
 
 @triton.jit
+def fold_blocks(q, softmax, cache, begin, end, q_positions, slopes, scale, DIM: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The cached tokens ``begin`` .. ``end``, whole blocks of them, at least one: every row sees them all.
+
+    The slots of a block are loaded a block ahead: a load that waits for another's address would be issued so late that
+    the products wait for it.
+    """
+    k_ptr, v_ptr, slots_ptr, slot_stride = cache
+    cols = tl.arange(0, q.shape[1])
+    block = tl.arange(0, BLOCK_N)
+    next_slots = tl.load(slots_ptr + begin + block)
+    for start in range(begin, end, BLOCK_N):
+        slots = next_slots.to(tl.int64) * slot_stride
+        keys = start + block
+        next_slots = tl.load(slots_ptr + keys + BLOCK_N, mask=keys + BLOCK_N < end, other=0)
+        k = load_rows(k_ptr, slots, cols, None, DIM).to(q.dtype)
+        v = load_rows(v_ptr, slots, cols, None, DIM).to(q.dtype)
+        softmax = _fold(q, k, v, softmax, keys, q_positions, None, slopes, scale)
+    return softmax
+
+
+@triton.jit
 def fold_in_order(q, softmax, cache, end, q_positions, slopes, scale, DIM: tl.constexpr, BLOCK_N: tl.constexpr):
     """All tokens from the cache, in blocks that begin at the same positions whatever the step computes.
 

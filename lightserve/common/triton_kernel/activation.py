@@ -17,7 +17,7 @@ TWO_SQRT_2_OVER_PI = tl.constexpr(2 * (2 / 3.141592653589793) ** 0.5)
 
 
 @triton.jit
-def _activate(x, FUNCTION: tl.constexpr):
+def activate(x, FUNCTION: tl.constexpr):
     if FUNCTION == "silu":
         return x * tl.sigmoid(x)
     if FUNCTION == "gelu":
@@ -35,7 +35,7 @@ def _activation_kernel(
     mask = cols < n_cols
 
     x_ptrs = x_ptr + row * x_row_stride + cols
-    out = _activate(tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32), FUNCTION)
+    out = activate(tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32), FUNCTION)
     if IS_GATED:
         out *= tl.load(x_ptrs + n_cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * n_cols + cols, out, mask=mask)

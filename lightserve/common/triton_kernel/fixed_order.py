@@ -22,6 +22,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return few_rows.multiply(rows, weight, bias, LINEAR, LINEAR_ROWS).view(*x.shape[:-1], len(weight))
 
 
+# Made of the norm, which is computed row by row, and of the product above.
+for _op in (ops.add_rms_norm_linear, ops.add_rms_norm_gate_up):
+    _op.impl(BACKEND)(_op.impls[ops.REFERENCE])
+
+
 @ops.context_attention.impl(BACKEND)
 def context_attention(
     q: Tensor, kv: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None = None

@@ -97,9 +97,13 @@ def _linear_kernel(
     tl.store(out_ptr + out_rows[None, :] * out_size + out_cols[:, None], acc, mask=is_row[None, :] & is_col[:, None])
 
 
+def first_fit(rules: tuple[Rule, ...], rows: int, out_size: int, in_size: int) -> Config | None:
+    return next((rule.config for rule in rules if rule.fits(rows, out_size, in_size)), None)
+
+
 def config_of(rows: int, out_size: int, in_size: int) -> Config | None:
     """How to compute a product of few rows; None: by cuBLAS."""
-    return next((rule.config for rule in RULES if rule.fits(rows, out_size, in_size)), None)
+    return first_fit(RULES, rows, out_size, in_size)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, block_m: int | None = None) -> Tensor:

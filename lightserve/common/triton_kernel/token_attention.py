@@ -5,6 +5,9 @@ mixed step: a small kernel lists the items on the device, once a step, and progr
 program serves all query heads that share a kv head, so each key and value is loaded once. Where a request has several
 items, the program that finishes last merges them, in their order: which one that is does not show in the result. The
 length of an item depends on the whole batch, so the last bits of a request's result do too.
+
+Where requests share a prefix, another kernel attends to that before (``_shared_prefix.py``). The items are then of what
+comes behind it, and who merges them folds in the partial results of the prefix last.
 """
 
 from __future__ import annotations
@@ -18,16 +21,10 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel._attention import LOG2_E, dot_block
-from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
-from lightserve.common.triton_kernel._check import check_last_contiguous, tensors_of
-
-# Wanted, over all kv heads: as many as run at once, three on each multiprocessor of an H200. 64 requests of 1,150
-# tokens take 77 us, with twelve each 88 us, and one of 100,000 takes 113 us, with twelve 143 us.
-PROGRAMS = 132 * 3
-MIN_ITEM = 64  # keys; a shorter item costs more to merge than to read
-# int32 each: query row, row of req_to_token, begin, end, seq_len; of its request the first item and how many there are
-ITEM_FIELDS = tl.constexpr(8)
-CLEARED = tl.constexpr(256)  # arrivals at once
+from lightserve.common.triton_kernel._blocks import next_power_of_2
+from lightserve.common.triton_kernel._check import check_last_contiguous
+from lightserve.common.triton_kernel._shared_prefix import MAX_PARTS, launch_shared, plan_shared
+from lightserve.common.triton_kernel._token_items import ITEM_FIELDS, Plan, plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,66 +34,6 @@ class Config:
     block_n: int  # keys a tile
     num_warps: int
     num_stages: int  # tiles of K and V, and of their slots before them, on the way at once
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What all layers of a step share: the items and room for their results."""
-
-    items: Tensor  # [max items, ITEM_FIELDS] int32; those past the last have 0 items
-    arrivals: Tensor  # [max items, kv_heads] int32: at a request's first item those that are done; 0 between launches
-    partials: Tensor  # [max items, heads, dim] float32
-    log_sums: Tensor  # [max items, heads] float32, base 2
-
-
-@triton.jit(do_not_specialize=["requests", "max_items", "wanted", "min_item"])
-def _token_attention_plan_kernel(
-    b_req_idx_ptr,
-    b_start_loc_ptr,
-    b_seq_len_ptr,
-    b_ready_cache_len_ptr,
-    items_ptr,
-    arrivals_ptr,
-    requests,
-    max_items,
-    kv_heads,
-    wanted,
-    min_item,
-    BLOCK_N: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    lanes = tl.arange(0, BLOCK)
-    is_request = lanes < requests
-    req_idx = tl.load(b_req_idx_ptr + lanes, mask=is_request, other=0)
-    query_row = tl.load(b_start_loc_ptr + lanes, mask=is_request, other=0)
-    seq_len = tl.load(b_seq_len_ptr + lanes, mask=is_request, other=0)
-    ready_len = tl.load(b_ready_cache_len_ptr + lanes, mask=is_request, other=0)
-    keys = tl.where(seq_len - ready_len == 1, seq_len, 0)
-    longest = tl.maximum(tl.cdiv(tl.sum(keys, axis=0), wanted), min_item)
-    item_len = tl.cdiv(keys, tl.maximum(tl.cdiv(keys, longest), 1))  # a request's items are alike
-    item_len = tl.maximum(tl.cdiv(item_len, BLOCK_N), 1) * BLOCK_N
-    count = tl.cdiv(keys, item_len)
-
-    # Requests of several items go first: theirs are the longest, and what starts last should be short.
-    several = tl.where(count > 1, count, 0)
-    single = count - several
-    before = tl.where(count > 1, tl.cumsum(several, axis=0), tl.sum(several, axis=0) + tl.cumsum(single, axis=0))
-    first = before - count
-    for i in range(tl.max(count, axis=0)):
-        item_ptrs = items_ptr + (first + i) * ITEM_FIELDS
-        is_item = i < count
-        tl.store(item_ptrs, query_row, mask=is_item)
-        tl.store(item_ptrs + 1, req_idx, mask=is_item)
-        tl.store(item_ptrs + 2, i * item_len, mask=is_item)
-        tl.store(item_ptrs + 3, tl.minimum((i + 1) * item_len, seq_len), mask=is_item)
-        tl.store(item_ptrs + 4, seq_len, mask=is_item)
-        tl.store(item_ptrs + 5, first, mask=is_item)
-        tl.store(item_ptrs + 6, count, mask=is_item)
-    cells = tl.arange(0, CLEARED)
-    for begin in range(tl.sum(count, axis=0), max_items, CLEARED):
-        tl.store(items_ptr + (begin + cells) * ITEM_FIELDS + 6, 0, mask=begin + cells < max_items)
-    for begin in range(0, max_items * kv_heads, CLEARED):
-        tl.store(arrivals_ptr + begin + cells, 0, mask=begin + cells < max_items * kv_heads)
 
 
 @triton.jit
@@ -140,17 +77,15 @@ def _attend(q, slopes, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len
 
 
 @triton.jit
-def _merge(partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP, DIM, M: tl.constexpr, D: tl.constexpr):
-    """The result ``[M, D]`` of ``GROUP`` heads out of that of ``count`` items, eight at a time in their order.
+def _fold_parts(softmax, partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP: tl.constexpr, DIM):
+    """Fold ``count`` partial results, eight at a time in their order, into the softmax ``[M, D]`` of ``GROUP`` heads.
 
     The loads pass by the first cache, which knows nothing of what other programs have written.
     """
     AT_ONCE: tl.constexpr = 8
-    members = tl.arange(0, M)
-    cols = tl.arange(0, D)
-    acc = tl.zeros([M, D], tl.float32)
-    peak = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
+    acc, peak, total = softmax
+    members = tl.arange(0, acc.shape[0])
+    cols = tl.arange(0, acc.shape[1])
     for begin in range(0, count, AT_ONCE):
         items = begin + tl.arange(0, AT_ONCE)
         is_part = (items[:, None] < count) & (members[None, :] < GROUP)
@@ -166,7 +101,27 @@ def _merge(partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP, DIM
         acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * partials, axis=0)
         total = total * decay + tl.sum(weights, axis=0)
         peak = new_peak
-    return acc / tl.where(members < GROUP, total, 1.0)[:, None]
+    return acc, peak, total
+
+
+@triton.jit
+def _merge(own, shared, first, count, sharer, heads, first_head, GROUP, DIM, M: tl.constexpr, D: tl.constexpr):
+    """The result ``[M, D]`` of ``GROUP`` heads out of those of ``count`` items and of the prefix of ``sharer``, if any.
+
+    ``own``: where partial results and their log-sums are; ``shared``: how many a request has of its prefix, and these.
+    """
+    partial_ptr, log_sum_ptr = own
+    acc = tl.zeros([M, D], tl.float32)
+    peak = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    softmax = _fold_parts((acc, peak, total), partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP, DIM)
+    b_parts_ptr, partial_ptr, log_sum_ptr = shared
+    if b_parts_ptr is not None:
+        count = tl.load(b_parts_ptr + sharer, mask=sharer >= 0, other=0)
+        first = sharer * MAX_PARTS
+        softmax = _fold_parts(softmax, partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP, DIM)
+    acc, _, total = softmax
+    return acc / tl.where(tl.arange(0, M) < GROUP, total, 1.0)[:, None]
 
 
 @triton.jit
@@ -180,6 +135,9 @@ def _token_attention_kernel(
     arrivals_ptr,
     partial_ptr,
     log_sum_ptr,
+    b_parts_ptr,
+    shared_partial_ptr,
+    shared_log_sum_ptr,
     q_token_stride,
     q_head_stride,
     slot_stride,
@@ -203,6 +161,7 @@ def _token_attention_kernel(
     query_row, req_idx = tl.load(item_ptr).to(tl.int64), tl.load(item_ptr + 1).to(tl.int64)
     begin, end, seq_len = tl.load(item_ptr + 2), tl.load(item_ptr + 3), tl.load(item_ptr + 4)
     first, count = tl.load(item_ptr + 5), tl.load(item_ptr + 6)
+    sharer = -1 if b_parts_ptr is None else tl.load(item_ptr + 7)
     if count == 0:
         return
     slots_ptr = req_to_token_ptr + req_idx * req_stride
@@ -221,10 +180,12 @@ def _token_attention_kernel(
     acc, peak, total = _attend(
         q, slopes, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len, scale, DIM, BLOCK_N
     )
-    acc /= total[:, None]
+    acc /= (
+        total[:, None] if b_parts_ptr is None else tl.where(total > 0, total, 1.0)[:, None]
+    )  # an item may have no keys
 
     out_ptr += query_row * out_token_stride + first_head * out_head_stride
-    if count == 1:
+    if (count == 1) & (sharer < 0):
         tl.store(out_ptr + members[:, None] * out_head_stride + cols, acc, mask=mask)
         return
     heads = KV_HEADS * GROUP
@@ -236,7 +197,8 @@ def _token_attention_kernel(
     if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") != count - 1:
         return
     tl.store(arrivals_ptr, 0)  # for the next layer
-    merged = _merge(partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP, DIM, BLOCK_GROUP, BLOCK_D)
+    own, shared = (partial_ptr, log_sum_ptr), (b_parts_ptr, shared_partial_ptr, shared_log_sum_ptr)
+    merged = _merge(own, shared, first, count, sharer, heads, first_head, GROUP, DIM, BLOCK_GROUP, BLOCK_D)
     members = tl.arange(0, BLOCK_GROUP)
     mask = (members[:, None] < GROUP) & (cols[None, :] < DIM)
     tl.store(out_ptr + members[:, None] * out_head_stride + cols, merged, mask=mask)
@@ -250,38 +212,6 @@ def config_of(dtype: torch.dtype, block_d: int) -> Config:
     if row_bytes <= 256:
         return Config(block_n=32, num_warps=2, num_stages=4)
     return Config(block_n=32, num_warps=4, num_stages=3)  # of 1,024 bytes, four stages would not fit
-
-
-def plan(batch: ops.AttnBatch, heads: tuple[int, int], dim: int, config: Config) -> Plan:
-    """List the items of the requests with one query row; ``heads``: of queries, of keys."""
-    check_last_contiguous("token_attention", **tensors_of(batch))
-    q_heads, kv_heads = heads
-    b_seq_len = batch.b_seq_len
-    requests = len(b_seq_len)
-    wanted = cdiv(PROGRAMS, kv_heads)
-    max_items = wanted + requests  # each request's last item may be shorter than the others
-    found = Plan(
-        items=b_seq_len.new_empty((max_items, ITEM_FIELDS.value)),
-        arrivals=b_seq_len.new_empty((max_items, kv_heads)),
-        partials=b_seq_len.new_empty((max_items, q_heads, dim), dtype=torch.float32),
-        log_sums=b_seq_len.new_empty((max_items, q_heads), dtype=torch.float32),
-    )
-    _token_attention_plan_kernel[(1,)](
-        batch.b_req_idx,
-        batch.b_start_loc,
-        b_seq_len,
-        batch.b_ready_cache_len,
-        found.items,
-        found.arrivals,
-        requests,
-        max_items,
-        kv_heads,
-        wanted,
-        MIN_ITEM,
-        BLOCK_N=config.block_n,
-        BLOCK=next_power_of_2(requests),
-    )
-    return found
 
 
 def launch(
@@ -299,19 +229,27 @@ def launch(
     block_d = dot_block(dim)
     config = config_of(kv_cache.dtype, block_d)
     key = f"token_attention {heads}/{kv_heads} x {dim}, {config.block_n}"
-    shared = batch.plans.get(key)
-    if shared is None:
-        shared = batch.plans[key] = plan(batch, (heads, kv_heads), dim, config)
-    _token_attention_kernel[(kv_heads, len(shared.items))](
+    found: Plan | None = batch.plans.get(key)
+    if found is None:
+        shared = None if batch.shared_prefixes is None else plan_shared(batch, q, kv_heads, batch.shared_prefixes)
+        found = batch.plans[key] = plan(batch, (heads, kv_heads), dim, config.block_n, shared)
+    shared = found.shared
+    scale *= LOG2_E.value
+    if shared is not None:
+        launch_shared(q, kv_cache, batch, scale, alibi_slopes, shared)
+    _token_attention_kernel[(kv_heads, len(found.items))](
         q,
         kv_cache,
         out,
         alibi_slopes,
         batch.req_to_token,
-        shared.items,
-        shared.arrivals,
-        shared.partials,
-        shared.log_sums,
+        found.items,
+        found.arrivals,
+        found.partials,
+        found.log_sums,
+        None if shared is None else shared.b_parts,
+        None if shared is None else shared.partials,
+        None if shared is None else shared.log_sums,
         q.stride(0),
         q.stride(1),
         kv_cache.stride(0),
@@ -319,7 +257,7 @@ def launch(
         out.stride(0),
         out.stride(1),
         batch.req_to_token.stride(0),
-        scale * LOG2_E.value,
+        scale,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         DIM=dim,

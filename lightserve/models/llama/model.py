@@ -43,6 +43,15 @@ class LlamaTransformerLayerInfer(bm.TransformerLayerInferTpl[W, bm.RotaryInferSt
     def _get_qkv(self, input: Tensor, infer_state: bm.RotaryInferStateInfo, layer_weight: W) -> tuple[Tensor, Tensor]:
         return self._split_heads(layer_weight.qkv_proj.mm(input))
 
+    def _norm_and_qkv(
+        self, input: Tensor, infer_state: bm.RotaryInferStateInfo, layer_weight: W
+    ) -> tuple[Tensor, Tensor]:
+        residual = infer_state.residual
+        if residual is None or not self._has_hooks_of(LlamaTransformerLayerInfer, "_att_norm", "_get_qkv"):
+            return super()._norm_and_qkv(input, infer_state, layer_weight)
+        qkv, infer_state.residual = layer_weight.qkv_proj.add_norm_mm(input, residual, layer_weight.att_norm)
+        return self._split_heads(qkv)
+
     def _post_cache_kv(
         self, q: Tensor, cache_kv: Tensor, infer_state: bm.RotaryInferStateInfo, layer_weight: W
     ) -> None:
@@ -52,6 +61,13 @@ class LlamaTransformerLayerInfer(bm.TransformerLayerInferTpl[W, bm.RotaryInferSt
 
     def _ffn(self, input: Tensor, infer_state: bm.RotaryInferStateInfo, layer_weight: W) -> Tensor:
         return layer_weight.down_proj.mm(ops.silu_and_mul(layer_weight.gate_up_proj.mm(input)))
+
+    def _norm_and_ffn(self, input: Tensor, infer_state: bm.RotaryInferStateInfo, layer_weight: W) -> Tensor:
+        residual = infer_state.residual
+        if residual is None or not self._has_hooks_of(LlamaTransformerLayerInfer, "_ffn_norm", "_ffn"):
+            return super()._norm_and_ffn(input, infer_state, layer_weight)
+        gated, infer_state.residual = layer_weight.gate_up_proj.add_norm_gate_up(input, residual, layer_weight.ffn_norm)
+        return layer_weight.down_proj.mm(gated)
 
 
 class LlamaTpPartModel(bm.RotaryModel):

@@ -16,8 +16,11 @@ from lightserve.io_struct import NewReq, SamplingParams, StepRow
 from lightserve.router.model_infer.grammar import ReqGrammar
 from lightserve.router.model_infer.prompt_scores import PromptPart, StepScores
 from lightserve.router.model_infer.req_rules import ReqRules
+from lightserve.router.model_infer.shared_prefixes import SharedPrefixes, SharedRows
 from lightserve.router.model_infer.step_input import StepColumns, StepShape, columns_of, input_size
 from lightserve.router.model_infer.thinking import ThinkingBudget
+
+MIN_SHARING = 16  # requests of a step; smaller ones take little more than reading the weights does
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +38,8 @@ class InferReq:
     thinking: ThinkingBudget | None = None
     cache_len: int = 0
     counted_len: int = 0  # tokens that SeenTokens has counted
+    # [tokens known as it entered] int32; those up to cache_len are filled, by which others may share them
+    leading_slots: np.ndarray = field(init=False)
     total_len: int = field(init=False)  # tokens, known to the host or not
     temperature: float = field(init=False)  # by which the step chooses; 0: greedily
     rules: ReqRules = field(init=False)
@@ -43,6 +48,7 @@ class InferReq:
     def __post_init__(self) -> None:
         self.rules = ReqRules(self.sampling, self.eos_ids)
         self.total_len = len(self.token_ids)
+        self.leading_slots = np.empty(self.total_len, dtype=np.int32)
         is_asked = self.sampling.prompt_logprobs is not None and self.output_len == 0  # else they were told
         self.prompt_parts = [] if is_asked else None
         is_greedy = self.sampling.is_greedy or self.rules.is_special  # to draw what is chosen again would be a waste
@@ -132,11 +138,16 @@ class PackedStep:
 class InferBatch:
     """All requests of a worker by id, and the tokens that were chosen last for them."""
 
-    def __init__(self, req_manager: ReqManager, padding_slot: int, device: torch.device) -> None:
+    def __init__(
+        self, req_manager: ReqManager, padding_slot: int, device: torch.device, shares_prefixes: bool = True
+    ) -> None:
+        """``shares_prefixes``: steps tell attention which requests begin with the same slots."""
         self._req_manager = req_manager
         self._padding_slot = padding_slot
         self._device = device
         self._reqs: dict[int, InferReq] = {}
+        self._prefixes: SharedPrefixes[InferReq] = SharedPrefixes()
+        self.shares_prefixes = shares_prefixes
         self.req_to_token = req_manager.req_to_token
         self.last_ids = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int64, device=device)  # chosen last, by row
 
@@ -158,24 +169,28 @@ class InferBatch:
             thinking,
             cache_len=len(cached),
         )
+        req.leading_slots[: len(cached)] = cached
         self._reqs[new.req_id] = req
 
     def remove(self, req_id: int) -> None:
         req = self._reqs.pop(req_id, None)  # a step that failed may not have let it in
         if req is not None:
             self._req_manager.free(req.row)
+            self._prefixes.discard(req)
 
     def pack(self, rows: Sequence[StepRow], fit: Callable[[StepShape], StepShape]) -> PackedStep:
         """The input of a step, whose tokens count as cached from here on; ``fit`` may want it larger.
 
-        It is not asked where prompts are scored: no captured step does that.
+        It is not asked where prompts are scored: no captured step does that. The requests may come in another order.
         """
+        self._note_prompts(rows)
+        rows, groups = self._arranged(rows)
         reqs = [self._reqs[row.req_id] for row in rows]
         q_len = np.array([len(row.slots) for row in rows], dtype=np.int32)
         count = int(q_len.sum())
         start = np.cumsum(q_len, dtype=np.int32) - q_len
         scored = _scored(reqs, start.tolist(), q_len.tolist())
-        shape = StepShape(count, len(rows), bool((q_len == 1).any()), bool((q_len > 1).any()))
+        shape = StepShape(count, len(rows), bool((q_len == 1).any()), bool((q_len > 1).any()), bool(groups))
         shape = shape if scored else fit(shape)
         inputs, columns = self._padded(shape)
 
@@ -188,10 +203,30 @@ class InferBatch:
         _fill(columns.requests, (table_rows, start, ready + q_len, ready))
         columns.temperature[: len(reqs)] = [req.temperature for req in reqs]
         columns.seed[: len(reqs)] = [req.seed for req in reqs]
+        if groups:
+            columns.groups[: len(groups), : len(SharedRows._fields)] = groups
 
         for req, row in zip(reqs, rows, strict=True):
             req.cache_len += len(row.slots)
         return PackedStep(inputs, shape, reqs, scored)
+
+    def _note_prompts(self, rows: Sequence[StepRow]) -> None:
+        """The slots of prompts, which others may share from the next step on."""
+        if not self.shares_prefixes:
+            return
+        for req, row in ((self._reqs[row.req_id], row) for row in rows):
+            left = len(req.leading_slots) - req.cache_len
+            if left > 0:
+                req.leading_slots[req.cache_len : req.cache_len + len(row.slots)] = row.slots[:left]
+            if 0 < left <= len(row.slots):
+                self._prefixes.add(req, req.leading_slots)
+
+    def _arranged(self, rows: Sequence[StepRow]) -> tuple[Sequence[StepRow], list[SharedRows]]:
+        """The rows of a decode step such that requests with a common prefix are neighbours, and their groups."""
+        if not self.shares_prefixes or len(rows) < MIN_SHARING or any(len(row.slots) != 1 for row in rows):
+            return rows, []
+        order, groups = self._prefixes.arrange([self._reqs[row.req_id] for row in rows])
+        return [rows[place] for place in order], groups
 
     def padding(self, shape: StepShape) -> np.ndarray:
         """The input of a step that computes nothing."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from lightserve.router.model_infer.shared_prefixes import MAX_GROUPS
+
 TOKEN_COLUMNS = 4  # of int32: see StepColumns
 REQUEST_COLUMNS = 7  # four of int32, one of float32, one of int64
+GROUP_FIELDS = 4  # of int32: see ops.AttnBatch.shared_prefixes
 ALIGNED = 4  # every column begins at a multiple of 16 bytes: Triton compiles a kernel again for one that does not
 
 
@@ -16,6 +19,7 @@ class StepShape(NamedTuple):
     requests: int
     has_decodes: bool  # requests with one token
     has_prompts: bool  # requests with several
+    has_shared: bool = False  # requests with one, in groups that share a prefix
 
 
 class StepColumns(NamedTuple):
@@ -25,6 +29,7 @@ class StepColumns(NamedTuple):
     requests: tuple[Any, Any, Any, Any]  # row, first token, length, length that is cached before the step
     temperature: Any  # float32
     seed: Any  # int64
+    groups: Any = None  # [MAX_GROUPS, GROUP_FIELDS] of shared prefixes, where there may be some
 
 
 def columns_of(inputs: Any, shape: StepShape, float32: Any, int64: Any) -> StepColumns:
@@ -44,12 +49,14 @@ def columns_of(inputs: Any, shape: StepShape, float32: Any, int64: Any) -> StepC
         ),
         inputs[temperature : temperature + requests].view(float32),
         inputs[seed : seed + 2 * requests].view(int64),
+        inputs[first + REQUEST_COLUMNS * req_width :].reshape(MAX_GROUPS, GROUP_FIELDS) if shape.has_shared else None,
     )
 
 
 def input_size(shape: StepShape) -> int:
     """Integers in the input of a step."""
-    return TOKEN_COLUMNS * _aligned(shape.tokens) + REQUEST_COLUMNS * _aligned(shape.requests)
+    groups = MAX_GROUPS * GROUP_FIELDS if shape.has_shared else 0
+    return TOKEN_COLUMNS * _aligned(shape.tokens) + REQUEST_COLUMNS * _aligned(shape.requests) + groups
 
 
 def _aligned(count: int) -> int:

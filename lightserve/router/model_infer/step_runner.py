@@ -14,7 +14,7 @@ from lightserve.common import ops
 from lightserve.common.basemodel import ModelInput, TpPartBaseModel
 from lightserve.common.cuda_graph import CudaGraphs
 from lightserve.common.device import DeviceKind, to_device
-from lightserve.router.model_infer.infer_batch import InferBatch
+from lightserve.router.model_infer.infer_batch import MIN_SHARING, InferBatch
 from lightserve.router.model_infer.prompt_scores import StepScores
 from lightserve.router.model_infer.step_input import StepColumns, StepShape, columns_of
 from lightserve.router.model_infer.step_masks import StepMasks
@@ -53,7 +53,8 @@ class StepRunner:
         """The largest first: the smaller ones then find their memory in the pool."""
         if self._graphs is None:
             return []
-        return sorted(graph_shapes(self._model.req_manager.max_reqs), reverse=True)
+        shapes = graph_shapes(self._model.req_manager.max_reqs, self._batch.shares_prefixes)
+        return sorted(shapes, reverse=True)
 
     def _padding(self, shape: StepShape) -> Tensor:
         return to_device(self._batch.padding(shape), self._model.device)
@@ -83,7 +84,12 @@ class StepRunner:
         columns = columns_of(inputs, shape, torch.float32, torch.int64)
         tokens = ops.StepTokens(*columns.tokens)
         input_ids = ops.place_tokens(tokens, self._batch.req_to_token, self._batch.last_ids)
-        attn = ops.AttnBatch(self._batch.req_to_token, *columns.requests, has_decodes=shape.has_decodes)
+        attn = ops.AttnBatch(
+            self._batch.req_to_token,
+            *columns.requests,
+            has_decodes=shape.has_decodes,
+            shared_prefixes=columns.groups,
+        )
         watch = None if scores is None else partial(scores.compute, vocab=self._model.config.vocab_size)
         step = ModelInput(
             input_ids, tokens.positions, tokens.slots, attn, is_prefill=shape.has_prompts, watch_logits=watch
@@ -107,12 +113,14 @@ def _launch_masks(logits: Tensor) -> None:
     ops.mask_logits(logits.float(), rows, bitmask)
 
 
-def graph_shapes(max_reqs: int) -> Iterator[StepShape]:
+def graph_shapes(max_reqs: int, shares_prefixes: bool = True) -> Iterator[StepShape]:
     """All that are worth capturing for a server that runs ``max_reqs`` requests at once."""
     most = _at_least(max_reqs, DECODES) or DECODES[-1]
     for count in DECODES:
         if count <= most:
             yield StepShape(count, count, has_decodes=True, has_prompts=False)
+        if shares_prefixes and MIN_SHARING <= count <= most:
+            yield StepShape(count, count, has_decodes=True, has_prompts=False, has_shared=True)
     for tokens in TOKENS:
         yield StepShape(tokens, PROMPTS, has_decodes=False, has_prompts=True)
         for requests in REQUESTS:
@@ -124,7 +132,7 @@ def padded(shape: StepShape) -> StepShape | None:
     """The smallest of all graph shapes that holds this one."""
     if not shape.has_prompts:
         count = _at_least(shape.requests, DECODES)
-        return None if count is None else StepShape(count, count, has_decodes=True, has_prompts=False)
+        return None if count is None else shape._replace(tokens=count, requests=count)
     tokens = _at_least(shape.tokens, TOKENS)
     if tokens is None or tokens - shape.tokens > MOST_PADDING:
         return None

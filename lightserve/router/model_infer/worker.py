@@ -72,7 +72,12 @@ class ModelWorker:
         self._kind, self._device = kind, device
         ranks = f", {tp.size} ranks" if tp.size > 1 else ""
         self.computed_in = f"in {str(dtype).removeprefix('torch.')} on {kind.name}{ranks}"
-        self._batch = InferBatch(self.model.req_manager, self.model.mem_manager.padding_slot, device)
+        self._batch = InferBatch(
+            self.model.req_manager,
+            self.model.mem_manager.padding_slot,
+            device,
+            shares_prefixes=not config.deterministic,  # attention in a fixed order makes no use of it
+        )
         self._runner = StepRunner(self.model, self._batch, kind)
         self._grammars = Grammars(source, self.model_config.vocab_size, device)
         self._masks = MaskMaker(self._grammars, device, kind.computes_apart)

@@ -53,16 +53,16 @@ class RmsNormWeight(Weight):
     def __init__(self, prefix: str, size: int, eps: float, context: WeightContext) -> None:
         self.tensor = context.empty(size)
         self._prefix = prefix
-        self._eps = eps
+        self.eps = eps
 
     def pieces(self) -> Iterator[Piece]:
         yield Piece(f"{self._prefix}.weight", tuple(self.tensor.shape), self.tensor)
 
     def norm(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.tensor, self._eps)
+        return ops.rms_norm(x, self.tensor, self.eps)
 
     def add_norm(self, x: Tensor, residual: Tensor) -> Tensor:
-        return ops.add_rms_norm(x, residual, self.tensor, self._eps)
+        return ops.add_rms_norm(x, residual, self.tensor, self.eps)
 
 
 class LayerNormWeight(Weight):
@@ -155,6 +155,19 @@ class ColumnWeight(Weight):
 
     def mm(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.tensor, self.bias)
+
+    def add_norm_mm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
+        """``mm`` of ``norm.add_norm``, and the residual from now on, which may be another tensor."""
+        if type(norm) is RmsNormWeight and type(self) is ColumnWeight:  # a subclass may compute something else
+            return ops.add_rms_norm_linear(x, residual, norm.tensor, norm.eps, self.tensor, self.bias)
+        return self.mm(norm.add_norm(x, residual)), residual
+
+    def add_norm_gate_up(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
+        """Gated SiLU of ``add_norm_mm``, where this weight holds gate and up; and the residual, as there."""
+        if type(norm) is RmsNormWeight and type(self) is ColumnWeight:
+            return ops.add_rms_norm_gate_up(x, residual, norm.tensor, norm.eps, self.tensor, self.bias)
+        gate_up, residual = self.add_norm_mm(x, residual, norm)
+        return ops.silu_and_mul(gate_up), residual
 
 
 def _slicer(rows: slice) -> Callable[[Tensor], Tensor]:

@@ -33,14 +33,22 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
 
     def _cached_qkv(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> tuple[Tensor, Tensor]:
         """Queries, keys and values as the attention reads them; the keys and values are in the cache too."""
-        x = self._att_norm(input, infer_state, layer_weight)
-        q, cache_kv = self._get_qkv(x, infer_state, layer_weight)
+        q, cache_kv = self._norm_and_qkv(input, infer_state, layer_weight)
         self._post_cache_kv(q, cache_kv, infer_state, layer_weight)
         return q, cache_kv
 
     def _after_attention(self, att: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         x = self._get_o(att, infer_state, layer_weight)
-        x = self._ffn_norm(x, infer_state, layer_weight)
+        return self._norm_and_ffn(x, infer_state, layer_weight)
+
+    def _norm_and_qkv(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> tuple[Tensor, Tensor]:
+        """``_att_norm``, then ``_get_qkv``. A model may do both at once where they are its own (``_has_hooks_of``)."""
+        x = self._att_norm(input, infer_state, layer_weight)
+        return self._get_qkv(x, infer_state, layer_weight)
+
+    def _norm_and_ffn(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
+        """``_ffn_norm``, then ``_ffn``; both at once as above."""
+        x = self._ffn_norm(input, infer_state, layer_weight)
         return self._ffn(x, infer_state, layer_weight)
 
     def _att_norm(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
@@ -75,6 +83,10 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
 
     def _ffn(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         raise NotImplementedError
+
+    def _has_hooks_of(self, model: type, *names: str) -> bool:
+        """Whether these hooks are those of the class ``model``: neither overridden below it nor listened to."""
+        return all(getattr(getattr(self, name), "__func__", None) is getattr(model, name) for name in names)
 
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """The output of a fused projection, q then k then v, as _get_qkv returns it."""

@@ -1,0 +1,251 @@
+"""Attention of decode rows over a prefix that several requests share: its keys are read once for a tile of them.
+
+A program folds a part of the shared keys into the rows of a tile, which are the query heads of several requests. What
+comes of it is a partial result of each request, which ``token_attention`` merges with those of the request's own keys.
+The items of a step, a tile and a part each, are listed on the device, and what is launched depends on shapes alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.triton_kernel._attention import LOG2_E, dot_block
+from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
+from lightserve.common.triton_kernel._context_fold import fold_blocks, load_rows
+from lightserve.common.triton_kernel._context_tiles import Tiling, tiling_of
+
+# Not measured: two programs of 64 rows on each multiprocessor of an H200, which its shared memory and registers allow.
+PROGRAMS = 132 * 2
+MIN_PART = 128  # keys; a guess: a shorter part costs more to merge than to read
+MAX_PARTS = tl.constexpr(8)  # of a prefix; as many as the merge of token_attention takes at once
+MAX_PACKED = 16  # query heads a tile; of more that share a kv head, each has its own tiles
+
+REQ_IDX = tl.constexpr(0)  # what is listed of an item: the row of req_to_token in which the prefix is read
+FIRST = tl.constexpr(1)  # request of the tile
+MEMBERS = tl.constexpr(2)  # requests in the tile; 0: the item is empty
+BEGIN = tl.constexpr(3)  # key of the part
+END = tl.constexpr(4)
+PART = tl.constexpr(5)  # of the prefix
+ITEM_FIELDS = tl.constexpr(8)  # int32 each, the last two unused
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPlan:
+    """What all layers of a step share: the items and room for their results."""
+
+    items: Tensor  # [max items, ITEM_FIELDS] int32
+    b_shared_len: Tensor  # [batch] int32: of the request's keys, those that the partial results are of
+    b_parts: Tensor  # [batch] int32: partial results of the request
+    partials: Tensor  # [batch, MAX_PARTS, heads, dim] float32
+    log_sums: Tensor  # [batch, MAX_PARTS, heads] float32, base 2
+
+
+@triton.jit(do_not_specialize=["requests", "max_items", "wanted", "min_part"])
+def _shared_prefix_plan_kernel(
+    groups_ptr,
+    b_req_idx_ptr,
+    items_ptr,
+    b_shared_len_ptr,
+    b_parts_ptr,
+    requests,
+    max_items,
+    wanted,
+    min_part,
+    GROUPS: tl.constexpr,
+    GROUP_FIELDS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_ITEMS: tl.constexpr,
+    BLOCK_REQS: tl.constexpr,
+):
+    work = 0  # keys, counted once a tile
+    for group in tl.static_range(GROUPS):
+        members = tl.load(groups_ptr + group * GROUP_FIELDS + 1)
+        tokens = tl.load(groups_ptr + group * GROUP_FIELDS + 2) // BLOCK_N * BLOCK_N
+        work += tl.cdiv(members, TILE) * tokens
+    longest = tl.maximum(tl.cdiv(work, wanted), min_part)
+
+    items = tl.arange(0, BLOCK_ITEMS)
+    reqs = tl.arange(0, BLOCK_REQS)
+    item_members = tl.zeros([BLOCK_ITEMS], tl.int32)
+    shared_len = tl.zeros([BLOCK_REQS], tl.int32)
+    b_parts = tl.zeros([BLOCK_REQS], tl.int32)
+    listed = 0
+    for group in tl.static_range(GROUPS):
+        first = tl.load(groups_ptr + group * GROUP_FIELDS)
+        members = tl.load(groups_ptr + group * GROUP_FIELDS + 1)
+        # Whole blocks, so that no key needs a mask; the rest of the prefix counts as each request's own.
+        tokens = tl.load(groups_ptr + group * GROUP_FIELDS + 2) // BLOCK_N * BLOCK_N
+        parts = tl.maximum(tl.minimum(tl.cdiv(tokens, longest), MAX_PARTS), 1)
+        part_len = tl.maximum(tl.cdiv(tl.cdiv(tokens, parts), BLOCK_N), 1) * BLOCK_N
+        parts = tl.cdiv(tokens, part_len)
+
+        # Tiles of one part follow one another: its keys are read from memory once, then from the cache.
+        tiles = tl.cdiv(members, TILE)
+        is_item = (items >= listed) & (items < listed + tiles * parts)
+        part = (items - listed) // tl.maximum(tiles, 1)
+        member = (items - listed - part * tiles) * TILE
+        fields = items_ptr + items * ITEM_FIELDS
+        tl.store(fields + REQ_IDX, tl.load(b_req_idx_ptr + first, mask=members > 0, other=0), mask=is_item)
+        tl.store(fields + FIRST, first + member, mask=is_item)
+        item_members = tl.where(is_item, tl.minimum(members - member, TILE), item_members)
+        tl.store(fields + BEGIN, part * part_len, mask=is_item)
+        tl.store(fields + END, tl.minimum((part + 1) * part_len, tokens), mask=is_item)
+        tl.store(fields + PART, part, mask=is_item)
+        listed += tiles * parts
+
+        is_member = (reqs >= first) & (reqs < first + members)
+        shared_len = tl.where(is_member, tokens, shared_len)
+        b_parts = tl.where(is_member, parts, b_parts)
+    tl.store(items_ptr + items * ITEM_FIELDS + MEMBERS, item_members, mask=items < max_items)
+    tl.store(b_shared_len_ptr + reqs, shared_len, mask=reqs < requests)
+    tl.store(b_parts_ptr + reqs, b_parts, mask=reqs < requests)
+
+
+@triton.jit
+def _shared_prefix_kernel(
+    q_ptr,
+    kv_ptr,
+    alibi_slopes_ptr,
+    req_to_token_ptr,
+    b_start_loc_ptr,
+    b_seq_len_ptr,
+    items_ptr,
+    partial_ptr,
+    log_sum_ptr,
+    q_token_stride,
+    q_head_stride,
+    slot_stride,
+    kv_head_stride,
+    req_stride,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PACKED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    first_head = tl.program_id(0) * PACKED
+    fields = items_ptr + tl.program_id(1) * ITEM_FIELDS
+    members = tl.load(fields + MEMBERS)
+    if members == 0:
+        return
+    req_idx = tl.load(fields + REQ_IDX).to(tl.int64)
+    first = tl.load(fields + FIRST)
+    begin, end = tl.load(fields + BEGIN), tl.load(fields + END)
+    part = tl.load(fields + PART)
+
+    rows = tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_D)
+    heads = first_head + rows % PACKED
+    reqs = first + rows // PACKED
+    is_row = rows < members * PACKED
+    q_rows = tl.load(b_start_loc_ptr + reqs, mask=is_row, other=0).to(tl.int64)
+    q = load_rows(q_ptr, q_rows * q_token_stride + heads * q_head_stride, cols, is_row, DIM)
+    slopes = None
+    positions = None
+    if alibi_slopes_ptr is not None:
+        slopes = tl.load(alibi_slopes_ptr + heads) * LOG2_E
+        positions = tl.load(b_seq_len_ptr + reqs, mask=is_row, other=0) - 1
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    k_ptr = kv_ptr + first_head // (HEADS // KV_HEADS) * kv_head_stride
+    cache = (k_ptr, k_ptr + KV_HEADS * kv_head_stride, req_to_token_ptr + req_idx * req_stride, slot_stride)
+    acc, peak, total = fold_blocks(q, (acc, peak, total), cache, begin, end, positions, slopes, scale, DIM, BLOCK_N)
+
+    parts = (reqs.to(tl.int64) * MAX_PARTS + part) * HEADS + heads
+    mask = is_row[:, None] & (cols < DIM)[None, :]
+    tl.store(partial_ptr + parts[:, None] * DIM + cols[None, :], acc / total[:, None], mask=mask)
+    tl.store(log_sum_ptr + parts, peak + tl.log2(total), mask=is_row)
+
+
+def plan_shared(batch: ops.AttnBatch, q: Tensor, kv_heads: int, groups: Tensor) -> SharedPlan:
+    """List the items of ``groups``, as in ``AttnBatch``, for queries like ``q`` ``[tokens, heads, dim]``."""
+    _, heads, dim = q.shape
+    packed = _packed(heads, kv_heads)
+    tiling = _tiling(q)
+    tile = tiling.rows // packed
+    requests = len(batch.b_req_idx)
+    wanted = cdiv(PROGRAMS, heads // packed)
+    max_items = wanted + requests // tile + len(groups)  # a last part may be shorter than the others, and a last tile
+    new = batch.b_req_idx.new_empty
+    found = SharedPlan(
+        items=new((max_items, ITEM_FIELDS.value)),
+        b_shared_len=new(requests),
+        b_parts=new(requests),
+        partials=new((requests, MAX_PARTS.value, heads, dim), dtype=torch.float32),
+        log_sums=new((requests, MAX_PARTS.value, heads), dtype=torch.float32),
+    )
+    _shared_prefix_plan_kernel[(1,)](
+        groups,
+        batch.b_req_idx,
+        found.items,
+        found.b_shared_len,
+        found.b_parts,
+        requests,
+        max_items,
+        wanted,
+        MIN_PART,
+        GROUPS=len(groups),
+        GROUP_FIELDS=groups.shape[1],
+        TILE=tile,
+        BLOCK_N=tiling.keys,
+        BLOCK_ITEMS=next_power_of_2(max_items),
+        BLOCK_REQS=next_power_of_2(requests),
+    )
+    return found
+
+
+def launch_shared(
+    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None, plan: SharedPlan
+) -> None:
+    """Fill the partial results of ``plan``, of ``q`` ``[tokens, heads, dim]``; ``scale`` is for scores in base 2."""
+    _, heads, dim = q.shape
+    kv_heads = kv_cache.shape[1] // 2
+    packed = _packed(heads, kv_heads)
+    tiling = _tiling(q)
+    _shared_prefix_kernel[(heads // packed, len(plan.items))](
+        q,
+        kv_cache,
+        alibi_slopes,
+        batch.req_to_token,
+        batch.b_start_loc,
+        batch.b_seq_len,
+        plan.items,
+        plan.partials,
+        plan.log_sums,
+        q.stride(0),
+        q.stride(1),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        batch.req_to_token.stride(0),
+        scale,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        PACKED=packed,
+        DIM=dim,
+        BLOCK_M=tiling.rows,
+        BLOCK_N=tiling.keys,
+        BLOCK_D=dot_block(dim),
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+
+
+def _tiling(q: Tensor) -> Tiling:
+    return tiling_of(q.element_size(), dot_block(q.shape[2]))
+
+
+def _packed(heads: int, kv_heads: int) -> int:
+    """Query heads of a request in a tile."""
+    return heads // kv_heads if heads // kv_heads <= MAX_PACKED else 1

@@ -1,0 +1,172 @@
+"""The residual, its RMSNorm and the matmul behind them in one kernel, for few rows.
+
+A program multiplies a few rows of the weight with all rows of the input, as in ``linear``. The scale of a row is a
+factor of the whole product, so it can wait: rows go into the product without it, their squares are summed on the way,
+and the product is scaled in the end. All programs read the old residual; the first one writes the new one elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
+from lightserve.common.triton_kernel._check import check_last_contiguous
+from lightserve.common.triton_kernel.activation import activate
+from lightserve.common.triton_kernel.linear import ANY, MIN_BLOCK_K, MIN_ROWS, NARROW, Config, Rule, first_fit
+
+MIDDLE = Config(block_n=32, block_bytes=512, num_warps=2, num_stages=4)
+# Reckoned, not measured: three programs a multiprocessor, in 58 to 77 KB of its shared memory. With 8 rows, NARROW
+# would take 255 registers and 1,055 instructions a tile of 16 KiB (1 row: 425; linear: 248), MIDDLE takes 409.
+RULES = (Rule(NARROW, max_rows=4, max_out=8192), Rule(MIDDLE, max_rows=8, max_out=8192))
+GATED_RULES = (Rule(NARROW, max_rows=4, max_out=ANY), Rule(MIDDLE, max_rows=8, max_out=ANY))
+DTYPES = (torch.bfloat16,)  # rows without their scale leave the range of float16
+
+
+@triton.jit
+def _repeat_rows(x, ROWS: tl.constexpr):
+    """Each row ``ROWS // len(x)`` times: the GPU multiplies no fewer than ``ROWS``, but fewer need be computed."""
+    repeated = tl.broadcast_to(x[:, None, :], (x.shape[0], ROWS // x.shape[0], x.shape[1]))
+    return repeated.reshape(ROWS, x.shape[1])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm_linear_kernel(
+    x_ptr,
+    residual_ptr,
+    norm_weight_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    new_residual_ptr,
+    rows,
+    out_size,
+    in_size,
+    eps,
+    x_row_stride,
+    residual_row_stride,
+    weight_row_stride,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    weight_rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_weight_row = weight_rows < out_size
+    if IS_GATED:  # gate and up take turns
+        weight_rows = weight_rows // 2 + weight_rows % 2 * (out_size // 2)
+    in_rows = tl.arange(0, ROWS).to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK_K)[None, :]
+    x_ptrs = x_ptr + in_rows * x_row_stride + cols
+    residual_ptrs = residual_ptr + in_rows * residual_row_stride + cols
+    new_residual_ptrs = new_residual_ptr + in_rows * in_size + cols
+    weight_ptrs = weight_ptr + weight_rows.to(tl.int64)[:, None] * weight_row_stride + cols
+    is_first = tl.program_id(0) == 0
+
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    squares = tl.zeros([ROWS, 1], tl.float32)
+    for start in range(0, in_size, BLOCK_K):
+        is_in = cols < (BLOCK_K if IS_EVEN else in_size - start)
+        is_row = (in_rows < rows) & is_in
+        weight = tl.load(weight_ptrs + start, mask=is_weight_row[:, None] & is_in, other=0.0)
+        x = tl.load(x_ptrs + start, mask=is_row, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptrs + start, mask=is_row, other=0.0).to(tl.float32)
+        norm_weight = tl.load(norm_weight_ptr + start + cols, mask=is_in, other=0.0).to(tl.float32)
+        rounded = (residual + x).to(new_residual_ptr.dtype.element_ty)
+        tl.store(new_residual_ptrs + start, rounded, mask=is_row & is_first)
+        summed = rounded.to(tl.float32)
+        squares += tl.sum(summed * summed, axis=1, keep_dims=True)
+        unscaled = (summed * norm_weight).to(weight.dtype)
+        acc = tl.dot(weight, _repeat_rows(unscaled, BLOCK_M).T, acc=acc, input_precision="ieee")
+
+    acc *= _repeat_rows(tl.rsqrt(squares / in_size + eps), BLOCK_M).T
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + weight_rows, mask=is_weight_row, other=0.0).to(tl.float32)[:, None]
+    if IS_GATED:
+        gate, up = tl.split(acc.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1))
+        acc = activate(gate, "silu") * up
+    PARTS: tl.constexpr = 2 if IS_GATED else 1
+    REPEATS: tl.constexpr = BLOCK_M // ROWS
+    width = out_size // PARTS
+    out_rows = (tl.arange(0, BLOCK_M) // REPEATS)[None, :]
+    is_once = (tl.arange(0, BLOCK_M) % REPEATS == 0)[None, :]
+    out_cols = (tl.program_id(0) * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS))[:, None]
+    tl.store(out_ptr + out_rows * width + out_cols, acc, mask=is_once & (out_rows < rows) & (out_cols < width))
+
+
+def multiply(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    config: Config,
+    is_gated: bool,
+) -> tuple[Tensor, Tensor]:
+    """The op by the kernel, for up to ``MIN_ROWS`` rows ``[rows, in]``; ``is_gated``: with SiLU and product behind."""
+    (rows, in_size), out_size = x.shape, len(weight)
+    block_k = min(config.block_bytes // x.element_size(), max(next_power_of_2(in_size), MIN_BLOCK_K))
+    out = x.new_empty((rows, out_size // 2 if is_gated else out_size))
+    new_residual = x.new_empty((rows, in_size))
+    _norm_linear_kernel[(cdiv(out_size, config.block_n),)](
+        x,
+        residual,
+        norm_weight.contiguous(),
+        weight,
+        bias,
+        out,
+        new_residual,
+        rows,
+        out_size,
+        in_size,
+        eps,
+        x.stride(0),
+        residual.stride(0),
+        weight.stride(0),
+        IS_GATED=is_gated,
+        IS_EVEN=in_size % block_k == 0,
+        ROWS=next_power_of_2(rows),
+        BLOCK_M=MIN_ROWS,
+        BLOCK_N=config.block_n,
+        BLOCK_K=block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out, new_residual
+
+
+def config_of(x: Tensor, residual: Tensor, weight: Tensor, rules: tuple[Rule, ...]) -> Config | None:
+    """How to do all at once; None: norm and product apart."""
+    is_fit = x.dim() == 2 and x.numel() > 0 and x.dtype in DTYPES and x.dtype == residual.dtype == weight.dtype
+    return first_fit(rules, len(x), *weight.shape) if is_fit else None
+
+
+@ops.add_rms_norm_linear.impl("triton")
+def add_rms_norm_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    check_last_contiguous("add_rms_norm_linear", x=x, residual=residual, weight=weight)
+    config = config_of(x, residual, weight, RULES)
+    if config is None:
+        return ops.add_rms_norm_linear.impls[ops.REFERENCE](x, residual, norm_weight, eps, weight, bias)
+    return multiply(x, residual, norm_weight, eps, weight, bias, config=config, is_gated=False)
+
+
+@ops.add_rms_norm_gate_up.impl("triton")
+def add_rms_norm_gate_up(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    if len(weight) % 2:
+        raise ValueError(f"add_rms_norm_gate_up: the weight holds gate and up, and {len(weight)} rows are odd")
+    check_last_contiguous("add_rms_norm_gate_up", x=x, residual=residual, weight=weight)
+    config = config_of(x, residual, weight, GATED_RULES)
+    if config is None:
+        return ops.add_rms_norm_gate_up.impls[ops.REFERENCE](x, residual, norm_weight, eps, weight, bias)
+    return multiply(x, residual, norm_weight, eps, weight, bias, config=config, is_gated=True)

@@ -1,0 +1,119 @@
+"""Norm and product are one op in a plain model, and two steps for whoever listens to them or overrides one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightserve.common import basemodel as bm, ops
+from lightserve.common.basemodel.hooks import recorded
+from lightserve.models.llama.model import LlamaTransformerLayerInfer
+from test.models.session import Session
+from test.models.tiny import build_hf, build_ours
+
+PROMPT = [5, 17, 3, 99, 42]
+FUSED = ("add_rms_norm_linear", "add_rms_norm_gate_up")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The fused ops that were called; the coarser one calls the finer."""
+    names: list[str] = []
+
+    def noting(name: str) -> Any:
+        def call(*args: Any) -> Any:
+            names.append(name)
+            return ops.OPS[name].impls[ops.REFERENCE](*args)
+
+        return call
+
+    for name in FUSED:
+        monkeypatch.setattr(ops.OPS[name], "_active", noting(name))
+    return names
+
+
+def logits_of(model: bm.TpPartBaseModel) -> Tensor:
+    return Session(model).step({0: PROMPT})
+
+
+@pytest.mark.parametrize(
+    ("name", "linear", "gate_up"), [("llama-gqa", 3, 2), ("qwen2-tied", 3, 2), ("qwen3", 2, 2), ("bloom-8-heads", 0, 0)]
+)
+def test_plain_layers_compute_norm_and_product_at_once(name: str, linear: int, gate_up: int, calls: list[str]) -> None:
+    logits_of(build_ours(build_hf(name)))
+
+    assert (calls.count(FUSED[0]), calls.count(FUSED[1])) == (linear, gate_up)
+
+
+def test_whoever_listens_gets_the_norms_too(calls: list[str]) -> None:
+    model = build_ours(build_hf("llama-gqa"))
+    plain = logits_of(model)
+    calls.clear()
+
+    with recorded(model) as values:
+        listened = logits_of(model)
+
+    assert calls == []
+    assert {"layers.1.att_norm", "layers.1.ffn_norm", "layers.1.ffn"} <= values.keys()
+    torch.testing.assert_close(listened, plain)
+
+
+@pytest.mark.parametrize("hook", ["_att_norm", "_get_qkv", "_ffn_norm", "_ffn"])
+def test_a_hook_that_a_subclass_overrides_runs_in_every_layer(hook: str) -> None:
+    model = build_ours(build_hf("llama-gqa"))
+    plain = logits_of(model)
+    layers: list[int] = []
+
+    def noting(self: Any, *args: Any) -> Any:
+        layers.append(self.layer_num)
+        return getattr(super(layer_class, self), hook)(*args)
+
+    layer_class = type("Noting", (LlamaTransformerLayerInfer,), {hook: noting})
+    model.layers_infer = [layer_class(i, model.config, model.tp) for i in range(2)]
+
+    assert torch.equal(logits_of(model), plain)
+    assert layers == [0, 1]
+
+
+class NormOfOnePlus(bm.RmsNormWeight):
+    """The checkpoint holds the weight less one."""
+
+    def norm(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.tensor + 1, self.eps)
+
+    def add_norm(self, x: Tensor, residual: Tensor) -> Tensor:
+        return ops.add_rms_norm(x, residual, self.tensor + 1, self.eps)
+
+
+class Halved(bm.ColumnWeight):
+    def mm(self, x: Tensor) -> Tensor:
+        return 2 * super().mm(x)
+
+
+def of_one_plus(norm: Any) -> None:
+    norm.__class__ = NormOfOnePlus
+    norm.tensor -= 1
+
+
+def halved(projection: Any) -> None:
+    projection.__class__ = Halved
+    projection.tensor /= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "names"), [(of_one_plus, ("att_norm", "ffn_norm")), (halved, ("qkv_proj", "gate_up_proj"))]
+)
+def test_a_weight_that_computes_otherwise_is_asked(change: Callable[[Any], None], names: tuple[str, str]) -> None:
+    model = build_ours(build_hf("llama-gqa"))
+    plain = logits_of(model)
+    for weights in model.layer_weights:
+        for name in names:
+            change(getattr(weights, name))
+
+    changed = logits_of(model)
+
+    torch.testing.assert_close(changed, plain)
