@@ -17,7 +17,7 @@ from lightserve.common import ops
 
 EPS = 1e-5
 LOGIT_BYTES = 4  # float32
-FEW_ROWS = (1, 2, 4, 8)
+FEW_ROWS = (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
