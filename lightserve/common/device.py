@@ -149,10 +149,14 @@ def enough_memory(remedy: str) -> Iterator[None]:
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy on the device, without waiting for it: from pinned memory, which torch keeps until the copy is over."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return torch.from_numpy(array) if device.type == "cpu" else pinned(array).to(device, non_blocking=True)
+
+
+def pinned(array: np.ndarray) -> Tensor:
+    """A copy in memory from which an accelerator copies without waiting: see ``host_memory``."""
+    tensor = torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, pin_memory=True)
+    tensor.numpy()[...] = array
+    return tensor
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

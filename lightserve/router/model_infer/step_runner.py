@@ -13,7 +13,7 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.basemodel import ModelInput, TpPartBaseModel
 from lightserve.common.cuda_graph import CudaGraphs
-from lightserve.common.device import DeviceKind, to_device
+from lightserve.common.device import DeviceKind, pinned, to_device
 from lightserve.router.model_infer.infer_batch import MIN_SHARING, InferBatch
 from lightserve.router.model_infer.prompt_scores import StepScores
 from lightserve.router.model_infer.step_input import StepColumns, StepShape, columns_of
@@ -69,7 +69,7 @@ class StepRunner:
         self, inputs: np.ndarray, shape: StepShape, scores: StepScores | None = None, masks: StepMasks | None = None
     ) -> StepOut:
         if scores is None and self._graphs is not None and shape in self._graphs:
-            out = self._graphs.replay(shape, torch.from_numpy(inputs).pin_memory())
+            out = self._graphs.replay(shape, pinned(inputs))
             return out if masks is None else self._choose(out.logits, out.columns, masks)
         return self._choose(*self._forward(to_device(inputs, self._model.device), shape, scores), masks)
 
