@@ -30,14 +30,16 @@ class CudaGraphs(Generic[Key, Out]):
         return key in self._captured
 
     def capture(self, examples: Iterable[tuple[Key, Tensor]]) -> None:
-        """Each key with an input on the device, which a replay overwrites."""
+        """Each key with an input on the device, which a replay overwrites.
+
+        What is compiled, loaded or allocated at first use has been used before: a capture may not do so.
+        """
+        torch.cuda.synchronize()
         with _no_garbage():
             for key, example in examples:
                 self._capture(key, example)
 
     def _capture(self, key: Key, example: Tensor) -> None:
-        self._function(example, key)  # compiles and allocates what is made at first use
-        torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -126,6 +127,19 @@ class TpPartBaseModel:
 
     def _init_custom(self) -> None:
         """Whatever else a model needs."""
+
+    @contextmanager
+    def one_layer_of_each_kind(self) -> Iterator[None]:
+        """Within it, a step launches every kernel that it launches otherwise, far fewer times: to compile and load."""
+        whole = self.layers_infer, self.layer_weights
+        layers = zip(*whole, strict=True)
+        kinds = {(type(infer), weight.kind()): (infer, weight) for infer, weight in layers}
+        self.layers_infer = [infer for infer, _ in kinds.values()]
+        self.layer_weights = [weight for _, weight in kinds.values()]
+        try:
+            yield
+        finally:
+            self.layers_infer, self.layer_weights = whole
 
     @torch.inference_mode()
     def forward(self, step: ModelInput) -> Tensor:

@@ -143,7 +143,7 @@ class InferBatch:
     ) -> None:
         """``shares_prefixes``: steps tell attention which requests begin with the same slots."""
         self._req_manager = req_manager
-        self._padding_slot = padding_slot
+        self.padding_slot = padding_slot  # of the KV pool; another pool, another slot
         self._device = device
         self._reqs: dict[int, InferReq] = {}
         self._prefixes: SharedPrefixes[InferReq] = SharedPrefixes()
@@ -242,7 +242,7 @@ class InferBatch:
         rows, _, slots, _ = columns.tokens
         req_rows, start, seq_len, _ = columns.requests
         rows[:] = req_rows[:] = self._req_manager.padding_row
-        slots[:] = self._padding_slot
+        slots[:] = self.padding_slot
         start[:] = shape.tokens if shape.has_prompts else np.arange(shape.requests)
         seq_len[:] = 0 if shape.has_prompts else 1
         return inputs, columns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from lightserve.common.basemodel import TpPartBaseModel
@@ -19,14 +20,17 @@ COPIES_OF_LOGITS = 12
 FLOAT32_BYTES = 4
 
 
-def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind) -> int:
-    """``model`` has its weights, and no KV to speak of yet."""
+def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind, rehearse: Callable[[], None]) -> int:
+    """``model`` has its weights, and no KV to speak of yet.
+
+    What ``rehearse`` launches is compiled beside the kernels of the largest step, which takes as long as they alone.
+    """
     max_len, max_reqs = model.req_manager.max_len, model.req_manager.max_reqs
     most = max_reqs * max_len  # more could never be used
     if config.max_total_token_num is not None:
         return min(config.max_total_token_num, most)
     largest_step = partial(_largest_step, config, model, kind)
-    kind.compile_kernels(model.device, largest_step)
+    kind.compile_kernels(model.device, lambda: _each(largest_step, rehearse))
     peak = kind.peak_bytes(model.device, largest_step)
     peak += COPIES_OF_LOGITS * FLOAT32_BYTES * max_reqs * model.config.vocab_size if peak else 0
     budget = max(kind.kv_budget(model.device, config.mem_fraction) - peak, 0)
@@ -38,6 +42,11 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind) -> i
             f"after the weights, memory holds {fits} tokens of KV, fewer than one request of {max_len}; {remedy}"
         )
     return fits
+
+
+def _each(*works: Callable[[], None]) -> None:
+    for work in works:
+        work()
 
 
 def _largest_step(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind) -> None:

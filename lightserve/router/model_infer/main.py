@@ -22,7 +22,7 @@ def main(boot: Boot, parent: Parent) -> None:
         from lightserve.router.model_infer.worker import ModelWorker
     server = StepServer(boot.path(f"worker-{boot.index}"))
     kind = pick_device(config.device)
-    with _phase(parent, "load the model"):
+    with _phase(parent, "load and compile"):
         source = resolve(config.model_dir, needs_weights=config.load_format == "auto")
         tp = init_tp(boot.index, config.tp, f"file://{boot.path('tp')}", kind.comm)
         worker = ModelWorker(config, source, tp)

@@ -41,12 +41,14 @@ class StepRunner:
         self._graphs: CudaGraphs[StepShape, StepOut] | None = CudaGraphs(self._compute) if kind.has_graphs else None
 
     def rehearse(self) -> None:
-        """Launch every step that ``capture`` will capture, and what masks need beside."""
-        for shape in self._to_capture():
-            _launch_masks(self._compute(self._padding(shape), shape).logits)
+        """Launch what every step that ``capture`` will capture launches, and what masks need beside."""
+        with self._model.one_layer_of_each_kind():
+            for shape in self._to_capture():
+                _launch_masks(self._compute(self._padding(shape), shape).logits)
 
     def capture(self) -> None:
         if self._graphs is not None:
+            self.rehearse()
             self._graphs.capture((shape, self._padding(shape)) for shape in self._to_capture())
 
     def _to_capture(self) -> list[StepShape]:

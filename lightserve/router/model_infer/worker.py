@@ -31,6 +31,7 @@ from lightserve.utils.progress import Progress
 
 WARM_UP_LENGTHS = (16, 7, 100, 1)  # Triton compiles apart for 1, for multiples of 16 and for other lengths
 WARM_UP_DECODES = 2
+REHEARSED_TOKENS = 512  # of a first KV pool, in which all this has room
 WARM_UP_SAMPLING = (
     SamplingParams(max_new_tokens=8, temperature=0.0),
     SamplingParams(
@@ -60,15 +61,13 @@ class ModelWorker:
             device=device,
             tp=tp,
             checkpoint=_with_progress(source) if config.load_format == "auto" else None,
-            max_total_token_num=1,
+            max_total_token_num=REHEARSED_TOKENS,
             max_reqs=config.running_max_req_size,
             max_req_total_len=self.max_req_total_len,
             outline=outline(source) if config.load_format == "auto" else (),
         )
         with enough_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
             self.model = get_model_class(self.model_config.model_type)(args)
-        with enough_memory("lower max_total_token_num or mem_fraction"):
-            self.model.set_kv_size(kv_size(config, self.model, kind))
         self._kind, self._device = kind, device
         ranks = f", {tp.size} ranks" if tp.size > 1 else ""
         self.computed_in = f"in {str(dtype).removeprefix('torch.')} on {kind.name}{ranks}"
@@ -83,6 +82,9 @@ class ModelWorker:
         self._masks = MaskMaker(self._grammars, device, kind.computes_apart)
         self._sampler = Sampler(self.model_config.vocab_size, device, self._batch.last_ids)
         self._launched: PendingStep | None = None  # the last one
+        with enough_memory("lower max_total_token_num or mem_fraction"):
+            self.model.set_kv_size(kv_size(config, self.model, kind, self._rehearse))
+        self._batch.padding_slot = self.model.mem_manager.padding_slot
 
     @property
     def step_limits(self) -> StepLimits:
@@ -114,7 +116,8 @@ class ModelWorker:
         self.capture()
 
     def _rehearse(self) -> None:
-        self._run_kinds()
+        with self.model.one_layer_of_each_kind():
+            self._run_kinds()
         self._runner.rehearse()
 
     def _run_kinds(self) -> None:

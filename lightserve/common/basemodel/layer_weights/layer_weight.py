@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 
 from lightserve.common.basemodel.layer_weights.weights import (
     NormWeight,
@@ -20,9 +20,16 @@ class LayerWeight:
     """Weights as attributes; a weight that has two names is still one weight."""
 
     def pieces(self) -> Iterator[Piece]:
-        weights = {id(weight): weight for weight in vars(self).values() if isinstance(weight, Weight)}
-        for weight in weights.values():
+        for weight in self._weights():
             yield from weight.pieces()
+
+    def kind(self) -> Hashable:
+        """The same for layers that compute in the same way, with other numbers."""
+        weights = ((type(weight), tuple(piece.shape for piece in weight.pieces())) for weight in self._weights())
+        return (type(self), *weights)
+
+    def _weights(self) -> Iterable[Weight]:
+        return {id(weight): weight for weight in vars(self).values() if isinstance(weight, Weight)}.values()
 
 
 class PreAndPostLayerWeight(LayerWeight, ABC):

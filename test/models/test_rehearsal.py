@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightserve.common.basemodel.hooks import hooks_of
+from lightserve.common.basemodel.layer_weights.weights import RmsNormWeight, WeightContext
+from lightserve.common.tp import TpGroup
+from test.models.session import Session
+from test.models.tiny import build_hf, build_ours
+
+PROMPT = [5, 17, 3, 99, 42]
+
+
+def test_a_rehearsal_runs_one_layer_of_each_kind_and_then_all_again() -> None:
+    model = build_ours(build_hf("llama-gqa"))
+    seen: list[str] = []
+    hooks_of(model).register("layers.*.ffn", lambda name, value: seen.append(name))
+    session = Session(model)
+    expected = session.step({0: PROMPT})
+    everything = list(seen)
+
+    with model.one_layer_of_each_kind():
+        session.step({1: PROMPT})
+    rehearsed = seen[len(everything) :]
+    again = session.step({2: PROMPT})
+
+    assert len(everything) > 1
+    assert len(rehearsed) == 1
+    assert seen[len(everything) + 1 :] == everything
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
+
+
+def test_layers_with_other_weights_are_of_another_kind() -> None:
+    model = build_ours(build_hf("llama-gqa"))
+    context = WeightContext(TpGroup(), torch.float32, model.device)
+    first, second = model.layer_weights
+
+    assert first.kind() == second.kind()
+    second.k_norm = RmsNormWeight("k_norm", 16, 1e-5, context)  # type: ignore[attr-defined]
+
+    assert first.kind() != second.kind()
+    with model.one_layer_of_each_kind():
+        assert model.layer_weights == [first, second]
+
+
+def test_a_rehearsal_that_fails_leaves_all_layers() -> None:
+    model = build_ours(build_hf("llama-gqa"))
+    layers = model.layers_infer
+
+    with pytest.raises(RuntimeError, match="no memory"), model.one_layer_of_each_kind():
+        raise RuntimeError("no memory")
+
+    assert model.layers_infer is layers
