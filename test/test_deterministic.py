@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lightserve.io_struct import SamplingParams
@@ -26,6 +27,7 @@ CONFIG = {
 }
 DEVICES = [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
 LENGTH = 200
+SAID = 200
 ASKED = SamplingParams(max_new_tokens=8, temperature=0.0, logprobs=5, ignore_eos=True)
 SCORED = SamplingParams(max_new_tokens=8, temperature=0.0, logprobs=5, prompt_logprobs=2, ignore_eos=True)
 OTHER = SamplingParams(max_new_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
@@ -41,22 +43,39 @@ def bits(generation: Generation) -> Bits:
     return generation.token_ids, generation.logprobs, generation.top_logprobs
 
 
+def make(folder: Path, device: str, dtype: str, batch_max_tokens: int) -> LLM:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return LLM(
+        str(folder),
+        load_format="dummy",
+        device=device,
+        data_type=dtype,
+        deterministic=True,
+        max_total_token_num=6000,
+        batch_max_tokens=batch_max_tokens,
+    )
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_a_request_goes_on_from_any_of_its_tokens_as_it_would_have(tmp_path: Path, device: str, dtype: str) -> None:
+    """As after a worker was replaced: what was decoded token by token is computed as one prompt."""
+    decoding, replaced = (make(tmp_path, device, dtype, 2048) for _ in range(2))
+    cuts = (1, 20, 63, 64, 65, 100, 190)
+    prompts = [prompt(seed, 3) for seed in range(len(cuts))]
+    said = decoding.generate(prompts, msgspec.structs.replace(ASKED, max_new_tokens=SAID))
+
+    for given, whole, cut in zip(prompts, said, cuts, strict=True):
+        rest = replaced.generate(
+            [given + whole.token_ids[:cut]], msgspec.structs.replace(ASKED, max_new_tokens=SAID - cut)
+        )[0]
+
+        assert rest.token_ids == whole.token_ids[cut:]
+        assert rest.logprobs == whole.logprobs[cut:]
+
+
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 def test_nothing_beside_a_request_changes_a_bit_of_its_logprobs(tmp_path: Path, device: str, dtype: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-
-    def make(batch_max_tokens: int) -> LLM:
-        return LLM(
-            str(tmp_path),
-            load_format="dummy",
-            device=device,
-            data_type=dtype,
-            deterministic=True,
-            max_total_token_num=6000,
-            batch_max_tokens=batch_max_tokens,
-        )
-
-    whole, in_chunks = make(2048), make(64)
+    whole, in_chunks = (make(tmp_path, device, dtype, tokens) for tokens in (2048, 64))
     asked = prompt(0, LENGTH)
     others = [prompt(seed, 1 + seed * 3) for seed in range(1, 32)]
     scored = whole.generate([asked], SCORED)[0]  # computes all of its prompt, and leaves it in the cache

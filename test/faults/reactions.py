@@ -55,7 +55,7 @@ def same_text(scene: Scene) -> None:
     for stream, other in zip(scene.streams, again, strict=True):
         other.rest()
         assert other.is_whole, other.seen[-500:]
-        assert stream.text == other.text
+        assert stream.text == other.text, f"then {stream.text!r}\nnow  {other.text!r}"
 
 
 STREAMS_GO_ON = Reaction("streams go on, same text", go_on, same_text)
