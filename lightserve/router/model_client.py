@@ -51,9 +51,10 @@ class RpycModelClient:
         self._loop = asyncio.get_running_loop()
         self._under_way: set[asyncio.Future[list[TokenOut]]] = set()
         self._connections: list[Any] = [_connect(path) for path in socket_paths]
+        self._filenos = [connection.fileno() for connection in self._connections]  # rpyc forgets that of a lost one
         self._runs = [rpyc.async_(connection.root.run) for connection in self._connections]
-        for rank, connection in enumerate(self._connections):
-            self._loop.add_reader(connection.fileno(), self._read, rank)
+        for rank, fileno in enumerate(self._filenos):
+            self._loop.add_reader(fileno, self._read, rank)
 
     def run(self, step: Step) -> asyncio.Future[list[TokenOut]]:
         future: asyncio.Future[list[TokenOut]] = self._loop.create_future()
@@ -62,7 +63,8 @@ class RpycModelClient:
         for rank, run in enumerate(self._runs):
             try:
                 reply = run(command)
-            except EOFError:
+            except EOFError:  # rpyc has closed the socket: its number may be another's soon
+                self._loop.remove_reader(self._filenos[rank])
                 self._lose(f"model worker {rank} is gone")
                 break
             if rank == 0:
@@ -76,20 +78,20 @@ class RpycModelClient:
 
     def close(self) -> None:
         """Hang up without a word, which rpyc would have answered: a worker that hangs would never do that."""
-        for connection in self._connections:
+        for fileno, connection in zip(self._filenos, self._connections, strict=True):
             if not connection.closed:
-                self._loop.remove_reader(connection.fileno())
-                connection._channel.close()
+                if not connection._channel.closed:
+                    self._loop.remove_reader(fileno)
+                    connection._channel.close()
                 connection.close()
 
     def _read(self, rank: int) -> None:
         connection = self._connections[rank]
-        fileno = connection.fileno()
         try:
             while connection.poll(0):
                 pass
         except EOFError:
-            self._loop.remove_reader(fileno)
+            self._loop.remove_reader(self._filenos[rank])
             self._lose(f"model worker {rank} is gone")
 
     def _answered(self, future: asyncio.Future[list[TokenOut]], reply: Any) -> None:

@@ -199,30 +199,61 @@ def test_a_worker_that_fails_tells_its_own_process_and_fails_the_steps_under_way
     within_deadline(scenario())
 
 
+class HangsUp:
+    """A worker whose socket can be closed under it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._listener = StepServer(path)
+        self._connected: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        self._connected.append(self._listener._listener.accept()[0])
+        rpc = ModelRpc(in_order(echo))
+        rpc._connect(Channel(SocketStream(self._connected[0])), {"allow_pickle": False})
+        rpc.serve()
+
+    def hang_up(self) -> None:
+        self._connected[0].shutdown(socket.SHUT_RDWR)
+        self._thread.join(DEADLINE_S)
+
+
 def test_a_worker_that_hangs_up_while_nothing_runs_is_noticed(tmp_path: Path) -> None:
     async def scenario() -> None:
-        listener = StepServer(str(tmp_path / "worker"))
-        connected: list[socket.socket] = []
-
-        def serve() -> None:
-            connected.append(listener._listener.accept()[0])
-            rpc = ModelRpc(in_order(echo))
-            rpc._connect(Channel(SocketStream(connected[0])), {"allow_pickle": False})
-            rpc.serve()
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        client = client_of([str(tmp_path / "worker")])
+        worker = HangsUp(str(tmp_path / "worker"))
+        client = client_of([worker.path])
         await client.run(Step([StepRow(1, [0])]))
         assert not client.is_lost
 
-        connected[0].shutdown(socket.SHUT_RDWR)
+        worker.hang_up()
 
         await until(lambda: client.is_lost)
         with pytest.raises(WorkerDiedError):
             await client.run(Step([StepRow(1, [1])]))
         client.close()
-        thread.join(DEADLINE_S)
+
+    within_deadline(scenario())
+
+
+def test_a_worker_that_hung_up_before_a_step_is_sent_is_lost_like_any_other(tmp_path: Path) -> None:
+    """The event loop has not seen it yet: rpyc finds out as it sends, and closes the socket."""
+
+    async def scenario() -> None:
+        worker = HangsUp(str(tmp_path / "worker"))
+        complaints: list[tuple[str, bool]] = []
+        client = client_of([worker.path], complaints)
+        await client.run(Step([StepRow(1, [0])]))
+
+        worker.hang_up()
+        future = client.run(Step([StepRow(1, [1])]))
+        assert client.is_lost
+        client.give_up("it hung up", is_explained=False)
+
+        with pytest.raises(WorkerDiedError, match="model worker 0 is gone"):
+            await future
+        assert complaints == [("it hung up", False)]
 
     within_deadline(scenario())
 

@@ -81,9 +81,11 @@ class InferReq:
     def append(self, chosen: int, forced: list[int]) -> None:
         """The host learns a token that counts in ``total_len`` already, and those that come after it in any case.
 
-        A step may be packed meanwhile, so its length is known first: who finds the tokens may ask what follows.
+        A step may be packed meanwhile, so its length is known first: who finds the tokens may ask what follows. Where
+        nothing is forced, the length is not touched: it may be counted up by the next step just now.
         """
-        self.total_len += len(forced)
+        if forced:
+            self.total_len += len(forced)
         self.token_ids += [chosen, *forced]
 
     def scored_next(self, count: int) -> list[int]:

@@ -18,9 +18,19 @@ NOT_NUMBERS = "numerical error: the model's logits for the next token are not fi
 
 
 class PendingStep:
-    """``chosen``: the rows of ``tokens`` that are a request's next; the others belong to unfinished prompts."""
+    """``chosen``: the rows of ``tokens`` that are a request's next; the others belong to unfinished prompts.
 
-    def __init__(self, tokens: Tensor, chosen: Sequence[tuple[int, InferReq]], logprobs: StepLogprobs | None) -> None:
+    ``before``: the step that was launched before this one, whose tokens come first.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        chosen: Sequence[tuple[int, InferReq]],
+        logprobs: StepLogprobs | None,
+        before: PendingStep | None,
+    ) -> None:
+        self._before = before
         self._tokens = ToHost(tokens)
         self._chosen = chosen
         self._logprobs = logprobs
@@ -28,9 +38,15 @@ class PendingStep:
         self._outs: list[TokenOut] | None = None
 
     def collect(self) -> list[TokenOut]:
-        """Wait for the tokens, and give each to its request once."""
+        """Wait for the tokens, and give each to its request once, after those of the steps before.
+
+        A thread waits for each step, and where steps are short, that of a later one may be here first.
+        """
         with self._lock:
             if self._outs is None:
+                if self._before is not None:
+                    self._before.collect()
+                    self._before = None
                 self._outs = self._take()
             return self._outs
 

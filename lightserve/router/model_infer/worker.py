@@ -174,7 +174,7 @@ class ModelWorker:
         chosen = [(i, req) for i, req in enumerate(packed.reqs) if req.is_due]
         for _, req in chosen:
             req.total_len += 1
-        self._launched = PendingStep(tokens, chosen, logprobs)
+        self._launched = PendingStep(tokens, chosen, logprobs, before=self._launched)
         return self._launched.collect
 
     def _begin_masks(self, packed: PackedStep) -> StepMasks | None:
