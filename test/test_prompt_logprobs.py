@@ -146,13 +146,13 @@ def test_no_more_logits_are_there_at_once_than_a_piece_has(
 ) -> None:
     monkeypatch.setattr(prompt_scores, "PIECE", 7 * VOCAB)
     shapes: list[tuple[int, ...]] = []
-    scores = prompt_scores._scores
+    scores = prompt_scores.scores_of
 
     def watched(logits: torch.Tensor, targets: torch.Tensor, k: int) -> prompt_scores.Scores:
         shapes.append(logits.shape)
         return scores(logits, targets, k)
 
-    monkeypatch.setattr(prompt_scores, "_scores", watched)
+    monkeypatch.setattr(prompt_scores, "scores_of", watched)
     found = make(folder).generate([prompt(0, 90), prompt(1, 3)], SCORED)
 
     for one in found:

@@ -32,7 +32,7 @@ class StepScores:
         count = max(PIECE // vocab, 1)
         k = min(self._k, vocab)
         pieces = [
-            _scores(logits_of(rows), targets, k)
+            scores_of(logits_of(rows), targets, k)
             for rows, targets in zip(self._rows.split(count), self._targets.split(count), strict=True)  # type: ignore[no-untyped-call]
         ]
         self._to_host = ToHost(*(torch.cat(column) for column in zip(*pieces, strict=True)))
@@ -51,13 +51,13 @@ class PromptPart:
     rows: slice
 
 
-def _scores(logits: Tensor, targets: Tensor, k: int) -> Scores:
+def scores_of(logits: Tensor, targets: Tensor, k: int) -> Scores:
+    """No bit depends on the other rows: of log_softmax that holds, of logsumexp it does not."""
     logits = logits.float()
-    total = logits.logsumexp(-1, keepdim=True)
-    target = logits.gather(1, targets[:, None])
-    ranks = (logits > target).sum(-1, dtype=torch.int32) + 1
-    values, ids = logits.topk(k)
-    return (target - total)[:, 0], ranks, ids.int(), values - total
+    logprobs = logits.log_softmax(-1)
+    ranks = (logits > logits.gather(1, targets[:, None])).sum(-1, dtype=torch.int32) + 1
+    ids = logits.topk(k).indices
+    return logprobs.gather(1, targets[:, None])[:, 0], ranks, ids.int(), logprobs.gather(1, ids)
 
 
 def joined(parts: Sequence[PromptPart], k: int) -> PromptLogprobs:
