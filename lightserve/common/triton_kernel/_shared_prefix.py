@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel._attention import LOG2_E, dot_block
-from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
+from lightserve.common.triton_kernel._blocks import cdiv, few_sizes
 from lightserve.common.triton_kernel._context_fold import fold_blocks, load_rows
 from lightserve.common.triton_kernel._context_tiles import Tiling, tiling_of
 
@@ -200,8 +200,8 @@ def plan_shared(batch: ops.AttnBatch, q: Tensor, kv_heads: int, groups: Tensor) 
         GROUP_FIELDS=groups.shape[1],
         TILE=tile,
         BLOCK_N=tiling.keys,
-        BLOCK_ITEMS=next_power_of_2(max_items),
-        BLOCK_REQS=next_power_of_2(requests),
+        BLOCK_ITEMS=few_sizes(max_items),
+        BLOCK_REQS=few_sizes(requests),
     )
     return found
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
+from lightserve.common.triton_kernel._blocks import cdiv, few_sizes
 from lightserve.common.triton_kernel._check import check_last_contiguous, tensors_of
 from lightserve.common.triton_kernel._shared_prefix import SharedPlan
 
@@ -128,6 +128,6 @@ def plan(
         wanted,
         MIN_ITEM,
         BLOCK_N=block_n,
-        BLOCK=next_power_of_2(requests),
+        BLOCK=few_sizes(requests),
     )
     return found
