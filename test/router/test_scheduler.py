@@ -377,16 +377,16 @@ def test_the_more_decode_the_more_of_a_prompt_a_step_takes() -> None:
     limits = Limits(max_running=256, batch_max_tokens=1000, chunk_size=100)
     sized = Limits(max_running=256, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 1024))
 
-    assert [limits.prompt_tokens(decodes, 0) for decodes in (0, 1, 50, 400)] == [1000, 102, 200, 600]
-    assert [sized.prompt_tokens(decodes, 0) for decodes in (0, 1, 20, 64, 256, 2000)] == [8192, 255, 236, 320, 768, 1]
+    assert [limits.prompt_tokens(decodes, 0) for decodes in (0, 1, 50, 400)] == [1000, 101, 150, 500]
+    assert [sized.prompt_tokens(decodes, 1) for decodes in (0, 1, 20, 64, 256, 2000)] == [8192, 383, 364, 448, 768, 1]
 
 
 def test_the_more_wait_for_a_first_token_the_more_of_a_prompt_a_step_takes() -> None:
     limits = Limits(max_running=256, batch_max_tokens=1000, chunk_size=100)
     sized = Limits(max_running=256, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 1024))
 
-    assert [limits.prompt_tokens(1, waiting) for waiting in (0, 1, 2, 3, 400)] == [102, 128, 154, 179, 402]
-    assert [sized.prompt_tokens(8, waiting) for waiting in (0, 1, 2, 3, 400)] == [248, 376, 376, 504, 1016]
+    assert [limits.prompt_tokens(1, waiting) for waiting in (0, 1, 2, 3, 400)] == [101, 127, 153, 153, 401]
+    assert [sized.prompt_tokens(8, waiting) for waiting in (0, 1, 2, 3, 400)] == [248, 376, 376, 376, 1016]
 
 
 def test_a_step_with_prompts_has_a_size_that_the_device_likes_whatever_is_before_them() -> None:
@@ -413,11 +413,11 @@ def test_short_prompts_pass_a_long_one_that_goes_on_beside_them() -> None:
 
     assert first is not None
     assert second is not None
-    assert {row.req_id: len(row.slots) for row in first.rows} == {0: 1, 1: 123}
+    assert {row.req_id: len(row.slots) for row in first.rows} == {0: 1, 1: 122}
     sizes = {row.req_id: len(row.slots) for row in second.rows}
     assert sizes[3] == 30  # all of it
     assert sizes[2] == 50
-    assert sizes[1] == pytest.approx(172 - 30 - 50, abs=2)  # what they leave
+    assert sizes[1] == pytest.approx(147 - 30 - 50, abs=2)  # what they leave
 
 
 def test_a_long_prompt_has_a_quarter_of_the_steps_that_short_ones_could_fill() -> None:
@@ -431,8 +431,8 @@ def test_a_long_prompt_has_a_quarter_of_the_steps_that_short_ones_could_fill() -
 
     assert step is not None
     sizes = {row.req_id: len(row.slots) for row in step.rows}
-    assert sum(sizes.values()) == pytest.approx(174, abs=2)
-    assert sizes[1] == pytest.approx(44, abs=1)
+    assert sum(sizes.values()) == pytest.approx(149, abs=2)
+    assert sizes[1] == pytest.approx(37, abs=1)
 
 
 def test_far_into_a_long_prompt_a_step_takes_less_of_it() -> None:
