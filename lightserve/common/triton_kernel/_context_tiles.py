@@ -44,10 +44,16 @@ TILINGS = {
     (4, 256): Tiling(16, 16, 4, 2),
 }
 SMALLEST_BLOCK = 64  # of the head dimension that has a row above
+MAX_PACKED = 16  # query heads a tile; of more that share a kv head, each has its own tiles
 
 
 def tiling_of(element_bytes: int, block_d: int) -> Tiling:
     return TILINGS[element_bytes, max(block_d, SMALLEST_BLOCK)]
+
+
+def packed_heads(heads: int, kv_heads: int) -> int:
+    """Query heads of a token that share a tile, and so the loads of their keys."""
+    return heads // kv_heads if heads // kv_heads <= MAX_PACKED else 1
 
 
 @triton.jit(

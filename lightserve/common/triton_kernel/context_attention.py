@@ -26,10 +26,10 @@ from lightserve.common.triton_kernel._context_tiles import (
     START_LOC,
     TILE_FIELDS,
     list_tiles,
+    packed_heads,
     tiling_of,
 )
 
-MAX_PACKED = 16  # query heads a tile; of more that share a kv head, each has its own tiles
 PLAN = "triton.context_attention"
 COPY_ALIGNMENT = 16  # bytes, of what the copy engine reads: its address and its rows
 
@@ -155,7 +155,7 @@ def _launch(
     heads, kv_heads, dim = q.shape[1], kv_cache.shape[1] // 2, q.shape[2]
     block_d = dot_block(dim)
     tiling = tiling_of(q.element_size(), block_d)
-    packed = heads // kv_heads if heads // kv_heads <= MAX_PACKED else 1
+    packed = packed_heads(heads, kv_heads)
     tokens = tiling.rows // packed
     tiles = batch.plans.get(PLAN)
     if tiles is None:
