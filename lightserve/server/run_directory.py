@@ -13,7 +13,7 @@ from pathlib import Path
 
 MAX_BASE_LEN = 50  # characters of the folder that the run directory is in: a unix socket's whole path may have 107
 PREFIX = "lightserve-run-"
-RENDEZVOUS = "tp"  # of several ranks: the only file that is not a socket
+NO_SOCKETS = ("tp", "triton")  # where several ranks meet, and kernels where Triton's own folder is read-only
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def _is_run_directory(path: Path) -> bool:
     """And not somebody's folder that has such a name."""
     found = path.lstat()
     is_private = stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700 and found.st_uid == os.getuid()
-    return is_private and all(entry.is_socket() or entry.name == RENDEZVOUS for entry in path.iterdir())
+    return is_private and all(entry.is_socket() or entry.name in NO_SOCKETS for entry in path.iterdir())
 
 
 @contextlib.contextmanager

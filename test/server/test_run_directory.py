@@ -50,9 +50,13 @@ def test_a_run_directory_goes_with_its_server(base: Path) -> None:
 
 def test_what_a_crash_left_is_removed_at_the_next_start(base: Path) -> None:
     left = left_by_a_crash(base)
+    with_kernels = left_by_a_crash(base, "of a user without a home")
+    (with_kernels / "triton" / "abc").mkdir(parents=True)
+    (with_kernels / "triton" / "abc" / "kernel.cubin").write_text("")
 
     with run_directory():
         assert not left.exists()
+        assert not with_kernels.exists()
 
 
 def test_the_directory_of_a_server_that_lives_is_kept(base: Path) -> None:
