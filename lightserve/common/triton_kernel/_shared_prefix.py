@@ -20,8 +20,8 @@ from lightserve.common.triton_kernel._blocks import cdiv, few_sizes
 from lightserve.common.triton_kernel._context_fold import fold_blocks, load_rows
 from lightserve.common.triton_kernel._context_tiles import Tiling, packed_heads, tiling_of
 
-# Two of 64 rows on each multiprocessor of an H200. 64 requests behind 2,048 tokens take 31.8 us a layer so, with one 33,
-# with four as long; parts of 64 or 256 keys at the least change nothing there.
+# Two of 64 rows on each multiprocessor of an H200. 64 requests behind 2,048 tokens take 31.8 us a layer so, and with
+# four; with one 33. Parts of 64 or 256 keys at the least change nothing there.
 PROGRAMS = 132 * 2
 MIN_PART = 128  # keys
 MAX_PARTS = tl.constexpr(8)  # of a prefix; as many as the merge of token_attention takes at once

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -131,6 +132,7 @@ class ModelWorker:
         for batch in ([req] for req in reqs[:2]):
             self._run_once(batch)
         self._run_once(reqs)
+        self._run_once([_with_cached_prompt(req) for req in reqs[:1]])
 
     def capture(self) -> None:
         """Capture the steps that come often, where the device can replay them."""
@@ -141,8 +143,8 @@ class ModelWorker:
         if not new:
             return
         ids = [req.req_id for req in new]
-        lengths = [len(req.prompt_ids) for req in new]
-        ends = list(itertools.accumulate(lengths))
+        lengths = [len(req.prompt_ids) - len(req.cached_slots) for req in new]
+        ends = list(itertools.accumulate(lengths, initial=max(len(req.cached_slots) for req in new)))[1:]
         prompts = [StepRow(i, list(range(end - n, end))) for i, n, end in zip(ids, lengths, ends, strict=True)]
         self.run(Step(prompts, new))
         for step in range(WARM_UP_DECODES):
@@ -195,6 +197,11 @@ class ModelWorker:
             rows = int64s([req.row for req in packed.reqs], self._device)
             self._batch.last_ids.index_copy_(0, rows, tokens)
         return tokens, self._sampler.logprobs(tokens, logits, packed.reqs)
+
+
+def _with_cached_prompt(req: NewReq) -> NewReq:
+    """As if all but its last token had been found in the prefix cache."""
+    return msgspec.structs.replace(req, cached_slots=list(range(len(req.prompt_ids) - 1)))
 
 
 def _dtype(config: WorkerConfig, model: ModelConfig, kind: DeviceKind) -> torch.dtype:
