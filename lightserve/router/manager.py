@@ -149,12 +149,14 @@ class RouterManager:
                 self._has_work.clear()
                 await self._has_work.wait()
                 continue
+            first = self._under_way[0]
             try:
-                outs = await self._under_way[0].tokens
+                outs = await first.tokens
             except WorkerDiedError:
                 continue
-            self._under_way.popleft()
-            self._report(outs)
+            if self._under_way and self._under_way[0] is first:  # else its workers were lost before this task ran again
+                self._under_way.popleft()
+                self._report(outs)
 
     def _fill_pipeline(self) -> None:
         self._check_workers(time.monotonic())

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import msgspec
 import rpyc
 from rpyc.core.channel import Channel
-from rpyc.core.stream import SocketStream
 from rpyc.utils.factory import connect_channel
 
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import Step, TokenOut
+from lightserve.router.loop_stream import LoopStream
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "include_local_version": False}
 
@@ -111,4 +111,4 @@ class RpycModelClient:
 
 def _connect(socket_path: str) -> Any:
     """Uncompressed: rpyc would spend 1.5 ms on the step of a prompt of 8,000 tokens, and some on every large batch."""
-    return connect_channel(Channel(SocketStream.unix_connect(socket_path), compress=False), config=RPYC_CONFIG)
+    return connect_channel(Channel(LoopStream.unix_connect(socket_path), compress=False), config=RPYC_CONFIG)

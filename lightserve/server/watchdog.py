@@ -7,7 +7,7 @@ import asyncio
 from lightserve.server.fleet import Fleet
 
 TICK_S = 1.0
-# A router that sends to a worker which reads nothing waits with it, and must not be taken for the cause.
+# A router that connects to a worker which reads nothing waits with it, and must not be taken for the cause.
 SHARE_OF_WORKERS = 0.5
 
 

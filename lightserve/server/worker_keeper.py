@@ -12,7 +12,7 @@ import asyncio
 import time
 
 from lightserve.config import LaunchConfig
-from lightserve.io_struct import NewWorkers
+from lightserve.io_struct import NewWorkers, WorkersLost
 from lightserve.server.banner import say
 from lightserve.server.child import LAST_WORDS_S
 from lightserve.server.fleet import BLINK_S, Fleet
@@ -54,14 +54,18 @@ class WorkerKeeper:
 
     async def heed_router(self) -> None:
         """It tells of workers that are gone, or should be: who hangs, or hung up and does not end, is made to."""
-        while True:
-            lost = await self._fleet.router.complaints.get()
-            if lost.is_explained:
-                self._excused, self._short_lives = lost.generation, 0
-            if lost.generation == self._fleet.generation:
-                await asyncio.sleep(LAST_WORDS_S)  # it may just be ending, and have something to say
-            if lost.generation == self._fleet.generation:
-                self._fleet.put_down_workers(lost.why)
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                lost = await self._fleet.router.complaints.get()
+                if lost.is_explained:
+                    self._excused, self._short_lives = lost.generation, 0
+                tasks.create_task(self._put_down(lost))  # meanwhile the next may be excused
+
+    async def _put_down(self, lost: WorkersLost) -> None:
+        if lost.generation == self._fleet.generation:
+            await asyncio.sleep(LAST_WORDS_S)  # it may just be ending, and have something to say
+        if lost.generation == self._fleet.generation:
+            self._fleet.put_down_workers(lost.why)
 
     def _count_life(self) -> None:
         is_long = self._ready_s is not None and time.monotonic() - self._ready_s >= SHORT_LIFE_S

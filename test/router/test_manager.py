@@ -550,3 +550,25 @@ def test_a_request_without_numbers_fails_and_is_counted(tmp_path: Path) -> None:
         assert router.scheduler.pool.cached_tokens == 6, "of the other one alone"
 
     check(scenario, tmp_path)
+
+
+def test_an_answer_that_was_not_looked_at_before_the_workers_were_replaced_is_dropped(tmp_path: Path) -> None:
+    """It is there, and the loop has not come to it: no step is left that it could belong to."""
+
+    async def scenario(router: Router) -> None:
+        router.model.may_run.clear()
+        router.send(ask(1))
+        await until(lambda: len(router.model.steps) == 2)
+        (answer, _) = router.model._tasks
+        router.model.may_run.set()
+        await asyncio.sleep(0)
+        assert answer.done()
+        assert not router.outs
+
+        router.replace_model()
+
+        await router.until(lambda: router.has_finished(1))
+
+        assert router.tokens_of(1) == [101, 102, 103, 104]
+
+    check(scenario, tmp_path, depth=2)

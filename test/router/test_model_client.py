@@ -138,6 +138,73 @@ def test_the_next_step_is_launched_while_the_first_waits_for_its_tokens(tmp_path
     within_deadline(scenario())
 
 
+def test_a_step_that_no_socket_holds_is_sent_while_the_worker_launches_another(tmp_path: Path) -> None:
+    """Nobody reads it meanwhile: the router goes on, and the worker is not taken for dead."""
+    may_launch = threading.Event()
+    seen: list[Step] = []
+
+    def launch(step: Step) -> Callable[[], list[TokenOut]]:
+        assert may_launch.wait(DEADLINE_S)
+        seen.append(step)
+        return partial(echo, step)
+
+    async def scenario() -> None:
+        server = StepServer(str(tmp_path / "worker"))
+        threading.Thread(target=server.serve, args=(launch, 2), daemon=True).start()
+        client = client_of([str(tmp_path / "worker")])
+        steps = [Step([StepRow(1, [0])])]
+        steps += [Step([StepRow(1, [i])], [NewReq(i, [70_000 + i] * 300_000, SamplingParams(), 0)]) for i in (1, 2)]
+
+        futures = [client.run(step) for step in steps]
+        is_lost = client.is_lost
+        may_launch.set()
+        outs = await asyncio.gather(*futures)
+
+        assert not is_lost
+        assert seen == steps
+        assert [out[0].token_id for out in outs] == [0, 1, 2]
+        client.close()
+
+    within_deadline(scenario())
+
+
+def test_a_worker_that_hangs_up_in_the_middle_of_a_large_step_is_lost(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        worker = HangsUp(str(tmp_path / "worker"))
+        client = client_of([worker.path])
+        worker.may_launch.clear()
+        futures = [client.run(Step([StepRow(1, [0])], [NewReq(1, [70_000] * 300_000, SamplingParams(), 0)]))]
+        futures.append(client.run(Step([StepRow(1, [1])])))
+
+        worker.hang_up()
+
+        await until(lambda: client.is_lost)
+        for future in futures:
+            with pytest.raises(WorkerDiedError):
+                await future
+        client.close()
+
+    within_deadline(scenario())
+
+
+def test_a_worker_is_given_up_in_the_middle_of_a_large_step(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        worker = HangsUp(str(tmp_path / "worker"))
+        client = client_of([worker.path])
+        worker.may_launch.clear()
+        futures = [client.run(Step([StepRow(1, [0])]))]
+        futures.append(client.run(Step([StepRow(1, [1])], [NewReq(1, [70_000] * 300_000, SamplingParams(), 0)])))
+
+        client.give_up("it does not end", is_explained=False)
+
+        for future in futures:
+            with pytest.raises(WorkerDiedError, match="it does not end"):
+                await future
+        worker.hang_up()
+
+    within_deadline(scenario())
+
+
 def test_every_rank_runs_every_step_and_rank_0_answers(tmp_path: Path) -> None:
     ran: list[tuple[int, int]] = []
 
@@ -204,6 +271,8 @@ class HangsUp:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.may_launch = threading.Event()
+        self.may_launch.set()
         self._listener = StepServer(path)
         self._connected: list[socket.socket] = []
         self._thread = threading.Thread(target=self._serve)
@@ -211,12 +280,17 @@ class HangsUp:
 
     def _serve(self) -> None:
         self._connected.append(self._listener._listener.accept()[0])
-        rpc = ModelRpc(in_order(echo))
+        rpc = ModelRpc(self._launch)
         rpc._connect(Channel(SocketStream(self._connected[0])), {"allow_pickle": False})
         rpc.serve()
 
+    def _launch(self, step: Step) -> Callable[[], list[TokenOut]]:
+        self.may_launch.wait(DEADLINE_S)
+        return partial(echo, step)
+
     def hang_up(self) -> None:
         self._connected[0].shutdown(socket.SHUT_RDWR)
+        self.may_launch.set()
         self._thread.join(DEADLINE_S)
 
 

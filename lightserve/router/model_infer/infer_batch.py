@@ -41,6 +41,7 @@ class InferReq:
     # [tokens known as it entered] int32; those up to cache_len are filled, by which others may share them
     leading_slots: np.ndarray = field(init=False)
     total_len: int = field(init=False)  # tokens, known to the host or not
+    obeys_grammar: bool = field(init=False)  # one says what may come after token_ids, as far as is known
     temperature: float = field(init=False)  # by which the step chooses; 0: greedily
     rules: ReqRules = field(init=False)
     prompt_parts: list[PromptPart] | None = field(init=False)  # None: nobody asks for the prompt's logprobs (any more)
@@ -48,6 +49,7 @@ class InferReq:
     def __post_init__(self) -> None:
         self.rules = ReqRules(self.sampling, self.eos_ids)
         self.total_len = len(self.token_ids)
+        self.obeys_grammar = self.grammar is not None
         self.leading_slots = np.empty(self.total_len, dtype=np.int32)
         is_asked = self.sampling.prompt_logprobs is not None and self.output_len == 0  # else they were told
         self.prompt_parts = [] if is_asked else None
@@ -69,11 +71,6 @@ class InferReq:
         return len(self.token_ids) == self.total_len
 
     @property
-    def obeys_grammar(self) -> bool:
-        """Whether one says what may come next."""
-        return self.grammar is not None and not self.grammar.is_over
-
-    @property
     def may_be_forced(self) -> bool:
         """Whether thinking that lasts too long may force the next token."""
         return self.thinking is not None and self.thinking.may_force(self.output_len)
@@ -82,11 +79,13 @@ class InferReq:
         """The host learns a token that counts in ``total_len`` already, and those that come after it in any case.
 
         A step may be packed meanwhile, so its length is known first: who finds the tokens may ask what follows. Where
-        nothing is forced, the length is not touched: it may be counted up by the next step just now.
+        nothing is forced, the length is not touched: it may be counted up by the next step just now. That a grammar is
+        over is told last: a step that knows it does not wait for the tokens with which it ended.
         """
         if forced:
             self.total_len += len(forced)
         self.token_ids += [chosen, *forced]
+        self.obeys_grammar = self.grammar is not None and not self.grammar.is_over
 
     def scored_next(self, count: int) -> list[int]:
         """Tokens of the prompt whose logprobs come of computing its next ``count`` tokens, where they are asked for."""

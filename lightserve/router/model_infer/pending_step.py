@@ -102,7 +102,7 @@ def _forced(req: InferReq, chosen: int) -> list[TokenOut]:
     forced = req.grammar.forced()
     token_ids = [*req.token_ids, chosen] if forced else []
     for token_id in forced:
-        if not (req.obeys_grammar and req.rules.permits(token_id, token_ids, is_first=False)):
+        if req.grammar.is_over or not req.rules.permits(token_id, token_ids, is_first=False):
             break
         is_complete, _ = _advance(req, token_id, token_ids)
         token_ids.append(token_id)
