@@ -35,9 +35,9 @@ async def main(boot: Boot, parent: Parent) -> None:
         engine = msgspec.structs.replace(engine, eos_token_ids=tuple(config.router.eos_id))
     limits = limits_of(config.worker, config.router, engine.step_limits)
     scheduler = Scheduler(KvPool(engine.max_total_token_num), limits, policy)
-    paths = [boot.path(f"worker-{rank}") for rank in range(config.worker.tp)]
 
     def connect(generation: int) -> RpycModelClient:
+        paths = [boot.worker_path(rank, generation) for rank in range(config.worker.tp)]
         return RpycModelClient(paths, lambda why, explained: parent.send(WorkersLost(generation, why, explained)))
 
     manager = RouterManager(scheduler, connect(0), engine, inbox, to_detokenization, config.router)

@@ -100,6 +100,7 @@ class Fleet:
 
     async def bury_workers(self, within_s: float) -> bool:
         """End workers of which one died; whether none is left."""
+        met = [self._boot().worker_path(rank, self.generation) for rank in range(len(self.workers))]
         self.generation += 1
         for worker in self.workers:
             worker.kill()
@@ -111,8 +112,9 @@ class Fleet:
             return False
         self.children = [child for child in self.children if child not in self.workers]
         self.workers = []
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._boot().path("tp"))  # where the ranks met
+        for path in (*met, self._boot().path("tp")):  # where the router met them, and they one another
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         return True
 
     async def start_workers(self) -> None:
@@ -123,7 +125,7 @@ class Fleet:
             config = replace(config, worker=replace(config.worker, max_total_token_num=size))
         module = self._modules.null_worker if config.launch.null_worker else self._modules.worker
         for rank in range(config.worker.tp):
-            boot = Boot(config, self._run_dir, rank)
+            boot = Boot(config, self._run_dir, rank, generation=self.generation)
             self.workers.append(await self._start(f"model worker {rank}", module, boot, WORKER_ENV))
 
     def put_down_workers(self, why: str) -> None:

@@ -42,9 +42,14 @@ class Boot(msgspec.Struct, frozen=True):
     run_dir: str  # for sockets; only this user can open it, and it goes when the server goes
     index: int = 0  # among the children of its role; a worker's rank
     listen_fd: int | None = None  # of an HTTP process
+    generation: int = 0  # of a worker: how often others were replaced before
 
     def path(self, name: str) -> str:
         return f"{self.run_dir}/{name}"
+
+    def worker_path(self, rank: int, generation: int) -> str:
+        """Where a worker listens. Each generation has its own: who comes late for one does not meet the next."""
+        return self.path(f"worker-{rank}-{generation}")
 
     def address(self, name: str) -> str:
         """Of a ZMQ socket."""

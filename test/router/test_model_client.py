@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from rpyc.core import Channel, SocketStream
 
+from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow, TokenOut
 from lightserve.router.model_client import RpycModelClient
 from lightserve.router.model_infer.model_rpc import Launch, ModelRpc, StepServer
+from lightserve.utils.process import Boot
 from test.waiting import DEADLINE_S, until
 
 
@@ -356,12 +358,17 @@ def test_giving_up_fails_what_is_under_way_tells_why_and_waits_for_nobody(tmp_pa
     within_deadline(scenario())
 
 
-def test_a_new_worker_takes_the_place_of_the_socket_of_the_last(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        served(tmp_path, echo)
-        client = client_of(served(tmp_path, echo))
+def test_who_comes_late_for_workers_that_are_gone_does_not_meet_the_next(tmp_path: Path) -> None:
+    """Those are loading, and listen already: to wait for their answer would stop the router."""
+    config = ServerConfig(worker=WorkerConfig(), router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig())
+    boot = Boot(config, str(tmp_path))
 
-        assert await client.run(Step([StepRow(1, [5])])) == [TokenOut(1, 5, -0.5, [(1, -1.0)])]
-        client.close()
+    async def scenario() -> None:
+        loading = StepServer(boot.worker_path(0, 2))
+
+        with pytest.raises(FileNotFoundError):
+            client_of([boot.worker_path(0, 1)])
+
+        del loading  # it listened until here
 
     within_deadline(scenario())

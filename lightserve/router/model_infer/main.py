@@ -20,7 +20,7 @@ def main(boot: Boot, parent: Parent) -> None:
         from lightserve.common.device import pick_device
         from lightserve.common.tp import init_tp
         from lightserve.router.model_infer.worker import ModelWorker
-    server = StepServer(boot.path(f"worker-{boot.index}"))
+    server = StepServer(boot.worker_path(boot.index, boot.generation))
     kind = pick_device(config.device)
     with _phase(parent, "load and compile"):
         source = resolve(config.model_dir, needs_weights=config.load_format == "auto")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
 import threading
 from collections.abc import Callable
@@ -72,8 +70,6 @@ class StepServer:
     """Listens on a unix socket for the one router there is."""
 
     def __init__(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # of a worker that this one replaces
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
         self._listener.listen(1)

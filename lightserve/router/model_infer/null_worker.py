@@ -44,7 +44,7 @@ class NullWorker:
 
 def main(boot: Boot, parent: Parent, worker_class: type[NullWorker] = NullWorker) -> None:
     config = boot.config.worker
-    server = StepServer(boot.path(f"worker-{boot.index}"))
+    server = StepServer(boot.worker_path(boot.index, boot.generation))
     context_len = config.max_req_total_len or CONTEXT_LEN
     pool_len = config.max_total_token_num or config.running_max_req_size * context_len
     parent.send(
