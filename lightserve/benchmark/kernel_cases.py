@@ -289,19 +289,9 @@ def _write_inputs(shape: Shape, rows: int, lab: Lab) -> tuple[Tensor, Tensor, Te
 def _decode_inputs(shape: Shape, batch: int, lab: Lab) -> tuple[Any, ...]:
     """Slots as a scheduler gives them: those of a prompt are neighbours, those of a decode step are."""
     prompt, output = shape.context
-    length = prompt + output
     prompts = torch.arange(batch * prompt, device=lab.device).view(batch, prompt)
     outputs = torch.arange(batch * output, device=lab.device).view(output, batch).T + batch * prompt
-    lengths = lab.ints([length] * batch)
-    attn = ops.AttnBatch(
-        req_to_token=torch.cat((prompts, outputs), dim=1).int(),
-        b_req_idx=lab.ints(range(batch)),
-        b_start_loc=lab.ints(range(batch)),
-        b_seq_len=lengths,
-        b_ready_cache_len=lengths - 1,
-    )
-    kv_cache = lab.randn(batch * length + 1, 2 * shape.kv_heads, shape.dim)
-    return lab.randn(batch, shape.heads, shape.dim), kv_cache, attn, shape.dim**-0.5
+    return _last_tokens(shape, torch.cat((prompts, outputs), dim=1), None, lab)
 
 
 def _shared_inputs(shape: Shape, has_hint: bool, lab: Lab) -> tuple[Any, ...]:
@@ -309,16 +299,23 @@ def _shared_inputs(shape: Shape, has_hint: bool, lab: Lab) -> tuple[Any, ...]:
     batch, prefix, own = shape.shared
     prefixes = torch.arange(prefix, device=lab.device).expand(batch, prefix)
     outputs = torch.arange(batch * own, device=lab.device).view(own, batch).T + prefix
-    lengths = lab.ints([prefix + own] * batch)
+    groups = lab.ints([0, batch, prefix, 0, *[0] * 28]).view(8, 4) if has_hint else None
+    return _last_tokens(shape, torch.cat((prefixes, outputs), dim=1), groups, lab)
+
+
+def _last_tokens(shape: Shape, slots: Tensor, shared_prefixes: Tensor | None, lab: Lab) -> tuple[Any, ...]:
+    """Of requests that have ``slots`` ``[batch, tokens]``, neighbours from 0 on: attention of each one's last token."""
+    batch, length = slots.shape
+    lengths = lab.ints([length] * batch)
     attn = ops.AttnBatch(
-        req_to_token=torch.cat((prefixes, outputs), dim=1).int(),
+        req_to_token=slots.int(),
         b_req_idx=lab.ints(range(batch)),
         b_start_loc=lab.ints(range(batch)),
         b_seq_len=lengths,
         b_ready_cache_len=lengths - 1,
-        shared_prefixes=lab.ints([0, batch, prefix, 0, *[0] * 28]).view(8, 4) if has_hint else None,
+        shared_prefixes=shared_prefixes,
     )
-    kv_cache = lab.randn(prefix + batch * own + 1, 2 * shape.kv_heads, shape.dim)
+    kv_cache = lab.randn(int(slots.max()) + 2, 2 * shape.kv_heads, shape.dim)
     return lab.randn(batch, shape.heads, shape.dim), kv_cache, attn, shape.dim**-0.5
 
 

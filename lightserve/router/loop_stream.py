@@ -39,11 +39,13 @@ class LoopStream(SocketStream):  # type: ignore[misc]  # rpyc is untyped
 
     def _send_rest(self) -> None:
         try:
-            self._unsent = self._unsent[self._send(self._unsent) :]
+            left = self._unsent[self._send(self._unsent) :]
         except OSError:  # who reads finds out as well, and knows whom to tell
+            left = b""
+        if left:
+            self._unsent = left
+        else:
             self._forget_rest()
-        if not self._unsent:
-            self._loop.remove_writer(self.sock.fileno())
 
     def _forget_rest(self) -> None:
         if self._unsent:

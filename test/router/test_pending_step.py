@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -12,17 +11,9 @@ from lightserve.model_files.source import resolve
 from lightserve.router.model_infer.infer_batch import InferReq
 from lightserve.router.model_infer.pending_step import PendingStep
 from lightserve.router.model_infer.worker import ModelWorker
-from test.models.tiny import build_hf
 from test.waiting import DEADLINE_S
 
 PROMPT = [5, 17, 3, 99, 42]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = tmp_path_factory.mktemp("tiny-llama")
-    build_hf("llama-gqa").save_pretrained(path)
-    return str(path)
 
 
 def worker_of(folder: str) -> ModelWorker:

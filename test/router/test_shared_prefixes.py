@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from lightserve.router.model_infer.shared_prefixes import Arrangement, SharedPre
 from lightserve.router.model_infer.step_input import StepShape, columns_of
 from lightserve.router.model_infer.step_runner import graph_shapes, padded
 from lightserve.router.model_infer.worker import ModelWorker
-from test.models.tiny import build_hf
 
 Prefixes = dict[int, tuple[int, ...]]  # slots by request
 SYSTEM_LEN = 40  # tokens of a system prompt
@@ -228,13 +226,6 @@ def test_only_decode_steps_of_some_size_are_captured_for_groups() -> None:
     assert not any(shape.has_prompts for shape in shared)
     assert not any(shape.has_shared for shape in graph_shapes(100, shares_prefixes=False))
     assert padded(StepShape(17, 17, True, False, has_shared=True)) == StepShape(24, 24, True, False, has_shared=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = tmp_path_factory.mktemp("tiny-llama")
-    build_hf("llama-gqa").save_pretrained(path)
-    return str(path)
 
 
 def make(folder: str, device: str) -> ModelWorker:

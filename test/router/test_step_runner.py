@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,16 +18,8 @@ from lightserve.router.model_infer import step_runner
 from lightserve.router.model_infer.step_input import StepShape
 from lightserve.router.model_infer.step_runner import StepRunner, graph_shapes, padded
 from lightserve.router.model_infer.worker import ModelWorker
-from test.models.tiny import build_hf
 
 MAX_REQS = 12
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = tmp_path_factory.mktemp("tiny-llama")
-    build_hf("llama-gqa").save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture

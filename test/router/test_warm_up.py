@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from lightserve.common.tp import TpGroup
@@ -10,17 +8,15 @@ from lightserve.io_struct import NewReq, Step
 from lightserve.model_files.source import resolve
 from lightserve.router.model_infer.model_rpc import Collect
 from lightserve.router.model_infer.worker import ModelWorker
-from test.models.tiny import build_hf
 
 
 @pytest.mark.parametrize("max_len", [100, 12, 2])
 def test_warming_up_meets_every_kind_of_request_and_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_len: int
+    folder: str, monkeypatch: pytest.MonkeyPatch, max_len: int
 ) -> None:
     """Whatever is done for the first time takes long on some device: the first client should not wait for it."""
-    build_hf("llama-gqa").save_pretrained(tmp_path)
-    config = WorkerConfig(model_dir=str(tmp_path), device="cpu", max_total_token_num=500, max_req_total_len=max_len)
-    worker = ModelWorker(config, resolve(str(tmp_path)), TpGroup())
+    config = WorkerConfig(model_dir=folder, device="cpu", max_total_token_num=500, max_req_total_len=max_len)
+    worker = ModelWorker(config, resolve(folder), TpGroup())
     met: list[NewReq] = []
     launch = worker.launch
 

@@ -30,7 +30,12 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind, rehe
     if config.max_total_token_num is not None:
         return min(config.max_total_token_num, most)
     largest_step = partial(_largest_step, config, model, kind)
-    kind.compile_kernels(model.device, lambda: _each(largest_step, rehearse))
+
+    def launch_all() -> None:
+        largest_step()
+        rehearse()
+
+    kind.compile_kernels(model.device, launch_all)
     peak = kind.peak_bytes(model.device, largest_step)
     peak += COPIES_OF_LOGITS * FLOAT32_BYTES * max_reqs * model.config.vocab_size if peak else 0
     budget = max(kind.kv_budget(model.device, config.mem_fraction) - peak, 0)
@@ -42,11 +47,6 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind, rehe
             f"after the weights, memory holds {fits} tokens of KV, fewer than one request of {max_len}; {remedy}"
         )
     return fits
-
-
-def _each(*works: Callable[[], None]) -> None:
-    for work in works:
-        work()
 
 
 def _largest_step(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind) -> None:
