@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +25,33 @@ def test_a_text_with_a_token_that_the_embedding_lacks_is_refused(tmp_path: Path)
                 await context.encode("aede1")
 
     asyncio.run(scenario())
+
+
+def test_the_first_text_finds_all_that_takes_time_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = small_tokenizer()
+
+    async def scenario() -> None:
+        async with engine(tmp_path, spell("x"), tokenizer) as (context, _):
+            context.warm_up()
+            backend = ListsNoVocabulary(tokenizer._backend)
+            monkeypatch.setattr(tokenizer, "_backend", backend)
+            assert await context.encode("aede")
+            assert backend.was_asked
+
+    asyncio.run(scenario())
+
+
+class ListsNoVocabulary:
+    """A backend whose vocabulary is too large to be listed while a request waits."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.was_asked = False
+
+    def __getattr__(self, name: str) -> Any:
+        assert not name.startswith("get_"), f"{name} was left to the first request"
+        self.was_asked = True
+        return getattr(self._backend, name)
 
 
 def test_a_text_that_takes_too_long_is_refused_and_others_go_on(
