@@ -68,21 +68,8 @@ def _fold_cached(
 
 
 @triton.jit
-def fold_prefix(q, softmax, cache, ready_len, q_positions, slopes, scale, DIM: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tokens that were in the cache before the step: every row sees them all."""
-    block = tl.arange(0, BLOCK_N)
-    whole = ready_len // BLOCK_N * BLOCK_N
-    for start in range(0, whole, BLOCK_N):
-        softmax = _fold_cached(q, softmax, cache, start + block, None, q_positions, slopes, scale, False, DIM)
-    if whole < ready_len:
-        keys = whole + block
-        softmax = _fold_cached(q, softmax, cache, keys, keys < ready_len, q_positions, slopes, scale, False, DIM)
-    return softmax
-
-
-@triton.jit
 def fold_blocks(q, softmax, cache, begin, end, q_positions, slopes, scale, DIM: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The cached tokens ``begin`` .. ``end``, whole blocks of them, at least one: every row sees them all.
+    """The cached tokens ``begin`` .. ``end``, whole blocks of them: every row sees them all.
 
     The slots of a block are loaded a block ahead: a load that waits for another's address would be issued so late that
     the products wait for it.
@@ -90,7 +77,7 @@ def fold_blocks(q, softmax, cache, begin, end, q_positions, slopes, scale, DIM: 
     k_ptr, v_ptr, slots_ptr, slot_stride = cache
     cols = tl.arange(0, q.shape[1])
     block = tl.arange(0, BLOCK_N)
-    next_slots = tl.load(slots_ptr + begin + block)
+    next_slots = tl.load(slots_ptr + begin + block, mask=begin + block < end, other=0)
     for start in range(begin, end, BLOCK_N):
         slots = next_slots.to(tl.int64) * slot_stride
         keys = start + block
@@ -98,6 +85,17 @@ def fold_blocks(q, softmax, cache, begin, end, q_positions, slopes, scale, DIM: 
         k = load_rows(k_ptr, slots, cols, None, DIM).to(q.dtype)
         v = load_rows(v_ptr, slots, cols, None, DIM).to(q.dtype)
         softmax = _fold(q, k, v, softmax, keys, q_positions, None, slopes, scale)
+    return softmax
+
+
+@triton.jit
+def fold_prefix(q, softmax, cache, ready_len, q_positions, slopes, scale, DIM: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tokens that were in the cache before the step: every row sees them all."""
+    whole = ready_len // BLOCK_N * BLOCK_N
+    softmax = fold_blocks(q, softmax, cache, 0, whole, q_positions, slopes, scale, DIM, BLOCK_N)
+    if whole < ready_len:
+        keys = whole + tl.arange(0, BLOCK_N)
+        softmax = _fold_cached(q, softmax, cache, keys, keys < ready_len, q_positions, slopes, scale, False, DIM)
     return softmax
 
 
