@@ -135,14 +135,18 @@ def attention_args(
     fused = torch.full((tokens, q_heads + 2 * kv_heads, dim), NAN, dtype=dtype, device=device)
     q = fused[:, :q_heads]
     q.copy_(randn(tokens, q_heads, dim, dtype=dtype, device=device, seed=2))
-    batch = ops.AttnBatch(
+    return q, cache, batch_of(lens, table, req_idx), dim**-0.5
+
+
+def batch_of(lens: list[tuple[int, int]], table: Tensor, req_idx: list[int]) -> ops.AttnBatch:
+    """``lens``: (tokens in the cache, new tokens) of each request, whose row of the table is in ``req_idx``."""
+    return ops.AttnBatch(
         req_to_token=table,
-        b_req_idx=ints(req_idx, device),
-        b_start_loc=ints([sum(new for _, new in lens[:i]) for i in range(len(lens))], device),
-        b_seq_len=ints(seq_lens, device),
-        b_ready_cache_len=ints([ready for ready, _ in lens], device),
+        b_req_idx=ints(req_idx, table.device.type),
+        b_start_loc=ints([sum(new for _, new in lens[:i]) for i in range(len(lens))], table.device.type),
+        b_seq_len=ints([ready + new for ready, new in lens], table.device.type),
+        b_ready_cache_len=ints([ready for ready, _ in lens], table.device.type),
     )
-    return q, cache, batch, dim**-0.5
 
 
 Groups = list[tuple[int, int, int]]  # of shared prefixes: first request, requests, shared tokens

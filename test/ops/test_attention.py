@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import heapq
+import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,6 +17,7 @@ from test.ops.cases import (
     alibi_slopes,
     assert_close,
     attention_args,
+    batch_of,
     device_of,
     each_backend_and_dtype,
     ints,
@@ -133,28 +137,71 @@ def test_a_launch_fills_the_rows_of_requests_with_one_and_no_others(lens: list[t
         torch.testing.assert_close(out, expected, **TOLERANCE[torch.float32], equal_nan=True)
 
 
-def test_items_of_a_request_that_has_several_come_first_and_all_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_token_items, "PROGRAMS", 396)
-    lens = [(60, 1), (2000, 1), (0, 7), (99, 1), (0, 0), (1300, 1)]
-    heads, kv_heads = 64, 32
-    _, _, batch, _ = attention_args(lens, (heads, kv_heads), 16, torch.float32, device_of("triton"))
+@pytest.mark.parametrize("count", [4, 5, 7])
+def test_token_attention_in_waves_matches_its_definition(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs a kv head run at once; one request is longer than its share."""
+    monkeypatch.setattr(_token_items, "MULTIPROCESSORS", 1)
+    lens = [(140, 1), (5, 1), (0, 9), (900, 1), (70, 1), (0, 1), (30, 2), (300, 1), (450, 1)][: count + 2]
+    q, cache, batch, scale = attention_args(lens, (6, 2), 64, torch.float32, device_of("triton"))
+    rows = [sum(new for _, new in lens[:i]) for i, (_, new) in enumerate(lens) if new == 1]
+    expected = ops.context_attention(wide(q), wide(q), wide(cache), batch, scale)[rows]
+    out = torch.full(q.shape, NAN, device=q.device)
 
-    items = _token_items.plan(batch, (heads, kv_heads), 16, block_n=16).items.tolist()
+    for _ in range(2):
+        token_attention.launch(q, cache, batch, scale, None, out)
+        torch.testing.assert_close(out[rows], expected, **TOLERANCE[torch.float32])
 
-    counts = [item[6] for item in items if item[6]]
-    assert items[: len(counts)] == sorted(items[: len(counts)], key=lambda item: item[6] == 1)
-    assert counts.count(1) == 2
-    for row, (ready, _) in ((0, lens[0]), (1, lens[1]), (9, lens[3]), (10, lens[5])):
-        spans = [(item[2], item[3]) for item in items[: len(counts)] if item[0] == row]
-        assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
-        assert spans[-1][1] == ready + 1
+
+LENGTHS: dict[str, Callable[[random.Random], int]] = {
+    "alike": lambda chance: chance.randrange(1025, 1151),
+    "any": lambda chance: chance.randrange(1, 8001),
+    "some long": lambda chance: chance.choice((1, 90, 300, 300, 5000)),
+    "few very long": lambda chance: min(int(chance.paretovariate(0.5)), 100_000),
+}
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, 33, 40, 66, 67, 80, 204, 256])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_items_cover_all_keys_and_leave_no_multiprocessor_idle_for_long(
+    lengths: Callable[[random.Random], int], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Brute force: 66 programs a kv head take the items in their order."""
+    monkeypatch.setattr(_token_items, "MULTIPROCESSORS", 132)
+    chance = random.Random(count)
+    keys = [lengths(chance) for _ in range(count)]
+    lens = [(length - 1, 1) for length in keys]
+    for _ in range(count % 3):
+        lens.insert(chance.randrange(len(lens)), (30, 7))
+    batch = batch_of(lens, torch.zeros(1, 1, dtype=torch.int32, device=device_of("triton")), [0] * len(lens))
+
+    items = _token_items.plan(batch, (32, 8), 128, block_n=32, at_once=4).items.tolist()
+
+    items = items[: sum(item[6] > 0 for item in items)]
+    assert all(item[6] for item in items)
+    spans: dict[int, list[tuple[int, int]]] = {}  # of the requests, by their first rows
+    places: dict[int, set[tuple[int, int]]] = {}
+    for row, _, begin, end, _, first, parts, _ in items:
+        spans.setdefault(row, []).append((begin, end))
+        places.setdefault(row, set()).add((first, parts))
+    starts = [sum(new for _, new in lens[:i]) for i in range(len(lens))]
+    assert sorted(spans) == [start for start, (_, new) in zip(starts, lens, strict=True) if new == 1]
+    for row, own in spans.items():
+        length = lens[starts.index(row)][0] + 1
+        assert own == [(begin, min(begin + own[0][1], length)) for begin in range(0, length, own[0][1])]
+        first = next(i for i, item in enumerate(items) if item[0] == row)
+        assert places[row] == {(first, len(own))}
+
+    free_at = [0] * 66
+    for item in items:
+        heapq.heappushpop(free_at, free_at[0] + item[3] - item[2])
+    assert max(free_at) <= 1.7 * sum(keys) / 66 + 96
 
 
 def test_a_plan_takes_the_same_room_for_any_lengths() -> None:
     shapes = set()
     for lens in ([(0, 1)] * 3, [(5000, 1), (3, 1), (70, 1)], [(0, 0), (0, 40), (3, 1)]):
         _, _, batch, _ = attention_args(lens, (4, 2), 64, torch.float32, device_of("triton"))
-        plan = _token_items.plan(batch, (4, 2), 64, block_n=32)
+        plan = _token_items.plan(batch, (4, 2), 64, block_n=32, at_once=4)
         shapes.add((plan.items.shape, plan.arrivals.shape, plan.partials.shape))
 
     assert len(shapes) == 1

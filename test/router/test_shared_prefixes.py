@@ -319,8 +319,8 @@ def test_the_order_of_grouped_rows_changes_no_token(folder: str, monkeypatch: py
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only where there is no GPU")
 def test_attention_that_reads_prefixes_once_changes_no_token(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (_shared_prefix, _token_items):
-        monkeypatch.setattr(module, "PROGRAMS", 8)  # the interpreter runs them one after the other
+    monkeypatch.setattr(_shared_prefix, "PROGRAMS", 8)  # the interpreter runs them one after the other
+    monkeypatch.setattr(_token_items, "MULTIPROCESSORS", 2)
 
     try:
         shared = run_both(make(folder, "cpu"), 10, monkeypatch, attention="triton")

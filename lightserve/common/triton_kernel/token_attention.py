@@ -34,6 +34,7 @@ class Config:
     block_n: int  # keys a tile
     num_warps: int
     num_stages: int  # tiles of K and V, and of their slots before them, on the way at once
+    at_once: int  # programs that run side by side on a multiprocessor, as far as its memory and registers go
 
 
 @triton.jit
@@ -208,10 +209,10 @@ def config_of(dtype: torch.dtype, block_d: int) -> Config:
     """The fastest of an H200 for 64 requests of 1,150 tokens in bfloat16; that for rows over 256 bytes is a guess."""
     row_bytes = dtype.itemsize * block_d
     if row_bytes <= 128:
-        return Config(block_n=64, num_warps=4, num_stages=3)
+        return Config(block_n=64, num_warps=4, num_stages=3, at_once=6)
     if row_bytes <= 256:
-        return Config(block_n=32, num_warps=2, num_stages=4)
-    return Config(block_n=32, num_warps=4, num_stages=3)  # of 1,024 bytes, four stages would not fit
+        return Config(block_n=32, num_warps=2, num_stages=4, at_once=4)
+    return Config(block_n=32, num_warps=4, num_stages=3, at_once=2)  # of 1,024 bytes, four stages would not fit
 
 
 def launch(
@@ -232,7 +233,7 @@ def launch(
     found: Plan | None = batch.plans.get(key)
     if found is None:
         shared = None if batch.shared_prefixes is None else plan_shared(batch, q, kv_heads, batch.shared_prefixes)
-        found = batch.plans[key] = plan(batch, (heads, kv_heads), dim, config.block_n, shared)
+        found = batch.plans[key] = plan(batch, (heads, kv_heads), dim, config.block_n, config.at_once, shared)
     shared = found.shared
     scale *= LOG2_E.value
     if shared is not None:
