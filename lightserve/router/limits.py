@@ -8,7 +8,7 @@ from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.io_struct import StepLimits
 
 TOKENS_PER_DECODE = 2  # that a step with prompts has more for every request that decodes in it
-FIRST_WAITING = 2  # requests without a first token, each of which makes a step longer by a quarter of a chunk
+FIRST_WAITING = 3  # requests without a first token, each of which makes a step longer by a quarter of a chunk
 CHUNK_PER_WAITING = 1 / 128  # that it has more for each of them: a long queue wants long steps
 MOST_CHUNKS = 4  # that it has beside those of decodes
 SHORT_CONTEXT, LONG_CONTEXT = 500, 1_500  # tokens before those of a prompt, from which on a step is shorter, and half

@@ -8,7 +8,6 @@ from collections import deque
 from typing import NamedTuple
 
 from lightserve.config import RouterConfig
-from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import (
     AbortReq,
     Admission,
@@ -25,6 +24,7 @@ from lightserve.io_struct import (
     ToRouter,
 )
 from lightserve.router.model_client import ModelClient
+from lightserve.router.pace import Pace
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.stats import RouterMetrics, ThroughputLog
@@ -64,8 +64,10 @@ class RouterManager:
         self._inbox = inbox
         self._to_detokenization = to_detokenization
         self._config = config
-        self._has_work = asyncio.Event()
+        self._may_go_on = asyncio.Event()  # something happened: a request, an answer, the time to send a step
         self._under_way: deque[UnderWay] = deque()
+        self._pace = Pace()
+        self._timer: asyncio.TimerHandle | None = None
         self._has_workers = True  # else requests wait for new ones
         self._gone: list[int] = []  # aborted since the last report
         self.metrics = RouterMetrics()
@@ -84,7 +86,7 @@ class RouterManager:
         self._model = model
         self._has_workers = True
         self.metrics.restarted()
-        self._has_work.set()
+        self._may_go_on.set()
 
     async def _receive(self) -> None:
         while True:
@@ -114,7 +116,7 @@ class RouterManager:
         )
         self._to_detokenization.send(BatchTokenIdOut(new=[text]))
         self._scheduler.add(self._req_of(message))
-        self._has_work.set()
+        self._may_go_on.set()
 
     def _req_of(self, message: GenerateReq) -> Req:
         terms = message.terms
@@ -138,36 +140,54 @@ class RouterManager:
             return
         self._gone.append(message.req_id)
         self._note_finished(req, message.reason.value, time.monotonic())
-        self._has_work.set()
+        self._may_go_on.set()
 
     async def _step_on(self) -> None:
-        """Keep the workers busy: up to ``pipeline_depth`` steps are under way, the next is planned meanwhile."""
+        """Keep the workers busy: up to ``pipeline_depth`` steps are under way."""
         while True:
             self._fill_pipeline()
-            if not self._under_way:
-                self._report([])
-                self._has_work.clear()
-                await self._has_work.wait()
-                continue
-            first = self._under_way[0]
-            try:
-                outs = await first.tokens
-            except WorkerDiedError:
-                continue
-            if self._under_way and self._under_way[0] is first:  # else its workers were lost before this task ran again
-                self._under_way.popleft()
-                self._report(outs)
+            if not self._take_answer():
+                if not self._under_way:
+                    self._report([])
+                self._may_go_on.clear()
+                await self._may_go_on.wait()
+
+    def _take_answer(self) -> bool:
+        """That of the first step under way, if it is there."""
+        if not self._under_way or not self._under_way[0].tokens.done():
+            return False
+        sent_s, step, tokens = self._under_way[0]
+        if tokens.exception() is not None:  # its workers died; they are missed when the pipeline is filled
+            return self._model.is_lost
+        self._under_way.popleft()
+        self._pace.done(step, sent_s, time.monotonic())
+        self._report(tokens.result())
+        return True
 
     def _fill_pipeline(self) -> None:
         self._check_workers(time.monotonic())
         depth = 1 if self._scheduler.has_suspects else self._engine.pipeline_depth
         while self._has_workers and len(self._under_way) < depth:
             now = time.monotonic()
+            if self._under_way and self._is_early(self._under_way[-1], now):
+                return
             step = self._plan(now)
             if step is None:
                 return
-            self._under_way.append(UnderWay(now, step, self._model.run(step)))
+            tokens = self._model.run(step)
+            tokens.add_done_callback(lambda _: self._may_go_on.set())
+            self._under_way.append(UnderWay(now, step, tokens))
             self.metrics.step(sum(len(row.slots) for row in step.rows))
+
+    def _is_early(self, last: UnderWay, now: float) -> bool:
+        """Whether the next step can wait, and is woken up for then."""
+        wait_s = self._pace.send_at(last.step, last.sent_s) - now
+        if wait_s <= 0:
+            return False
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self._may_go_on.set)
+        return True
 
     def _plan(self, now: float) -> Step | None:
         scheduler = self._scheduler
@@ -271,7 +291,7 @@ class RouterManager:
             expired = self._scheduler.expire(time.monotonic())
             if expired:
                 self._fail([ReqFailed(req.req_id, 504, "the request took longer than its timeout") for req in expired])
-                self._has_work.set()
+                self._may_go_on.set()
 
     async def _beat(self, log: ThroughputLog) -> None:
         """Once a second: a sign of life with the metrics, now and then a line in the log."""

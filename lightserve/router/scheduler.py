@@ -25,6 +25,9 @@ from lightserve.router.suspects import Suspects
 from lightserve.router.token_budget import OutputEstimate, peak_tokens
 
 SHARE_OF_OLDEST = 0.25  # of the prompt tokens of a step: a long prompt goes on beside any number of short ones
+# Tokens: prompts of which fewer are left are computed in the order in which they came, before all others. Those with
+# the least left first would give a TTFT p99 of 20 requests a second of 256 to 768 tokens that is 6 % longer.
+SHORT_PROMPT = 1_024
 WORTH_WAITING = 32  # tokens of a common prompt that another computes now: fewer are computed again
 
 
@@ -249,8 +252,12 @@ class Scheduler:
         return counts
 
     def _prompt_tokens(self, prompts: list[Req], decodes: int, context: float = 0.0) -> int:
-        """Of the next step, in which ``prompts`` go on beside ``decodes`` others."""
-        return self._limits.prompt_tokens(decodes, len(prompts) + len(self._queue), context)
+        """Of the next step, in which ``prompts`` go on beside ``decodes`` others.
+
+        Those that wait make steps longer, but not a long prompt, which would do so for long.
+        """
+        short = sum(req.unplanned <= SHORT_PROMPT for req in prompts)
+        return self._limits.prompt_tokens(decodes, max(short + len(self._queue), 1), context)
 
     def _parts_of_prompts(self, prompts: list[Req], decodes: int) -> list[tuple[Req, int]]:
         """What comes late in a long prompt costs more, so that fewer tokens make a step as long."""
@@ -260,10 +267,10 @@ class Scheduler:
         return self._split(prompts, self._prompt_tokens(prompts, decodes, context), decodes) if context else parts
 
     def _split(self, prompts: list[Req], budget: int, decodes: int) -> list[tuple[Req, int]]:
-        """Who needs least is first, so that a long prompt does not hold up short ones; the oldest has its share."""
+        """Short prompts are first, so that a long one does not hold them up; the oldest has its share."""
         left = min(budget, self.pool.available - decodes)
         parts = {req.req_id: 0 for req in prompts}
-        by_need = sorted(prompts, key=lambda req: (req.priority, req.unplanned))
+        by_need = sorted(prompts, key=lambda req: (req.priority, max(req.unplanned, SHORT_PROMPT)))
         for req, most in ((prompts[0], math.ceil(budget * SHARE_OF_OLDEST)), *((req, budget) for req in by_need)):
             count = max(0, min(req.unplanned - parts[req.req_id], most, left))
             parts[req.req_id] += count

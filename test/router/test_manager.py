@@ -32,6 +32,7 @@ from lightserve.io_struct import (
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.limits import Limits
 from lightserve.router.manager import RouterManager
+from lightserve.router.pace import Pace
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
@@ -232,6 +233,61 @@ def test_the_next_step_is_sent_before_the_tokens_of_this_one_are_back(tmp_path: 
 
         assert [len(step.rows[0].slots) for step in router.model.steps] == [3, 1]
         assert not router.outs
+
+    check(scenario, tmp_path, depth=2)
+
+
+class HeldPace(Pace):
+    """Every step takes a minute, until the test says that time is up."""
+
+    wait_s = 60.0
+
+    def send_at(self, step: Step, sent_s: float) -> float:
+        return time.monotonic() + self.wait_s
+
+
+def test_who_comes_before_the_next_step_is_due_goes_with_it(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        pace = router.manager._pace = HeldPace()
+        router.model.may_run.clear()
+        router.send(ask(0))
+        await until(lambda: len(router.model.steps) == 1)
+        router.send(ask(1))
+        await until(lambda: router.scheduler.num_waiting == 1)
+        assert len(router.model.steps) == 1
+
+        pace.wait_s = -1.0
+        router.send(ask(2))
+        await until(lambda: len(router.model.steps) == 2)
+        assert [row.req_id for row in router.model.steps[1].rows] == [0, 1, 2]
+        router.model.may_run.set()
+        await router.until(lambda: router.has_finished(0, 1, 2))
+
+    check(scenario, tmp_path, depth=2)
+
+
+def test_the_next_step_is_sent_when_it_is_due_though_nothing_happens(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        pace = router.manager._pace = HeldPace()
+        pace.wait_s = 0.05
+        router.model.may_run.clear()
+        router.send(ask(0))
+        await until(lambda: len(router.model.steps) == 1)
+        assert len(router.model.steps) == 1
+        pace.wait_s = -1.0
+        await until(lambda: len(router.model.steps) == 2)
+
+    check(scenario, tmp_path, depth=2)
+
+
+def test_who_comes_while_one_step_runs_and_no_other_is_needed_starts_at_once(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.model.may_run.clear()
+        router.send(ask(0, max_new_tokens=1))
+        await until(lambda: len(router.model.steps) == 1)
+        router.send(ask(1))
+        await until(lambda: len(router.model.steps) == 2)
+        assert [row.req_id for row in router.model.steps[1].rows] == [1]
 
     check(scenario, tmp_path, depth=2)
 

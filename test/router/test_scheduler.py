@@ -15,7 +15,7 @@ from lightserve.router.kv_pool import KvPool
 from lightserve.router.limits import Limits, limits_of
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import SHORT_PROMPT, Scheduler
 
 EOS = 7
 ROOT = 0
@@ -385,8 +385,8 @@ def test_the_more_wait_for_a_first_token_the_more_of_a_prompt_a_step_takes() -> 
     limits = Limits(max_running=256, batch_max_tokens=1000, chunk_size=100)
     sized = Limits(max_running=256, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 1024))
 
-    assert [limits.prompt_tokens(1, waiting) for waiting in (0, 1, 2, 3, 400)] == [101, 127, 153, 153, 401]
-    assert [sized.prompt_tokens(8, waiting) for waiting in (0, 1, 2, 3, 400)] == [248, 376, 376, 376, 1016]
+    assert [limits.prompt_tokens(1, waiting) for waiting in (0, 1, 2, 3, 4, 400)] == [101, 127, 153, 178, 179, 401]
+    assert [sized.prompt_tokens(8, waiting) for waiting in (0, 1, 2, 3, 4, 400)] == [248, 376, 376, 504, 504, 1016]
 
 
 def test_a_step_with_prompts_has_a_size_that_the_device_likes_whatever_is_before_them() -> None:
@@ -431,8 +431,36 @@ def test_a_long_prompt_has_a_quarter_of_the_steps_that_short_ones_could_fill() -
 
     assert step is not None
     sizes = {row.req_id: len(row.slots) for row in step.rows}
-    assert sum(sizes.values()) == pytest.approx(149, abs=2)
-    assert sizes[1] == pytest.approx(37, abs=1)
+    assert sum(sizes.values()) == pytest.approx(172, abs=2)
+    assert sizes[1] == pytest.approx(43, abs=1)
+
+
+def test_short_prompts_are_computed_in_the_order_in_which_they_came() -> None:
+    scheduler, _ = beside_a_stream(8000, batch_max_tokens=400, chunk_size=96)
+    for req_id, length in ((1, 300), (2, 60), (3, 40)):
+        scheduler.add(make_req(req_id, list(range(5000 * req_id, 5000 * req_id + length)), 5))
+
+    first, second, third = (scheduler.next_step() for _ in range(3))
+
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert [row.req_id for row in first.rows] == [0, 1]
+    assert [row.req_id for row in second.rows] == [0, 1, 2]
+    assert {row.req_id: len(row.slots) for row in third.rows} == {0: 1, 1: 1, 2: 18, 3: 40}
+
+
+def test_a_long_prompt_makes_no_step_longer() -> None:
+    def tokens_of_a_step(prompt_len: int) -> int:
+        scheduler, _ = beside_a_stream(16_000, batch_max_tokens=400, chunk_size=96)
+        for req_id, length in ((1, 200), (2, prompt_len)):
+            scheduler.add(make_req(req_id, list(range(5000 * req_id, 5000 * req_id + length)), 5))
+        scheduler.next_step()
+        step = scheduler.next_step()
+        assert step is not None
+        return sum(len(row.slots) for row in step.rows)
+
+    assert tokens_of_a_step(SHORT_PROMPT) > tokens_of_a_step(SHORT_PROMPT + 500)
 
 
 def test_far_into_a_long_prompt_a_step_takes_less_of_it() -> None:

@@ -6,6 +6,7 @@ import itertools
 import time
 from array import array
 from collections import deque
+from collections.abc import Sized
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from lightserve.io_struct import SamplingParams, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.limits import Limits
+from lightserve.router.pace import LEAD_S
 from lightserve.router.policy import make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
@@ -33,6 +35,7 @@ class Setup:
     quantile: float = QUANTILE
     pool_size: int = 900_000  # tokens: 0.9 of an H200's memory less the weights
     depth: int = 2  # steps under way at once
+    lead_s: float = LEAD_S  # before the end of a step the next one is sent
     cost: CostModel = H200
 
     def scheduler(self) -> Scheduler:
@@ -80,6 +83,7 @@ class Simulation:
         self.result = Result()
         self._worker = Worker(setup.cost)
         self._depth = setup.depth
+        self._lead_s = setup.lead_s
         self._asks = load.asks()
         self._arrivals = load.arrivals()
         self._next_s = next(self._arrivals, None)
@@ -93,24 +97,33 @@ class Simulation:
         under_way: deque[tuple[float, list[TokenOut]]] = deque()
         while True:
             self._arrive(now)
-            while len(under_way) < self._depth and (step := self.scheduler.next_step(now)):
+            while len(under_way) < self._depth and not self._is_early(now, free_s, under_way):
+                step = self.scheduler.next_step(now)
+                if step is None:
+                    break
                 seconds, outs = self._worker.run(step)
                 free_s = max(now, free_s) + seconds
                 under_way.append((free_s, outs))
                 self.result.steps += 1
                 self.result.peak_used = max(self.result.peak_used, self.scheduler.pool.used)
-            if under_way:
-                now, outs = under_way.popleft()
-                self._take(outs, now)
-            elif self._next_s is not None:
-                now = self._next_s
-            else:
+            events = [under_way[0][0]] if under_way else []
+            if len(under_way) < self._depth:
+                due_s = free_s - self._lead_s if self._is_early(now, free_s, under_way) else self._next_s
+                events += [] if due_s is None else [due_s]
+            if not events:
                 break
+            now = min(events)
+            if under_way and under_way[0][0] == now:
+                self._take(under_way.popleft()[1], now)
         if self.scheduler.num_waiting or self.scheduler.num_running:
             raise RuntimeError("the scheduler has requests and plans nothing")
         self.result.seconds, self.result.pauses = now, self.scheduler.num_pauses
         self.result.cpu_s = time.thread_time() - begin
         return self.result
+
+    def _is_early(self, now: float, free_s: float, under_way: Sized) -> bool:
+        """Whether the next step can wait: see Pace, which has to guess what is known here."""
+        return len(under_way) > 0 and now < free_s - self._lead_s
 
     def _arrive(self, now: float) -> None:
         while self._next_s is not None and self._next_s <= now:
