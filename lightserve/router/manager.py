@@ -68,6 +68,7 @@ class RouterManager:
         self._under_way: deque[UnderWay] = deque()
         self._pace = Pace()
         self._timer: asyncio.TimerHandle | None = None
+        self._was_full = False  # the last step that was planned: some had to wait for another
         self._has_workers = True  # else requests wait for new ones
         self._gone: list[int] = []  # aborted since the last report
         self.metrics = RouterMetrics()
@@ -169,18 +170,19 @@ class RouterManager:
         depth = 1 if self._scheduler.has_suspects else self._engine.pipeline_depth
         while self._has_workers and len(self._under_way) < depth:
             now = time.monotonic()
-            if self._under_way and self._is_early(self._under_way[-1], now):
+            if self._under_way and not self._was_full and self._is_early(self._under_way[-1], now):
                 return
             step = self._plan(now)
             if step is None:
                 return
+            self._was_full = self._scheduler.num_waiting > 0
             tokens = self._model.run(step)
             tokens.add_done_callback(lambda _: self._may_go_on.set())
             self._under_way.append(UnderWay(now, step, tokens))
             self.metrics.step(sum(len(row.slots) for row in step.rows))
 
     def _is_early(self, last: UnderWay, now: float) -> bool:
-        """Whether the next step can wait, and is woken up for then."""
+        """Whether the next step can wait; when it no longer can, this is asked again."""
         wait_s = self._pace.send_at(last.step, last.sent_s) - now
         if wait_s <= 0:
             return False

@@ -1,7 +1,8 @@
 """When to send the next step: as late as the workers allow, so that who comes meanwhile goes with it.
 
 A step that is sent as soon as there is room waits in the workers for the one before, and a request that comes then
-waits for both. In the simulator, 20 requests a second on one H200: TTFT p50 31 -> 28 ms, p99 67 -> 63.
+waits for both. On one H200, 20 requests a second: TTFT p50 30.8 -> 29.4 ms. Where some have to wait for the step after
+anyhow, who comes would not go with it, and it is sent at once.
 """
 
 from __future__ import annotations

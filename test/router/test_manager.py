@@ -266,6 +266,24 @@ def test_who_comes_before_the_next_step_is_due_goes_with_it(tmp_path: Path) -> N
     check(scenario, tmp_path, depth=2)
 
 
+def test_where_some_wait_for_the_step_after_the_next_one_is_not_held_back(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        pace = router.manager._pace = HeldPace()
+        pace.wait_s = -1.0
+        router.model.may_run.clear()
+        router.send(ask(0))
+        await until(lambda: len(router.model.steps) == 2)
+        for req_id in (1, 2, 3):
+            router.send(ask(req_id, prompt_len=60))
+        await until(lambda: router.scheduler.num_waiting == 3)
+        pace.wait_s = 60.0
+        router.model.stuck_at = 3  # the first that has some of them, and not all
+        router.model.may_run.set()
+        await until(lambda: len(router.model.steps) == 4)
+
+    check(scenario, tmp_path, depth=2)
+
+
 def test_the_next_step_is_sent_when_it_is_due_though_nothing_happens(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         pace = router.manager._pace = HeldPace()

@@ -84,6 +84,7 @@ class Simulation:
         self._worker = Worker(setup.cost)
         self._depth = setup.depth
         self._lead_s = setup.lead_s
+        self._was_full = False
         self._asks = load.asks()
         self._arrivals = load.arrivals()
         self._next_s = next(self._arrivals, None)
@@ -104,6 +105,7 @@ class Simulation:
                 seconds, outs = self._worker.run(step)
                 free_s = max(now, free_s) + seconds
                 under_way.append((free_s, outs))
+                self._was_full = self.scheduler.num_waiting > 0
                 self.result.steps += 1
                 self.result.peak_used = max(self.result.peak_used, self.scheduler.pool.used)
             events = [under_way[0][0]] if under_way else []
@@ -123,7 +125,7 @@ class Simulation:
 
     def _is_early(self, now: float, free_s: float, under_way: Sized) -> bool:
         """Whether the next step can wait: see Pace, which has to guess what is known here."""
-        return len(under_way) > 0 and now < free_s - self._lead_s
+        return len(under_way) > 0 and not self._was_full and now < free_s - self._lead_s
 
     def _arrive(self, now: float) -> None:
         while self._next_s is not None and self._next_s <= now:
