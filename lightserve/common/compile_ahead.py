@@ -6,14 +6,18 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton import knobs
+from triton.runtime import driver
 
-MAX_THREADS = 16  # most of a compilation runs outside the interpreter's lock, the rest one at a time
+from lightserve.utils.kernel_compiler import running_compiler
+
+MAX_THREADS = 16
 
 
 @contextmanager
@@ -47,8 +51,19 @@ class _Compiling:
             return False
         key = (f"{fn.module}.{fn.name}", compile["key"])
         if key not in self.futures:
-            self.futures[key] = self.threads.submit(fn.jit_function.preload, compile["specialization_data"])
+            self.futures[key] = self.threads.submit(_compile, fn, compile["specialization_data"])
         return True
+
+
+def _compile(fn: Any, specialization: str) -> None:
+    """By another process if there is one; then it is found in the cache."""
+    compiler = running_compiler()
+    if compiler is not None:
+        target = driver.active.get_current_target()
+        launcher = getattr(driver.active, "launcher_cls", None)
+        launcher_name = None if launcher is None else f"{launcher.__module__}:{launcher.__qualname__}"
+        compiler.compile(f"{fn.module}:{fn.name}", specialization, astuple(target), launcher_name)
+    fn.jit_function.preload(specialization)
 
 
 _ZEROS: dict[Any, Callable[..., Tensor]] = {

@@ -1,20 +1,41 @@
-"""Compile two kernels ahead for an H200 that is not there; prints as JSON what came of it. A process of its own."""
+"""Compile two kernels ahead for an H200 that is not there; prints as JSON what came of it. A process of its own.
+
+With a path as argument, other processes compile, which are asked there.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+from contextlib import nullcontext
+from typing import Any
 
 import torch
+from triton import knobs
 from triton.runtime import driver
 
 from lightserve.common.compile_ahead import compile_ahead
 from lightserve.common.triton_kernel import activation
+from lightserve.utils.kernel_compiler import kernel_compiler
 from test.ops.compile_kernels import AbsentH200
 
 if __name__ == "__main__":
     driver.set_active(AbsentH200())
     entered: list[int] = []
-    with compile_ahead(lambda: entered.append(1)):
+    compiled_here: list[bool] = []
+
+    def note(*, cache_hit: bool, **_: Any) -> None:
+        compiled_here.append(not cache_hit)
+
+    knobs.compilation.listener = note
+    with kernel_compiler(sys.argv[1]) if len(sys.argv) > 1 else nullcontext(), compile_ahead(lambda: entered.append(1)):
         outs = [activation.silu_and_mul(torch.ones(2, width)) for width in (64, 64, 6)]
-    compiled = len(activation._activation_kernel.device_caches[0][0])
-    print(json.dumps({"compiled": compiled, "entered": len(entered), "zero": not any(out.any() for out in outs)}))
+    found = {
+        "compiled": len(activation._activation_kernel.device_caches[0][0]),
+        "compiled_here": sum(compiled_here),
+        "entered": len(entered),
+        "zero": not any(out.any() for out in outs),
+        "left": [path for path in sys.argv[1:] if os.path.exists(path)],
+    }
+    print(json.dumps(found))

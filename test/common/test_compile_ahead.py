@@ -4,19 +4,83 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from lightserve.utils import kernel_compiler
+from lightserve.utils.kernel_compiler import KernelCompiler, running_compiler
+from test.waiting import wait_until
+
+
+def compile_two_kernels(*args: str, **environment: str) -> Mapping[str, Any]:
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "test.common.compile_two_kernels", *args]
+
+    done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    found: Mapping[str, Any] = json.loads(done.stdout)
+    return found
 
 
 @pytest.mark.slow
 def test_kernels_are_compiled_and_not_launched() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "test.common.compile_two_kernels"]
+    found = compile_two_kernels()
 
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
     assert found["compiled"] == 2  # widths that are multiples of 16 share one
     assert found["zero"]
     assert found["entered"] >= 1
+
+
+@pytest.mark.slow
+def test_other_processes_compile_where_nothing_was_compiled_before(tmp_path: Path) -> None:
+    found = compile_two_kernels(str(tmp_path / "line"), TRITON_CACHE_DIR=str(tmp_path / "cache"))
+
+    assert found["compiled"] == 2
+    assert found["compiled_here"] == 0
+    assert found["left"] == []
+
+
+@pytest.mark.slow
+def test_a_process_compiles_itself_what_others_could_not(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif 'compile_server' in ' '.join(sys.orig_argv): sys.exit('no memory')\n"
+    )
+
+    found = compile_two_kernels(
+        str(tmp_path / "line"), TRITON_CACHE_DIR=str(tmp_path / "cache"), PYTHONPATH=str(tmp_path)
+    )
+
+    assert found["compiled"] == 2
+    assert found["compiled_here"] == 2
+
+
+def test_no_process_is_started_where_kernels_were_compiled_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / f"{kernel_compiler.A_KERNEL}.json").touch()
+
+    with kernel_compiler.kernel_compiler(str(tmp_path / "line")):
+        assert running_compiler() is None
+
+
+@pytest.mark.slow
+def test_who_compiles_ends_with_who_asks(tmp_path: Path) -> None:
+    start = f"from {KernelCompiler.__module__} import KernelCompiler as K; k = K({str(tmp_path / 'line')!r});"
+    ask = "print(k._process.pid, flush=True); k.compile('no:kernel', '{}', ['cuda', 90, 32], None); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", start + ask], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    assert Path(f"/proc/{pid}").exists()
+
+    process.kill()
+    process.communicate()
+
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])

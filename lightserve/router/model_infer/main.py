@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from lightserve.io_struct import EngineReady, Phase
 from lightserve.model_files.source import resolve
 from lightserve.router.model_infer.model_rpc import StepServer
+from lightserve.utils.kernel_compiler import kernel_compiler
 from lightserve.utils.process import Boot, Parent, run_child
 from lightserve.utils.triton_cache import use_writable_cache
+
+GPU = "/dev/nvidiactl"  # to ask torch would take seconds
 
 
 def main(boot: Boot, parent: Parent) -> None:
     config = boot.config.worker
     use_writable_cache(boot.path("triton"))
-    with _phase(parent, "import torch"):
-        from lightserve.common.device import pick_device
-        from lightserve.common.tp import init_tp
-        from lightserve.router.model_infer.worker import ModelWorker
-    server = StepServer(boot.worker_path(boot.index, boot.generation))
-    kind = pick_device(config.device)
-    with _phase(parent, "load and compile"):
-        source = resolve(config.model_dir, needs_weights=config.load_format == "auto")
-        tp = init_tp(boot.index, config.tp, f"file://{boot.path('tp')}", kind.comm)
-        worker = ModelWorker(config, source, tp)
-    with _phase(parent, "warm up"):
-        worker.warm_up()
+    with _compilers(boot):
+        with _phase(parent, "import torch"):
+            from lightserve.common.device import pick_device
+            from lightserve.common.tp import init_tp
+            from lightserve.router.model_infer.worker import ModelWorker
+        server = StepServer(boot.worker_path(boot.index, boot.generation))
+        kind = pick_device(config.device)
+        with _phase(parent, "load and compile"):
+            source = resolve(config.model_dir, needs_weights=config.load_format == "auto")
+            tp = init_tp(boot.index, config.tp, f"file://{boot.path('tp')}", kind.comm)
+            worker = ModelWorker(config, source, tp)
+        with _phase(parent, "warm up"):
+            worker.warm_up()
     vocab_size = worker.model_config.vocab_size
     parent.send(
         EngineReady(
@@ -42,6 +47,13 @@ def main(boot: Boot, parent: Parent) -> None:
         )
     )
     server.serve(worker.launch, worker.pipeline_depth)
+
+
+def _compilers(boot: Boot) -> AbstractContextManager[None]:
+    """Processes that compile kernels, where there will be some to compile."""
+    if boot.config.worker.device == "cpu" or not os.path.exists(GPU):
+        return nullcontext()
+    return kernel_compiler(boot.path(f"compiler-{boot.index}-{boot.generation}"))
 
 
 @contextmanager
