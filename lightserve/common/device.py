@@ -117,7 +117,9 @@ KINDS = {
         computes_apart=True,
         # A decode step of an 8B model on an H200 takes 5 ms; with 384 tokens, those of prompts among them, 10. Its
         # matmuls take longer for 448 tokens than for 512, and for 1,088 a fifth longer than for 1,024.
-        step_limits=StepLimits(batch_max_tokens=8192, chunked_prefill_size=256, sizes=(256, 384, 512, 1024)),
+        step_limits=StepLimits(
+            batch_max_tokens=8192, chunked_prefill_size=256, sizes=(256, 384, 512, 768, 1024, 1280, 1536)
+        ),
         step_timeout_s=60.0,  # 8192 tokens of a model of 70 billion weights take seconds; kernels compile before
         has_graphs=True,
     ),

@@ -8,6 +8,9 @@ from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.io_struct import StepLimits
 
 TOKENS_PER_DECODE = 2  # that a step with prompts has more for every request that decodes in it
+# And for every one beyond so many, whose own step is long anyhow. Else prompts come in more slowly than requests end:
+# of 256 streams with prompts of 1,024 tokens, steps of 1,024 keep 50 waiting for good, for 2 s each.
+MANY_DECODES, TOKENS_PER_DECODE_OF_MANY = 128, 12
 FIRST_WAITING = 3  # requests without a first token, each of which makes a step longer by a quarter of a chunk
 CHUNK_PER_WAITING = 1 / 128  # that it has more for each of them: a long queue wants long steps
 MOST_CHUNKS = 4  # that it has beside those of decodes
@@ -34,7 +37,8 @@ class Limits:
             return room
         chunks = min(1 + min(waiting, FIRST_WAITING) / 4 + waiting * CHUNK_PER_WAITING, MOST_CHUNKS)
         length = min(max(context - SHORT_CONTEXT, 0) / (LONG_CONTEXT - SHORT_CONTEXT), 1)
-        total = round((chunks * self.chunk_size + TOKENS_PER_DECODE * decodes) * (1 - length / 2))
+        for_decodes = TOKENS_PER_DECODE * decodes + TOKENS_PER_DECODE_OF_MANY * max(decodes - MANY_DECODES, 0)
+        total = round((chunks * self.chunk_size + for_decodes) * (1 - length / 2))
         if self.sizes:
             total = min(self.sizes, key=lambda size: abs(size - total))
         return max(min(room, total - decodes), min(room, 1))

@@ -375,10 +375,11 @@ def test_a_prompt_that_nobody_waits_for_takes_the_whole_step() -> None:
 
 def test_the_more_decode_the_more_of_a_prompt_a_step_takes() -> None:
     limits = Limits(max_running=256, batch_max_tokens=1000, chunk_size=100)
-    sized = Limits(max_running=256, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 1024))
+    sized = Limits(max_running=256, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 768, 1024, 1536))
 
-    assert [limits.prompt_tokens(decodes, 0) for decodes in (0, 1, 50, 400)] == [1000, 101, 150, 500]
-    assert [sized.prompt_tokens(decodes, 1) for decodes in (0, 1, 20, 64, 256, 2000)] == [8192, 383, 364, 448, 768, 1]
+    assert [limits.prompt_tokens(decodes, 0) for decodes in (0, 1, 50, 128, 130)] == [1000, 101, 150, 228, 254]
+    assert [sized.prompt_tokens(decodes, 1) for decodes in (0, 1, 20, 64, 128)] == [8192, 383, 364, 448, 384]
+    assert [sized.prompt_tokens(decodes, 1) for decodes in (256, 2000)] == [1280, 1]
 
 
 def test_the_more_wait_for_a_first_token_the_more_of_a_prompt_a_step_takes() -> None:

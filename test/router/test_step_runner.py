@@ -151,6 +151,14 @@ def test_every_shape_that_is_captured_is_padded_to_itself() -> None:
         assert padded(shape) == shape
 
 
+def test_steps_that_take_longer_than_launching_are_captured_only_where_many_decode() -> None:
+    long = [shape for shape in graph_shapes(256) if shape.tokens > 1024]
+
+    assert {shape.requests for shape in long} == {136, 264}
+    assert all(shape.has_decodes and shape.has_prompts for shape in long)
+    assert not any(shape.tokens > 1024 for shape in graph_shapes(64))
+
+
 def test_a_step_is_padded_to_the_next_shape_or_not_at_all() -> None:
     def shape(tokens: int, requests: int, kind: str) -> StepShape:
         return StepShape(tokens, requests, has_decodes=kind != "prompts", has_prompts=kind != "decodes")
@@ -163,6 +171,8 @@ def test_a_step_is_padded_to_the_next_shape_or_not_at_all() -> None:
     assert padded(shape(20 + 65, 22, "both")) == shape(128, 24, "both")
     assert padded(shape(130, 100, "both")) == shape(256, 136, "both")
     assert padded(shape(110, 100, "both")) == shape(256, 136, "both")
-    assert padded(shape(600, 1, "prompts")) is None
+    assert padded(shape(600, 1, "prompts")) == shape(768, 8, "prompts")
+    assert padded(shape(1600, 1, "prompts")) is None
+    assert padded(shape(1250, 250, "both")) == shape(1280, 264, "both")
     assert padded(shape(1000, 190, "both")) == shape(1024, 264, "both")
     assert padded(shape(500, 300, "both")) is None

@@ -21,9 +21,12 @@ from lightserve.router.model_infer.step_masks import StepMasks
 
 # Decode steps are padded to one of these; a step of few rows costs what reading the weights costs.
 DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# Steps with prompts. Launching one from Python takes up to 29 ms, which computing more than 1,024 tokens hides.
-TOKENS = (64, 128, 256, 384, 512, 1024)
-MOST_PADDING = 128  # tokens: a step of 600 is better launched than padded to 1,024
+# Steps with prompts. Launching one from Python takes up to 29 ms, which computing more than 1,024 tokens hides: those
+# are captured only where many decode, who make launching slower and all wait for it.
+TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536)
+HIDING = 1024  # tokens: more of them hide launching
+MANY_REQUESTS = 128
+MOST_PADDING = 256  # tokens: to compute so many takes no longer than launching saves
 PROMPTS = 8
 REQUESTS = (24, 40, 72, 136, 264)  # of steps in which others decode
 
@@ -124,9 +127,10 @@ def graph_shapes(max_reqs: int, shares_prefixes: bool = True) -> Iterator[StepSh
         if shares_prefixes and MIN_SHARING <= count <= most:
             yield StepShape(count, count, has_decodes=True, has_prompts=False, has_shared=True)
     for tokens in TOKENS:
-        yield StepShape(tokens, PROMPTS, has_decodes=False, has_prompts=True)
+        if tokens <= HIDING:
+            yield StepShape(tokens, PROMPTS, has_decodes=False, has_prompts=True)
         for requests in REQUESTS:
-            if requests < min(tokens, most + PROMPTS + 1):
+            if requests < min(tokens, most + PROMPTS + 1) and (tokens <= HIDING or requests > MANY_REQUESTS):
                 yield StepShape(tokens, requests, has_decodes=True, has_prompts=True)
 
 

@@ -23,7 +23,7 @@ from lightserve.router.simulate.gpu import EOS, H200, CostModel, Sequence, Worke
 from lightserve.router.simulate.load import URGENT, Load
 from lightserve.router.token_budget import QUANTILE, OutputEstimate
 
-LIMITS = Limits(256, 8192, 256, sizes=(256, 384, 512, 1024), token_ratio=0.85)  # on a GPU
+LIMITS = Limits(256, 8192, 256, sizes=(256, 384, 512, 768, 1024, 1280, 1536), token_ratio=0.85)  # on a GPU
 
 
 @dataclass(frozen=True, slots=True)
