@@ -43,7 +43,8 @@ LAYERS: dict[str, set[str]] = {
     "common.mem_manager": {"common.model_config"},
     "common.req_manager": set(),
     "common.upload": set(),
-    "common.compile_ahead": set(),
+    "common.compile_ahead": {"utils"},
+    "common.compile_server": {"utils", "common.triton_kernel"},
     "common.basemodel": {
         "errors",
         "utils",
