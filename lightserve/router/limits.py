@@ -14,7 +14,8 @@ MANY_DECODES, TOKENS_PER_DECODE_OF_MANY = 128, 12
 FIRST_WAITING = 3  # requests without a first token, each of which makes a step longer by a quarter of a chunk
 CHUNK_PER_WAITING = 1 / 128  # that it has more for each of them: a long queue wants long steps
 MOST_CHUNKS = 4  # that it has beside those of decodes
-SHORT_CONTEXT, LONG_CONTEXT = 500, 1_500  # tokens before those of a prompt, from which on a step is shorter, and half
+# Tokens before those of a prompt, from which on a step is shorter, and by how much in the end.
+SHORT_CONTEXT, LONG_CONTEXT, MOST_SHORTER = 500, 1_500, 1 / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Limits:
         chunks = min(1 + min(waiting, FIRST_WAITING) / 4 + waiting * CHUNK_PER_WAITING, MOST_CHUNKS)
         length = min(max(context - SHORT_CONTEXT, 0) / (LONG_CONTEXT - SHORT_CONTEXT), 1)
         for_decodes = TOKENS_PER_DECODE * decodes + TOKENS_PER_DECODE_OF_MANY * max(decodes - MANY_DECODES, 0)
-        total = round((chunks * self.chunk_size + for_decodes) * (1 - length / 2))
+        total = round((chunks * self.chunk_size + for_decodes) * (1 - MOST_SHORTER * length))
         if self.sizes:
             total = min(self.sizes, key=lambda size: abs(size - total))
         return max(min(room, total - decodes), min(room, 1))
