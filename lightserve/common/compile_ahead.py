@@ -17,7 +17,7 @@ from triton.runtime import driver
 
 from lightserve.utils.kernel_compiler import running_compiler
 
-MAX_THREADS = 16
+MAX_THREADS = 16  # each waits for a process that compiles, or does it itself
 
 
 @contextmanager
