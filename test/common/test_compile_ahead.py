@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightserve.router.model_infer import main as worker
 from lightserve.utils import kernel_compiler
 from lightserve.utils.kernel_compiler import KernelCompiler, running_compiler
 from test.waiting import wait_until
@@ -67,6 +68,28 @@ def test_no_process_is_started_where_kernels_were_compiled_before(
 
     with kernel_compiler.kernel_compiler(str(tmp_path / "line")):
         assert running_compiler() is None
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "has_triton", "starts"),
+    [
+        (None, True, True, True),
+        ("cuda", True, True, True),
+        ("cpu", True, True, False),
+        (None, False, True, False),
+        (None, True, False, False),
+    ],
+)
+def test_a_worker_has_kernels_compiled_only_where_it_will_launch_some(
+    device: str | None, has_gpu: bool, has_triton: bool, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(worker, "GPU", str(tmp_path if has_gpu else tmp_path / "none"))
+    monkeypatch.setattr(worker, "find_spec", lambda name: has_triton or None)
+
+    with worker._compilers(device, str(tmp_path / "line")):
+        assert (running_compiler() is not None) == starts
+    assert running_compiler() is None
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 
 from lightserve.io_struct import EngineReady, Phase
 from lightserve.model_files.source import resolve
@@ -20,7 +21,7 @@ GPU = "/dev/nvidiactl"  # to ask torch would take seconds
 def main(boot: Boot, parent: Parent) -> None:
     config = boot.config.worker
     use_writable_cache(boot.path("triton"))
-    with _compilers(boot):
+    with _compilers(config.device, boot.path(f"compiler-{boot.index}-{boot.generation}")):
         with _phase(parent, "import torch"):
             from lightserve.common.device import pick_device
             from lightserve.common.tp import init_tp
@@ -49,11 +50,10 @@ def main(boot: Boot, parent: Parent) -> None:
     server.serve(worker.launch, worker.pipeline_depth)
 
 
-def _compilers(boot: Boot) -> AbstractContextManager[None]:
+def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:
     """Processes that compile kernels, where there will be some to compile."""
-    if boot.config.worker.device == "cpu" or not os.path.exists(GPU):
-        return nullcontext()
-    return kernel_compiler(boot.path(f"compiler-{boot.index}-{boot.generation}"))
+    has_kernels = device != "cpu" and os.path.exists(GPU) and find_spec("triton") is not None
+    return kernel_compiler(path) if has_kernels else nullcontext()
 
 
 @contextmanager
