@@ -24,7 +24,7 @@ from lightserve.io_struct import (
     ToRouter,
 )
 from lightserve.router.model_client import ModelClient
-from lightserve.router.pace import Pace
+from lightserve.router.pace import Kind, Pace, kind_of
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.stats import RouterMetrics, ThroughputLog
@@ -45,6 +45,7 @@ class UnderWay(NamedTuple):
 
     sent_s: float
     step: Step
+    kind: Kind
     tokens: asyncio.Future[list[TokenOut]]
 
 
@@ -157,12 +158,12 @@ class RouterManager:
         """That of the first step under way, if it is there."""
         if not self._under_way or not self._under_way[0].tokens.done():
             return False
-        sent_s, step, tokens = self._under_way[0]
-        if tokens.exception() is not None:  # its workers died; they are missed when the pipeline is filled
+        first = self._under_way[0]
+        if first.tokens.exception() is not None:  # its workers died; they are missed when the pipeline is filled
             return self._model.is_lost
         self._under_way.popleft()
-        self._pace.done(step, sent_s, time.monotonic())
-        self._report(tokens.result())
+        self._pace.done(first.kind, first.sent_s, time.monotonic())
+        self._report(first.tokens.result())
         return True
 
     def _fill_pipeline(self) -> None:
@@ -176,14 +177,15 @@ class RouterManager:
             if step is None:
                 return
             self._was_full = self._scheduler.num_waiting > 0
+            count = sum(len(row.slots) for row in step.rows)
             tokens = self._model.run(step)
             tokens.add_done_callback(lambda _: self._may_go_on.set())
-            self._under_way.append(UnderWay(now, step, tokens))
-            self.metrics.step(sum(len(row.slots) for row in step.rows))
+            self._under_way.append(UnderWay(now, step, kind_of(count, len(step.rows)), tokens))
+            self.metrics.step(count)
 
     def _is_early(self, last: UnderWay, now: float) -> bool:
         """Whether the next step can wait; when it no longer can, this is asked again."""
-        wait_s = self._pace.send_at(last.step, last.sent_s) - now
+        wait_s = self._pace.send_at(last.kind, last.sent_s) - now
         if wait_s <= 0:
             return False
         if self._timer is not None:

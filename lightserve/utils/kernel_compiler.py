@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from lightserve.utils.triton_cache import was_compiled
 
 SERVER = "lightserve.common.compile_server"
-A_KERNEL = "_token_attention_kernel"  # that every model needs
+A_KERNEL = "_place_tokens_kernel"  # that every step of every model launches
 COMPILED = b"1"
 PATIENCE_S = 120.0
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from lightserve.common import ops
+from lightserve.common.triton_kernel import place_tokens
 from lightserve.router.model_infer import main as worker
 from lightserve.utils import kernel_compiler
 from lightserve.utils.kernel_compiler import KernelCompiler, running_compiler
@@ -68,6 +70,11 @@ def test_no_process_is_started_where_kernels_were_compiled_before(
 
     with kernel_compiler.kernel_compiler(str(tmp_path / "line")):
         assert running_compiler() is None
+
+
+def test_what_tells_that_kernels_were_compiled_is_launched_in_every_mode() -> None:
+    assert hasattr(place_tokens, kernel_compiler.A_KERNEL)
+    assert ops.fixed_order("triton") not in ops.place_tokens.impls
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lightserve.common import ops
+from lightserve.common.compile_server import AbsentGpu
 from lightserve.common.triton_kernel import linear, norm_linear
 from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args, share_prefixes
 
@@ -23,12 +24,9 @@ BACKENDS = ("triton", ops.fixed_order("triton"))
 HEAD_DIMS = (80, 128, 256)  # padded, the usual, and the largest; ARGS holds 64
 
 
-class AbsentH200:
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
+class AbsentH200(AbsentGpu):
+    def __init__(self) -> None:
+        super().__init__(GPUTarget("cuda", 90, 32))
 
     def get_current_stream(self, device: int) -> int:
         return 0

@@ -32,7 +32,7 @@ from lightserve.io_struct import (
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.limits import Limits
 from lightserve.router.manager import RouterManager
-from lightserve.router.pace import Pace
+from lightserve.router.pace import Kind, Pace
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
@@ -242,7 +242,7 @@ class HeldPace(Pace):
 
     wait_s = 60.0
 
-    def send_at(self, step: Step, sent_s: float) -> float:
+    def send_at(self, kind: Kind, sent_s: float) -> float:
         return time.monotonic() + self.wait_s
 
 

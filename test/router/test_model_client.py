@@ -140,6 +140,11 @@ def test_the_next_step_is_launched_while_the_first_waits_for_its_tokens(tmp_path
     within_deadline(scenario())
 
 
+def large_step(number: int) -> Step:
+    """With a prompt that no socket holds at once."""
+    return Step([StepRow(1, [number])], [NewReq(number, [70_000 + number] * 300_000, SamplingParams(), 0)])
+
+
 def test_a_step_that_no_socket_holds_is_sent_while_the_worker_launches_another(tmp_path: Path) -> None:
     """Nobody reads it meanwhile: the router goes on, and the worker is not taken for dead."""
     may_launch = threading.Event()
@@ -155,7 +160,7 @@ def test_a_step_that_no_socket_holds_is_sent_while_the_worker_launches_another(t
         threading.Thread(target=server.serve, args=(launch, 2), daemon=True).start()
         client = client_of([str(tmp_path / "worker")])
         steps = [Step([StepRow(1, [0])])]
-        steps += [Step([StepRow(1, [i])], [NewReq(i, [70_000 + i] * 300_000, SamplingParams(), 0)]) for i in (1, 2)]
+        steps += [large_step(1), large_step(2)]
 
         futures = [client.run(step) for step in steps]
         is_lost = client.is_lost
@@ -175,7 +180,7 @@ def test_a_worker_that_hangs_up_in_the_middle_of_a_large_step_is_lost(tmp_path: 
         worker = HangsUp(str(tmp_path / "worker"))
         client = client_of([worker.path])
         worker.may_launch.clear()
-        futures = [client.run(Step([StepRow(1, [0])], [NewReq(1, [70_000] * 300_000, SamplingParams(), 0)]))]
+        futures = [client.run(large_step(0))]
         futures.append(client.run(Step([StepRow(1, [1])])))
 
         worker.hang_up()
@@ -195,7 +200,7 @@ def test_a_worker_is_given_up_in_the_middle_of_a_large_step(tmp_path: Path) -> N
         client = client_of([worker.path])
         worker.may_launch.clear()
         futures = [client.run(Step([StepRow(1, [0])]))]
-        futures.append(client.run(Step([StepRow(1, [1])], [NewReq(1, [70_000] * 300_000, SamplingParams(), 0)])))
+        futures.append(client.run(large_step(1)))
 
         client.give_up("it does not end", is_explained=False)
 

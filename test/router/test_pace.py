@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightserve.io_struct import Step, StepRow
-from lightserve.router.pace import LEAD_S, RECENT, UNSURE, Pace
+from lightserve.router.pace import LEAD_S, RECENT, UNSURE, Pace, kind_of
 
-
-def step_of(*lengths: int) -> Step:
-    return Step([StepRow(i, [0] * length) for i, length in enumerate(lengths)], [], [])
-
-
-DECODES, PROMPTS = step_of(1, 1, 1), step_of(1, 400)
+DECODES, PROMPTS = kind_of(tokens=3, requests=3), kind_of(tokens=401, requests=2)
 
 
 def due_s(length_s: float) -> float:
@@ -24,7 +18,7 @@ def test_a_kind_of_step_that_was_never_seen_is_followed_at_once() -> None:
     pace.done(DECODES, 1.0, 1.01)
 
     assert pace.send_at(PROMPTS, 2.0) <= 2.0
-    assert pace.send_at(step_of(*[1] * 200), 2.0) <= 2.0
+    assert pace.send_at(kind_of(tokens=200, requests=200), 2.0) <= 2.0
 
 
 def test_a_step_runs_from_when_it_was_sent_or_from_the_end_of_the_one_before() -> None:

@@ -2,7 +2,7 @@
 
 Programs that run at once are a wave. Of many requests, most stay whole: what is left over after full waves is cut, so
 that it fills one too. 204 requests of 1,025 to 1,150 tokens are 3.1 waves on an H200; uncut they take 251 us, because
-the last few run alone for as long as those before them, cut 225 us. Fewer requests than a wave are all cut.
+the last few run alone for as long as those before them, cut 225 us. Fewer requests than a wave may all be cut.
 
 Of a request that shares a prefix, only the keys behind that count.
 """

@@ -1,4 +1,4 @@
-"""Attention of single query rows: the keys of all requests are cut into items of about equal length, a program each.
+"""Attention of single query rows: the keys of all requests are cut into items, a program each (``_token_items.py``).
 
 What is launched depends on the number of requests alone, so that a CUDA graph serves any lengths, and any requests of a
 mixed step: a small kernel lists the items on the device, once a step, and programs without an item end at once. A
