@@ -43,11 +43,11 @@ LengthDecay = tuple[Annotated[int, Meta(ge=0, le=INT32_MAX)], Annotated[float, M
 
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf", "structural_tag", "prefix"]
-MAX_GRAMMAR_LENGTH = 256 * 1024  # characters; grammar.py knows which kinds may have fewer
+MAX_GRAMMAR_LENGTH = 256 * 1024  # characters; grammar/compiler.py knows which kinds may have fewer
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """The texts that a request may answer with. What ``text`` is for each kind, grammar.py says."""
+    """The texts that a request may answer with. What ``text`` is for each kind, grammar/compiler.py says."""
 
     kind: GrammarKind
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""
@@ -291,7 +291,7 @@ class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MetricsSnapshot(msgspec.Struct, frozen=True):
-    """Metrics by the names of metrics.py, which knows their kinds, buckets and labels."""
+    """Metrics by the names of utils/metrics.py, which knows their kinds, buckets and labels."""
 
     values: dict[str, float] = {}
     labelled: dict[str, dict[str, float]] = {}  # name -> label value -> count

@@ -20,10 +20,10 @@ from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_toke
 from lightserve.prompt_logprobs import PromptToken, unpack
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.limits import limits_of
-from lightserve.router.model_infer.model_rpc import Collect
-from lightserve.router.model_infer.worker import ModelWorker
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
+from lightserve.worker.rpc import Collect
+from lightserve.worker.worker import ModelWorker
 
 Prompt = str | Sequence[int]
 

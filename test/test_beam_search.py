@@ -17,7 +17,7 @@ from lightserve.beam_search import BeamParams, BeamResult, BeamSearch, Candidate
 from lightserve.errors import InvalidRequestError
 from lightserve.io_struct import FinishReason, Step
 from lightserve.llm import LLM
-from lightserve.router.model_infer.model_rpc import Collect
+from lightserve.worker.rpc import Collect
 from test.models.tiny import build_hf
 from test.real_model import PROMPTS, transformers_smollm2
 

@@ -13,7 +13,7 @@ import torch
 from lightserve.io_struct import SamplingParams
 from lightserve.llm import LLM, Generation
 from lightserve.prompt_logprobs import PromptToken
-from lightserve.router.model_infer.prompt_scores import scores_of
+from lightserve.worker.sampling.prompt_logprobs import scores_of
 
 CONFIG = {
     "model_type": "llama",

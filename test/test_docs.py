@@ -25,10 +25,10 @@ from lightserve.httpserver.native_request import NativeBody, NativeParameters
 from lightserve.httpserver.openai_protocol import ChatBody, CompletionBody, Message, StreamOptions, checked
 from lightserve.httpserver.responses_request import ResponsesBody
 from lightserve.httpserver.tgi_request import TgiBody, TgiParameters
-from lightserve.metrics import CATALOGUE
 from lightserve.models.registry import MODELS
-from lightserve.router.simulate.__main__ import arguments as simulate_arguments
 from lightserve.server.args import parse_server
+from lightserve.simulate.__main__ import arguments as simulate_arguments
+from lightserve.utils.metrics import CATALOGUE
 from test.httpserver.app_client import served
 
 ROOT = Path(__file__).parent.parent

@@ -28,14 +28,14 @@ from unittest.mock import patch
 import torch
 
 from lightserve.errors import ServerError
-from lightserve.grammar import schema_grammar
+from lightserve.grammar.compiler import schema_grammar
 from lightserve.io_struct import SamplingParams, Step
 from lightserve.llm import LLM
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import load_tokenizer
-from lightserve.router.model_infer.grammar import ReqGrammar
-from lightserve.router.model_infer.model_rpc import Collect
-from lightserve.router.model_infer.step_runner import graph_shapes
+from lightserve.worker.rpc import Collect
+from lightserve.worker.sampling.grammar import ReqGrammar
+from lightserve.worker.step_runner import graph_shapes
 
 PROMPT_LEN = 16
 REPEATS = 5

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightserve.benchmark.ceilings import Ceilings
 from lightserve.common.basemodel import TpPartBaseModel
-from lightserve.common.mem_manager import kv_bytes_per_token
+from lightserve.common.kv.mem_manager import kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,9 @@ from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
 from lightserve.model_files.source import resolve
-from lightserve.router.model_infer.model_rpc import Collect
-from lightserve.router.model_infer.worker import ModelWorker
 from lightserve.server.args import Parser, add_flags, take
+from lightserve.worker.rpc import Collect
+from lightserve.worker.worker import ModelWorker
 
 DECODES = ("1x1150", "8x1150", "64x1150", "256x1150")
 PREFILLS = ("128", "512", "2048", "8000", "512+8000")

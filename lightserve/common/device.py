@@ -58,7 +58,7 @@ class DeviceKind:
         """Compile side by side what ``work`` launches; nothing is called where nothing is compiled."""
         if self.backend != "triton":
             return
-        from lightserve.common.compile_ahead import compile_ahead  # imports triton
+        from lightserve.common.compile.ahead import compile_ahead  # imports triton
 
         with compile_ahead(lambda: self.enter(device)):
             work()

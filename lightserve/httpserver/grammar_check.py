@@ -7,11 +7,11 @@ import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 from lightserve.errors import InvalidRequestError
-from lightserve.grammar import GrammarCompiler
+from lightserve.grammar.compiler import GrammarCompiler
 from lightserve.io_struct import GrammarSpec
 from lightserve.model_files.tokenizer import Tokenizer
 
-COMPILE_LIMIT_S = 5.0  # most take milliseconds; the limits of grammar.py end nearly all others within a second
+COMPILE_LIMIT_S = 5.0  # most take milliseconds; the limits of grammar/compiler.py end nearly all others within a second
 THREADS = 2
 
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 import msgspec
 
 from lightserve.io_struct import MetricsSnapshot
-from lightserve.metrics import CATALOGUE, Kind, Metric
+from lightserve.utils.metrics import CATALOGUE, Kind, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -11,7 +11,7 @@ import msgspec
 import orjson
 
 from lightserve.errors import InvalidRequestError
-from lightserve.grammar import check_nesting
+from lightserve.grammar.compiler import check_nesting
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.grammar_fields import Maker
 from lightserve.httpserver.manager import Ask

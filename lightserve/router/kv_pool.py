@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightserve.common.token_slots import Slots, TokenSlots
+from lightserve.common.kv.token_slots import Slots, TokenSlots
 from lightserve.router.radix_cache import Ids, RadixCache
 from lightserve.router.req import Req
 

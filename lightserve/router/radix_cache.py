@@ -17,7 +17,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.common.token_slots import Slots
+from lightserve.common.kv.token_slots import Slots
 
 Ids = npt.NDArray[np.int32]
 

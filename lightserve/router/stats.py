@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightserve.io_struct import MetricsSnapshot
-from lightserve.metrics import Recorder
+from lightserve.utils.metrics import Recorder
 
 
 class RouterMetrics:

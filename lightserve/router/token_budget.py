@@ -12,7 +12,7 @@ Lengths = npt.NDArray[np.int64]
 
 HISTORY = 2048  # outputs that the guess remembers
 FEW = 32  # outputs below which there is no telling
-QUANTILE = 0.7  # of the outputs that went on at least as long: 8 to 13 % more tokens/s than 0.9, router/simulate
+QUANTILE = 0.7  # of the outputs that went on at least as long: 8 to 13 % more tokens/s than 0.9, lightserve/simulate
 
 
 def peak_tokens(held: Sequence[int] | Lengths, remaining: Sequence[int] | Lengths) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightserve.common.model_config import ModelConfig
 from lightserve.config import HttpConfig, ServerConfig
 from lightserve.errors import ModelFilesError, ServerError
+from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.source import ModelSource, resolve
 from lightserve.model_files.tokenizer import Tokenizer, tokenizer_if_any
 from lightserve.models.registry import check_supported

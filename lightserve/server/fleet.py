@@ -35,8 +35,8 @@ KILL_S = 4.0  # until a killed process is gone, which a driver may hold up
 class Modules:
     """What each role runs."""
 
-    worker: str = "lightserve.router.model_infer.main"
-    null_worker: str = "lightserve.router.model_infer.null_worker"
+    worker: str = "lightserve.worker.main"
+    null_worker: str = "lightserve.worker.null_worker"
     router: str = "lightserve.router.main"
     detokenizer: str = "lightserve.detokenization.main"
     httpserver: str = "lightserve.httpserver.main"

@@ -25,8 +25,8 @@ from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import load_tokenizer
-from lightserve.router.model_infer.worker import ModelWorker
 from lightserve.tools.oracle import load_transformers
+from lightserve.worker.worker import ModelWorker
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import signal
 from functools import partial
 
 from lightserve.io_struct import Step
-from lightserve.router.model_infer.model_rpc import Collect
-from lightserve.router.model_infer.null_worker import NullWorker, main
 from lightserve.utils.process import run_child
+from lightserve.worker.null_worker import NullWorker, main
+from lightserve.worker.rpc import Collect
 
 POISON = 31_999
 

@@ -14,7 +14,7 @@ from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.model_files.source import resolve
-from lightserve.router.model_infer.worker import ModelWorker
+from lightserve.worker.worker import ModelWorker
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,9 +15,9 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-from lightserve.common.compile_ahead import compile_ahead
+from lightserve.common.compile.ahead import compile_ahead
+from lightserve.common.compile.processes import kernel_compiler
 from lightserve.common.triton_kernel import activation
-from lightserve.utils.kernel_compiler import kernel_compiler
 from test.ops.compile_kernels import AbsentH200
 
 if __name__ == "__main__":

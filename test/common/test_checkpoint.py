@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightserve.common.checkpoint import CheckpointTensor, open_checkpoint, total_bytes
+from lightserve.common.checkpoint.reader import CheckpointTensor, open_checkpoint, total_bytes
 from lightserve.errors import CheckpointError
 from lightserve.model_files import ModelSource, resolve
 from test.model_files.files import tiny_model

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from lightserve.common import ops
+from lightserve.common.compile import processes
+from lightserve.common.compile.processes import KernelCompiler, running_compiler
 from lightserve.common.triton_kernel import place_tokens
-from lightserve.router.model_infer import main as worker
-from lightserve.utils import kernel_compiler
-from lightserve.utils.kernel_compiler import KernelCompiler, running_compiler
+from lightserve.worker import main as worker
 from test.waiting import wait_until
 
 
@@ -66,14 +66,14 @@ def test_no_process_is_started_where_kernels_were_compiled_before(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     (tmp_path / "some").mkdir()
-    (tmp_path / "some" / f"{kernel_compiler.A_KERNEL}.json").touch()
+    (tmp_path / "some" / f"{processes.A_KERNEL}.json").touch()
 
-    with kernel_compiler.kernel_compiler(str(tmp_path / "line")):
+    with processes.kernel_compiler(str(tmp_path / "line")):
         assert running_compiler() is None
 
 
 def test_what_tells_that_kernels_were_compiled_is_launched_in_every_mode() -> None:
-    assert hasattr(place_tokens, kernel_compiler.A_KERNEL)
+    assert hasattr(place_tokens, processes.A_KERNEL)
     assert ops.fixed_order("triton") not in ops.place_tokens.impls
 
 

@@ -9,8 +9,8 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
-from lightserve.common.checkpoint import open_checkpoint, total_bytes
-from lightserve.common.gguf import CHUNK, gguf_outline
+from lightserve.common.checkpoint.gguf import CHUNK, gguf_outline
+from lightserve.common.checkpoint.reader import open_checkpoint, total_bytes
 from lightserve.errors import CheckpointError, ModelFilesError
 from lightserve.model_files import resolve
 from lightserve.model_files.source import GgufSource

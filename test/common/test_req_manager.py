@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightserve.common.req_manager import ReqManager
+from lightserve.common.kv.req_manager import ReqManager
 
 
 def test_rows_are_lent_once_and_come_back() -> None:

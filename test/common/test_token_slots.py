@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from lightserve.common.token_slots import TokenSlots
+from lightserve.common.kv.token_slots import TokenSlots
 
 
 @pytest.mark.parametrize("seed", range(10))

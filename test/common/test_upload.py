@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightserve.common.upload import BUFFER_BYTES, Upload
+from lightserve.common.checkpoint.upload import BUFFER_BYTES, Upload
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(1,), (0, 8), (37, 129), (3 * BUFFER_BYTES // 4096, 1024), (2, BUFFER_BYTES // 4 + 1)]

@@ -6,9 +6,9 @@ import copy
 
 from lightserve.io_struct import Step
 from lightserve.models.llama.model import LlamaPreAndPostLayerWeight
-from lightserve.router.model_infer import main as model_main, worker
-from lightserve.router.model_infer.model_rpc import Collect
 from lightserve.utils.process import Boot, Parent, run_child
+from lightserve.worker import main as model_main, worker
+from lightserve.worker.rpc import Collect
 from test.faults.failing_worker import SPOILT_ID, raise_at_poison
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from lightserve.io_struct import Step, TokenOut
-from lightserve.router.model_infer import null_worker
-from lightserve.router.model_infer.model_rpc import Collect
 from lightserve.utils.process import Boot, Parent, run_child
+from lightserve.worker import null_worker
+from lightserve.worker.rpc import Collect
 
 POISON = (25, 24, 23, 22, 21)  # a prompt that workers die of; tokens that every model has
 SPOILT_ID = 11  # a token whose embedding is no number

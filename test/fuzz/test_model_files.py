@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 
-from lightserve.common.checkpoint import open_checkpoint, outline
-from lightserve.common.model_config import ModelConfig
+from lightserve.common.checkpoint.reader import open_checkpoint, outline
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import load_tokenizer, resolve
 from lightserve.model_files.folder import find_weight_files
+from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.source import FolderSource
 from test.fuzz.profile import FUZZ
 from test.model_files.files import VOCAB, save_as_gguf, tiny_model

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lightserve.httpserver.metrics import NAMES, MetricsPage
 from lightserve.io_struct import MetricsSnapshot
-from lightserve.metrics import CATALOGUE, Kind, Metric
 from lightserve.router.stats import RouterMetrics
+from lightserve.utils.metrics import CATALOGUE, Kind, Metric
 
 Series = dict[tuple[tuple[str, str], ...], float]  # labels -> value
 

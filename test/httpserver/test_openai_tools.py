@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 
 from lightserve.config import HttpConfig
-from lightserve.grammar import GrammarCompiler
+from lightserve.grammar.compiler import GrammarCompiler
 from lightserve.httpserver.openai_messages import for_template
 from lightserve.httpserver.openai_protocol import Function, Message, ToolCall
 from lightserve.io_struct import FinishReason

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightserve.config import HttpConfig
-from lightserve.grammar import GrammarCompiler
+from lightserve.grammar.compiler import GrammarCompiler
 from lightserve.io_struct import GenerateReq, GrammarSpec, ThinkingLimit
 from test.httpserver.openai_server import Server, rows, running, with_template
 from test.real_model import smollm2_tokenizer as smol

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightserve.common.basemodel import ModelInput, TpPartBaseModel
+from lightserve.common.kv.token_slots import TokenSlots
 from lightserve.common.ops import AttnBatch
-from lightserve.common.token_slots import TokenSlots
 
 
 class Session:

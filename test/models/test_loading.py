@@ -141,7 +141,7 @@ def test_a_config_that_asks_for_what_we_do_not_do_is_refused(changes: dict[str, 
 MEASURE = """
 import json, resource, sys, torch
 from lightserve.common.basemodel import ModelArgs, ModelConfig
-from lightserve.common.checkpoint import open_checkpoint
+from lightserve.common.checkpoint.reader import open_checkpoint
 from lightserve.common.tp import TpGroup
 from lightserve.model_files.source import resolve
 from lightserve.models.llama.model import LlamaTpPartModel

@@ -16,7 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lightserve.common import ops
-from lightserve.common.compile_server import AbsentGpu
+from lightserve.common.compile.server import AbsentGpu
 from lightserve.common.triton_kernel import linear, norm_linear
 from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args, share_prefixes
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from lightserve.grammar import GrammarCompiler
+from lightserve.grammar.compiler import GrammarCompiler
 from lightserve.io_struct import GrammarSpec
 from lightserve.model_files import Tokenizer
 from lightserve.model_files.special_tokens import SpecialTokens

@@ -11,8 +11,8 @@ import pytest
 
 from lightserve.router.limits import Limits
 from lightserve.router.policy import POLICIES, Policy
-from lightserve.router.simulate.load import Load, fixed, mixed
-from lightserve.router.simulate.simulation import Setup, simulate
+from lightserve.simulate.load import Load, fixed, mixed
+from lightserve.simulate.simulation import Setup, simulate
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_scheduler.md"
 

@@ -17,8 +17,8 @@ from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConf
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow, TokenOut
 from lightserve.router.model_client import RpycModelClient
-from lightserve.router.model_infer.model_rpc import Launch, ModelRpc, StepServer
 from lightserve.utils.process import Boot
+from lightserve.worker.rpc import Launch, ModelRpc, StepServer
 from test.waiting import DEADLINE_S, until
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lightserve.common.token_slots import Slots, TokenSlots
+from lightserve.common.kv.token_slots import Slots, TokenSlots
 from lightserve.router.radix_cache import FIRST_BLOCK, RadixCache, RadixNode
 
 Key = tuple[str, tuple[int, ...]]  # a salt and a prefix

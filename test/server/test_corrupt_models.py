@@ -24,11 +24,11 @@ from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
 from lightserve.errors import CheckpointError, ServerError
 from lightserve.model_files import resolve
-from lightserve.router.model_infer import worker as worker_module
-from lightserve.router.model_infer.worker import ModelWorker
 from lightserve.server import api_server
 from lightserve.server.args import parse_server
 from lightserve.server.checks import check
+from lightserve.worker import worker as worker_module
+from lightserve.worker.worker import ModelWorker
 from test.api.server import running_server
 from test.model_files.files import save_as_gguf, tiny_model as tiny_gguf_model
 from test.small_text import save_small_model

@@ -9,8 +9,8 @@ import pytest
 
 from lightserve.io_struct import SamplingParams
 from lightserve.llm import LLM
-from lightserve.router.model_infer.worker import ModelWorker
 from lightserve.tools.watermark import look_for_watermark, main
+from lightserve.worker.worker import ModelWorker
 from test.small_text import small_tokenizer
 
 PROMPTS = [[3, 1, 4, 1, 5, i] for i in range(6)]

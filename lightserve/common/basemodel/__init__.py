@@ -24,8 +24,8 @@ from lightserve.common.basemodel.layer_weights.weights import (
     WeightContext,
 )
 from lightserve.common.basemodel.rotary import RotaryInferStateInfo, RotaryModel
-from lightserve.common.checkpoint import CheckpointTensor
-from lightserve.common.model_config import ModelConfig
+from lightserve.common.checkpoint.reader import CheckpointTensor
+from lightserve.model_files.model_config import ModelConfig
 
 __all__ = [
     "BaseLayerInfer",

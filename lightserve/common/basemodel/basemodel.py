@@ -19,11 +19,11 @@ from lightserve.common.basemodel.layer_infer.template.pre_layer_infer_template i
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.loader import check_weights, fill_dummy, load_weights
 from lightserve.common.basemodel.layer_weights.weights import WeightContext
-from lightserve.common.checkpoint import CheckpointTensor
-from lightserve.common.mem_manager import MemoryManager
-from lightserve.common.model_config import ModelConfig
-from lightserve.common.req_manager import ReqManager
+from lightserve.common.checkpoint.reader import CheckpointTensor
+from lightserve.common.kv.mem_manager import MemoryManager
+from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.tp import TpGroup
+from lightserve.model_files.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

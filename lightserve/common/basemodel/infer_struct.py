@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lightserve.common.mem_manager import MemoryManager
+from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.ops import AttnBatch
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightserve.common.basemodel.basemodel import TpPartBaseModel
 from lightserve.common.basemodel.infer_struct import InferStateInfo
-from lightserve.common.model_config import ModelConfig, RopeConfig
+from lightserve.model_files.model_config import ModelConfig, RopeConfig
 
 
 class RotaryInferStateInfo(InferStateInfo):

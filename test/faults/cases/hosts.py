@@ -138,7 +138,7 @@ def first_child(server: ServerProcess) -> psutil.Process:
 
     def own() -> list[psutil.Process]:
         children = [child for group in server.processes().values() for child in group]
-        return [child for child in children if any("model_infer" in word for word in child.cmdline())]
+        return [child for child in children if any("lightserve.worker" in word for word in child.cmdline())]
 
     wait_until(lambda: bool(own()))
     return own()[0]

@@ -13,8 +13,8 @@ from lightserve.common.basemodel.layer_weights.layer_weight import (
     PreAndPostLayerWeight,
     TransformerLayerWeight,
 )
-from lightserve.common.model_config import ModelConfig
 from lightserve.common.tp import TpGroup
+from lightserve.model_files.model_config import ModelConfig
 
 Weight = TypeVar("Weight", bound=LayerWeight)
 OuterWeight = TypeVar("OuterWeight", bound=PreAndPostLayerWeight)

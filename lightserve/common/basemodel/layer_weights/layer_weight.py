@@ -13,7 +13,7 @@ from lightserve.common.basemodel.layer_weights.weights import (
     Weight,
     WeightContext,
 )
-from lightserve.common.model_config import ModelConfig
+from lightserve.model_files.model_config import ModelConfig
 
 
 class LayerWeight:

@@ -8,8 +8,8 @@ import torch
 
 from lightserve.common.basemodel.layer_weights.layer_weight import LayerWeight
 from lightserve.common.basemodel.layer_weights.weights import Piece
-from lightserve.common.checkpoint import CheckpointTensor
-from lightserve.common.upload import Upload
+from lightserve.common.checkpoint.reader import CheckpointTensor
+from lightserve.common.checkpoint.upload import Upload
 from lightserve.errors import CheckpointError
 from lightserve.utils.logger import init_logger
 

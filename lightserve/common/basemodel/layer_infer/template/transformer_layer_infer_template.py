@@ -8,8 +8,8 @@ from lightserve.common import ops
 from lightserve.common.basemodel.infer_struct import InferStateInfo
 from lightserve.common.basemodel.layer_infer.base_layer_infer import InnerWeight, State, TransformerLayerInfer
 from lightserve.common.basemodel.layer_weights.weights import NormWeight
-from lightserve.common.model_config import ModelConfig
 from lightserve.common.tp import TpGroup
+from lightserve.model_files.model_config import ModelConfig
 
 
 class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):

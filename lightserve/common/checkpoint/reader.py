@@ -1,0 +1,117 @@
+"""A model's tensors as one stream: file by file, each tensor once, under its name in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import safetensors
+import torch
+
+from lightserve.common.checkpoint.gguf import gguf_bytes, gguf_outline, gguf_tensors
+from lightserve.errors import CheckpointError
+from lightserve.model_files.safetensors_header import read_header, tensor_bytes
+from lightserve.model_files.source import GgufSource, ModelSource
+
+# by their names in safetensors; one that is not here is none that a model could be loaded from
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+class CheckpointTensor(NamedTuple):
+    name: str
+    tensor: torch.Tensor  # may be a view of the file: copy what you keep, and let go of it
+    file: str
+
+
+def open_checkpoint(source: ModelSource) -> Iterator[CheckpointTensor]:
+    """Stream every tensor with one file open at a time.
+
+    Tensors of safetensors and ``.bin`` files are views of the mapped file, so a slice reads only its own pages. GGUF
+    tensors are decoded to float32 one by one.
+    """
+    first_file: dict[str, str] = {}
+    for file in source.weight_files():
+        for name, tensor in _tensors_of(source, file):
+            if name in first_file:
+                raise CheckpointError(f"{file}: tensor {name} is also in {first_file[name]}; remove one of the files")
+            first_file[name] = str(file)
+            yield CheckpointTensor(name, tensor, str(file))
+
+
+def outline(source: ModelSource) -> Iterator[CheckpointTensor]:
+    """The same tensors without their numbers, in milliseconds: enough to see whether they are those of a model."""
+    for file in source.weight_files():
+        if isinstance(source, GgufSource):
+            tensors = gguf_outline(source.header, source.hf_config())
+        elif file.suffix == ".safetensors":
+            tensors = _safetensors_outline(file)
+        else:
+            tensors = _torch_file(file, META)
+        for name, tensor in tensors:
+            yield CheckpointTensor(name, tensor, str(file))
+
+
+def total_bytes(source: ModelSource) -> int:
+    """The bytes of all tensors `open_checkpoint` yields; of ``.bin`` files their size, which is about the same."""
+    if isinstance(source, GgufSource):
+        return gguf_bytes(source.header)
+    files = source.weight_files()
+    return sum(tensor_bytes(file) if file.suffix == ".safetensors" else file.stat().st_size for file in files)
+
+
+def _tensors_of(source: ModelSource, file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(source, GgufSource):
+        return gguf_tensors(source.header, source.hf_config())
+    if file.suffix == ".safetensors":
+        return _safetensors(file)
+    return _torch_file(file)
+
+
+def _safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        with safetensors.safe_open(file, framework="pt") as tensors:
+            for name in tensors.offset_keys():  # in the order of the file: the disk reads forwards
+                yield name, tensors.get_tensor(name)
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{file}: not readable as safetensors ({error}); fetch it again") from error
+
+
+def _safetensors_outline(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, (dtype, shape, _) in read_header(file).items():
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{file}: {name} is {dtype[:100]}; only float checkpoints load")
+        yield name, torch.empty(shape, dtype=DTYPES[dtype], device=META)
+
+
+def _torch_file(file: Path, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
+    """Only what ``weights_only`` lets through: a ``.bin`` file may otherwise run any code."""
+    try:
+        content = torch.load(file, map_location=device, weights_only=True, mmap=True)
+    except Exception as error:  # torch raises several kinds here, and every one means the same
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{file}: not loadable with weights_only ({reason}); convert the model to safetensors"
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: holds a {type(content).__name__}, wanted a dict of tensors; convert it")
+    while content:
+        name = next(iter(content))
+        tensor = content.pop(name)
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{file}: {name} is a {type(tensor).__name__}, wanted a tensor; convert it")
+        yield str(name), tensor

@@ -1,0 +1,97 @@
+"""The real scheduler against a model of a GPU, on a virtual clock: what a policy or a limit does, in seconds.
+
+python -m lightserve.simulate --load shared --policies fifo cache_aware --batch_max_tokens 512 2048
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightserve.router.limits import Limits
+from lightserve.router.policy import POLICIES
+from lightserve.router.token_budget import QUANTILE
+from lightserve.simulate.load import LOADS, URGENT, Load, fixed
+from lightserve.simulate.report import COLUMNS, plot, row_of
+from lightserve.simulate.simulation import LIMITS, Setup, simulate
+
+
+def setups(args: argparse.Namespace) -> Iterator[Setup]:
+    knobs = itertools.product(args.policies, args.token_ratio, args.quantile, args.batch_max_tokens, args.chunk)
+    for policy, ratio, share, batch, chunk in knobs:
+        limits = Limits(args.max_running, batch, None if chunk < 0 else chunk or batch, tuple(args.sizes), ratio)
+        yield Setup(policy, limits, share, args.pool, args.depth)
+
+
+def load_of(args: argparse.Namespace) -> Load:
+    load = replace(LOADS[args.load], count=args.requests, rate=args.rate, streams=args.streams, seed=args.seed)
+    chosen: dict[str, Any] = {"urgent": args.urgent}
+    for name in ("prompt_len", "output_len"):
+        if getattr(args, name):
+            chosen[name] = fixed(getattr(args, name))
+    for name in ("max_new_tokens", "num_prefixes", "prefix_len"):
+        if getattr(args, name) is not None:
+            chosen[name] = getattr(args, name)
+    return replace(load, **chosen)
+
+
+def arguments() -> argparse.ArgumentParser:
+    doc = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m lightserve.simulate", description=doc)
+    add = parser.add_argument
+    add("--load", choices=LOADS, default="sharegpt")
+    add("--requests", type=int, default=2000)
+    add("--rate", type=float, help="requests a second, at random; omitted: --streams")
+    add("--streams", type=int, default=256, help="clients that ask one request after the other")
+    add("--prompt_len", type=int, help="instead of the load's lengths")
+    add("--output_len", type=int, help="instead of the load's lengths")
+    add("--max_new_tokens", type=int, help="what clients ask for")
+    add("--num_prefixes", type=int, help="distinct system prompts")
+    add("--prefix_len", type=int, help="tokens of each")
+    add("--urgent", type=float, default=0.0, help=f"share of requests with priority {URGENT}")
+    add("--seed", type=int, default=0)
+    add("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    add("--token_ratio", type=float, nargs="+", default=[0.85], help="router_token_ratio")
+    add("--quantile", type=float, nargs="+", default=[QUANTILE], help="of recent outputs, taken as the guess")
+    add("--batch_max_tokens", type=int, nargs="+", default=[LIMITS.batch_max_tokens])
+    add(
+        "--chunk",
+        type=int,
+        nargs="+",
+        default=[LIMITS.chunk_size],
+        help="chunked_prefill_size; 0: batch_max_tokens; -1: whole prompts",
+    )
+    add("--sizes", type=int, nargs="*", default=LIMITS.sizes, help="tokens that a step with prompts may have")
+    add("--max_running", type=int, default=256, help="running_max_req_size")
+    add("--pool", type=int, default=900_000, help="max_total_token_num")
+    add("--depth", type=int, default=2, help="steps under way at once")
+    add("--plots", type=Path, metavar="DIR", help="write ttft.png and itl.png there")
+    return parser
+
+
+def main() -> None:
+    parser = arguments()
+    args = parser.parse_args()
+    figures = None
+    if args.plots:
+        try:
+            figures = importlib.import_module("matplotlib.figure")
+        except ImportError:
+            parser.error("--plots needs matplotlib: pip install matplotlib")
+    load = load_of(args)
+    print(COLUMNS)
+    runs = []
+    for setup in setups(args):
+        runs.append((setup, simulate(setup, load)))
+        print(row_of(*runs[-1]), flush=True)
+    if args.plots:
+        plot(args.plots, figures, runs)
+
+
+if __name__ == "__main__":
+    main()

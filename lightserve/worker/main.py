@@ -1,0 +1,67 @@
+"""A model worker process: one rank of the model. Torch begins here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
+
+from lightserve.common.compile.cache import use_writable_cache
+from lightserve.common.compile.processes import kernel_compiler
+from lightserve.io_struct import EngineReady, Phase
+from lightserve.model_files.source import resolve
+from lightserve.utils.process import Boot, Parent, run_child
+from lightserve.worker.rpc import StepServer
+
+GPU = "/dev/nvidiactl"  # to ask torch would take seconds
+
+
+def main(boot: Boot, parent: Parent) -> None:
+    config = boot.config.worker
+    use_writable_cache(boot.path("triton"))
+    with _compilers(config.device, boot.path(f"compiler-{boot.index}-{boot.generation}")):
+        with _phase(parent, "import torch"):
+            from lightserve.common.device import pick_device
+            from lightserve.common.tp import init_tp
+            from lightserve.worker.worker import ModelWorker
+        server = StepServer(boot.worker_path(boot.index, boot.generation))
+        kind = pick_device(config.device)
+        with _phase(parent, "load and compile"):
+            source = resolve(config.model_dir, needs_weights=config.load_format == "auto")
+            tp = init_tp(boot.index, config.tp, f"file://{boot.path('tp')}", kind.comm)
+            worker = ModelWorker(config, source, tp)
+        with _phase(parent, "warm up"):
+            worker.warm_up()
+    vocab_size = worker.model_config.vocab_size
+    parent.send(
+        EngineReady(
+            max_total_token_num=worker.max_total_token_num,
+            max_req_total_len=worker.longest_request,
+            vocab_size=vocab_size,
+            pipeline_depth=worker.pipeline_depth,
+            eos_token_ids=tuple(token for token in source.eos_token_ids() if token < vocab_size),
+            computed_in=worker.computed_in,
+            step_limits=worker.step_limits,
+            step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
+        )
+    )
+    server.serve(worker.launch, worker.pipeline_depth)
+
+
+def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:
+    """Processes that compile kernels, where there will be some to compile."""
+    has_kernels = device != "cpu" and os.path.exists(GPU) and find_spec("triton") is not None
+    return kernel_compiler(path) if has_kernels else nullcontext()
+
+
+@contextmanager
+def _phase(parent: Parent, name: str) -> Iterator[None]:
+    begin = time.monotonic()
+    yield
+    parent.send(Phase(name, time.monotonic() - begin))
+
+
+if __name__ == "__main__":
+    run_child("model worker", main)

@@ -1,0 +1,63 @@
+"""A worker without a model, which makes up tokens: it measures the rest of the server."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from lightserve.io_struct import EngineReady, Step, TokenOut
+from lightserve.utils.process import Boot, Parent, run_child
+from lightserve.worker.rpc import Collect, StepServer
+
+CONTEXT_LEN = 8192
+VOCAB_SIZE = 32_000
+
+
+class NullWorker:
+    """Every token of a request is the one after its last; requests end by their length only."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._missing: dict[int, int] = {}  # tokens of a request that are known and not yet computed
+        self._last: dict[int, int] = {}  # token of a request
+
+    def launch(self, step: Step) -> Collect:
+        return partial(self._run, step)
+
+    def _run(self, step: Step) -> list[TokenOut]:
+        for req_id in step.free:
+            self._missing.pop(req_id, None)
+            self._last.pop(req_id, None)
+        for new in step.new:
+            self._missing[new.req_id] = len(new.prompt_ids) - len(new.cached_slots)
+            self._last[new.req_id] = new.prompt_ids[-1]
+        outs = []
+        time.sleep(self._step_s)
+        for row in step.rows:
+            self._missing[row.req_id] -= len(row.slots)
+            if self._missing[row.req_id] == 0:
+                self._missing[row.req_id] = 1
+                self._last[row.req_id] = (self._last[row.req_id] + 1) % VOCAB_SIZE
+                outs.append(TokenOut(row.req_id, self._last[row.req_id]))
+        return outs
+
+
+def main(boot: Boot, parent: Parent, worker_class: type[NullWorker] = NullWorker) -> None:
+    config = boot.config.worker
+    server = StepServer(boot.worker_path(boot.index, boot.generation))
+    context_len = config.max_req_total_len or CONTEXT_LEN
+    pool_len = config.max_total_token_num or config.running_max_req_size * context_len
+    parent.send(
+        EngineReady(
+            max_total_token_num=pool_len,
+            max_req_total_len=min(context_len, pool_len),
+            vocab_size=VOCAB_SIZE,
+            pipeline_depth=1,
+            step_timeout_s=config.step_timeout or 0.0,
+        )
+    )
+    server.serve(worker_class(boot.config.launch.null_step_ms / 1e3).launch)
+
+
+if __name__ == "__main__":
+    run_child("null worker", main)

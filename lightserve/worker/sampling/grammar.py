@@ -1,0 +1,189 @@
+"""The grammars that a worker's requests obey: where each is in its own, and what may follow there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask_par, get_bitmask_shape
+from torch import Tensor
+
+from lightserve.common.device import host_memory
+from lightserve.config import cores
+from lightserve.errors import InvalidRequestError
+from lightserve.grammar.compiler import GrammarCompiler, mask_of
+from lightserve.io_struct import GrammarSpec, NewReq
+from lightserve.model_files.source import ModelSource
+from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+
+MAX_THREADS = 8  # for the masks of a step: 32 of one JSON schema take 1.1 ms of a slow core, one after the other
+# Matchers of a grammar share a lexer, which one mask at a time can use: so there are several, of eight requests each.
+# To compile one more takes 0.6 ms for a schema of three fields and 9 ms for 18 kB of schema.
+LANES = 4
+LANE_REQS = 8
+CPU = torch.device("cpu")
+
+
+class ReqGrammar:
+    """One request's place in its grammar. Used by one thread at a time, but for the one that compiles."""
+
+    def __init__(self, matcher: Future[LLMatcher], is_prefix: bool = False, kind: int = 0) -> None:
+        """``is_prefix``: once the text is one of the grammar's, anything may follow."""
+        self.kind = kind  # the same where matchers share a lexer
+        self.error: str | None = None  # why nothing can follow
+        self.is_over = False  # anything may follow
+        self._is_prefix = is_prefix
+        self._compiled = matcher
+        self._matcher: LLMatcher | None = None
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        """Waits until it is compiled; None where that failed, which ``error`` tells, and where it is over."""
+        if self._matcher is None and self.error is None and not self.is_over:
+            try:
+                self._matcher = self._compiled.result()
+                self._note_end()
+            except InvalidRequestError as error:
+                self.error = str(error)
+        return self._matcher
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer is whole and nothing may follow."""
+        return self._matcher is not None and self.error is None and self._matcher.is_stopped()
+
+    def forced(self) -> list[int]:
+        """The tokens of the only text that may follow, empty where there is a choice. A mask allows no others there."""
+        matcher = self.matcher
+        if matcher is None or self.error is not None or matcher.is_stopped():
+            return []
+        tokens = matcher.compute_ff_tokens()
+        # of a text for which the vocabulary lacks bytes they are wrong
+        return tokens[: matcher.validate_tokens(tokens)] if tokens else tokens
+
+    def advance(self, token_id: int, is_permitted: bool = True) -> None:
+        """The request got this token. One that the grammar or another rule does not permit ends it with an error."""
+        matcher = self.matcher
+        if matcher is None or self.error is not None or matcher.is_stopped():
+            return
+        if not (is_permitted and matcher.consume_token(token_id)):
+            self.error = "no token is left that the grammar and the other rules of the request allow"
+        self._note_end()
+
+    def _note_end(self) -> None:
+        if self._is_prefix and self._matcher is not None and self._matcher.is_accepting():
+            self.is_over, self._matcher = True, None
+
+
+class Grammars:
+    """Makes the grammars of a worker's requests, and the masks of its steps."""
+
+    def __init__(self, source: ModelSource, vocab_size: int, device: torch.device = CPU) -> None:
+        """``device``: where the masks go."""
+        self._source = source
+        self._device = device
+        self._vocab_size = vocab_size
+        self._mask_vocab_size = vocab_size  # the tokenizer may have more tokens than the model
+        self._executor_of = lru_cache(maxsize=None)(LLExecutor)  # by the number of threads
+        self._thread = ThreadPoolExecutor(1, "grammar")
+        self._compilers_for = lru_cache(maxsize=2)(self._make_compilers)  # by end tokens: one set a server
+        self._lanes = min(cores(), LANES)
+        self._opened = 0
+
+    def warm_up(self) -> None:
+        """Read the vocabulary before anyone waits for it, in a thread."""
+        if has_tokenizer(self._source):
+            eos_ids = self._source.eos_token_ids()
+            self._thread.submit(self._compilers_for, tuple(token for token in eos_ids if token < self._vocab_size))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text."""
+        return self._tokenizer.decoder.token_bytes(token_id)
+
+    def open(self, new: NewReq) -> ReqGrammar | None:
+        """The grammar of a request that enters: compiled in a thread, and advanced by what it has said already."""
+        sampling = new.sampling
+        if sampling.grammar is None:
+            return None
+        said = new.prompt_ids[len(new.prompt_ids) - new.output_len :]
+        lane = self._opened // LANE_REQS % self._lanes
+        self._opened += 1
+        compiled = self._thread.submit(self._matcher_after, sampling.grammar, new.eos_ids, said, lane)
+        return ReqGrammar(compiled, sampling.grammar.kind == "prefix", kind=hash((sampling.grammar, lane)))
+
+    def masks(self, grammars: Sequence[ReqGrammar | None], forbidden: Sequence[tuple[int, ...]]) -> Tensor:
+        """What may follow in each of ``grammars``, None for anything: int32 ``[grammars, words]``, a bit a token.
+
+        They are in memory from which the device copies. ``forbidden`` are tokens that may not come, unless nothing
+        else may.
+        """
+        matchers = [None if grammar is None else grammar.matcher for grammar in grammars]
+        shape = get_bitmask_shape(len(grammars), self._mask_vocab_size)  # known once a grammar is compiled
+        masks = host_memory(shape, torch.int32, self._device)
+        bitmask = masks.numpy()
+        jobs = []
+        for i, (grammar, matcher) in enumerate(zip(grammars, matchers, strict=True)):
+            if grammar is None or matcher is None:
+                bitmask[i] = -1
+            else:
+                jobs.append((grammar.kind, i, matcher))
+        self._fill(bitmask, jobs)
+        words = bitmask.view(np.uint32)
+        for _, i, _ in jobs:
+            if any(_allows(words, i, token_id) for token_id in forbidden[i]):  # they rarely come into question
+                _forbid(words[i], forbidden[i])
+        return masks
+
+    def _fill(self, bitmask: np.ndarray, jobs: list[tuple[int, int, LLMatcher]]) -> None:
+        """``jobs``: kind, row and matcher.
+
+        Matchers of one kind would wait for one another in two threads. So there are as many threads as kinds, and a
+        thread finds those of a kind one after the other.
+        """
+        if not jobs:
+            return
+        kinds = {kind for kind, _, _ in jobs}
+        executor = self._executor_of(min(len(kinds), cores(), MAX_THREADS))
+        fill_next_token_bitmask_par(executor, [(matcher, row) for _, row, matcher in sorted(jobs)], bitmask)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        if not has_tokenizer(self._source):
+            raise InvalidRequestError("this model has no tokenizer, which a grammar needs")
+        return load_tokenizer(self._source)
+
+    def _matcher_after(self, spec: GrammarSpec, eos_ids: tuple[int, ...], said: list[int], lane: int) -> LLMatcher:
+        matcher = self._compilers_for(eos_ids)[lane].compile(spec)
+        if spec.kind == "prefix":
+            said = _before_end(matcher, said)
+        if not matcher.consume_tokens(said):
+            raise InvalidRequestError(f"the grammar does not allow what was said: {matcher.get_error()[:200]}")
+        return matcher
+
+    def _make_compilers(self, eos_ids: tuple[int, ...]) -> list[GrammarCompiler]:
+        compiler = GrammarCompiler(self._tokenizer, self._vocab_size, eos_ids)
+        self._mask_vocab_size = compiler.vocab_size
+        return compiler.lanes(self._lanes)
+
+
+def _before_end(matcher: LLMatcher, said: list[int]) -> list[int]:
+    """The tokens up to the one with which a prefix is whole."""
+    ahead = matcher.deep_copy()
+    for count, token_id in enumerate(said, start=1):
+        if not ahead.consume_token(token_id) or ahead.is_accepting():
+            return said[:count]
+    return said
+
+
+def _allows(masks: np.ndarray, row: int, token_id: int) -> bool:
+    return token_id < 32 * masks.shape[1] and bool(masks.item(row, token_id // 32) >> token_id % 32 & 1)
+
+
+def _forbid(mask: np.ndarray, token_ids: tuple[int, ...]) -> None:
+    rest = mask & ~mask_of(token_ids, 32 * len(mask))
+    if rest.any():
+        mask[:] = rest

@@ -1,0 +1,220 @@
+"""One rank of a model: builds it, runs the steps it is told to run, samples. Decides nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig
+from lightserve.common.checkpoint.reader import open_checkpoint, outline, total_bytes
+from lightserve.common.device import DeviceKind, enough_memory, pick_device
+from lightserve.common.tp import TpGroup
+from lightserve.config import WorkerConfig
+from lightserve.errors import ServerError
+from lightserve.io_struct import NewReq, SamplingParams, Step, StepLimits, StepRow, TokenOut
+from lightserve.model_files.source import ModelSource
+from lightserve.models.registry import get_model_class
+from lightserve.utils.progress import Progress
+from lightserve.worker.infer_batch import InferBatch, PackedStep
+from lightserve.worker.kv_size import kv_size
+from lightserve.worker.pending_step import PendingStep
+from lightserve.worker.rpc import Collect
+from lightserve.worker.sampling.grammar import Grammars
+from lightserve.worker.sampling.plan import int64s
+from lightserve.worker.sampling.sampler import Sampler, StepLogprobs
+from lightserve.worker.sampling.step_masks import MaskMaker, StepMasks
+from lightserve.worker.sampling.thinking import ThinkingBudget
+from lightserve.worker.step_runner import StepOut, StepRunner
+
+WARM_UP_LENGTHS = (16, 7, 100, 1)  # Triton compiles apart for 1, for multiples of 16 and for other lengths
+WARM_UP_DECODES = 2
+REHEARSED_TOKENS = 512  # of a first KV pool, in which all this has room
+WARM_UP_SAMPLING = (
+    SamplingParams(max_new_tokens=8, temperature=0.0),
+    SamplingParams(
+        max_new_tokens=8,
+        top_k=10,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        watermark=True,
+        logprobs=1,
+        prompt_logprobs=1,
+    ),
+)
+
+
+class ModelWorker:
+    def __init__(self, config: WorkerConfig, source: ModelSource, tp: TpGroup) -> None:
+        kind = pick_device(config.device)
+        device = kind.device(tp.rank)
+        kind.bind(device, config.deterministic)
+        self.model_config = ModelConfig.from_hf(source.hf_config())
+        self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
+        dtype = _dtype(config, self.model_config, kind)
+        args = ModelArgs(
+            config=self.model_config,
+            dtype=dtype,
+            device=device,
+            tp=tp,
+            checkpoint=_with_progress(source) if config.load_format == "auto" else None,
+            max_total_token_num=REHEARSED_TOKENS,
+            max_reqs=config.running_max_req_size,
+            max_req_total_len=self.max_req_total_len,
+            outline=outline(source) if config.load_format == "auto" else (),
+        )
+        with enough_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
+            self.model = get_model_class(self.model_config.model_type)(args)
+        self._kind, self._device = kind, device
+        ranks = f", {tp.size} ranks" if tp.size > 1 else ""
+        self.computed_in = f"in {str(dtype).removeprefix('torch.')} on {kind.name}{ranks}"
+        self._batch = InferBatch(
+            self.model.req_manager,
+            self.model.mem_manager.padding_slot,
+            device,
+            shares_prefixes=not config.deterministic,  # attention in a fixed order makes no use of it
+        )
+        self._runner = StepRunner(self.model, self._batch, kind)
+        self._grammars = Grammars(source, self.model_config.vocab_size, device)
+        self._masks = MaskMaker(self._grammars, device, kind.computes_apart)
+        self._sampler = Sampler(self.model_config.vocab_size, device, self._batch.last_ids)
+        self._launched: PendingStep | None = None  # the last one
+        with enough_memory("lower max_total_token_num or mem_fraction"):
+            self.model.set_kv_size(kv_size(config, self.model, kind, self._rehearse))
+        self._batch.padding_slot = self.model.mem_manager.padding_slot
+
+    @property
+    def step_limits(self) -> StepLimits:
+        return self._kind.step_limits
+
+    @property
+    def step_timeout_s(self) -> float:
+        return self._kind.step_timeout_s
+
+    @property
+    def max_total_token_num(self) -> int:
+        return self.model.mem_manager.size
+
+    @property
+    def pipeline_depth(self) -> int:
+        """Steps that should be under way at once."""
+        return self._kind.pipeline_depth
+
+    @property
+    def longest_request(self) -> int:
+        """Prompt plus output in tokens, of one that has the pool for itself."""
+        return min(self.max_req_total_len, self.max_total_token_num)
+
+    def warm_up(self) -> None:
+        """Run every kind of step once before anyone waits: what compiles or packs at first use does it here."""
+        self._grammars.warm_up()
+        self._kind.compile_kernels(self._device, self._rehearse)
+        self._run_kinds()
+        self.capture()
+
+    def _rehearse(self) -> None:
+        with self.model.one_layer_of_each_kind():
+            self._run_kinds()
+        self._runner.rehearse()
+
+    def _run_kinds(self) -> None:
+        longest = min(self.max_req_total_len, self.max_total_token_num // len(WARM_UP_LENGTHS)) - WARM_UP_DECODES
+        reqs = [
+            NewReq(-1 - i, [0] * length, WARM_UP_SAMPLING[i % 2], seed=0)
+            for i, length in enumerate(WARM_UP_LENGTHS)
+            if length <= longest
+        ]
+        reqs = reqs[: self.model.req_manager.max_reqs]
+        for batch in ([req] for req in reqs[:2]):
+            self._run_once(batch)
+        self._run_once(reqs)
+        self._run_once([_with_cached_prompt(req) for req in reqs[:1]])
+
+    def capture(self) -> None:
+        """Capture the steps that come often, where the device can replay them."""
+        self._runner.capture()
+
+    def _run_once(self, new: list[NewReq]) -> None:
+        """Prefill and decode; the slots are free, since nobody else runs."""
+        if not new:
+            return
+        ids = [req.req_id for req in new]
+        lengths = [len(req.prompt_ids) - len(req.cached_slots) for req in new]
+        ends = list(itertools.accumulate(lengths, initial=max(len(req.cached_slots) for req in new)))[1:]
+        prompts = [StepRow(i, list(range(end - n, end))) for i, n, end in zip(ids, lengths, ends, strict=True)]
+        self.run(Step(prompts, new))
+        for step in range(WARM_UP_DECODES):
+            first = ends[-1] + step * len(ids)
+            self.run(Step([StepRow(req_id, [first + i]) for i, req_id in enumerate(ids)]))
+        self.run(Step([], free=ids))
+
+    def run(self, step: Step) -> list[TokenOut]:
+        """Run a step; tokens come back for every row that reaches the end of its request's known tokens."""
+        return self.launch(step)()
+
+    def launch(self, step: Step) -> Collect:
+        """Begin a step without waiting for the one before. What is returned waits for its tokens."""
+        self._kind.enter(self._device)
+        for req_id in step.free:
+            self._batch.remove(req_id)
+        for new in step.new:
+            limit = new.sampling.thinking
+            thinking = None if limit is None else ThinkingBudget(limit, self._grammars.token_bytes)
+            self._batch.add(new, self._grammars.open(new), thinking)
+        if not step.rows:
+            return list
+        packed = self._batch.pack(step.rows, self._runner.fit)
+        self._sampler.look_back(packed.reqs)
+        masks = self._begin_masks(packed)
+        out = self._runner.run(packed.inputs, packed.shape, packed.open_scores(self._device), masks)
+        tokens, logprobs = self._sample(packed, out, masks)
+        # only now: the step before may turn out to force tokens, so that this one computes the last no more
+        chosen = [(i, req) for i, req in enumerate(packed.reqs) if req.is_due]
+        for _, req in chosen:
+            req.total_len += 1
+        self._launched = PendingStep(tokens, chosen, logprobs, before=self._launched)
+        return self._launched.collect
+
+    def _begin_masks(self, packed: PackedStep) -> StepMasks | None:
+        constrained = self._sampler.plan_of(packed.reqs).constrained
+        if constrained is None or not any(req.obeys_grammar for req in constrained.reqs):
+            return None
+        return self._masks.begin(constrained, list if self._launched is None else self._launched.collect)
+
+    @torch.inference_mode()
+    def _sample(self, packed: PackedStep, out: StepOut, masks: StepMasks | None) -> tuple[Tensor, StepLogprobs | None]:
+        """A token for each request of the step, and where asked for its log-probability."""
+        plan = self._sampler.plan_of(packed.reqs)
+        tokens, logits = out.tokens[: len(packed.reqs)], out.logits[: len(packed.reqs)]
+        if plan.special:
+            if plan.needs_last_tokens and self._launched is not None:
+                self._launched.collect()
+            tokens = self._sampler.sample(logits, packed.reqs, tokens, masks)
+            rows = int64s([req.row for req in packed.reqs], self._device)
+            self._batch.last_ids.index_copy_(0, rows, tokens)
+        return tokens, self._sampler.logprobs(tokens, logits, packed.reqs)
+
+
+def _with_cached_prompt(req: NewReq) -> NewReq:
+    """As if all but its last token had been found in the prefix cache."""
+    return msgspec.structs.replace(req, cached_slots=list(range(len(req.prompt_ids) - 1)))
+
+
+def _dtype(config: WorkerConfig, model: ModelConfig, kind: DeviceKind) -> torch.dtype:
+    if config.data_type == "auto":
+        return kind.dtype_for(model.hf.get("dtype") or model.hf.get("torch_dtype"))
+    dtype: torch.dtype = getattr(torch, config.data_type)
+    if not kind.has_dtype(dtype):
+        raise ServerError(f"this GPU does not compute in {config.data_type}; use the data_type float16")
+    return dtype
+
+
+def _with_progress(source: ModelSource) -> Iterator[CheckpointTensor]:
+    with Progress("weights", total_bytes(source)) as progress:
+        for tensor in open_checkpoint(source):
+            yield tensor
+            progress.advance(tensor.tensor.nbytes)

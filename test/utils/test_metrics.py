@@ -1,0 +1,53 @@
+"""The catalogue and what counts by it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from lightserve.io_struct import HistogramCounts, MetricsSnapshot
+from lightserve.utils.metrics import CATALOGUE, Histogram, Kind, Recorder
+
+
+def test_every_metric_is_declared_once_and_its_buckets_rise() -> None:
+    names = [metric.name for metric in CATALOGUE]
+
+    assert len(names) == len(set(names))
+    for metric in CATALOGUE:
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+        assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+        assert metric.kind is not Kind.COUNTER or metric.name.endswith("_total")
+
+
+@pytest.mark.parametrize(("value", "bucket"), [(-1.0, 0), (0.0, 0), (1.0, 0), (1.5, 1), (2.0, 1), (2.5, 2)])
+def test_a_value_counts_in_the_first_bucket_that_holds_it(value: float, bucket: int) -> None:
+    histogram = Histogram((1.0, 2.0))
+
+    histogram.observe(value, count=3)
+
+    assert histogram.counts == [3 if i == bucket else 0 for i in range(3)]
+    assert histogram.total == 3 * value
+
+
+def test_a_snapshot_holds_every_metric_and_stays_as_it_was() -> None:
+    recorder = Recorder()
+
+    snapshot = recorder.snapshot()
+    recorder.values["prompt_tokens_total"] += 1
+    recorder.labelled["request_success_total"]["stop"] += 1
+    recorder.histograms["iteration_tokens_total"].observe(1)
+
+    assert {*snapshot.values, *snapshot.labelled, *snapshot.histograms} == {metric.name for metric in CATALOGUE}
+    assert set(snapshot.values.values()) == {0.0}
+    assert snapshot.labelled == {"request_success_total": {"stop": 0, "length": 0, "abort": 0}}
+    assert sum(sum(one.counts) for one in snapshot.histograms.values()) == 0
+
+
+def test_a_snapshot_crosses_a_channel() -> None:
+    recorder = Recorder()
+    recorder.histograms["iteration_tokens_total"].observe(5)
+
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(recorder.snapshot()), type=MetricsSnapshot)
+
+    assert received == recorder.snapshot()
+    assert isinstance(received.histograms["iteration_tokens_total"], HistogramCounts)

@@ -1,0 +1,164 @@
+"""Tokens that a grammar forces: several of a request in a step, and the same text as with a step for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightserve.grammar.compiler import choice_grammar, schema_grammar
+from lightserve.io_struct import FinishReason, GrammarSpec, SamplingParams, Step
+from lightserve.llm import LLM, Generation
+from lightserve.worker.rpc import Collect
+from lightserve.worker.sampling.grammar import ReqGrammar
+from lightserve.worker.worker import ModelWorker
+from test.small_text import small_tokenizer
+
+TOKENIZER = small_tokenizer()
+PROMPT = [3, 1, 4, 1, 5]
+LONG = {
+    "type": "object",
+    "properties": {
+        "created-at-a-debt-rate": {"enum": ["a red car", "a dead bee"]},
+        "rare-extra-beret": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["created-at-a-debt-rate", "rare-extra-beret"],
+    "additionalProperties": False,
+}
+GRAMMARS = [
+    schema_grammar(LONG),
+    GrammarSpec("regex", "(true, a red bear|a rare dead text)[.,] at [0-9]{2} a year"),
+    choice_grammar(["a dead extra text", "a dead extra beat", "beta"]),
+]
+WISHES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0},
+    {"frequency_penalty": 1.0, "repetition_penalty": 1.3},
+    {"top_k": 3},
+    {"min_new_tokens": 50},
+    {"max_new_tokens": 13},
+    {"stop": ("-deb", "d b", "xtra")},
+    {"stop": ("-deb", "d b", "xtra"), "include_stop": True},
+    {"stop_token_ids": (TOKENIZER.token_to_id("x") or 0,)},
+    {"ignore_eos": True, "bad_words_ids": ((7, 9),)},
+    {"watermark": True},
+]
+
+
+def mixed() -> list[SamplingParams]:
+    """Every wish with every grammar, and free requests between."""
+    wanted: list[SamplingParams] = []
+    for wishes in WISHES:
+        for grammar in (*GRAMMARS, None):
+            options = {"max_new_tokens": 100, "temperature": 1.5, "seed": len(wanted), **wishes}
+            wanted.append(SamplingParams(grammar=grammar, **options))
+    return wanted
+
+
+@pytest.fixture(scope="module")
+def llm(small_folder: str) -> LLM:
+    return LLM(small_folder, device="cpu", max_total_token_num=8000)
+
+
+@pytest.fixture
+def steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """Those that have run."""
+    run: list[Step] = []
+
+    def counted(worker: ModelWorker, step: Step) -> Collect:
+        run.append(step)
+        return launch(worker, step)
+
+    launch = ModelWorker.launch
+    monkeypatch.setattr(ModelWorker, "launch", counted)
+    return run
+
+
+def said(generations: list[Generation]) -> list[tuple[list[int], str, FinishReason | None]]:
+    return [(one.token_ids, one.text, one.finish_reason) for one in generations]
+
+
+def without_forcing(llm: LLM, wanted: list[SamplingParams]) -> list[Generation]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReqGrammar, "forced", lambda _: [])
+        return llm.generate([PROMPT] * len(wanted), wanted)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_text_is_that_of_a_step_for_each_token(llm: LLM, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = mixed()
+    expected = without_forcing(llm, wanted)
+    monkeypatch.setattr(ModelWorker, "pipeline_depth", depth)
+
+    generations = llm.generate([PROMPT] * len(wanted), wanted)
+
+    assert said(generations) == said(expected)
+    assert {one.finish_reason for one in generations} == {FinishReason.STOP, FinishReason.LENGTH}
+    assert any(one.text.endswith("-deb") for one in generations)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_pauses_between_forced_tokens_change_nothing(small_folder: str, llm: LLM, depth: int) -> None:
+    wanted = [SamplingParams(max_new_tokens=100, seed=i, grammar=GRAMMARS[0]) for i in range(8)]
+    expected = without_forcing(llm, wanted)
+    small = LLM(small_folder, device="cpu", max_total_token_num=250)
+    small.generate([PROMPT] * 40, SamplingParams(max_new_tokens=2))  # so that it takes answers to be short
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelWorker, "pipeline_depth", depth)
+        paused = small.generate([PROMPT] * len(wanted), wanted)
+
+    assert small._scheduler.num_pauses > 0
+    assert said(paused) == said(expected)
+
+
+def test_what_is_forced_takes_no_steps(llm: LLM, steps: list[Step]) -> None:
+    sampling = SamplingParams(max_new_tokens=100, seed=1, grammar=GRAMMARS[0])
+    (expected,) = without_forcing(llm, [sampling])
+    one_by_one = len(steps)
+    steps.clear()
+
+    (generation,) = llm.generate([PROMPT], sampling)
+
+    assert one_by_one >= len(expected.token_ids) > 40
+    assert len(steps) < one_by_one / 2
+    assert said([generation]) == said([expected])
+
+
+def test_a_request_beside_it_has_a_token_a_step(llm: LLM, steps: list[Step]) -> None:
+    free = SamplingParams(max_new_tokens=100, ignore_eos=True, seed=0)
+    alone = llm.generate([PROMPT], free)
+    steps.clear()
+
+    beside, _ = llm.generate([PROMPT] * 2, [free, SamplingParams(max_new_tokens=100, grammar=GRAMMARS[1], seed=0)])
+
+    assert said([beside]) == said(alone)
+    assert sum(bool(step.rows) for step in steps) == 100
+
+
+def test_who_asks_for_logprobs_gets_those_of_every_token(llm: LLM) -> None:
+    sampling = SamplingParams(max_new_tokens=100, seed=1, grammar=GRAMMARS[1], logprobs=1)
+
+    (generation,) = llm.generate([PROMPT], sampling)
+    (plain,) = llm.generate([PROMPT], SamplingParams(max_new_tokens=100, seed=1, grammar=GRAMMARS[1]))
+
+    assert said([generation]) == said([plain])
+    assert len(generation.logprobs) == len(generation.token_ids)
+
+
+def test_a_forced_token_that_another_rule_forbids_ends_the_request(llm: LLM) -> None:
+    grammar = GrammarSpec("regex", "[yz]a-d-e")
+    letter = TOKENIZER.token_to_id("d") or 0
+    allowed, stuck = llm.generate(
+        [PROMPT] * 2, [SamplingParams(grammar=grammar), SamplingParams(grammar=grammar, bad_words_ids=((letter,),))]
+    )
+
+    assert allowed.text[1:] == "a-d-e"
+    assert stuck.text[1:] == "a-"
+    assert "no token is left" in (stuck.error or "")
+
+
+def test_a_text_that_the_vocabulary_cannot_say_is_not_forced(llm: LLM) -> None:
+    (generation,) = llm.generate([PROMPT], SamplingParams(grammar=GrammarSpec("regex", "[yz]aside")))
+
+    assert generation.text[1:] == "a"
+    assert "no token is left" in (generation.error or "")

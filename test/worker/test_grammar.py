@@ -1,0 +1,358 @@
+"""Grammars in the worker: constrained requests beside free ones, steps ahead of tokens, pauses, dead ends."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from llguidance import LLMatcher
+from msgspec.structs import replace
+
+from lightserve.common import ops
+from lightserve.errors import InvalidRequestError
+from lightserve.grammar.compiler import choice_grammar, schema_grammar
+from lightserve.io_struct import FinishReason, GrammarSpec, NewReq, SamplingParams
+from lightserve.llm import LLM, Generation
+from lightserve.model_files.source import resolve
+from lightserve.worker.sampling.grammar import Grammars, ReqGrammar
+from lightserve.worker.sampling.step_masks import MaskMaker
+from lightserve.worker.step_runner import padded
+from lightserve.worker.worker import ModelWorker
+from test.small_text import small_tokenizer
+
+TOKENIZER = small_tokenizer()
+EOS = TOKENIZER.eos_id or 0
+PROMPT = [3, 1, 4, 1, 5]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "yy"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+DIGITS = GrammarSpec("regex", "[0-9]{2,30}")
+
+
+@pytest.fixture(scope="module")
+def llm(small_folder: str) -> LLM:
+    return LLM(small_folder, device="cpu", max_total_token_num=2000)
+
+
+def params(seed: int = 0, **fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": 60, "temperature": 1.5, "seed": seed, **fields})
+
+
+def mixed(count: int = 24) -> list[SamplingParams]:
+    """Every third is free, of the others each has a grammar and some have other wishes beside."""
+    grammars = [
+        None,
+        schema_grammar(SCHEMA),
+        DIGITS,
+        None,
+        choice_grammar(["abc", "ab", "x-y"]),
+        schema_grammar(SCHEMA),
+    ]
+    wishes: list[dict[str, Any]] = [{}, {"top_k": 20}, {"frequency_penalty": 0.5}, {"logprobs": 2}, {"temperature": 0}]
+    return [params(i, grammar=grammars[i % 6], **wishes[i % 5]) for i in range(count)]
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[*PROMPT, i % 40] for i in range(count)]
+
+
+def check(generation: Generation, sampling: SamplingParams) -> None:
+    """An answer that ended by itself is a text of the grammar."""
+    spec = sampling.grammar
+    if spec is None:
+        return
+    assert generation.error is None
+    if generation.finish_reason is not FinishReason.STOP:
+        return
+    if spec.kind == "json_schema":
+        jsonschema_rs.validate(json.loads(spec.text), json.loads(generation.text))
+    elif spec.kind == "regex":
+        assert re.fullmatch(spec.text, generation.text)
+    else:
+        assert generation.text in json.loads(spec.text)
+
+
+def test_answers_obey_their_grammars_and_end_by_themselves(llm: LLM) -> None:
+    wanted = mixed()
+
+    generations = llm.generate(prompts(len(wanted)), wanted)
+
+    for generation, sampling in zip(generations, wanted, strict=True):
+        check(generation, sampling)
+    ended = [
+        one.finish_reason is FinishReason.STOP
+        for one, sampling in zip(generations, wanted, strict=True)
+        if sampling.grammar
+    ]
+    assert sum(ended) > len(ended) / 2
+
+
+def test_a_request_says_the_same_alone_and_beside_others(llm: LLM) -> None:
+    wanted = mixed(6)
+
+    alone = [llm.generate([prompt], one)[0] for prompt, one in zip(prompts(6), wanted, strict=True)]
+    together = llm.generate(prompts(6), wanted)
+
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+
+
+def test_steps_ahead_of_the_tokens_give_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = mixed()
+    expected = llm.generate(prompts(len(wanted)), wanted)
+    monkeypatch.setattr(ModelWorker, "pipeline_depth", 2)
+
+    ahead = llm.generate(prompts(len(wanted)), wanted)
+
+    assert [one.token_ids for one in ahead] == [one.token_ids for one in expected]
+    assert [one.text for one in ahead] == [one.text for one in expected]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_masks_without_a_thread_of_their_own_are_the_same(
+    llm: LLM, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = mixed()
+    expected = llm.generate(prompts(len(wanted)), wanted)
+    worker = llm.worker
+    monkeypatch.setattr(ModelWorker, "pipeline_depth", depth)
+    monkeypatch.setattr(worker, "_masks", MaskMaker(worker._grammars, worker.model.device, computes_apart=True))
+
+    generations = llm.generate(prompts(len(wanted)), wanted)
+
+    assert [one.token_ids for one in generations] == [one.token_ids for one in expected]
+
+
+def test_padded_steps_give_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = mixed(6)
+    expected = llm.generate(prompts(6), wanted)
+    monkeypatch.setattr(llm.worker._runner, "fit", lambda shape: padded(shape) or shape)
+    ops.use_backend(ops.REFERENCE)  # the ops of the CPU backend are never asked to pad
+
+    outs = llm.generate(prompts(6), wanted)
+    ops.use_backend("cpu")
+
+    assert [one.token_ids for one in outs] == [one.token_ids for one in expected]
+
+
+def test_a_pause_changes_nothing(llm: LLM, small_folder: str) -> None:
+    wanted = [params(i, grammar=GrammarSpec("regex", "[0-9]{40,50}")) for i in range(8)]
+    expected = llm.generate(prompts(8), wanted)
+    small = LLM(small_folder, device="cpu", max_total_token_num=200)
+    small.generate(prompts(40), params(max_new_tokens=2))  # so that it takes answers to be short
+
+    paused = small.generate(prompts(8), wanted)
+
+    assert small._scheduler.num_pauses > 0
+    assert [one.text for one in paused] == [one.text for one in expected]
+
+
+def test_a_complete_answer_ends_whatever_the_other_rules_say(llm: LLM) -> None:
+    spec = choice_grammar(["abc", "12"])
+    wanted = [params(grammar=spec, **rules) for rules in ({}, {"min_new_tokens": 30}, {"ignore_eos": True})]
+
+    for generation in llm.generate(prompts(3), wanted):
+        assert generation.text in ("abc", "12")
+        assert generation.finish_reason is FinishReason.STOP
+        assert EOS not in generation.token_ids
+
+
+def test_an_answer_that_could_go_on_goes_on_until_it_may_end(llm: LLM) -> None:
+    spec = GrammarSpec("regex", "[ab]*")
+    early, late, never = llm.generate(
+        prompts(3),
+        [
+            params(grammar=spec, logit_bias={EOS: 100}),
+            params(grammar=spec, logit_bias={EOS: 100}, min_new_tokens=7),
+            params(grammar=spec, logit_bias={EOS: 100}, ignore_eos=True),
+        ],
+    )
+
+    assert (early.text, early.finish_reason) == ("", FinishReason.STOP)
+    assert len(late.token_ids) == 8
+    assert late.finish_reason is FinishReason.STOP
+    assert re.fullmatch("[ab]+", late.text)
+    assert (len(never.token_ids), never.finish_reason) == (60, FinishReason.LENGTH)
+
+
+def test_rules_that_leave_nothing_end_their_request_alone(llm: LLM) -> None:
+    letter = TOKENIZER.token_to_id("x") or 0
+    stuck = [
+        params(grammar=DIGITS, allowed_token_ids=(letter,)),
+        params(grammar=choice_grammar(["xy"]), bad_words_ids=((letter,), (TOKENIZER.token_to_id("xy") or 0,))),
+        params(grammar=GrammarSpec("regex", "a{5}"), allowed_token_ids=(0,), bad_words_ids=((0, 0),)),
+    ]
+    free, *failed = llm.generate(prompts(4), [params(grammar=DIGITS), *stuck])
+
+    assert free.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    for generation in failed:
+        assert generation.finish_reason is FinishReason.ABORT
+        assert "no token is left" in (generation.error or "")
+    assert [one.text for one in failed] == ["", "", "a"]
+
+
+def test_a_grammar_that_does_not_compile_ends_its_request_alone(llm: LLM) -> None:
+    failed, other = llm.generate(prompts(2), [params(grammar=GrammarSpec("regex", "(")), params()])
+
+    assert "cannot be used" in (failed.error or "")
+    assert other.error is None
+
+
+def test_logprobs_are_the_models_own(llm: LLM) -> None:
+    constrained = llm.generate([PROMPT], params(grammar=choice_grammar(["12"]), logprobs=5))[0]
+    free = llm.generate([PROMPT], params(logprobs=5, max_new_tokens=1))[0]
+
+    assert constrained.top_logprobs[0] == free.top_logprobs[0]
+    assert all(logprob < 0 for logprob in constrained.logprobs)
+
+
+def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path: Path, small_folder: str) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((Path(small_folder) / name).read_bytes())
+    llm = LLM(str(tmp_path), device="cpu", max_total_token_num=200, load_format="dummy")
+
+    generation = llm.generate([PROMPT], params(grammar=DIGITS))[0]
+
+    assert "no tokenizer" in (generation.error or "")
+
+
+def test_a_request_that_enters_again_goes_on_where_it_was(small_folder: str) -> None:
+    grammars = Grammars(resolve(small_folder), 131)
+    said = TOKENIZER.encode("12-")
+    spec = GrammarSpec("regex", "[0-9]+-[ab]")
+    new = NewReq(0, [*PROMPT, *said], SamplingParams(grammar=spec), 0, (EOS,), output_len=len(said))
+
+    grammar = grammars.open(new)
+
+    assert grammar is not None
+    (mask,) = grammars.masks([grammar], [()])
+    assert [i for i in range(131) if mask[i // 32] >> (i % 32) & 1] == [
+        TOKENIZER.token_to_id("a"),
+        TOKENIZER.token_to_id("b"),
+    ]
+
+
+def test_ends_that_are_not_wanted_stay_where_nothing_else_may_come(small_folder: str) -> None:
+    grammars = Grammars(resolve(small_folder), 131)
+    both = [
+        grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=GrammarSpec("regex", text)), 0, (EOS,)))
+        for i, text in enumerate(("a*", ""))
+    ]
+
+    masks = grammars.masks(both, [(EOS,), (EOS,)])
+
+    assert [bool(mask[EOS // 32] >> (EOS % 32) & 1) for mask in masks] == [False, True]
+
+
+@pytest.mark.parametrize("vocab_size", [131, 4000])  # of the model, which may have more tokens than the tokenizer
+def test_masks_of_a_step_are_those_of_each_grammar_alone(small_folder: str, vocab_size: int) -> None:
+    grammars = Grammars(resolve(small_folder), vocab_size)
+    texts = ["[ab]*", "1", "[ab]*", "[0-9]+", "", "[ab]*", "1"] * 3
+    opened = [
+        grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=GrammarSpec("regex", text)), 0, (EOS,)))
+        for i, text in enumerate(texts)
+    ]
+    step = [*opened[:3], None, *opened[3:]]
+    forbidden = [(EOS, 5000) if i % 2 else () for i in range(len(step))]
+
+    masks = grammars.masks(step, forbidden)
+
+    assert masks.shape == (len(step), -(-vocab_size // 32))
+    for grammar, ends, mask in zip(step, forbidden, masks, strict=True):
+        (alone,) = grammars.masks([grammar], [ends])
+        assert mask.tolist() == alone.tolist()
+    assert (masks[3] == -1).all()
+
+
+def test_eight_requests_of_a_grammar_share_a_lexer(small_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightserve.worker.sampling.grammar.cores", lambda: 16)
+    grammars = Grammars(resolve(small_folder), 131)
+
+    opened = [grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,))) for i in range(40)]
+
+    kinds = [grammar.kind for grammar in opened if grammar is not None]
+    assert len(set(kinds)) == 4
+    assert kinds[:32] == [kind for kind in dict.fromkeys(kinds) for _ in range(8)]
+    assert kinds[32:] == kinds[:8]
+    masks = grammars.masks(opened, [()] * 40)
+    assert all(mask.tolist() == masks[0].tolist() for mask in masks)
+
+
+def test_an_answer_that_begins_with_its_prefix_is_free_then(llm: LLM) -> None:
+    free = [params(i, grammar=GrammarSpec("prefix", text)) for i, text in enumerate(("abc", "12-", "{", "x y z"))]
+    wanted = [*free, *(replace(one, hidden_chars=len(one.grammar.text)) for one in free if one.grammar)]
+
+    answers = llm.generate(prompts(4) * 2, wanted)
+    shown, hidden = answers[:4], answers[4:]
+
+    for one, other, sampling in zip(shown, hidden, free, strict=True):
+        assert sampling.grammar is not None
+        assert one.text == sampling.grammar.text + other.text
+        assert one.token_ids == other.token_ids
+        assert len(one.token_ids) > 20 or one.finish_reason is FinishReason.STOP
+    said = {token for one in shown for token in one.token_ids}
+    assert max(said) > EOS  # also what no grammar would allow: tokens without a text
+
+
+def test_a_prefix_is_kept_ahead_of_tokens_and_through_pauses(
+    llm: LLM, small_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [params(i, grammar=GrammarSpec("prefix", "ab12-" * 8), ignore_eos=True) for i in range(8)]
+    expected = llm.generate(prompts(8), wanted)
+    small = LLM(small_folder, device="cpu", max_total_token_num=200)
+    small.generate(prompts(40), params(max_new_tokens=2))  # so that it takes answers to be short
+    monkeypatch.setattr(ModelWorker, "pipeline_depth", 2)
+
+    ahead, paused = llm.generate(prompts(8), wanted), small.generate(prompts(8), wanted)
+
+    assert small._scheduler.num_pauses > 0
+    assert all(one.text.startswith("ab12-" * 8) for one in expected)
+    assert [one.token_ids for one in ahead] == [one.token_ids for one in expected]
+    assert [one.token_ids for one in paused] == [one.token_ids for one in expected]
+
+
+def test_an_answer_with_a_prefix_ends_no_sooner_than_it_may(llm: LLM) -> None:
+    spec = GrammarSpec("prefix", "ab")
+    early, late = llm.generate(
+        prompts(2),
+        [params(grammar=spec, logit_bias={EOS: 100}, min_new_tokens=least) for least in (0, 30)],
+    )
+
+    assert early.text == "ab"
+    assert len(late.token_ids) == 31
+    assert early.finish_reason is late.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("said", ["ab", "ab12", "abxyx"])
+def test_a_request_that_enters_again_after_its_prefix_is_free(small_folder: str, said: str) -> None:
+    grammars = Grammars(resolve(small_folder), 131)
+    ids = [*TOKENIZER.encode(said), EOS, 130]
+    new = NewReq(
+        0, [*PROMPT, *ids], SamplingParams(grammar=GrammarSpec("prefix", "ab")), 0, (EOS,), output_len=len(ids)
+    )
+
+    grammar = grammars.open(new)
+
+    assert grammar is not None
+    (mask,) = grammars.masks([grammar], [()])
+    assert (mask == -1).all()
+    assert grammar.is_over
+    assert grammar.error is None
+
+
+def test_a_grammar_that_failed_stays_so() -> None:
+    future: Future[LLMatcher] = Future()
+    future.set_exception(InvalidRequestError("broken"))
+    grammar = ReqGrammar(future)
+
+    grammar.advance(5)
+
+    assert grammar.error == "broken"
+    assert not grammar.is_complete

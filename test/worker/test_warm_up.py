@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from lightserve.common.tp import TpGroup
+from lightserve.config import WorkerConfig
+from lightserve.io_struct import NewReq, Step
+from lightserve.model_files.source import resolve
+from lightserve.worker.rpc import Collect
+from lightserve.worker.worker import ModelWorker
+
+
+@pytest.mark.parametrize("max_len", [100, 12, 2])
+def test_warming_up_meets_every_kind_of_request_and_leaves_none(
+    folder: str, monkeypatch: pytest.MonkeyPatch, max_len: int
+) -> None:
+    """Whatever is done for the first time takes long on some device: the first client should not wait for it."""
+    config = WorkerConfig(model_dir=folder, device="cpu", max_total_token_num=500, max_req_total_len=max_len)
+    worker = ModelWorker(config, resolve(folder), TpGroup())
+    met: list[NewReq] = []
+    launch = worker.launch
+
+    def watched(step: Step) -> Collect:
+        met.extend(step.new)
+        return launch(step)
+
+    monkeypatch.setattr(worker, "launch", watched)
+    worker.warm_up()
+
+    assert not worker._batch._reqs
+    if max_len == 100:
+        assert {len(req.prompt_ids) for req in met} >= {1, 7, 16}
+        assert any(req.cached_slots for req in met)
+        assert any(req.sampling.top_k > 0 for req in met)
+        assert any(req.sampling.temperature == 0 for req in met)
