@@ -51,7 +51,7 @@ def sampling(seed: int, count: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_requests_that_were_paused_say_what_they_would_have_said(folder: str, device: str) -> None:
+def test_preempted_requests_generate_the_same_text(folder: str, device: str) -> None:
     rng = random.Random(0)
     prompts = [[rng.randrange(128) for _ in range(rng.randint(3, 30))] for _ in range(50)]
     wanted = [sampling(i, rng.randint(150, 200)) for i in range(50)]
@@ -61,12 +61,12 @@ def test_requests_that_were_paused_say_what_they_would_have_said(folder: str, de
             [[i] for i in range(40)], SamplingParams(max_new_tokens=4, ignore_eos=True)
         )  # a wrong idea of what comes
 
-    paused = small.generate(prompts, wanted)
-    unpaused = large.generate(prompts, wanted)
+    preempted = small.generate(prompts, wanted)
+    undisturbed = large.generate(prompts, wanted)
 
-    assert small._scheduler.num_pauses > 10
-    assert large._scheduler.num_pauses == 0
-    assert [one.token_ids for one in paused] == [one.token_ids for one in unpaused]
+    assert small._scheduler.num_preemptions > 10
+    assert large._scheduler.num_preemptions == 0
+    assert [one.token_ids for one in preempted] == [one.token_ids for one in undisturbed]
     assert small._scheduler.pool.used == 0
 
 

@@ -2,8 +2,8 @@
 
     python -m lightserve.benchmark.scheduler [--running 1 64 256 512] [--cached 0 1000000] [--policy cache_aware]
 
-All requests decode, one token each a step, two steps under way. ``waiting`` says who stands before the door: nobody,
-64 requests while all seats are taken, or 64 requests while there are seats but no memory.
+All requests decode, one token each a step, two steps in flight. ``waiting`` says what the queue holds: nothing, 64
+requests while the batch is full, or 64 requests that the batch has room for and the KV pool has not.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 
-PARTS = ("_make_room", "_admit", "_rows", "next_step", "take")
+PARTS = ("_make_room", "_admit", "_rows", "next_step", "process_tokens")
 PROMPT_LEN = 1000
 NUM_WAITING = 64
 VOCAB_SIZE = 32_000
-WAITING = ("none", "seats", "memory")
+WAITING = ("none", "batch", "memory")
 
 
 class TimedScheduler(Scheduler):
-    """Notes how long its parts take."""
+    """Measures how long its parts take."""
 
     def __init__(self, pool: KvPool, limits: Limits, policy: str) -> None:
         super().__init__(pool, limits, make_policy(policy))
@@ -43,11 +43,11 @@ class TimedScheduler(Scheduler):
         self.times["next_step"].append(time.thread_time() - begin)
         return step
 
-    def take(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
+    def process_tokens(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
         begin = time.thread_time()
-        taken = super().take(outs)
-        self.times["take"].append(time.thread_time() - begin)
-        return taken
+        processed = super().process_tokens(outs)
+        self.times["process_tokens"].append(time.thread_time() - begin)
+        return processed
 
     def _make_room(self) -> None:
         begin = time.thread_time()
@@ -68,7 +68,7 @@ class TimedScheduler(Scheduler):
 
 
 def fill_cache(pool: KvPool, tokens: int, rng: np.random.Generator) -> None:
-    """As if requests of PROMPT_LEN tokens had come and gone."""
+    """Fill the cache as requests of PROMPT_LEN tokens would."""
     sampling = SamplingParams(seed=0)
     for _ in range(tokens // PROMPT_LEN):
         req = Req(0, rng.integers(0, VOCAB_SIZE, PROMPT_LEN).tolist(), sampling, 1, ())
@@ -79,14 +79,14 @@ def fill_cache(pool: KvPool, tokens: int, rng: np.random.Generator) -> None:
 
 
 def loaded(running: int, cached: int, waiting: str, policy: str) -> TimedScheduler:
-    """A scheduler with so many requests that decode, and so many cached tokens."""
+    """A scheduler with ``running`` decoding requests and ``cached`` cached tokens."""
     rng = np.random.default_rng(0)
     most = 100_000
     need = running * (PROMPT_LEN + most)
     pool = KvPool(need + cached)
     fill_cache(pool, cached, rng)
-    seats = running + (waiting == "memory")
-    scheduler = TimedScheduler(pool, Limits(seats, 1 << 20, None), policy)
+    max_running = running + (waiting == "memory")
+    scheduler = TimedScheduler(pool, Limits(max_running, 1 << 20, None), policy)
     sampling = SamplingParams(max_new_tokens=most, seed=0)
     num_waiting = 0 if waiting == "none" else NUM_WAITING
     for req_id in range(running + num_waiting):
@@ -97,15 +97,15 @@ def loaded(running: int, cached: int, waiting: str, policy: str) -> TimedSchedul
 
 
 def measure(scheduler: TimedScheduler, steps: int) -> dict[str, float]:
-    """Microseconds a part; the first steps, which prefill, do not count."""
-    under_way: deque[list[TokenOut]] = deque()
+    """Microseconds of each part, without the first steps, which prefill."""
+    in_flight: deque[list[TokenOut]] = deque()
     for number in range(steps + 4):
-        while len(under_way) < 2 and (step := scheduler.next_step()):
-            under_way.append([TokenOut(row.req_id, 1) for row in step.rows])
+        while len(in_flight) < 2 and (step := scheduler.next_step()):
+            in_flight.append([TokenOut(row.req_id, 1) for row in step.rows])
         if number == 4:
             for times in scheduler.times.values():
                 times.clear()
-        scheduler.take(under_way.popleft())
+        scheduler.process_tokens(in_flight.popleft())
     return {part: 1e6 * median(times) for part, times in scheduler.times.items()}
 
 
@@ -120,16 +120,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     print(
-        f"{'running':>7} {'cached':>8} {'waiting':>8} "
-        + " ".join(f"{part:>10}" for part in PARTS)
-        + f" {'step+take':>10}"
+        f"{'running':>7} {'cached':>8} {'waiting':>8} " + " ".join(f"{part:>14}" for part in PARTS) + f" {'total':>10}"
     )
     for running in args.running:
         for cached in args.cached:
             for waiting in args.waiting:
                 us = measure(loaded(running, cached, waiting, args.policy), args.steps)
-                total = us["next_step"] + us["take"]
-                parts = " ".join(f"{us[part]:10.0f}" for part in PARTS)
+                total = us["next_step"] + us["process_tokens"]
+                parts = " ".join(f"{us[part]:14.0f}" for part in PARTS)
                 print(f"{running:7} {cached:8} {waiting:>8} {parts} {total:10.0f}", flush=True)
 
 

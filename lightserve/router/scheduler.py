@@ -1,10 +1,10 @@
-"""Who runs next, and in which slots. Knows neither torch nor processes.
+"""Plans steps: which requests run next, and in which KV slots. Imports neither torch nor processes.
 
 Every step carries one token of every request that decodes, and prompt chunks up to a budget. A request is admitted
-while the peak of what all will hold fits the pool; where a guess of that was wrong, the newest request is paused, its
-KV stays in the prefix cache while there is room, and it goes on later with the same text. Several steps may be planned
+while the peak of what all will hold fits the pool. If that estimate was wrong, the newest request is preempted: its KV
+stays in the prefix cache while there is room, and it continues later with the same text. Several steps may be planned
 before the tokens of the first are back: workers run them in order, so what one step frees the next may use. When the
-workers are lost, every request is a paused one whose KV is gone.
+workers die, every running request is preempted and its KV is lost.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Iterable
 import numpy as np
 
 from lightserve.io_struct import Step, StepRow, TokenOut
+from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.limits import Limits
 from lightserve.router.policy import Fifo, Policy
 from lightserve.router.radix_cache import common_len
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue
-from lightserve.router.suspects import Suspects
 from lightserve.router.token_budget import OutputEstimate, peak_tokens
 
 SHARE_OF_OLDEST = 0.25  # of the prompt tokens of a step: a long prompt goes on beside any number of short ones
@@ -40,13 +40,13 @@ class Scheduler:
         estimate: OutputEstimate | None = None,
     ) -> None:
         self.pool = pool
-        self.num_pauses = 0
+        self.num_preemptions = 0
         self._limits = limits
         self._queue = ReqQueue(policy or Fifo())
         self._running: dict[int, Req] = {}  # in the order of admission
         self._estimate = estimate or OutputEstimate()
         self._left: list[int] = []  # requests the workers must forget
-        self._suspects = Suspects()
+        self._isolation = CrashIsolation()
 
     @property
     def num_waiting(self) -> int:
@@ -57,39 +57,39 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def has_suspects(self) -> bool:
-        """While it has, no step may be planned before the tokens of the last are back: see Suspects."""
-        return bool(self._suspects)
+    def is_isolating_crash(self) -> bool:
+        """If so, no step may be planned before the tokens of the last are back: see CrashIsolation."""
+        return self._isolation.is_active
 
     def add(self, req: Req) -> None:
         self._queue.add(req)
 
     def next_step(self, now_s: float = 0.0) -> Step | None:
-        """What to compute next; None when there is nothing that the steps under way do not do already."""
+        """What to compute next; None if there is nothing beyond the steps in flight."""
         self._make_room()
         admitted = {req.req_id: req.as_new() for req in self._admit(now_s)}
         rows = self._rows()
         new = [entry for req_id, entry in admitted.items() if req_id in self._running]
-        self._left = [req_id for req_id in self._left if req_id not in admitted]  # paused before the workers knew it
+        self._left = [req_id for req_id in self._left if req_id not in admitted]  # not in the workers yet
         if not rows and not new and not (self._left and not self._running):
             return None  # freed rows of the table can wait for the next step, unless none will come
         left, self._left = self._left, []
         return Step(rows, new, left)
 
-    def take(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
-        """Give every token to its request, for who need not know how each stood after it."""
-        taken = [(self.take_one(out), out) for out in outs]
-        return [(req, out) for req, out in taken if req is not None]
+    def process_tokens(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
+        """Give every token to its request."""
+        processed = [(self.process_token(out), out) for out in outs]
+        return [(req, out) for req, out in processed if req is not None]
 
-    def take_one(self, out: TokenOut) -> Req | None:
-        """Give a token to its request and release that if it is done; None if it is gone, and the token with it."""
-        req = self._running.get(out.req_id) or self._queue.paused(out.req_id)
+    def process_token(self, out: TokenOut) -> Req | None:
+        """Give a token to its request, and release the request if it is finished. None if it has ended before."""
+        req = self._running.get(out.req_id) or self._queue.find_preempted(out.req_id)
         if req is None or not (req.in_flight or out.is_forced):  # it ended or was aborted meanwhile
             return None
-        req.take(out)
-        self._suspects.acquit(req)
+        req.add_token(out)
+        self._isolation.clear(req)
         if req.finish_reason is not None:
-            # a failure says nothing of answers, nor do the steps of a beam search, which make one token
+            # neither a failure nor a step of a beam search, which makes one token, tells how long outputs are
             if req.max_new_tokens > 1 and req.error is None:
                 self._estimate.learn(len(req.output_ids))
             self._drop(req)
@@ -98,7 +98,7 @@ class Scheduler:
         return req
 
     def abort(self, req_id: int) -> Req | None:
-        """Drop a request wherever it is; None if it is gone already."""
+        """Drop a request, whether it waits or runs. None if it has ended."""
         req = self._running.get(req_id) or self._queue.find(req_id)
         if req is not None:
             self._drop(req)
@@ -108,36 +108,36 @@ class Scheduler:
         return self._drop_all(lambda req: True)
 
     def expire(self, now_s: float) -> list[Req]:
-        """Drop the requests whose time is over."""
+        """Drop the requests whose deadline has passed."""
         return self._drop_all(lambda req: req.deadline_s is not None and req.deadline_s <= now_s)
 
-    def lose_kv(self, under_way: Collection[int]) -> Req | None:
-        """The workers died, and new ones know nothing: all go on from their tokens. The request to blame, dropped.
+    def recover_from_crash(self, in_flight: Collection[int]) -> Req | None:
+        """The workers died. All requests continue from their tokens in new workers, which hold no KV.
 
-        ``under_way`` are the requests of the steps that were not back.
+        ``in_flight``: the requests of the steps in flight. Returns the crashing request if it is known; it is dropped.
         """
         self.pool = KvPool(self.pool.size)
         self._left = []
         for req in self._running.values():
-            self._queue.add_paused(req)
+            self._queue.add_preempted(req)
         self._running.clear()
         for req in self._queue:
-            req.lose_kv()
-        culprit = self._suspects.accuse([req for req in self._queue if req.req_id in under_way])
-        if culprit is not None:
-            self._drop(culprit)
-        return culprit
+            req.reset_kv()
+        crashing_request = self._isolation.record_crash([req for req in self._queue if req.req_id in in_flight])
+        if crashing_request is not None:
+            self._drop(crashing_request)
+        return crashing_request
 
     def _drop(self, req: Req) -> None:
-        self._suspects.acquit(req)
+        self._isolation.clear(req)
         if req.req_id in self._running:
             self._release(req)
         else:
             self._queue.remove(req)
 
     def _release(self, req: Req) -> None:
-        """It runs no more and gives back what it held."""
-        self._suspects.adjourn(req)
+        """Remove a request from the workers and free what it holds."""
+        self._isolation.release(req)
         del self._running[req.req_id]
         self.pool.close(req)
         self._left.append(req.req_id)
@@ -149,23 +149,23 @@ class Scheduler:
         return dropped
 
     def _make_room(self) -> None:
-        """Pause until every request that decodes can have its next token; one alone always can."""
+        """Preempt until every decoding request can have its next token. A single request always can."""
         while len(self._running) > max(1, self.pool.available):  # counted only where memory is short
             decoding = sum(req.unplanned == 1 for req in self._running.values())
             if decoding <= self.pool.available:
                 return
-            self._pause(self._newest())
+            self._preempt(self._newest())
 
-    def _pause(self, req: Req) -> None:
-        """Its tokens stay, its KV becomes cache; it goes on when there is room, ahead of the queue."""
+    def _preempt(self, req: Req) -> None:
+        """Its KV stays in the prefix cache while there is room. It is admitted again before the queue."""
         self._release(req)
-        self._queue.add_paused(req)
-        self.num_pauses += 1
+        self._queue.add_preempted(req)
+        self.num_preemptions += 1
 
     def _admit(self, now_s: float) -> list[Req]:
         admitted: list[Req] = []
-        if not len(self._queue) or len(self._running) >= self._limits.max_running or self._suspects.on_trial:
-            return admitted  # most steps end here: to order the queue costs
+        if not len(self._queue) or len(self._running) >= self._limits.max_running or self._isolation.isolated:
+            return admitted  # most steps end here, without ordering the queue
         unplanned = [(req, req.unplanned) for req in self._running.values()]
         decodes = sum(count == 1 for _, count in unplanned)
         prefilling = [req for req, count in unplanned if count > 1]
@@ -177,10 +177,10 @@ class Scheduler:
         for req in self._queue.candidates(self.pool.cached_len):
             if len(self._running) >= self._limits.max_running or budget <= 0:
                 break
-            if req.in_flight or self._is_under_way(req, prefilling):
+            if req.in_flight or self._is_being_computed(req, prefilling):
                 continue
-            is_suspect = req in self._suspects
-            if (is_suspect and admitted) or not self._fits(req):
+            runs_alone = self._isolation.needs_isolation(req)
+            if (runs_alone and admitted) or not self._fits(req):
                 break
             self._queue.remove(req)
             self._enter(req, now_s)
@@ -188,18 +188,18 @@ class Scheduler:
             if req.is_prefilling:
                 prefilling.append(req)
             admitted.append(req)
-            if is_suspect:
-                self._suspects.on_trial = req
+            if runs_alone:
+                self._isolation.isolated = req
                 break
         return admitted
 
-    def _is_under_way(self, req: Req, prefilling: list[Req]) -> bool:
-        """Whether another request is computing a good part of its prompt: soon it will be in the cache."""
-        rivals = [other for other in prefilling if other.salt == req.salt]
-        if not rivals or req.needs_prompt_computed:
+    def _is_being_computed(self, req: Req, prefilling: list[Req]) -> bool:
+        """Whether another request computes a long part of this prompt now, which will be in the cache soon."""
+        others = [other for other in prefilling if other.salt == req.salt]
+        if not others or req.needs_prompt_computed:
             return False
         enough = self.pool.cached_len(req) + WORTH_WAITING
-        return any(common_len(req.prompt, other.prompt) >= enough for other in rivals)
+        return any(common_len(req.prompt, other.prompt) >= enough for other in others)
 
     def _enter(self, req: Req, now_s: float) -> None:
         req.begin()
@@ -209,7 +209,7 @@ class Scheduler:
         self._running[req.req_id] = req
 
     def _fits(self, req: Req) -> bool:
-        """Whether the peak with it stays within the pool; if so, it holds what is cached of it."""
+        """Whether the peak with this request fits the pool. If so, the request holds its cached tokens."""
         self.pool.open(req)
         reqs = [*self._running.values(), req]
         made = np.array([one.planned_outputs for one in reqs])
@@ -225,7 +225,7 @@ class Scheduler:
     def _rows(self) -> list[StepRow]:
         planned = self._counts()
         while not planned and self._is_stuck():
-            self._pause(self._newest())
+            self._preempt(self._newest())
             planned = self._counts()
         slots = self.pool.alloc(sum(count for _, count in planned))
         rows = []
@@ -241,9 +241,9 @@ class Scheduler:
         return rows
 
     def _counts(self) -> list[tuple[Req, int]]:
-        """How many tokens of whom the next step computes: first all that decode, then of prompts."""
-        on_trial = self._suspects.on_trial
-        unplanned = [(req, req.unplanned) for req in ([on_trial] if on_trial else self._running.values())]
+        """How many tokens of each request the next step computes: first one for each decode, then prompt tokens."""
+        isolated = self._isolation.isolated
+        unplanned = [(req, req.unplanned) for req in ([isolated] if isolated else self._running.values())]
         counts = [entry for entry in unplanned if entry[1] == 1]
         prompts = [req for req, count in unplanned if count > 1]
         if prompts:
@@ -290,10 +290,10 @@ class Scheduler:
         return counts
 
     def _is_stuck(self) -> bool:
-        """Prompts that cannot go on, and nobody on the way who will end and make room."""
+        """Whether prompts have no memory to continue, and no request in flight can end and free some."""
         running = self._running.values()
         return len(running) > 1 and any(req.unplanned for req in running) and not any(req.in_flight for req in running)
 
     def _newest(self) -> Req:
-        """Who is paused first: the least important, of those the latest."""
+        """The request to preempt first: the lowest priority, then the latest arrival."""
         return max(self._running.values(), key=lambda req: (req.priority, req.arrived_s, req.req_id))
