@@ -19,9 +19,8 @@ from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.prompt_logprobs import PromptToken, unpack
 from lightserve.router.kv_pool import KvPool
-from lightserve.router.limits import limits_of
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import Scheduler, limits_of
 from lightserve.worker.rpc import Collect
 from lightserve.worker.worker import ModelWorker
 

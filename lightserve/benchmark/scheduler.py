@@ -11,19 +11,19 @@ from __future__ import annotations
 import argparse
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import numpy as np
 
-from lightserve.io_struct import SamplingParams, Step, StepRow, TokenOut
+from lightserve.io_struct import SamplingParams, TokenOut
 from lightserve.router.kv_pool import KvPool
-from lightserve.router.limits import Limits
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import Limits, Scheduler
 
-PARTS = ("_make_room", "_admit", "_rows", "next_step", "process_tokens")
+PARTS = ("make_room", "admit", "_plan_rows", "next_step", "process_tokens")
 PROMPT_LEN = 1000
 NUM_WAITING = 64
 VOCAB_SIZE = 32_000
@@ -36,35 +36,18 @@ class TimedScheduler(Scheduler):
     def __init__(self, pool: KvPool, limits: Limits, policy: str) -> None:
         super().__init__(pool, limits, make_policy(policy))
         self.times: dict[str, list[float]] = {part: [] for part in PARTS}
+        for owner, part in zip((self._preemption, self._admission, self, self, self), PARTS, strict=True):
+            setattr(owner, part, _timed(getattr(owner, part), self.times[part]))
 
-    def next_step(self, now_s: float = 0.0) -> Step | None:
-        begin = time.thread_time()
-        step = super().next_step(now_s)
-        self.times["next_step"].append(time.thread_time() - begin)
-        return step
 
-    def process_tokens(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
+def _timed(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
+    def timed(*args: object) -> Any:
         begin = time.thread_time()
-        processed = super().process_tokens(outs)
-        self.times["process_tokens"].append(time.thread_time() - begin)
-        return processed
+        result = call(*args)
+        times.append(time.thread_time() - begin)
+        return result
 
-    def _make_room(self) -> None:
-        begin = time.thread_time()
-        super()._make_room()
-        self.times["_make_room"].append(time.thread_time() - begin)
-
-    def _admit(self, now_s: float) -> list[Req]:
-        begin = time.thread_time()
-        admitted = super()._admit(now_s)
-        self.times["_admit"].append(time.thread_time() - begin)
-        return admitted
-
-    def _rows(self) -> list[StepRow]:
-        begin = time.thread_time()
-        rows = super()._rows()
-        self.times["_rows"].append(time.thread_time() - begin)
-        return rows
+    return timed
 
 
 def fill_cache(pool: KvPool, tokens: int, rng: np.random.Generator) -> None:

@@ -20,6 +20,11 @@ class KvPool:
         self.num_evicted = 0  # tokens that the cache has evicted to make room
         self._cache = RadixCache()
 
+    def reset(self) -> None:
+        """All KV is lost."""
+        self.slots = TokenSlots(self.size)
+        self._cache = RadixCache()
+
     @property
     def size(self) -> int:
         return self.slots.size

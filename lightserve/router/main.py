@@ -10,11 +10,10 @@ import msgspec
 
 from lightserve.io_struct import EngineReady, NewWorkers, Ready, ToDetokenization, ToRouter, WorkersLost
 from lightserve.router.kv_pool import KvPool
-from lightserve.router.limits import limits_of
 from lightserve.router.manager import RouterManager
 from lightserve.router.model_client import RpycModelClient
 from lightserve.router.policy import make_policy
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import Scheduler, limits_of
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger

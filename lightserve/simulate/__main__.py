@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightserve.router.limits import Limits
 from lightserve.router.policy import POLICIES
+from lightserve.router.scheduler import Limits
 from lightserve.router.token_budget import QUANTILE
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed
 from lightserve.simulate.report import COLUMNS, plot, row_of

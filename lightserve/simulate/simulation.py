@@ -14,10 +14,9 @@ import numpy.typing as npt
 
 from lightserve.io_struct import SamplingParams, TokenOut
 from lightserve.router.kv_pool import KvPool
-from lightserve.router.limits import Limits
 from lightserve.router.policy import make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import Limits, Scheduler
 from lightserve.router.step_pacer import LEAD_S
 from lightserve.router.token_budget import QUANTILE, OutputEstimate
 from lightserve.simulate.gpu import EOS, H200, CostModel, Sequence, Worker

@@ -30,9 +30,8 @@ from lightserve.io_struct import (
     ToRouter,
 )
 from lightserve.router.kv_pool import KvPool
-from lightserve.router.limits import Limits
 from lightserve.router.manager import RouterManager
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import Limits, Scheduler
 from lightserve.router.stats import ThroughputLog
 from lightserve.router.step_pacer import StepKind, StepPacer
 from lightserve.utils.channel import Receiver, Sender

@@ -12,10 +12,11 @@ from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import FinishReason, SamplingParams, Step, StepLimits, TokenOut
 from lightserve.router.kv_pool import KvPool
-from lightserve.router.limits import Limits, limits_of
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import SHORT_PROMPT, Scheduler
+from lightserve.router.scheduler import Limits, Scheduler, limits_of
+from lightserve.router.scheduler.chunk_sizing import prompt_tokens
+from lightserve.router.scheduler.chunking import SHORT_PROMPT
 
 EOS = 7
 ROOT = 0
@@ -377,17 +378,17 @@ def test_a_step_takes_more_prompt_tokens_beside_more_decodes() -> None:
     limits = Limits(max_running=256, batch_max_tokens=1000, chunk_size=100)
     sized = Limits(max_running=256, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 768, 1024, 1536))
 
-    assert [limits.prompt_tokens(decodes, 0) for decodes in (0, 1, 50, 128, 130)] == [1000, 101, 150, 228, 254]
-    assert [sized.prompt_tokens(decodes, 1) for decodes in (0, 1, 20, 64, 128)] == [8192, 383, 364, 448, 384]
-    assert [sized.prompt_tokens(decodes, 1) for decodes in (256, 2000)] == [1280, 1]
+    assert [prompt_tokens(limits, decodes, 0) for decodes in (0, 1, 50, 128, 130)] == [1000, 101, 150, 228, 254]
+    assert [prompt_tokens(sized, decodes, 1) for decodes in (0, 1, 20, 64, 128)] == [8192, 383, 364, 448, 384]
+    assert [prompt_tokens(sized, decodes, 1) for decodes in (256, 2000)] == [1280, 1]
 
 
 def test_a_step_takes_more_prompt_tokens_if_more_requests_wait() -> None:
     limits = Limits(max_running=256, batch_max_tokens=1000, chunk_size=100)
     sized = Limits(max_running=256, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 1024))
 
-    assert [limits.prompt_tokens(1, waiting) for waiting in (0, 1, 2, 3, 4, 400)] == [101, 127, 153, 178, 179, 401]
-    assert [sized.prompt_tokens(8, waiting) for waiting in (0, 1, 2, 3, 4, 400)] == [248, 376, 376, 504, 504, 1016]
+    assert [prompt_tokens(limits, 1, waiting) for waiting in (0, 1, 2, 3, 4, 400)] == [101, 127, 153, 178, 179, 401]
+    assert [prompt_tokens(sized, 8, waiting) for waiting in (0, 1, 2, 3, 4, 400)] == [248, 376, 376, 504, 504, 1016]
 
 
 def test_a_step_with_prompts_has_a_size_that_the_device_computes_well() -> None:
@@ -571,7 +572,7 @@ def test_the_newest_request_of_the_lowest_priority_is_preempted_first() -> None:
     while not scheduler.num_preemptions:
         server.step()
 
-    assert set(scheduler._running) == {0, 2}
+    assert {req.req_id for req in scheduler._batch} == {0, 2}
 
 
 def test_after_a_crash_all_requests_continue_where_they_were() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightserve.router.limits import Limits
 from lightserve.router.policy import POLICIES
+from lightserve.router.scheduler import Limits
 from lightserve.simulate.__main__ import main
 from lightserve.simulate.gpu import CostModel
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed, lognormal

@@ -1,0 +1,169 @@
+"""The scheduler's interface to the router's loop, the offline LLM and the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from lightserve.io_struct import NewReq, Step, StepRow, TokenOut
+from lightserve.router.crash_isolation import CrashIsolation
+from lightserve.router.kv_pool import KvPool
+from lightserve.router.policy import Fifo, Policy
+from lightserve.router.req import Req
+from lightserve.router.req_queue import ReqQueue
+from lightserve.router.scheduler.admission import AdmissionControl
+from lightserve.router.scheduler.batch import RunningBatch
+from lightserve.router.scheduler.chunking import Chunking, Part
+from lightserve.router.scheduler.limits import Limits
+from lightserve.router.scheduler.preemption import Preemption
+from lightserve.router.token_budget import OutputEstimate
+
+
+class Scheduler:
+    def __init__(
+        self,
+        pool: KvPool,
+        limits: Limits,
+        policy: Policy | None = None,
+        estimate: OutputEstimate | None = None,
+    ) -> None:
+        self.pool = pool
+        self._queue = ReqQueue(policy or Fifo())
+        self._isolation = CrashIsolation()
+        self._batch = RunningBatch(pool, self._isolation)
+        self._estimate = estimate or OutputEstimate()
+        self._chunking = Chunking(limits)
+        self._preemption = Preemption(self._batch, self._queue)
+        self._admission = AdmissionControl(self._queue, self._batch, self._chunking, limits, self._estimate)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._batch)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._preemption.count
+
+    @property
+    def is_isolating_crash(self) -> bool:
+        """If so, no step may be planned before the tokens of the last are back: see CrashIsolation."""
+        return self._isolation.is_active
+
+    def add(self, req: Req) -> None:
+        self._queue.add(req)
+
+    def next_step(self, now_s: float = 0.0) -> Step | None:
+        """What to compute next; None if there is nothing beyond the steps in flight."""
+        self._preemption.make_room()
+        admitted = {req.req_id: req.as_new() for req in self._admission.admit(now_s)}
+        rows = self._plan_rows()
+        return self._step_of(rows, admitted)
+
+    def process_tokens(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
+        """Give every token to its request."""
+        processed = [(self.process_token(out), out) for out in outs]
+        return [(req, out) for req, out in processed if req is not None]
+
+    def process_token(self, out: TokenOut) -> Req | None:
+        """Give a token to its request, and release the request if it is finished. None if it has ended before."""
+        req = self._batch.find(out.req_id) or self._queue.find_preempted(out.req_id)
+        if req is None or not (req.in_flight or out.is_forced):  # it ended or was aborted meanwhile
+            return None
+        req.add_token(out)
+        self._isolation.clear(req)
+        if req.finish_reason is not None:
+            # neither a failure nor a step of a beam search, which makes one token, tells how long outputs are
+            if req.max_new_tokens > 1 and req.error is None:
+                self._estimate.learn(len(req.output_ids))
+            self._drop(req)
+            if req.error is not None and req.error_status >= 500:
+                self.pool.discard(req)
+        return req
+
+    def abort(self, req_id: int) -> Req | None:
+        """Drop a request, whether it waits or runs. None if it has ended."""
+        req = self._batch.find(req_id) or self._queue.find(req_id)
+        if req is not None:
+            self._drop(req)
+        return req
+
+    def abort_all(self) -> list[Req]:
+        return self._drop_all(lambda req: True)
+
+    def expire(self, now_s: float) -> list[Req]:
+        """Drop the requests whose deadline has passed."""
+        return self._drop_all(lambda req: req.deadline_s is not None and req.deadline_s <= now_s)
+
+    def preempt_newest(self) -> None:
+        """Move a running request back into the queue, as if KV memory had run out."""
+        self._preemption.preempt_newest()
+
+    def recover_from_crash(self, in_flight: Collection[int]) -> Req | None:
+        """The workers died. All requests continue from their tokens in new workers, which hold no KV.
+
+        ``in_flight``: the requests of the steps in flight. Returns the crashing request if it is known; it is dropped.
+        """
+        for req in self._batch.clear():
+            self._queue.add_preempted(req)
+        for req in self._queue:
+            req.reset_kv()
+        crashing_request = self._isolation.record_crash([req for req in self._queue if req.req_id in in_flight])
+        if crashing_request is not None:
+            self._drop(crashing_request)
+        return crashing_request
+
+    def _drop(self, req: Req) -> None:
+        self._isolation.clear(req)
+        if req in self._batch:
+            self._batch.release(req)
+        else:
+            self._queue.remove(req)
+
+    def _drop_all(self, is_meant: Callable[[Req], bool]) -> list[Req]:
+        dropped = [req for req in (*self._queue, *self._batch) if is_meant(req)]
+        for req in dropped:
+            self._drop(req)
+        return dropped
+
+    def _plan_rows(self) -> list[StepRow]:
+        """Allocate KV slots for the tokens of the next step."""
+        parts = self._parts()
+        while not parts and self._preemption.is_stuck():
+            self._preemption.preempt_newest()
+            parts = self._parts()
+        slots = self.pool.alloc(sum(count for _, count in parts))
+        rows = []
+        begin = 0
+        for req, count in parts:
+            own = slots[begin : begin + count]
+            begin += count
+            is_prompt = req.planned_len < len(req.prompt_ids)
+            req.plan(own)
+            if is_prompt:
+                self.pool.share(req)
+            rows.append(StepRow(req.req_id, own))
+        return rows
+
+    def _parts(self) -> list[Part]:
+        """How many tokens of each request the next step computes: one of each decode, then prompt tokens."""
+        isolated = self._isolation.isolated
+        unplanned = [(req, req.unplanned) for req in ([isolated] if isolated else self._batch)]
+        parts = [part for part in unplanned if part[1] == 1]
+        prompts = [req for req, count in unplanned if count > 1]
+        if prompts:
+            decodes = len(parts)
+            parts += self._chunking.divide(prompts, decodes, len(self._queue), self.pool.available - decodes)
+        return parts
+
+    def _step_of(self, rows: list[StepRow], admitted: dict[int, NewReq]) -> Step | None:
+        """The step as the workers get it. Requests that left free their rows in the workers' table."""
+        batch = self._batch
+        new = [entry for req_id, entry in admitted.items() if batch.find(req_id)]
+        batch.to_free = [req_id for req_id in batch.to_free if req_id not in admitted]  # not in the workers yet
+        if not rows and not new and not (batch.to_free and not len(batch)):
+            return None  # freed rows can wait for the next step, unless there will be none
+        free, batch.to_free = batch.to_free, []
+        return Step(rows, new, free)
