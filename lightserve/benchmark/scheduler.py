@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lightserve.io_struct import SamplingParams, TokenOut
+from lightserve.io_struct import GenerationParams, Token, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
@@ -52,7 +52,7 @@ def _timed(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
 
 def fill_cache(pool: KvPool, tokens: int, rng: np.random.Generator) -> None:
     """Fill the cache as requests of PROMPT_LEN tokens would."""
-    sampling = SamplingParams(seed=0)
+    sampling = GenerationParams.of(seed=0)
     for _ in range(tokens // PROMPT_LEN):
         req = Req(0, rng.integers(0, VOCAB_SIZE, PROMPT_LEN).tolist(), sampling, 1, ())
         pool.open(req)
@@ -70,7 +70,7 @@ def loaded(running: int, cached: int, waiting: str, policy: str) -> TimedSchedul
     fill_cache(pool, cached, rng)
     max_running = running + (waiting == "memory")
     scheduler = TimedScheduler(pool, Limits(max_running, 1 << 20, None), policy)
-    sampling = SamplingParams(max_new_tokens=most, seed=0)
+    sampling = GenerationParams.of(max_new_tokens=most, seed=0)
     num_waiting = 0 if waiting == "none" else NUM_WAITING
     for req_id in range(running + num_waiting):
         is_large = req_id >= running and waiting == "memory"
@@ -84,7 +84,7 @@ def measure(scheduler: TimedScheduler, steps: int) -> dict[str, float]:
     in_flight: deque[list[TokenOut]] = deque()
     for number in range(steps + 4):
         while len(in_flight) < 2 and (step := scheduler.next_step()):
-            in_flight.append([TokenOut(row.req_id, 1) for row in step.rows])
+            in_flight.append([TokenOut(row.req_id, Token(1)) for row in step.rows])
         if number == 4:
             for times in scheduler.times.values():
                 times.clear()

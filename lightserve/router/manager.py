@@ -17,10 +17,10 @@ from lightserve.io_struct import (
     ReqFailed,
     RouterStats,
     Step,
+    StepResult,
     TextReq,
     ToDetokenization,
     TokenIdOut,
-    TokenOut,
     ToRouter,
 )
 from lightserve.router.model_client import ModelClient
@@ -46,7 +46,7 @@ class InFlightStep(NamedTuple):
     sent_s: float
     step: Step
     kind: StepKind
-    tokens: asyncio.Future[list[TokenOut]]
+    result: asyncio.Future[StepResult]
 
 
 class RouterManager:
@@ -107,33 +107,24 @@ class RouterManager:
             refusal = ReqFailed(message.req_id, 429, f"{limit} requests are waiting already; try later")
             self._to_detokenization.send(BatchTokenIdOut(failed=[refusal]))
             return
-        sampling = message.sampling
-        text = TextReq(
-            message.req_id,
-            sampling.stop,
-            sampling.include_stop,
-            sampling.skip_special_tokens,
-            sampling.shown_special_ids,
-            sampling.hidden_chars,
-        )
-        self._to_detokenization.send(BatchTokenIdOut(new=[text]))
+        self._to_detokenization.send(BatchTokenIdOut(new=[TextReq(message.req_id, message.params.text)]))
         self._scheduler.add(self._make_req(message))
         self._wake.set()
 
     def _make_req(self, message: GenerateReq) -> Req:
-        terms = message.terms
-        timeout_s = terms.timeout_s or self._config.request_timeout or None
-        uses_cache = terms.use_cache and not self._config.disable_dynamic_prompt_cache
+        scheduling = message.scheduling
+        timeout_s = scheduling.timeout_s or self._config.request_timeout or None
+        uses_cache = scheduling.use_cache and not self._config.disable_dynamic_prompt_cache
         return Req(
             message.req_id,
             message.prompt_ids,
-            message.sampling,
-            message.sampling.max_new_tokens,
+            message.params,
+            message.params.stopping.max_new_tokens,
             self._engine.eos_token_ids,
             arrived_s=message.arrived_s,
-            priority=terms.priority,
+            priority=scheduling.priority,
             deadline_s=None if timeout_s is None else message.arrived_s + timeout_s,
-            salt=f"salt {terms.cache_salt}" if uses_cache else f"group {message.group}",  # its choices share
+            salt=f"salt {scheduling.cache_salt}" if uses_cache else f"group {message.group}",  # its choices share
         )
 
     def _abort(self, message: AbortReq) -> None:
@@ -150,20 +141,20 @@ class RouterManager:
             self._fill_pipeline()
             if not self._process_result():
                 if not self._in_flight:
-                    self._report([])
+                    self._report(StepResult())
                 self._wake.clear()
                 await self._wake.wait()
 
     def _process_result(self) -> bool:
-        """Report the tokens of the oldest step in flight. Returns False if they are not back."""
-        if not self._in_flight or not self._in_flight[0].tokens.done():
+        """Process the result of the oldest step in flight. Returns False if it is not back."""
+        if not self._in_flight or not self._in_flight[0].result.done():
             return False
         first = self._in_flight[0]
-        if first.tokens.exception() is not None:  # its workers died: _fill_pipeline handles that
+        if first.result.exception() is not None:  # its workers died: _fill_pipeline handles that
             return self._model.is_lost
         self._in_flight.popleft()
         self._pacer.record(first.kind, first.sent_s, time.monotonic())
-        self._report(first.tokens.result())
+        self._report(first.result.result())
         return True
 
     def _fill_pipeline(self) -> None:
@@ -178,9 +169,9 @@ class RouterManager:
                 return
             self._was_full = self._scheduler.num_waiting > 0
             count = sum(len(row.slots) for row in step.rows)
-            tokens = self._model.run(step)
-            tokens.add_done_callback(lambda _: self._wake.set())
-            self._in_flight.append(InFlightStep(now, step, kind_of(count, len(step.rows)), tokens))
+            result = self._model.run(step)
+            result.add_done_callback(lambda _: self._wake.set())
+            self._in_flight.append(InFlightStep(now, step, kind_of(count, len(step.rows)), result))
             self.metrics.step(count)
 
     def _is_early(self, last: InFlightStep, now: float) -> bool:
@@ -229,17 +220,15 @@ class RouterManager:
     def _step_age(self, now: float) -> float:
         return now - self._in_flight[0].sent_s if self._in_flight else 0.0
 
-    def _report(self, outs: list[TokenOut]) -> None:
+    def _report(self, result: StepResult) -> None:
         """Send one message with all tokens of a step and the requests aborted since the last message."""
         now = time.monotonic()
         gaps: dict[float, int] = {}  # time of the last token -> requests; most requests got it in the same step
-        rows, failed = [], []
-        for out in outs:
+        failed = [failure for failure in result.failed if self._scheduler.fail(failure) is not None]
+        outs = []
+        for out in result.tokens:
             req = self._scheduler.process_token(out)
             if req is None:
-                continue
-            if req.error is not None:
-                failed.append(ReqFailed(req.req_id, req.error_status, req.error))
                 continue
             admission = None
             if len(req.output_ids) == 1:
@@ -248,17 +237,14 @@ class RouterManager:
                 gaps[req.last_token_s] = gaps.get(req.last_token_s, 0) + 1
             req.last_token_s = now
             self.metrics.forced(out.is_forced)
-            rows.append(
+            outs.append(
                 TokenIdOut(
                     req.req_id,
-                    out.token_id,
-                    out.logprob,
-                    out.top,
-                    req.finish_reason,
-                    req.stop_token,
-                    admission,
-                    req.ends_in_text,
-                    out.prompt,
+                    out.token,
+                    finish_reason=req.finish_reason,
+                    stop_reason=req.stop_token,
+                    admission=admission,
+                    ends_in_text=req.ends_in_text,
                 )
             )
             if req.finish_reason is not None:
@@ -267,8 +253,8 @@ class RouterManager:
             self.metrics.next_tokens(now - last_token_s, count)
         self.metrics.failed(len(failed))
         self.metrics.numerical_errors(sum(failure.status >= 500 for failure in failed))
-        if rows or failed or self._aborted:
-            self._to_detokenization.send(BatchTokenIdOut(rows, failed=failed, gone=self._aborted))
+        if outs or failed or self._aborted:
+            self._to_detokenization.send(BatchTokenIdOut(outs, failed=failed, aborted=self._aborted))
             self._aborted = []
 
     def _record_first_token(self, req: Req, now: float) -> Admission:

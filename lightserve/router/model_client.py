@@ -13,13 +13,13 @@ from rpyc.core.channel import Channel
 from rpyc.utils.factory import connect_channel
 
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import Step, TokenOut
+from lightserve.io_struct import Step, StepResult
 from lightserve.router.loop_stream import LoopStream
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "include_local_version": False}
 
 _encode_step = msgspec.msgpack.Encoder().encode
-_decode_tokens = msgspec.msgpack.Decoder(list[TokenOut]).decode
+_decode_result = msgspec.msgpack.Decoder(StepResult).decode
 
 
 class ModelClient(Protocol):
@@ -29,7 +29,7 @@ class ModelClient(Protocol):
     def is_lost(self) -> bool:
         """A worker died. The steps in flight fail with WorkerDiedError."""
 
-    def run(self, step: Step) -> asyncio.Future[list[TokenOut]]: ...
+    def run(self, step: Step) -> asyncio.Future[StepResult]: ...
 
     def request_restart(self, reason: str, is_explained: bool) -> None:
         """Close the connections and have the workers replaced: they are lost, or a step does not end.
@@ -52,15 +52,15 @@ class RpycModelClient:
         self.is_lost = False
         self._on_restart = on_restart
         self._loop = asyncio.get_running_loop()
-        self._in_flight: set[asyncio.Future[list[TokenOut]]] = set()
+        self._in_flight: set[asyncio.Future[StepResult]] = set()
         self._connections: list[Any] = [_connect(path) for path in socket_paths]
         self._filenos = [connection.fileno() for connection in self._connections]  # a lost connection has none
         self._runs = [rpyc.async_(connection.root.run) for connection in self._connections]
         for rank, fileno in enumerate(self._filenos):
             self._loop.add_reader(fileno, self._read, rank)
 
-    def run(self, step: Step) -> asyncio.Future[list[TokenOut]]:
-        future: asyncio.Future[list[TokenOut]] = self._loop.create_future()
+    def run(self, step: Step) -> asyncio.Future[StepResult]:
+        future: asyncio.Future[StepResult] = self._loop.create_future()
         self._in_flight.add(future)
         command = _encode_step(step)
         for rank, run in enumerate(self._runs):
@@ -97,11 +97,11 @@ class RpycModelClient:
             self._loop.remove_reader(self._filenos[rank])
             self._mark_lost(f"model worker {rank} closed its connection")
 
-    def _on_reply(self, future: asyncio.Future[list[TokenOut]], reply: Any) -> None:
+    def _on_reply(self, future: asyncio.Future[StepResult], reply: Any) -> None:
         """Rank 0 finished a step. Replies may overtake each other."""
         self._in_flight.discard(future)
         if not future.done():
-            future.set_result(_decode_tokens(reply.value))
+            future.set_result(_decode_result(reply.value))
 
     def _mark_lost(self, reason: str) -> None:
         """A worker that fails closes its connection. It reports the error to the launcher, not to the router."""

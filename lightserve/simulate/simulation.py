@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.io_struct import SamplingParams, TokenOut
+from lightserve.io_struct import GenerationParams, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import make_policy
 from lightserve.router.req import Req
@@ -89,7 +89,7 @@ class Simulation:
         self._next_s = next(self._arrivals, None)
         self._is_closed = load.rate is None  # a client sends its next request when the last one ends
         self._ids = itertools.count()
-        self._sampling = SamplingParams(max_new_tokens=load.max_new_tokens, seed=0)
+        self._params = GenerationParams.of(max_new_tokens=load.max_new_tokens, seed=0)
 
     def run(self) -> Result:
         begin = time.thread_time()
@@ -135,15 +135,8 @@ class Simulation:
         request = next(self._requests, None)
         if request is None:
             return
-        req = Req(
-            next(self._ids),
-            request.prompt_ids,
-            self._sampling,
-            self._sampling.max_new_tokens,
-            (EOS,),
-            now,
-            request.priority,
-        )
+        most = self._params.stopping.max_new_tokens
+        req = Req(next(self._ids), request.prompt_ids, self._params, most, (EOS,), now, request.priority)
         self._worker.seqs[req.req_id] = Sequence(req.req_id, request.output_len)
         self.scheduler.add(req)
 

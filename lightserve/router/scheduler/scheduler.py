@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from lightserve.io_struct import NewReq, Step, StepRow, TokenOut
+from lightserve.io_struct import NewReq, ReqFailed, Step, StepRow, TokenOut
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import Fifo, Policy
@@ -75,12 +75,20 @@ class Scheduler:
         req.add_token(out)
         self._isolation.clear(req)
         if req.finish_reason is not None:
-            # neither a failure nor a step of a beam search, which makes one token, tells how long outputs are
-            if req.max_new_tokens > 1 and req.error is None:
+            if req.max_new_tokens > 1:  # a step of a beam search makes one token: it is no example of an output
                 self._estimate.learn(len(req.output_ids))
             self._drop(req)
-            if req.error is not None and req.error_status >= 500:
-                self.pool.discard(req)
+        return req
+
+    def fail(self, failure: ReqFailed) -> Req | None:
+        """End a request that failed in a step. None if it has ended before."""
+        req = self._batch.find(failure.req_id) or self._queue.find_preempted(failure.req_id)
+        if req is None or not req.in_flight:
+            return None
+        req.fail(failure)
+        self._drop(req)
+        if failure.status >= 500:
+            self.pool.discard(req)
         return req
 
     def abort(self, req_id: int) -> Req | None:
