@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
@@ -17,6 +17,7 @@ from lightserve.router.req import Req
 from lightserve.router.scheduler import Limits, Scheduler, limits_of
 from lightserve.router.scheduler.chunk_sizing import prompt_tokens
 from lightserve.router.scheduler.chunking import SHORT_PROMPT
+from lightserve.router.token_budget import MIN_HISTORY
 
 EOS = 7
 ROOT = 0
@@ -69,7 +70,10 @@ class KvWorker:
     With ``forces`` it sometimes returns several tokens of a request at once, like a grammar.
     """
 
-    def __init__(self, num_slots: int, poison: frozenset[int] = frozenset(), forces: bool = False) -> None:
+    def __init__(
+        self, num_slots: int, num_rows: int, poison: frozenset[int] = frozenset(), forces: bool = False
+    ) -> None:
+        self._num_rows = num_rows  # of the table of requests: a request has a row until it is freed
         self._forces = forces
         self.computed = 0  # tokens
         self._poison = poison  # requests that crash it
@@ -80,7 +84,8 @@ class KvWorker:
         for req_id in step.free:
             del self.reqs[req_id]
         for new in step.new:
-            assert new.req_id not in self.reqs
+            assert new.req_id not in self.reqs, "a request enters that was not freed"
+            assert len(self.reqs) < self._num_rows, "all request rows are taken"
             self.reqs[new.req_id] = KvReq(list(new.prompt_ids), new.seed, list(new.cached_slots))
         assert len({row.req_id for row in step.rows}) == len(step.rows)
         if any(row.req_id in self._poison for row in step.rows):
@@ -119,7 +124,6 @@ class Server:
         self, scheduler: Scheduler, depth: int = 1, poison: frozenset[int] = frozenset(), forces: bool = False
     ) -> None:
         self.scheduler = scheduler
-        self.worker = KvWorker(scheduler.pool.size, poison, forces)
         self._forces = forces
         self.peak_used = 0
         self.order: list[int] = []  # request ids in the order of first admission
@@ -129,6 +133,11 @@ class Server:
         self._depth = depth
         self._poison = poison
         self._in_flight: deque[tuple[set[int], list[TokenOut]]] = deque()
+        self.worker = self._new_worker()
+
+    def _new_worker(self) -> KvWorker:
+        scheduler = self.scheduler
+        return KvWorker(scheduler.pool.size, scheduler.limits.max_running, self._poison, self._forces)
 
     def step(self) -> bool:
         """Whether anything was done."""
@@ -161,7 +170,7 @@ class Server:
         crashing_request = self.scheduler.recover_from_crash(in_flight)
         if crashing_request is not None:
             self.crashing.append(crashing_request.req_id)
-        self.worker = KvWorker(self.scheduler.pool.size, self._poison, self._forces)
+        self.worker = self._new_worker()
 
     def run(self, reqs: list[Req]) -> None:
         for req in reqs:
@@ -191,9 +200,9 @@ def beside_a_stream(num_slots: int, batch_max_tokens: int, chunk_size: int) -> t
     return scheduler, server
 
 
-def make_req(req_id: int, prompt: list[int], max_new_tokens: int = 8, **fields: object) -> Req:
-    sampling = GenerationParams.of(max_new_tokens=max_new_tokens, seed=req_id)
-    return Req(req_id, prompt, sampling, max_new_tokens, (EOS,), arrived_s=float(req_id), **fields)  # type: ignore[arg-type]
+def make_req(req_id: int, prompt: list[int], max_new_tokens: int = 8, seed: int | None = None, **fields: object) -> Req:
+    params = GenerationParams.of(max_new_tokens=max_new_tokens, seed=req_id if seed is None else seed)
+    return Req(req_id, prompt, params, max_new_tokens, (EOS,), arrived_s=float(req_id), **fields)  # type: ignore[arg-type]
 
 
 prompts = st.builds(
@@ -204,35 +213,75 @@ prompts = st.builds(
 
 
 @st.composite
-def servers(draw: st.DrawFn) -> Server:
+def servers(draw: st.DrawFn, num_slots: st.SearchStrategy[int]) -> Server:
     batch_max_tokens = draw(st.integers(9, 64))
     scheduler = make(
-        draw(st.integers(85, 200)),
+        draw(num_slots),
         draw(st.sampled_from(list(POLICIES))),
         max_running=draw(st.integers(1, 8)),
         batch_max_tokens=batch_max_tokens,
         chunk_size=draw(st.sampled_from([batch_max_tokens, batch_max_tokens // 2, None])),
         token_ratio=draw(st.sampled_from([0.0, 0.5, 1.0])),
     )
-    for length in draw(st.lists(st.integers(1, 20), max_size=40)):
-        scheduler._estimate.learn(length)
+    for length in draw(st.sampled_from([[], [1] * MIN_HISTORY, [5] * MIN_HISTORY, [3, 20] * MIN_HISTORY])):
+        scheduler._estimate.learn(length)  # too short for most requests
     return Server(scheduler, draw(st.integers(1, 3)), forces=draw(st.booleans()))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@st.composite
+def mixed_loads(draw: st.DrawFn) -> tuple[Server, list[Req]]:
+    """Prompts that share a prefix or none."""
+    wanted = draw(st.lists(st.tuples(prompts, st.integers(1, 20), st.integers(-1, 1)), min_size=1, max_size=20))
+    reqs = [make_req(i, prompt, most, priority=priority) for i, (prompt, most, priority) in enumerate(wanted)]
+    return draw(servers(st.integers(85, 200))), reqs
+
+
+@st.composite
+def identical_loads(draw: st.DrawFn) -> tuple[Server, list[Req]]:
+    """Short prompts that are all the same, with the same outputs or others, in a pool that is too small for all."""
+    prompt = [1] * draw(st.integers(1, 4))
+    seed = draw(st.sampled_from([None, *range(10)]))
+    reqs = [make_req(i, prompt, 20, seed) for i in range(draw(st.integers(10, 30)))]
+    server = draw(servers(st.integers(26, 52)))
+    for _ in range(MIN_HISTORY):
+        server.scheduler._estimate.learn(5)  # too short
+    return server, reqs
+
+
+# Every run tries other histories. A failure prints its history, and a @reproduce_failure line that replays it.
+fresh_histories = settings(
+    max_examples=300,
+    deadline=None,
+    derandomize=False,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@fresh_histories
+@given(identical_loads())
+def test_identical_short_prompts_all_get_their_text_though_estimates_are_too_short(
+    load: tuple[Server, list[Req]],
+) -> None:
+    server, reqs = load
+
+    server.run(reqs)
+
+    assert all(req.output_ids == truth(req.prompt_ids, req.seed, 20) for req in reqs)
+    server.assert_idle()
+
+
+@fresh_histories
 @given(
-    server=servers(),
-    requests=st.lists(st.tuples(prompts, st.integers(1, 20), st.integers(-1, 1)), min_size=1, max_size=20),
+    load=mixed_loads() | identical_loads(),
     events=st.lists(st.tuples(st.integers(0, 3), st.none() | st.integers(0, 19), st.booleans()), max_size=60),
     crashes=st.sets(st.integers(0, 60), max_size=8),
 )
 def test_every_request_gets_its_text_and_all_memory_is_freed_whatever_happens(
-    server: Server,
-    requests: list[tuple[list[int], int, int]],
-    events: list[tuple[int, int | None, bool]],
-    crashes: set[int],
+    load: tuple[Server, list[Req]], events: list[tuple[int, int | None, bool]], crashes: set[int]
 ) -> None:
-    reqs = [make_req(i, prompt, most, priority=priority) for i, (prompt, most, priority) in enumerate(requests)]
+    server, reqs = load
     to_come = deque(reqs)
     aborted = set()
 
@@ -272,6 +321,20 @@ def test_a_pool_that_is_too_small_preempts_requests_and_finishes_every_text(dept
     assert all(len(req.output_ids) == 200 for req in reqs)
     assert all(req.finish_reason is FinishReason.LENGTH for req in reqs)
     assert server.scheduler.num_preemptions > 0
+    server.assert_idle()
+
+
+def test_a_request_that_is_preempted_and_admitted_in_one_step_frees_its_row() -> None:
+    """All requests generate the same tokens, so a preempted one fits again at once: the others' KV serves it too."""
+    server = Server(make(43, max_running=3, token_ratio=1.0))
+    for _ in range(MIN_HISTORY):
+        server.scheduler._estimate.learn(5)  # too short
+    reqs = [make_req(i, [1], 20, seed=7) for i in range(13)]
+
+    server.run(reqs)
+
+    assert server.scheduler.num_preemptions > 0
+    assert [req.output_ids for req in reqs] == [truth([1], 7, 20)] * 13
     server.assert_idle()
 
 

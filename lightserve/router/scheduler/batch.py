@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
@@ -10,12 +10,13 @@ from lightserve.router.req import Req
 
 
 class RunningBatch:
-    """Admitted requests in the order of admission, and the requests that the workers have to free."""
+    """Admitted requests in the order of admission, and the requests that the workers hold."""
 
     def __init__(self, pool: KvPool, isolation: CrashIsolation) -> None:
         self.pool = pool
         self.isolation = isolation
-        self.to_free: list[int] = []  # requests that left since the last step
+        self._in_workers: set[int] = set()  # requests that have a row in the workers after the last planned step
+        self._released: dict[int, None] = {}  # requests that left since then, in order
         self._reqs: dict[int, Req] = {}
 
     def __len__(self) -> int:
@@ -38,12 +39,30 @@ class RunningBatch:
         self.isolation.release(req)
         del self._reqs[req.req_id]
         self.pool.close(req)
-        self.to_free.append(req.req_id)
+        self._released[req.req_id] = None
+
+    @property
+    def has_rows_to_free(self) -> bool:
+        return not self._in_workers.isdisjoint(self._released)
+
+    def sync_workers(self, admitted: Iterable[Req]) -> tuple[list[Req], list[int]]:
+        """Which requests enter the workers with the next step, and which the workers free before it.
+
+        A request may be preempted and admitted again between two steps, in either order: what the workers have to do
+        depends on whether they hold the request, and on whether it runs now.
+        """
+        free = [req_id for req_id in self._released if req_id in self._in_workers]
+        new = [req for req in admitted if req in self]
+        self._released.clear()
+        self._in_workers.difference_update(free)
+        self._in_workers.update(req.req_id for req in new)
+        return new, free
 
     def clear(self) -> list[Req]:
         """The workers died, with all KV and all requests."""
         reqs = list(self)
         self._reqs.clear()
-        self.to_free.clear()
+        self._released.clear()
+        self._in_workers.clear()
         self.pool.reset()
         return reqs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from lightserve.io_struct import NewReq, ReqFailed, Step, StepRow, TokenOut
+from lightserve.io_struct import ReqFailed, Step, StepRow, TokenOut
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import Fifo, Policy
@@ -27,6 +27,7 @@ class Scheduler:
         estimate: OutputEstimate | None = None,
     ) -> None:
         self.pool = pool
+        self.limits = limits
         self._queue = ReqQueue(policy or Fifo())
         self._isolation = CrashIsolation()
         self._batch = RunningBatch(pool, self._isolation)
@@ -58,9 +59,13 @@ class Scheduler:
     def next_step(self, now_s: float = 0.0) -> Step | None:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self._preemption.make_room()
-        admitted = {req.req_id: req.as_new() for req in self._admission.admit(now_s)}
+        admitted = {req: req.as_new() for req in self._admission.admit(now_s)}
         rows = self._plan_rows()
-        return self._step_of(rows, admitted)
+        is_empty = not rows and not any(req in self._batch for req in admitted)
+        if is_empty and (len(self._batch) or not self._batch.has_rows_to_free):
+            return None  # freed rows can wait for the next step, unless there will be none
+        new, free = self._batch.sync_workers(admitted)
+        return Step(rows, [admitted[req] for req in new], free)
 
     def process_tokens(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
         """Give every token to its request."""
@@ -165,13 +170,3 @@ class Scheduler:
             decodes = len(parts)
             parts += self._chunking.divide(prompts, decodes, len(self._queue), self.pool.available - decodes)
         return parts
-
-    def _step_of(self, rows: list[StepRow], admitted: dict[int, NewReq]) -> Step | None:
-        """The step as the workers get it. Requests that left free their rows in the workers' table."""
-        batch = self._batch
-        new = [entry for req_id, entry in admitted.items() if batch.find(req_id)]
-        batch.to_free = [req_id for req_id in batch.to_free if req_id not in admitted]  # not in the workers yet
-        if not rows and not new and not (batch.to_free and not len(batch)):
-            return None  # freed rows can wait for the next step, unless there will be none
-        free, batch.to_free = batch.to_free, []
-        return Step(rows, new, free)
