@@ -27,6 +27,10 @@ class Policy(ABC):
         """In which order to admit the head of the queue (at most LOOK_AHEAD requests)."""
         return first
 
+    def priority(self, req: Req) -> int:
+        """After admission: lower numbers get the prompt tokens of a step first, and are preempted last."""
+        return 0
+
 
 class Fifo(Policy):
     """First come, first served, whatever the priority."""
@@ -45,6 +49,9 @@ class Priority(Policy):
 
     def rank(self, req: Req) -> float:
         return req.priority + req.arrived_s / AGING_S
+
+    def priority(self, req: Req) -> int:
+        return req.priority
 
 
 class CacheAware(Priority):

@@ -622,8 +622,10 @@ def test_waiting_and_running_requests_past_their_deadline_are_dropped() -> None:
     server.assert_idle()
 
 
-def test_the_newest_request_of_the_lowest_priority_is_preempted_first() -> None:
-    scheduler = make(40, max_running=3, token_ratio=1.0)
+@pytest.mark.parametrize(("policy", "kept"), [("priority", {0, 2}), ("cache_aware", {0, 2}), ("fifo", {0, 1})])
+def test_the_newest_request_of_the_lowest_priority_is_preempted_first(policy: str, kept: set[int]) -> None:
+    """With fifo the newest request, whatever the priority."""
+    scheduler = make(40, policy, max_running=3, token_ratio=1.0)
     for _ in range(64):
         scheduler._estimate.learn(2)
     reqs = [make_req(i, [i, 1, 2, 3], 30, priority=priority) for i, priority in enumerate((0, 1, 0))]
@@ -636,7 +638,23 @@ def test_the_newest_request_of_the_lowest_priority_is_preempted_first() -> None:
     while not scheduler.num_preemptions:
         server.step()
 
-    assert {req.req_id for req in scheduler._batch} == {0, 2}
+    assert {req.req_id for req in scheduler._batch} == kept
+
+
+@pytest.mark.parametrize(("policy", "first"), [("priority", 3), ("fifo", 2)])
+def test_the_prompts_of_a_step_are_computed_by_priority_unless_the_policy_is_fifo(policy: str, first: int) -> None:
+    scheduler = make(2000, policy, batch_max_tokens=400, chunk_size=96)
+    server = Server(scheduler)
+    scheduler.add(make_req(0, [1, 2, 3], 500))
+    server.step()
+    for req_id, priority in ((1, 1), (2, 1), (3, 0)):
+        scheduler.add(make_req(req_id, list(range(1000 * req_id, 1000 * req_id + 100)), 5, priority=priority))
+
+    step = scheduler.next_step()
+
+    assert step is not None
+    tokens = {row.req_id: len(row.slots) for row in step.rows}
+    assert max((2, 3), key=lambda req_id: tokens.get(req_id, 0)) == first
 
 
 def test_after_a_crash_all_requests_continue_where_they_were() -> None:

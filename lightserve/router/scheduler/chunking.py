@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from lightserve.router.policy import Policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler.chunk_sizing import prompt_tokens
 from lightserve.router.scheduler.limits import Limits
@@ -17,8 +18,9 @@ Part = tuple[Req, int]  # so many of the request's next tokens
 
 
 class Chunking:
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, policy: Policy) -> None:
         self._limits = limits
+        self._policy = policy
 
     def budget(self, prompts: list[Req], decodes: int, num_waiting: int, context: float = 0.0) -> int:
         """Prompt tokens of the next step, in which ``prompts`` prefill beside ``decodes`` others.
@@ -37,24 +39,23 @@ class Chunking:
         budget = self.budget(prompts, decodes, num_waiting)
         if self._limits.chunk_size is None:
             return _whole_prompts(prompts, budget, available)
-        parts = _chunks(prompts, budget, available)
+        parts = self._chunks(prompts, budget, available)
         tokens = sum(count for _, count in parts)
         context = sum(count * req.planned_len for req, count in parts) / max(tokens, 1)
         if not context:
             return parts
-        return _chunks(prompts, self.budget(prompts, decodes, num_waiting, context), available)
+        return self._chunks(prompts, self.budget(prompts, decodes, num_waiting, context), available)
 
-
-def _chunks(prompts: list[Req], budget: int, available: int) -> list[Part]:
-    """Short prompts go first, so that a long one does not delay them. The oldest prompt always gets its share."""
-    left = min(budget, available)
-    counts = {req.req_id: 0 for req in prompts}
-    by_need = sorted(prompts, key=lambda req: (req.priority, max(req.unplanned, SHORT_PROMPT)))
-    for req, most in ((prompts[0], math.ceil(budget * SHARE_OF_OLDEST)), *((req, budget) for req in by_need)):
-        count = max(0, min(req.unplanned - counts[req.req_id], most, left))
-        counts[req.req_id] += count
-        left -= count
-    return [(req, counts[req.req_id]) for req in prompts if counts[req.req_id]]
+    def _chunks(self, prompts: list[Req], budget: int, available: int) -> list[Part]:
+        """Short prompts go first, so that a long one does not delay them. The oldest prompt always gets its share."""
+        left = min(budget, available)
+        counts = {req.req_id: 0 for req in prompts}
+        by_need = sorted(prompts, key=lambda req: (self._policy.priority(req), max(req.unplanned, SHORT_PROMPT)))
+        for req, most in ((prompts[0], math.ceil(budget * SHARE_OF_OLDEST)), *((req, budget) for req in by_need)):
+            count = max(0, min(req.unplanned - counts[req.req_id], most, left))
+            counts[req.req_id] += count
+            left -= count
+        return [(req, counts[req.req_id]) for req in prompts if counts[req.req_id]]
 
 
 def _whole_prompts(prompts: list[Req], budget: int, available: int) -> list[Part]:

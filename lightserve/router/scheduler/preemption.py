@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightserve.router.policy import Policy
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue
 from lightserve.router.scheduler.batch import RunningBatch
@@ -10,10 +11,11 @@ from lightserve.router.scheduler.batch import RunningBatch
 class Preemption:
     """Moves requests back into the queue. Their KV stays in the prefix cache while there is room."""
 
-    def __init__(self, batch: RunningBatch, queue: ReqQueue) -> None:
+    def __init__(self, batch: RunningBatch, queue: ReqQueue, policy: Policy) -> None:
         self.count = 0
         self._batch = batch
         self._queue = queue
+        self._policy = policy
 
     def make_room(self) -> None:
         """Preempt until every decoding request can have its next token. A single request always can."""
@@ -32,7 +34,7 @@ class Preemption:
 
     def preempt_newest(self) -> None:
         """Preempt the request with the lowest priority; of these the latest arrival."""
-        self.preempt(max(self._batch, key=lambda req: (req.priority, req.arrived_s, req.req_id)))
+        self.preempt(max(self._batch, key=lambda req: (self._policy.priority(req), req.arrived_s, req.req_id)))
 
     def preempt(self, req: Req) -> None:
         """The request is admitted again before all requests that have not begun."""

@@ -28,12 +28,13 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.limits = limits
-        self._queue = ReqQueue(policy or Fifo())
+        policy = policy or Fifo()
+        self._queue = ReqQueue(policy)
         self._isolation = CrashIsolation()
         self._batch = RunningBatch(pool, self._isolation)
         self._estimate = estimate or OutputEstimate()
-        self._chunking = Chunking(limits)
-        self._preemption = Preemption(self._batch, self._queue)
+        self._chunking = Chunking(limits, policy)
+        self._preemption = Preemption(self._batch, self._queue, policy)
         self._admission = AdmissionControl(self._queue, self._batch, self._chunking, limits, self._estimate)
 
     @property
