@@ -83,9 +83,9 @@ class KvPool:
         req.node, req.shared_len = grown, end
 
     def close(self, req: Req) -> None:
-        """Take all slots of a request back. Its known tokens with planned KV stay in the cache."""
+        """Take all slots of a request back. Its known tokens with planned KV stay in the cache, if it leaves any."""
         kept = req.shared_len  # slots from here on are private
-        known = min(req.planned_len, req.total_len)
+        known = min(req.planned_len, req.total_len) if req.leaves_cache else 0
         if known > kept:
             _, spare = self._cache.insert(_array(req.token_ids[:known]), _array(req.slots[:known]), req.salt)
             self._free(spare)
@@ -93,6 +93,8 @@ class KvPool:
         self._free(_array(req.slots[kept:]))
         if req.node is not None:
             self._cache.unlock(req.node)
+            if not req.leaves_cache:  # other choices of the same request may still use it
+                self._free(self._cache.drop(req.node))
         req.node, req.slots, req.shared_len, req.planned_len = None, [], 0, 0
 
     def discard(self, req: Req) -> None:

@@ -125,6 +125,7 @@ class RouterManager:
             priority=scheduling.priority,
             deadline_s=None if timeout_s is None else message.arrived_s + timeout_s,
             salt=f"salt {scheduling.cache_salt}" if uses_cache else f"group {message.group}",  # its choices share
+            leaves_cache=uses_cache,
         )
 
     def _abort(self, message: AbortReq) -> None:

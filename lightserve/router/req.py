@@ -24,6 +24,7 @@ class Req:
     priority: int = 0  # lower goes first
     deadline_s: float | None = None  # time at which the request fails, whether it waits or runs
     salt: str = ""  # only requests of the same salt share cached prefixes
+    leaves_cache: bool = True  # its KV stays in the prefix cache when it leaves the workers
 
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -433,21 +433,26 @@ def test_evicted_tokens_are_counted(tmp_path: Path) -> None:
 
 def test_a_request_that_opts_out_of_the_cache_shares_only_with_its_own_choices(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        prompt = request(1, prompt_len=60, max_new_tokens=1)
+        prompt = request(1, prompt_len=60, max_new_tokens=2)
         alone = SchedulingParams(use_cache=False)
 
-        for req_id, group, terms in (
-            (1, 1, SchedulingParams()),
-            (2, 2, SchedulingParams()),
-            (3, 3, alone),
-            (4, 3, alone),
-            (5, 5, alone),
-        ):
-            router.send(msgspec.structs.replace(prompt, req_id=req_id, group=group, scheduling=terms))
-            await router.until(lambda: router.has_finished(req_id))  # noqa: B023  awaited at once
+        async def run(group: int, scheduling: SchedulingParams, *req_ids: int) -> None:
+            router.model.may_run.clear()
+            for req_id in req_ids:
+                router.send(msgspec.structs.replace(prompt, req_id=req_id, group=group, scheduling=scheduling))
+            await until(lambda: router.scheduler.num_running + router.scheduler.num_waiting == len(req_ids))
+            router.model.may_run.set()
+            await router.until(lambda: router.has_finished(*req_ids))
+
+        await run(1, SchedulingParams(), 1)
+        await run(2, SchedulingParams(), 2)
+        await run(3, alone, 3, 4)  # two choices of one request, at the same time
+        await run(3, alone, 5)  # when they have ended
+        await run(6, alone, 6)
 
         cached = {out.req_id: out.admission.cached_tokens for out in router.outs if out.admission}
-        assert cached == {1: 0, 2: 59, 3: 0, 4: 59, 5: 0}
+        assert cached == {1: 0, 2: 59, 3: 0, 4: 59, 5: 0, 6: 0}
+        assert router.scheduler.pool.cached_tokens == 61, "of the requests that use the cache"
 
     check(scenario, tmp_path)
 

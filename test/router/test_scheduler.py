@@ -231,8 +231,11 @@ def servers(draw: st.DrawFn, num_slots: st.SearchStrategy[int]) -> Server:
 @st.composite
 def mixed_loads(draw: st.DrawFn) -> tuple[Server, list[Req]]:
     """Prompts that share a prefix or none."""
-    wanted = draw(st.lists(st.tuples(prompts, st.integers(1, 20), st.integers(-1, 1)), min_size=1, max_size=20))
-    reqs = [make_req(i, prompt, most, priority=priority) for i, (prompt, most, priority) in enumerate(wanted)]
+    kinds = st.sampled_from([{}, {"salt": "a"}, {"salt": "group", "leaves_cache": False}])
+    wanted = draw(st.lists(st.tuples(prompts, st.integers(1, 20), st.integers(-1, 1), kinds), min_size=1, max_size=20))
+    reqs = [
+        make_req(i, prompt, most, priority=priority, **kind) for i, (prompt, most, priority, kind) in enumerate(wanted)
+    ]
     return draw(servers(st.integers(85, 200))), reqs
 
 
@@ -412,6 +415,23 @@ def test_requests_of_different_salts_share_no_prefix() -> None:
     server.run([make_req(1, prompt, 1, salt="b")])
 
     assert server.worker.computed == 100
+
+
+def test_requests_that_leave_no_cache_share_their_prompt_while_they_run_and_leave_nothing() -> None:
+    server = Server(make(2000))
+    prompt = list(range(100, 150))
+
+    reqs = [make_req(i, prompt, 9, salt="group 1", leaves_cache=False) for i in range(5)]
+    for req in reqs:
+        req.eos_ids = ()
+
+    server.run(reqs[:4])
+    server.run(reqs[4:])
+
+    last_tokens, outputs = 3, 5 * 8  # of a shared prompt its last token is computed; the KV of a last output is not
+    assert server.worker.computed == 2 * 50 + last_tokens + outputs
+    assert server.scheduler.pool.slots.num_used == 0
+    server.assert_idle()
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_running_requests() -> None:
