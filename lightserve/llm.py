@@ -14,7 +14,7 @@ from lightserve.common.tp import TpGroup
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
-from lightserve.io_struct import FinishReason, GenerationParams, ReqFailed, TokenOut
+from lightserve.io_struct import FinishReason, GenerationParams, ReqFailed, StepResult, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.prompt_logprobs import PromptToken, unpack
@@ -193,11 +193,25 @@ class LLM:
             if not self._in_flight:
                 raise ServerError("the request was dropped: a step that it shared with others failed")
             result = self._in_flight.popleft()()
+            self._scheduler.complete_step()
+            self._distribute(result)
         except Exception:
-            self._scheduler.abort_all()  # nobody knows what the step has computed
-            self._open.clear()
-            self._in_flight.clear()
+            self._drop_requests()
+            self._scheduler.cancel_steps()
             raise
+        except BaseException:  # an interrupt may have stopped the scheduler in the middle of a change
+            self._drop_requests()
+            self._scheduler.reset()
+            raise
+
+    def _drop_requests(self) -> None:
+        """End all streams. The worker has no step in flight and no request afterwards."""
+        self._open.clear()
+        self._in_flight.clear()
+        self.worker.reset()
+
+    def _distribute(self, result: StepResult) -> None:
+        """Give the tokens of a step to their streams."""
         for failure in result.failed:
             if self._scheduler.fail(failure) is not None:
                 self._fail(failure)

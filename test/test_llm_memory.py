@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from lightserve.io_struct import GenerationParams
+from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
+from lightserve.worker.rpc import Collect
 from test.models.tiny import build_hf
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -87,3 +88,33 @@ def test_what_is_cached_changes_no_text(folder: str, device: str) -> None:
     assert [one.token_ids for one in first] == alone
     assert [one.token_ids for one in again] == alone
     assert llm._scheduler.pool.cached_tokens >= 100
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("failing_step", [1, 2, 3])
+def test_a_prompt_generates_the_same_text_after_its_step_failed(
+    folder: str, device: str, error: type[BaseException], failing_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make(folder, device, 4000)
+    system = [i % 128 for i in range(7, 107)]
+    prompts = [[*system, *range(i, i + 100)] for i in range(3)]  # more than a step computes
+    expected = [one.token_ids for one in make(folder, device, 4000).generate(prompts, sampling(0, 12))]
+    cached = llm.generate([system], sampling(0, 1))[0].token_ids
+    launch, steps = llm.worker.launch, []
+
+    def fail_at_last(step: Step) -> Collect:
+        steps.append(step)
+        if len(steps) == failing_step:
+            raise error
+        return launch(step)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.worker, "launch", fail_at_last)
+        with pytest.raises(error):
+            llm.generate(prompts, sampling(0, 12))
+
+    assert [one.token_ids for one in llm.generate(prompts, sampling(0, 12))] == expected
+    assert llm.generate([system], sampling(0, 1))[0].token_ids == cached
+    assert llm._scheduler.pool.used == 0
+    assert llm.worker.model.req_manager.num_free >= 50 - 3

@@ -35,6 +35,10 @@ class CrashIsolation:
         self._pending_ids.update(req.req_id for req in in_flight)
         return None
 
+    def reset(self) -> None:
+        self.isolated = None
+        self._pending_ids.clear()
+
     def release(self, req: Req) -> None:
         """The request left the workers. It may be admitted again."""
         if req is self.isolated:

@@ -95,7 +95,7 @@ class KvPool:
             self._cache.unlock(req.node)
             if not req.leaves_cache:  # other choices of the same request may still use it
                 self._free(self._cache.drop(req.node))
-        req.node, req.slots, req.shared_len, req.planned_len = None, [], 0, 0
+        req.node, req.slots, req.shared_len, req.planned_len, req.certain_len = None, [], 0, 0, 0
 
     def discard(self, req: Req) -> None:
         """Remove the tokens of a closed request from the cache, unless another request shares them.
@@ -104,6 +104,10 @@ class KvPool:
         """
         node, _ = self._cache.match(_array(req.token_ids), req.salt)
         self._free(self._cache.drop(node))
+
+    def take_back(self, slots: list[int]) -> None:
+        """Remove all tokens from the cache whose KV steps that failed were to compute into these slots."""
+        self._free(self._cache.drop_slots(_array(slots)))
 
     def _free(self, slots: Slots) -> None:
         if len(slots):

@@ -44,7 +44,6 @@ class InFlightStep(NamedTuple):
     """A step that was sent to the workers, and whose tokens are not back."""
 
     sent_s: float
-    step: Step
     kind: StepKind
     result: asyncio.Future[StepResult]
 
@@ -155,6 +154,7 @@ class RouterManager:
             return self._model.is_lost
         self._in_flight.popleft()
         self._pacer.record(first.kind, first.sent_s, time.monotonic())
+        self._scheduler.complete_step()
         self._report(first.result.result())
         return True
 
@@ -172,7 +172,7 @@ class RouterManager:
             count = sum(len(row.slots) for row in step.rows)
             result = self._model.run(step)
             result.add_done_callback(lambda _: self._wake.set())
-            self._in_flight.append(InFlightStep(now, step, kind_of(count, len(step.rows)), result))
+            self._in_flight.append(InFlightStep(now, kind_of(count, len(step.rows)), result))
             self.metrics.step(count)
 
     def _is_early(self, last: InFlightStep, now: float) -> bool:
@@ -206,8 +206,7 @@ class RouterManager:
         if not self._has_workers:
             return
         self._has_workers = False
-        in_flight = {row.req_id for one in self._in_flight for row in one.step.rows}
-        crashing_request = self._scheduler.recover_from_crash(in_flight)
+        crashing_request = self._scheduler.recover_from_crash()
         self._in_flight.clear()
         self._model.request_restart(reason, is_explained=crashing_request is not None)
         if crashing_request is not None:

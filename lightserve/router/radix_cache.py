@@ -208,6 +208,29 @@ class RadixCache:
             node = parent
         return np.concatenate(dropped)
 
+    def drop_slots(self, slots: Slots) -> Slots:
+        """Drop every prefix from its first token in one of ``slots`` on. Nothing may be locked. Returns what it owned.
+
+        It visits the whole cache.
+        """
+        if self.referenced_tokens:
+            raise ValueError(f"{self.referenced_tokens} tokens of the prefix cache are locked: unlock them first")
+        dropped = [np.empty(0, dtype=np.int32)]
+        for node in self._nodes_below(*self._roots.values()):
+            hits = np.flatnonzero(np.isin(node.slots, slots)) if node.parent is not None else []  # None: dropped
+            if len(hits):
+                below = self._nodes_below(node)
+                dropped += [self._drop_from(one, len(one.ids)) for one in reversed(below)]  # leaves first
+                dropped.append(self._drop_from(node, len(node.ids) - int(hits[0])))
+        return np.concatenate(dropped)
+
+    def _nodes_below(self, *tops: RadixNode) -> list[RadixNode]:
+        """All descendants, a parent before its children."""
+        found = [child for top in tops for child in top.children.values()]
+        for node in found:  # the list grows
+            found += node.children.values()
+        return found
+
     def clear(self) -> Slots:
         """Drop everything that no request references. Returns the slots to the caller."""
         return self.evict(self.evictable_tokens)

@@ -39,8 +39,10 @@ class Req:
     node: RadixNode | None = None  # node of the prefix cache that it has locked
     shared_len: int = 0  # so many of ``slots`` belong to the cache
     planned_len: int = 0  # tokens whose KV the steps planned so far compute or find in the cache
+    certain_len: int = 0  # so many of them were computed by steps that are back; the others can be taken back
     planned_outputs: int = 0  # output tokens after the steps planned so far, as far as is known
 
+    num_admissions: int = 0
     cached_len: int = 0  # prompt tokens that were cached on first admission
     times_passed: int = 0  # how often a later request was admitted first
     admitted_s: float = 0.0
@@ -91,11 +93,18 @@ class Req:
     def begin(self) -> None:
         """Called on admission, when ``slots`` are those of the cached tokens."""
         self.planned_len = len(self.slots)
+        self.certain_len = 0  # a step in flight may compute the cached tokens
+        self.planned_outputs = len(self.output_ids)
+        self.num_admissions += 1
+
+    def take_back(self) -> None:
+        """Steps in flight failed: plan again from the tokens whose KV is certain."""
+        self.planned_len = self.certain_len
         self.planned_outputs = len(self.output_ids)
 
     def reset_kv(self) -> None:
         """The workers died. Only the tokens are left."""
-        self.slots, self.node, self.shared_len, self.planned_len = [], None, 0, 0
+        self.slots, self.node, self.shared_len, self.planned_len, self.certain_len = [], None, 0, 0, 0
         self.planned_outputs = len(self.output_ids)
 
     def fail(self, failure: ReqFailed) -> None:

@@ -30,6 +30,10 @@ class ReqQueue:
     def add_preempted(self, req: Req) -> None:
         bisect.insort(self._preempted, req, key=lambda one: one.arrived_s)
 
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._preempted.clear()
+
     def candidates(self, cached_len: CachedLen) -> list[Req]:
         """The requests that may be admitted now, in order. They stay in the queue until ``remove``."""
         first = [req for _, _, req in self._waiting[:LOOK_AHEAD]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -96,6 +97,12 @@ class KvWorker:
             self._write(self.reqs[row.req_id], row.slots)
         return [out for row in step.rows for out in self._read(row.req_id)]
 
+    def fail(self, steps: Iterable[Step]) -> None:
+        """As if these steps had not been computed; their requests are freed."""
+        self.reqs.clear()
+        for slot in (slot for step in steps for row in step.rows for slot in row.slots):
+            self._kv[slot] = None
+
     def _write(self, req: KvReq, slots: list[int]) -> None:
         for slot in slots:
             self._kv[slot] = req.prefixes[len(req.slots)]
@@ -132,7 +139,7 @@ class Server:
         self.crashes = 0
         self._depth = depth
         self._poison = poison
-        self._in_flight: deque[tuple[set[int], list[TokenOut]]] = deque()
+        self._in_flight: deque[tuple[Step, list[TokenOut]]] = deque()
         self.worker = self._new_worker()
 
     def _new_worker(self) -> KvWorker:
@@ -145,9 +152,8 @@ class Server:
             self.order += [new.req_id for new in step.new if new.req_id not in self.order]
             self.steps.append({row.req_id for row in step.rows})
             try:
-                self._in_flight.append((self.steps[-1], self.worker.run(step)))
+                self._in_flight.append((step, self.worker.run(step)))
             except WorkerDiedError:
-                self._in_flight.append((self.steps[-1], []))
                 self.crash()
                 return True
             pool = self.scheduler.pool
@@ -165,12 +171,17 @@ class Server:
     def crash(self) -> None:
         """The worker dies with its state and the tokens in flight. Another one replaces it."""
         self.crashes += 1
-        in_flight = {req_id for req_ids, _ in self._in_flight for req_id in req_ids}
         self._in_flight.clear()
-        crashing_request = self.scheduler.recover_from_crash(in_flight)
+        crashing_request = self.scheduler.recover_from_crash()
         if crashing_request is not None:
             self.crashing.append(crashing_request.req_id)
         self.worker = self._new_worker()
+
+    def fail_steps(self) -> None:
+        """The steps in flight fail before they compute anything."""
+        self.worker.fail(step for step, _ in self._in_flight)
+        self._in_flight.clear()
+        self.scheduler.cancel_steps()
 
     def run(self, reqs: list[Req]) -> None:
         for req in reqs:
@@ -309,6 +320,48 @@ def test_every_request_gets_its_text_and_all_memory_is_freed_whatever_happens(
     server.assert_idle()
 
 
+@fresh_histories
+@given(
+    load=mixed_loads() | identical_loads(),
+    events=st.lists(st.tuples(st.integers(0, 3), st.none() | st.integers(0, 19), st.booleans()), max_size=40),
+)
+def test_what_failed_steps_were_to_compute_is_never_read(
+    load: tuple[Server, list[Req]], events: list[tuple[int, int | None, bool]]
+) -> None:
+    server, reqs = load
+    to_come = deque(reqs)
+    for arrivals, victim, fails in events:
+        for _ in range(min(arrivals, len(to_come))):
+            server.scheduler.add(to_come.popleft())
+        if victim is not None:
+            server.scheduler.abort(victim)
+        server.step()
+        if fails:
+            server.fail_steps()
+            server.assert_idle()
+
+    again = [make_req(100 + i, req.prompt_ids, req.max_new_tokens, req.seed) for i, req in enumerate(reqs)]
+    server.run([*to_come, *again])  # would read what the steps left in the cache
+
+    assert all(req.output_ids == truth(req.prompt_ids, req.seed, req.max_new_tokens) for req in again)
+    server.assert_idle()
+
+
+def test_only_what_steps_in_flight_were_to_compute_is_taken_back() -> None:
+    server = Server(make(2000, batch_max_tokens=64), depth=2)
+    req = make_req(0, list(range(1000, 1200)), 5)
+    server.scheduler.add(req)
+    server.step()  # two steps of 64 tokens were planned, and the first is back
+    assert (req.certain_len, req.planned_len) == (64, 128)
+
+    server.fail_steps()
+
+    assert server.scheduler.pool.cached_tokens == 64
+    server.run([again := make_req(1, req.prompt_ids, 5)])
+    assert again.cached_len == 64
+    server.assert_idle()
+
+
 @pytest.mark.parametrize("forces", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_pool_that_is_too_small_preempts_requests_and_finishes_every_text(depth: int, forces: bool) -> None:
@@ -399,9 +452,11 @@ def test_forced_tokens_beyond_the_end_of_their_request_are_dropped() -> None:
         scheduler.add(req)
     scheduler.next_step()
 
+    outs = []
     for req_id in (0, 1):
         forced = [TokenOut(req_id, Token(token), is_forced=True) for token in (101, 102, EOS, 103)]
-        scheduler.process_tokens([TokenOut(req_id, Token(100)), *forced])
+        outs += [TokenOut(req_id, Token(100)), *forced]
+    scheduler.process_tokens(outs)
 
     assert [req.output_ids for req in reqs] == [[100, 101, 102], [100, 101, 102, EOS]]
     assert [req.finish_reason for req in reqs] == [FinishReason.LENGTH, FinishReason.STOP]

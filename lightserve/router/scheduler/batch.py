@@ -59,10 +59,9 @@ class RunningBatch:
         return new, free
 
     def clear(self) -> list[Req]:
-        """The workers died, with all KV and all requests."""
+        """The workers hold no requests any more. Returns the requests that ran; they keep what they hold."""
         reqs = list(self)
         self._reqs.clear()
         self._released.clear()
         self._in_workers.clear()
-        self.pool.reset()
         return reqs

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from lightserve.io_struct import ReqFailed, Step, StepRow, TokenOut
 from lightserve.router.crash_isolation import CrashIsolation
@@ -16,6 +18,15 @@ from lightserve.router.scheduler.chunking import Chunking, Part
 from lightserve.router.scheduler.limits import Limits
 from lightserve.router.scheduler.preemption import Preemption
 from lightserve.router.token_budget import OutputEstimate
+
+PlannedRow = tuple[Req, int, int]  # the request, which of its admissions, its planned_len after the step
+
+
+class PlannedStep(NamedTuple):
+    """A step in flight."""
+
+    rows: list[StepRow]
+    planned: list[PlannedRow]
 
 
 class Scheduler:
@@ -35,6 +46,7 @@ class Scheduler:
         self._estimate = estimate or OutputEstimate()
         self._chunking = Chunking(limits, policy)
         self._preemption = Preemption(self._batch, self._queue, policy)
+        self._in_flight: deque[PlannedStep] = deque()  # oldest first
         self._admission = AdmissionControl(self._queue, self._batch, self._chunking, limits, self._estimate)
 
     @property
@@ -61,15 +73,23 @@ class Scheduler:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self._preemption.make_room()
         admitted = {req: req.as_new() for req in self._admission.admit(now_s)}
-        rows = self._plan_rows()
+        rows, planned = self._plan_rows()
         is_empty = not rows and not any(req in self._batch for req in admitted)
         if is_empty and (len(self._batch) or not self._batch.has_rows_to_free):
             return None  # freed rows can wait for the next step, unless there will be none
         new, free = self._batch.sync_workers(admitted)
+        self._in_flight.append(PlannedStep(rows, planned))
         return Step(rows, [admitted[req] for req in new], free)
 
+    def complete_step(self) -> None:
+        """The oldest step in flight is back: the KV that it computed is certain."""
+        for req, admission, end in self._in_flight.popleft().planned:
+            if req.num_admissions == admission:
+                req.certain_len = end
+
     def process_tokens(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
-        """Give every token to its request."""
+        """Complete the oldest step in flight, and give every token to its request."""
+        self.complete_step()
         processed = [(self.process_token(out), out) for out in outs]
         return [(req, out) for req, out in processed if req is not None]
 
@@ -104,9 +124,6 @@ class Scheduler:
             self._drop(req)
         return req
 
-    def abort_all(self) -> list[Req]:
-        return self._drop_all(lambda req: True)
-
     def expire(self, now_s: float) -> list[Req]:
         """Drop the requests whose deadline has passed."""
         return self._drop_all(lambda req: req.deadline_s is not None and req.deadline_s <= now_s)
@@ -115,16 +132,39 @@ class Scheduler:
         """Move a running request back into the queue, as if KV memory had run out."""
         self._preemption.preempt_newest()
 
-    def recover_from_crash(self, in_flight: Collection[int]) -> Req | None:
+    def cancel_steps(self) -> None:
+        """The steps in flight failed, and the workers have freed all requests. Drops all requests.
+
+        Nobody knows what those steps computed, so their slots are taken back, also from the prefix cache.
+        """
+        for req in self._batch:
+            req.take_back()
+        self._drop_all(lambda req: True)
+        self.pool.take_back([slot for step in self._in_flight for row in step.rows for slot in row.slots])
+        self._in_flight.clear()
+        self._batch.clear()
+
+    def reset(self) -> None:
+        """Drop all requests and all KV. The workers have freed all requests."""
+        self._queue.clear()
+        self._batch.clear()
+        self._isolation.reset()
+        self._in_flight.clear()
+        self.pool.reset()
+
+    def recover_from_crash(self) -> Req | None:
         """The workers died. All requests continue from their tokens in new workers, which hold no KV.
 
-        ``in_flight``: the requests of the steps in flight. Returns the crashing request if it is known; it is dropped.
+        Returns the crashing request if it is known; it is dropped.
         """
+        in_flight = {req for step in self._in_flight for req, _, _ in step.planned}
+        self._in_flight.clear()
+        self.pool.reset()
         for req in self._batch.clear():
             self._queue.add_preempted(req)
         for req in self._queue:
             req.reset_kv()
-        crashing_request = self._isolation.record_crash([req for req in self._queue if req.req_id in in_flight])
+        crashing_request = self._isolation.record_crash([req for req in self._queue if req in in_flight])
         if crashing_request is not None:
             self._drop(crashing_request)
         return crashing_request
@@ -142,14 +182,15 @@ class Scheduler:
             self._drop(req)
         return dropped
 
-    def _plan_rows(self) -> list[StepRow]:
+    def _plan_rows(self) -> tuple[list[StepRow], list[PlannedRow]]:
         """Allocate KV slots for the tokens of the next step."""
         parts = self._parts()
         while not parts and self._preemption.is_stuck():
             self._preemption.preempt_newest()
             parts = self._parts()
         slots = self.pool.alloc(sum(count for _, count in parts))
-        rows = []
+        rows: list[StepRow] = []
+        planned: list[PlannedRow] = []
         begin = 0
         for req, count in parts:
             own = slots[begin : begin + count]
@@ -159,7 +200,8 @@ class Scheduler:
             if is_prompt:
                 self.pool.share(req)
             rows.append(StepRow(req.req_id, own))
-        return rows
+            planned.append((req, req.num_admissions, req.planned_len))
+        return rows, planned
 
     def _parts(self) -> list[Part]:
         """How many tokens of each request the next step computes: one of each decode, then prompt tokens."""
