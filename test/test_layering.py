@@ -38,7 +38,7 @@ LAYERS: dict[str, set[str]] = {
     "common.compile.server": {"utils", "common.compile", "common.triton_kernel"},
     "common.device": {"errors", "io_struct", "utils", "common.compile", "common.ops"},
     "common.cuda_graph": set(),
-    "common.tp": set(),
+    "common.parallel": set(),
     "common.checkpoint": {"errors", "model_files"},
     "common.kv": {"model_files"},
     "common.basemodel": {
@@ -47,7 +47,7 @@ LAYERS: dict[str, set[str]] = {
         "common.checkpoint",
         "common.kv",
         "common.ops",
-        "common.tp",
+        "common.parallel",
         "model_files",
     },
     "models": {"errors", "common.basemodel", "common.ops"},
@@ -68,7 +68,7 @@ LAYERS: dict[str, set[str]] = {
     "llm": {
         *GROUND,
         "beam_search",
-        "common.tp",
+        "common.parallel",
         "detokenization",
         "model_files",
         "prompt_logprobs",

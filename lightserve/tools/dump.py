@@ -20,7 +20,7 @@ from torch import Tensor
 from lightserve.common.basemodel import ModelInput, TpPartBaseModel
 from lightserve.common.basemodel.hooks import recorded
 from lightserve.common.ops import AttnBatch
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.model_files.source import resolve
@@ -79,7 +79,7 @@ def main() -> None:
     try:
         source = resolve(args.model_dir)
         config = WorkerConfig(model_dir=args.model_dir, data_type="float32", max_total_token_num=4096)
-        model = ModelWorker(config, source, TpGroup()).model
+        model = ModelWorker(config, source, Parallel()).model
         differences = compare(model, load_transformers(source), load_tokenizer(source).encode(args.prompt))
     except LightserveError as error:
         print(error, file=sys.stderr)

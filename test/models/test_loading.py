@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.errors import CheckpointError, ModelFilesError
 from lightserve.models.registry import get_model_class
 from test.models.session import Session
@@ -27,7 +27,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 def build(hf: Any, checkpoint: Tensors | None) -> TpPartBaseModel:
     config = ModelConfig.from_hf(hf.config.to_dict())
-    args = ModelArgs(config, torch.float32, torch.device("cpu"), TpGroup(), checkpoint, 64, 4, 64)
+    args = ModelArgs(config, torch.float32, torch.device("cpu"), Parallel(), checkpoint, 64, 4, 64)
     return get_model_class(config.model_type)(args)
 
 
@@ -142,7 +142,7 @@ MEASURE = """
 import json, resource, sys, torch
 from lightserve.common.basemodel import ModelArgs, ModelConfig
 from lightserve.common.checkpoint.reader import open_checkpoint
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel, RankGroup
 from lightserve.model_files.source import resolve
 from lightserve.models.llama.model import LlamaTpPartModel
 
@@ -152,7 +152,8 @@ def peak():
 source = resolve(sys.argv[1])
 config = ModelConfig.from_hf(source.hf_config())
 before = peak()
-args = ModelArgs(config, torch.float32, torch.device("cpu"), TpGroup(1, 2), open_checkpoint(source), 64, 4, 64)
+parallel = Parallel(tp=RankGroup(1, 2))
+args = ModelArgs(config, torch.float32, torch.device("cpu"), parallel, open_checkpoint(source), 64, 4, 64)
 model = LlamaTpPartModel(args)
 layers = [model.pre_post_weight, *model.layer_weights]
 own = sum(p.into.nbytes for layer in layers for p in layer.pieces() if p.into is not None)

@@ -5,7 +5,7 @@ import torch
 
 from lightserve.common.basemodel.hooks import hooks_of
 from lightserve.common.basemodel.layer_weights.weights import RmsNormWeight, WeightContext
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from test.models.session import Session
 from test.models.tiny import build_hf, build_ours
 
@@ -33,7 +33,7 @@ def test_a_rehearsal_runs_one_layer_of_each_kind_and_then_all_again() -> None:
 
 def test_layers_with_other_weights_are_of_another_kind() -> None:
     model = build_ours(build_hf("llama-gqa"))
-    context = WeightContext(TpGroup(), torch.float32, model.device)
+    context = WeightContext(Parallel(), torch.float32, model.device)
     first, second = model.layer_weights
 
     assert first.kind() == second.kind()

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import CheckpointError, ServerError
 from lightserve.model_files import resolve
@@ -279,7 +279,7 @@ def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -
     setting("tokenizer_config.json", auto_map={"AutoTokenizer": ["modeling.Tokenizer", None]})(folder)
 
     check(parse_server(["--port=0", f"--model_dir={folder}"]))
-    ModelWorker(WorkerConfig(device="cpu", max_total_token_num=64), resolve(str(folder)), TpGroup())
+    ModelWorker(WorkerConfig(device="cpu", max_total_token_num=64), resolve(str(folder)), Parallel())
 
     assert not (tmp_path / "owned").exists()
 
@@ -315,7 +315,7 @@ def no_weights_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def load(folder: Path) -> str:
     """What the worker says of it."""
     with pytest.raises(CheckpointError) as refused:
-        ModelWorker(WorkerConfig(device="cpu", max_total_token_num=64), resolve(str(folder)), TpGroup())
+        ModelWorker(WorkerConfig(device="cpu", max_total_token_num=64), resolve(str(folder)), Parallel())
     return str(refused.value)
 
 
@@ -368,7 +368,7 @@ def test_what_memory_does_not_hold_is_told(folder: Path, changes: dict[str, int]
     config = WorkerConfig(device="cpu", load_format="dummy", running_max_req_size=running_max_req_size)
 
     with pytest.raises(ServerError, match=r"memory does not suffice .*; use a smaller model, more ranks"):
-        ModelWorker(config, resolve(str(folder)), TpGroup())
+        ModelWorker(config, resolve(str(folder)), Parallel())
 
 
 # whole starts

@@ -22,7 +22,7 @@ from lightserve.common.basemodel.layer_weights.weights import WeightContext
 from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.kv.req_manager import ReqManager
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.model_files.model_config import ModelConfig
 
 
@@ -33,7 +33,7 @@ class ModelArgs:
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    tp: TpGroup
+    parallel: Parallel
     checkpoint: Iterable[CheckpointTensor] | None  # None: random weights
     max_total_token_num: int
     max_reqs: int
@@ -58,7 +58,7 @@ class TpPartBaseModel:
 
     def __init__(self, args: ModelArgs) -> None:
         self.args = args
-        self.tp = args.tp
+        self.tp = args.parallel.tp
         self.device = args.device
         self._init_config()
         self._verify_must()
@@ -89,7 +89,7 @@ class TpPartBaseModel:
             load_weights(layers, self.adapt_checkpoint(self.args.checkpoint))
 
     def _new_weights(self, device: torch.device) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
-        context = WeightContext(self.tp, self.args.dtype, device)
+        context = WeightContext(self.args.parallel, self.args.dtype, device)
         layers = [self.transformer_weight_class(i, self.config, context) for i in range(self.config.num_layers)]
         return self.pre_and_post_weight_class(self.config, context), layers
 

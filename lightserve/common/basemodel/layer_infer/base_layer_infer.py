@@ -13,7 +13,7 @@ from lightserve.common.basemodel.layer_weights.layer_weight import (
     PreAndPostLayerWeight,
     TransformerLayerWeight,
 )
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import RankGroup
 from lightserve.model_files.model_config import ModelConfig
 
 Weight = TypeVar("Weight", bound=LayerWeight)
@@ -23,7 +23,7 @@ State = TypeVar("State", bound=InferStateInfo)
 
 
 class BaseLayerInfer(ABC, Generic[Weight, State]):
-    def __init__(self, config: ModelConfig, tp: TpGroup) -> None:
+    def __init__(self, config: ModelConfig, tp: RankGroup) -> None:
         self.config = config
         self.tp = tp
 
@@ -43,7 +43,7 @@ class PreLayerInfer(BaseLayerInfer[OuterWeight, State]):
 class TransformerLayerInfer(BaseLayerInfer[InnerWeight, State]):
     """What the layer adds to the hidden states, which ``infer_state.residual`` holds."""
 
-    def __init__(self, layer_num: int, config: ModelConfig, tp: TpGroup) -> None:
+    def __init__(self, layer_num: int, config: ModelConfig, tp: RankGroup) -> None:
         super().__init__(config, tp)
         self.layer_num = layer_num
 

@@ -13,16 +13,20 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel, RankGroup
 
 
 @dataclass(frozen=True, slots=True)
 class WeightContext:
     """What every weight of a model on this rank has in common."""
 
-    tp: TpGroup
+    parallel: Parallel
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def tp(self) -> RankGroup:
+        return self.parallel.tp
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -125,7 +129,7 @@ class Block:
     heads: int
     dim: int = 1
 
-    def rows_of(self, tp: TpGroup) -> slice:
+    def rows_of(self, tp: RankGroup) -> slice:
         if self.heads >= tp.size:
             count = self.heads // tp.size * self.dim
             return slice(tp.rank * count, (tp.rank + 1) * count)

@@ -8,14 +8,14 @@ from lightserve.common import ops
 from lightserve.common.basemodel.infer_struct import InferStateInfo
 from lightserve.common.basemodel.layer_infer.base_layer_infer import InnerWeight, State, TransformerLayerInfer
 from lightserve.common.basemodel.layer_weights.weights import NormWeight
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import RankGroup
 from lightserve.model_files.model_config import ModelConfig
 
 
 class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
     """Norm, attention, norm, feed-forward; each half's output is added to the residual by the norm that follows it."""
 
-    def __init__(self, layer_num: int, config: ModelConfig, tp: TpGroup) -> None:
+    def __init__(self, layer_num: int, config: ModelConfig, tp: RankGroup) -> None:
         super().__init__(layer_num, config, tp)
         self.num_heads = config.num_heads // tp.size  # this rank's
         self.num_kv_heads = config.kv_heads_of_rank(tp.size)
