@@ -40,6 +40,7 @@ LAYERS: dict[str, set[str]] = {
     "common.cuda_graph": set(),
     "common.parallel": set(),
     "common.checkpoint": {"errors", "model_files"},
+    "common.quantization": {"common.checkpoint", "common.ops", "model_files"},
     "common.kv": {"model_files"},
     "common.basemodel": {
         "errors",
@@ -48,6 +49,7 @@ LAYERS: dict[str, set[str]] = {
         "common.kv",
         "common.ops",
         "common.parallel",
+        "common.quantization",
         "model_files",
     },
     "models": {"errors", "common.basemodel", "common.ops"},

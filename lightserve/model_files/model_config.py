@@ -10,6 +10,7 @@ from typing import Any
 from lightserve.errors import ModelFilesError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+QUANT_METHODS: set[str] = set()  # supported formats: the names in common/quantization/choice.py
 # A config.json that wants more is damaged, and what it asks for would be built before that shows.
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**24  # rows and columns: the largest vocabularies have 2**18
@@ -93,13 +94,10 @@ class ModelConfig:
     tie_word_embeddings: bool
     rope: RopeConfig
     hf: Mapping[str, Any]  # the whole config.json, for what only one model reads
+    quantization: Mapping[str, Any] | None = None  # its quantization_config; None: the weights are plain floats
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        if hf.get("quantization_config"):
-            raise ModelFilesError(
-                "config.json: quantised checkpoints are not supported yet; give the float one or a GGUF"
-            )
         num_heads = _count(hf, "num_attention_heads", "n_head")
         hidden_size = _count(hf, "hidden_size", "n_embed")
         config = cls(
@@ -116,6 +114,7 @@ class ModelConfig:
             tie_word_embeddings=_flag(hf, "tie_word_embeddings"),
             rope=RopeConfig.from_hf(hf),
             hf=hf,
+            quantization=_quantization(hf),
         )
         config._check()
         return config
@@ -158,6 +157,19 @@ class ModelConfig:
     def kv_heads_of_rank(self, tp_size: int) -> int:
         """KV heads that each of ``tp_size`` ranks holds; ranks share a head when there are too few."""
         return max(self.num_kv_heads // tp_size, 1)
+
+
+def _quantization(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    table = _table(hf, "quantization_config")
+    if not table:
+        return None
+    if table.get("quant_method") not in QUANT_METHODS:
+        found = reprlib.repr(table.get("quant_method"))
+        raise ModelFilesError(
+            f"config.json: quantised checkpoints are not supported yet (quant_method {found}); "
+            "use the unquantised checkpoint or a GGUF file"
+        )
+    return table
 
 
 def _table(hf: Mapping[str, Any], key: str) -> dict[str, Any]:

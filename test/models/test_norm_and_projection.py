@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -79,8 +79,14 @@ def test_a_hook_that_a_subclass_overrides_runs_in_every_layer(hook: str) -> None
     assert layers == [0, 1]
 
 
-class NormOfOnePlus(bm.RmsNormWeight):
-    """The checkpoint holds the weight less one."""
+class NormOfOnePlus(bm.NormWeight):
+    """The checkpoint holds the weight minus one."""
+
+    def __init__(self, norm: bm.RmsNormWeight) -> None:
+        self.tensor, self.eps = norm.tensor - 1, norm.eps
+
+    def pieces(self) -> Iterator[bm.Piece]:
+        yield from ()
 
     def norm(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.tensor + 1, self.eps)
@@ -89,31 +95,39 @@ class NormOfOnePlus(bm.RmsNormWeight):
         return ops.add_rms_norm(x, residual, self.tensor + 1, self.eps)
 
 
-class Halved(bm.ColumnWeight):
+class HalvedLinear(bm.LinearMethod):
+    """Stores half of the weight; offers no fused op."""
+
+    def __init__(self, method: bm.UnquantizedLinear) -> None:
+        self.half = method.weight / 2
+
+    def pieces(self) -> Iterator[bm.Piece]:
+        yield from ()
+
     def mm(self, x: Tensor) -> Tensor:
-        return 2 * super().mm(x)
+        return 2 * ops.linear(x, self.half)
 
 
-def of_one_plus(norm: Any) -> None:
-    norm.__class__ = NormOfOnePlus
-    norm.tensor -= 1
+def use_norm_of_one_plus(layer: Any) -> None:
+    layer.att_norm, layer.ffn_norm = NormOfOnePlus(layer.att_norm), NormOfOnePlus(layer.ffn_norm)
 
 
-def halved(projection: Any) -> None:
-    projection.__class__ = Halved
-    projection.tensor /= 2
+def use_halved_linear(layer: Any) -> None:
+    for weight in (layer.qkv_proj, layer.gate_up_proj):
+        weight.method = HalvedLinear(weight.method)
 
 
-@pytest.mark.parametrize(
-    ("change", "names"), [(of_one_plus, ("att_norm", "ffn_norm")), (halved, ("qkv_proj", "gate_up_proj"))]
-)
-def test_a_weight_that_computes_otherwise_is_asked(change: Callable[[Any], None], names: tuple[str, str]) -> None:
+@pytest.mark.parametrize("change", [use_norm_of_one_plus, use_halved_linear])
+def test_a_norm_or_linear_that_offers_no_fused_op_computes_its_own_way(
+    change: Callable[[Any], None], calls: list[str]
+) -> None:
     model = build_ours(build_hf("llama-gqa"))
     plain = logits_of(model)
     for weights in model.layer_weights:
-        for name in names:
-            change(getattr(weights, name))
+        change(weights)
+    calls.clear()
 
     changed = logits_of(model)
 
+    assert calls == []
     torch.testing.assert_close(changed, plain)

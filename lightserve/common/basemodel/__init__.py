@@ -18,13 +18,19 @@ from lightserve.common.basemodel.layer_weights.weights import (
     Block,
     ColumnWeight,
     LayerNormWeight,
+    LinearWeight,
+    NormWeight,
     RmsNormWeight,
     RowWeight,
     VocabWeight,
+    Weight,
     WeightContext,
 )
 from lightserve.common.basemodel.rotary import RotaryInferStateInfo, RotaryModel
+from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.checkpoint.reader import CheckpointTensor
+from lightserve.common.parallel import Parallel, RankGroup
+from lightserve.common.quantization import LinearMethod, LinearSpec, UnquantizedLinear
 from lightserve.model_files.model_config import ModelConfig
 
 __all__ = [
@@ -34,15 +40,22 @@ __all__ = [
     "ColumnWeight",
     "InferStateInfo",
     "LayerNormWeight",
+    "LinearMethod",
+    "LinearSpec",
+    "LinearWeight",
     "LogitsOf",
     "ModelArgs",
     "ModelConfig",
     "ModelInput",
+    "NormWeight",
+    "Parallel",
+    "Piece",
     "PostLayerInfer",
     "PostLayerInferTpl",
     "PreAndPostLayerWeight",
     "PreLayerInfer",
     "PreLayerInferTpl",
+    "RankGroup",
     "RmsNormWeight",
     "RotaryInferStateInfo",
     "RotaryModel",
@@ -51,6 +64,8 @@ __all__ = [
     "TransformerLayerInfer",
     "TransformerLayerInferTpl",
     "TransformerLayerWeight",
+    "UnquantizedLinear",
     "VocabWeight",
+    "Weight",
     "WeightContext",
 ]

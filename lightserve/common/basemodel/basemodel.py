@@ -23,6 +23,7 @@ from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.parallel import Parallel
+from lightserve.common.quantization import linear_method_factory
 from lightserve.model_files.model_config import ModelConfig
 
 
@@ -89,7 +90,7 @@ class TpPartBaseModel:
             load_weights(layers, self.adapt_checkpoint(self.args.checkpoint))
 
     def _new_weights(self, device: torch.device) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
-        context = WeightContext(self.args.parallel, self.args.dtype, device)
+        context = WeightContext(self.args.parallel, self.args.dtype, device, linear_method_factory(self.config))
         layers = [self.transformer_weight_class(i, self.config, context) for i in range(self.config.num_layers)]
         return self.pre_and_post_weight_class(self.config, context), layers
 

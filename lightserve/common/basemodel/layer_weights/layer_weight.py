@@ -7,12 +7,12 @@ from collections.abc import Hashable, Iterable, Iterator
 
 from lightserve.common.basemodel.layer_weights.weights import (
     NormWeight,
-    Piece,
     RowWeight,
     VocabWeight,
     Weight,
     WeightContext,
 )
+from lightserve.common.checkpoint.piece import Piece
 from lightserve.model_files.model_config import ModelConfig
 
 
@@ -24,9 +24,12 @@ class LayerWeight:
             yield from weight.pieces()
 
     def kind(self) -> Hashable:
-        """The same for layers that compute in the same way, with other numbers."""
-        weights = ((type(weight), tuple(piece.shape for piece in weight.pieces())) for weight in self._weights())
-        return (type(self), *weights)
+        """Equal for layers that launch the same kernels."""
+        return (type(self), *(weight.kind() for weight in self._weights()))
+
+    def process_weights_after_loading(self) -> None:
+        for weight in self._weights():
+            weight.process_weights_after_loading()
 
     def _weights(self) -> Iterable[Weight]:
         return {id(weight): weight for weight in vars(self).values() if isinstance(weight, Weight)}.values()
