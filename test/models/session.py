@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightserve.common.basemodel import ModelInput, TpPartBaseModel
+from lightserve.common.basemodel import LogitRows, ModelInput, TpPartBaseModel
 from lightserve.common.kv.token_slots import TokenSlots
 from lightserve.common.ops import AttnBatch
 
@@ -22,8 +22,11 @@ class Session:
         self._slots: dict[int, list[int]] = {}  # by row, as the allocator names them
         model.mem_manager.kv_buffer.fill_(float("nan"))
 
-    def step(self, new_tokens: dict[int, list[int]], *, all_logits: bool = False) -> Tensor:
-        """Append tokens to the requests in the given rows; logits of each request's last token."""
+    def step(self, new_tokens: dict[int, list[int]], *, logit_rows: LogitRows | Tensor = LogitRows.LAST) -> Tensor:
+        """Append tokens to the requests in the given rows; the logits of ``logit_rows``."""
+        return self.model.forward(self.input_of(new_tokens, logit_rows)).cpu()
+
+    def input_of(self, new_tokens: dict[int, list[int]], logit_rows: LogitRows | Tensor = LogitRows.LAST) -> ModelInput:
         ready = {row: len(self._slots.setdefault(row, [])) for row in new_tokens}
         for row, tokens in new_tokens.items():
             self._slots[row] += self.free_slots.alloc(len(tokens)).tolist()
@@ -39,8 +42,7 @@ class Session:
         )
         ids = torch.tensor([t for tokens in new_tokens.values() for t in tokens], device=self.device)
         positions = [ready[row] + i for row, tokens in new_tokens.items() for i in range(len(tokens))]
-        step = ModelInput(ids, self._ints(positions), self._ints(slots), attn, max(q_len) > 1, all_logits)
-        return self.model.forward(step).cpu()
+        return ModelInput(ids, self._ints(positions), self._ints(slots), attn, max(q_len) > 1, logit_rows)
 
     def share_prefix(self, donor: int, row: int, length: int) -> None:
         """The request in ``row`` starts with the first tokens of another, in the same slots."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightserve.common import basemodel as bm, ops
 from lightserve.common.basemodel.hooks import recorded
-from lightserve.models.llama.model import LlamaTransformerLayerInfer
 from test.models.session import Session
 from test.models.tiny import build_hf, build_ours
 
@@ -72,7 +71,7 @@ def test_a_hook_that_a_subclass_overrides_runs_in_every_layer(hook: str) -> None
         layers.append(self.layer_num)
         return getattr(super(layer_class, self), hook)(*args)
 
-    layer_class = type("Noting", (LlamaTransformerLayerInfer,), {hook: noting})
+    layer_class = type("Noting", (bm.RotaryDecoderLayerInferTpl,), {hook: noting})
     model.layers_infer = [layer_class(i, model.config, model.tp) for i in range(2)]
 
     assert torch.equal(logits_of(model), plain)

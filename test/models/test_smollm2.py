@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightserve.common.basemodel import LogitRows
 from lightserve.io_struct import FinishReason, SamplingParams
 from lightserve.llm import LLM
 from test.models.session import Session
@@ -53,7 +54,9 @@ def test_perplexity_is_that_of_transformers(llm: LLM, hf: Any) -> None:
     assert len(ids) == 2600
 
     session = Session(llm.worker.model)
-    logits = torch.cat([session.step({0: ids[i : i + 1300]}, all_logits=True) for i in range(0, len(ids), 1300)])
+    logits = torch.cat(
+        [session.step({0: ids[i : i + 1300]}, logit_rows=LogitRows.ALL) for i in range(0, len(ids), 1300)]
+    )
     session.finish(0)
     with torch.inference_mode():
         theirs = hf(torch.tensor([ids])).logits[0]

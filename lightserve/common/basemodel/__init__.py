@@ -1,7 +1,7 @@
 """What a model is made of. People who add a model need nothing else but ``lightserve.common.ops``."""
 
-from lightserve.common.basemodel.basemodel import ModelArgs, TpPartBaseModel
-from lightserve.common.basemodel.infer_struct import InferStateInfo, LogitsOf, ModelInput
+from lightserve.common.basemodel.basemodel import HiddenStates, ModelArgs, TpPartBaseModel
+from lightserve.common.basemodel.infer_struct import InferStateInfo, LogitRows, ModelInput, Observer
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
     BaseLayerInfer,
     PostLayerInfer,
@@ -10,6 +10,10 @@ from lightserve.common.basemodel.layer_infer.base_layer_infer import (
 )
 from lightserve.common.basemodel.layer_infer.template.post_layer_infer_template import PostLayerInferTpl
 from lightserve.common.basemodel.layer_infer.template.pre_layer_infer_template import PreLayerInferTpl
+from lightserve.common.basemodel.layer_infer.template.rotary_decoder_template import (
+    RotaryDecoderLayerInferTpl,
+    RotaryDecoderLayerWeight,
+)
 from lightserve.common.basemodel.layer_infer.template.transformer_layer_infer_template import (
     TransformerLayerInferTpl,
 )
@@ -38,16 +42,18 @@ __all__ = [
     "Block",
     "CheckpointTensor",
     "ColumnWeight",
+    "HiddenStates",
     "InferStateInfo",
     "LayerNormWeight",
     "LinearMethod",
     "LinearSpec",
     "LinearWeight",
-    "LogitsOf",
+    "LogitRows",
     "ModelArgs",
     "ModelConfig",
     "ModelInput",
     "NormWeight",
+    "Observer",
     "Parallel",
     "Piece",
     "PostLayerInfer",
@@ -57,6 +63,8 @@ __all__ = [
     "PreLayerInferTpl",
     "RankGroup",
     "RmsNormWeight",
+    "RotaryDecoderLayerInferTpl",
+    "RotaryDecoderLayerWeight",
     "RotaryInferStateInfo",
     "RotaryModel",
     "RowWeight",

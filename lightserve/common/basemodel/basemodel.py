@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightserve.common.basemodel.infer_struct import InferStateInfo, ModelInput
+from lightserve.common.basemodel.infer_struct import InferStateInfo, ModelInput, Observer
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
     PostLayerInfer,
     PreLayerInfer,
@@ -42,6 +42,14 @@ class ModelArgs:
     outline: Iterable[CheckpointTensor] = ()  # of the checkpoint, to check it first; none: it is checked as it loads
 
 
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """All tokens of a step after the last layer, before the final norm."""
+
+    output: Tensor  # [tokens, hidden]: what the last layer adds to infer_state.residual
+    infer_state: InferStateInfo
+
+
 class TpPartBaseModel:
     """One rank's part of a model: its weights, its layers and its KV cache.
 
@@ -56,6 +64,7 @@ class TpPartBaseModel:
     infer_state_class: ClassVar[type[InferStateInfo]] = InferStateInfo
 
     alibi_slopes: Tensor | None = None  # [heads of this rank] float32
+    observer: Observer | None = None  # receives intermediate values: see hooks.py
 
     def __init__(self, args: ModelArgs) -> None:
         self.args = args
@@ -144,21 +153,56 @@ class TpPartBaseModel:
 
     @torch.inference_mode()
     def forward(self, step: ModelInput) -> Tensor:
-        """Logits in the model's dtype: of each request's last token, ``[batch, vocab]``, or ``[tokens, vocab]``."""
+        """The logits of ``step.logit_rows``, ``[rows, vocab]`` in the model's dtype."""
+        return self.logits(self.hidden_states(step))
+
+    @torch.inference_mode()
+    def hidden_states(self, step: ModelInput) -> HiddenStates:
+        """Run all layers. ``logits`` does the rest."""
         infer_state = self.infer_state_class(step, self.mem_manager)
+        infer_state.observer = self.observer
         infer_state.init_some_extra_state(self, step.input_ids)
-        if step.is_prefill:
-            return self._context_forward(step.input_ids, infer_state)
-        return self._token_forward(step.input_ids, infer_state)
+        forward = self._context_forward if step.is_prefill else self._token_forward
+        return HiddenStates(forward(step.input_ids, infer_state), infer_state)
+
+    @torch.inference_mode()
+    def logits(self, hidden: HiddenStates, rows: Tensor | None = None) -> Tensor:
+        """The logits of ``rows`` ``[n]`` int64, or of the rows that the step asks for.
+
+        Callers with little memory ask for a few rows at a time, and for the step's own rows at the end: ``hidden`` is
+        not valid afterwards.
+        """
+        infer_state = hidden.infer_state
+        if rows is not None:
+            return self.post_infer.logits(hidden.output, infer_state, self.pre_post_weight, rows)
+        is_prefill = infer_state.step.is_prefill
+        forward = self.post_infer.context_forward if is_prefill else self.post_infer.token_forward
+        logits = forward(hidden.output, infer_state, self.pre_post_weight)
+        if self.observer is not None:
+            self.observer.observe("logits", logits)
+        return logits
 
     def _context_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.context_forward(input_ids, infer_state, self.pre_post_weight)
+        self._observe_embedding(x)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             x = layer.context_forward(x, infer_state, weight)
-        return self.post_infer.context_forward(x, infer_state, self.pre_post_weight)
+            self._observe_layer(layer.layer_num, x, infer_state)
+        return x
 
     def _token_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.token_forward(input_ids, infer_state, self.pre_post_weight)
+        self._observe_embedding(x)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             x = layer.token_forward(x, infer_state, weight)
-        return self.post_infer.token_forward(x, infer_state, self.pre_post_weight)
+            self._observe_layer(layer.layer_num, x, infer_state)
+        return x
+
+    def _observe_embedding(self, x: Tensor) -> None:
+        if self.observer is not None:
+            self.observer.observe("embedding", x)
+
+    def _observe_layer(self, layer_num: int, output: Tensor, infer_state: InferStateInfo) -> None:
+        """Report the sum that the next norm computes."""
+        if self.observer is not None and infer_state.residual is not None:
+            self.observer.observe(f"layers.{layer_num}", infer_state.residual + output)
