@@ -41,7 +41,7 @@ LAYERS: dict[str, set[str]] = {
     "common.parallel": set(),
     "common.checkpoint": {"errors", "model_files"},
     "common.quantization": {"common.checkpoint", "common.ops", "model_files"},
-    "common.kv": {"model_files"},
+    "common.kv": set(),
     "common.basemodel": {
         "errors",
         "utils",

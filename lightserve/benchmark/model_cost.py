@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from lightserve.benchmark.ceilings import Ceilings
 from lightserve.common.basemodel import TpPartBaseModel
-from lightserve.common.kv.mem_manager import kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class ModelCost:
             weight_bytes=sum(piece.nbytes for piece in [*pieces, *head]),
             layer_params=sum(piece.numel() for piece in pieces if piece.ndim == 2),
             head_params=sum(piece.numel() for piece in head),
-            kv_token_bytes=kv_bytes_per_token(config, model.tp.size, model.args.dtype),
+            kv_token_bytes=model.kv_layout.bytes_per_token,
             pair_flops=4 * config.num_layers * config.num_heads // model.tp.size * config.head_dim,
         )
 

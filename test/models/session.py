@@ -20,7 +20,8 @@ class Session:
         self.free_slots = TokenSlots(model.mem_manager.size)
         self._place = np.random.default_rng(1).permutation(model.mem_manager.size).astype(np.int32)
         self._slots: dict[int, list[int]] = {}  # by row, as the allocator names them
-        model.mem_manager.kv_buffer.fill_(float("nan"))
+        for buffer in model.mem_manager.buffers:
+            buffer.fill_(float("nan"))
 
     def step(self, new_tokens: dict[int, list[int]], *, logit_rows: LogitRows | Tensor = LogitRows.LAST) -> Tensor:
         """Append tokens to the requests in the given rows; the logits of ``logit_rows``."""
@@ -53,7 +54,8 @@ class Session:
         """The request leaves; its slots are free and hold garbage."""
         slots = np.array(self._slots.pop(row), dtype=np.int32)
         self.free_slots.free(slots)
-        self.model.mem_manager.kv_buffer[:, self._place[slots]] = float("nan")
+        for buffer in self.model.mem_manager.buffers:
+            buffer[:, self._place[slots]] = float("nan")
 
     def _write_row(self, row: int) -> None:
         places = torch.from_numpy(self._place[self._slots[row]])

@@ -33,6 +33,7 @@ from lightserve.common.basemodel.layer_weights.weights import (
 from lightserve.common.basemodel.rotary import RotaryInferStateInfo, RotaryModel
 from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.checkpoint.reader import CheckpointTensor
+from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.common.parallel import Parallel, RankGroup
 from lightserve.common.quantization import LinearMethod, LinearSpec, UnquantizedLinear
 from lightserve.model_files.model_config import ModelConfig
@@ -44,6 +45,8 @@ __all__ = [
     "ColumnWeight",
     "HiddenStates",
     "InferStateInfo",
+    "KvGroup",
+    "KvLayout",
     "LayerNormWeight",
     "LinearMethod",
     "LinearSpec",

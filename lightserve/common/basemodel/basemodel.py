@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLay
 from lightserve.common.basemodel.layer_weights.loader import check_weights, fill_dummy, load_weights
 from lightserve.common.basemodel.layer_weights.weights import WeightContext
 from lightserve.common.checkpoint.reader import CheckpointTensor
+from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.parallel import Parallel
@@ -82,6 +83,10 @@ class TpPartBaseModel:
     def _init_config(self) -> None:
         self.config = self.args.config
 
+    def config_of_layer(self, layer_num: int) -> ModelConfig:
+        """The config that a layer is built from. A model whose layers differ in their heads overrides it."""
+        return self.config
+
     def _verify_must(self) -> None:
         """What every model needs."""
         self.config.check_tp(self.tp.size)
@@ -100,7 +105,8 @@ class TpPartBaseModel:
 
     def _new_weights(self, device: torch.device) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
         context = WeightContext(self.args.parallel, self.args.dtype, device, linear_method_factory(self.config))
-        layers = [self.transformer_weight_class(i, self.config, context) for i in range(self.config.num_layers)]
+        configs = map(self.config_of_layer, range(self.config.num_layers))
+        layers = [self.transformer_weight_class(i, config, context) for i, config in enumerate(configs)]
         return self.pre_and_post_weight_class(self.config, context), layers
 
     def _check_outline(self) -> None:
@@ -118,17 +124,27 @@ class TpPartBaseModel:
                 yield tensor
 
     def _init_mem_manager(self) -> None:
+        self.kv_layout = self._kv_layout()
         self.set_kv_size(self.args.max_total_token_num)
         self.req_manager = ReqManager(self.args.max_reqs, self.args.max_req_total_len, self.device)
 
     def set_kv_size(self, size: int) -> None:
-        """Have an empty KV cache of ``size`` tokens."""
-        self.mem_manager = MemoryManager(size, self.config, self.tp.size, self.args.dtype, self.device)
+        """Allocate an empty KV cache of ``size`` tokens."""
+        self.mem_manager = MemoryManager(size, self.kv_layout, self.device)
+
+    def _kv_layout(self) -> KvLayout:
+        """What a token stores in each layer: keys and values, in groups of layers with the same heads."""
+        layers: dict[tuple[int, int], list[int]] = {}
+        for i, config in enumerate(map(self.config_of_layer, range(self.config.num_layers))):
+            layers.setdefault((config.kv_heads_of_rank(self.tp.size), config.head_dim), []).append(i)
+        groups = [KvGroup(tuple(numbers), heads, dim, dim, self.args.dtype) for (heads, dim), numbers in layers.items()]
+        return KvLayout(tuple(groups))
 
     def _init_infer_layer(self) -> None:
         self.pre_infer = self.pre_layer_infer_class(self.config, self.tp)
         self.layers_infer = [
-            self.transformer_layer_infer_class(i, self.config, self.tp) for i in range(self.config.num_layers)
+            self.transformer_layer_infer_class(i, self.config_of_layer(i), self.tp)
+            for i in range(self.config.num_layers)
         ]
         self.post_infer = self.post_layer_infer_class(self.config, self.tp)
 
@@ -143,13 +159,16 @@ class TpPartBaseModel:
         """Within it, a step launches every kernel that it launches otherwise, far fewer times: to compile and load."""
         whole = self.layers_infer, self.layer_weights
         layers = zip(*whole, strict=True)
-        kinds = {(type(infer), weight.kind()): (infer, weight) for infer, weight in layers}
+        kinds = {self._kind(infer, weight): (infer, weight) for infer, weight in layers}
         self.layers_infer = [infer for infer, _ in kinds.values()]
         self.layer_weights = [weight for _, weight in kinds.values()]
         try:
             yield
         finally:
             self.layers_infer, self.layer_weights = whole
+
+    def _kind(self, infer: TransformerLayerInfer[Any, Any], weight: TransformerLayerWeight) -> Hashable:
+        return type(infer), weight.kind(), self.kv_layout.group_of(infer.layer_num).plan_key
 
     @torch.inference_mode()
     def forward(self, step: ModelInput) -> Tensor:
