@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from lightserve.common import ops
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, Parallel, RankGroup
 from lightserve.common.parallel import ParallelSizes, connect_ranks
 from lightserve.models.llama.model import LlamaTpPartModel
 from test.models.session import Session
-from test.models.test_parity import assert_same
+from test.models.test_parity import ON_GPU, assert_same
 from test.models.tiny import build_hf, checkpoint_of, hf_logits
 
 KV_HEADS = [8, 2]  # of the two layers; all layers of the model in transformers have 8
@@ -91,3 +92,18 @@ def test_ranks_split_every_layer_by_its_own_heads(tmp_path: Path) -> None:
     for rank in range(4):
         ours = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert_same(ours, hf_logits(hf, [*PROMPTS, *LATER]))
+
+
+@pytest.mark.skipif(ON_GPU, reason="the kernels run in the interpreter here")
+def test_kernels_plan_a_step_for_each_number_of_heads() -> None:
+    hf, checkpoint = build_pair()
+    prompt = [(7 * i) % 131 for i in range(60)]
+    ops.use_backend("triton")
+    try:
+        config = ModelConfig.from_hf(hf.config.to_dict())
+        args = ModelArgs(config, torch.float32, torch.device("cpu"), Parallel(), checkpoint, 64, 4, 64)
+        ours = Session(UnevenLlama(args)).step({0: prompt})
+    finally:
+        ops.use_backend(ops.REFERENCE)
+
+    assert_same(ours, hf_logits(hf, [prompt]))
