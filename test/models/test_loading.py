@@ -90,6 +90,46 @@ def test_extra_tensors_are_named_with_their_file_and_the_model_loads(log: pytest
     assert "model.layers.0.vision.weight (shard-7.safetensors)" in log.text
 
 
+@pytest.mark.parametrize(("name", "layer"), [("llama-gqa", "model.layers.1"), ("bloom-8-heads", "h.1")])
+def test_a_checkpoint_with_more_layers_than_the_config_is_refused(name: str, layer: str) -> None:
+    hf = build_hf(name)
+    checkpoint = [tensor._replace(file="shard-7.safetensors") for tensor in checkpoint_of(hf)]
+    hf.config.num_hidden_layers = 1
+
+    with pytest.raises(CheckpointError, match=rf"has layers 0 to 1, .* says 1: {layer}\..* \(shard-7\.safetensors\)"):
+        build(hf, iter(checkpoint))
+
+
+def test_layers_of_another_kind_behind_the_last_are_a_warning(log: pytest.LogCaptureFixture) -> None:
+    """DeepSeek and GLM store layers for multi-token prediction there: decoder layers with more tensors."""
+    hf = build_hf("llama-gqa")
+
+    def with_mtp_layer() -> Tensors:
+        for tensor in checkpoint_of(hf):
+            yield tensor
+            if ".layers.1." in tensor.name:
+                yield tensor._replace(name=tensor.name.replace(".layers.1.", ".layers.2."))
+        yield CheckpointTensor("model.layers.2.eh_proj.weight", torch.ones(3), "memory")
+
+    build(hf, with_mtp_layer())
+
+    assert "not used: 10 tensors: model.layers.2.self_attn.q_proj.weight (memory), " in log.text
+    assert "and 2 more" in log.text
+
+
+def test_part_of_a_layer_behind_the_last_is_a_warning(log: pytest.LogCaptureFixture) -> None:
+    hf = build_hf("llama-gqa")
+
+    def with_leftover() -> Tensors:
+        yield from checkpoint_of(hf)
+        yield CheckpointTensor("model.layers.2.input_layernorm.weight", torch.ones(64), "memory")
+        yield CheckpointTensor("vision.layers.0.self_attn.q_proj.weight", torch.ones(64), "memory")
+
+    build(hf, with_leftover())
+
+    assert "not used: 2 tensors: model.layers.2.input_layernorm.weight (memory), vision.layers.0" in log.text
+
+
 def test_a_tied_head_that_the_checkpoint_repeats_is_no_mistake(log: pytest.LogCaptureFixture) -> None:
     hf = build_hf("qwen2-tied")
     assert "lm_head.weight" in hf.state_dict()

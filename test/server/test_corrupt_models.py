@@ -341,6 +341,16 @@ def test_tensors_that_are_not_the_models_are_told_before_any_is_read(
 
 
 @pytest.mark.usefixtures("no_weights_read")
+def test_a_config_with_fewer_layers_than_the_checkpoint_is_refused_before_weights_are_read(folder: Path) -> None:
+    setting("config.json", num_hidden_layers=1)(folder)
+
+    reason = load(folder)
+
+    assert "the checkpoint has layers 0 to 1, but config.json says 1" in reason
+    assert f"({folder / WEIGHTS})" in reason
+
+
+@pytest.mark.usefixtures("no_weights_read")
 def test_an_embedding_of_another_size_is_told_without_its_memory(folder: Path) -> None:
     setting("config.json", vocab_size=2**24, hidden_size=2**24)(folder)
 

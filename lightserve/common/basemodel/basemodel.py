@@ -101,7 +101,7 @@ class TpPartBaseModel:
         if self.args.checkpoint is None:
             fill_dummy(layers)
         else:
-            load_weights(layers, self.adapt_checkpoint(self.args.checkpoint))
+            load_weights(layers, self.adapt_checkpoint(self.args.checkpoint), self.config.num_layers)
 
     def _new_weights(self, device: torch.device) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
         context = WeightContext(self.args.parallel, self.args.dtype, device, linear_method_factory(self.config))
@@ -114,7 +114,7 @@ class TpPartBaseModel:
         outline = list(self.args.outline)
         if outline:
             pre_post, layers = self._new_weights(torch.device("meta"))
-            check_weights([pre_post, *layers], self.adapt_checkpoint(outline))
+            check_weights([pre_post, *layers], self.adapt_checkpoint(outline), self.config.num_layers)
 
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """Give the checkpoint's tensors the names and layouts that the weights declare, and drop what is derived."""
