@@ -26,13 +26,14 @@ class FailingModelWorker(worker.ModelWorker):
         """The model can read the token, and never says it; a head that is the embedding becomes another tensor."""
         weights = self.model.pre_post_weight
         assert isinstance(weights, LlamaPreAndPostLayerWeight)
-        assert isinstance(weights.lm_head.method, UnquantizedLinear)
-        assert isinstance(weights.embedding.method, UnquantizedLinear)
+        head, embedding = copy.copy(weights.lm_head.method), weights.embedding.method
+        assert isinstance(head, UnquantizedLinear)
+        assert isinstance(embedding, UnquantizedLinear)
         weights.lm_head = copy.copy(weights.lm_head)
-        weights.lm_head.method = head = copy.copy(weights.lm_head.method)
+        weights.lm_head.method = head
         head.weight = head.weight.clone()
         head.weight[SPOILT_ID] = 0
-        weights.embedding.method.weight[SPOILT_ID] = float("nan")
+        embedding.weight[SPOILT_ID] = float("nan")
 
 
 def main(boot: Boot, parent: Parent) -> None:

@@ -1,4 +1,4 @@
-"""Requests fed to a model as a worker feeds them: slots anywhere, lengths unequal, tokens in pieces."""
+"""Runs requests on a model as a worker does: scattered slots, unequal lengths, prompts in chunks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightserve.common.ops import AttnBatch
 
 
 class Session:
-    """Slots come in random order, and a slot that holds no token holds NaN, so that reading it shows."""
+    """Slots come in random order. A slot without a token contains NaN, so that reading it shows in the logits."""
 
     def __init__(self, model: TpPartBaseModel) -> None:
         self.model = model
         self.device = model.device
         self.free_slots = TokenSlots(model.mem_manager.size)
         self._place = np.random.default_rng(1).permutation(model.mem_manager.size).astype(np.int32)
-        self._slots: dict[int, list[int]] = {}  # by row, as the allocator names them
+        self._slots: dict[int, list[int]] = {}  # by row, as numbered by the allocator
         for buffer in model.mem_manager.buffers:
             buffer.fill_(float("nan"))
 
@@ -46,12 +46,12 @@ class Session:
         return ModelInput(ids, self._ints(positions), self._ints(slots), attn, max(q_len) > 1, logit_rows)
 
     def share_prefix(self, donor: int, row: int, length: int) -> None:
-        """The request in ``row`` starts with the first tokens of another, in the same slots."""
+        """Start the request in ``row`` with the first tokens of another, in the same slots."""
         self._slots[row] = self._slots[donor][:length]
         self._write_row(row)
 
     def finish(self, row: int) -> None:
-        """The request leaves; its slots are free and hold garbage."""
+        """Remove the request and free its slots."""
         slots = np.array(self._slots.pop(row), dtype=np.int32)
         self.free_slots.free(slots)
         for buffer in self.model.mem_manager.buffers:

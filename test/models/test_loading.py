@@ -1,4 +1,4 @@
-"""One pass over a checkpoint, and every mistake in it named with its file."""
+"""Loading is one pass over a checkpoint, and every error names the tensor and its file."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_wrongly_typed_tensor_is_named_with_its_file() -> None:
         build(hf, checkpoint)
 
 
-def test_an_8_bit_float_is_refused_since_its_scale_would_be_ignored() -> None:
+def test_an_8_bit_float_is_refused_because_its_scale_would_be_ignored() -> None:
     hf = build_hf("llama-gqa")
     checkpoint = changed(hf, lambda t: t._replace(tensor=t.tensor.to(torch.float8_e4m3fn)) if t.name == NORM else t)
 
@@ -78,7 +78,7 @@ def test_a_misshapen_fused_projection_is_named_with_its_file() -> None:
         build(hf, checkpoint)
 
 
-def test_extra_tensors_are_named_with_their_file_and_the_model_loads(log: pytest.LogCaptureFixture) -> None:
+def test_unused_tensors_are_named_with_their_file_and_the_model_loads(log: pytest.LogCaptureFixture) -> None:
     hf = build_hf("llama-gqa")
 
     def with_extra() -> Tensors:
@@ -130,7 +130,7 @@ def test_part_of_a_layer_behind_the_last_is_a_warning(log: pytest.LogCaptureFixt
     assert "not used: 2 tensors: model.layers.2.input_layernorm.weight (memory), vision.layers.0" in log.text
 
 
-def test_a_tied_head_that_the_checkpoint_repeats_is_no_mistake(log: pytest.LogCaptureFixture) -> None:
+def test_a_tied_head_in_the_checkpoint_is_not_reported(log: pytest.LogCaptureFixture) -> None:
     hf = build_hf("qwen2-tied")
     assert "lm_head.weight" in hf.state_dict()
 
@@ -169,7 +169,7 @@ def test_dummy_weights_have_the_shape_of_the_config_and_give_finite_logits(name:
         ({"rope_scaling": {"type": "linear"}}, "rope type 'linear' needs a factor"),
     ],
 )
-def test_a_config_that_asks_for_what_we_do_not_do_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_an_unsupported_config_is_refused(changes: dict[str, Any], message: str) -> None:
     hf = build_hf("llama-gqa")
     hf_config = {**hf.config.to_dict(), "rope_parameters": None, **changes}
     hf.config.to_dict = lambda: hf_config

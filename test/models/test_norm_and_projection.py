@@ -1,4 +1,4 @@
-"""Norm and product are one op in a plain model, and two steps for whoever listens to them or overrides one."""
+"""A norm and the linear behind it are one op in a plain layer, and two with an observer or an overridden hook."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FUSED = ("add_rms_norm_linear", "add_rms_norm_gate_up")
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The fused ops that were called; the coarser one calls the finer."""
+    """The fused ops that were called; add_rms_norm_gate_up calls add_rms_norm_linear."""
     names: list[str] = []
 
-    def noting(name: str) -> Any:
+    def counting(name: str) -> Any:
         def call(*args: Any) -> Any:
             names.append(name)
             return ops.OPS[name].impls[ops.REFERENCE](*args)
@@ -31,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     for name in FUSED:
-        monkeypatch.setattr(ops.OPS[name], "_active", noting(name))
+        monkeypatch.setattr(ops.OPS[name], "_active", counting(name))
     return names
 
 
@@ -42,23 +42,23 @@ def logits_of(model: bm.TpPartBaseModel) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "linear", "gate_up"), [("llama-gqa", 3, 2), ("qwen2-tied", 3, 2), ("qwen3", 2, 2), ("bloom-8-heads", 0, 0)]
 )
-def test_plain_layers_compute_norm_and_product_at_once(name: str, linear: int, gate_up: int, calls: list[str]) -> None:
+def test_plain_layers_compute_norm_and_linear_in_one_op(name: str, linear: int, gate_up: int, calls: list[str]) -> None:
     logits_of(build_ours(build_hf(name)))
 
     assert (calls.count(FUSED[0]), calls.count(FUSED[1])) == (linear, gate_up)
 
 
-def test_whoever_listens_gets_the_norms_too(calls: list[str]) -> None:
+def test_an_observer_receives_the_norms_too(calls: list[str]) -> None:
     model = build_ours(build_hf("llama-gqa"))
     plain = logits_of(model)
     calls.clear()
 
     with recorded(model) as values:
-        listened = logits_of(model)
+        observed = logits_of(model)
 
     assert calls == []
     assert {"layers.1.att_norm", "layers.1.ffn_norm", "layers.1.ffn"} <= values.keys()
-    torch.testing.assert_close(listened, plain)
+    torch.testing.assert_close(observed, plain)
 
 
 @pytest.mark.parametrize("hook", ["_att_norm", "_get_qkv", "_ffn_norm", "_ffn"])

@@ -1,4 +1,4 @@
-"""Every model gives the logits of its counterpart in transformers, however the tokens arrive."""
+"""Every model gives the logits of transformers, for any split of the tokens into steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test.models.tiny import HF_CONFIGS, LLAMA, build_hf, build_ours, hf_logits
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-# of the largest logit: what rounding explains through two layers, measured at about a third of it
+# relative to the largest logit; rounding through two layers was measured at about a third of this
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 PROMPTS = [[5, 17, 3, 99, 42, 8, 1, 77, 23, 64, 11, 9, 30], [77, 2, 130], [64], [1, 2, 3, 4, 5, 6, 7, 8]]
 

@@ -1,4 +1,4 @@
-"""The real default model says what transformers makes it say."""
+"""The default model generates the same text as in transformers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _perplexity(logits: torch.Tensor, ids: list[int]) -> float:
     return math.exp(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])))
 
 
-def test_it_answers_in_english_and_stops_by_itself(llm: LLM) -> None:
+def test_it_answers_in_english_and_stops_at_its_end_token(llm: LLM) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
 
     outs = list(llm.chat(question, SamplingParams(max_new_tokens=40, temperature=0)))

@@ -1,4 +1,4 @@
-"""Ranks that share a model give the logits of one."""
+"""Tensor parallel ranks give the logits of a single rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _run_rank(rank: int, size: int, store: str, folder: str) -> None:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    """The logits of every model on every rank, as files; one start of the ranks serves all models."""
+    """The logits of every model on every rank, as files. The ranks start once for all models."""
     folder = tmp_path_factory.mktemp(f"tp{request.param}")
     spawn(_run_rank, args=(request.param, str(folder / "store"), str(folder)), nprocs=request.param)  # type: ignore[no-untyped-call]
     return request.param, folder

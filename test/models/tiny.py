@@ -54,7 +54,7 @@ HF_CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def build_hf(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The model in float32, its weights rounded to ``dtype``; biases and norms random, for 0 and 1 hide mistakes."""
+    """The model in float32, weights rounded to ``dtype``. Biases and norms are random, since 0 and 1 hide errors."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(HF_CONFIGS[name]()).float().eval()
     for parameter in model.parameters():

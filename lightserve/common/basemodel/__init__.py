@@ -1,4 +1,4 @@
-"""What a model is made of. People who add a model need nothing else but ``lightserve.common.ops``."""
+"""The parts that a model is made of. To add a model, import only this and ``lightserve.common.ops``."""
 
 from lightserve.common.basemodel.basemodel import HiddenStates, ModelArgs, TpPartBaseModel
 from lightserve.common.basemodel.infer_struct import InferStateInfo, LogitRows, ModelInput, Observer

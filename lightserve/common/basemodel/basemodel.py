@@ -30,7 +30,7 @@ from lightserve.model_files.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """What a rank needs to know to build its part of a model."""
+    """What a rank needs to build its part of a model."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class ModelArgs:
     max_total_token_num: int
     max_reqs: int
     max_req_total_len: int
-    outline: Iterable[CheckpointTensor] = ()  # of the checkpoint, to check it first; none: it is checked as it loads
+    outline: Iterable[CheckpointTensor] = ()  # the checkpoint without its numbers, to check it before loading
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,12 @@ class TpPartBaseModel:
         return self.config
 
     def _verify_must(self) -> None:
-        """What every model needs."""
-        self.config.check_tp(self.tp.size)
+        """Check what every model needs."""
+        for layer in range(self.config.num_layers):
+            self.config_of_layer(layer).check_tp(self.tp.size)
 
     def _verify_params(self) -> None:
-        """Refuse a config.json that asks for what the model's code does not do."""
+        """Refuse a config.json with options that the model's code does not implement."""
 
     def _init_weights(self) -> None:
         self._check_outline()
@@ -110,14 +111,14 @@ class TpPartBaseModel:
         return self.pre_and_post_weight_class(self.config, context), layers
 
     def _check_outline(self) -> None:
-        """Against weights that take no memory: a config.json that is another model's may want more than there is."""
+        """Check the outline against weights on the meta device: a wrong config.json may ask for too much memory."""
         outline = list(self.args.outline)
         if outline:
             pre_post, layers = self._new_weights(torch.device("meta"))
             check_weights([pre_post, *layers], self.adapt_checkpoint(outline), self.config.num_layers)
 
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
-        """Give the checkpoint's tensors the names and layouts that the weights declare, and drop what is derived."""
+        """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""
         for tensor in checkpoint:
             is_tied_head = self.config.tie_word_embeddings and tensor.name == "lm_head.weight"
             if not is_tied_head and not tensor.name.endswith(".rotary_emb.inv_freq"):
@@ -149,14 +150,14 @@ class TpPartBaseModel:
         self.post_infer = self.post_layer_infer_class(self.config, self.tp)
 
     def _init_some_value(self) -> None:
-        """Tables that every step reads."""
+        """Create the tables that every step reads."""
 
     def _init_custom(self) -> None:
-        """Whatever else a model needs."""
+        """Create whatever else a model needs."""
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Within it, a step launches every kernel that it launches otherwise, far fewer times: to compile and load."""
+        """Run steps on one layer of each kind. They launch every kernel of a full step, so all kernels get compiled."""
         whole = self.layers_infer, self.layer_weights
         layers = zip(*whole, strict=True)
         kinds = {self._kind(infer, weight): (infer, weight) for infer, weight in layers}

@@ -12,6 +12,11 @@ from torch import Tensor
 from lightserve.common.checkpoint.piece import Piece
 
 
+def length(part: slice) -> int:
+    size: int = part.stop - part.start
+    return size
+
+
 @dataclass(frozen=True, slots=True)
 class LinearPart:
     """One linear of the checkpoint, and the output rows of it that this rank computes."""
@@ -24,7 +29,7 @@ class LinearPart:
     @property
     def num_rows(self) -> int:
         """Output rows on this rank, padding included."""
-        return self.rows.stop - self.rows.start + self.padding
+        return length(self.rows) + self.padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class LinearSpec:
 
     @property
     def num_columns(self) -> int:
-        return self.columns.stop - self.columns.start
+        return length(self.columns)
 
 
 class RmsNorm(NamedTuple):

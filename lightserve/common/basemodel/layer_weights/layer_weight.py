@@ -1,4 +1,4 @@
-"""Groups of weights: those of one layer, and those before the first and after the last."""
+"""The weights of one layer, and the weights before the first and after the last layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightserve.model_files.model_config import ModelConfig
 
 
 class LayerWeight:
-    """Weights as attributes; a weight that has two names is still one weight."""
+    """Has its weights as attributes. A weight under two names counts once."""
 
     def pieces(self) -> Iterator[Piece]:
         for weight in self._weights():
@@ -36,7 +36,7 @@ class LayerWeight:
 
 
 class PreAndPostLayerWeight(LayerWeight, ABC):
-    """What the templates read; a model adds what else it has."""
+    """The weights that the templates read. A model creates them and adds its own."""
 
     embedding: VocabWeight
     final_norm: NormWeight
@@ -47,7 +47,7 @@ class PreAndPostLayerWeight(LayerWeight, ABC):
 
 
 class TransformerLayerWeight(LayerWeight, ABC):
-    """What the templates read; a model adds what else it has."""
+    """The weights that the templates read. A model creates them and adds its own."""
 
     att_norm: NormWeight
     o_proj: RowWeight

@@ -22,7 +22,7 @@ def whole_unused_layers(unused: Iterable[str], used: Iterable[str], num_layers: 
     prediction there.
     """
     used_layers, unused_layers = _by_layer(used), _by_layer(unused)
-    known = defaultdict(set)
+    known: dict[str, set[str]] = defaultdict(set)
     for layer, tensors in (*used_layers.items(), *unused_layers.items()):
         if layer.number < num_layers:
             known[layer.stem] |= tensors

@@ -16,7 +16,7 @@ from lightserve.common.basemodel.rotary import RotaryInferStateInfo
 
 
 class RotaryDecoderLayerWeight(TransformerLayerWeight):
-    """What the template reads; a model creates them and adds what else it has."""
+    """The weights that the template reads. A model creates them and adds its own."""
 
     qkv_proj: ColumnWeight  # q, k and v
     gate_up_proj: ColumnWeight  # gate and up
