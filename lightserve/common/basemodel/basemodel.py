@@ -169,7 +169,8 @@ class TpPartBaseModel:
             self.layers_infer, self.layer_weights = whole
 
     def _kind(self, infer: TransformerLayerInfer[Any, Any], weight: TransformerLayerWeight) -> Hashable:
-        return type(infer), weight.kind(), self.kv_layout.group_of(infer.layer_num).plan_key
+        kv_group = self.kv_layout.group_of(infer.layer_num)
+        return type(infer), weight.kind(), None if kv_group is None else kv_group.plan_key
 
     @torch.inference_mode()
     def forward(self, step: ModelInput) -> Tensor:

@@ -60,14 +60,17 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """All layers of a rank, each in exactly one group."""
+    """The layers of a rank that store KV, each in one group.
+
+    A pipeline stage has only its own layers, under their numbers in the model. A layer without attention has no group.
+    """
 
     groups: tuple[KvGroup, ...]
 
     def __post_init__(self) -> None:
-        layers = sorted(layer for group in self.groups for layer in group.layers)
-        if layers != list(range(len(layers))):
-            raise ValueError(f"KV groups must contain every layer from 0 on exactly once; they contain {layers}")
+        layers = [layer for group in self.groups for layer in group.layers]
+        if len(set(layers)) != len(layers):
+            raise ValueError(f"a layer is in one KV group only; the groups contain the layers {sorted(layers)}")
 
     @classmethod
     def uniform(cls, num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> KvLayout:
@@ -82,5 +85,5 @@ class KvLayout:
     def bytes_per_token(self) -> int:
         return sum(group.bytes_per_token for group in self.groups)
 
-    def group_of(self, layer_num: int) -> KvGroup:
-        return next(group for group in self.groups if layer_num in group.layers)
+    def group_of(self, layer_num: int) -> KvGroup | None:
+        return next((group for group in self.groups if layer_num in group.layers), None)
