@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import Any
 
 from lightserve.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
@@ -67,7 +67,7 @@ class LLM:
         is_dummy = self.config.load_format == "dummy"
         source = resolve(model_dir, needs_weights=not is_dummy)
         self._tokenizer = None if is_dummy and not has_tokenizer(source) else load_tokenizer(source)
-        self.worker = ModelWorker(self.config, source, TpGroup())
+        self.worker = ModelWorker(self.config, source, Parallel())
         self.worker.capture()
         vocab_size = self.worker.model_config.vocab_size
         self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
