@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from lightserve.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
 from lightserve.common.tp import TpGroup
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
+from lightserve.httpserver.beam_search.algorithm import BeamBatch, BeamParams, BeamResult, BeamSearch
+from lightserve.httpserver.logprobs import PromptToken, unpack
 from lightserve.io_struct import FinishReason, SamplingParams, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from lightserve.prompt_logprobs import PromptToken, unpack
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.limits import limits_of
 from lightserve.router.req import Req

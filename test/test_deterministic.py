@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
+from lightserve.httpserver.logprobs import PromptToken
 from lightserve.io_struct import SamplingParams
 from lightserve.llm import LLM, Generation
-from lightserve.prompt_logprobs import PromptToken
 from lightserve.worker.sampling.prompt_logprobs import scores_of
 
 CONFIG = {

@@ -16,15 +16,16 @@ from starlette.routing import BaseRoute, Route
 
 from lightserve import generate
 from lightserve.config import ServerConfig
-from lightserve.httpserver import native_request, openai_later
-from lightserve.httpserver.body import Body, check
-from lightserve.httpserver.generate_schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
-from lightserve.httpserver.messages_request import MessagesBody, PromptBody
-from lightserve.httpserver.metrics import ENGINE_UP, NAMES
-from lightserve.httpserver.native_request import NativeBody, NativeParameters
-from lightserve.httpserver.openai_protocol import ChatBody, CompletionBody, Message, StreamOptions, checked
-from lightserve.httpserver.responses_request import ResponsesBody
-from lightserve.httpserver.tgi_request import TgiBody, TgiParameters
+from lightserve.httpserver.admin.metrics_page import ENGINE_UP, NAMES
+from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
+from lightserve.httpserver.chat.request import ChatBody, CompletionBody, Message, StreamOptions, checked
+from lightserve.httpserver.fields import unsupported
+from lightserve.httpserver.generate.schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
+from lightserve.httpserver.lightllm import request as lightllm_request
+from lightserve.httpserver.lightllm.request import NativeBody, NativeParameters
+from lightserve.httpserver.openai.responses_request import ResponsesBody
+from lightserve.httpserver.tgi.request import TgiBody, TgiParameters
+from lightserve.httpserver.wire.body import Body, check
 from lightserve.models.registry import MODELS
 from lightserve.server.args import parse_server
 from lightserve.simulate.__main__ import arguments as simulate_arguments
@@ -170,11 +171,11 @@ def test_endpoints_in_the_readme_are_on_the_api_page() -> None:
     [
         pytest.param([*ChatBody.model_fields, *CompletionBody.model_fields], id="openai"),
         pytest.param([*Message.model_fields, *StreamOptions.model_fields], id="parts"),
-        pytest.param(list(openai_later.LATER), id="openai-later"),
+        pytest.param(list(unsupported.LATER), id="openai-later"),
         pytest.param(list(ResponsesBody.model_fields), id="responses"),
         pytest.param(list(MessagesBody.model_fields), id="messages"),
         pytest.param([*NativeBody.model_fields, *NativeParameters.model_fields], id="lightllm"),
-        pytest.param(list(native_request.LATER), id="lightllm-later"),
+        pytest.param(list(lightllm_request.LATER), id="lightllm-later"),
         pytest.param([*TgiBody.model_fields, *TgiParameters.model_fields], id="tgi"),
         pytest.param([*LIGHTLLM_ONLY, *TGI_ONLY], id="marks"),
         pytest.param([one.name for one in (*CATALOGUE, ENGINE_UP)], id="metrics"),

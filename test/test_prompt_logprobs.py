@@ -11,9 +11,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from lightserve.httpserver.logprobs import PromptToken, unpack
 from lightserve.io_struct import SamplingParams, Step
 from lightserve.llm import LLM
-from lightserve.prompt_logprobs import PromptToken, unpack
 from lightserve.worker.sampling import prompt_logprobs as worker_prompt_logprobs
 from test.models.tiny import build_hf
 

@@ -7,28 +7,23 @@ from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from lightserve import __version__
-from lightserve.httpserver import (
-    engine_api,
-    generate_api,
-    messages_api,
-    openai_chat,
-    openai_completions,
-    responses_api,
-    tokenize_api,
-)
+from lightserve.httpserver.admin import routes as admin_routes, tokenize as tokenize_routes
+from lightserve.httpserver.anthropic import routes as anthropic_routes
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.error_handlers import DOCUMENTED, add_error_handlers
-from lightserve.httpserver.middleware import RequestMiddleware
+from lightserve.httpserver.generate import routes as generate_routes
+from lightserve.httpserver.openai import chat_routes, completions_routes, responses_routes
+from lightserve.httpserver.wire.errors import DOCUMENTED, add_error_handlers
+from lightserve.httpserver.wire.middleware import RequestMiddleware
 
 # routes are tried in order: what is asked most comes first
 ROUTE_MODULES = (
-    openai_chat,
-    openai_completions,
-    responses_api,
-    messages_api,
-    generate_api,
-    tokenize_api,
-    engine_api,
+    chat_routes,
+    completions_routes,
+    responses_routes,
+    anthropic_routes,
+    generate_routes,
+    tokenize_routes,
+    admin_routes,
 )
 
 

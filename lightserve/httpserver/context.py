@@ -12,10 +12,10 @@ from starlette.requests import Request
 
 from lightserve.config import HttpConfig
 from lightserve.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
-from lightserve.httpserver.access_log import AccessLog
-from lightserve.httpserver.body import read_json
 from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.httpserver.manager import HttpServerManager
+from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.wire.body import read_json
 from lightserve.model_files.tokenizer import Tokenizer
 
 T = TypeVar("T")

@@ -14,10 +14,10 @@ import uvicorn
 
 from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
+from lightserve.httpserver.chat.output import output_formats
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import HttpServerManager
-from lightserve.httpserver.openai_output import output_formats
-from lightserve.httpserver.protocol import LimitedProtocol
+from lightserve.httpserver.wire.protocol import LimitedProtocol
 from lightserve.io_struct import Drain, Drained, EngineDied, EngineReady, Ready, ToHttpserver, ToRouter
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import tokenizer_if_any

@@ -22,7 +22,7 @@ from lightserve.errors import (
     UnreadAnswerError,
     error_of,
 )
-from lightserve.httpserver.access_log import AccessLog
+from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import (
     REQ_ID_BITS,
     AbortNamed,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightserve.beam_search import BeamParams, BeamResult
+from lightserve.httpserver.beam_search.algorithm import BeamParams, BeamResult
 from lightserve.io_struct import FinishReason
 from test.api.server import ServerProcess
 from test.real_model import PROMPTS, smollm2, smollm2_tokenizer, transformers_smollm2

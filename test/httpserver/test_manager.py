@@ -11,9 +11,9 @@ import pytest
 
 from lightserve.errors import AbortedError, OverloadedError, PromptTooLongError, UnavailableError, UnreadAnswerError
 from lightserve.httpserver import manager
-from lightserve.httpserver.access_log import AccessLog
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import Ask, EngineState
+from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import REQ_ID_BITS, GenerateReq, MetricsSnapshot, ReqFailed, RouterStats, SamplingParams
 from test.httpserver.fake_engine import LIMITS, FakeEngine, Script, engine, spell
 from test.waiting import DEADLINE_S, until

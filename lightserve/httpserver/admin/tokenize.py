@@ -1,0 +1,152 @@
+"""/tokenize, /detokenize and /tokens: text to token ids and back, without generating."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightserve.errors import InvalidRequestError, LightserveError
+from lightserve.httpserver.chat.prompt import chat_prompt
+from lightserve.httpserver.chat.request import ChatBody, checked
+from lightserve.httpserver.context import LONG_TEXT, ServerContext
+from lightserve.httpserver.generate.call import json_response
+from lightserve.httpserver.lightllm.request import refuse_media
+from lightserve.httpserver.tgi.errors import tgi_error_response
+from lightserve.httpserver.wire.body import Body, check, documented
+
+MAX_TOKENS = 1_000_000  # of one request: about a second
+AT_ONCE = 1_000  # tokens written in one go, so that other threads have their turn
+
+
+class TokenizePromptBody(Body):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = Field(default=None, description="default true")
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatBody(ChatBody):
+    return_token_strs: bool | None = None
+
+
+class TokenizeTgiBody(Body):
+    inputs: str
+    add_special_tokens: bool | None = Field(default=None, description="default true")
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int] = Field(max_length=MAX_TOKENS, fail_fast=True)
+
+
+class CountParameters(Body):
+    add_special_tokens: bool | None = Field(default=None, description="default true")
+
+
+class CountBody(Body):
+    text: str
+    parameters: CountParameters | None = None
+    multimodal_params: dict[str, Any] | None = None
+
+
+def routes(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["tokens"])
+
+    @router.post("/tokenize", openapi_extra=documented(TokenizePromptBody, TokenizeChatBody, TokenizeTgiBody))
+    async def tokenize(request: Request) -> Response:
+        """vLLM's answer to a prompt or a conversation, TGI's to ``inputs``."""
+        value = await context.read(request)
+        if "inputs" not in value:
+            return json_response(await _tokenize(context, value))
+        try:
+            return Response(await _tokenize_as_tgi(context, value), media_type="application/json")
+        except LightserveError as error:
+            return tgi_error_response(error, request.state.request_id)
+
+    @router.post("/detokenize", openapi_extra=documented(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        body = check(DetokenizeBody, await context.read(request))
+        context.check_model(body.model)
+        return json_response({"prompt": await _decode(context, body.tokens)})
+
+    @router.post("/tokens", openapi_extra=documented(CountBody))
+    @router.get("/tokens", include_in_schema=False)  # the same body: LightLLM's clients send one with GET
+    async def tokens(request: Request) -> Response:
+        """How many tokens a text has."""
+        body = check(CountBody, await context.read(request))
+        return json_response({"ntokens": await _count(context, body)})
+
+    return router
+
+
+async def _tokenize(context: ServerContext, value: dict[str, Any]) -> dict[str, Any]:
+    body, ids = await (_chat_ids(context, value) if "messages" in value else _prompt_ids(context, value))
+    _check_count(len(ids))
+    return {
+        "count": len(ids),
+        "max_model_len": context.manager.limits.max_req_total_len,
+        "tokens": ids,
+        "token_strs": await asyncio.to_thread(_names, context, ids) if body.return_token_strs else None,
+    }
+
+
+async def _prompt_ids(context: ServerContext, value: dict[str, Any]) -> tuple[TokenizePromptBody, list[int]]:
+    body = check(TokenizePromptBody, value)
+    context.check_model(body.model)
+    return body, await context.encode(body.prompt, body.add_special_tokens is not False)
+
+
+async def _chat_ids(context: ServerContext, value: dict[str, Any]) -> tuple[TokenizeChatBody, list[int]]:
+    if value.get("prompt") is not None:
+        raise InvalidRequestError("prompt and messages exclude each other", "prompt")
+    body = checked(TokenizeChatBody, value)
+    context.check_model(body.model)
+    _, ids = await chat_prompt(context, body)
+    return body, ids
+
+
+def _names(context: ServerContext, ids: list[int]) -> list[str | None]:
+    return [context.tokenizer.id_to_token(token_id) for token_id in ids]
+
+
+async def _tokenize_as_tgi(context: ServerContext, value: dict[str, Any]) -> bytes:
+    body = check(TokenizeTgiBody, value)
+    tokens = await context.encode_with_offsets(body.inputs, body.add_special_tokens is not False)
+    _check_count(len(tokens))
+    return await asyncio.to_thread(_tgi_json, body.inputs, tokens)
+
+
+def _tgi_json(text: str, tokens: list[tuple[int, int, int]]) -> bytes:
+    parts = []
+    for begin in range(0, len(tokens), AT_ONCE):
+        rows = [
+            {"id": token_id, "text": text[start:stop], "start": start, "stop": stop}
+            for token_id, start, stop in tokens[begin : begin + AT_ONCE]
+        ]
+        parts.append(orjson.dumps(rows)[1:-1])
+    return b"[%b]" % b",".join(parts)
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_TOKENS:
+        raise InvalidRequestError(f"the text has {count} tokens; at most {MAX_TOKENS} can be told")
+
+
+async def _decode(context: ServerContext, ids: list[int]) -> str:
+    context.manager.check_ids("tokens", ids)
+    if len(ids) < LONG_TEXT:
+        return context.tokenizer.decode(ids, skip_special_tokens=False)
+    return await asyncio.to_thread(context.tokenizer.decode, ids, skip_special_tokens=False)
+
+
+async def _count(context: ServerContext, body: CountBody) -> int:
+    refuse_media(body.multimodal_params)
+    adds_special = body.parameters is None or body.parameters.add_special_tokens is not False
+    return len(await context.encode(body.text, adds_special))

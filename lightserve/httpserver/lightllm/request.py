@@ -1,0 +1,266 @@
+"""A body in LightLLM's own schema, checked, as something to ask the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import Field
+
+from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.httpserver.beam_search.algorithm import BeamParams
+from lightserve.httpserver.beam_search.runner import BeamFields, not_with_beams, refuse_rules
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.fields.grammar import GuidedFields, grammar_of
+from lightserve.httpserver.fields.scheduling import TermsBody
+from lightserve.httpserver.fields.token_healing import heal, not_healed
+from lightserve.httpserver.fields.token_rules import MAX_ALLOWED_IDS, RuleFields
+from lightserve.httpserver.generate.call import check_prompt, check_stops
+from lightserve.httpserver.manager import Ask
+from lightserve.httpserver.wire.body import Body, at_most
+from lightserve.io_struct import SamplingParams
+
+DEFAULT_NEW_TOKENS = 16
+MAX_STOPS = 10
+MAX_STOP_IDS = 256  # of one stop sequence
+MAX_BANNED_IDS = 1024
+MAX_BIASED = 1024
+RANDOM_SEED = -1
+# what later versions do, and the values that ask for nothing
+LATER: dict[str, tuple[Any, ...]] = {
+    "input_penalty": (False,),
+    "image_max_patch_num": (-1,),
+    "prompt_logprobs": (-1,),
+}
+SAME_NAME = (
+    "temperature",
+    "min_new_tokens",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+
+
+Ids = Annotated[list[int], Field(fail_fast=True)]
+StopSequences = Annotated[list[str | Ids], Field(fail_fast=True)]
+
+
+class NativeParameters(TermsBody, BeamFields, GuidedFields, RuleFields):
+    """A null is as good as absent. A name that is not here is let through and has no effect."""
+
+    best_of: int | None = Field(default=None, description="answers to generate; default n")
+    n: int | None = Field(default=None, description="answers to return, the likeliest; default best_of")
+    do_sample: bool | None = Field(default=None, description="false, the default: greedy")
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    ignore_eos: bool | None = None
+    max_new_tokens: int | None = Field(default=None, description=f"default {DEFAULT_NEW_TOKENS}")
+    min_new_tokens: int | None = None
+    stop_sequences: str | StopSequences | None = Field(
+        default=None, description="texts, or token ids: a single id ends the answer, several stand for their text"
+    )
+    print_eos_token: bool | None = Field(default=None, description="leave what ended the answer in its text")
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = Field(default=None, description="of the prompt; default true")
+    allowed_token_ids: Ids | None = Field(default=None, max_length=MAX_ALLOWED_IDS)
+    invalid_token_ids: Ids | None = Field(default=None, max_length=MAX_BANNED_IDS)
+    logit_bias: Annotated[dict[str, float], at_most(MAX_BIASED)] | None = Field(
+        default=None, description="token id -> what is added to its logit"
+    )
+    seed: int | None = Field(default=None, description="the same seed gives the same text; -1: a random one")
+    return_details: bool | None = Field(default=None, description="every token in the answer")
+    token_healing: bool | None = Field(
+        default=None, description="take back the last tokens of a text, and spell them anew"
+    )
+
+    @property
+    def is_search(self) -> bool:
+        return (self.num_beams or 1) > 1
+
+
+class NativeBody(Body):
+    inputs: str | Ids
+    parameters: NativeParameters | None = None
+    multimodal_params: dict[str, Any] | None = None
+    stream: bool | None = Field(default=None, description="only at POST /")
+
+
+@dataclass(frozen=True, slots=True)
+class NativeAsk:
+    ask: Ask
+    n: int  # answers to return
+    best_of: int  # answers to generate
+    return_details: bool
+    beams: BeamParams | None = None  # for a beam search
+
+
+async def native_ask(context: ServerContext, body: NativeBody, streams: bool) -> NativeAsk:
+    parameters = body.parameters or NativeParameters()
+    _refuse_later(body, parameters)
+    n, best_of = _choices(context, parameters, streams)
+    prompt_ids = await _prompt_ids(context, body.inputs, parameters.add_special_tokens)
+    details = bool(parameters.return_details)
+    needs_logprobs = streams or details or n < best_of
+    sampling = SamplingParams(
+        max_new_tokens=_new_tokens(context, len(prompt_ids), parameters.max_new_tokens),
+        seed=None if parameters.seed == RANDOM_SEED else parameters.seed,
+        include_stop=bool(parameters.print_eos_token),
+        logprobs=0 if needs_logprobs else None,
+        grammar=await grammar_of(context, parameters),
+        **_given(parameters),
+        **_stops(context, parameters.stop_sequences),
+        **_token_rules(context, parameters),
+    )
+    if not parameters.do_sample:
+        sampling = msgspec.structs.replace(sampling, temperature=0.0)
+    ask = Ask(prompt_ids, sampling, parameters.terms)
+    if parameters.token_healing:
+        _check_healing(body, parameters)
+        ask = await heal(context, ask)
+    return NativeAsk(ask, n, best_of, details, _beams(parameters, ask, n))
+
+
+def _check_healing(body: NativeBody, parameters: NativeParameters) -> None:
+    if not isinstance(body.inputs, str):
+        raise not_healed("of inputs that are a text")
+    if parameters.is_search:
+        raise not_with_beams("token_healing")
+
+
+def _refuse_later(body: NativeBody, parameters: NativeParameters) -> None:
+    unknown = parameters.model_extra or {}
+    for name, neutral in LATER.items():
+        value = unknown.get(name)
+        if value is not None and value not in neutral:
+            raise NotSupportedYetError(f"`{name}`", name)
+    refuse_media(body.multimodal_params)
+
+
+def refuse_media(params: Mapping[str, Any] | None) -> None:
+    """``multimodal_params``: lists of images and the like, which may be empty."""
+    for kind, items in (params or {}).items():
+        if items:
+            raise NotSupportedYetError(f"`multimodal_params.{kind[:100]}`", "multimodal_params")
+
+
+def _choices(context: ServerContext, parameters: NativeParameters, streams: bool) -> tuple[int, int]:
+    """How many answers to return, and how many to generate."""
+    if parameters.is_search:
+        return _choices_of_beams(context, parameters, streams)
+    best_of = parameters.best_of if parameters.best_of is not None else parameters.n
+    best_of = 1 if best_of is None else best_of
+    n = best_of if parameters.n is None else parameters.n
+    if not 1 <= best_of <= context.config.max_choices:
+        raise InvalidRequestError(f"`best_of` must be in 1..{context.config.max_choices}. Given: {best_of}", "best_of")
+    if not 1 <= n <= best_of:
+        raise InvalidRequestError(f"`n` must be in 1..best_of={best_of}. Given: {n}", "n")
+    if streams and best_of != 1:
+        raise InvalidRequestError("`best_of` and `n` must be 1 in a stream, whose events do not tell answers apart")
+    return n, best_of
+
+
+def _choices_of_beams(context: ServerContext, parameters: NativeParameters, streams: bool) -> tuple[int, int]:
+    """The best n beams, already chosen."""
+    beams, n = parameters.num_beams or 1, 1 if parameters.n is None else parameters.n
+    if streams:
+        raise InvalidRequestError("num_beams: a beam search knows no token before its end; use /generate", "num_beams")
+    if beams > context.config.max_choices:
+        raise InvalidRequestError(
+            f"`num_beams` must be in 1..{context.config.max_choices}. Given: {beams}", "num_beams"
+        )
+    if parameters.best_of not in (None, 1, beams):
+        raise InvalidRequestError(f"`best_of` must be num_beams={beams} in a beam search", "best_of")
+    if not 1 <= n <= beams:
+        raise InvalidRequestError(f"`n` must be in 1..num_beams={beams}. Given: {n}", "n")
+    return n, n
+
+
+def _beams(parameters: NativeParameters, ask: Ask, n: int) -> BeamParams | None:
+    if not parameters.is_search:
+        return None
+    for name in ("do_sample", "return_details"):
+        if getattr(parameters, name):
+            raise not_with_beams(name)
+    refuse_rules(ask.sampling, {"stop": "stop_sequences", "bad_words_ids": "invalid_token_ids"})
+    return parameters.beam_params(parameters.num_beams or 1, n, [ask])
+
+
+async def _prompt_ids(context: ServerContext, inputs: str | list[int], add_special_tokens: bool | None) -> list[int]:
+    if isinstance(inputs, list):
+        ids = inputs
+    elif inputs:
+        ids = await context.encode(inputs, add_special_tokens is not False)
+    else:
+        ids = []
+    check_prompt(context, ids)
+    return ids
+
+
+def _new_tokens(context: ServerContext, prompt_len: int, wanted: int | None) -> int:
+    if wanted is None:
+        return min(DEFAULT_NEW_TOKENS, context.manager.new_tokens(prompt_len, None))
+    return context.manager.new_tokens(prompt_len, wanted)
+
+
+def _given(parameters: NativeParameters) -> dict[str, Any]:
+    values = {name: getattr(parameters, name) for name in SAME_NAME}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _stops(context: ServerContext, stop: str | list[str | list[int]] | None) -> dict[str, Any]:
+    groups = [stop] if isinstance(stop, str) else stop or []
+    if len(groups) > MAX_STOPS:
+        raise InvalidRequestError(
+            f"`stop_sequences` supports up to {MAX_STOPS} sequences. Given: {len(groups)}", "stop_sequences"
+        )
+    ids = [group[0] for group in groups if isinstance(group, list) and len(group) == 1]
+    context.manager.check_ids("stop_sequences", ids)
+    texts = [_stop_text(context, group) for group in groups if isinstance(group, str) or len(group) != 1]
+    check_stops("stop_sequences", texts)
+    return {"stop": tuple(texts), "stop_token_ids": tuple(ids)}
+
+
+def _stop_text(context: ServerContext, group: str | list[int]) -> str:
+    """Several ids stand for their text: the model may spell it with other tokens, and it ends the answer too."""
+    if isinstance(group, str):
+        return group
+    if len(group) > MAX_STOP_IDS:
+        raise InvalidRequestError(f"`stop_sequences`: at most {MAX_STOP_IDS} token ids a sequence", "stop_sequences")
+    context.manager.check_ids("stop_sequences", group)
+    text = context.tokenizer.decode(group, skip_special_tokens=False)
+    if "\ufffd" in text:
+        raise InvalidRequestError("`stop_sequences`: token ids that are not whole characters", "stop_sequences")
+    return text
+
+
+def _token_rules(context: ServerContext, parameters: NativeParameters) -> dict[str, Any]:
+    rules = parameters.token_rules(context)
+    if parameters.allowed_token_ids is not None:
+        context.manager.check_ids("allowed_token_ids", parameters.allowed_token_ids)
+        rules["allowed_token_ids"] = tuple(parameters.allowed_token_ids)
+    if parameters.invalid_token_ids:
+        context.manager.check_ids("invalid_token_ids", parameters.invalid_token_ids)
+        rules["bad_words_ids"] = tuple((token_id,) for token_id in parameters.invalid_token_ids)
+    if parameters.logit_bias:
+        rules["logit_bias"] = _logit_bias(parameters.logit_bias)
+        context.manager.check_ids("logit_bias", list(rules["logit_bias"]))
+    return rules
+
+
+def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): value for token_id, value in bias.items()}
+    except ValueError as error:
+        raise InvalidRequestError("logit_bias: keys must be token ids", "logit_bias") from error
