@@ -14,7 +14,7 @@ from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
 from lightserve.httpserver.beam_search.algorithm import BeamBatch, BeamParams, BeamResult, BeamSearch
-from lightserve.httpserver.logprobs import PromptToken, unpack
+from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.io_struct import FinishReason, SamplingParams, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
@@ -201,7 +201,7 @@ class LLM:
             self._scheduler.abort(req.req_id)
         if finish_reason is not None:
             del self._open[req.req_id]
-        prompt = None if out.prompt is None else unpack(req.prompt_ids, out.prompt)
+        prompt = None if out.prompt is None else unpack_prompt_logprobs(req.prompt_ids, out.prompt)
         stream.outs.append(
             StreamOut(stream.index, out.token_id, out.logprob, text, finish_reason, out.top, prompt=prompt)
         )

@@ -18,11 +18,13 @@ from lightserve import generate
 from lightserve.config import ServerConfig
 from lightserve.httpserver.admin.metrics_page import ENGINE_UP, NAMES
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
-from lightserve.httpserver.chat.request import ChatBody, CompletionBody, Message, StreamOptions, checked
+from lightserve.httpserver.chat.request import ChatBody, Message
 from lightserve.httpserver.fields import unsupported
+from lightserve.httpserver.fields.generation import StreamOptions, checked
 from lightserve.httpserver.generate.schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
 from lightserve.httpserver.lightllm import request as lightllm_request
 from lightserve.httpserver.lightllm.request import NativeBody, NativeParameters
+from lightserve.httpserver.openai.completions_request import CompletionBody
 from lightserve.httpserver.openai.responses_request import ResponsesBody
 from lightserve.httpserver.tgi.request import TgiBody, TgiParameters
 from lightserve.httpserver.wire.body import Body, check

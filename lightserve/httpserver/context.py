@@ -48,8 +48,10 @@ class ServerContext:
     async def read(self, request: Request) -> dict[str, Any]:
         return await read_json(request, self.config.max_body_bytes)
 
-    def log(self, request: Request) -> AccessLog:
-        """The access-log line of a request that is about to generate."""
+    def log(self, request: Request, request_id: str | None = None) -> AccessLog:
+        """The access-log line of a request that is about to generate. ``request_id`` counts where no header has one."""
+        if request_id is not None and "x-request-id" not in request.headers:
+            request.state.request_id = request_id
         return AccessLog(request.state.request_id, request.url.path, not self.config.disable_log_requests)
 
     def check_model(self, name: str | None) -> None:

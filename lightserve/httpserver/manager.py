@@ -253,6 +253,15 @@ class Generation:
         for req_id in finished:
             self._manager._close(req_id, is_finished=True)
 
+    async def collect(self) -> list[list[StrOut]]:
+        """Start, wait for the end, and return all tokens of every sequence."""
+        outs: list[list[StrOut]] = [[] for _ in self.asks]
+        async with self:
+            async for news in self:
+                for index, out in news:
+                    outs[index].append(out)
+        return outs
+
     def push(self, index: int, out: StrOut) -> None:
         if self._error is None:
             self._news.append((index, out))

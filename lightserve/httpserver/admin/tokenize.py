@@ -13,12 +13,13 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.httpserver.chat.prompt import chat_prompt
-from lightserve.httpserver.chat.request import ChatBody, checked
+from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
-from lightserve.httpserver.generate.call import json_response
-from lightserve.httpserver.lightllm.request import refuse_media
+from lightserve.httpserver.fields.generation import checked
+from lightserve.httpserver.fields.inputs import refuse_media
 from lightserve.httpserver.tgi.errors import tgi_error_response
 from lightserve.httpserver.wire.body import Body, check, documented
+from lightserve.httpserver.wire.json_response import json_response
 
 MAX_TOKENS = 1_000_000  # of one request: about a second
 AT_ONCE = 1_000  # tokens written in one go, so that other threads have their turn

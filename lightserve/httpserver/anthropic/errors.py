@@ -1,10 +1,12 @@
-"""Errors as Anthropic tells them."""
+"""Errors in Anthropic's format."""
 
 from __future__ import annotations
 
 from typing import Any
 
-PATH = "/v1/messages"  # and all below it
+from lightserve.httpserver.wire.errors import ErrorFormat
+
+PATH = "/v1/messages"
 
 TYPES = {
     401: "authentication_error",
@@ -18,10 +20,9 @@ TYPES = {
 }
 
 
-def is_anthropic(path: str) -> bool:
-    return path == PATH or path.startswith(f"{PATH}/")
-
-
 def anthropic_error(status: int, message: str, request_id: str | None) -> dict[str, Any]:
     kind = TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+ERROR_FORMAT = ErrorFormat(PATH, anthropic_error, id_header=b"request-id")  # Anthropic's client reads this header

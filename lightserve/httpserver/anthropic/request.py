@@ -9,17 +9,10 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
-from lightserve.httpserver.chat.request import (
-    MAX_MESSAGES,
-    MAX_STOP_STRINGS,
-    MAX_TOOLS,
-    PART_SEPARATOR,
-    NewTokens,
-    Share,
-    StopString,
-    ToolName,
-)
+from lightserve.httpserver.chat.request import MAX_MESSAGES, MAX_TOOLS, PART_SEPARATOR, ToolName
 from lightserve.httpserver.chat.translation import Joined, Object, TranslatedChat, tools_of_type, translated
+from lightserve.httpserver.fields.generation import NewTokens, Share
+from lightserve.httpserver.fields.stopping import MAX_STOP_STRINGS, StopString
 from lightserve.httpserver.wire.body import Body, at_most
 
 MEDIA = frozenset({"image", "document", "search_result"})

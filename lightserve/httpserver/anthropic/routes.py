@@ -11,11 +11,11 @@ from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody, ch
 from lightserve.httpserver.anthropic.response import MessagesAnswer
 from lightserve.httpserver.chat.output import check_tools
 from lightserve.httpserver.chat.parts import respond_in_parts
+from lightserve.httpserver.chat.prepare import prepare_chat
 from lightserve.httpserver.chat.prompt import chat_prompt
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.generate.call import json_response
-from lightserve.httpserver.openai.chat_routes import prepare
 from lightserve.httpserver.wire.body import check, documented
+from lightserve.httpserver.wire.json_response import json_response
 from lightserve.httpserver.wire.sse import DOCUMENTED
 
 
@@ -27,7 +27,7 @@ def routes(context: ServerContext) -> APIRouter:
         value = await context.read(request)
         refuse_later(value)
         body = check(MessagesBody, value)
-        chat = await prepare(context, request, chat_of(body))
+        chat = await prepare_chat(context, request, chat_of(body))
         answer = MessagesAnswer(chat.plan.new_choice(), chat.log, context.model_name)
         generation = context.manager.generate(chat.asks, chat.log)
         return await respond_in_parts(request, body.stream, generation, answer)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from collections.abc import Sequence
 
-from pydantic import Field
-
-from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.beam_search.algorithm import (
-    MAX_CANDIDATES,
-    MAX_LENGTH_PENALTY,
     BeamBatch,
     BeamParams,
     BeamResult,
@@ -19,66 +13,8 @@ from lightserve.httpserver.beam_search.algorithm import (
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import PLAIN_TERMS, Ask, Generation
 from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.httpserver.wire.body import Body
 from lightserve.io_struct import FinishReason, SamplingParams, StrOut, Terms
 from lightserve.model_files.decoding import NoTextStream
-
-PLAIN = SamplingParams()
-# sampling parameters that say which token may follow which: a search asks for the model's own likeliest tokens
-RULES = (
-    "min_new_tokens",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "bad_words_ids",
-    "no_repeat_ngram_size",
-    "allowed_token_ids",
-    "first_allowed_token_ids",
-    "exponential_decay_length_penalty",
-    "watermark",
-    "grammar",
-    "thinking",
-    "stop",
-)
-
-
-class BeamFields(Body):
-    """The fields of a body that shape a beam search; without one they have no effect."""
-
-    num_beams: Annotated[int, Field(ge=1, le=MAX_CANDIDATES)] | None = Field(
-        default=None, description="beams of a search; 1, the default: none"
-    )
-    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = Field(
-        default=None, description="a beam's score is its logprob / its length ** this; default 1"
-    )
-    early_stopping: bool | Literal["never"] | None = Field(
-        default=None, description='true: stop at num_beams ends; "never": only when no beam can become better'
-    )
-
-    def beam_params(self, num_beams: int, n: int, asks: Sequence[Ask]) -> BeamParams:
-        """The search that was asked for, the ``n`` best of every prompt. ``asks`` differ by their prompts only."""
-        sampling = asks[0].sampling
-        return BeamParams(
-            num_beams=num_beams,
-            n=n,
-            max_new_tokens=max(ask.sampling.max_new_tokens for ask in asks),  # a context that is full ends it too
-            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
-            early_stopping=self.early_stopping or False,
-            ignore_eos=sampling.ignore_eos,
-            stop_token_ids=sampling.stop_token_ids,
-        )
-
-
-def refuse_rules(sampling: SamplingParams, names: Mapping[str, str]) -> None:
-    """A search obeys no rules on tokens; ``names`` are the body's names of sampling parameters, where they differ."""
-    for rule in RULES:
-        if getattr(sampling, rule) != getattr(PLAIN, rule):
-            raise not_with_beams(names.get(rule, rule))
-
-
-def not_with_beams(name: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name}: does not combine with a beam search", name)
 
 
 async def beam_answers(

@@ -1,4 +1,4 @@
-"""What a chat's output is taken apart into, and how OpenAI writes the parts."""
+"""A chat's output, taken apart into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
-import orjson
 
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar.compiler import check_nesting
@@ -16,14 +15,11 @@ from lightserve.httpserver.chat.request import ChatBody, Tool
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.grammar import Maker
 from lightserve.httpserver.manager import Ask
-from lightserve.io_struct import FinishReason, GrammarSpec, StrOut, ThinkingLimit
+from lightserve.io_struct import GrammarSpec, StrOut, ThinkingLimit
 from lightserve.model_files.tokenizer import Tokenizer
 from lightserve.output_parsing import (
-    CallArguments,
     CallStart,
-    Content,
     Delta,
-    Output,
     OutputParser,
     Reasoning,
     ToolCallParser,
@@ -150,7 +146,7 @@ class ChoiceOutput:
     def __init__(self, parser: OutputParser, shows_reasoning: bool) -> None:
         self.reasoning_tokens = 0  # the tags count
         self.is_hidden = False  # the last token belongs to reasoning that is not shown
-        self._has_calls = False
+        self.has_calls = False
         self._parser = parser
         self._shows_reasoning = shows_reasoning
 
@@ -162,42 +158,7 @@ class ChoiceOutput:
             deltas += self._parser.finish()
         self.reasoning_tokens += is_reasoning
         self.is_hidden = is_reasoning and not self._shows_reasoning
-        self._has_calls = self._has_calls or any(isinstance(delta, CallStart) for delta in deltas)
+        self.has_calls = self.has_calls or any(isinstance(delta, CallStart) for delta in deltas)
         if self._shows_reasoning:
             return deltas
         return [delta for delta in deltas if not isinstance(delta, Reasoning)]
-
-    def finish_reason(self, reason: FinishReason) -> str:
-        return "tool_calls" if self._has_calls and reason is FinishReason.STOP else reason.value
-
-
-def message_of(output: Output) -> Object:
-    """A whole answer."""
-    content = output.content if output.content or not output.calls else None
-    message: Object = {"role": "assistant", "content": content, "refusal": None}
-    if output.reasoning:
-        message |= {"reasoning_content": output.reasoning, "reasoning": output.reasoning}
-    if output.calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in output.calls
-        ]
-    return message
-
-
-def delta_json(delta: Delta) -> bytes:
-    """A piece of one, as a member of a choice."""
-    return b'"delta":' + orjson.dumps(_delta(delta))
-
-
-def _delta(delta: Delta) -> Object:
-    match delta:
-        case Content(text):
-            return {"content": text}
-        case Reasoning(text):
-            return {"reasoning_content": text, "reasoning": text}
-        case CallStart(index, call_id, name):
-            function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
-        case CallArguments(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}

@@ -17,10 +17,10 @@ from starlette.responses import Response
 
 from lightserve.errors import LightserveError
 from lightserve.httpserver.chat.output import ChoiceOutput
-from lightserve.httpserver.generate.call import json_response
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.httpserver.wire.sse import EventStream, events_of, unless_gone
+from lightserve.httpserver.wire.json_response import json_response
+from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
 from lightserve.io_struct import FinishReason, StrOut
 from lightserve.output_parsing import CallArguments, CallStart, Content, Delta, Reasoning
 
@@ -154,8 +154,8 @@ async def respond_in_parts(
     request: Request, is_stream: bool | None, generation: Generation, answer: PartedAnswer
 ) -> Response:
     if is_stream:
-        return await EventStream.open(request, events_of(generation, PartEvents(answer)))
-    await unless_gone(request, _collect(generation, answer))
+        return await EventStream.open(request, events_of(generation, PartEvents(answer), generation.log.request_id))
+    await until_disconnect(request, _collect(generation, answer))
     return json_response(answer.whole())
 
 

@@ -11,7 +11,8 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from lightserve.errors import NotSupportedYetError
-from lightserve.httpserver.chat.request import PART_SEPARATOR, ChatBody, checked
+from lightserve.httpserver.chat.request import PART_SEPARATOR, ChatBody
+from lightserve.httpserver.fields.generation import checked
 from lightserve.httpserver.fields.grammar import Maker
 from lightserve.httpserver.fields.sampling import NAMES
 from lightserve.httpserver.fields.scheduling import TermsBody

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.chat.request import GenerationBody
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.fields.generation import GenerationBody
 from lightserve.httpserver.manager import Ask
 from lightserve.io_struct import GrammarSpec, SamplingParams
 from lightserve.model_files.tokenizer import Tokenizer

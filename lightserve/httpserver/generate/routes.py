@@ -11,14 +11,14 @@ from starlette.responses import Response
 from lightserve import __version__
 from lightserve.errors import LightserveError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.generate.call import Call, json_response
 from lightserve.httpserver.generate.schema import Schema, schema_of
 from lightserve.httpserver.lightllm.request import NativeBody
-from lightserve.httpserver.lightllm.response import native_answer
+from lightserve.httpserver.lightllm.response import lightllm_response
 from lightserve.httpserver.tgi.errors import tgi_error_response
 from lightserve.httpserver.tgi.request import MAX_STOPS, TgiBody
-from lightserve.httpserver.tgi.response import tgi_answer
+from lightserve.httpserver.tgi.response import tgi_response
 from lightserve.httpserver.wire.body import documented
+from lightserve.httpserver.wire.json_response import json_response
 from lightserve.httpserver.wire.sse import DOCUMENTED
 
 
@@ -52,12 +52,12 @@ def routes(context: ServerContext) -> APIRouter:
 
 
 async def _answer(context: ServerContext, request: Request, streams: bool | None) -> Response:
-    call = Call(context, request, context.log(request), streams)
+    log = context.log(request)
     value = await context.read(request)
     default = Schema.TGI if context.config.use_tgi_api else Schema.LIGHTLLM
     if schema_of(value, default) is Schema.TGI:
-        return await tgi_answer(call, value)
-    return await native_answer(call, value)
+        return await tgi_response(context, request, log, value, streams)
+    return await lightllm_response(context, request, log, value, streams)
 
 
 def _info(context: ServerContext) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -11,13 +10,14 @@ from pydantic import Field
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.beam_search.algorithm import BeamParams
-from lightserve.httpserver.beam_search.runner import BeamFields, not_with_beams, refuse_rules
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.fields.beam_search import BeamFields, not_with_beams, refuse_rules
 from lightserve.httpserver.fields.grammar import GuidedFields, grammar_of
+from lightserve.httpserver.fields.inputs import check_input_ids, refuse_media
 from lightserve.httpserver.fields.scheduling import TermsBody
+from lightserve.httpserver.fields.stopping import check_stop_strings
 from lightserve.httpserver.fields.token_healing import heal, not_healed
 from lightserve.httpserver.fields.token_rules import MAX_ALLOWED_IDS, RuleFields
-from lightserve.httpserver.generate.call import check_prompt, check_stops
 from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.wire.body import Body, at_most
 from lightserve.io_struct import SamplingParams
@@ -148,13 +148,6 @@ def _refuse_later(body: NativeBody, parameters: NativeParameters) -> None:
     refuse_media(body.multimodal_params)
 
 
-def refuse_media(params: Mapping[str, Any] | None) -> None:
-    """``multimodal_params``: lists of images and the like, which may be empty."""
-    for kind, items in (params or {}).items():
-        if items:
-            raise NotSupportedYetError(f"`multimodal_params.{kind[:100]}`", "multimodal_params")
-
-
 def _choices(context: ServerContext, parameters: NativeParameters, streams: bool) -> tuple[int, int]:
     """How many answers to return, and how many to generate."""
     if parameters.is_search:
@@ -204,7 +197,7 @@ async def _prompt_ids(context: ServerContext, inputs: str | list[int], add_speci
         ids = await context.encode(inputs, add_special_tokens is not False)
     else:
         ids = []
-    check_prompt(context, ids)
+    check_input_ids(context, ids)
     return ids
 
 
@@ -228,7 +221,7 @@ def _stops(context: ServerContext, stop: str | list[str | list[int]] | None) -> 
     ids = [group[0] for group in groups if isinstance(group, list) and len(group) == 1]
     context.manager.check_ids("stop_sequences", ids)
     texts = [_stop_text(context, group) for group in groups if isinstance(group, str) or len(group) != 1]
-    check_stops("stop_sequences", texts)
+    check_stop_strings("stop_sequences", texts)
     return {"stop": tuple(texts), "stop_token_ids": tuple(ids)}
 
 

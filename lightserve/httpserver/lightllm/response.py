@@ -6,33 +6,41 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import orjson
+from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import LightserveError
-from lightserve.httpserver.generate.call import Call, finite, json_response, logprob_json, mean_logprob, text_of
+from lightserve.httpserver.beam_search.runner import beam_answers
+from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.lightllm.request import NativeAsk, NativeBody, native_ask
+from lightserve.httpserver.logprobs import finite_logprob, logprob_json, mean_logprob
+from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import check
 from lightserve.httpserver.wire.errors import error_object
-from lightserve.httpserver.wire.sse import EventStream, events_of, unless_gone
+from lightserve.httpserver.wire.json_response import json_response
+from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
 from lightserve.io_struct import StrOut
 
 
-async def native_answer(call: Call, value: dict[str, Any]) -> Response:
+async def lightllm_response(
+    context: ServerContext, request: Request, log: AccessLog, value: dict[str, Any], streams: bool | None
+) -> Response:
+    """``streams`` None: the body says whether it is a stream."""
     body = check(NativeBody, value)
-    streams = bool(body.stream) if call.streams is None else call.streams
-    asked = await native_ask(call.context, body, streams)
-    call.log.prompt_tokens = len(asked.ask.prompt_ids)
+    streams = bool(body.stream) if streams is None else streams
+    asked = await native_ask(context, body, streams)
+    log.prompt_tokens = len(asked.ask.prompt_ids)
+    tokenizer = context.maybe_tokenizer
+    special = frozenset() if tokenizer is None else tokenizer.special_ids
+    if asked.beams is not None:
+        choices = await until_disconnect(request, beam_answers(context, [asked.ask], asked.beams, log))
+        return json_response(native_whole(asked, choices, special))
+    generation = context.manager.generate([asked.ask], log, asked.best_of)
     if streams:
-        lines = NativeLines(len(asked.ask.prompt_ids), special_ids(call))
-        return await EventStream.open(call.request, events_of(call.generate(asked.ask), lines))
-    answers = call.rows(asked.ask, asked.best_of) if asked.beams is None else call.beams(asked.ask, asked.beams)
-    rows = await unless_gone(call.request, answers)
-    return json_response(native_whole(asked, rows, special_ids(call)))
-
-
-def special_ids(call: Call) -> Collection[int]:
-    tokenizer = call.context.maybe_tokenizer
-    return () if tokenizer is None else tokenizer.special_ids
+        lines = NativeLines(len(asked.ask.prompt_ids), special)
+        return await EventStream.open(request, events_of(generation, lines, log.request_id))
+    choices = await until_disconnect(request, generation.collect())
+    return json_response(native_whole(asked, choices, special))
 
 
 def native_whole(asked: NativeAsk, choices: list[list[StrOut]], special: Collection[int]) -> dict[str, Any]:
@@ -43,7 +51,7 @@ def native_whole(asked: NativeAsk, choices: list[list[StrOut]], special: Collect
     counts = [len(rows) for rows in choices]
     reasons = [_finish_reason(rows[-1]) for rows in choices]
     answer: dict[str, Any] = {
-        "generated_text": [text_of(rows) for rows in choices],
+        "generated_text": ["".join([row.text for row in rows]) for rows in choices],
         "count_output_tokens": counts if asked.n > 1 else counts[0],
         "finish_reason": reasons if asked.n > 1 else reasons[0],
         "prompt_tokens": prompt_tokens,
@@ -57,12 +65,12 @@ def native_whole(asked: NativeAsk, choices: list[list[StrOut]], special: Collect
 def _tokens(rows: Sequence[StrOut], prompt_tokens: int, special: Collection[int]) -> list[dict[str, Any]]:
     total, tokens = 0.0, []
     for count, row in enumerate(rows, start=1):
-        total += finite(row.logprob) or 0.0
+        total += finite_logprob(row.logprob) or 0.0
         tokens.append(
             {
                 "id": row.token_id,
                 "text": row.text,
-                "logprob": finite(row.logprob),
+                "logprob": finite_logprob(row.logprob),
                 "cumlogprob": total / count,  # a mean, in spite of its name, as LightLLM has it
                 "special": row.token_id in special,
                 "count_output_tokens": count,

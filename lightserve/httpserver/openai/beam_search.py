@@ -9,15 +9,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.beam_search.runner import beam_answers, not_with_beams, refuse_rules
-from lightserve.httpserver.chat.request import CompletionBody, GenerationBody
+from lightserve.httpserver.beam_search.runner import beam_answers
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.fields.beam_search import not_with_beams, refuse_rules
+from lightserve.httpserver.fields.generation import GenerationBody
 from lightserve.httpserver.fields.sampling import NAMES
-from lightserve.httpserver.generate.call import json_response
 from lightserve.httpserver.manager import Ask
+from lightserve.httpserver.openai.completions_request import CompletionBody
 from lightserve.httpserver.openai.response import Answer, Choice, whole
 from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.httpserver.wire.sse import unless_gone
+from lightserve.httpserver.wire.json_response import json_response
+from lightserve.httpserver.wire.sse import until_disconnect
 from lightserve.io_struct import StrOut
 
 FIELDS = {sampling: field for field, sampling in NAMES.items()} | {
@@ -42,7 +44,7 @@ async def respond_with_beams(
     _check(body, num_beams, search.answer)
     refuse_rules(search.asks[0].sampling, FIELDS)
     params = body.beam_params(num_beams, body.choices, search.asks)
-    found = await unless_gone(request, beam_answers(context, search.asks, params, search.log))
+    found = await until_disconnect(request, beam_answers(context, search.asks, params, search.log))
     return json_response(whole(search.answer, [_choice(search.answer, rows) for rows in found], search.log))
 
 

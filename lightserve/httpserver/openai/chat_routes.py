@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightserve.httpserver.chat.output import OutputPlan, check_tools, output_plan
-from lightserve.httpserver.chat.prompt import chat_prompt
-from lightserve.httpserver.chat.request import ChatBody, checked
+from lightserve.httpserver.chat.prepare import PreparedChat, prepare_chat
+from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.grammar import grammar_of
-from lightserve.httpserver.fields.sampling import asks_of, check_choices
-from lightserve.httpserver.manager import Ask
+from lightserve.httpserver.fields.generation import checked
 from lightserve.httpserver.openai.beam_search import Search, respond_with_beams
 from lightserve.httpserver.openai.logprobs import chat_logprobs
 from lightserve.httpserver.openai.prompt_logprobs import ScoredPrompt
-from lightserve.httpserver.openai.response import Answer, Form, name_request, respond
-from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.openai.response import Answer, Form, respond
 from lightserve.httpserver.wire.body import documented
 from lightserve.httpserver.wire.sse import DOCUMENTED
 
@@ -36,29 +30,6 @@ CHAT = Form(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation that is ready to be answered."""
-
-    asks: list[Ask]
-    plan: OutputPlan
-    log: AccessLog
-
-
-async def prepare(context: ServerContext, request: Request, body: ChatBody, logprobs: int | None = None) -> Chat:
-    """What to generate for a chat, whichever schema it came in. ``logprobs``: how many alternatives to tell."""
-    context.check_model(body.model)
-    check_choices(context, 1, body.beams or body.choices)
-    name_request(request, body)
-    log = context.log(request)
-    check_tools(context, body)
-    prompt, ids = await chat_prompt(context, body)
-    plan = output_plan(context, body, prompt)
-    asks = asks_of(context, body, [ids], logprobs, grammar=await grammar_of(context, plan))
-    log.prompt_tokens = len(asks[0].prompt_ids)
-    return Chat([plan.applied(ask) for ask in asks], plan, log)
-
-
 def routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
@@ -66,7 +37,7 @@ def routes(context: ServerContext) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         body = checked(ChatBody, await context.read(request))
         k = body.top_logprobs or 0 if body.logprobs else None
-        chat = await prepare(context, request, body, k)
+        chat = await prepare_chat(context, request, body, k)
         chat.log.shows_output = not body.is_scoring
         answer = Answer(
             form=CHAT,
@@ -86,7 +57,7 @@ def routes(context: ServerContext) -> APIRouter:
     return router
 
 
-def _scored(context: ServerContext, body: ChatBody, chat: Chat) -> list[ScoredPrompt]:
+def _scored(context: ServerContext, body: ChatBody, chat: PreparedChat) -> list[ScoredPrompt]:
     if body.prompt_logprobs is None:
         return []
     return [ScoredPrompt(context.tokenizer, ask.prompt_ids, listed_k=body.prompt_logprobs) for ask in chat.asks]

@@ -11,17 +11,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightserve.httpserver.beam_search.runner import not_with_beams
-from lightserve.httpserver.chat.request import CompletionBody, Prompt, checked
 from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.fields.beam_search import not_with_beams
+from lightserve.httpserver.fields.generation import checked
 from lightserve.httpserver.fields.grammar import grammar_of
 from lightserve.httpserver.fields.sampling import asks_of, check_choices
 from lightserve.httpserver.fields.token_healing import heal, not_healed
 from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.openai.beam_search import Search, respond_with_beams
+from lightserve.httpserver.openai.completions_request import CompletionBody, Prompt
 from lightserve.httpserver.openai.logprobs import CompletionLogprobs
 from lightserve.httpserver.openai.prompt_logprobs import ScoredPrompt
-from lightserve.httpserver.openai.response import Answer, Form, name_request, respond
+from lightserve.httpserver.openai.response import Answer, Form, respond
 from lightserve.httpserver.wire.body import documented
 from lightserve.httpserver.wire.sse import DOCUMENTED
 
@@ -48,8 +49,7 @@ def routes(context: ServerContext) -> APIRouter:
         body = checked(CompletionBody, await context.read(request))
         context.check_model(body.model)
         check_choices(context, len(body.prompt), body.beams or body.candidates)
-        name_request(request, body)
-        log = context.log(request)
+        log = context.log(request, body.request_id)
 
         prompts = [await _ids(context, body, prompt) for prompt in body.prompt]
         grammar = await grammar_of(context, body)

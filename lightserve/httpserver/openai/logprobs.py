@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
-from lightserve.httpserver.logprobs import PromptToken
+from lightserve.httpserver.logprobs import PromptToken, finite_logprob
 from lightserve.io_struct import StrOut
 from lightserve.model_files.tokenizer import Tokenizer
 
 Logprobs = dict[str, Any]  # every value a list, but for ``refusal``
 LogprobsOf = Callable[[StrOut], Logprobs]  # of one token of one choice, called in order
 
-NEVER = -9999.0  # JSON has no -inf; vLLM's number
 COLUMNS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")  # of a completion's
 
 
@@ -36,7 +35,7 @@ def chat_logprobs(tokenizer: Tokenizer, k: int) -> LogprobsOf:
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = token_bytes(token_id)
-        return {"token": _shown(data, ""), "logprob": finite(logprob), "bytes": list(data)}
+        return {"token": _shown(data, ""), "logprob": finite_logprob(logprob), "bytes": list(data)}
 
     def of(out: StrOut) -> Logprobs:
         chosen = entry(out.token_id, _known(out.logprob))
@@ -78,8 +77,8 @@ class CompletionLogprobs:
         text = self._text(token_id)
         if logprob is None:
             return self._offset, None, text, None
-        shown = {self._text(other): finite(value) for other, value in islice(top, self._k)}
-        shown[text] = finite(logprob)  # OpenAI counts the chosen one besides
+        shown = {self._text(other): finite_logprob(value) for other, value in islice(top, self._k)}
+        shown[text] = finite_logprob(logprob)  # OpenAI counts the chosen one besides
         return self._offset, shown[text], text, shown
 
     def _shown_bytes(self, token_id: int, echo: str) -> bytes:
@@ -119,7 +118,3 @@ def _shown(data: bytes, prefix: str) -> str:
 
 def _known(logprob: float | None) -> float:
     return -math.inf if logprob is None else logprob
-
-
-def finite(logprob: float) -> float:
-    return max(logprob, NEVER)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightserve.httpserver.logprobs import PromptToken, unpack
-from lightserve.httpserver.openai.logprobs import CompletionLogprobs, Logprobs, finite
+from lightserve.httpserver.logprobs import PromptToken, finite_logprob, unpack_prompt_logprobs
+from lightserve.httpserver.openai.logprobs import CompletionLogprobs, Logprobs
 from lightserve.io_struct import PromptLogprobs
 from lightserve.model_files.tokenizer import Tokenizer
 
@@ -27,24 +27,15 @@ class ScoredPrompt:
         """As vLLM tells it: how likely each token and its alternatives were, by their ids; nothing of the first."""
         if self.listed_k is None:
             return None
-        return [self._entry(token, self.listed_k) for token in unpack(self.ids, packed)]
+        return [self._entry(token, self.listed_k) for token in unpack_prompt_logprobs(self.ids, packed)]
 
     def echoed(self, packed: PromptLogprobs | None) -> Logprobs | None:
         """As OpenAI tells it: what comes before the logprobs of the answer."""
         if self.echoed_k is None:
             return None
-        return CompletionLogprobs(self.tokenizer, self.echoed_k).of_prompt(unpack(self.ids, packed), self.echo)
-
-    def prefill(self, packed: PromptLogprobs | None) -> list[Object]:
-        """As TGI tells it."""
-        return [
-            {
-                "id": token.token_id,
-                "text": self.tokenizer.decoder.token_text(token.token_id),
-                "logprob": None if token.logprob is None else finite(token.logprob),
-            }
-            for token in unpack(self.ids, packed)
-        ]
+        return CompletionLogprobs(self.tokenizer, self.echoed_k).of_prompt(
+            unpack_prompt_logprobs(self.ids, packed), self.echo
+        )
 
     def _entry(self, token: PromptToken, k: int) -> Object | None:
         if token.logprob is None:
@@ -54,6 +45,6 @@ class ScoredPrompt:
             ranked.setdefault(token_id, (logprob, rank))
         text_of = self.tokenizer.decoder.token_text
         return {
-            str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": text_of(token_id)}
+            str(token_id): {"logprob": finite_logprob(logprob), "rank": rank, "decoded_token": text_of(token_id)}
             for token_id, (logprob, rank) in ranked.items()
         }

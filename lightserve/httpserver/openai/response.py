@@ -17,15 +17,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import LightserveError
-from lightserve.httpserver.chat.output import ChoiceOutput, delta_json, message_of
-from lightserve.httpserver.chat.request import GenerationBody
-from lightserve.httpserver.generate.call import json_response
+from lightserve.httpserver.chat.output import ChoiceOutput
+from lightserve.httpserver.fields.generation import GenerationBody
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.openai.logprobs import Logprobs, LogprobsOf, joined
+from lightserve.httpserver.openai.message import delta_json, message_of
 from lightserve.httpserver.openai.prompt_logprobs import ScoredPrompt
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.errors import error_object
-from lightserve.httpserver.wire.sse import EventStream, events_of, unless_gone
+from lightserve.httpserver.wire.json_response import json_response
+from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
 from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
 from lightserve.output_parsing import Delta, fold
 
@@ -88,14 +89,8 @@ class Answer:
 async def respond(request: Request, body: GenerationBody, generation: Generation, answer: Answer) -> Response:
     if body.stream:
         chunks = Chunks(answer, generation.log, body.wants_usage, body.wants_running_usage)
-        return await EventStream.open(request, events_of(generation, chunks))
-    return json_response(await unless_gone(request, collect(generation, answer)))
-
-
-def name_request(request: Request, body: GenerationBody) -> None:
-    """The body may name the request where no header does."""
-    if body.request_id is not None and "x-request-id" not in request.headers:
-        request.state.request_id = body.request_id
+        return await EventStream.open(request, events_of(generation, chunks, generation.log.request_id))
+    return json_response(await until_disconnect(request, collect(generation, answer)))
 
 
 # the whole answer
@@ -306,7 +301,8 @@ def _scored_end(out: StrOut) -> StrOut:
 def finish_of(out: StrOut | None, output: ChoiceOutput | None = None) -> Object:
     if out is None or out.finish_reason is None:
         return {"finish_reason": None, "stop_reason": None}
-    reason = out.finish_reason.value if output is None else output.finish_reason(out.finish_reason)
+    is_call = output is not None and output.has_calls and out.finish_reason is FinishReason.STOP
+    reason = "tool_calls" if is_call else out.finish_reason.value
     return {"finish_reason": reason, "stop_reason": out.stop_reason}
 
 

@@ -8,8 +8,9 @@ from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag,
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError, ResponseNotFoundError
-from lightserve.httpserver.chat.request import MAX_MESSAGES, MAX_TOOLS, NewTokens, Share, ToolFunction
+from lightserve.httpserver.chat.request import MAX_MESSAGES, MAX_TOOLS, ToolFunction
 from lightserve.httpserver.chat.translation import Joined, Object, TranslatedChat, tools_of_type, translated
+from lightserve.httpserver.fields.generation import NewTokens, Share
 from lightserve.httpserver.fields.grammar import Schema
 from lightserve.httpserver.fields.thinking import Budget
 from lightserve.httpserver.wire.body import Body, at_most, check

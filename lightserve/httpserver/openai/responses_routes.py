@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from lightserve.errors import ResponseNotFoundError
 from lightserve.httpserver.chat.parts import respond_in_parts
+from lightserve.httpserver.chat.prepare import prepare_chat
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.openai.chat_routes import prepare
 from lightserve.httpserver.openai.responses_request import ResponsesBody, chat_of, responses_body
 from lightserve.httpserver.openai.responses_response import ResponsesAnswer
 from lightserve.httpserver.wire.body import documented
@@ -23,7 +23,7 @@ def routes(context: ServerContext) -> APIRouter:
     async def responses(request: Request) -> Response:
         value = await context.read(request)
         body = responses_body(value)
-        chat = await prepare(context, request, chat_of(body))
+        chat = await prepare_chat(context, request, chat_of(body))
         answer = ResponsesAnswer(chat.plan.new_choice(), chat.log, context.model_name, value)
         generation = context.manager.generate(chat.asks, chat.log)
         return await respond_in_parts(request, body.stream, generation, answer)

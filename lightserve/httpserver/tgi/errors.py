@@ -7,8 +7,8 @@ from typing import Any
 from starlette.responses import Response
 
 from lightserve.errors import AbortedError, LightserveError, OverloadedError, RequestError, UnavailableError
-from lightserve.httpserver.generate.call import json_response
 from lightserve.httpserver.wire.errors import error_object, headers_of, log_error
+from lightserve.httpserver.wire.json_response import json_response
 
 INVALID = 422
 FAILED = 424

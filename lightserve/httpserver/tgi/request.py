@@ -12,8 +12,9 @@ from pydantic import Field
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.grammar import TgiGrammar, grammar_of
+from lightserve.httpserver.fields.inputs import check_input_ids
+from lightserve.httpserver.fields.stopping import check_stop_strings
 from lightserve.httpserver.fields.token_healing import heal
-from lightserve.httpserver.generate.call import check_prompt, check_stops
 from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.wire.body import Body
 from lightserve.io_struct import SamplingParams
@@ -115,7 +116,7 @@ def _check(context: ServerContext, parameters: TgiParameters, streams: bool) -> 
     for is_fine, wanted in _rules(context, parameters, streams):
         if not is_fine:
             raise InvalidRequestError(wanted)
-    check_stops("stop", parameters.stop or ())
+    check_stop_strings("stop", parameters.stop or ())
 
 
 def _rules(context: ServerContext, p: TgiParameters, streams: bool) -> Iterator[tuple[bool, str]]:
@@ -167,13 +168,13 @@ def _signed(seed: int) -> int:
 
 async def _prompt_ids(context: ServerContext, inputs: str, truncate: int | None) -> list[int]:
     if not inputs:
-        check_prompt(context, [])
+        check_input_ids(context, [])
     if truncate is None:
         ids = await context.encode(inputs)
     else:
         enough = context.manager.limits.max_req_total_len * context.tokenizer.longest_token
         ids = (await context.encode(inputs[-enough:]))[-truncate:]
-    check_prompt(context, ids)
+    check_input_ids(context, ids)
     return ids
 
 

@@ -7,67 +7,81 @@ from collections.abc import Sequence
 from typing import Any
 
 import orjson
+from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import ClientGoneError, LightserveError
-from lightserve.httpserver.generate.call import Call, finite, json_response, logprob_json, mean_logprob, text_of
-from lightserve.httpserver.openai.prompt_logprobs import ScoredPrompt
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.logprobs import finite_logprob, logprob_json, mean_logprob, unpack_prompt_logprobs
 from lightserve.httpserver.tgi.errors import tgi_error_object, tgi_error_response
 from lightserve.httpserver.tgi.request import TgiAsk, TgiBody, tgi_ask
+from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import check
-from lightserve.httpserver.wire.sse import EventStream, events_of, unless_gone
-from lightserve.io_struct import FinishReason, StrOut
+from lightserve.httpserver.wire.json_response import json_response
+from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
+from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
 from lightserve.model_files.tokenizer import Tokenizer
 
 COMPUTE_TYPE = "lightserve"  # the HTTP processes do not know the device
 
 
-async def tgi_answer(call: Call, value: dict[str, Any]) -> Response:
+async def tgi_response(
+    context: ServerContext, request: Request, log: AccessLog, value: dict[str, Any], streams: bool | None
+) -> Response:
+    """``streams`` None: the body says whether it is a stream."""
     try:
-        return await _answer(call, value)
+        return await _response(context, request, log, value, streams)
     except ClientGoneError:
         raise
     except LightserveError as error:
-        return tgi_error_response(error, call.log.request_id)
+        return tgi_error_response(error, log.request_id)
 
 
-async def _answer(call: Call, value: dict[str, Any]) -> Response:
+async def _response(
+    context: ServerContext, request: Request, log: AccessLog, value: dict[str, Any], streams: bool | None
+) -> Response:
     body = check(TgiBody, value)
-    streams = bool(body.stream) if call.streams is None else call.streams
-    asked = await tgi_ask(call.context, body, streams)
-    call.log.prompt_tokens = len(asked.ask.prompt_ids)
+    is_stream = bool(body.stream) if streams is None else streams
+    asked = await tgi_ask(context, body, is_stream)
+    log.prompt_tokens = len(asked.ask.prompt_ids)
     validated_s = time.monotonic()
     headers = {"x-compute-type": COMPUTE_TYPE, "x-compute-characters": str(len(body.inputs))}
-    if streams:
-        events = events_of(call.generate(asked.ask), TgiLines(asked, call.context.tokenizer))
-        return await EventStream.open(call.request, events, headers)
-    choices = await unless_gone(call.request, call.rows(asked.ask, asked.best_of))
+    generation = context.manager.generate([asked.ask], log, asked.best_of)
+    if is_stream:
+        events = events_of(generation, TgiLines(asked, context.tokenizer), log.request_id)
+        return await EventStream.open(request, events, headers)
+    choices = await until_disconnect(request, generation.collect())
     best = max(range(asked.best_of), key=lambda i: mean_logprob(choices[i]))
-    answer = tgi_whole(asked, choices, best, call.context.tokenizer)
-    headers |= _timings(call, choices[best], validated_s)
-    return json_response([answer] if call.streams is None else answer, headers)  # POST / answers with a list
+    answer = tgi_whole(asked, choices, best, context.tokenizer)
+    headers |= _timings(log, choices[best], validated_s)
+    return json_response([answer] if streams is None else answer, headers)  # POST / returns a list
 
 
 def tgi_whole(asked: TgiAsk, choices: list[list[StrOut]], best: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    text = asked.before + text_of(choices[best])
+    text = asked.before + _text(choices[best])
     if not asked.details:
         return {"generated_text": text}
     details = _details(asked, choices[best], best, tokenizer)
     if asked.best_of > 1:
         details["best_of_sequences"] = [
-            {"generated_text": asked.before + text_of(rows), **_details(asked, rows, i, tokenizer)}
+            {"generated_text": asked.before + _text(rows), **_details(asked, rows, i, tokenizer)}
             for i, rows in enumerate(choices)
             if i != best
         ]
     return {"generated_text": text, "details": details}
 
 
+def _text(rows: Sequence[StrOut]) -> str:
+    return "".join([row.text for row in rows])
+
+
 def _details(asked: TgiAsk, rows: Sequence[StrOut], choice: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    has_prefill = asked.ask.sampling.prompt_logprobs is not None
     details: dict[str, Any] = {
         "finish_reason": finish_reason(rows[-1]),
         "generated_tokens": len(rows),
         "seed": None if asked.seed is None else (asked.seed + choice) % 2**64,  # as the manager gives them out
-        "prefill": _prefill(asked, rows[0], tokenizer),
+        "prefill": prefill(asked.ask.prompt_ids, rows[0].prompt, tokenizer) if has_prefill else [],
         "tokens": [_token(row.token_id, row.text, row.logprob, is_special(row, tokenizer)) for row in rows],
     }
     if asked.top_n_tokens:
@@ -75,14 +89,20 @@ def _details(asked: TgiAsk, rows: Sequence[StrOut], choice: int, tokenizer: Toke
     return details
 
 
-def _prefill(asked: TgiAsk, first: StrOut, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    if asked.ask.sampling.prompt_logprobs is None:
-        return []
-    return ScoredPrompt(tokenizer, asked.ask.prompt_ids).prefill(first.prompt)
+def prefill(prompt_ids: Sequence[int], packed: PromptLogprobs | None, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The tokens of a prompt with their logprobs."""
+    return [
+        {
+            "id": token.token_id,
+            "text": tokenizer.decoder.token_text(token.token_id),
+            "logprob": finite_logprob(token.logprob),
+        }
+        for token in unpack_prompt_logprobs(prompt_ids, packed)
+    ]
 
 
 def _token(token_id: int, text: str, logprob: float | None, special: bool) -> dict[str, Any]:
-    return {"id": token_id, "text": text, "logprob": finite(logprob), "special": special}
+    return {"id": token_id, "text": text, "logprob": finite_logprob(logprob), "special": special}
 
 
 def _top_tokens(row: StrOut, tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -104,9 +124,9 @@ def finish_reason(row: StrOut) -> str:
     return "eos_token" if row.stop_reason is None else "stop_sequence"
 
 
-def _timings(call: Call, rows: Sequence[StrOut], validated_s: float) -> dict[str, str]:
-    total_s = time.monotonic() - call.log.arrived_s
-    validation_s = validated_s - call.log.arrived_s
+def _timings(log: AccessLog, rows: Sequence[StrOut], validated_s: float) -> dict[str, str]:
+    total_s = time.monotonic() - log.arrived_s
+    validation_s = validated_s - log.arrived_s
     queue_s = 0.0 if rows[0].admission is None else rows[0].admission.queue_s
     inference_s = max(total_s - validation_s - queue_s, 0.0)
     in_ms = {
@@ -119,7 +139,7 @@ def _timings(call: Call, rows: Sequence[StrOut], validated_s: float) -> dict[str
     return {
         "x-compute-time": f"{total_s:.6f}",
         **{name: str(int(seconds * 1000)) for name, seconds in in_ms.items()},
-        "x-prompt-tokens": str(call.log.prompt_tokens),
+        "x-prompt-tokens": str(log.prompt_tokens),
         "x-generated-tokens": str(len(rows)),
     }
 

@@ -1,6 +1,6 @@
-"""What surrounds every request: its id, the key check, its turn, and a last net for errors.
+"""What surrounds every request: its id, the API key check, the throttle, and the handler of unexpected exceptions.
 
-Pure ASGI in one class: a request pays some 5 us, a chunk of a stream one plain function call of 0.1 us.
+Pure ASGI in one class: a request costs some 5 us, a chunk of a stream one plain function call of 0.1 us.
 """
 
 from __future__ import annotations
@@ -9,27 +9,33 @@ import hashlib
 import hmac
 import os
 import re
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightserve.errors import ForbiddenError, UnauthorizedError
-from lightserve.httpserver.anthropic import errors as anthropic_errors
-from lightserve.httpserver.wire.errors import error_response, log_error
-from lightserve.httpserver.wire.request_throttle import Turns
+from lightserve.httpserver.wire.errors import ErrorFormat, error_response, format_of, log_error
+from lightserve.httpserver.wire.request_throttle import RequestThrottle
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/liveness", "/readiness"})  # for probes, which have no key
-ADMIN_PATHS = frozenset({"/abort_request"})  # what changes the server, or the requests of others
+ADMIN_PATHS = frozenset({"/abort_request"})  # they change the server, or requests of other clients
 MAX_ID_LENGTH = 128
 _NOT_IN_AN_ID = re.compile(rb"[^\w.:-]+")  # of bytes, so \w is ASCII
 
 
 class RequestMiddleware:
-    def __init__(self, app: ASGIApp, api_keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: Iterable[str],
+        admin_keys: Iterable[str] = (),
+        error_formats: Sequence[ErrorFormat] = (),
+    ) -> None:
         self._app = app
-        self._turns = Turns()
+        self._throttle = RequestThrottle()
         self._keys = _Keys(api_keys)
         self._admin_keys = _Keys(admin_keys)
+        self._error_formats = error_formats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # lifespan; there are no websocket routes
@@ -38,31 +44,32 @@ class RequestMiddleware:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         id_bytes = _clean(headers.get(b"x-request-id", b"")) or os.urandom(8).hex().encode()
         request_id = scope.setdefault("state", {})["request_id"] = id_bytes.decode()
+        error_format = format_of(self._error_formats, scope["path"])
         is_started = False
 
-        def send_with_id(message: Message) -> Awaitable[None]:  # not async: a chunk needs no frame of its own
+        def send_with_id(message: Message) -> Awaitable[None]:  # not async: saves a coroutine a chunk
             nonlocal is_started
             if not is_started:
                 is_started = True
-                named: str = scope["state"]["request_id"]  # the body may have named the request since
-                ids = [(header, named.encode()) for header in _id_headers(scope["path"])]
-                message["headers"] = [*message.get("headers", ()), *ids]
+                sent_id = scope["state"]["request_id"].encode()  # a field of the body may have set it meanwhile
+                extra = () if error_format is None else ((error_format.id_header, sent_id),)
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", sent_id), *extra]
             return send(message)
 
         try:
             if scope["path"] not in OPEN_PATHS:
                 self._check_key(scope["path"], headers)
             if scope["method"] == "POST":
-                await self._turns.next()
+                await self._throttle.wait()
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             log_error(error, request_id)
             if is_started:
-                raise  # the server cuts the connection, so the client sees that something is missing
-            await error_response(error, request_id, scope["path"])(scope, receive, send_with_id)
+                raise  # uvicorn closes the connection, so the client sees that the response is incomplete
+            await error_response(error, request_id, error_format)(scope, receive, send_with_id)
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        """Where there are admin keys, admin paths want one; it opens the others too."""
+        """Where admin keys are set, admin paths need one. An admin key is valid on the other paths too."""
         needs_admin = bool(self._admin_keys) and path in ADMIN_PATHS
         if not self._keys and not needs_admin:
             return
@@ -76,7 +83,7 @@ class RequestMiddleware:
 
 
 class _Keys:
-    """Compares in as much time for a key that is almost right as for any other."""
+    """API keys, compared in constant time."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
@@ -92,11 +99,6 @@ def _digests_of(headers: dict[bytes, bytes]) -> list[bytes]:
     scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
     keys = [headers.get(b"x-api-key", b""), bearer.strip() if scheme.lower() == b"bearer" else b""]
     return [hashlib.sha256(key).digest() for key in keys if key]
-
-
-def _id_headers(path: str) -> tuple[bytes, ...]:
-    """Anthropic's client looks for the second."""
-    return (b"x-request-id", b"request-id") if path.startswith(anthropic_errors.PATH) else (b"x-request-id",)
 
 
 def _clean(request_id: bytes) -> bytes:

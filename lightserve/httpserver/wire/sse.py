@@ -1,10 +1,10 @@
-"""Answers that come piece by piece, and callers that leave before the end."""
+"""Responses as server-sent events, and work that stops when the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -12,19 +12,31 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lightserve.errors import ClientGoneError, LightserveError
-from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.wire.errors import log_error
 from lightserve.io_struct import StrOut
 
 T = TypeVar("T")
+Outs = list[tuple[int, StrOut]]  # tokens, each with the index of its sequence
 
-# what /openapi.json says of an answer that may come so
+# what /openapi.json says about a response that may be a stream
 DOCUMENTED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would hold the events back
 
 
+class EventWriter(Protocol):
+    """Writes tokens as the events of one API."""
+
+    def write(self, outs: Outs) -> bytes: ...
+
+    def end(self) -> bytes:
+        """What follows the last token."""
+
+    def error(self, error: LightserveError, request_id: str) -> bytes:
+        """What replaces the rest of the stream."""
+
+
 class EventStream(Response):
-    """Sends what a generator of event bytes yields; a client that leaves closes the generator."""
+    """Sends what a generator of event bytes yields, and closes the generator when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -46,9 +58,9 @@ class EventStream(Response):
     async def open(
         cls, request: Request, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None
     ) -> EventStream:
-        """Waits for the first event, so that an error before it is still an HTTP status."""
+        """Wait for the first event, so that an error before it is still an HTTP status."""
         try:
-            first = await unless_gone(request, anext(events))
+            first = await until_disconnect(request, anext(events))
         except BaseException:
             await events.aclose()
             raise
@@ -58,7 +70,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._events):
             sending = asyncio.ensure_future(self._send_all(send))
-            await _first_done(sending, _gone(receive))
+            await _run_until(sending, _disconnected(receive))
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
@@ -67,25 +79,15 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class EventWriter(Protocol):
-    """One schema's way to put what came into the bytes of events."""
-
-    def write(self, news: list[tuple[int, StrOut]]) -> bytes: ...
-
-    def end(self) -> bytes:
-        """What comes after the last token."""
-
-    def error(self, error: LightserveError, request_id: str) -> bytes:
-        """What comes instead of the rest."""
-
-
-async def events_of(generation: Generation, writer: EventWriter) -> AsyncGenerator[bytes, None]:
-    """A generation as events. An error before the first of them is raised: it can still be an HTTP status."""
+async def events_of(
+    generation: AbstractAsyncContextManager[AsyncIterator[Outs]], writer: EventWriter, request_id: str
+) -> AsyncGenerator[bytes, None]:
+    """The tokens of a generation as events. An error before the first event is raised; a later one is an event."""
     has_begun = False
     try:
-        async with generation:
-            async for news in generation:
-                events = writer.write(news)
+        async with generation as batches:
+            async for outs in batches:
+                events = writer.write(outs)
                 if events:
                     has_begun = True
                     yield events
@@ -93,25 +95,24 @@ async def events_of(generation: Generation, writer: EventWriter) -> AsyncGenerat
     except LightserveError as error:
         if not has_begun:
             raise
-        request_id = generation.log.request_id
         log_error(error, request_id)
         end = writer.error(error, request_id)
     if end:
         yield end
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client leaves. The body must have been read."""
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client disconnects. The body must have been read."""
     task = asyncio.ensure_future(work)
-    await _first_done(task, _gone(request.receive))
+    await _run_until(task, _disconnected(request.receive))
     if task.cancelled():
         raise ClientGoneError("the client closed the connection")
     return task.result()
 
 
-async def _first_done(task: asyncio.Future[Any], other: Coroutine[Any, Any, None]) -> None:
-    """Waits for ``task``; cancels it when ``other`` ends first."""
-    watcher = asyncio.ensure_future(other)
+async def _run_until(task: asyncio.Future[Any], event: Coroutine[Any, Any, None]) -> None:
+    """Wait for ``task``; cancel it when ``event`` comes first."""
+    watcher = asyncio.ensure_future(event)
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -121,6 +122,6 @@ async def _first_done(task: asyncio.Future[Any], other: Coroutine[Any, Any, None
         await asyncio.wait((task, watcher))
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -17,8 +17,9 @@ from lightserve.httpserver.admin.tokenize import (
     TokenizeTgiBody,
 )
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
-from lightserve.httpserver.chat.request import ChatBody, CompletionBody
+from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.lightllm.request import NativeBody
+from lightserve.httpserver.openai.completions_request import CompletionBody
 from lightserve.httpserver.openai.responses_request import ResponsesBody
 from lightserve.httpserver.tgi.request import TgiBody
 from lightserve.httpserver.wire.body import MAX_VALUES, Body, check

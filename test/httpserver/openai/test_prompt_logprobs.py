@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lightserve.httpserver.openai.prompt_logprobs import ScoredPrompt
+from lightserve.httpserver.tgi.response import prefill
 from lightserve.io_struct import GenerateReq, PromptLogprobs, ReqFailed, StrOut
 from test.httpserver.fake_engine import Script
 from test.httpserver.openai_server import Server, events, rows, running
@@ -226,4 +227,4 @@ def test_an_impossible_token_has_a_number_that_json_can_write() -> None:
     assert entries is not None
     assert written["token_logprobs"] == [None, -9999.0]
     assert entries[1] == {str(IDS[1]): {"logprob": -9999.0, "rank": 9, "decoded_token": " upon"}}
-    assert prompt.prefill(impossible)[1] == {"id": IDS[1], "text": " upon", "logprob": -9999.0}
+    assert prefill(IDS[:2], impossible, smol())[1] == {"id": IDS[1], "text": " upon", "logprob": -9999.0}

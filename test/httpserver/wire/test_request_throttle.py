@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from lightserve.httpserver.wire.request_throttle import Turns
+from lightserve.httpserver.wire.request_throttle import RequestThrottle
 
 
 def test_a_few_begin_in_a_round_and_all_in_order() -> None:
     async def scenario() -> list[tuple[int, int]]:
-        turns = Turns(per_round=3)
+        throttle = RequestThrottle(per_iteration=3)
         rounds = 0
         begun: list[tuple[int, int]] = []
 
         async def begin(index: int) -> None:
-            await turns.next()
+            await throttle.wait()
             begun.append((index, rounds))
 
         async with asyncio.TaskGroup() as tasks:
@@ -34,9 +34,9 @@ def test_a_few_begin_in_a_round_and_all_in_order() -> None:
 
 def test_one_that_comes_alone_does_not_wait() -> None:
     async def scenario() -> None:
-        turns = Turns(per_round=1)
+        throttle = RequestThrottle(per_iteration=1)
         for _ in range(3):
-            begin = turns.next()
+            begin = throttle.wait()
             with contextlib.suppress(StopIteration):
                 begin.send(None)
                 raise AssertionError("it waits")
@@ -47,8 +47,8 @@ def test_one_that_comes_alone_does_not_wait() -> None:
 
 def test_one_that_leaves_holds_up_nobody() -> None:
     async def scenario() -> None:
-        turns = Turns(per_round=1)
-        tasks = [asyncio.create_task(turns.next()) for _ in range(4)]
+        throttle = RequestThrottle(per_iteration=1)
+        tasks = [asyncio.create_task(throttle.wait()) for _ in range(4)]
         await asyncio.sleep(0)
         tasks[1].cancel()
         tasks[2].cancel()

@@ -1,0 +1,142 @@
+"""The fields that OpenAI's chat and completions share, with what vLLM and LightLLM users add to them.
+
+Every field may be null, which is as good as absent. unsupported.py has the fields that are refused; any other unknown
+field is ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, model_validator
+
+from lightserve.errors import InvalidRequestError
+from lightserve.httpserver.fields.beam_search import BeamFields
+from lightserve.httpserver.fields.grammar import GrammarFields
+from lightserve.httpserver.fields.scheduling import TermsBody
+from lightserve.httpserver.fields.stopping import StopStrings
+from lightserve.httpserver.fields.token_rules import AllowedIds, RuleFields
+from lightserve.httpserver.fields.unsupported import refuse_later
+from lightserve.httpserver.wire.body import Body, at_most, check
+
+MAX_CHOICES = 128  # of one prompt, as OpenAI
+MAX_STOP_IDS = 1024
+MAX_BAD_WORDS = 128
+MAX_BIASED = 1024
+
+G = TypeVar("G", bound="GenerationBody")
+
+Count = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+NewTokens = Annotated[int, Field(ge=1)]
+MaxTokens = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+TokenId = Annotated[int, Field(ge=0)]
+BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM: usage in every chunk, where include_usage is set too
+
+
+class GenerationBody(TermsBody, BeamFields, GrammarFields, RuleFields):
+    """What both endpoints take."""
+
+    model: str | None = None
+    n: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: MaxTokens | None = None  # 0: only what is told of the prompt
+    max_completion_tokens: MaxTokens | None = None  # the newer name wins
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASED), at_most(MAX_BIASED)] | None = None
+    bad_words: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=MAX_BAD_WORDS)] | None
+    ) = None
+    allowed_token_ids: AllowedIds | None = None
+    watermark: bool | None = None  # TGI's
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # -1: a random one, as in vLLM and LightLLM
+    stop: StopStrings = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # keep the last ones; -1: as many as fit
+    prompt_logprobs: TopLogprobs | None = None
+    use_beam_search: bool | None = None  # so does num_beams > 1
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] | None = None
+    user: str | None = None
+
+    @property
+    def new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def is_scoring(self) -> bool:
+        """Nothing is to be generated."""
+        return self.new_tokens == 0
+
+    @property
+    def tells_prompt(self) -> bool:
+        return self.prompt_logprobs is not None
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """To each token of the prompt; None: it need not be told how likely it is."""
+        return self.prompt_logprobs
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def candidates(self) -> int:
+        """Answers to generate for a prompt."""
+        return self.choices
+
+    @property
+    def beams(self) -> int | None:
+        """Of a beam search; None where none is asked for."""
+        if not self.use_beam_search and (self.num_beams or 1) == 1:
+            return None
+        return self.num_beams or self.candidates
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options: only with stream", "stream_options")
+        if self.is_scoring and not self.tells_prompt:
+            name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+            raise InvalidRequestError(f"{name}: 0 only with echo or prompt_logprobs", name)
+        if (self.min_tokens or 0) > (math.inf if self.new_tokens is None else self.new_tokens):
+            found = f"min_tokens={self.min_tokens} is more than max_tokens={self.new_tokens}"
+            raise InvalidRequestError(found, "min_tokens")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError("truncate_prompt_tokens: a positive number, or -1", "truncate_prompt_tokens")
+        return self
+
+
+def checked(model: type[G], value: dict[str, Any]) -> G:
+    refuse_later(value)
+    return check(model, value)
