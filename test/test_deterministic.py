@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightserve.httpserver.logprobs import PromptToken
-from lightserve.io_struct import SamplingParams
+from lightserve.io_struct import GenerationParams
 from lightserve.llm import LLM, Generation
 from lightserve.worker.sampling.prompt_logprobs import scores_of
 
@@ -30,9 +30,9 @@ CONFIG = {
 DEVICES = [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
 LENGTH = 200
 SAID = 200
-ASKED = SamplingParams(max_new_tokens=8, temperature=0.0, logprobs=5, ignore_eos=True)
-SCORED = SamplingParams(max_new_tokens=8, temperature=0.0, logprobs=5, prompt_logprobs=2, ignore_eos=True)
-OTHER = SamplingParams(max_new_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
+ASKED = GenerationParams.of(max_new_tokens=8, temperature=0.0, logprobs=5, ignore_eos=True)
+SCORED = GenerationParams.of(max_new_tokens=8, temperature=0.0, logprobs=5, prompt_logprobs=2, ignore_eos=True)
+OTHER = GenerationParams.of(max_new_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
 Bits = tuple[list[int], list[float], list[list[tuple[int, float]]]]
 
 

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
-from lightserve.io_struct import SamplingParams, Step
+from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
 from lightserve.worker.sampling import prompt_logprobs as worker_prompt_logprobs
 from test.models.tiny import build_hf
@@ -21,7 +21,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = 1e-4
 K = 5
 VOCAB = 131
-PLAIN = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
+PLAIN = GenerationParams.of(max_new_tokens=4, temperature=0.0, ignore_eos=True)
 SCORED = msgspec.structs.replace(PLAIN, prompt_logprobs=K)
 
 

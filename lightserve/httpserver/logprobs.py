@@ -52,4 +52,4 @@ def logprob_json(logprob: float | None) -> bytes:
 
 def mean_logprob(outs: Sequence[StrOut]) -> float:
     """Of the tokens of one sequence."""
-    return sum(out.logprob or 0.0 for out in outs) / len(outs)
+    return sum(out.token.logprob or 0.0 for out in outs) / len(outs)

@@ -11,9 +11,9 @@ from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.beam_search.algorithm import MAX_CANDIDATES, MAX_LENGTH_PENALTY, BeamParams
 from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.wire.body import Body
-from lightserve.io_struct import SamplingParams
+from lightserve.io_struct import GenerationParams
 
-PLAIN = SamplingParams()
+PLAIN = GenerationParams()
 # sampling parameters that say which token may follow which: a search asks for the model's own likeliest tokens
 RULES = (
     "min_new_tokens",
@@ -48,22 +48,23 @@ class BeamFields(Body):
 
     def beam_params(self, num_beams: int, n: int, asks: Sequence[Ask]) -> BeamParams:
         """The search that was asked for, the ``n`` best of every prompt. ``asks`` differ by their prompts only."""
-        sampling = asks[0].sampling
+        stopping = asks[0].params.stopping
         return BeamParams(
             num_beams=num_beams,
             n=n,
-            max_new_tokens=max(ask.sampling.max_new_tokens for ask in asks),  # a context that is full ends it too
+            # a context that is full ends it too
+            max_new_tokens=max(ask.params.stopping.max_new_tokens for ask in asks),
             length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
             early_stopping=self.early_stopping or False,
-            ignore_eos=sampling.ignore_eos,
-            stop_token_ids=sampling.stop_token_ids,
+            ignore_eos=stopping.ignore_eos,
+            stop_token_ids=stopping.stop_token_ids,
         )
 
 
-def refuse_rules(sampling: SamplingParams, names: Mapping[str, str]) -> None:
+def refuse_rules(params: GenerationParams, names: Mapping[str, str]) -> None:
     """A search obeys no rules on tokens; ``names`` are the body's names of sampling parameters, where they differ."""
     for rule in RULES:
-        if getattr(sampling, rule) != getattr(PLAIN, rule):
+        if params.get(rule) != PLAIN.get(rule):
             raise not_with_beams(names.get(rule, rule))
 
 
