@@ -12,7 +12,7 @@ from lightserve.httpserver.anthropic import errors as anthropic_errors, routes a
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate import routes as generate_routes
 from lightserve.httpserver.openai import chat_routes, completions_routes, responses_routes
-from lightserve.httpserver.wire.errors import DOCUMENTED, add_error_handlers
+from lightserve.httpserver.wire.errors import OPENAPI_ERRORS, add_error_handlers
 from lightserve.httpserver.wire.middleware import RequestMiddleware
 
 # the framework tries routes in this order, so the most used come first
@@ -46,7 +46,7 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
     routes = [route for module in ROUTE_MODULES for route in module.routes(context).routes]
     for route in routes:
         if isinstance(route, APIRoute):
-            route.responses = DOCUMENTED | route.responses
+            route.responses = OPENAPI_ERRORS | route.responses
     app.router.routes[:0] = routes  # before the routes of /docs
 
 

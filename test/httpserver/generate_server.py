@@ -68,7 +68,7 @@ Scenario = Callable[[Served], Awaitable[None]]
 
 
 def serve(scenario: Scenario, run_dir: Path, script: Script, config: HttpConfig | None = None) -> None:
-    """Runs ``scenario`` against a server whose engine answers by ``script``."""
+    """Runs ``scenario`` against a server whose fake engine follows ``script``."""
 
     async def run() -> None:
         async with (

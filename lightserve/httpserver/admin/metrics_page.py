@@ -1,7 +1,7 @@
-"""The router's metrics as Prometheus text, under our names and, where asked for, under those of other servers.
+"""The router's metrics as Prometheus text, with the names of LightServe and, on request, of other servers.
 
-Lines are prepared once and only filled in at a scrape: 1,000 lines take 0.3 ms of the event loop, 15 ms with
-prometheus_client.
+Lines are prepared once and filled in at a scrape: 1,000 lines take 0.3 ms of the event loop; prometheus_client takes
+15 ms.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from lightserve.utils.metrics import CATALOGUE, Kind, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-ENGINE_UP = Metric("engine_up", Kind.GAUGE, "1 if a token could be produced now, else 0.")
+ENGINE_UP = Metric("engine_up", Kind.GAUGE, "1 if a token can be generated now, else 0.")
 
-# what other servers count in one number; see _with_sums
+# metrics of other servers that are sums of ours; see _with_sums
 SUMS = (
     Metric("request_ended_total", Kind.COUNTER, "Requests that ended without an error."),
     Metric("request_refused_or_failed_total", Kind.COUNTER, "Requests that were refused or ended with an error."),
-    Metric("request_total", Kind.COUNTER, "Requests that are over, however they ended."),
+    Metric("request_total", Kind.COUNTER, "Requests that have ended, with or without an error."),
     Metric("prefix_cache_hit_rate", Kind.GAUGE, "Share of all prompt tokens found in the prefix cache."),
 )
 
-_OURS_ALONE = {
+_NOT_IN_VLLM = {
     "kv_used_tokens",
     "forced_tokens_total",
     "request_refused_total",
@@ -40,7 +40,7 @@ _OURS_ALONE = {
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The metrics that a server exports: its name for each, and ours."""
+    """The metrics that a server exports: its name for each, and the name in utils/metrics.py."""
 
     prefix: str
     ours: Mapping[str, str]
@@ -49,7 +49,7 @@ class Names:
 
 NAMES = {
     "lightserve": Names("lightserve_", {one.name: one.name for one in CATALOGUE}, {}),
-    "vllm": Names("vllm:", {one.name: one.name for one in CATALOGUE if one.name not in _OURS_ALONE}, {"engine": "0"}),
+    "vllm": Names("vllm:", {one.name: one.name for one in CATALOGUE if one.name not in _NOT_IN_VLLM}, {"engine": "0"}),
     "lightllm": Names(
         "lightllm_",
         {
@@ -66,7 +66,7 @@ NAMES = {
             "request_inference_duration": "request_inference_time_seconds",
             "request_mean_time_per_token_duration": "request_time_per_output_token_seconds",
             "request_first_token_duration": "time_to_first_token_seconds",
-            "request_queue_duration_bucket": "request_queue_time_seconds",  # so misnamed there: ..._bucket_bucket
+            "request_queue_duration_bucket": "request_queue_time_seconds",  # LightLLM exports ..._bucket_bucket
             "request_input_length": "request_prompt_tokens",
             "request_generated_tokens": "request_generation_tokens",
             "request_max_new_tokens": "request_max_num_generation_tokens",
@@ -87,7 +87,7 @@ class MetricsPage:
         ]
 
     def render(self, snapshot: MetricsSnapshot | None, is_up: bool) -> bytes:
-        """``snapshot`` is None until the router has spoken; then only ``is_up`` is known."""
+        """``snapshot`` is None until the router has sent one; then only ``is_up`` is known."""
         parts = [*self._engine_up.text(MetricsSnapshot(values={ENGINE_UP.name: float(is_up)}))]
         if snapshot is not None:
             full = _with_sums(snapshot)
@@ -96,7 +96,7 @@ class MetricsPage:
 
 
 class _Series:
-    """One metric under one name, every line up to its value."""
+    """One metric under one name: its lines without their values."""
 
     def __init__(self, metric: Metric, name: str, labels: str) -> None:
         self._metric = metric

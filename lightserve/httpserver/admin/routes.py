@@ -1,4 +1,4 @@
-"""Routes about the server itself: which model, how it is, how busy, and the end of requests by name."""
+"""Routes about the server itself: model, version, health, metrics, load, and aborting requests."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightserve import __version__
 from lightserve.errors import InvalidRequestError, UnavailableError
 from lightserve.httpserver.admin.metrics_page import CONTENT_TYPE, MetricsPage
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.wire.body import Body, check, documented
+from lightserve.httpserver.wire.body import Body, openapi_body, validate
 from lightserve.httpserver.wire.errors import error_response
 
 
 class AbortBody(Body):
-    request_id: str | None = Field(None, description="the X-Request-Id of the request to end")
+    request_id: str | None = Field(None, description="the X-Request-Id of the request to abort")
     rid: str | None = Field(None, description="the same")
-    abort_all: bool = Field(False, description="end every request instead")
+    abort_all: bool = Field(False, description="abort all requests instead")
 
 
 def routes(context: ServerContext) -> APIRouter:
@@ -72,17 +72,17 @@ def _add_health(router: APIRouter, context: ServerContext) -> None:
     @router.get("/readiness")
     @router.post("/readiness")
     async def health() -> Response:
-        """200 only if a token could be produced now."""
-        trouble = context.manager.trouble()
-        if trouble is None:
+        """200 only if a token can be generated now."""
+        unhealthy_reason = context.manager.unhealthy_reason()
+        if unhealthy_reason is None:
             return JSONResponse({"status": "ok"})
-        return error_response(UnavailableError(trouble))  # not raised: a probe is not worth a line in the log
+        return error_response(UnavailableError(unhealthy_reason))  # not raised: a probe needs no log line
 
     @router.get("/liveness")
     @router.post("/liveness")
     @router.get("/ping")
     async def liveness() -> JSONResponse:
-        """200 as long as this process lives."""
+        """200 as long as this process runs."""
         return JSONResponse({"status": "ok"})
 
 
@@ -94,27 +94,27 @@ def _add_load(router: APIRouter, context: ServerContext) -> None:
     async def metrics() -> Response:
         """Prometheus text."""
         snapshot = None if manager.stats is None else manager.stats.metrics
-        return Response(page.render(snapshot, is_up=manager.trouble() is None), media_type=CONTENT_TYPE)
+        return Response(page.render(snapshot, is_up=manager.unhealthy_reason() is None), media_type=CONTENT_TYPE)
 
     @router.get("/token_load")
     async def token_load() -> JSONResponse:
-        """Share of the KV pool in use, under LightLLM's three names."""
+        """The share of the KV pool that is used, under LightLLM's three names."""
         used = 0.0 if manager.stats is None else manager.stats.metrics.values["kv_cache_usage_perc"]
         return JSONResponse(dict.fromkeys(("current_load", "logical_max_load", "dynamic_max_load"), used))
 
     @router.get("/load")
     async def load() -> JSONResponse:
-        """Requests that this HTTP process has open."""
-        return JSONResponse({"server_load": manager.open_requests})
+        """Requests that run in this HTTP process."""
+        return JSONResponse({"server_load": manager.running_requests})
 
 
 def _add_abort(router: APIRouter, context: ServerContext) -> None:
-    @router.post("/abort_request", openapi_extra=documented(AbortBody))
+    @router.post("/abort_request", openapi_extra=openapi_body(AbortBody))
     async def abort_request(request: Request) -> JSONResponse:
-        """Ends the requests of a name, or all. A name that nobody has is no error: its request may just have ended."""
-        body = check(AbortBody, await context.read(request))
-        name = body.request_id or body.rid
-        if not body.abort_all and not name:
+        """Abort the requests with an id, or all. An unknown id is not an error: its request may just have ended."""
+        body = validate(AbortBody, await context.read(request))
+        request_id = body.request_id or body.rid
+        if not body.abort_all and not request_id:
             raise InvalidRequestError("give request_id, or abort_all: true", "request_id")
-        context.manager.abort_named(None if body.abort_all else name)
+        context.manager.abort_requests(None if body.abort_all else request_id)
         return JSONResponse({"status": "ok"})

@@ -15,14 +15,14 @@ from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.httpserver.chat.prompt import chat_prompt
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
-from lightserve.httpserver.fields.generation import checked
+from lightserve.httpserver.fields.generation import validate_supported
 from lightserve.httpserver.fields.inputs import refuse_media
 from lightserve.httpserver.tgi.errors import tgi_error_response
-from lightserve.httpserver.wire.body import Body, check, documented
+from lightserve.httpserver.wire.body import Body, openapi_body, validate
 from lightserve.httpserver.wire.json_response import json_response
 
-MAX_TOKENS = 1_000_000  # of one request: about a second
-AT_ONCE = 1_000  # tokens written in one go, so that other threads have their turn
+MAX_TOKENS = 1_000_000  # of one request, which takes about a second
+TOKENS_PER_CALL = 1_000  # tokens written in one call, so that other threads can run in between
 
 
 class TokenizePromptBody(Body):
@@ -59,9 +59,9 @@ class CountBody(Body):
 def routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["tokens"])
 
-    @router.post("/tokenize", openapi_extra=documented(TokenizePromptBody, TokenizeChatBody, TokenizeTgiBody))
+    @router.post("/tokenize", openapi_extra=openapi_body(TokenizePromptBody, TokenizeChatBody, TokenizeTgiBody))
     async def tokenize(request: Request) -> Response:
-        """vLLM's answer to a prompt or a conversation, TGI's to ``inputs``."""
+        """vLLM's response for ``prompt`` or ``messages``, TGI's for ``inputs``."""
         value = await context.read(request)
         if "inputs" not in value:
             return json_response(await _tokenize(context, value))
@@ -70,18 +70,18 @@ def routes(context: ServerContext) -> APIRouter:
         except LightserveError as error:
             return tgi_error_response(error, request.state.request_id)
 
-    @router.post("/detokenize", openapi_extra=documented(DetokenizeBody))
+    @router.post("/detokenize", openapi_extra=openapi_body(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        body = check(DetokenizeBody, await context.read(request))
+        body = validate(DetokenizeBody, await context.read(request))
         context.check_model(body.model)
         return json_response({"prompt": await _decode(context, body.tokens)})
 
-    @router.post("/tokens", openapi_extra=documented(CountBody))
-    @router.get("/tokens", include_in_schema=False)  # the same body: LightLLM's clients send one with GET
+    @router.post("/tokens", openapi_extra=openapi_body(CountBody))
+    @router.get("/tokens", include_in_schema=False)  # LightLLM's clients send the same body with GET
     async def tokens(request: Request) -> Response:
-        """How many tokens a text has."""
-        body = check(CountBody, await context.read(request))
+        """The number of tokens of a text."""
+        body = validate(CountBody, await context.read(request))
         return json_response({"ntokens": await _count(context, body)})
 
     return router
@@ -99,7 +99,7 @@ async def _tokenize(context: ServerContext, value: dict[str, Any]) -> dict[str, 
 
 
 async def _prompt_ids(context: ServerContext, value: dict[str, Any]) -> tuple[TokenizePromptBody, list[int]]:
-    body = check(TokenizePromptBody, value)
+    body = validate(TokenizePromptBody, value)
     context.check_model(body.model)
     return body, await context.encode(body.prompt, body.add_special_tokens is not False)
 
@@ -107,7 +107,7 @@ async def _prompt_ids(context: ServerContext, value: dict[str, Any]) -> tuple[To
 async def _chat_ids(context: ServerContext, value: dict[str, Any]) -> tuple[TokenizeChatBody, list[int]]:
     if value.get("prompt") is not None:
         raise InvalidRequestError("prompt and messages exclude each other", "prompt")
-    body = checked(TokenizeChatBody, value)
+    body = validate_supported(TokenizeChatBody, value)
     context.check_model(body.model)
     _, ids = await chat_prompt(context, body)
     return body, ids
@@ -118,7 +118,7 @@ def _names(context: ServerContext, ids: list[int]) -> list[str | None]:
 
 
 async def _tokenize_as_tgi(context: ServerContext, value: dict[str, Any]) -> bytes:
-    body = check(TokenizeTgiBody, value)
+    body = validate(TokenizeTgiBody, value)
     tokens = await context.encode_with_offsets(body.inputs, body.add_special_tokens is not False)
     _check_count(len(tokens))
     return await asyncio.to_thread(_tgi_json, body.inputs, tokens)
@@ -126,10 +126,10 @@ async def _tokenize_as_tgi(context: ServerContext, value: dict[str, Any]) -> byt
 
 def _tgi_json(text: str, tokens: list[tuple[int, int, int]]) -> bytes:
     parts = []
-    for begin in range(0, len(tokens), AT_ONCE):
+    for begin in range(0, len(tokens), TOKENS_PER_CALL):
         rows = [
             {"id": token_id, "text": text[start:stop], "start": start, "stop": stop}
-            for token_id, start, stop in tokens[begin : begin + AT_ONCE]
+            for token_id, start, stop in tokens[begin : begin + TOKENS_PER_CALL]
         ]
         parts.append(orjson.dumps(rows)[1:-1])
     return b"[%b]" % b",".join(parts)
@@ -137,7 +137,7 @@ def _tgi_json(text: str, tokens: list[tuple[int, int, int]]) -> bytes:
 
 def _check_count(count: int) -> None:
     if count > MAX_TOKENS:
-        raise InvalidRequestError(f"the text has {count} tokens; at most {MAX_TOKENS} can be told")
+        raise InvalidRequestError(f"the text has {count} tokens; the limit is {MAX_TOKENS}")
 
 
 async def _decode(context: ServerContext, ids: list[int]) -> str:

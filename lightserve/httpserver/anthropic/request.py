@@ -1,4 +1,4 @@
-"""The bodies of /v1/messages and /v1/messages/count_tokens, and the chat that they ask for."""
+"""The bodies of /v1/messages and /v1/messages/count_tokens, and their translation into a chat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.chat.request import MAX_MESSAGES, MAX_TOOLS, PART_SEPARATOR, ToolName
-from lightserve.httpserver.chat.translation import Joined, Object, TranslatedChat, tools_of_type, translated
+from lightserve.httpserver.chat.translation import Object, TextOrParts, TranslatedChat, tools_of_type, translate_chat
 from lightserve.httpserver.fields.generation import NewTokens, Share
 from lightserve.httpserver.fields.stopping import MAX_STOP_STRINGS, StopString
 from lightserve.httpserver.wire.body import Body, at_most
@@ -19,8 +19,8 @@ MEDIA = frozenset({"image", "document", "search_result"})
 MAX_BLOCKS = 1024  # of one message
 MAX_METADATA = 64
 
-SystemText = Annotated[str, Joined("system", MEDIA, {"text": "text"})]
-ResultText = Annotated[str, Joined("messages", MEDIA, {"text": "text"})]
+SystemText = Annotated[str, TextOrParts("system", MEDIA, {"text": "text"})]
+ResultText = Annotated[str, TextOrParts("messages", MEDIA, {"text": "text"})]
 
 
 class TextBlock(Body):
@@ -72,13 +72,13 @@ Block = Annotated[
 ]
 
 
-def _listed(value: Any) -> Any:
+def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 Blocks = Annotated[
     Annotated[list[Block], Field(max_length=MAX_BLOCKS, fail_fast=True)],
-    BeforeValidator(_listed, json_schema_input_type=str | list[Block]),
+    BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block]),
 ]
 
 
@@ -90,9 +90,9 @@ class Message(Body):
     def _check_role(self) -> Message:
         for block in self.content:
             if isinstance(block, ToolUseBlock) and self.role != "assistant":
-                raise PydanticCustomError("role", "tool_use belongs into a message of the assistant")
+                raise PydanticCustomError("role", "tool_use is only allowed in a message of the assistant")
             if isinstance(block, ToolResultBlock) and self.role != "user":
-                raise PydanticCustomError("role", "tool_result belongs into a message of the user")
+                raise PydanticCustomError("role", "tool_result is only allowed in a message of the user")
         return self
 
 
@@ -138,7 +138,7 @@ class OutputConfig(Body):
 
 
 class PromptBody(Body):
-    """What makes the prompt, of which tokens can be counted."""
+    """The fields that make the prompt: the body of count_tokens."""
 
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -150,12 +150,12 @@ class PromptBody(Body):
 
     @property
     def prompt_fields(self) -> Object:
-        """The same in a chat's words."""
+        """The same as fields of a chat."""
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         return {
             "model": self.model,
             "messages": _messages(self),
-            "continue_final_message": _is_begun(self.messages[-1]),
+            "continue_final_message": _is_prefill(self.messages[-1]),
             "tools": [_tool(tool) for tool in self.tools or ()] or None,
             "tool_choice": None if choice is None else choice.for_chat(),
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
@@ -177,20 +177,20 @@ class MessagesBody(PromptBody):
 
 class MessagesChat(TranslatedChat):
     format_name: ClassVar[str] = "output_config.format"
-    budget_is_hint: ClassVar[bool] = True  # clients send one to any model
+    budget_is_hint: ClassVar[bool] = True  # clients send a budget to any model
 
 
-def refuse_later(value: Object) -> None:
+def refuse_unsupported(value: Object) -> None:
     for name in ("container", "mcp_servers"):
         if value.get(name):
             raise NotSupportedYetError(name, name)
 
 
-def prompt_of(body: PromptBody) -> MessagesChat:
-    return translated(MessagesChat, body.prompt_fields, body.model_extra)
+def to_prompt_chat(body: PromptBody) -> MessagesChat:
+    return translate_chat(MessagesChat, body.prompt_fields, body.model_extra)
 
 
-def chat_of(body: MessagesBody) -> MessagesChat:
+def to_chat(body: MessagesBody) -> MessagesChat:
     fields = {
         **body.prompt_fields,
         "max_tokens": body.max_tokens,
@@ -200,19 +200,19 @@ def chat_of(body: MessagesBody) -> MessagesChat:
         "top_k": body.top_k,
         "stream": body.stream,
     }
-    return translated(MessagesChat, fields, body.model_extra)
+    return translate_chat(MessagesChat, fields, body.model_extra)
 
 
 def _thinking_fields(thinking: Thinking | None, given: Any) -> Object:
-    """For the template in Qwen's and DeepSeek's words, where what the client tells it itself wins; for the rest."""
+    """The variables that Qwen's and DeepSeek's templates know, unless the client sets them; budget and display."""
     if thinking is None or thinking.type not in ("enabled", "disabled"):
         variables = given
     else:
         is_enabled = thinking.type == "enabled"
         variables = {"enable_thinking": is_enabled, "thinking": is_enabled, **(given or {})}
     budget = None if thinking is None or thinking.type == "disabled" else thinking.budget_tokens
-    shows = None if thinking is None or thinking.display != "omitted" else False
-    return {"chat_template_kwargs": variables, "include_reasoning": shows, "thinking_budget": budget}
+    include = None if thinking is None or thinking.display != "omitted" else False
+    return {"chat_template_kwargs": variables, "include_reasoning": include, "thinking_budget": budget}
 
 
 def _tool(tool: CustomTool) -> Object:
@@ -220,45 +220,48 @@ def _tool(tool: CustomTool) -> Object:
     return {"type": "function", "function": {**given, "parameters": tool.input_schema}}
 
 
-def _is_begun(last: Message) -> bool:
-    """A message of the assistant at the end is the beginning of its answer."""
+def _is_prefill(last: Message) -> bool:
+    """A last message of the assistant is the beginning of the output."""
     return last.role == "assistant" and not any(isinstance(block, ToolUseBlock) for block in last.content)
 
 
 def _messages(body: PromptBody) -> list[Object]:
-    said: list[Object] = [{"role": "system", "content": body.system}] if body.system else []
+    messages: list[Object] = [{"role": "system", "content": body.system}] if body.system else []
     for message in body.messages:
-        said += _turn(message.content) if message.role == "assistant" else _heard(message.role, message.content)
-    if not said:
-        raise InvalidRequestError("messages: they have no content", "messages")
-    return said
+        if message.role == "assistant":
+            messages.append(_assistant_message(message.content))
+        else:
+            messages += _other_messages(message.role, message.content)
+    if not messages:
+        raise InvalidRequestError("messages: no message has content", "messages")
+    return messages
 
 
-def _turn(blocks: Sequence[Block]) -> list[Object]:
+def _assistant_message(blocks: Sequence[Block]) -> Object:
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
-    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    reasoning = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     content = PART_SEPARATOR.join(texts) if texts or not calls else None
-    message = {"role": "assistant", "content": content, "reasoning_content": PART_SEPARATOR.join(thoughts) or None}
-    return [message | ({"tool_calls": calls} if calls else {})]
+    message = {"role": "assistant", "content": content, "reasoning_content": PART_SEPARATOR.join(reasoning) or None}
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def _call(block: ToolUseBlock) -> Object:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
 
 
-def _heard(role: str, blocks: Sequence[Block]) -> list[Object]:
-    """Text and the results of tools, in their order; texts beside one another are one message."""
-    said: list[Object] = []
+def _other_messages(role: str, blocks: Sequence[Block]) -> list[Object]:
+    """Texts and tool results in their order; adjacent texts are one message."""
+    messages: list[Object] = []
     texts: list[str] = []
     for block in blocks:
         if isinstance(block, TextBlock):
             texts.append(block.text)
         elif isinstance(block, ToolResultBlock):
-            said += _text(role, texts)
+            messages += _text(role, texts)
             texts = []
-            said.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content or ""})
-    return said + _text(role, texts)
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content or ""})
+    return messages + _text(role, texts)
 
 
 def _text(role: str, texts: list[str]) -> list[Object]:

@@ -1,4 +1,4 @@
-"""Beam search for HTTP requests: the engine is asked for one token of every beam at a time."""
+"""Beam search for HTTP requests: in each step the engine generates one token for every beam."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from lightserve.httpserver.beam_search.algorithm import (
     BeamSearch,
 )
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.manager import DEFAULT_SCHEDULING, Ask, Generation
+from lightserve.httpserver.manager import DEFAULT_SCHEDULING, Generation, PromptRequest
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import FinishReason, GenerationParams, SchedulingParams, StrOut, Token
 from lightserve.model_files.decoding import NoTextStream
 
 
-async def beam_answers(
-    context: ServerContext, asks: Sequence[Ask], params: BeamParams, log: AccessLog
+async def beam_search_outputs(
+    context: ServerContext, prompt_requests: Sequence[PromptRequest], params: BeamParams, log: AccessLog
 ) -> list[list[StrOut]]:
-    """The best answers, each as its tokens: those of the first prompt, the best first, then those of the next."""
-    prompts = [ask.prompt_ids for ask in asks]
-    found = await beam_search(context, prompts, params, log, asks[0].scheduling)
-    return [_rows(context, result, asks[0].params) for results in found for result in results]
+    """The tokens of the best sequences: of the first prompt, best first, then of the next prompt."""
+    prompts = [prompt_request.prompt_ids for prompt_request in prompt_requests]
+    found = await run_beam_search(context, prompts, params, log, prompt_requests[0].scheduling)
+    return [_outs(context, result, prompt_requests[0].params) for results in found for result in results]
 
 
-async def beam_search(
+async def run_beam_search(
     context: ServerContext,
     prompts: Sequence[list[int]],
     params: BeamParams,
     log: AccessLog,
     scheduling: SchedulingParams = DEFAULT_SCHEDULING,
 ) -> list[list[BeamResult]]:
-    """The best sequences of every prompt; cancel it to abort. One line of the log, and as output what is returned."""
+    """The best sequences of every prompt. Cancelling it aborts the search. It writes one log line."""
     steps = _Steps(context, prompts, params, scheduling)
     try:
-        async with context.manager.generate(steps.asks(), log.unwritten()) as generation:
+        async with context.manager.generate(steps.prompt_requests(), log.silent_copy()) as generation:
             first = await steps.advance(generation)
-            while asks := steps.asks():
-                generation.ask(asks)
+            while prompt_requests := steps.prompt_requests():
+                generation.continue_with(prompt_requests)
                 await steps.advance(generation)
     except BaseException as error:
         log.close(error)
         raise
-    _note(log, first, steps.best())
+    _record(log, first, steps.best())
     log.close(None)
     return steps.best()
 
 
 class _Steps:
-    """What to ask the engine for, step by step. All sequences are one group: beams share their prefixes always."""
+    """The engine requests of each step. All sequences are one group, so that beams always share their prefixes."""
 
     def __init__(
         self,
@@ -61,20 +61,22 @@ class _Steps:
     ) -> None:
         manager = context.manager
         manager.check_ids("stop_token_ids", params.stop_token_ids)
-        rooms = [manager.new_tokens(len(ids), None) for ids in prompts]
+        rooms = [manager.max_new_tokens(len(ids), None) for ids in prompts]
         eos_ids = manager.limits.eos_token_ids
         self._batch = BeamBatch(prompts, [BeamSearch(params, eos_ids, room) for room in rooms])
         self._scheduling = scheduling
         self._group = manager.new_group()
 
-    def asks(self) -> list[Ask]:
-        """Empty when all is done."""
-        return [Ask(ids, self._batch.params, self._scheduling, self._group) for ids in self._batch.sequences()]
+    def prompt_requests(self) -> list[PromptRequest]:
+        """Of the next step; empty when the search is done."""
+        return [
+            PromptRequest(ids, self._batch.params, self._scheduling, self._group) for ids in self._batch.sequences()
+        ]
 
     async def advance(self, generation: Generation) -> list[StrOut]:
-        """Every sequence gets its one token."""
-        outs = {index: out async for news in generation for index, out in news}
-        ordered = [outs[index] for index in range(len(generation.asks))]
+        """Wait for the one token of every sequence."""
+        outs = {index: out async for arrived in generation for index, out in arrived}
+        ordered = [outs[index] for index in range(len(generation.prompt_requests))]
         self._batch.advance([out.token.top_logprobs or [] for out in ordered])
         return ordered
 
@@ -82,8 +84,8 @@ class _Steps:
         return self._batch.best()
 
 
-def _rows(context: ServerContext, result: BeamResult, params: GenerationParams) -> list[StrOut]:
-    """An answer as the detokenizer would tell it, in one piece: all text comes with the last token."""
+def _outs(context: ServerContext, result: BeamResult, params: GenerationParams) -> list[StrOut]:
+    """A sequence as the detokenizer would send it, with the whole text at the last token."""
     tokenizer = context.maybe_tokenizer
     skips_special = params.text.skip_special_tokens and not params.text.shown_special_ids
     stream = NoTextStream() if tokenizer is None else tokenizer.decoder.stream(skips_special)
@@ -96,12 +98,12 @@ def _rows(context: ServerContext, result: BeamResult, params: GenerationParams) 
     return [*(StrOut(0, "", Token(token_id)) for token_id in ids), end]
 
 
-def _note(log: AccessLog, first: Sequence[StrOut], found: Sequence[Sequence[BeamResult]]) -> None:
-    """Each prompt was admitted with the first step."""
+def _record(log: AccessLog, first: Sequence[StrOut], found: Sequence[Sequence[BeamResult]]) -> None:
+    """Count the tokens of the result. Each prompt was admitted with the first step."""
     for out, results in zip(first, found, strict=True):
         admission = out.admission
         for result in results:
             for count, token in enumerate(result.token_ids, start=1):
                 reason = result.finish_reason if count == len(result.token_ids) else None
-                log.note(StrOut(0, "", Token(token), finish_reason=reason, admission=admission), is_first_choice=True)
+                log.record(StrOut(0, "", Token(token), finish_reason=reason, admission=admission), is_first_choice=True)
                 admission = None

@@ -1,4 +1,4 @@
-"""A chat's output, taken apart into reasoning, content and tool calls."""
+"""The output of a chat: parsed into reasoning, content and tool calls, constrained by its grammar."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lightserve.errors import InvalidRequestError
 from lightserve.grammar.compiler import check_nesting
 from lightserve.httpserver.chat.request import ChatBody, Tool
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.grammar import Maker
-from lightserve.httpserver.manager import Ask
+from lightserve.httpserver.fields.grammar import GrammarFactory
+from lightserve.httpserver.manager import PromptRequest
 from lightserve.io_struct import GrammarSpec, StrOut, ThinkingLimit
 from lightserve.model_files.tokenizer import Tokenizer
 from lightserve.output_parsing import (
@@ -35,14 +35,14 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """How the model writes tool calls and reasoning; None where it does not."""
+    """How the model writes tool calls and reasoning; None: it does not."""
 
     tools: ToolFormat | None
     reasoning: ReasoningFormat | None
 
 
 def output_formats(context: ServerContext) -> OutputFormats:
-    """By the flags, or by the chat template."""
+    """Taken from the flags, or from the chat template."""
     tokenizer = context.maybe_tokenizer
     template = "" if tokenizer is None else tokenizer.chat_template or ""
     return _formats(context.config.tool_call_parser, context.config.reasoning_parser, template)
@@ -55,43 +55,43 @@ def _formats(tools: str, reasoning: str, template: str) -> OutputFormats:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """How the answers to one chat are taken apart."""
+    """How the outputs of one chat are parsed."""
 
     body: ChatBody
-    tool_format: ToolFormat | None  # None: it may call none
-    thinking: Thinking | None  # None: whatever it thinks is content
-    special_ids: dict[str, int]  # markers of both that are special tokens
-    limit: ThinkingLimit | None = None  # of what it thinks
+    tool_format: ToolFormat | None  # None: no tool calls
+    thinking: Thinking | None  # None: reasoning is part of the content
+    special_ids: dict[str, int]  # marker: id, where a marker of either format is a special token
+    limit: ThinkingLimit | None = None  # of its reasoning tokens
 
     @property
     def is_plain(self) -> bool:
-        """All of the output is content."""
+        """The whole output is content."""
         return self.tool_format is None and self.thinking is None
 
-    def applied(self, ask: Ask) -> Ask:
-        """The same, and the parsers see their markers, and thinking ends in time."""
+    def apply(self, prompt_request: PromptRequest) -> PromptRequest:
+        """The same request, where the text keeps the markers for the parsers and the engine limits reasoning."""
         if not self.special_ids and self.limit is None:
-            return ask
+            return prompt_request
         ids = tuple(self.special_ids.values())
-        return replace(ask, params=ask.params.replace(shown_special_ids=ids, thinking=self.limit))
+        return replace(prompt_request, params=prompt_request.params.replace(shown_special_ids=ids, thinking=self.limit))
 
-    def new_choice(self) -> ChoiceOutput:
+    def new_parser(self) -> ChoiceParser:
         tools = reasoning = None
         if self.tool_format is not None:
             scribe = Scribe(_schemas(self.body.offered_tools), self.tool_format.new_id, self.body.max_tool_calls)
             tools = ToolCallParser(self.tool_format.parse, scribe)
         if self.thinking is not None:
             reasoning = ReasoningParser(self.thinking.form, self.thinking.is_begun)
-        return ChoiceOutput(OutputParser(reasoning, tools), self.body.include_reasoning is not False)
+        return ChoiceParser(OutputParser(reasoning, tools), self.body.include_reasoning is not False)
 
-    def grammars(self) -> Iterator[tuple[str, Maker]]:
-        """That which the body asks for, and that of calls it forces: grammar_of refuses both at once."""
+    def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
+        """The grammar that the body sets, and the grammar of forced calls; requested_grammar refuses both at once."""
         for name, make in self.body.grammars():
             yield name, partial(self._after_thinking, make)
         if self.tool_format is not None and self.body.forced_tools:
             yield "tool_choice", partial(self._forced, self.tool_format)
 
-    def _after_thinking(self, make: Maker) -> GrammarSpec:
+    def _after_thinking(self, make: GrammarFactory) -> GrammarSpec:
         if self.thinking is None:
             return make()
         return msgspec.structs.replace(make(), before=thinking_grammar(self.thinking, self.special_ids))
@@ -118,9 +118,9 @@ def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPl
 
 
 def check_tools(context: ServerContext, body: ChatBody) -> None:
-    """Before the chat template is asked, which might leave them out in silence."""
+    """Check before rendering: a chat template may ignore tools."""
     if body.offered_tools and output_formats(context).tools is None:
-        found = "tools: the model's chat template does not show how it calls tools; --tool_call_parser can tell"
+        found = "tools: the chat template does not show how the model calls tools; set --tool_call_parser"
         raise InvalidRequestError(found, "tools")
 
 
@@ -139,12 +139,12 @@ def _schemas(tools: Iterable[Tool]) -> Tools:
     return {tool.function.name: tool.function.parameters or {} for tool in tools}
 
 
-class ChoiceOutput:
-    """One answer as it comes, taken apart."""
+class ChoiceParser:
+    """Parses the output of one choice as its tokens arrive."""
 
     def __init__(self, parser: OutputParser, shows_reasoning: bool) -> None:
-        self.reasoning_tokens = 0  # the tags count
-        self.is_hidden = False  # the last token belongs to reasoning that is not shown
+        self.reasoning_tokens = 0  # including the tags
+        self.is_hidden = False  # the last token is reasoning that the response leaves out
         self.has_calls = False
         self._parser = parser
         self._shows_reasoning = shows_reasoning

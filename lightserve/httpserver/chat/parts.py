@@ -1,6 +1,6 @@
-"""Answers to chats as lists of parts: reasoning, text and calls, in the order in which the model writes them.
+"""Chat responses that are lists of parts: reasoning, text and calls, in the order in which the model writes them.
 
-Schemas that show an answer so differ in how they write a part and what they say around them all.
+OpenAI's Responses call a part an output item, Anthropic's Messages a content block. They differ in how they write it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import LightserveError
-from lightserve.httpserver.chat.output import ChoiceOutput
+from lightserve.httpserver.chat.output import ChoiceParser
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.json_response import json_response
@@ -25,10 +25,10 @@ from lightserve.io_struct import FinishReason, StrOut
 from lightserve.output_parsing import CallArguments, CallStart, Content, Delta, Reasoning
 
 Object = dict[str, Any]
-Events = list[Object]  # each has a type, by which it is named in a stream too
+Events = list[Object]  # the type of each is its event name too
 
 
-class Kind(enum.Enum):
+class PartKind(enum.Enum):
     REASONING = "reasoning"
     TEXT = "text"
     CALL = "call"
@@ -37,24 +37,24 @@ class Kind(enum.Enum):
 @dataclass(slots=True)
 class Part:
     index: int
-    kind: Kind
+    kind: PartKind
     call_id: str = ""
     name: str = ""  # of the tool
     pieces: list[str] = field(default_factory=list)
-    is_complete: bool = False  # it has ended, and not by max_tokens
+    is_complete: bool = False  # it has ended, and max_tokens did not truncate it
 
     @property
     def text(self) -> str:
-        """Of a call: the JSON of its arguments."""
+        """For a call: the JSON of its arguments."""
         return "".join(self.pieces)
 
 
-class PartedAnswer(ABC):
-    """One answer as it comes. Subclasses say which events tell of it; the whole answer is written at the end."""
+class PartsResponse(ABC):
+    """Collects one output. Subclasses write it: as events while it arrives, or as one body at the end."""
 
-    def __init__(self, output: ChoiceOutput, log: AccessLog) -> None:
+    def __init__(self, parser: ChoiceParser, log: AccessLog) -> None:
         self.log = log
-        self.output = output
+        self.parser = parser
         self.parts: list[Part] = []
         self.finish: StrOut | None = None
         self._open: Part | None = None
@@ -62,38 +62,38 @@ class PartedAnswer(ABC):
 
     @property
     def has_calls(self) -> bool:
-        return any(part.kind is Kind.CALL for part in self.parts)
+        return any(part.kind is PartKind.CALL for part in self.parts)
 
     @property
-    def is_cut(self) -> bool:
+    def is_truncated(self) -> bool:
         return self.finish is not None and self.finish.finish_reason is FinishReason.LENGTH
 
     @abstractmethod
-    def whole(self) -> Object:
-        """The answer as far as it has come."""
+    def body(self) -> Object:
+        """The response with all parts so far."""
 
     @abstractmethod
-    def opening(self) -> Events: ...
+    def on_start(self) -> Events: ...
 
     @abstractmethod
-    def begun(self, part: Part) -> Events: ...
+    def on_part_start(self, part: Part) -> Events: ...
 
     @abstractmethod
-    def grown(self, part: Part, text: str) -> Events: ...
+    def on_part_delta(self, part: Part, text: str) -> Events: ...
 
     @abstractmethod
-    def ended(self, part: Part) -> Events: ...
+    def on_part_end(self, part: Part) -> Events: ...
 
     @abstractmethod
-    def closing(self) -> Events: ...
+    def on_end(self) -> Events: ...
 
     @abstractmethod
-    def failed(self, error: LightserveError, request_id: str) -> Events: ...
+    def on_error(self, error: LightserveError, request_id: str) -> Events: ...
 
     def add(self, out: StrOut) -> Events:
-        events = [] if self._has_begun else self.opening()
+        events = [] if self._has_begun else self.on_start()
         self._has_begun = True
-        for delta in self.output.push(out):
+        for delta in self.parser.push(out):
             events += self._add(delta)
         if out.finish_reason is not None:
             self.finish = out
@@ -103,67 +103,69 @@ class PartedAnswer(ABC):
     def _add(self, delta: Delta) -> Events:
         match delta:
             case CallStart(_, call_id, name):
-                return self._begin(Part(len(self.parts), Kind.CALL, call_id, name))
+                return self._start_part(Part(len(self.parts), PartKind.CALL, call_id, name))
             case CallArguments(_, text):
-                return self._grow(Kind.CALL, text)
+                return self._append(PartKind.CALL, text)
             case Content(text):
-                return self._grow(Kind.TEXT, text)
+                return self._append(PartKind.TEXT, text)
             case Reasoning(text):
-                return self._grow(Kind.REASONING, text)
+                return self._append(PartKind.REASONING, text)
 
-    def _begin(self, part: Part) -> Events:
+    def _start_part(self, part: Part) -> Events:
         events = self._end_part()
         self._open = part
         self.parts.append(part)
-        return events + self.begun(part)
+        return events + self.on_part_start(part)
 
-    def _grow(self, kind: Kind, text: str) -> Events:
-        """The part under way, or a new one; the arguments of a call always follow its start."""
+    def _append(self, kind: PartKind, text: str) -> Events:
+        """Append to the open part, or to a new one; the arguments of a call always follow its start."""
         events: Events = []
         if self._open is None or self._open.kind is not kind:
-            events = self._begin(Part(len(self.parts), kind))
+            events = self._start_part(Part(len(self.parts), kind))
         part = self.parts[-1]
         part.pieces.append(text)
-        return events + self.grown(part, text)
+        return events + self.on_part_delta(part, text)
 
     def _end_part(self) -> Events:
         part, self._open = self._open, None
         if part is None:
             return []
-        part.is_complete = not self.is_cut
-        return self.ended(part)
+        part.is_complete = not self.is_truncated
+        return self.on_part_end(part)
 
 
-class PartEvents:
-    """Writes an answer as named server-sent events."""
+class PartsEventWriter:
+    """Writes a response as named server-sent events."""
 
-    def __init__(self, answer: PartedAnswer) -> None:
-        self._answer = answer
+    def __init__(self, response: PartsResponse) -> None:
+        self._response = response
 
-    def write(self, news: Iterable[tuple[int, StrOut]]) -> bytes:
-        return b"".join([_encoded(event) for _, out in news for event in self._answer.add(out)])
+    def write(self, outs: Iterable[tuple[int, StrOut]]) -> bytes:
+        return b"".join([_encoded(event) for _, out in outs for event in self._response.add(out)])
 
     def end(self) -> bytes:
-        return b"".join(map(_encoded, self._answer.closing()))
+        return b"".join(map(_encoded, self._response.on_end()))
 
     def error(self, error: LightserveError, request_id: str) -> bytes:
-        return b"".join(map(_encoded, self._answer.failed(error, request_id)))
+        return b"".join(map(_encoded, self._response.on_error(error, request_id)))
 
 
 async def respond_in_parts(
-    request: Request, is_stream: bool | None, generation: Generation, answer: PartedAnswer
+    request: Request, is_stream: bool | None, generation: Generation, response: PartsResponse
 ) -> Response:
     if is_stream:
-        return await EventStream.open(request, events_of(generation, PartEvents(answer), generation.log.request_id))
-    await until_disconnect(request, _collect(generation, answer))
-    return json_response(answer.whole())
+        return await EventStream.open(
+            request, events_of(generation, PartsEventWriter(response), generation.log.request_id)
+        )
+    await until_disconnect(request, _collect(generation, response))
+    return json_response(response.body())
 
 
-async def _collect(generation: Generation, answer: PartedAnswer) -> None:
+async def _collect(generation: Generation, response: PartsResponse) -> None:
     async with generation:
-        async for news in generation:
-            for _, out in news:
-                answer.add(out)
+        async for outs in generation:
+            for _, out in outs:
+                response.add(out)
 
 
 def _encoded(event: Object) -> bytes:

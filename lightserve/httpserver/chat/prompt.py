@@ -1,4 +1,4 @@
-"""A conversation as a chat template wants it, and as token ids."""
+"""From the messages of a chat to its prompt, by the model's chat template."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import orjson
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.chat.request import ChatBody, Function, Message, Tool
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
-from lightserve.httpserver.wire.body import check_size
+from lightserve.httpserver.wire.body import check_json_size
 from lightserve.model_files.chat_template import RESERVED_NAMES
 from lightserve.model_files.tokenizer import Tokenizer
 
-LONG_CHAT = 100  # messages: rendering more than this (about a millisecond) leaves the event loop
+LONG_CHAT = 100  # messages; more (about a millisecond) are rendered in a thread
 END_MARK = "[[the text to continue ends here]]"
-# what chat_template_kwargs may not set: it is the server's, or another field of the body says it
+# names that chat_template_kwargs may not set: the server or another field of the body sets them
 RESERVED = frozenset(
     {
         "self",
@@ -36,16 +36,16 @@ RESERVED = frozenset(
 
 
 async def chat_prompt(context: ServerContext, body: ChatBody) -> tuple[str, list[int]]:
-    """The conversation as text and as token ids, by the model's chat template."""
+    """The prompt as text and as token ids."""
     is_long = len(body.messages) > LONG_CHAT or bool(body.tools) or sum(map(_length, body.messages)) >= LONG_TEXT
     text = await asyncio.to_thread(_render, context, body) if is_long else _render(context, body)
     if not text:
-        raise InvalidRequestError("the model's chat template makes nothing of these messages", "messages")
+        raise InvalidRequestError("the chat template gives an empty prompt for these messages", "messages")
     return text, await context.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
 
 def _length(message: Message) -> int:
-    """Characters of it that a template may write; those of a tool call are not worth counting."""
+    """Characters that a template may write for a message; a tool call counts as long text."""
     return len(message.content or "") + (LONG_TEXT if message.tool_calls else 0) + len(_reasoning(message) or "")
 
 
@@ -57,7 +57,7 @@ def _render(context: ServerContext, body: ChatBody) -> str:
     _check_arguments(body)
     messages = [for_template(message) for message in body.messages]
     if body.continue_final_message:
-        _mark_the_end(messages[-1])
+        _append_end_mark(messages[-1])
     tools = [_tool(tool) for tool in body.offered_tools] or None
     adds_turn = not body.continue_final_message and body.add_generation_prompt is not False
     text = _apply(context.tokenizer, messages, tools, add_generation_prompt=adds_turn, **_variables(body))
@@ -65,7 +65,7 @@ def _render(context: ServerContext, body: ChatBody) -> str:
 
 
 def _apply(tokenizer: Tokenizer, messages: list[dict[str, Any]], *args: Any, **kwargs: Any) -> str:
-    """A message of tool calls has no content: some templates must see that, and others cannot take it."""
+    """Render with content None for tool calls, which some templates expect; if that fails, with empty content."""
     try:
         return tokenizer.apply_chat_template(messages, *args, **kwargs)
     except InvalidRequestError:
@@ -76,13 +76,13 @@ def _apply(tokenizer: Tokenizer, messages: list[dict[str, Any]], *args: Any, **k
 
 
 def _check_arguments(body: ChatBody) -> None:
-    """They are JSON inside JSON, which the check of the body did not see."""
+    """Tool arguments are JSON inside JSON, which the size check of the body did not count."""
     functions = [call.function for message in body.messages for call in message.tool_calls or ()]
-    check_size("".join([one.arguments for one in functions if isinstance(one.arguments, str)]).encode())
+    check_json_size("".join([one.arguments for one in functions if isinstance(one.arguments, str)]).encode())
 
 
-def _mark_the_end(message: dict[str, Any]) -> None:
-    """So that what the template writes after the message can be cut off, however it treats spaces."""
+def _append_end_mark(message: dict[str, Any]) -> None:
+    """Mark the end of the text, to cut off what the template writes after the message."""
     if message["content"] is None:
         raise InvalidRequestError("continue_final_message: the final message has no text", "continue_final_message")
     message["content"] += END_MARK
@@ -98,7 +98,7 @@ def _variables(body: ChatBody) -> dict[str, Any]:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    """Only what is there, in one order, whatever the client's: a prompt's prefix is to be found again."""
+    """Only the given fields, always in the same order: equal tools give an equal prefix for the cache."""
     function = tool.function
     known = ("name", "description", "parameters", "strict")
     given = {name: getattr(function, name) for name in known if name in function.model_fields_set}
@@ -106,7 +106,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
 
 
 def for_template(message: Message) -> dict[str, Any]:
-    """Only what is there, because templates ask whether a field is defined."""
+    """Only the given fields, because templates test whether a field is defined."""
     role = "system" if message.role == "developer" else message.role
     optional = {
         "name": message.name,
@@ -120,13 +120,17 @@ def for_template(message: Message) -> dict[str, Any]:
 
 def _tool_calls(message: Message) -> list[dict[str, Any]]:
     return [
-        {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": _read(call.function)}}
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.function.name, "arguments": _parsed_arguments(call.function)},
+        }
         for call in message.tool_calls or ()
     ]
 
 
 class Arguments(dict[str, Any]):
-    """Most templates take the arguments of a call as an object, some as its JSON: this is both."""
+    """The arguments of a call as an object and as its JSON: most templates take the object, some the JSON."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -138,8 +142,8 @@ class Arguments(dict[str, Any]):
         return f"{before}{self}"
 
 
-def _read(function: Function) -> Any:
-    """OpenAI's clients send JSON. What is none is what a model wrote, and goes back to it as it is."""
+def _parsed_arguments(function: Function) -> Any:
+    """OpenAI's clients send JSON text. Text that is not JSON, which a model wrote, stays as it is."""
     value = function.arguments
     if isinstance(value, str | None):
         try:

@@ -19,7 +19,7 @@ from lightserve.httpserver.wire.body import Body
 MAX_MESSAGES = 2048
 MAX_TOOL_CALLS = 128  # of one message
 MAX_TOOLS = 128
-PART_SEPARATOR = "\n"  # between the text parts of a message, as vLLM and LightLLM
+PART_SEPARATOR = "\n"  # between the text parts of a message, as in vLLM and LightLLM
 MEDIA = frozenset(
     {"image_url", "image", "input_image", "input_audio", "audio_url", "audio", "video_url", "video", "file"}
 )
@@ -34,16 +34,16 @@ _PART = {
 _CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _PART}, {"type": "null"}]}
 
 
-def _joined(value: Any) -> Any:
-    """Text parts as one text; anything but a list is left for the type check."""
+def _join_parts(value: Any) -> Any:
+    """Text parts as one text; the type check handles any value but a list."""
     if not isinstance(value, list):
         return value
     if not value:
         raise PydanticCustomError("content", "a list of parts must not be empty")
-    return PART_SEPARATOR.join(map(_text_of, value))
+    return PART_SEPARATOR.join(map(_part_text, value))
 
 
-def _text_of(part: Any) -> str:
+def _part_text(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in MEDIA:
         raise NotSupportedYetError(f"a message part of type {kind!r}", "messages")
@@ -69,17 +69,17 @@ _HAS_CALLS: JsonDict = {
     "required": ["tool_calls"],
     "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
 }
-_ANSWERS_A_CALL: JsonDict = {
+_IS_TOOL_RESULT: JsonDict = {
     "if": {"properties": {"role": {"const": "tool"}}},
     "then": {"required": ["tool_call_id"], "properties": {"tool_call_id": {"type": "string", "minLength": 1}}},
 }
 
 
 class Message(Body):
-    model_config = ConfigDict(json_schema_extra={"anyOf": [_HAS_CONTENT, _HAS_CALLS], **_ANSWERS_A_CALL})
+    model_config = ConfigDict(json_schema_extra={"anyOf": [_HAS_CONTENT, _HAS_CALLS], **_IS_TOOL_RESULT})
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str | None, BeforeValidator(_joined), WithJsonSchema(_CONTENT)] = None
+    content: Annotated[str | None, BeforeValidator(_join_parts), WithJsonSchema(_CONTENT)] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -101,7 +101,7 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 class ToolFunction(Body):
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema; none: the tool takes no arguments
+    parameters: dict[str, Any] | None = None  # a JSON schema; None: the tool takes no arguments
     strict: bool | None = None
 
 
@@ -149,20 +149,20 @@ class ChatBody(GenerationBody, ThinkingFields):
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None  # a variable of the chat template
-    include_reasoning: bool | None = None  # false: it is left out of the answer
-    separate_reasoning: bool | None = None  # false: it stays in the content, as the model writes it
+    include_reasoning: bool | None = None  # false: the response leaves it out
+    separate_reasoning: bool | None = None  # false: it stays in the content
     tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """Which the model may call."""
+        """The tools that the model may call."""
         return [] if self.tools is None or self.tool_choice == "none" else self.tools
 
     @property
     def forced_tools(self) -> list[Tool]:
-        """One of which it must call."""
+        """The tools of which the model must call one."""
         if isinstance(self.tool_choice, NamedTool):
             return [tool for tool in self.tools or () if tool.function.name == self.tool_choice.name]
         return self.offered_tools if self.tool_choice == "required" else []
@@ -174,7 +174,7 @@ class ChatBody(GenerationBody, ThinkingFields):
     @model_validator(mode="after")
     def _check_chat(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequestError("top_logprobs: only with logprobs", "top_logprobs")
+            raise InvalidRequestError("top_logprobs: only with logprobs: true", "top_logprobs")
         if self.add_generation_prompt and self.continue_final_message:
             found = "continue_final_message and add_generation_prompt exclude each other"
             raise InvalidRequestError(found, "continue_final_message")
@@ -184,6 +184,6 @@ class ChatBody(GenerationBody, ThinkingFields):
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
-            raise InvalidRequestError("tools: two of them have the same name", "tools")
+            raise InvalidRequestError("tools: two tools have the same name", "tools")
         if self.tool_choice not in (None, "auto", "none") and not self.forced_tools:
-            raise InvalidRequestError("tool_choice: there is no such tool in tools", "tool_choice")
+            raise InvalidRequestError("tool_choice: tools has no such tool", "tool_choice")

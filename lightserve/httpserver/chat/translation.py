@@ -1,4 +1,4 @@
-"""Chats that come in another schema than OpenAI's chat, put into its words."""
+"""Bodies of other chat APIs, translated into the body of a chat."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from lightserve.errors import NotSupportedYetError
 from lightserve.httpserver.chat.request import PART_SEPARATOR, ChatBody
-from lightserve.httpserver.fields.generation import checked
-from lightserve.httpserver.fields.grammar import Maker
-from lightserve.httpserver.fields.sampling import NAMES
-from lightserve.httpserver.fields.scheduling import TermsBody
+from lightserve.httpserver.fields.generation import validate_supported
+from lightserve.httpserver.fields.grammar import GrammarFactory
+from lightserve.httpserver.fields.sampling import PARAM_NAMES
+from lightserve.httpserver.fields.scheduling import SchedulingFields
 from lightserve.httpserver.fields.thinking import ThinkingFields
-from lightserve.httpserver.fields.token_rules import RuleFields
-from lightserve.httpserver.fields.unsupported import LATER
+from lightserve.httpserver.fields.token_rules import TokenRuleFields
+from lightserve.httpserver.fields.unsupported import UNSUPPORTED
 
 C = TypeVar("C", bound="TranslatedChat")
 Object = dict[str, Any]
 
-# fields of a chat that other schemas lack: a client may add them all the same
-SHARED = frozenset(
+# fields of a chat that other APIs do not define; clients may send them all the same
+EXTRA_FIELDS = frozenset(
     {
-        *NAMES,
-        *TermsBody.model_fields,
-        *RuleFields.model_fields,
+        *PARAM_NAMES,
+        *SchedulingFields.model_fields,
+        *TokenRuleFields.model_fields,
         *ThinkingFields.model_fields,
-        *LATER,
+        *UNSUPPORTED,
         "allowed_token_ids",
         "bad_words",
         "chat_template",
@@ -48,24 +48,24 @@ SHARED = frozenset(
 
 
 class TranslatedChat(ChatBody):
-    """A chat whose ``response_format`` was asked for under another name."""
+    """A chat whose API has another name for ``response_format``."""
 
     format_name: ClassVar[str] = "response_format"
 
-    def grammars(self) -> Iterator[tuple[str, Maker]]:
+    def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
         for name, make in super().grammars():
             yield self.format_name if name == "response_format" else name, make
 
 
-def translated(model: type[C], fields: Mapping[str, Any], extra: Mapping[str, Any] | None) -> C:
-    """The chat of these fields, null or not, with those of ``extra`` that any chat may have."""
-    shared = {name: value for name, value in (extra or {}).items() if name in SHARED}
+def translate_chat(model: type[C], fields: Mapping[str, Any], extra: Mapping[str, Any] | None) -> C:
+    """The chat with these fields, and with the EXTRA_FIELDS in ``extra``."""
+    shared = {name: value for name, value in (extra or {}).items() if name in EXTRA_FIELDS}
     given = {name: value for name, value in fields.items() if value is not None}
-    return checked(model, {**shared, **given})
+    return validate_supported(model, {**shared, **given})
 
 
 def tools_of_type(known: str) -> Callable[[Any], Any]:
-    """Lets pass what may be a tool of this type: the others are those that a provider runs itself."""
+    """Refuses tools of any other type: providers run those themselves."""
 
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -77,12 +77,12 @@ def tools_of_type(known: str) -> Callable[[Any], Any]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Joined:
-    """Beside ``str`` in a type: the text may come as a list of parts too."""
+class TextOrParts:
+    """Annotates a ``str``: the text may also be a list of text parts."""
 
-    param: str  # the field to blame for a part that is no text
-    media: frozenset[str]  # types of such parts
-    kinds: Mapping[str, str]  # the other types, each with the field that its text is in
+    param: str  # the field that an error names
+    media: frozenset[str]  # types of parts that are not text
+    kinds: Mapping[str, str]  # type of a text part: the field that has its text
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._join, handler(source))

@@ -14,11 +14,11 @@ from pydantic import Field, model_validator
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.fields.beam_search import BeamFields
 from lightserve.httpserver.fields.grammar import GrammarFields
-from lightserve.httpserver.fields.scheduling import TermsBody
+from lightserve.httpserver.fields.scheduling import SchedulingFields
 from lightserve.httpserver.fields.stopping import StopStrings
-from lightserve.httpserver.fields.token_rules import AllowedIds, RuleFields
-from lightserve.httpserver.fields.unsupported import refuse_later
-from lightserve.httpserver.wire.body import Body, at_most, check
+from lightserve.httpserver.fields.token_rules import AllowedIds, TokenRuleFields
+from lightserve.httpserver.fields.unsupported import refuse_unsupported
+from lightserve.httpserver.wire.body import Body, at_most, validate
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOP_IDS = 1024
@@ -40,18 +40,18 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM: usage in every chunk, where include_usage is set too
+    continuous_usage_stats: bool | None = None  # vLLM: usage in every chunk; needs include_usage
 
 
-class GenerationBody(TermsBody, BeamFields, GrammarFields, RuleFields):
-    """What both endpoints take."""
+class GenerationBody(SchedulingFields, BeamFields, GrammarFields, TokenRuleFields):
+    """What chat and completions take."""
 
     model: str | None = None
     n: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: MaxTokens | None = None  # 0: only what is told of the prompt
-    max_completion_tokens: MaxTokens | None = None  # the newer name wins
+    max_tokens: MaxTokens | None = None  # 0: only logprobs and echo of the prompt
+    max_completion_tokens: MaxTokens | None = None  # counts if both are set
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
@@ -74,9 +74,11 @@ class GenerationBody(TermsBody, BeamFields, GrammarFields, RuleFields):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # keep the last ones; -1: as many as fit
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = (
+        None  # keep the last ones; -1: as many as the context holds
+    )
     prompt_logprobs: TopLogprobs | None = None
-    use_beam_search: bool | None = None  # so does num_beams > 1
+    use_beam_search: bool | None = None  # num_beams > 1 sets it too
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] | None = None
     user: str | None = None
 
@@ -85,17 +87,17 @@ class GenerationBody(TermsBody, BeamFields, GrammarFields, RuleFields):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def is_scoring(self) -> bool:
-        """Nothing is to be generated."""
+    def is_prompt_only(self) -> bool:
+        """max_tokens is 0: the response has no output, only logprobs or an echo of the prompt."""
         return self.new_tokens == 0
 
     @property
-    def tells_prompt(self) -> bool:
+    def reports_prompt(self) -> bool:
         return self.prompt_logprobs is not None
 
     @property
-    def prompt_alternatives(self) -> int | None:
-        """To each token of the prompt; None: it need not be told how likely it is."""
+    def prompt_top_logprobs(self) -> int | None:
+        """Alternatives to each token of the prompt; None: no logprobs of the prompt."""
         return self.prompt_logprobs
 
     @property
@@ -104,12 +106,12 @@ class GenerationBody(TermsBody, BeamFields, GrammarFields, RuleFields):
 
     @property
     def candidates(self) -> int:
-        """Answers to generate for a prompt."""
+        """Sequences to generate for a prompt."""
         return self.choices
 
     @property
-    def beams(self) -> int | None:
-        """Of a beam search; None where none is asked for."""
+    def beam_width(self) -> int | None:
+        """Beams of the beam search; None: no beam search."""
         if not self.use_beam_search and (self.num_beams or 1) == 1:
             return None
         return self.num_beams or self.candidates
@@ -119,24 +121,27 @@ class GenerationBody(TermsBody, BeamFields, GrammarFields, RuleFields):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def wants_running_usage(self) -> bool:
+    def wants_continuous_usage(self) -> bool:
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
     def _check_together(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("stream_options: only with stream", "stream_options")
-        if self.is_scoring and not self.tells_prompt:
+            raise InvalidRequestError("stream_options: only with stream: true", "stream_options")
+        if self.is_prompt_only and not self.reports_prompt:
             name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-            raise InvalidRequestError(f"{name}: 0 only with echo or prompt_logprobs", name)
+            raise InvalidRequestError(f"{name}: 0 needs echo or prompt_logprobs", name)
         if (self.min_tokens or 0) > (math.inf if self.new_tokens is None else self.new_tokens):
             found = f"min_tokens={self.min_tokens} is more than max_tokens={self.new_tokens}"
             raise InvalidRequestError(found, "min_tokens")
         if self.truncate_prompt_tokens == 0:
-            raise InvalidRequestError("truncate_prompt_tokens: a positive number, or -1", "truncate_prompt_tokens")
+            raise InvalidRequestError(
+                "truncate_prompt_tokens: 0 is not allowed; give a positive number or -1", "truncate_prompt_tokens"
+            )
         return self
 
 
-def checked(model: type[G], value: dict[str, Any]) -> G:
-    refuse_later(value)
-    return check(model, value)
+def validate_supported(model: type[G], value: dict[str, Any]) -> G:
+    """``value`` as a ``model``. It must not use an unsupported field."""
+    refuse_unsupported(value)
+    return validate(model, value)

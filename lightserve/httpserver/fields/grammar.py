@@ -1,4 +1,4 @@
-"""The fields of bodies that constrain the text of an answer, in the words of OpenAI, vLLM, SGLang, LightLLM and TGI."""
+"""The fields of a body that constrain the output text, under the names of OpenAI, vLLM, SGLang, LightLLM and TGI."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MAX_STRUCTURES = 128  # of a structural tag
 
 Schema = dict[str, Any] | str  # or its JSON
 Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
-Maker = Callable[[], GrammarSpec]
+GrammarFactory = Callable[[], GrammarSpec]
 
 
 class HasGrammars(Protocol):
-    def grammars(self) -> Iterator[tuple[str, Maker]]:
-        """The fields that are given, and what makes a grammar of each."""
+    def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
+        """The fields that are set, each with a function that makes its grammar."""
 
 
-async def grammar_of(context: ServerContext, fields: HasGrammars) -> GrammarSpec | None:
-    """The grammar that a body asks for, tried; an error names the field."""
+async def requested_grammar(context: ServerContext, fields: HasGrammars) -> GrammarSpec | None:
+    """The grammar of a body, after it was compiled once; an error names the field."""
     given = list(fields.grammars())
     if not given:
         return None
@@ -39,7 +39,7 @@ async def grammar_of(context: ServerContext, fields: HasGrammars) -> GrammarSpec
     try:
         spec = make()
         if len(spec.text) > MAX_GRAMMAR_LENGTH:
-            raise InvalidRequestError(f"{len(spec.text)} characters are more than {MAX_GRAMMAR_LENGTH}")
+            raise InvalidRequestError(f"the grammar has {len(spec.text)} characters; the limit is {MAX_GRAMMAR_LENGTH}")
         await context.grammars.check(context.tokenizer, spec)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{name}: {error}", name) from error
@@ -47,7 +47,7 @@ async def grammar_of(context: ServerContext, fields: HasGrammars) -> GrammarSpec
 
 
 class NamedSchema(Body):
-    """OpenAI's. Unless it is strict, keywords that cannot be enforced are ignored."""
+    """OpenAI's. Keywords that cannot be enforced are ignored unless ``strict`` is set."""
 
     schema_: Schema | None = Field(default=None, alias="schema")
     strict: bool | None = None
@@ -73,7 +73,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's: one of them."""
+    """vLLM's: one of these fields."""
 
     json_: Schema | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -82,7 +82,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
     structural_tag: Schema | None = None
 
-    def grammars(self) -> Iterator[tuple[str, Maker]]:
+    def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
         if self.json_ is not None:
             yield "structured_outputs.json", partial(_of_schema, self.json_)
         if self.regex is not None:
@@ -98,13 +98,13 @@ class StructuredOutputs(Body):
 
 
 class GuidedFields(Body):
-    """What LightLLM's bodies have too. An empty text asks for nothing."""
+    """The fields that LightLLM's bodies have too. An empty text means no grammar."""
 
     guided_json: Schema | None = Field(default=None, description="a JSON schema")
     guided_grammar: str | None = Field(default=None, description="in GBNF or Lark")
     regular_constraint: str | None = Field(default=None, description="a regular expression")
 
-    def grammars(self) -> Iterator[tuple[str, Maker]]:
+    def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
         if self.guided_json is not None and self.guided_json != "":
             yield "guided_json", partial(_of_schema, self.guided_json)
         if self.guided_grammar:
@@ -114,7 +114,7 @@ class GuidedFields(Body):
 
 
 class GrammarFields(GuidedFields):
-    """What OpenAI's bodies have: OpenAI's own, vLLM's by its newer and older names, SGLang's."""
+    """The fields of OpenAI's bodies: OpenAI's own, vLLM's new and old ones, SGLang's."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -124,7 +124,7 @@ class GrammarFields(GuidedFields):
     regex: str | None = None
     ebnf: str | None = None
 
-    def grammars(self) -> Iterator[tuple[str, Maker]]:
+    def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
         yield from super().grammars()
         if self.response_format is not None and self.response_format.type != "text":
             yield "response_format", self.response_format.grammar
@@ -147,7 +147,7 @@ class TgiGrammar(Body):
     type: Literal["json", "regex", "json_schema"]
     value: Schema
 
-    def grammars(self) -> Iterator[tuple[str, Maker]]:
+    def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
         yield "grammar", self._grammar
 
     def _grammar(self) -> GrammarSpec:
@@ -170,11 +170,11 @@ def _of_tag(tag: Schema) -> GrammarSpec:
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """A JSON object, given as it is or as its text."""
+    """A JSON object, given as an object or as its text."""
     try:
         found = orjson.loads(value) if isinstance(value, str) else value
     except orjson.JSONDecodeError as error:
         raise InvalidRequestError(f"this is not valid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise InvalidRequestError("a JSON object is wanted")
+        raise InvalidRequestError("it must be a JSON object")
     return found

@@ -1,4 +1,4 @@
-"""What an OpenAI body asks of the engine."""
+"""From the fields of a body to requests for the engine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import GenerationBody
-from lightserve.httpserver.manager import Ask
+from lightserve.httpserver.manager import PromptRequest
 from lightserve.io_struct import GenerationParams, GrammarSpec
 from lightserve.model_files.tokenizer import Tokenizer
 
-# body field: sampling parameter
-NAMES = {
+# body field: generation parameter
+PARAM_NAMES = {
     "min_tokens": "min_new_tokens",
     "temperature": "temperature",
     "top_p": "top_p",
@@ -33,38 +33,42 @@ NAMES = {
 def check_choices(context: ServerContext, prompts: int, choices: int) -> None:
     limit = context.config.max_choices
     if prompts > limit:
-        raise InvalidRequestError(f"prompt: {prompts} prompts are more than {limit}", "prompt")
+        raise InvalidRequestError(f"prompt: {prompts} prompts; the limit is {limit} (--max_choices)", "prompt")
     if prompts * choices > limit:
-        raise InvalidRequestError(f"n: {choices} answers to {prompts} prompts are more than {limit}", "n")
+        raise InvalidRequestError(
+            f"n: {choices} choices for {prompts} prompts; the limit is {limit} in all (--max_choices)", "n"
+        )
 
 
-def asks_of(
+def build_prompt_requests(
     context: ServerContext,
     body: GenerationBody,
     prompts: Sequence[list[int]],
     logprobs: int | None,
     default_new_tokens: int | None = None,
     grammar: GrammarSpec | None = None,
-) -> list[Ask]:
-    """What to generate for each prompt. Without max_tokens: the default, or as much as there is room for."""
+) -> list[PromptRequest]:
+    """One request a prompt. Without max_tokens it generates ``default_new_tokens``, or until the context is full."""
     fields = _fields(context, body) | {"logprobs": logprobs, "grammar": grammar}
-    fields["prompt_logprobs"] = body.prompt_alternatives
-    asks = []
+    fields["prompt_logprobs"] = body.prompt_top_logprobs
+    prompt_requests = []
     for prompt in prompts:
         ids = _truncated(context, body, prompt)
-        new_tokens = context.manager.new_tokens(len(ids), body.new_tokens)
+        new_tokens = context.manager.max_new_tokens(len(ids), body.new_tokens)
         if body.new_tokens is None and default_new_tokens is not None:
             new_tokens = min(new_tokens, default_new_tokens)
         if (body.min_tokens or 0) > new_tokens:
             found = f"min_tokens={body.min_tokens}: only {new_tokens} can be generated"
             raise InvalidRequestError(found, "min_tokens")
-        # a prompt that is only scored ends with a token that nobody sees
-        asks.append(Ask(ids, GenerationParams.of(max_new_tokens=max(new_tokens, 1), **fields), body.scheduling))
-    return asks
+        # the engine generates at least one token; with max_tokens=0 it is not shown
+        prompt_requests.append(
+            PromptRequest(ids, GenerationParams.of(max_new_tokens=max(new_tokens, 1), **fields), body.scheduling)
+        )
+    return prompt_requests
 
 
 def _truncated(context: ServerContext, body: GenerationBody, ids: list[int]) -> list[int]:
-    """The last tokens of a prompt, as many as truncate_prompt_tokens says."""
+    """The last truncate_prompt_tokens tokens of a prompt."""
     keep = body.truncate_prompt_tokens
     if keep is None:
         return ids
@@ -74,15 +78,15 @@ def _truncated(context: ServerContext, body: GenerationBody, ids: list[int]) -> 
 
 
 def _fields(context: ServerContext, body: GenerationBody) -> dict[str, Any]:
-    """The sampling parameters that the body sets, but for max_new_tokens."""
-    plain = {name: getattr(body, field) for field, name in NAMES.items()}
+    """The generation parameters that the body sets, without max_new_tokens."""
+    plain = {name: getattr(body, field) for field, name in PARAM_NAMES.items()}
     given = {name: value for name, value in plain.items() if value is not None}
     seed = None if body.seed == -1 else body.seed
     return {**given, **_token_rules(context, body), "seed": seed, "stop": tuple(body.stop or ())}
 
 
 def _token_rules(context: ServerContext, body: GenerationBody) -> dict[str, Any]:
-    """What names tokens by their ids."""
+    """The parameters that name tokens by their ids."""
     rules = body.token_rules(context)
     if body.stop_token_ids:
         rules["stop_token_ids"] = _checked(context, "stop_token_ids", body.stop_token_ids)
@@ -103,11 +107,11 @@ def _checked(context: ServerContext, name: str, ids: Sequence[int]) -> tuple[int
 
 
 def bad_word_ids(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
-    """The word as tokens at the start of a text and, where that is another single run of as many, after a space."""
+    """The tokens of a word at the start of a text, and after a space if those are as many and begin with another."""
     bare = word.lstrip()
     at_start = tuple(tokenizer.encode(bare, add_special_tokens=False))
     if not at_start:
         raise InvalidRequestError(f"bad_words: {word!r} has no tokens", "bad_words")
     inside = tuple(tokenizer.encode(f" {bare}", add_special_tokens=False))
-    is_another = inside[0] != at_start[0] and len(inside) == len(at_start)
-    return [at_start, inside] if is_another else [at_start]
+    differs = inside[0] != at_start[0] and len(inside) == len(at_start)
+    return [at_start, inside] if differs else [at_start]

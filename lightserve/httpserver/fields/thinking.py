@@ -1,4 +1,4 @@
-"""How long a model may think: the fields of a chat that say it, and what the engine is told."""
+"""The fields of a chat that limit its reasoning tokens, and the limit for the engine."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Budget = Annotated[int, Field(ge=-1, lt=2**31, description="tokens between the t
 
 
 class ThinkingFields(Body):
-    """In the words of vLLM, Qwen and others; where several are given, the least counts."""
+    """Under the names of vLLM, Qwen and others; the lowest of several values counts."""
 
-    budget_is_hint: ClassVar[bool] = False  # a model that does not reason is asked all the same
+    budget_is_hint: ClassVar[bool] = False  # ignored for a model that does not reason, instead of refused
 
     thinking_token_budget: Budget | None = None
     thinking_budget: Budget | None = None
     max_reasoning_tokens: Budget | None = None
 
     def thinking_limit(self, context: ServerContext, thinking: Thinking | None) -> ThinkingLimit | None:
-        """``thinking``: how the answer may think, None where the model does not reason."""
+        """``thinking``: how the output may reason; None: the model does not reason."""
         given = {name: getattr(self, name) for name in ThinkingFields.model_fields}
         limits = {name: value for name, value in given.items() if value is not None and value >= 0}
         if not limits or (thinking is None and self.budget_is_hint):
             return None
         if thinking is None:
             name = next(iter(limits))
-            found = f"{name}: the chat template does not show how the model reasons; --reasoning_parser can tell"
+            found = f"{name}: the chat template does not show how the model reasons; set --reasoning_parser"
             raise InvalidRequestError(found, name)
         tags = thinking.form
         end_ids = tuple(context.tokenizer.encode(tags.end, add_special_tokens=False))

@@ -1,4 +1,4 @@
-"""The fields of bodies that say which tokens may follow which, in the words of LightLLM and transformers."""
+"""The fields of a body that forbid or favour tokens, under the names of LightLLM and transformers."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ LengthDecay = Annotated[
 ]
 
 
-class RuleFields(Body):
+class TokenRuleFields(Body):
     no_repeat_ngram_size: Annotated[int, Field(ge=0, le=MAX_NGRAM_SIZE)] | None = Field(
-        default=None, description="so many tokens in a row never come twice, the prompt's included; 0: they may"
+        default=None, description="an n-gram of this size never occurs twice, the prompt included; 0: no limit"
     )
     exponential_decay_length_penalty: LengthDecay | None = Field(
         default=None,
-        description="[start, factor]: after so many tokens, each further one makes an end likelier by this factor",
+        description="[start, factor]: after start tokens, each token makes an end more likely by this factor",
     )
-    first_allowed_token_ids: AllowedIds | None = Field(default=None, description="the answer begins with one of them")
+    first_allowed_token_ids: AllowedIds | None = Field(
+        default=None, description="the output begins with one of these tokens"
+    )
 
     def token_rules(self, context: ServerContext) -> dict[str, Any]:
-        """The sampling parameters that are given."""
-        rules = {name: getattr(self, name) for name in RuleFields.model_fields}
+        """The sampling parameters that these fields set."""
+        rules = {name: getattr(self, name) for name in TokenRuleFields.model_fields}
         if self.exponential_decay_length_penalty is not None and self.exponential_decay_length_penalty[1] == 1:
-            del rules["exponential_decay_length_penalty"]  # what LightLLM's clients send for none
+            del rules["exponential_decay_length_penalty"]  # LightLLM's clients send it for no penalty
         if self.first_allowed_token_ids is not None:
             context.manager.check_ids("first_allowed_token_ids", self.first_allowed_token_ids)
             rules["first_allowed_token_ids"] = tuple(dict.fromkeys(self.first_allowed_token_ids))

@@ -1,4 +1,4 @@
-"""What the contract names for a later version: a request that uses it is refused, never half obeyed."""
+"""Fields of OpenAI's, vLLM's and SGLang's bodies that this server does not support: it refuses them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def _is_not(*harmless: Any) -> Callable[[Any], bool]:
     return lambda value: value not in harmless
 
 
-# field: whether a value that is not null asks for it
-LATER: dict[str, Callable[[Any], bool]] = {
+# field: whether a value that is not null uses it
+UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "functions": _is_given,
     "function_call": _is_not("none"),
     "prompt_embeds": _is_given,
@@ -36,23 +36,23 @@ LATER: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def refuse_later(value: dict[str, Any]) -> None:
-    for name, asks_for_it in LATER.items():
+def refuse_unsupported(value: dict[str, Any]) -> None:
+    for name, is_used in UNSUPPORTED.items():
         given = value.get(name)
-        if given is not None and asks_for_it(given):
+        if given is not None and is_used(given):
             raise NotSupportedYetError(name, name)
     if "messages" not in value:
-        _refuse_for_prompt(value)
+        _refuse_chat_fields(value)
     if value.get("chat_template") is not None:
-        raise InvalidRequestError("chat_template: a request cannot bring its own", "chat_template")
+        raise InvalidRequestError("chat_template: a request cannot set it", "chat_template")
     if value.get("echo") is True and "messages" in value:
         raise NotSupportedYetError("echo in a chat", "echo")
     if value.get("token_healing") is True and "messages" in value:
         raise NotSupportedYetError("token_healing in a chat", "token_healing")
 
 
-def _refuse_for_prompt(value: dict[str, Any]) -> None:
-    """What a plain prompt has no place for."""
+def _refuse_chat_fields(value: dict[str, Any]) -> None:
+    """Fields that a completion cannot have."""
     for name in ("tools", "tool_choice", "thinking_token_budget", "thinking_budget", "max_reasoning_tokens"):
         if value.get(name) not in (None, "none"):
             raise InvalidRequestError(f"{name}: only in a chat", name)

@@ -1,4 +1,4 @@
-"""/generate, /generate_stream, / and /info: TGI's and LightLLM's, by the body."""
+"""/generate, /generate_stream and /, whose body is LightLLM's or TGI's, and TGI's /info."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightserve import __version__
 from lightserve.errors import LightserveError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate.schema import Schema, schema_of
-from lightserve.httpserver.lightllm.request import NativeBody
+from lightserve.httpserver.lightllm.request import LightllmBody
 from lightserve.httpserver.lightllm.response import lightllm_response
 from lightserve.httpserver.tgi.errors import tgi_error_response
 from lightserve.httpserver.tgi.request import MAX_STOPS, TgiBody
 from lightserve.httpserver.tgi.response import tgi_response
-from lightserve.httpserver.wire.body import documented
+from lightserve.httpserver.wire.body import openapi_body
 from lightserve.httpserver.wire.json_response import json_response
-from lightserve.httpserver.wire.sse import DOCUMENTED
+from lightserve.httpserver.wire.sse import OPENAPI_STREAM
 
 
 def routes(context: ServerContext) -> APIRouter:
@@ -27,22 +27,22 @@ def routes(context: ServerContext) -> APIRouter:
 
     @router.post("/generate", openapi_extra=_BODY)
     async def generate(request: Request) -> Response:
-        """The whole answer."""
-        return await _answer(context, request, streams=False)
+        """The whole response."""
+        return await _respond(context, request, streams=False)
 
-    @router.post("/generate_stream", responses=DOCUMENTED, openapi_extra=_BODY)
+    @router.post("/generate_stream", responses=OPENAPI_STREAM, openapi_extra=_BODY)
     async def generate_stream(request: Request) -> Response:
-        """The answer as server-sent events, one a token."""
-        return await _answer(context, request, streams=True)
+        """The response as server-sent events, one a token."""
+        return await _respond(context, request, streams=True)
 
-    @router.post("/", responses=DOCUMENTED, openapi_extra=_BODY)
+    @router.post("/", responses=OPENAPI_STREAM, openapi_extra=_BODY)
     async def compatible(request: Request) -> Response:
-        """Either of the two, by ``stream`` in the body."""
-        return await _answer(context, request, streams=None)
+        """The field ``stream`` of the body selects one of the two."""
+        return await _respond(context, request, streams=None)
 
     @router.get("/info")
     async def info(request: Request) -> Response:
-        """The model and the limits, as TGI tells them."""
+        """The model and the limits in TGI's format."""
         try:
             return json_response(_info(context))
         except LightserveError as error:
@@ -51,7 +51,7 @@ def routes(context: ServerContext) -> APIRouter:
     return router
 
 
-async def _answer(context: ServerContext, request: Request, streams: bool | None) -> Response:
+async def _respond(context: ServerContext, request: Request, streams: bool | None) -> Response:
     log = context.log(request)
     value = await context.read(request)
     default = Schema.TGI if context.config.use_tgi_api else Schema.LIGHTLLM
@@ -65,8 +65,8 @@ def _info(context: ServerContext) -> dict[str, Any]:
     return {
         "model_id": context.model_name,
         "model_sha": None,
-        "model_pipeline_tag": None,  # as TGI has it for a model folder; so POST / does not repeat the prompt
-        "max_concurrent_requests": None,  # memory decides
+        "model_pipeline_tag": None,  # TGI's value for a model folder; with it POST / does not repeat the prompt
+        "max_concurrent_requests": None,  # limited by memory
         "max_best_of": context.config.max_choices,
         "max_stop_sequences": MAX_STOPS,
         "max_input_tokens": total - 1,
@@ -80,4 +80,4 @@ def _info(context: ServerContext) -> dict[str, Any]:
     }
 
 
-_BODY = documented(NativeBody, TgiBody)
+_BODY = openapi_body(LightllmBody, TgiBody)

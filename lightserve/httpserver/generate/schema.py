@@ -1,4 +1,4 @@
-"""LightLLM's schema and TGI's share paths and a frame; the parameters tell them apart."""
+"""LightLLM's and TGI's bodies share paths; their parameters show which one it is."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ TGI_ONLY = frozenset(
         "watermark",
     }
 )
-WORKS_IN_BOTH = frozenset({"seed"})  # it marks a TGI body, but a LightLLM one may have it too
+WORKS_IN_BOTH = frozenset({"seed"})  # alone it means TGI, but LightLLM's bodies may have it too
 
 
 def schema_of(body: dict[str, Any], default: Schema) -> Schema:
-    """Whose body it is, by what only one of them has; a null is as good as absent. A mix of both is refused."""
+    """Select by the parameters that only one of them has. A null is as good as absent. A mix of both is refused."""
     parameters = body.get("parameters")
     given = {name for name, value in parameters.items() if value is not None} if isinstance(parameters, dict) else set()
     lightllm, tgi = given & LIGHTLLM_ONLY, given & TGI_ONLY

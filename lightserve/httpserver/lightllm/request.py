@@ -1,4 +1,4 @@
-"""A body in LightLLM's own schema, checked, as something to ask the engine."""
+"""Bodies in LightLLM's format, and the engine request that they make."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pydantic import Field
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.beam_search.algorithm import BeamParams
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.beam_search import BeamFields, not_with_beams, refuse_rules
-from lightserve.httpserver.fields.grammar import GuidedFields, grammar_of
+from lightserve.httpserver.fields.beam_search import BeamFields, not_with_beam_search, refuse_excluded_params
+from lightserve.httpserver.fields.grammar import GuidedFields, requested_grammar
 from lightserve.httpserver.fields.inputs import check_input_ids, refuse_media
-from lightserve.httpserver.fields.scheduling import TermsBody
+from lightserve.httpserver.fields.scheduling import SchedulingFields
 from lightserve.httpserver.fields.stopping import check_stop_strings
-from lightserve.httpserver.fields.token_healing import heal, not_healed
-from lightserve.httpserver.fields.token_rules import MAX_ALLOWED_IDS, RuleFields
-from lightserve.httpserver.manager import Ask
+from lightserve.httpserver.fields.token_healing import heal, healing_error
+from lightserve.httpserver.fields.token_rules import MAX_ALLOWED_IDS, TokenRuleFields
+from lightserve.httpserver.manager import PromptRequest
 from lightserve.httpserver.wire.body import Body, at_most
 from lightserve.io_struct import GenerationParams
 
 DEFAULT_NEW_TOKENS = 16
 MAX_STOPS = 10
-MAX_STOP_IDS = 256  # of one stop sequence
+MAX_STOP_IDS = 256  # token ids of one stop sequence
 MAX_BANNED_IDS = 1024
 MAX_BIASED = 1024
 RANDOM_SEED = -1
-# what later versions do, and the values that ask for nothing
-LATER: dict[str, tuple[Any, ...]] = {
+# parameter that is refused: the values that are allowed because they have no effect
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "input_penalty": (False,),
     "image_max_patch_num": (-1,),
     "prompt_logprobs": (-1,),
@@ -51,11 +51,11 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 StopSequences = Annotated[list[str | Ids], Field(fail_fast=True)]
 
 
-class NativeParameters(TermsBody, BeamFields, GuidedFields, RuleFields):
-    """A null is as good as absent. A name that is not here is let through and has no effect."""
+class LightllmParameters(SchedulingFields, BeamFields, GuidedFields, TokenRuleFields):
+    """A null is as good as absent. Unknown parameters are allowed and have no effect."""
 
-    best_of: int | None = Field(default=None, description="answers to generate; default n")
-    n: int | None = Field(default=None, description="answers to return, the likeliest; default best_of")
+    best_of: int | None = Field(default=None, description="sequences to generate; default n")
+    n: int | None = Field(default=None, description="sequences to return, the most likely; default best_of")
     do_sample: bool | None = Field(default=None, description="false, the default: greedy")
     temperature: float | None = None
     top_p: float | None = None
@@ -68,46 +68,47 @@ class NativeParameters(TermsBody, BeamFields, GuidedFields, RuleFields):
     max_new_tokens: int | None = Field(default=None, description=f"default {DEFAULT_NEW_TOKENS}")
     min_new_tokens: int | None = None
     stop_sequences: str | StopSequences | None = Field(
-        default=None, description="texts, or token ids: a single id ends the answer, several stand for their text"
+        default=None,
+        description="texts, or lists of token ids: a single id ends the output, several stand for their text",
     )
-    print_eos_token: bool | None = Field(default=None, description="leave what ended the answer in its text")
+    print_eos_token: bool | None = Field(default=None, description="keep the end token or the stop string in the text")
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = Field(default=None, description="of the prompt; default true")
     allowed_token_ids: Ids | None = Field(default=None, max_length=MAX_ALLOWED_IDS)
     invalid_token_ids: Ids | None = Field(default=None, max_length=MAX_BANNED_IDS)
     logit_bias: Annotated[dict[str, float], at_most(MAX_BIASED)] | None = Field(
-        default=None, description="token id -> what is added to its logit"
+        default=None, description="token id -> number that is added to its logit"
     )
     seed: int | None = Field(default=None, description="the same seed gives the same text; -1: a random one")
-    return_details: bool | None = Field(default=None, description="every token in the answer")
+    return_details: bool | None = Field(default=None, description="return every token")
     token_healing: bool | None = Field(
-        default=None, description="take back the last tokens of a text, and spell them anew"
+        default=None, description="remove the last tokens of the prompt and generate their text again"
     )
 
     @property
-    def is_search(self) -> bool:
+    def is_beam_search(self) -> bool:
         return (self.num_beams or 1) > 1
 
 
-class NativeBody(Body):
+class LightllmBody(Body):
     inputs: str | Ids
-    parameters: NativeParameters | None = None
+    parameters: LightllmParameters | None = None
     multimodal_params: dict[str, Any] | None = None
     stream: bool | None = Field(default=None, description="only at POST /")
 
 
 @dataclass(frozen=True, slots=True)
-class NativeAsk:
-    ask: Ask
-    n: int  # answers to return
-    best_of: int  # answers to generate
+class LightllmRequest:
+    prompt_request: PromptRequest
+    n: int  # sequences to return
+    best_of: int  # sequences to generate
     return_details: bool
-    beams: BeamParams | None = None  # for a beam search
+    beam_params: BeamParams | None = None  # for a beam search
 
 
-async def native_ask(context: ServerContext, body: NativeBody, streams: bool) -> NativeAsk:
-    parameters = body.parameters or NativeParameters()
-    _refuse_later(body, parameters)
+async def lightllm_request(context: ServerContext, body: LightllmBody, streams: bool) -> LightllmRequest:
+    parameters = body.parameters or LightllmParameters()
+    _refuse_unsupported(body, parameters)
     n, best_of = _choices(context, parameters, streams)
     prompt_ids = await _prompt_ids(context, body.inputs, parameters.add_special_tokens)
     details = bool(parameters.return_details)
@@ -117,40 +118,40 @@ async def native_ask(context: ServerContext, body: NativeBody, streams: bool) ->
         seed=None if parameters.seed == RANDOM_SEED else parameters.seed,
         include_stop=bool(parameters.print_eos_token),
         logprobs=0 if needs_logprobs else None,
-        grammar=await grammar_of(context, parameters),
-        **_given(parameters),
+        grammar=await requested_grammar(context, parameters),
+        **_same_name_params(parameters),
         **_stops(context, parameters.stop_sequences),
         **_token_rules(context, parameters),
     )
     if not parameters.do_sample:
         params = params.replace(temperature=0.0)
-    ask = Ask(prompt_ids, params, parameters.scheduling)
+    prompt_request = PromptRequest(prompt_ids, params, parameters.scheduling)
     if parameters.token_healing:
         _check_healing(body, parameters)
-        ask = await heal(context, ask)
-    return NativeAsk(ask, n, best_of, details, _beams(parameters, ask, n))
+        prompt_request = await heal(context, prompt_request)
+    return LightllmRequest(prompt_request, n, best_of, details, _beam_params(parameters, prompt_request, n))
 
 
-def _check_healing(body: NativeBody, parameters: NativeParameters) -> None:
+def _check_healing(body: LightllmBody, parameters: LightllmParameters) -> None:
     if not isinstance(body.inputs, str):
-        raise not_healed("of inputs that are a text")
-    if parameters.is_search:
-        raise not_with_beams("token_healing")
+        raise healing_error("for inputs that are a text")
+    if parameters.is_beam_search:
+        raise not_with_beam_search("token_healing")
 
 
-def _refuse_later(body: NativeBody, parameters: NativeParameters) -> None:
+def _refuse_unsupported(body: LightllmBody, parameters: LightllmParameters) -> None:
     unknown = parameters.model_extra or {}
-    for name, neutral in LATER.items():
+    for name, no_effect in UNSUPPORTED.items():
         value = unknown.get(name)
-        if value is not None and value not in neutral:
+        if value is not None and value not in no_effect:
             raise NotSupportedYetError(f"`{name}`", name)
     refuse_media(body.multimodal_params)
 
 
-def _choices(context: ServerContext, parameters: NativeParameters, streams: bool) -> tuple[int, int]:
-    """How many answers to return, and how many to generate."""
-    if parameters.is_search:
-        return _choices_of_beams(context, parameters, streams)
+def _choices(context: ServerContext, parameters: LightllmParameters, streams: bool) -> tuple[int, int]:
+    """How many sequences to return, and how many to generate."""
+    if parameters.is_beam_search:
+        return _beam_search_choices(context, parameters, streams)
     best_of = parameters.best_of if parameters.best_of is not None else parameters.n
     best_of = 1 if best_of is None else best_of
     n = best_of if parameters.n is None else parameters.n
@@ -159,34 +160,34 @@ def _choices(context: ServerContext, parameters: NativeParameters, streams: bool
     if not 1 <= n <= best_of:
         raise InvalidRequestError(f"`n` must be in 1..best_of={best_of}. Given: {n}", "n")
     if streams and best_of != 1:
-        raise InvalidRequestError("`best_of` and `n` must be 1 in a stream, whose events do not tell answers apart")
+        raise InvalidRequestError("`best_of` and `n` must be 1 in a stream: its events have no index")
     return n, best_of
 
 
-def _choices_of_beams(context: ServerContext, parameters: NativeParameters, streams: bool) -> tuple[int, int]:
-    """The best n beams, already chosen."""
-    beams, n = parameters.num_beams or 1, 1 if parameters.n is None else parameters.n
+def _beam_search_choices(context: ServerContext, parameters: LightllmParameters, streams: bool) -> tuple[int, int]:
+    """The same for a beam search, which generates what it returns."""
+    beam_params, n = parameters.num_beams or 1, 1 if parameters.n is None else parameters.n
     if streams:
-        raise InvalidRequestError("num_beams: a beam search knows no token before its end; use /generate", "num_beams")
-    if beams > context.config.max_choices:
+        raise InvalidRequestError("num_beams: a beam search cannot stream; use /generate", "num_beams")
+    if beam_params > context.config.max_choices:
         raise InvalidRequestError(
-            f"`num_beams` must be in 1..{context.config.max_choices}. Given: {beams}", "num_beams"
+            f"`num_beams` must be in 1..{context.config.max_choices}. Given: {beam_params}", "num_beams"
         )
-    if parameters.best_of not in (None, 1, beams):
-        raise InvalidRequestError(f"`best_of` must be num_beams={beams} in a beam search", "best_of")
-    if not 1 <= n <= beams:
-        raise InvalidRequestError(f"`n` must be in 1..num_beams={beams}. Given: {n}", "n")
+    if parameters.best_of not in (None, 1, beam_params):
+        raise InvalidRequestError(f"`best_of` must be num_beams={beam_params} in a beam search", "best_of")
+    if not 1 <= n <= beam_params:
+        raise InvalidRequestError(f"`n` must be in 1..num_beams={beam_params}. Given: {n}", "n")
     return n, n
 
 
-def _beams(parameters: NativeParameters, ask: Ask, n: int) -> BeamParams | None:
-    if not parameters.is_search:
+def _beam_params(parameters: LightllmParameters, prompt_request: PromptRequest, n: int) -> BeamParams | None:
+    if not parameters.is_beam_search:
         return None
     for name in ("do_sample", "return_details"):
         if getattr(parameters, name):
-            raise not_with_beams(name)
-    refuse_rules(ask.params, {"stop": "stop_sequences", "bad_words_ids": "invalid_token_ids"})
-    return parameters.beam_params(parameters.num_beams or 1, n, [ask])
+            raise not_with_beam_search(name)
+    refuse_excluded_params(prompt_request.params, {"stop": "stop_sequences", "bad_words_ids": "invalid_token_ids"})
+    return parameters.beam_params(parameters.num_beams or 1, n, [prompt_request])
 
 
 async def _prompt_ids(context: ServerContext, inputs: str | list[int], add_special_tokens: bool | None) -> list[int]:
@@ -200,13 +201,13 @@ async def _prompt_ids(context: ServerContext, inputs: str | list[int], add_speci
     return ids
 
 
-def _new_tokens(context: ServerContext, prompt_len: int, wanted: int | None) -> int:
-    if wanted is None:
-        return min(DEFAULT_NEW_TOKENS, context.manager.new_tokens(prompt_len, None))
-    return context.manager.new_tokens(prompt_len, wanted)
+def _new_tokens(context: ServerContext, prompt_len: int, requested: int | None) -> int:
+    if requested is None:
+        return min(DEFAULT_NEW_TOKENS, context.manager.max_new_tokens(prompt_len, None))
+    return context.manager.max_new_tokens(prompt_len, requested)
 
 
-def _given(parameters: NativeParameters) -> dict[str, Any]:
+def _same_name_params(parameters: LightllmParameters) -> dict[str, Any]:
     values = {name: getattr(parameters, name) for name in SAME_NAME}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -225,7 +226,7 @@ def _stops(context: ServerContext, stop: str | list[str | list[int]] | None) -> 
 
 
 def _stop_text(context: ServerContext, group: str | list[int]) -> str:
-    """Several ids stand for their text: the model may spell it with other tokens, and it ends the answer too."""
+    """Several ids stand for their text: the same text in other tokens ends the output too."""
     if isinstance(group, str):
         return group
     if len(group) > MAX_STOP_IDS:
@@ -237,7 +238,7 @@ def _stop_text(context: ServerContext, group: str | list[int]) -> str:
     return text
 
 
-def _token_rules(context: ServerContext, parameters: NativeParameters) -> dict[str, Any]:
+def _token_rules(context: ServerContext, parameters: LightllmParameters) -> dict[str, Any]:
     rules = parameters.token_rules(context)
     if parameters.allowed_token_ids is not None:
         context.manager.check_ids("allowed_token_ids", parameters.allowed_token_ids)

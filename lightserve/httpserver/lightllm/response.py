@@ -1,4 +1,4 @@
-"""Answers and streams in LightLLM's own schema."""
+"""Responses and streams in LightLLM's format."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import LightserveError
-from lightserve.httpserver.beam_search.runner import beam_answers
+from lightserve.httpserver.beam_search.runner import beam_search_outputs
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.lightllm.request import NativeAsk, NativeBody, native_ask
+from lightserve.httpserver.lightllm.request import LightllmBody, LightllmRequest, lightllm_request
 from lightserve.httpserver.logprobs import finite_logprob, logprob_json, mean_logprob
 from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.httpserver.wire.body import check
+from lightserve.httpserver.wire.body import validate
 from lightserve.httpserver.wire.errors import error_object
 from lightserve.httpserver.wire.json_response import json_response
 from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
@@ -26,53 +26,55 @@ async def lightllm_response(
     context: ServerContext, request: Request, log: AccessLog, value: dict[str, Any], streams: bool | None
 ) -> Response:
     """``streams`` None: the body says whether it is a stream."""
-    body = check(NativeBody, value)
+    body = validate(LightllmBody, value)
     streams = bool(body.stream) if streams is None else streams
-    asked = await native_ask(context, body, streams)
-    log.prompt_tokens = len(asked.ask.prompt_ids)
+    parsed = await lightllm_request(context, body, streams)
+    log.prompt_tokens = len(parsed.prompt_request.prompt_ids)
     tokenizer = context.maybe_tokenizer
     special = frozenset() if tokenizer is None else tokenizer.special_ids
-    if asked.beams is not None:
-        choices = await until_disconnect(request, beam_answers(context, [asked.ask], asked.beams, log))
-        return json_response(native_whole(asked, choices, special))
-    generation = context.manager.generate([asked.ask], log, asked.best_of)
+    if parsed.beam_params is not None:
+        choices = await until_disconnect(
+            request, beam_search_outputs(context, [parsed.prompt_request], parsed.beam_params, log)
+        )
+        return json_response(lightllm_json(parsed, choices, special))
+    generation = context.manager.generate([parsed.prompt_request], log, parsed.best_of)
     if streams:
-        lines = NativeLines(len(asked.ask.prompt_ids), special)
-        return await EventStream.open(request, events_of(generation, lines, log.request_id))
+        writer = LightllmEventWriter(len(parsed.prompt_request.prompt_ids), special)
+        return await EventStream.open(request, events_of(generation, writer, log.request_id))
     choices = await until_disconnect(request, generation.collect())
-    return json_response(native_whole(asked, choices, special))
+    return json_response(lightllm_json(parsed, choices, special))
 
 
-def native_whole(asked: NativeAsk, choices: list[list[StrOut]], special: Collection[int]) -> dict[str, Any]:
-    """The answer; what is one a choice is a list where n > 1, and the texts always are."""
-    if asked.n < asked.best_of:
-        choices = sorted(choices, key=mean_logprob, reverse=True)[: asked.n]
-    prompt_tokens = len(asked.ask.prompt_ids)
-    counts = [len(rows) for rows in choices]
-    reasons = [_finish_reason(rows[-1]) for rows in choices]
-    answer: dict[str, Any] = {
-        "generated_text": ["".join([row.text for row in rows]) for rows in choices],
-        "count_output_tokens": counts if asked.n > 1 else counts[0],
-        "finish_reason": reasons if asked.n > 1 else reasons[0],
+def lightllm_json(parsed: LightllmRequest, choices: list[list[StrOut]], special: Collection[int]) -> dict[str, Any]:
+    """The response. A field with a value for each choice is a list where n > 1; the texts are always a list."""
+    if parsed.n < parsed.best_of:
+        choices = sorted(choices, key=mean_logprob, reverse=True)[: parsed.n]
+    prompt_tokens = len(parsed.prompt_request.prompt_ids)
+    counts = [len(outs) for outs in choices]
+    reasons = [_finish_reason(outs[-1]) for outs in choices]
+    response: dict[str, Any] = {
+        "generated_text": ["".join([out.text for out in outs]) for outs in choices],
+        "count_output_tokens": counts if parsed.n > 1 else counts[0],
+        "finish_reason": reasons if parsed.n > 1 else reasons[0],
         "prompt_tokens": prompt_tokens,
     }
-    if asked.return_details:
-        tokens = [_tokens(rows, prompt_tokens, special) for rows in choices]
-        answer["tokens"] = tokens if asked.n > 1 else tokens[0]
-    return answer
+    if parsed.return_details:
+        tokens = [_tokens(outs, prompt_tokens, special) for outs in choices]
+        response["tokens"] = tokens if parsed.n > 1 else tokens[0]
+    return response
 
 
-def _tokens(rows: Sequence[StrOut], prompt_tokens: int, special: Collection[int]) -> list[dict[str, Any]]:
+def _tokens(outs: Sequence[StrOut], prompt_tokens: int, special: Collection[int]) -> list[dict[str, Any]]:
     total, tokens = 0.0, []
-    for count, row in enumerate(rows, start=1):
-        total += finite_logprob(row.token.logprob) or 0.0
+    for count, out in enumerate(outs, start=1):
+        total += finite_logprob(out.token.logprob) or 0.0
         tokens.append(
             {
-                "id": row.token.id,
-                "text": row.text,
-                "logprob": finite_logprob(row.token.logprob),
-                "cumlogprob": total / count,  # a mean, in spite of its name, as LightLLM has it
-                "special": row.token.id in special,
+                "id": out.token.id,
+                "text": out.text,
+                "logprob": finite_logprob(out.token.logprob),
+                "cumlogprob": total / count,  # LightLLM's name for the mean
+                "special": out.token.id in special,
                 "count_output_tokens": count,
                 "prompt_tokens": prompt_tokens,
                 "mtp_accepted_token_num": 0,
@@ -81,8 +83,8 @@ def _tokens(rows: Sequence[StrOut], prompt_tokens: int, special: Collection[int]
     return tokens
 
 
-class NativeLines:
-    """The stream's lines, one a token: ``data:`` + compact JSON + blank line."""
+class LightllmEventWriter:
+    """Writes one event a token: ``data:`` + compact JSON + blank line."""
 
     def __init__(self, prompt_tokens: int, special: Collection[int]) -> None:
         self.count = 0
@@ -90,8 +92,8 @@ class NativeLines:
         self._rest = b',"prompt_tokens":%d},"generated_text":null,"finished":' % prompt_tokens
         self._more = self._rest + b'false,"finish_reason":null,"details":null}\n\n'
 
-    def write(self, news: list[tuple[int, StrOut]]) -> bytes:
-        return b"".join([self.line(out) for _, out in news])
+    def write(self, batch: list[tuple[int, StrOut]]) -> bytes:
+        return b"".join([self.line(out) for _, out in batch])
 
     def end(self) -> bytes:
         return b""
@@ -114,5 +116,5 @@ class NativeLines:
         return self._rest + b'true,"finish_reason":%b,"details":null}\n\n' % orjson.dumps(_finish_reason(out))
 
 
-def _finish_reason(row: StrOut) -> str | None:
-    return None if row.finish_reason is None else row.finish_reason.value
+def _finish_reason(out: StrOut) -> str | None:
+    return None if out.finish_reason is None else out.finish_reason.value

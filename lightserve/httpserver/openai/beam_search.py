@@ -1,68 +1,64 @@
-"""Answers of a beam search in OpenAI's JSON."""
+"""Responses of a beam search in OpenAI's JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.beam_search.runner import beam_answers
+from lightserve.httpserver.beam_search.runner import beam_search_outputs
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.beam_search import not_with_beams, refuse_rules
+from lightserve.httpserver.fields.beam_search import not_with_beam_search, refuse_excluded_params
 from lightserve.httpserver.fields.generation import GenerationBody
-from lightserve.httpserver.fields.sampling import NAMES
-from lightserve.httpserver.manager import Ask
+from lightserve.httpserver.fields.sampling import PARAM_NAMES
+from lightserve.httpserver.manager import PromptRequest
 from lightserve.httpserver.openai.completions_request import CompletionBody
-from lightserve.httpserver.openai.response import Answer, Choice, whole
+from lightserve.httpserver.openai.response import Choice, ResponseSpec, response_json
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.json_response import json_response
 from lightserve.httpserver.wire.sse import until_disconnect
 from lightserve.io_struct import StrOut
 
-FIELDS = {sampling: field for field, sampling in NAMES.items()} | {
+# generation parameter: the field of the body that sets it
+FIELD_NAMES = {param: field for field, param in PARAM_NAMES.items()} | {
     "bad_words_ids": "bad_words",
     "thinking": "thinking_token_budget",
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """What to search for, and how to write what is found."""
-
-    asks: Sequence[Ask]
-    answer: Answer
-    log: AccessLog
-
-
-async def respond_with_beams(
-    context: ServerContext, request: Request, body: GenerationBody, search: Search
+async def respond_with_beam_search(
+    context: ServerContext,
+    request: Request,
+    body: GenerationBody,
+    prompt_requests: Sequence[PromptRequest],
+    spec: ResponseSpec,
+    log: AccessLog,
 ) -> Response:
-    num_beams = body.beams or 1
-    _check(body, num_beams, search.answer)
-    refuse_rules(search.asks[0].params, FIELDS)
-    params = body.beam_params(num_beams, body.choices, search.asks)
-    found = await until_disconnect(request, beam_answers(context, search.asks, params, search.log))
-    return json_response(whole(search.answer, [_choice(search.answer, rows) for rows in found], search.log))
+    num_beams = body.beam_width or 1
+    _check(body, num_beams, spec)
+    refuse_excluded_params(prompt_requests[0].params, FIELD_NAMES)
+    params = body.beam_params(num_beams, body.choices, prompt_requests)
+    sequences = await until_disconnect(request, beam_search_outputs(context, prompt_requests, params, log))
+    return json_response(response_json(spec, [_choice(spec, outs) for outs in sequences], log))
 
 
-def _check(body: GenerationBody, num_beams: int, answer: Answer) -> None:
+def _check(body: GenerationBody, num_beams: int, spec: ResponseSpec) -> None:
     if body.stream:
-        raise not_with_beams("stream")
-    if answer.new_logprobs is not None:
-        raise not_with_beams("logprobs")
-    if answer.scored:
-        raise not_with_beams("prompt_logprobs")
-    if answer.is_scoring:
+        raise not_with_beam_search("stream")
+    if spec.new_logprobs is not None:
+        raise not_with_beam_search("logprobs")
+    if spec.prompt_logprobs:
+        raise not_with_beam_search("prompt_logprobs")
+    if spec.is_prompt_only:
         raise InvalidRequestError("max_tokens: a beam search needs at least 1", "max_tokens")
     if isinstance(body, CompletionBody) and body.best_of not in (None, 1, num_beams):
         raise InvalidRequestError(f"best_of={body.best_of} is not num_beams={num_beams}", "best_of")
 
 
-def _choice(answer: Answer, rows: Iterable[StrOut]) -> Choice:
-    choice = answer.new_choice()
-    for row in rows:
-        choice.add(row)
+def _choice(spec: ResponseSpec, outs: Iterable[StrOut]) -> Choice:
+    choice = spec.new_choice()
+    for out in outs:
+        choice.add(out)
     return choice

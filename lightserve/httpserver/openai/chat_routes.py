@@ -9,55 +9,58 @@ from starlette.responses import Response
 from lightserve.httpserver.chat.prepare import PreparedChat, prepare_chat
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.generation import checked
-from lightserve.httpserver.openai.beam_search import Search, respond_with_beams
+from lightserve.httpserver.fields.generation import validate_supported
+from lightserve.httpserver.openai.beam_search import respond_with_beam_search
 from lightserve.httpserver.openai.logprobs import chat_logprobs
-from lightserve.httpserver.openai.prompt_logprobs import ScoredPrompt
-from lightserve.httpserver.openai.response import Answer, Form, respond
-from lightserve.httpserver.wire.body import documented
-from lightserve.httpserver.wire.sse import DOCUMENTED
+from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
+from lightserve.httpserver.openai.response import EndpointFormat, ResponseSpec
+from lightserve.httpserver.openai.stream import respond
+from lightserve.httpserver.wire.body import openapi_body
+from lightserve.httpserver.wire.sse import OPENAPI_STREAM
 
-CHAT = Form(
+CHAT = EndpointFormat(
     id_prefix="chatcmpl-",
-    whole_object="chat.completion",
-    chunk_object="chat.completion.chunk",
-    whole_text=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    object_name="chat.completion",
+    chunk_object_name="chat.completion.chunk",
+    text_fields=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
     first=lambda echo: b'"delta":{"role":"assistant","content":""}',
     before_text=b'"delta":{"content":',
     after_text=b"}",
     last=b'"delta":{}',
-    scores_in_choice=False,
+    has_prompt_logprobs_in_choice=False,
 )
 
 
 def routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
-    @router.post("/v1/chat/completions", responses=DOCUMENTED, openapi_extra=documented(ChatBody))
+    @router.post("/v1/chat/completions", responses=OPENAPI_STREAM, openapi_extra=openapi_body(ChatBody))
     async def chat_completions(request: Request) -> Response:
-        body = checked(ChatBody, await context.read(request))
+        body = validate_supported(ChatBody, await context.read(request))
         k = body.top_logprobs or 0 if body.logprobs else None
         chat = await prepare_chat(context, request, body, k)
-        chat.log.shows_output = not body.is_scoring
-        answer = Answer(
-            form=CHAT,
+        chat.log.counts_output = not body.is_prompt_only
+        spec = ResponseSpec(
+            endpoint=CHAT,
             request_id=chat.log.request_id,
             model=context.model_name,
             n=body.choices,
             echoes=[""] * body.choices,
             new_logprobs=None if k is None else lambda _: chat_logprobs(context.tokenizer, k),
-            new_output=None if chat.plan.is_plain else chat.plan.new_choice,
-            scored=_scored(context, body, chat),
-            is_scoring=body.is_scoring,
+            new_parser=None if chat.output.is_plain else chat.output.new_parser,
+            prompt_logprobs=_prompt_logprobs(context, body, chat),
+            is_prompt_only=body.is_prompt_only,
         )
-        if body.beams is not None:
-            return await respond_with_beams(context, request, body, Search(chat.asks, answer, chat.log))
-        return await respond(request, body, context.manager.generate(chat.asks, chat.log, body.choices), answer)
+        if body.beam_width is not None:
+            return await respond_with_beam_search(context, request, body, chat.prompt_requests, spec, chat.log)
+        generation = context.manager.generate(chat.prompt_requests, chat.log, body.choices)
+        return await respond(request, body, generation, spec)
 
     return router
 
 
-def _scored(context: ServerContext, body: ChatBody, chat: PreparedChat) -> list[ScoredPrompt]:
-    if body.prompt_logprobs is None:
+def _prompt_logprobs(context: ServerContext, body: ChatBody, chat: PreparedChat) -> list[PromptLogprobsWriter]:
+    k = body.prompt_logprobs
+    if k is None:
         return []
-    return [ScoredPrompt(context.tokenizer, ask.prompt_ids, listed_k=body.prompt_logprobs) for ask in chat.asks]
+    return [PromptLogprobsWriter(context.tokenizer, one.prompt_ids, field_k=k) for one in chat.prompt_requests]

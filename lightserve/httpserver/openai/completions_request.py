@@ -14,7 +14,7 @@ Prompt = str | list[int]
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """One prompt or several, each a text or token ids, as a list of prompts."""
+    """One prompt or several, each a text or token ids, as a list."""
     is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(value[0]) is int)
     prompts = [value] if is_one else value
     if not isinstance(prompts, list) or not all(map(_is_prompt, prompts)):
@@ -36,33 +36,33 @@ Prompts = Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema({"any
 
 class CompletionBody(GenerationBody):
     prompt: Prompts
-    best_of: Count | None = None  # the n with the highest mean logprob of so many
+    best_of: Count | None = None  # generate this many and return the n with the highest mean logprob
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
-    token_healing: bool | None = None  # LightLLM's: take back the prompt's last tokens, and spell them anew
+    token_healing: bool | None = None  # LightLLM's: see fields/token_healing.py
 
     @property
     def candidates(self) -> int:
         return max(self.best_of or 1, self.choices)
 
     @property
-    def tells_prompt(self) -> bool:
+    def reports_prompt(self) -> bool:
         return bool(self.echo) or self.prompt_logprobs is not None
 
     @property
-    def echoed_alternatives(self) -> int | None:
-        """To each token of a prompt whose logprobs come before the answer's."""
+    def echo_top_logprobs(self) -> int | None:
+        """Alternatives to each token of an echoed prompt; None: no logprobs of the echo."""
         return self.logprobs if self.echo else None
 
     @property
-    def prompt_alternatives(self) -> int | None:
-        asked = [k for k in (self.prompt_logprobs, self.echoed_alternatives) if k is not None]
-        return max(asked, default=None)
+    def prompt_top_logprobs(self) -> int | None:
+        given = [k for k in (self.prompt_logprobs, self.echo_top_logprobs) if k is not None]
+        return max(given, default=None)
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionBody:
         if self.best_of is not None and self.best_of < self.choices:
             raise InvalidRequestError(f"best_of={self.best_of} is less than n={self.choices}", "best_of")
         if self.stream and self.candidates > self.choices:
-            raise InvalidRequestError("best_of: the best cannot be known in a stream", "best_of")
+            raise InvalidRequestError("best_of: a stream cannot return the best", "best_of")
         return self

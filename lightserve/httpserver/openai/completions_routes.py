@@ -12,111 +12,114 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.beam_search import not_with_beams
-from lightserve.httpserver.fields.generation import checked
-from lightserve.httpserver.fields.grammar import grammar_of
-from lightserve.httpserver.fields.sampling import asks_of, check_choices
-from lightserve.httpserver.fields.token_healing import heal, not_healed
-from lightserve.httpserver.manager import Ask
-from lightserve.httpserver.openai.beam_search import Search, respond_with_beams
+from lightserve.httpserver.fields.beam_search import not_with_beam_search
+from lightserve.httpserver.fields.generation import validate_supported
+from lightserve.httpserver.fields.grammar import requested_grammar
+from lightserve.httpserver.fields.sampling import build_prompt_requests, check_choices
+from lightserve.httpserver.fields.token_healing import heal, healing_error
+from lightserve.httpserver.manager import PromptRequest
+from lightserve.httpserver.openai.beam_search import respond_with_beam_search
 from lightserve.httpserver.openai.completions_request import CompletionBody, Prompt
 from lightserve.httpserver.openai.logprobs import CompletionLogprobs
-from lightserve.httpserver.openai.prompt_logprobs import ScoredPrompt
-from lightserve.httpserver.openai.response import Answer, Form, respond
-from lightserve.httpserver.wire.body import documented
-from lightserve.httpserver.wire.sse import DOCUMENTED
+from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
+from lightserve.httpserver.openai.response import EndpointFormat, ResponseSpec
+from lightserve.httpserver.openai.stream import respond
+from lightserve.httpserver.wire.body import openapi_body
+from lightserve.httpserver.wire.sse import OPENAPI_STREAM
 
 DEFAULT_NEW_TOKENS = 16  # OpenAI's
 
-COMPLETION = Form(
+COMPLETION = EndpointFormat(
     id_prefix="cmpl-",
-    whole_object="text_completion",
-    chunk_object="text_completion",
-    whole_text=lambda text: {"text": text},
+    object_name="text_completion",
+    chunk_object_name="text_completion",
+    text_fields=lambda text: {"text": text},
     first=lambda echo: b'"text":' + orjson.dumps(echo) if echo else b"",
     before_text=b'"text":',
     after_text=b"",
     last=b'"text":""',
-    scores_in_choice=True,
+    has_prompt_logprobs_in_choice=True,
 )
 
 
 def routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
-    @router.post("/v1/completions", responses=DOCUMENTED, openapi_extra=documented(CompletionBody))
+    @router.post("/v1/completions", responses=OPENAPI_STREAM, openapi_extra=openapi_body(CompletionBody))
     async def completions(request: Request) -> Response:
-        body = checked(CompletionBody, await context.read(request))
+        body = validate_supported(CompletionBody, await context.read(request))
         context.check_model(body.model)
-        check_choices(context, len(body.prompt), body.beams or body.candidates)
+        check_choices(context, len(body.prompt), body.beam_width or body.candidates)
         log = context.log(request, body.request_id)
 
-        prompts = [await _ids(context, body, prompt) for prompt in body.prompt]
-        grammar = await grammar_of(context, body)
-        asks = asks_of(context, body, prompts, _logprobs_to_ask(body), DEFAULT_NEW_TOKENS, grammar)
-        echoes = [_echo(context, body, prompt, ask) for prompt, ask in zip(body.prompt, asks, strict=True)]
+        prompts = [await _prompt_ids(context, body, prompt) for prompt in body.prompt]
+        grammar = await requested_grammar(context, body)
+        prompt_requests = build_prompt_requests(
+            context, body, prompts, _engine_logprobs(body), DEFAULT_NEW_TOKENS, grammar
+        )
+        echoes = [_echo(context, body, *pair) for pair in zip(body.prompt, prompt_requests, strict=True)]
         if body.token_healing:
             _check_healing(body)
-            asks = [await heal(context, ask) for ask in asks]
-        log.prompt_tokens = sum(len(ask.prompt_ids) for ask in asks)
-        log.shows_output = not body.is_scoring
-        answer = Answer(
-            form=COMPLETION,
+            prompt_requests = [await heal(context, one) for one in prompt_requests]
+        log.prompt_tokens = sum(len(one.prompt_ids) for one in prompt_requests)
+        log.counts_output = not body.is_prompt_only
+        spec = ResponseSpec(
+            endpoint=COMPLETION,
             request_id=log.request_id,
             model=context.model_name,
             n=body.choices,
             echoes=[echo for echo in echoes for _ in range(body.choices)],
-            hidden_chars=[ask.params.text.hidden_chars for ask in asks],
+            hidden_chars=[one.params.text.hidden_chars for one in prompt_requests],
             new_logprobs=_new_logprobs(context, body),
-            scored=_scored(context, body, asks, echoes),
-            is_scoring=body.is_scoring,
+            prompt_logprobs=_prompt_logprobs(context, body, prompt_requests, echoes),
+            is_prompt_only=body.is_prompt_only,
         )
-        if body.beams is not None:
-            return await respond_with_beams(context, request, body, Search(asks, answer, log))
-        return await respond(request, body, context.manager.generate(asks, log, body.candidates), answer)
+        if body.beam_width is not None:
+            return await respond_with_beam_search(context, request, body, prompt_requests, spec, log)
+        return await respond(request, body, context.manager.generate(prompt_requests, log, body.candidates), spec)
 
     return router
 
 
-async def _ids(context: ServerContext, body: CompletionBody, prompt: Prompt) -> list[int]:
+async def _prompt_ids(context: ServerContext, body: CompletionBody, prompt: Prompt) -> list[int]:
     if isinstance(prompt, list):
         context.manager.check_ids("prompt", prompt)
         return prompt
-    await asyncio.sleep(0)  # a hundred prompts take a while: let other requests have their turn
+    await asyncio.sleep(0)  # a hundred prompts take a while: the event loop serves other requests in between
     return await context.encode(prompt, body.add_special_tokens is not False)
 
 
-def _echo(context: ServerContext, body: CompletionBody, prompt: Prompt, ask: Ask) -> str:
-    """The prompt as text, without what truncation took."""
+def _echo(context: ServerContext, body: CompletionBody, prompt: Prompt, prompt_request: PromptRequest) -> str:
+    """The prompt as text, after truncation."""
     if not body.echo:
         return ""
     if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
         return prompt
-    return context.tokenizer.decode(ask.prompt_ids, body.skip_special_tokens is not False)
+    return context.tokenizer.decode(prompt_request.prompt_ids, body.skip_special_tokens is not False)
 
 
 def _check_healing(body: CompletionBody) -> None:
     if not all(isinstance(prompt, str) for prompt in body.prompt):
-        raise not_healed("of a prompt that is a text")
-    if body.is_scoring:
-        raise not_healed("where something is generated")
-    if body.beams is not None:
-        raise not_with_beams("token_healing")
+        raise healing_error("for a prompt that is a text")
+    if body.is_prompt_only:
+        raise healing_error("with max_tokens of at least 1")
+    if body.beam_width is not None:
+        raise not_with_beam_search("token_healing")
 
 
-def _logprobs_to_ask(body: CompletionBody) -> int | None:
-    """The best answers are chosen by their logprobs."""
+def _engine_logprobs(body: CompletionBody) -> int | None:
+    """The logprobs to request from the engine; best_of needs them to compare candidates."""
     return 0 if body.logprobs is None and body.candidates > body.choices else body.logprobs
 
 
-def _scored(
-    context: ServerContext, body: CompletionBody, asks: Sequence[Ask], echoes: Sequence[str]
-) -> list[ScoredPrompt]:
-    if body.prompt_alternatives is None:
+def _prompt_logprobs(
+    context: ServerContext, body: CompletionBody, prompt_requests: Sequence[PromptRequest], echoes: Sequence[str]
+) -> list[PromptLogprobsWriter]:
+    if body.prompt_top_logprobs is None:
         return []
-    tokenizer, listed_k, echoed_k = context.tokenizer, body.prompt_logprobs, body.echoed_alternatives
-    pairs = zip(asks, echoes, strict=True)
-    return [ScoredPrompt(tokenizer, ask.prompt_ids, echo, listed_k, echoed_k) for ask, echo in pairs]
+    tokenizer, field_k, echo_k = context.tokenizer, body.prompt_logprobs, body.echo_top_logprobs
+    pairs = zip(prompt_requests, echoes, strict=True)
+    return [PromptLogprobsWriter(tokenizer, one.prompt_ids, echo, field_k, echo_k) for one, echo in pairs]
 
 
 def _new_logprobs(context: ServerContext, body: CompletionBody) -> partial[CompletionLogprobs] | None:

@@ -1,4 +1,4 @@
-"""A prompt whose logprobs are asked for, in the shapes of those who ask."""
+"""The logprobs of a prompt in the formats of vLLM and OpenAI."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ Object = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredPrompt:
-    """``packed``, in its methods, is what came with the first token of an answer."""
+class PromptLogprobsWriter:
+    """Writes the logprobs of one prompt. ``packed`` comes with the first output token."""
 
     tokenizer: Tokenizer
-    ids: list[int]
+    prompt_ids: list[int]
     echo: str = ""
-    listed_k: int | None = None  # alternatives in vLLM's prompt_logprobs; None: it is not asked for
-    echoed_k: int | None = None  # alternatives in the logprobs of an answer that begins with the prompt; None: likewise
+    field_k: int | None = None  # alternatives in vLLM's field prompt_logprobs; None: not requested
+    echo_k: int | None = None  # alternatives in the logprobs of an echoed prompt; None: not requested
 
-    def listed(self, packed: PromptLogprobs | None) -> list[Object | None] | None:
-        """As vLLM tells it: how likely each token and its alternatives were, by their ids; nothing of the first."""
-        if self.listed_k is None:
+    def field(self, packed: PromptLogprobs | None) -> list[Object | None] | None:
+        """vLLM's field: for each token but the first, the logprobs of the token and its alternatives by their ids."""
+        if self.field_k is None:
             return None
-        return [self._entry(token, self.listed_k) for token in unpack_prompt_logprobs(self.ids, packed)]
+        return [self._entry(token, self.field_k) for token in unpack_prompt_logprobs(self.prompt_ids, packed)]
 
     def echoed(self, packed: PromptLogprobs | None) -> Logprobs | None:
-        """As OpenAI tells it: what comes before the logprobs of the answer."""
-        if self.echoed_k is None:
+        """OpenAI's logprobs of the echo, which precede the logprobs of the output."""
+        if self.echo_k is None:
             return None
-        return CompletionLogprobs(self.tokenizer, self.echoed_k).of_prompt(
-            unpack_prompt_logprobs(self.ids, packed), self.echo
+        return CompletionLogprobs(self.tokenizer, self.echo_k).of_prompt(
+            unpack_prompt_logprobs(self.prompt_ids, packed), self.echo
         )
 
     def _entry(self, token: PromptToken, k: int) -> Object | None:

@@ -1,4 +1,4 @@
-"""The body of /v1/responses, and the chat that it asks for."""
+"""The body of /v1/responses, and its translation into a chat."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError, ResponseNotFoundError
 from lightserve.httpserver.chat.request import MAX_MESSAGES, MAX_TOOLS, ToolFunction
-from lightserve.httpserver.chat.translation import Joined, Object, TranslatedChat, tools_of_type, translated
+from lightserve.httpserver.chat.translation import Object, TextOrParts, TranslatedChat, tools_of_type, translate_chat
 from lightserve.httpserver.fields.generation import NewTokens, Share
 from lightserve.httpserver.fields.grammar import Schema
 from lightserve.httpserver.fields.thinking import Budget
-from lightserve.httpserver.wire.body import Body, at_most, check
+from lightserve.httpserver.wire.body import Body, at_most, validate
 
 MEDIA = frozenset({"input_image", "input_file", "input_audio"})
 KINDS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-MAX_ITEMS = 4096  # some become one message together
+MAX_ITEMS = 4096  # several items may become one message
 MAX_INCLUDED = 64
-MAX_METADATA = 16  # as OpenAI, and so are the lengths
+MAX_METADATA = 16  # OpenAI's limit, as are the lengths
 LOGPROBS = "message.output_text.logprobs"
 
-Text = Annotated[str, Joined("input", MEDIA, KINDS)]
+Text = Annotated[str, TextOrParts("input", MEDIA, KINDS)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=MAX_METADATA),
@@ -61,7 +61,7 @@ class ReasoningItem(Body):
 def _item_kind(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "item_reference":
-        raise InvalidRequestError("input: nothing is stored that an item_reference could name", "input")
+        raise InvalidRequestError("input: an item_reference is not possible, this server stores no responses", "input")
     if isinstance(value, dict) and kind is None:
         return "message"
     return kind if isinstance(kind, str) else None
@@ -80,13 +80,13 @@ Item = Annotated[
 ]
 
 
-def _listed(value: Any) -> Any:
+def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 Items = Annotated[
     Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)],
-    BeforeValidator(_listed, json_schema_input_type=str | list[Item]),
+    BeforeValidator(_as_items, json_schema_input_type=str | list[Item]),
 ]
 
 
@@ -105,7 +105,7 @@ _NAMED = {
 
 
 def _tool_choice(value: Any) -> Any:
-    """As chat says it."""
+    """As the tool_choice of a chat."""
     if value is None or (isinstance(value, str) and value in _MODES):
         return value
     match value:
@@ -166,8 +166,8 @@ class ResponsesChat(TranslatedChat):
     format_name: ClassVar[str] = "text.format"
 
 
-def responses_body(value: Object) -> ResponsesBody:
-    body = check(ResponsesBody, value)
+def validate_responses(value: Object) -> ResponsesBody:
+    body = validate(ResponsesBody, value)
     if body.previous_response_id is not None:
         raise ResponseNotFoundError(body.previous_response_id, "previous_response_id")
     for name in ("background", "conversation", "prompt"):
@@ -178,7 +178,7 @@ def responses_body(value: Object) -> ResponsesBody:
     return body
 
 
-def chat_of(body: ResponsesBody) -> ResponsesChat:
+def to_chat(body: ResponsesBody) -> ResponsesChat:
     text_format = None if body.text is None else body.text.format
     fields = {
         "model": body.model,
@@ -196,7 +196,7 @@ def chat_of(body: ResponsesBody) -> ResponsesChat:
         "stream": body.stream,
         "user": body.user,
     }
-    return translated(ResponsesChat, fields, body.model_extra)
+    return translate_chat(ResponsesChat, fields, body.model_extra)
 
 
 def _tool(tool: FunctionTool) -> Object:
@@ -204,48 +204,48 @@ def _tool(tool: FunctionTool) -> Object:
 
 
 def _messages(body: ResponsesBody) -> list[Object]:
-    messages = _Messages()
+    builder = _MessageBuilder()
     if body.instructions:
-        messages.say("system", body.instructions)
+        builder.append("system", body.instructions)
     for item in body.input:
-        messages.add(item)
-    if not messages.said:
-        raise InvalidRequestError("input: there is nothing to answer", "input")
-    if len(messages.said) > MAX_MESSAGES:
-        raise InvalidRequestError(f"input: more than {MAX_MESSAGES} messages", "input")
-    return messages.said
+        builder.add(item)
+    if not builder.messages:
+        raise InvalidRequestError("input: it has no message", "input")
+    if len(builder.messages) > MAX_MESSAGES:
+        raise InvalidRequestError(f"input: {len(builder.messages)} messages; the limit is {MAX_MESSAGES}", "input")
+    return builder.messages
 
 
-class _Messages:
-    """Puts the items of one turn of the assistant together: its reasoning, its text, its calls."""
+class _MessageBuilder:
+    """Joins the reasoning, text and calls of one turn of the assistant into one message."""
 
     def __init__(self) -> None:
-        self.said: list[Object] = []
-        self._reasoning = ""  # before the next message of the assistant
-        self._takes_calls = False  # the last message is the assistant's
+        self.messages: list[Object] = []
+        self._reasoning = ""  # for the next message of the assistant
+        self._takes_calls = False  # the last message is an assistant message
 
     def add(self, item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> None:
         match item:
             case MessageItem():
-                self.say(item.role, item.content)
+                self.append(item.role, item.content)
             case CallItem():
                 self._call(item)
             case CallOutputItem():
-                self.say("tool", item.output, tool_call_id=item.call_id)
+                self.append("tool", item.output, tool_call_id=item.call_id)
             case ReasoningItem():
                 self._reasoning += "".join(part.text for part in item.content or ())
 
-    def say(self, role: str, content: str | None, **fields: Any) -> None:
+    def append(self, role: str, content: str | None, **fields: Any) -> None:
         self._takes_calls = role == "assistant"
         if self._takes_calls and self._reasoning:
             fields["reasoning_content"] = self._reasoning
         self._reasoning = ""
-        self.said.append({"role": role, "content": content, **fields})
+        self.messages.append({"role": role, "content": content, **fields})
 
     def _call(self, item: CallItem) -> None:
         if not self._takes_calls or self._reasoning:
-            self.say("assistant", None, tool_calls=[])
+            self.append("assistant", None, tool_calls=[])
         function = {"name": item.name, "arguments": item.arguments}
-        self.said[-1].setdefault("tool_calls", []).append(
+        self.messages[-1].setdefault("tool_calls", []).append(
             {"id": item.call_id, "type": "function", "function": function}
         )

@@ -1,4 +1,4 @@
-"""Errors as TGI tells them, so that its clients raise what they would raise with TGI."""
+"""Errors in TGI's format: its clients raise the exceptions that they raise with TGI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A body in TGI's schema, checked as TGI checks it and in its words, as something to ask the engine."""
+"""Bodies in TGI's format, checked by TGI's rules with its messages, and the engine request that they make."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pydantic import Field
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.grammar import TgiGrammar, grammar_of
+from lightserve.httpserver.fields.grammar import TgiGrammar, requested_grammar
 from lightserve.httpserver.fields.inputs import check_input_ids
 from lightserve.httpserver.fields.stopping import check_stop_strings
 from lightserve.httpserver.fields.token_healing import heal
-from lightserve.httpserver.manager import Ask
+from lightserve.httpserver.manager import PromptRequest
 from lightserve.httpserver.wire.body import Body
 from lightserve.io_struct import GenerationParams
 
@@ -26,7 +26,7 @@ MAX_TOP_N_TOKENS = 5
 class TgiParameters(Body):
     """A null is as good as absent."""
 
-    best_of: int | None = Field(default=None, description="answers to generate, of which the likeliest is returned")
+    best_of: int | None = Field(default=None, description="sequences to generate, of which the most likely is returned")
     temperature: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -39,24 +39,26 @@ class TgiParameters(Body):
     max_new_tokens: int | None = Field(default=None, description="default: the rest of the context")
     return_full_text: bool | None = Field(default=None, description="begin generated_text with the prompt")
     stop: list[str] | None = Field(
-        default=None, fail_fast=True, description=f"up to {MAX_STOPS} texts that end the answer and stay in it"
+        default=None, fail_fast=True, description=f"up to {MAX_STOPS} texts that end the output and stay in it"
     )
-    truncate: int | None = Field(default=None, description="keep only so many of the prompt's last tokens")
-    watermark: bool | None = Field(default=None, description="favour tokens by which the text can be told from others")
+    truncate: int | None = Field(default=None, description="keep only this many of the prompt's last tokens")
+    watermark: bool | None = Field(
+        default=None, description="favour tokens by which the text can be recognised as generated"
+    )
     details: bool | None = None
     decoder_input_details: bool | None = Field(
-        default=None, description="details, and in them how likely the prompt's tokens were; not in a stream"
+        default=None, description="details with the logprobs of the prompt's tokens; not in a stream"
     )
     seed: int | None = None
     top_n_tokens: int | None = Field(
-        default=None, description=f"up to {MAX_TOP_N_TOKENS} likeliest tokens at every step"
+        default=None, description=f"up to {MAX_TOP_N_TOKENS} most likely tokens at every step"
     )
     grammar: TgiGrammar | None = None
     adapter_id: str | None = None
     token_healing: bool | None = Field(
-        default=None, description="take back the last tokens of the prompt, and spell them anew"
+        default=None, description="remove the last tokens of the prompt and generate their text again"
     )
-    ignore_eos_token: bool | None = Field(default=None, description="go on after an end token, for benchmarks")
+    ignore_eos_token: bool | None = Field(default=None, description="continue after an end token, for benchmarks")
 
     @property
     def is_sampling(self) -> bool:
@@ -71,26 +73,26 @@ class TgiBody(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class TgiAsk:
-    ask: Ask
+class TgiRequest:
+    prompt_request: PromptRequest
     best_of: int
-    seed: int | None  # as TGI tells it, unsigned; None: greedy
+    seed: int | None  # unsigned, as TGI reports it; None: greedy
     details: bool
-    before: str  # what generated_text begins with
+    before: str  # the text before the output in generated_text
 
     @property
     def top_n_tokens(self) -> int:
-        return self.ask.params.sampling.logprobs or 0
+        return self.prompt_request.params.sampling.logprobs or 0
 
 
-async def tgi_ask(context: ServerContext, body: TgiBody, streams: bool) -> TgiAsk:
+async def tgi_request(context: ServerContext, body: TgiBody, streams: bool) -> TgiRequest:
     parameters = body.parameters or TgiParameters()
     _check(context, parameters, streams)
     best_of = 1 if parameters.best_of is None else parameters.best_of
     seed = _seed(parameters)
     prompt_ids = await _prompt_ids(context, body.inputs, parameters.truncate)
-    tells_prompt = bool(parameters.decoder_input_details)
-    details = bool(parameters.details) or tells_prompt
+    has_prefill = bool(parameters.decoder_input_details)
+    details = bool(parameters.details) or has_prefill
     params = GenerationParams.of(
         max_new_tokens=_new_tokens(context, len(prompt_ids), parameters.max_new_tokens),
         seed=None if seed is None else _signed(seed),
@@ -98,29 +100,29 @@ async def tgi_ask(context: ServerContext, body: TgiBody, streams: bool) -> TgiAs
         include_stop=bool(parameters.stop),  # TGI leaves the stop string in the text
         ignore_eos=bool(parameters.ignore_eos_token),
         logprobs=(parameters.top_n_tokens or 0) if streams or details or best_of > 1 else None,
-        prompt_logprobs=0 if tells_prompt else None,
+        prompt_logprobs=0 if has_prefill else None,
         watermark=bool(parameters.watermark),
-        grammar=None if parameters.grammar is None else await grammar_of(context, parameters.grammar),
-        **_choice_of_tokens(parameters),
+        grammar=None if parameters.grammar is None else await requested_grammar(context, parameters.grammar),
+        **_sampling_params(parameters),
     )
     before = body.inputs if parameters.return_full_text else ""
-    ask = Ask(prompt_ids, params)
+    prompt_request = PromptRequest(prompt_ids, params)
     if parameters.token_healing:
-        ask = await heal(context, ask)
-    return TgiAsk(ask, best_of, seed, details, before)
+        prompt_request = await heal(context, prompt_request)
+    return TgiRequest(prompt_request, best_of, seed, details, before)
 
 
 def _check(context: ServerContext, parameters: TgiParameters, streams: bool) -> None:
     if parameters.adapter_id:
         raise NotSupportedYetError("`adapter_id`", "adapter_id")
-    for is_fine, wanted in _rules(context, parameters, streams):
-        if not is_fine:
-            raise InvalidRequestError(wanted)
+    for is_met, message in _rules(context, parameters, streams):
+        if not is_met:
+            raise InvalidRequestError(message)
     check_stop_strings("stop", parameters.stop or ())
 
 
 def _rules(context: ServerContext, p: TgiParameters, streams: bool) -> Iterator[tuple[bool, str]]:
-    """What TGI demands, in its order and its words."""
+    """TGI's rules, in its order, with its messages."""
     best_of = 1 if p.best_of is None else p.best_of
     max_best_of, n_stops = context.config.max_choices, len(p.stop or ())
     max_input = context.manager.limits.max_req_total_len - 1
@@ -155,7 +157,7 @@ def _rules(context: ServerContext, p: TgiParameters, streams: bool) -> Iterator[
 
 
 def _seed(parameters: TgiParameters) -> int | None:
-    """The seed to tell, drawn here where none was given; a greedy answer has none."""
+    """The seed to report, a random one where none is given; a greedy request has none."""
     if not parameters.is_sampling:
         return None
     return random.getrandbits(64) if parameters.seed is None else parameters.seed
@@ -178,19 +180,19 @@ async def _prompt_ids(context: ServerContext, inputs: str, truncate: int | None)
     return ids
 
 
-def _new_tokens(context: ServerContext, prompt_len: int, wanted: int | None) -> int:
+def _new_tokens(context: ServerContext, prompt_len: int, requested: int | None) -> int:
     total = context.manager.limits.max_req_total_len
-    if wanted is not None and prompt_len + wanted > total:
+    if requested is not None and prompt_len + requested > total:
         raise InvalidRequestError(
             f"`inputs` tokens + `max_new_tokens` must be <= {total}. "
-            f"Given: {prompt_len} `inputs` tokens and {wanted} `max_new_tokens`"
+            f"Given: {prompt_len} `inputs` tokens and {requested} `max_new_tokens`"
         )
     if prompt_len >= total:
         raise InvalidRequestError(f"`inputs` must have less than {total} tokens. Given: {prompt_len}")
-    return context.manager.new_tokens(prompt_len, wanted)
+    return context.manager.max_new_tokens(prompt_len, requested)
 
 
-def _choice_of_tokens(parameters: TgiParameters) -> dict[str, Any]:
+def _sampling_params(parameters: TgiParameters) -> dict[str, Any]:
     names = ("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "frequency_penalty")
     values = {name: getattr(parameters, name) for name in names}
     given = {name: value for name, value in values.items() if value is not None}

@@ -1,10 +1,10 @@
-"""One line a request: who asked, what it cost, how it ended."""
+"""One log line a request: its id, its tokens and times, how it ended."""
 
 from __future__ import annotations
 
 import time
 
-from lightserve.errors import ClientGoneError, LightserveError
+from lightserve.errors import ClientDisconnectedError, LightserveError
 from lightserve.io_struct import StrOut
 from lightserve.utils.logger import init_logger
 
@@ -12,29 +12,29 @@ logger = init_logger("lightserve.access")
 
 
 class AccessLog:
-    """Counts what one HTTP request used; the sums of ``usage`` come from here too."""
+    """Counts the tokens of one HTTP request, for the log line and for ``usage``."""
 
     def __init__(self, request_id: str, route: str, is_written: bool = True) -> None:
         self.request_id = request_id
         self.arrived_s = time.monotonic()
-        self.prompt_tokens = 0  # set by the route: each prompt once, however many answers it gets
+        self.prompt_tokens = 0  # set by the route; a prompt counts once, however many choices it has
         self.cached_tokens = 0
         self.output_tokens = 0
-        self.shows_output = True  # set by the route: False where a prompt is only scored
+        self.counts_output = True  # set by the route: False where max_tokens is 0
         self._route = route
         self._is_written = is_written
         self._queue_s = 0.0
         self._first_token_s: float | None = None
         self._finish_reasons: list[str] = []
 
-    def unwritten(self) -> AccessLog:
-        """For the requests that this one is made of: they have its name and its age, and no lines of their own."""
+    def silent_copy(self) -> AccessLog:
+        """For the engine requests of a beam search: the same id and arrival time, and no log line."""
         log = AccessLog(self.request_id, self._route, is_written=False)
         log.arrived_s = self.arrived_s
         return log
 
-    def note(self, out: StrOut, is_first_choice: bool) -> None:
-        self.output_tokens += self.shows_output
+    def record(self, out: StrOut, is_first_choice: bool) -> None:
+        self.output_tokens += self.counts_output
         if out.admission is not None:
             self.cached_tokens += out.admission.cached_tokens if is_first_choice else 0
             self._queue_s = max(self._queue_s, out.admission.queue_s)
@@ -64,6 +64,6 @@ class AccessLog:
 def _finish(reasons: list[str], error: BaseException | None) -> str:
     if error is None:
         return ",".join(reasons)
-    if isinstance(error, LightserveError) and not isinstance(error, ClientGoneError):
+    if isinstance(error, LightserveError) and not isinstance(error, ClientDisconnectedError):
         return f"error:{error.status}"
-    return "abort"  # the client left: its task was cancelled or its stream closed
+    return "abort"  # the client disconnected: its task was cancelled or its stream closed

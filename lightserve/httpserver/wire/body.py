@@ -1,4 +1,4 @@
-"""A request body, read within limits, parsed and checked once."""
+"""Request bodies: read within limits, parsed, validated."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from starlette.requests import ClientDisconnect, Request
 from lightserve.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
-    ClientGoneError,
+    ClientDisconnectedError,
     InvalidRequestError,
     MediaTypeError,
 )
 
 B = TypeVar("B", bound="Body")
 
-BODY_TIMEOUT_S = 30.0  # a body that never ends must not hold a connection for ever
-LARGE_BODY = 256 * 1024  # bytes: parsing more than this (about a millisecond) leaves the event loop
-# 16 MB can hold 5 million lists, which take seconds to build: more than anyone has use for is refused unbuilt
+BODY_TIMEOUT_S = 30.0  # a body that never ends must not hold its connection
+LARGE_BODY = 256 * 1024  # bytes; a larger one (about a millisecond) is parsed in a thread
+# 16 MB can hold 5 million lists, which take seconds to parse: check_json_size refuses them before
 MAX_PARTS = 2**17  # strings, lists and objects
 MAX_VALUES = 2_000_000  # token ids, mostly
-MAX_PARAM_LENGTH = 100  # characters of a field's name in an error: part of it may be the client's
+MAX_PARAM_LENGTH = 100  # characters of a field's path in an error: the client may have chosen parts of it
 _STRING = re.compile(rb'"[^"]*"')
 
 
 class Body(BaseModel):
-    """Unknown fields are let through: clients send what other servers know. A bool is no number, a string neither."""
+    """Unknown fields are allowed: clients send fields of other servers. Types are strict: a bool is not a number."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
 
 def at_most(count: int) -> BeforeValidator:
-    """For a dict: its own max_length counts only what is valid, so a million bad entries would be a million errors.
-
-    A list has fail_fast for that.
+    """Limits the entries of a dict. pydantic's max_length counts valid entries only: a million bad ones would be a
+    million errors. Lists have fail_fast instead.
     """
 
     def check_length(value: Any) -> Any:
@@ -57,8 +56,8 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     return _parse(raw) if len(raw) <= LARGE_BODY else await asyncio.to_thread(_parse, raw)
 
 
-def check(model: type[B], value: dict[str, Any]) -> B:
-    """``value`` as a ``model``; the error names the first field that is wrong."""
+def validate(model: type[B], value: dict[str, Any]) -> B:
+    """``value`` as a ``model``; an error names the first wrong field."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -67,15 +66,15 @@ def check(model: type[B], value: dict[str, Any]) -> B:
         raise InvalidRequestError(f"{param}: {first['msg']}" if param else first["msg"], param or None) from error
 
 
-def documented(*models: type[Body]) -> dict[str, Any]:
-    """The body, one of ``models``, for /openapi.json."""
+def openapi_body(*models: type[Body]) -> dict[str, Any]:
+    """What /openapi.json says about a body that is one of ``models``."""
     schemas = [_without_references(model.model_json_schema()) for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _without_references(schema: dict[str, Any]) -> Any:
-    """Every definition in its place: a reference would not resolve in /openapi.json."""
+    """Replace references by their definitions: they would not resolve in /openapi.json."""
     definitions = schema.pop("$defs", {})
 
     def inlined(node: Any) -> Any:
@@ -98,7 +97,7 @@ def _check_media_type(content_type: str | None) -> None:
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
-    check_size(raw)
+    check_json_size(raw)
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -108,8 +107,8 @@ def _parse(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def check_size(raw: bytes) -> None:
-    """Refuses JSON that would take long to build. Its strings are looked at only where it has that many quotes."""
+def check_json_size(raw: bytes) -> None:
+    """Refuse JSON that would take long to parse. Strings are only removed where the raw counts are over the limits."""
     if len(raw) <= LARGE_BODY:
         return
     if raw.count(b'"') + _openings(raw) <= MAX_PARTS and raw.count(b",") <= MAX_VALUES:
@@ -143,5 +142,5 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     except TimeoutError as error:
         raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
     except ClientDisconnect as error:
-        raise ClientGoneError("the client closed the connection") from error
+        raise ClientDisconnectedError("the client closed the connection") from error
     return b"".join(chunks)

@@ -15,7 +15,7 @@ from starlette.routing import Match, Route
 
 from lightserve.errors import (
     BodyTimeoutError,
-    ClientGoneError,
+    ClientDisconnectedError,
     DeadlineError,
     LightserveError,
     NotComputableError,
@@ -54,9 +54,9 @@ _SCHEMA = {
         }
     },
 }
-_DOCUMENTED = {"description": "What went wrong", "content": {"application/json": {"schema": _SCHEMA}}}
+_OPENAPI_ERROR = {"description": "What went wrong", "content": {"application/json": {"schema": _SCHEMA}}}
 # responses of every route in /openapi.json
-DOCUMENTED: dict[int | str, dict[str, Any]] = {"4XX": _DOCUMENTED, "5XX": _DOCUMENTED}
+OPENAPI_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": _OPENAPI_ERROR, "5XX": _OPENAPI_ERROR}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def status_of(error: Exception) -> int:
 def error_response(
     error: Exception, request_id: str | None = None, error_format: ErrorFormat | None = None
 ) -> Response:
-    if isinstance(error, ClientGoneError):
+    if isinstance(error, ClientDisconnectedError):
         return Response(status_code=error.status)  # nobody reads it
     body = _formatted(error_object(error, request_id), status_of(error), request_id, error_format)
     return JSONResponse(body, status_of(error), headers_of(error))

@@ -1,4 +1,4 @@
-"""HTTP/1.1 on a connection: uvicorn's protocol, with limits for a request's head and refusals in our shape."""
+"""HTTP/1.1 on a connection: uvicorn's protocol, with limits for the head of a request and JSON errors."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from lightserve.errors import BodyTimeoutError, HeadTooLargeError, InvalidRequestError, LightserveError
 from lightserve.httpserver.wire.errors import error_object
 
-MAX_HEAD_BYTES = 64 * 1024  # request line and headers; the parser would gather any number, in quadratic time
-HEADER_COST = 32  # what each header counts besides its bytes, as in HTTP/2: ten thousand short ones are too many
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers; the parser has no limit and takes quadratic time
+HEADER_COST = 32  # counted for each header besides its bytes, as in HTTP/2: it limits many short headers
 HEAD_TIMEOUT_S = 30.0
-STALL_S = 60.0  # that a full buffer may take to empty; whoever reads less than 64 KB in that time is cut off
-LINGER_S = 2.0  # a client that still sends gets that long to read why it is refused, before it is cut off
+STALL_S = (
+    60.0  # until a full write buffer must be empty: a client that reads less than 64 KB in that time is disconnected
+)
+LINGER_S = 2.0  # for a refused client that still sends to read the error, before the connection closes
 
 
 class LimitedProtocol(HttpToolsProtocol):
     _is_in_head = False
     _is_refused = False
-    _stalled: asyncio.TimerHandle | None = None  # while the client does not read what we write
-    _gathered_bytes = 0  # that the parser has and did not hand on: of a head, or of trailers after a body
+    _stalled: asyncio.TimerHandle | None = None  # runs while the client does not read
+    _gathered_bytes = 0  # in the parser: of a head, or of trailers after a body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._end_after(self.timeout_keep_alive)  # also if no request ever comes
+        self._end_after(self.timeout_keep_alive)  # also if no request comes
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # the base class forgets it where the connection broke
-        self._forget_stall()
+        self._unset_keepalive_if_required()  # the base class leaves it running when the connection breaks
+        self._cancel_stall_timer()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self.loop.call_later(STALL_S, self.transport.abort)  # then its request is aborted too
+        self._stalled = self.loop.call_later(STALL_S, self.transport.abort)  # this aborts its request too
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._forget_stall()
+        self._cancel_stall_timer()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -52,7 +54,7 @@ class LimitedProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
-            ours = error.__context__  # what a callback raised
+            ours = error.__context__  # raised by a callback
             self._refuse(ours if isinstance(ours, LightserveError) else InvalidRequestError("this is not valid HTTP"))
         else:
             self._limit_gathered()
@@ -76,17 +78,17 @@ class LimitedProtocol(HttpToolsProtocol):
     def _limit_gathered(self) -> None:
         if self._gathered_bytes > MAX_HEAD_BYTES:
             self._refuse(_too_large())
-        elif self._is_in_head and self.timeout_keep_alive_task is None:  # set by the first piece: others gain no time
+        elif self._is_in_head and self.timeout_keep_alive_task is None:  # only the first bytes start the timer
             late = BodyTimeoutError(f"the head did not arrive within {HEAD_TIMEOUT_S:.0f} s")
             self.timeout_keep_alive_task = self.loop.call_later(HEAD_TIMEOUT_S, self._refuse, late)
 
     def _should_upgrade(self) -> bool:
-        return True  # so that a request which offers an upgrade is left to _decline_upgrade
+        return True  # then the parser raises HttpParserUpgrade, see _decline_upgrade
 
     def _decline_upgrade(self, rest: bytes) -> None:
-        """Take the request without its offer, as it may have a body: curl and Java's client offer HTTP/2 with a POST.
+        """Serve the request without the upgrade; it may have a body: curl and Java's client offer HTTP/2 with a POST.
 
-        The parser has stopped after the head, so another one begins with it.
+        The parser has stopped after the head, so a new parser gets the head again.
         """
         method = self.parser.get_method()
         if method == b"CONNECT":
@@ -100,17 +102,19 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, error: LightserveError) -> None:
         self._is_refused = True
         cycle = self.cycle
-        is_answering = cycle is not None and not cycle.response_complete
-        if not is_answering or not cycle.response_started:
+        is_responding = cycle is not None and not cycle.response_complete
+        if not is_responding or not cycle.response_started:
             self.transport.write(_response(error))
-        if is_answering:
-            cycle.disconnected = True  # as if the client had left: nothing more is written, and its work is aborted
+        if is_responding:
+            cycle.disconnected = (
+                True  # as if the client had disconnected: nothing more is written, and its request is aborted
+            )
             cycle.message_event.set()
-        if self.transport.can_write_eof():  # TLS cannot; the client knows the answer's length
+        if self.transport.can_write_eof():  # TLS cannot; the response has a Content-Length
             self.transport.write_eof()
         self._end_after(LINGER_S)
 
-    def _forget_stall(self) -> None:
+    def _cancel_stall_timer(self) -> None:
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None

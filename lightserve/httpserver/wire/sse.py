@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lightserve.errors import ClientGoneError, LightserveError
+from lightserve.errors import ClientDisconnectedError, LightserveError
 from lightserve.httpserver.wire.errors import log_error
 from lightserve.io_struct import StrOut
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 Outs = list[tuple[int, StrOut]]  # tokens, each with the index of its sequence
 
 # what /openapi.json says about a response that may be a stream
-DOCUMENTED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+OPENAPI_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would hold the events back
 
 
@@ -106,7 +106,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.ensure_future(work)
     await _run_until(task, _disconnected(request.receive))
     if task.cancelled():
-        raise ClientGoneError("the client closed the connection")
+        raise ClientDisconnectedError("the client closed the connection")
     return task.result()
 
 

@@ -87,7 +87,7 @@ def test_values_are_those_of_the_router() -> None:
     assert of_model(found["lightserve_prefix_cache_hits_total"]) == 25
 
 
-def test_histograms_count_up_to_everything() -> None:
+def test_histogram_buckets_are_cumulative() -> None:
     found = samples(MetricsPage("m", []).render(busy(), is_up=True))
 
     for metric in CATALOGUE:
@@ -101,7 +101,7 @@ def test_histograms_count_up_to_everything() -> None:
         assert of_model(found[f"{name}_sum"]) > 0
 
 
-def test_a_histogram_puts_each_value_where_it_belongs() -> None:
+def test_a_histogram_counts_each_value_in_its_bucket() -> None:
     found = samples(MetricsPage("m", []).render(busy(), is_up=True))
 
     buckets = found["lightserve_inter_token_latency_seconds_bucket"]
@@ -112,13 +112,13 @@ def test_a_histogram_puts_each_value_where_it_belongs() -> None:
     assert of_model(found["lightserve_inter_token_latency_seconds_sum"]) == pytest.approx(1000.012)
 
 
-def test_without_news_of_the_router_only_its_absence_is_told() -> None:
+def test_without_a_snapshot_of_the_router_only_engine_up_is_exported() -> None:
     found = samples(MetricsPage("m", ["vllm", "lightllm"]).render(None, is_up=False))
 
     assert found == {"lightserve_engine_up": {(("model_name", "m"),): 0.0}}
 
 
-# what the dashboards of others ask for
+# metrics that dashboards of other servers read
 VLLM = [
     "vllm:e2e_request_latency_seconds_bucket",
     "vllm:time_to_first_token_seconds_bucket",
@@ -164,7 +164,7 @@ LIGHTLLM = [
 
 
 @pytest.mark.parametrize(("compat", "names"), [("vllm", VLLM), ("lightllm", LIGHTLLM)])
-def test_the_names_of_other_servers_are_there_when_asked_for(compat: str, names: list[str]) -> None:
+def test_the_names_of_other_servers_are_exported_on_request(compat: str, names: list[str]) -> None:
     ours = samples(MetricsPage("m", []).render(busy(), is_up=True))
     both = samples(MetricsPage("m", [compat]).render(busy(), is_up=True))
 
@@ -183,7 +183,7 @@ def test_vllm_series_carry_its_labels_and_our_values() -> None:
     assert all(dict(labels)["engine"] == "0" for name in found if name[:5] == "vllm:" for labels in found[name])
 
 
-def test_lightllm_series_sum_what_it_counts_in_one() -> None:
+def test_lightllms_metrics_are_sums_of_ours() -> None:
     found = samples(MetricsPage("m", ["lightllm"]).render(busy(), is_up=True))
 
     assert of_model(found["lightllm_request_success_total"]) == 2
@@ -200,7 +200,7 @@ def test_a_server_named_twice_is_exported_once() -> None:
 
 
 @pytest.mark.parametrize("name", ['quo"te', "back\\slash", r"back\nslash", "new\nline", "漢 字", 'a"} 1\nfake 2'])
-def test_a_strange_model_name_stays_a_label(name: str) -> None:
+def test_a_model_name_with_quotes_is_escaped_in_a_label(name: str) -> None:
     found = samples(MetricsPage(name, []).render(busy(), is_up=True))
 
     assert {dict(labels)["model_name"] for series in found.values() for labels in series} == {name}

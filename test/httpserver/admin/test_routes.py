@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import lightserve
 from lightserve.config import HttpConfig
-from lightserve.httpserver.manager import SILENCE_S, EngineState, HttpServerManager
+from lightserve.httpserver.manager import HEARTBEAT_TIMEOUT_S, EngineState, HttpServerManager
 from lightserve.io_struct import RouterStats
 from lightserve.router.stats import RouterMetrics
 from test.httpserver.app_client import Served, served
@@ -35,7 +35,7 @@ def still_loading(manager: HttpServerManager) -> None:
 
 
 def silent(manager: HttpServerManager) -> None:
-    manager._heard_s = time.monotonic() - SILENCE_S - 1
+    manager._last_heartbeat_s = time.monotonic() - HEARTBEAT_TIMEOUT_S - 1
 
 
 def stuck(manager: HttpServerManager) -> None:
@@ -49,7 +49,7 @@ def without_worker(manager: HttpServerManager) -> None:
 TROUBLES = [
     (still_loading, "the model is loading"),
     (HttpServerManager.drain, "the server is shutting down"),
-    (lambda manager: manager.die("a worker died"), "a worker died"),
+    (lambda manager: manager.engine_died("a worker died"), "a worker died"),
     (silent, "the engine does not answer"),
     (stuck, "a step has been running for 61 s"),
     (without_worker, "the model worker died; another one is starting, and requests wait for it"),
@@ -59,8 +59,8 @@ TROUBLES = [
 def test_a_warm_engine_is_healthy(tmp_path: Path) -> None:
     async def check(server: Served) -> None:
         for path in HEALTH:
-            answer = await server.get(path)
-            assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+            response = await server.get(path)
+            assert (response.status_code, response.json()) == (200, {"status": "ok"})
         for path in ("/health", "/healthz"):
             assert (await server.http.head(path)).status_code == 200
         assert (await server.post("/readiness")).status_code == 200
@@ -69,29 +69,29 @@ def test_a_warm_engine_is_healthy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("befall", "reason"), TROUBLES, ids=[reason for _, reason in TROUBLES])
-def test_health_says_why_no_token_can_be_had(
+def test_health_gives_the_reason_why_it_is_not_ready(
     tmp_path: Path, befall: Callable[[HttpServerManager], None], reason: str
 ) -> None:
     async def check(server: Served) -> None:
         befall(server.context.manager)
 
         for path in HEALTH:
-            answer = await server.get(path)
-            assert (answer.status_code, answer.json()["error"]["message"]) == (503, reason)
+            response = await server.get(path)
+            assert (response.status_code, response.json()["error"]["message"]) == (503, reason)
         assert (await server.http.head("/health")).status_code == 503
 
     with_server(tmp_path, check)
 
 
 @pytest.mark.parametrize(("befall", "reason"), TROUBLES, ids=[reason for _, reason in TROUBLES])
-def test_whatever_ails_the_engine_the_process_is_alive_and_its_metrics_are_there(
+def test_liveness_and_metrics_work_whatever_the_state_of_the_engine(
     tmp_path: Path, befall: Callable[[HttpServerManager], None], reason: str
 ) -> None:
     async def check(server: Served) -> None:
         befall(server.context.manager)
 
-        for answer in (await server.get("/liveness"), await server.post("/liveness"), await server.get("/ping")):
-            assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+        for response in (await server.get("/liveness"), await server.post("/liveness"), await server.get("/ping")):
+            assert (response.status_code, response.json()) == (200, {"status": "ok"})
         metrics = await server.get("/metrics")
         assert metrics.status_code == 200
         assert 'lightserve_engine_up{model_name="tiny"} 0.0' in metrics.text
@@ -126,9 +126,9 @@ def test_a_draining_server_still_lists_its_model_and_a_loading_one_does_not(tmp_
         assert (await server.get("/v1/models")).status_code == 200
 
         still_loading(server.context.manager)
-        answer = await server.get("/v1/models")
-        assert answer.status_code == 503
-        assert answer.headers["retry-after"] == "5"
+        response = await server.get("/v1/models")
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "5"
 
     with_server(tmp_path, check)
 
@@ -136,17 +136,17 @@ def test_a_draining_server_still_lists_its_model_and_a_loading_one_does_not(tmp_
 @pytest.mark.parametrize("name", ["gpt-4", "org/model", "tiny/", "a/b/c/d", "x" * 5000])
 def test_an_unknown_model_is_not_found(tmp_path: Path, name: str) -> None:
     async def check(server: Served) -> None:
-        answer = await server.get(f"/v1/models/{name}")
+        response = await server.get(f"/v1/models/{name}")
 
-        assert answer.status_code == 404
-        assert answer.json()["error"]["code"] == "model_not_found"
-        assert answer.json()["error"]["type"] == "not_found_error"
-        assert len(answer.content) < 1000
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "model_not_found"
+        assert response.json()["error"]["type"] == "not_found_error"
+        assert len(response.content) < 1000
 
     with_server(tmp_path, check)
 
 
-def test_small_facts(tmp_path: Path) -> None:
+def test_small_endpoints_return_their_values(tmp_path: Path) -> None:
     async def check(server: Served) -> None:
         assert (await server.get("/version")).json() == {"version": lightserve.__version__}
         assert (await server.get("/get_model_name")).json() == {"model_name": "tiny"}
@@ -172,7 +172,7 @@ def test_the_load_is_the_share_of_the_kv_pool(tmp_path: Path) -> None:
     with_server(tmp_path, check)
 
 
-def test_metrics_show_what_the_router_last_said(tmp_path: Path) -> None:
+def test_metrics_show_the_last_snapshot_of_the_router(tmp_path: Path) -> None:
     async def check(server: Served) -> None:
         before = await server.get("/metrics")
         assert [family.name for family in text_string_to_metric_families(before.text)] == ["lightserve_engine_up"]
@@ -200,7 +200,7 @@ def test_metrics_show_what_the_router_last_said(tmp_path: Path) -> None:
         ({"abort_all": True, "rid": "d"}, None),
     ],
 )
-def test_requests_are_aborted_by_name_or_all(
+def test_requests_are_aborted_by_id_or_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, object], name: str | None
 ) -> None:
     aborted: list[str | None] = []
@@ -208,25 +208,27 @@ def test_requests_are_aborted_by_name_or_all(
     async def check(server: Served) -> None:
         monkeypatch.setattr(server.context.manager, "abort_named", aborted.append)
 
-        answer = await server.post("/abort_request", json=body)
+        response = await server.post("/abort_request", json=body)
 
-        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+        assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
     with_server(tmp_path, check)
     assert aborted == [name]
 
 
 @pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": 3}, {"abort_all": "yes"}, {"abort_all": 1}, [], None])
-def test_an_abort_of_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: object) -> None:
+def test_an_abort_without_a_request_id_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: object
+) -> None:
     aborted: list[str | None] = []
 
     async def check(server: Served) -> None:
         monkeypatch.setattr(server.context.manager, "abort_named", aborted.append)
 
-        answer = await server.post("/abort_request", json=body)
+        response = await server.post("/abort_request", json=body)
 
-        assert answer.status_code in (400, 415)
-        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert response.status_code in (400, 415)
+        assert response.json()["error"]["type"] == "invalid_request_error"
 
     with_server(tmp_path, check)
     assert not aborted

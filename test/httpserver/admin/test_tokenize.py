@@ -15,24 +15,24 @@ TEXTS = ["", "Hello world", "naïve 日本 👩‍👩‍👧\n\x00", "<|im_star
 MESSAGES = [{"role": "user", "content": "Hi!"}]
 
 
-def test_tokenize_answers_in_vllms_shape(tmp_path: Path) -> None:
+def test_tokenize_responds_in_vllms_format(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         for text in TEXTS:
-            answer = await served.post("/tokenize", {"model": "tiny", "prompt": text})
+            response = await served.post("/tokenize", {"model": "tiny", "prompt": text})
             ids = smol().encode(text)
-            assert answer.json == {"count": len(ids), "max_model_len": 1024, "tokens": ids, "token_strs": None}
+            assert response.json == {"count": len(ids), "max_model_len": 1024, "tokens": ids, "token_strs": None}
 
-        answer = await served.post("/tokenize", {"prompt": "Hello world", "return_token_strs": True})
-        assert answer.json["token_strs"] == ["Hello", "Ġworld"]
+        response = await served.post("/tokenize", {"prompt": "Hello world", "return_token_strs": True})
+        assert response.json["token_strs"] == ["Hello", "Ġworld"]
 
     serve(scenario, tmp_path, spell("x"))
 
 
 def test_a_long_prompt_is_tokenized_too(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
-        answer = await served.post("/tokenize", {"prompt": "one two three " * 1000})
+        response = await served.post("/tokenize", {"prompt": "one two three " * 1000})
 
-        assert answer.json["tokens"] == smol().encode("one two three " * 1000)
+        assert response.json["tokens"] == smol().encode("one two three " * 1000)
 
     serve(scenario, tmp_path, spell("x"))
 
@@ -50,7 +50,7 @@ def test_tokenize_applies_the_chat_template(tmp_path: Path) -> None:
     serve(scenario, tmp_path, spell("x"))
 
 
-def test_tokenize_answers_in_tgis_shape_to_inputs(tmp_path: Path) -> None:
+def test_tokenize_responds_in_tgis_format_to_inputs(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         for text in TEXTS:
             tokens = (await served.post("/tokenize", {"inputs": text})).json
@@ -70,13 +70,13 @@ def test_tokenize_answers_in_tgis_shape_to_inputs(tmp_path: Path) -> None:
 def test_detokenize_undoes_tokenize(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         for text in [*TEXTS, "long " * 3000]:
-            answer = await served.post("/detokenize", {"tokens": smol().encode(text)})
-            assert answer.json == {"prompt": text}
+            response = await served.post("/detokenize", {"tokens": smol().encode(text)})
+            assert response.json == {"prompt": text}
 
     serve(scenario, tmp_path, spell("x"))
 
 
-def test_tokens_counts(tmp_path: Path) -> None:
+def test_tokens_returns_the_count(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         body = {"text": "Hello world", "parameters": {"add_special_tokens": False}, "multimodal_params": {}}
 
@@ -120,9 +120,9 @@ BAD: list[tuple[str, Any]] = [
 def test_bad_input_is_refused_with_400(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         for path, body in BAD:
-            answer = await served.post(path, body)
-            assert answer.status == 400, (path, str(body)[:100], answer.status, answer.body[:300])
-            assert set(answer.json["error"]) == {"message", "type", "param", "code"}
+            response = await served.post(path, body)
+            assert response.status == 400, (path, str(body)[:100], response.status, response.body[:300])
+            assert set(response.json["error"]) == {"message", "type", "param", "code"}
 
     serve(scenario, tmp_path, spell("x"))
 
@@ -130,8 +130,8 @@ def test_bad_input_is_refused_with_400(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 def test_another_model_is_not_found(tmp_path: Path, path: str) -> None:
     async def scenario(served: Served) -> None:
-        answer = await served.post(path, {"model": "other", "prompt": "x", "tokens": [1]})
+        response = await served.post(path, {"model": "other", "prompt": "x", "tokens": [1]})
 
-        assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found")
+        assert (response.status, response.json["error"]["code"]) == (404, "model_not_found")
 
     serve(scenario, tmp_path, spell("x"))

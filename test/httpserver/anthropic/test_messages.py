@@ -52,7 +52,7 @@ def post(server: Server, **fields: Any) -> Any:
     return server.post("/v1/messages", {"messages": [USER], "max_tokens": 64} | fields)
 
 
-def ask(server: Server, **fields: Any) -> Any:
+def create(server: Server, **fields: Any) -> Any:
     response = post(server, **fields)
     assert response.status_code == 200, response.text
     return response.json()
@@ -101,18 +101,18 @@ def unnamed(message: dict[str, Any]) -> dict[str, Any]:
 def test_the_client_gets_text(server: Server, client: anthropic.Anthropic) -> None:
     server.engine.script = rows("Hel", "lo")
 
-    answer: Any = client.messages.create(model="tiny", max_tokens=64, messages=[USER], system="Be kind.")
+    response: Any = client.messages.create(model="tiny", max_tokens=64, messages=[USER], system="Be kind.")
 
-    assert [(block.type, block.text) for block in answer.content] == [("text", "Hello")]
-    assert (answer.role, answer.model, answer.stop_reason, answer.stop_sequence) == (
+    assert [(block.type, block.text) for block in response.content] == [("text", "Hello")]
+    assert (response.role, response.model, response.stop_reason, response.stop_sequence) == (
         "assistant",
         "tiny",
         "end_turn",
         None,
     )
-    n_prompt = len(server.engine.asked[-1].prompt_ids)
-    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (n_prompt - CACHED, 2)
-    assert answer.usage.cache_read_input_tokens == CACHED
+    n_prompt = len(server.engine.received[-1].prompt_ids)
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (n_prompt - CACHED, 2)
+    assert response.usage.cache_read_input_tokens == CACHED
     assert prompt(server)["messages"] == [{"role": "system", "content": "Be kind."}, USER]
 
 
@@ -130,14 +130,14 @@ def test_the_client_gets_text_in_a_stream(server: Server, client: anthropic.Anth
 def test_thinking_text_and_calls_are_blocks_in_their_order(server: Server, client: anthropic.Anthropic) -> None:
     server.engine.script = rows("<think>", ALL.removeprefix("<think>"))
 
-    answer: Any = client.messages.create(model="tiny", max_tokens=64, messages=[USER], tools=TOOLS)
+    response: Any = client.messages.create(model="tiny", max_tokens=64, messages=[USER], tools=TOOLS)
 
-    thought, text, weather, now = answer.content
+    thought, text, weather, now = response.content
     assert (thought.type, thought.thinking, text.text) == ("thinking", "Hm.", "Let me see.")
     assert (weather.type, weather.name, weather.input) == ("tool_use", "weather", json.loads(PARIS))
-    assert (now.name, now.input, answer.stop_reason) == ("now", {}, "tool_use")
+    assert (now.name, now.input, response.stop_reason) == ("now", {}, "tool_use")
     assert weather.id != now.id
-    assert answer.usage.output_tokens_details.thinking_tokens == 2
+    assert response.usage.output_tokens_details.thinking_tokens == 2
 
 
 def test_the_client_gets_calls_in_a_stream(server: Server, client: anthropic.Anthropic) -> None:
@@ -167,12 +167,12 @@ def is_json(text: str) -> bool:
     seed=st.integers(0, 2**32),
     finish=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
 )
-def test_folding_a_stream_gives_the_whole_answer(
+def test_folding_a_stream_gives_the_whole_response(
     server: Server, text: str, thought: str, seed: int, finish: FinishReason
 ) -> None:
     server.engine.script = rows(*cut(thought + text, random.Random(seed)), finish=finish)
 
-    whole = ask(server, tools=TOOLS)
+    whole = create(server, tools=TOOLS)
     events = named_events(post(server, tools=TOOLS, stream=True))
 
     assert unnamed(fold(events)) == unnamed(whole)
@@ -187,15 +187,15 @@ def test_folding_a_stream_gives_the_whole_answer(
         (FinishReason.LENGTH, None, "max_tokens", None),
     ],
 )
-def test_the_answer_says_why_it_stopped(
+def test_the_response_has_the_stop_reason(
     server: Server, finish: FinishReason, found: int | str | None, reason: str, sequence: str | None
 ) -> None:
     server.engine.script = rows("x", finish=finish, stop_reason=found)
 
-    answer = ask(server, stop_sequences=["END"])
+    response = create(server, stop_sequences=["END"])
 
-    assert server.engine.asked[-1].params.text.stop == ("END",)
-    assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, sequence)
+    assert server.engine.received[-1].params.text.stop == ("END",)
+    assert (response["stop_reason"], response["stop_sequence"]) == (reason, sequence)
 
 
 @pytest.mark.parametrize(
@@ -206,10 +206,10 @@ def test_the_answer_says_why_it_stopped(
         ("{'city': 1}", {"arguments": "{'city': 1}"}),
     ],
 )
-def test_arguments_that_are_cut_or_broken_are_not_lost(server: Server, arguments: str, shown: Any) -> None:
+def test_truncated_or_invalid_arguments_are_kept(server: Server, arguments: str, shown: Any) -> None:
     server.engine.script = rows(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}')
 
-    [block] = ask(server, tools=TOOLS)["content"]
+    [block] = create(server, tools=TOOLS)["content"]
 
     assert (block["type"], block["name"]) == ("tool_use", "weather")
     assert block["input"] == shown
@@ -240,7 +240,7 @@ def test_blocks_become_messages(server: Server) -> None:
     ]
     system = [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind.", "cache_control": {"type": "ephemeral"}}]
 
-    ask(server, messages=turns, system=system, tools=TOOLS)
+    create(server, messages=turns, system=system, tools=TOOLS)
 
     first, user, assistant, wet, failed, well = prompt(server)["messages"]
     assert first == {"role": "system", "content": "Be\nkind."}
@@ -255,7 +255,7 @@ def test_blocks_become_messages(server: Server) -> None:
     assert well == {"role": "user", "content": "Well?"}
 
 
-def test_text_around_results_stays_where_it_is(server: Server) -> None:
+def test_text_around_tool_results_keeps_its_place(server: Server) -> None:
     server.engine.script = rows("x")
     blocks = [
         {"type": "text", "text": "one"},
@@ -263,20 +263,20 @@ def test_text_around_results_stays_where_it_is(server: Server) -> None:
         {"type": "text", "text": "three"},
     ]
 
-    ask(server, messages=[{"role": "user", "content": blocks}])
+    create(server, messages=[{"role": "user", "content": blocks}])
 
     assert [one["content"] for one in prompt(server)["messages"]] == ["one", "two", "three"]
 
 
-def test_an_answer_can_be_sent_back_as_it_came(server: Server, client: anthropic.Anthropic) -> None:
+def test_a_response_can_be_sent_back_as_input(server: Server, client: anthropic.Anthropic) -> None:
     server.engine.script = rows(ALL)
-    answer = client.messages.create(model="tiny", max_tokens=64, messages=[USER], tools=TOOLS)
+    response = client.messages.create(model="tiny", max_tokens=64, messages=[USER], tools=TOOLS)
     results: Any = [
         {"type": "tool_result", "tool_use_id": block.id, "content": "x"}
-        for block in answer.content
+        for block in response.content
         if block.type == "tool_use"
     ]
-    turns: Any = [USER, answer.to_param(), {"role": "user", "content": results}]
+    turns: Any = [USER, response.to_param(), {"role": "user", "content": results}]
 
     client.messages.create(model="tiny", max_tokens=64, messages=turns, tools=TOOLS)
 
@@ -286,9 +286,9 @@ def test_an_answer_can_be_sent_back_as_it_came(server: Server, client: anthropic
 def test_a_last_message_of_the_assistant_is_continued(server: Server) -> None:
     server.engine.script = rows("x")
 
-    ask(server, messages=[USER, {"role": "assistant", "content": "The answer is"}])
+    create(server, messages=[USER, {"role": "assistant", "content": "The answer is"}])
 
-    text = server.context.tokenizer.decode(server.engine.asked[-1].prompt_ids)
+    text = server.context.tokenizer.decode(server.engine.received[-1].prompt_ids)
     assert text.endswith('"The answer is')
 
 
@@ -301,21 +301,21 @@ def test_a_last_message_of_the_assistant_is_continued(server: Server) -> None:
         ({"type": "adaptive"}, 1),
     ],
 )
-def test_thinking_is_told_to_the_template(server: Server, thinking: Any, shown: Any) -> None:
+def test_thinking_reaches_the_template(server: Server, thinking: Any, shown: Any) -> None:
     server.engine.script = rows(f"{THOUGHT}x")
 
-    answer = ask(server, thinking=thinking)
+    response = create(server, thinking=thinking)
 
     assert prompt(server)["thinks"] is shown
-    assert [block["type"] for block in answer["content"]] == ["thinking", "text"]
+    assert [block["type"] for block in response["content"]] == ["thinking", "text"]
 
 
 def test_thinking_can_be_left_out(server: Server) -> None:
     server.engine.script = rows(f"{THOUGHT}x")
 
-    answer = ask(server, thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"})
+    response = create(server, thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"})
 
-    assert [block["type"] for block in answer["content"]] == ["text"]
+    assert [block["type"] for block in response["content"]] == ["text"]
 
 
 @pytest.mark.parametrize(
@@ -328,22 +328,22 @@ def test_thinking_can_be_left_out(server: Server) -> None:
         ({"type": "none"}, False, 0),
     ],
 )
-def test_tool_choice_is_obeyed(server: Server, choice: Any, is_forced: bool, n_calls: int) -> None:
+def test_tool_choice_has_an_effect(server: Server, choice: Any, is_forced: bool, n_calls: int) -> None:
     server.engine.script = rows(ALL)
 
-    answer = ask(server, tools=TOOLS, tool_choice=choice)
+    response = create(server, tools=TOOLS, tool_choice=choice)
 
-    assert (server.engine.asked[-1].params.sampling.grammar is not None) == is_forced
-    assert len([block for block in answer["content"] if block["type"] == "tool_use"]) == n_calls
+    assert (server.engine.received[-1].params.sampling.grammar is not None) == is_forced
+    assert len([block for block in response["content"] if block["type"] == "tool_use"]) == n_calls
     assert bool(prompt(server)["tools"]) == (choice["type"] != "none")
 
 
 def test_tools_and_sampling_reach_the_template_and_the_engine(server: Server) -> None:
     server.engine.script = rows("{}")
 
-    ask(server, tools=TOOLS, temperature=0.5, top_p=0.25, top_k=3, seed=7, stop=["END"], metadata={"user_id": "x"})
+    create(server, tools=TOOLS, temperature=0.5, top_p=0.25, top_k=3, seed=7, stop=["END"], metadata={"user_id": "x"})
 
-    params = server.engine.asked[-1].params
+    params = server.engine.received[-1].params
     sampling = params.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 3)
     assert (sampling.seed, params.text.stop) == (7, ("END",))
@@ -354,21 +354,21 @@ def test_tools_and_sampling_reach_the_template_and_the_engine(server: Server) ->
 def test_a_schema_becomes_a_grammar(server: Server) -> None:
     server.engine.script = rows("{}")
 
-    ask(server, output_config={"format": {"type": "json_schema", "schema": WEATHER}, "effort": "low"})
+    create(server, output_config={"format": {"type": "json_schema", "schema": WEATHER}, "effort": "low"})
 
-    grammar = server.engine.asked[-1].params.sampling.grammar
+    grammar = server.engine.received[-1].params.sampling.grammar
     assert grammar is not None
     assert grammar.kind == "json_schema"
 
 
-def test_the_client_counts_the_tokens_that_a_request_would_have(server: Server, client: anthropic.Anthropic) -> None:
+def test_the_client_counts_the_tokens_of_a_request(server: Server, client: anthropic.Anthropic) -> None:
     server.engine.script = rows("x")
     fields: Any = {"model": "tiny", "messages": [USER], "tools": TOOLS, "system": "Be kind."}
 
     counted = client.messages.count_tokens(**fields)
     client.messages.create(max_tokens=1, **fields)
 
-    assert counted.input_tokens == len(server.engine.asked[-1].prompt_ids)
+    assert counted.input_tokens == len(server.engine.received[-1].prompt_ids)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -401,18 +401,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "named"), BAD, ids=lambda value: str(value)[:60])
 def test_a_bad_field_is_refused_by_name(server: Server, fields: dict[str, Any], named: str) -> None:
-    server.engine.asked.clear()
+    server.engine.received.clear()
 
     response = post(server, **fields)
 
-    assert server.engine.asked == []
+    assert server.engine.received == []
     assert response.status_code == 400, response.text
     body = response.json()
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
     assert named in body["error"]["message"]
 
 
-def test_the_client_raises_what_it_would_raise_elsewhere(server: Server, client: anthropic.Anthropic) -> None:
+def test_the_client_raises_its_own_errors(server: Server, client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(model="claude", max_tokens=64, messages=[USER])
     server.engine.script = fails(429, "full")
@@ -437,7 +437,7 @@ def test_an_error_after_the_first_token_is_an_event(server: Server, client: anth
     assert "secret" not in last["error"]["message"]
 
 
-def test_every_refusal_below_the_path_has_the_shape(server: Server) -> None:
+def test_every_error_below_the_path_has_anthropics_format(server: Server) -> None:
     method = server.http.get("/v1/messages")
     path = server.post("/v1/messages/batches", {})
     media = server.http.post("/v1/messages", content=b"x")
@@ -453,10 +453,10 @@ def test_the_client_needs_the_key(tmp_path: Path) -> None:
     with running(tmp_path, with_template(SHOW), HttpConfig(api_key=["right"])) as server:
         server.engine.script = rows("Hello")
         with client_of(server, "right") as client:
-            answer: Any = client.messages.create(model="tiny", max_tokens=64, messages=[USER])
+            response: Any = client.messages.create(model="tiny", max_tokens=64, messages=[USER])
         with client_of(server, "wrong") as client, pytest.raises(anthropic.AuthenticationError) as refused:
             client.messages.create(model="tiny", max_tokens=64, messages=[USER])
 
-    assert answer.content[0].text == "Hello"
+    assert response.content[0].text == "Hello"
     body: Any = refused.value.body
     assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")

@@ -42,11 +42,11 @@ def searched(
 ) -> BeamSearch:
     search = BeamSearch(params, ends)
     while not search.is_done:
-        search.advance([_likeliest(next_logprobs(beam), search.num_candidates) for beam in search.beams])
+        search.advance([_top_tokens(next_logprobs(beam), search.num_candidates) for beam in search.beams])
     return search
 
 
-def _likeliest(logprobs: list[float], count: int) -> Candidates:
+def _top_tokens(logprobs: list[float], count: int) -> Candidates:
     return sorted(enumerate(logprobs), key=lambda pair: -pair[1])[:count]
 
 
@@ -61,7 +61,7 @@ def all_sequences(model: dict[tuple[int, ...], list[float]], vocab: int, length:
 
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_with_beams_for_every_prefix_the_search_is_exhaustive(seed: int, length_penalty: float) -> None:
+def test_with_a_beam_for_every_prefix_the_search_is_exhaustive(seed: int, length_penalty: float) -> None:
     model = table(vocab=4, length=3, seed=seed)
     # 3 prefixes of one token that have not ended and 9 of two: 12 beams drop none of 12 continuations and 36 candidates
     params = BeamParams(num_beams=12, n=1, max_new_tokens=3, length_penalty=length_penalty, early_stopping="never")
@@ -85,7 +85,7 @@ def test_one_beam_is_the_greedy_search() -> None:
     assert best.token_ids == list(greedy)
 
 
-def test_a_beam_finds_what_greedy_misses() -> None:
+def test_a_beam_search_finds_a_better_sequence_than_greedy_search() -> None:
     logprobs = {(): [0.0, 0.6, 0.4], (1,): [0.4, 0.3, 0.3], (2,): [0.9, 0.05, 0.05]}
     logs = {ids: [math.log(p or 1e-9) for p in row] for ids, row in logprobs.items()}
 
@@ -95,18 +95,18 @@ def test_a_beam_finds_what_greedy_misses() -> None:
     assert best.score == pytest.approx(math.log(0.4 * 0.9) / 2)
 
 
-def test_many_ends_leave_enough_to_go_on_with() -> None:
-    """Every beam's likeliest tokens end it: those that do not are found below them."""
+def test_many_end_tokens_leave_enough_beams_to_continue() -> None:
+    """The most likely tokens of every beam end it: the search continues with lower ranks."""
     logprobs = [-1.0, -1.1, -1.2, -3.0, -3.1]
 
     search = BeamSearch(BeamParams(num_beams=2, max_new_tokens=9), eos_ids=(0, 1, 2))
-    search.advance([_likeliest(logprobs, search.num_candidates)])
+    search.advance([_top_tokens(logprobs, search.num_candidates)])
 
     assert search.num_candidates == 5
     assert search.beams == [(3,), (4,)]
 
 
-def test_ends_may_be_ignored_and_others_named() -> None:
+def test_end_tokens_can_be_ignored_and_stop_tokens_added() -> None:
     model = table(vocab=4, length=4, seed=3)
     params = BeamParams(num_beams=3, n=3, max_new_tokens=4, ignore_eos=True, stop_token_ids=(2,))
 
@@ -142,7 +142,7 @@ def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, Any]) -> N
     assert refused.value.param == name
 
 
-def test_more_beams_and_ends_than_the_engine_tells_candidates_are_refused() -> None:
+def test_more_beams_and_end_tokens_than_the_engine_has_top_logprobs_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="at most 17 with 3 end tokens"):
         BeamSearch(BeamParams(num_beams=18), eos_ids=(0, 1, 2))
 
@@ -152,7 +152,7 @@ class Tiny:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.hf = build_hf(name)
-        self.hf.generation_config.eos_token_id = None  # a test says what ends
+        self.hf.generation_config.eos_token_id = None  # each test sets its end tokens
         self.hf.save_pretrained(folder)
         words = models.WordLevel({f"w{i}": i for i in range(131)}, unk_token="w0")
         Tokenizer(words).save(str(folder / "tokenizer.json"))
@@ -201,7 +201,7 @@ def assert_same(ours: list[BeamResult], theirs: list[BeamResult]) -> None:
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.5, 1.0, 2.0])
-def test_beams_are_those_of_transformers(tiny: Tiny, length_penalty: float, early_stopping: Any) -> None:
+def test_beams_are_the_sequences_of_transformers(tiny: Tiny, length_penalty: float, early_stopping: Any) -> None:
     reasons = set()
     for num_ends, prompt in itertools.product((1, 3), IDS):
         ends = tiny.likely(prompt, num_ends)
@@ -223,7 +223,7 @@ def test_beams_are_those_of_transformers(tiny: Tiny, length_penalty: float, earl
 
 
 @pytest.mark.parametrize("num_beams", [1, 2, 9])
-def test_any_number_of_beams_is_as_in_transformers(tiny: Tiny, num_beams: int) -> None:
+def test_any_number_of_beams_gives_the_sequences_of_transformers(tiny: Tiny, num_beams: int) -> None:
     """More beams than the engine runs at once too."""
     ends = tiny.likely(IDS[0], num_beams % 4)
     params = BeamParams(num_beams=num_beams, n=num_beams, max_new_tokens=8, ignore_eos=True, stop_token_ids=ends)
@@ -239,7 +239,7 @@ def test_any_number_of_beams_is_as_in_transformers(tiny: Tiny, num_beams: int) -
         assert ours[0].token_ids == greedy[0, len(IDS[0]) :].tolist()
 
 
-def test_prompts_searched_together_have_the_beams_that_each_has_alone(tiny: Tiny) -> None:
+def test_prompts_searched_together_give_the_same_beams_as_alone(tiny: Tiny) -> None:
     params = BeamParams(num_beams=3, n=3, max_new_tokens=10, stop_token_ids=tiny.likely(IDS[1], 2))
 
     together = tiny.llm.beam_search(IDS, params)
@@ -248,7 +248,7 @@ def test_prompts_searched_together_have_the_beams_that_each_has_alone(tiny: Tiny
     assert [[one.token_ids for one in beams] for beams in together] == [[one.token_ids for one in b] for b in alone]
 
 
-def test_the_context_ends_a_search(tiny: Tiny) -> None:
+def test_a_full_context_ends_a_beam_search(tiny: Tiny) -> None:
     room = 3
     prompt = [1 + i % 100 for i in range(tiny.llm.worker.longest_request - room)]
 
@@ -272,12 +272,12 @@ def test_beams_share_the_kv_of_their_prefixes(tiny: Tiny, monkeypatch: pytest.Mo
     llm.beam_search([prompt], BeamParams(num_beams=4, max_new_tokens=16, ignore_eos=True))
 
     computed = sum(len(row.slots) for step in steps for row in step.rows)
-    assert computed == len(prompt) + 15 * 4  # the first step asks for the prompt's next tokens
+    assert computed == len(prompt) + 15 * 4  # the first step continues the prompts
     assert llm._scheduler.pool.used == 0
 
 
 @pytest.mark.slow
-def test_beams_on_the_default_model_are_those_of_transformers() -> None:
+def test_beams_on_the_default_model_are_the_sequences_of_transformers() -> None:
     llm, hf = LLM(max_total_token_num=2000, data_type="float32", device="cpu"), transformers_smollm2()
     texts = [
         PROMPTS[0],

@@ -1,4 +1,4 @@
-"""Beam search as clients ask for it: LightLLM's schema, completions and chats."""
+"""Beam search over HTTP: LightLLM's API, completions and chats."""
 
 from __future__ import annotations
 
@@ -46,44 +46,44 @@ def toy(req: GenerateReq) -> list[StrOut | ReqFailed]:
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running(tmp_path_factory.mktemp("run")) as server:
-        server.context.manager.serve(msgspec.structs.replace(LIMITS, eos_token_ids=(END,)))
+        server.context.manager.engine_ready(msgspec.structs.replace(LIMITS, eos_token_ids=(END,)))
         yield server
 
 
 @pytest.fixture
 def server(started: Server) -> Server:
     started.engine.script = toy
-    started.engine.asked.clear()
+    started.engine.received.clear()
     return started
 
 
-def native(server: Server, path: str = "/generate", **parameters: Any) -> Any:
+def lightllm(server: Server, path: str = "/generate", **parameters: Any) -> Any:
     return server.post(path, {"inputs": PROMPT, "parameters": NATIVE | parameters})
 
 
 def test_a_completion_is_the_best_beam(server: Server) -> None:
-    answer = server.post("/v1/completions", COMPLETE).json()
+    response = server.post("/v1/completions", COMPLETE).json()
 
-    [choice] = answer["choices"]
+    [choice] = response["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (" no", "stop", None)
-    assert answer["usage"] == {
+    assert response["usage"] == {
         "prompt_tokens": 2,
         "completion_tokens": 2,  # the end token counts
         "total_tokens": 4,
         "prompt_tokens_details": {"cached_tokens": 1},
     }
-    assert [req.prompt_ids for req in server.engine.asked] == [PROMPT, [*PROMPT, YES], [*PROMPT, NO]]
+    assert [req.prompt_ids for req in server.engine.received] == [PROMPT, [*PROMPT, YES], [*PROMPT, NO]]
 
 
 def test_n_beams_of_each_prompt_come_best_first(server: Server) -> None:
     body = COMPLETE | {"prompt": [PROMPT, [800]], "n": 2, "echo": True, "early_stopping": "never"}
 
-    answer = server.post("/v1/completions", body).json()
+    response = server.post("/v1/completions", body).json()
 
     echoes = [smol().decode(PROMPT)] * 2 + [smol().decode([800])] * 2
-    texts = [choice["text"] for choice in answer["choices"]]
+    texts = [choice["text"] for choice in response["choices"]]
     assert texts == [echo + text for echo, text in zip(echoes, [" no", " yes"] * 2, strict=True)]
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["index"] for choice in response["choices"]] == [0, 1, 2, 3]
 
 
 def test_the_length_penalty_changes_what_is_best(server: Server) -> None:
@@ -93,11 +93,11 @@ def test_the_length_penalty_changes_what_is_best(server: Server) -> None:
     assert short["usage"]["completion_tokens"] == 1  # the end at once
 
 
-def test_without_best_of_there_are_as_many_beams_as_answers(server: Server) -> None:
-    answer = server.post("/v1/completions", COMPLETE | {"best_of": None, "n": 2}).json()
+def test_without_best_of_there_are_as_many_beams_as_choices(server: Server) -> None:
+    response = server.post("/v1/completions", COMPLETE | {"best_of": None, "n": 2}).json()
 
-    assert len(answer["choices"]) == 2
-    assert len(server.engine.asked) == 3
+    assert len(response["choices"]) == 2
+    assert len(server.engine.received) == 3
 
 
 def test_a_stop_token_ends_a_beam_and_may_stay_in_the_text(server: Server) -> None:
@@ -110,29 +110,29 @@ def test_a_stop_token_ends_a_beam_and_may_stay_in_the_text(server: Server) -> No
     assert (kept["text"], kept["stop_reason"]) == (" no", NO)
 
 
-def test_a_chat_may_be_searched_too(server: Server) -> None:
-    answer = server.chat(num_beams=2, max_tokens=2).json()
+def test_a_chat_can_use_beam_search(server: Server) -> None:
+    response = server.chat(num_beams=2, max_tokens=2).json()
 
-    assert answer["choices"][0]["message"]["content"] == " no"
+    assert response["choices"][0]["message"]["content"] == " no"
 
 
-def test_lightllms_schema_has_beams(server: Server) -> None:
-    one, both = native(server).json(), native(server, n=2, best_of=2).json()
+def test_lightllms_api_has_beam_search(server: Server) -> None:
+    one, both = lightllm(server).json(), lightllm(server, n=2, best_of=2).json()
 
     assert one == {"generated_text": [" no"], "count_output_tokens": 2, "finish_reason": "stop", "prompt_tokens": 2}
     assert both["generated_text"] == [" no", " yes"]
     assert both["finish_reason"] == ["stop", "stop"]
 
 
-def test_the_steps_of_a_search_share_prefixes_and_terms_whatever_others_may_share(server: Server) -> None:
-    native(server, disable_prompt_cache=True, priority=3, timeout=60.0)
+def test_the_steps_of_a_beam_search_share_prefixes_and_scheduling(server: Server) -> None:
+    lightllm(server, disable_prompt_cache=True, priority=3, timeout=60.0)
 
-    asked = server.engine.asked
-    assert len({req.group for req in asked}) == 1
-    assert {(req.scheduling.use_cache, req.scheduling.priority, req.scheduling.timeout_s) for req in asked} == {
+    received = server.engine.received
+    assert len({req.group for req in received}) == 1
+    assert {(req.scheduling.use_cache, req.scheduling.priority, req.scheduling.timeout_s) for req in received} == {
         (False, 3, 60.0)
     }
-    assert len({req.arrived_s for req in asked}) == 1
+    assert len({req.arrived_s for req in received}) == 1
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -165,11 +165,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 def test_what_does_not_combine_is_refused_by_name(server: Server, name: str, fields: dict[str, Any]) -> None:
     body = {"prompt": PROMPT, "max_tokens": 2, "use_beam_search": True, "num_beams": 2}
 
-    answer = server.post("/v1/completions", body | fields)
+    response = server.post("/v1/completions", body | fields)
 
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"].split(".")[0] == name
-    assert server.engine.asked == []
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].split(".")[0] == name
+    assert server.engine.received == []
 
 
 @pytest.mark.parametrize(
@@ -186,43 +186,45 @@ def test_what_does_not_combine_is_refused_by_name(server: Server, name: str, fie
         ("num_beams", {"num_beams": 21}),
     ],
 )
-def test_lightllms_schema_names_what_does_not_combine(server: Server, name: str, fields: dict[str, Any]) -> None:
-    answer = native(server, **fields)
+def test_lightllms_api_names_what_does_not_combine_with_beam_search(
+    server: Server, name: str, fields: dict[str, Any]
+) -> None:
+    response = lightllm(server, **fields)
 
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"].endswith(name)
-    assert server.engine.asked == []
-
-
-def test_a_search_is_not_streamed(server: Server) -> None:
-    answer = native(server, "/generate_stream")
-
-    assert answer.status_code == 400
-    assert "use /generate" in answer.json()["error"]["message"]
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].endswith(name)
+    assert server.engine.received == []
 
 
-def test_more_beams_than_a_request_may_have_answers_are_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_beam_search_cannot_be_streamed(server: Server) -> None:
+    response = lightllm(server, "/generate_stream")
+
+    assert response.status_code == 400
+    assert "use /generate" in response.json()["error"]["message"]
+
+
+def test_more_beams_than_max_choices_are_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     with running(tmp_path_factory.mktemp("run"), config=HttpConfig(max_choices=3)) as server:
-        answers = [server.post("/v1/completions", COMPLETE | {"best_of": 4}), native(server, num_beams=4)]
+        answers = [server.post("/v1/completions", COMPLETE | {"best_of": 4}), lightllm(server, num_beams=4)]
 
-    assert [answer.status_code for answer in answers] == [400, 400]
+    assert [response.status_code for response in answers] == [400, 400]
 
 
 @pytest.mark.parametrize("status", [429, 504])
-def test_an_error_in_a_search_is_the_errors_status(server: Server, status: int) -> None:
+def test_an_error_in_a_beam_search_is_a_status(server: Server, status: int) -> None:
     server.engine.script = fails(status, "no")
 
-    assert server.post("/v1/completions", COMPLETE).status_code == native(server).status_code == status
+    assert server.post("/v1/completions", COMPLETE).status_code == lightllm(server).status_code == status
 
 
 def test_one_beam_is_an_ordinary_request(server: Server) -> None:
-    answer = native(server, num_beams=1, length_penalty=2.0).json()
+    response = lightllm(server, num_beams=1, length_penalty=2.0).json()
 
-    assert answer["generated_text"] == ["x"]
-    assert len(server.engine.asked) == 1
+    assert response["generated_text"] == ["x"]
+    assert len(server.engine.received) == 1
 
 
-def test_a_client_that_leaves_ends_its_search(server: Server) -> None:
+def test_a_client_that_disconnects_ends_its_beam_search(server: Server) -> None:
     server.engine.script = lambda req: toy(req) if req.prompt_ids == PROMPT else []
     server.engine.aborted.clear()
 

@@ -12,7 +12,7 @@ import pytest
 
 from lightserve.errors import AbortedError, PromptTooLongError
 from lightserve.httpserver.beam_search.algorithm import BeamParams
-from lightserve.httpserver.beam_search.runner import beam_search
+from lightserve.httpserver.beam_search.runner import run_beam_search
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import EngineState
 from lightserve.httpserver.wire.access_log import AccessLog
@@ -27,7 +27,7 @@ PARAMS = BeamParams(num_beams=2, n=2, max_new_tokens=2, early_stopping="never")
 
 
 def toy(req: GenerateReq) -> list[StrOut | ReqFailed]:
-    """The likeliest of three tokens, as many as asked for."""
+    """The most likely of three tokens, as many as requested."""
     row = LOGPROBS[tuple(req.prompt_ids[1:])]
     top = sorted(((token, math.log(p)) for token, p in enumerate(row)), key=lambda pair: -pair[1])
     token, logprob = top[0]
@@ -55,7 +55,7 @@ def check(
 ) -> None:
     async def run() -> None:
         async with asyncio.timeout(DEADLINE_S), engine(run_dir, script, None) as (context, fake):
-            context.manager.serve(LIMITS_WITH_END)
+            context.manager.engine_ready(LIMITS_WITH_END)
             await scenario(context, fake)
 
     asyncio.run(run())
@@ -65,38 +65,38 @@ def log() -> AccessLog:
     return AccessLog("r1", "/test")
 
 
-def test_the_engine_is_asked_for_a_token_of_every_beam(tmp_path: Path) -> None:
+def test_the_engine_generates_one_token_for_every_beam(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         line = log()
 
-        [found] = await beam_search(context, [[7]], PARAMS, line)
+        [found] = await run_beam_search(context, [[7]], PARAMS, line)
 
         assert [beam.token_ids for beam in found] == [[2, END], [1, END]]
         assert [beam.score for beam in found] == pytest.approx([math.log(0.4 * 0.9) / 2, math.log(0.6 * 0.4) / 2])
         assert {beam.finish_reason for beam in found} == {FinishReason.STOP}
-        assert [req.prompt_ids for req in fake.asked] == [[7], [7, 1], [7, 2]]
-        assert {(req.params.stopping.max_new_tokens, req.params.sampling.logprobs) for req in fake.asked} == {(1, 3)}
-        assert {req.arrived_s for req in fake.asked} == {line.arrived_s}
+        assert [req.prompt_ids for req in fake.received] == [[7], [7, 1], [7, 2]]
+        assert {(req.params.stopping.max_new_tokens, req.params.sampling.logprobs) for req in fake.received} == {(1, 3)}
+        assert {req.arrived_s for req in fake.received} == {line.arrived_s}
         assert (line.output_tokens, line.cached_tokens) == (4, 3)  # of what is returned; of the prompt
-        assert context.manager.open_requests == 0
+        assert context.manager.running_requests == 0
         assert not fake.aborted
 
     check(scenario, tmp_path)
 
 
-def test_prompts_are_searched_side_by_side(tmp_path: Path) -> None:
+def test_prompts_are_searched_together(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
-        found = await beam_search(context, [[7], [8]], PARAMS, log())
+        found = await run_beam_search(context, [[7], [8]], PARAMS, log())
 
         assert [[beam.token_ids for beam in beams] for beams in found] == [[[2, END], [1, END]]] * 2
-        assert [req.prompt_ids for req in fake.asked] == [[7], [8], [7, 1], [7, 2], [8, 1], [8, 2]]
+        assert [req.prompt_ids for req in fake.received] == [[7], [8], [7, 1], [7, 2], [8, 1], [8, 2]]
 
     check(scenario, tmp_path)
 
 
-def test_a_search_is_one_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_beam_search_writes_one_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
-        await beam_search(context, [[7]], PARAMS, log())
+        await run_beam_search(context, [[7]], PARAMS, log())
 
     with caplog.at_level("INFO", "lightserve.access"):
         check(scenario, tmp_path)
@@ -106,28 +106,28 @@ def test_a_search_is_one_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptu
     assert line.endswith("finish=stop,stop")
 
 
-def test_a_search_that_is_cancelled_aborts_its_beams(tmp_path: Path) -> None:
+def test_a_cancelled_beam_search_aborts_its_beams(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
-        search = asyncio.create_task(beam_search(context, [[7]], PARAMS, log()))
-        await until(lambda: len(fake.asked) == 3)
+        search = asyncio.create_task(run_beam_search(context, [[7]], PARAMS, log()))
+        await until(lambda: len(fake.received) == 3)
 
         search.cancel()
         with pytest.raises(asyncio.CancelledError):
             await search
 
         await until(lambda: len(fake.aborted) == 2)
-        assert set(fake.aborted) == {req.req_id for req in fake.asked[1:]}
-        assert context.manager.open_requests == 0
+        assert set(fake.aborted) == {req.req_id for req in fake.received[1:]}
+        assert context.manager.running_requests == 0
 
     check(scenario, tmp_path, silent_at_the_second_step)
 
 
-def test_a_search_can_be_aborted_by_its_name(tmp_path: Path) -> None:
+def test_a_beam_search_can_be_aborted_by_its_request_id(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
-        search = asyncio.create_task(beam_search(context, [[7]], PARAMS, log()))
-        await until(lambda: len(fake.asked) == 3)
+        search = asyncio.create_task(run_beam_search(context, [[7]], PARAMS, log()))
+        await until(lambda: len(fake.received) == 3)
 
-        context.manager._abort_named("r1")
+        context.manager._abort_own_requests("r1")
 
         with pytest.raises(AbortedError):
             await search
@@ -135,7 +135,7 @@ def test_a_search_can_be_aborted_by_its_name(tmp_path: Path) -> None:
     check(scenario, tmp_path, silent_at_the_second_step)
 
 
-def test_a_drain_waits_for_the_whole_search(tmp_path: Path) -> None:
+def test_a_drain_waits_for_the_whole_beam_search(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         manager = context.manager
 
@@ -146,10 +146,10 @@ def test_a_drain_waits_for_the_whole_search(tmp_path: Path) -> None:
 
         fake.script = drain_then_answer
 
-        [found] = await beam_search(context, [[7]], PARAMS, log())
+        [found] = await run_beam_search(context, [[7]], PARAMS, log())
 
         assert [beam.token_ids for beam in found] == [[2, END], [1, END]]
-        await manager.drained()
+        await manager.wait_drained()
 
     check(scenario, tmp_path)
 
@@ -157,8 +157,8 @@ def test_a_drain_waits_for_the_whole_search(tmp_path: Path) -> None:
 def test_a_prompt_that_fills_the_context_is_refused(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         with pytest.raises(PromptTooLongError):
-            await beam_search(context, [[7] * LIMITS.max_req_total_len], PARAMS, log())
+            await run_beam_search(context, [[7] * LIMITS.max_req_total_len], PARAMS, log())
 
-        assert not fake.asked
+        assert not fake.received
 
     check(scenario, tmp_path)

@@ -26,9 +26,9 @@ def showing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def prompt_of(server: Server, *messages: dict[str, Any], **fields: Any) -> str:
-    answer = server.chat(messages=list(messages), **fields)
-    assert answer.status_code == 200, answer.text
-    return smol().decode(server.engine.asked[-1].prompt_ids, skip_special_tokens=False)
+    response = server.chat(messages=list(messages), **fields)
+    assert response.status_code == 200, response.text
+    return smol().decode(server.engine.received[-1].prompt_ids, skip_special_tokens=False)
 
 
 def shown(server: Server, *messages: dict[str, Any], **fields: Any) -> Any:
@@ -90,7 +90,7 @@ def test_template_variables_reach_the_template_but_not_those_of_the_server(showi
     assert found == {"messages": [USER], "tools": None, "turn": True, "thinks": False, "effort": "low"}
 
 
-def test_the_assistants_turn_may_be_left_out(showing: Server) -> None:
+def test_add_generation_prompt_false_leaves_out_the_assistants_turn(showing: Server) -> None:
     assert shown(showing, USER, add_generation_prompt=False)["turn"] is False
 
 
@@ -108,11 +108,11 @@ def test_the_final_message_can_be_continued(real: Server, text: str) -> None:
     assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n" + text)
 
 
-def test_special_tokens_are_written_by_the_template_alone_unless_asked_for(real: Server) -> None:
+def test_a_chat_adds_special_tokens_only_on_request(real: Server) -> None:
     prompt_of(real, USER)
 
     expected = smol().encode(smol().apply_chat_template([USER]), add_special_tokens=False)
-    assert real.engine.asked[-1].prompt_ids == expected
+    assert real.engine.received[-1].prompt_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_special_tokens_are_written_by_the_template_alone_unless_asked_for(real:
         (None, "no chat template"),
     ],
 )
-def test_a_template_that_refuses_is_a_bad_request_with_its_words(
+def test_an_error_of_the_chat_template_is_a_status_400_with_its_message(
     tmp_path_factory: pytest.TempPathFactory, template: str | None, expected: str
 ) -> None:
     with running(tmp_path_factory.mktemp("run"), with_template(template)) as server:
-        answer = server.chat()
+        response = server.chat()
 
-    assert answer.status_code == 400
-    assert expected in answer.json()["error"]["message"]
+    assert response.status_code == 400
+    assert expected in response.json()["error"]["message"]
 
 
 def test_values_nested_too_deeply_for_a_template_are_a_bad_request(showing: Server) -> None:
@@ -141,17 +141,17 @@ def test_values_nested_too_deeply_for_a_template_are_a_bad_request(showing: Serv
         b'{"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"enable_thinking": %b}}' % nested
     )
 
-    answer = showing.http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    response = showing.http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
 
-    assert answer.status_code == 400
-    assert "recursion" in answer.json()["error"]["message"]
+    assert response.status_code == 400
+    assert "recursion" in response.json()["error"]["message"]
 
 
-def test_arguments_that_would_take_long_to_build_are_refused(showing: Server) -> None:
+def test_arguments_that_would_take_long_to_parse_are_refused(showing: Server) -> None:
     call = {"function": {"name": "f", "arguments": "[" + "[]," * 50_000 + "0]"}}
     messages = [{"role": "assistant", "tool_calls": [call]}] * 3
 
-    answer = showing.chat(messages=messages)
+    response = showing.chat(messages=messages)
 
-    assert answer.status_code == 400
-    assert "strings, lists and objects" in answer.json()["error"]["message"]
+    assert response.status_code == 400
+    assert "strings, lists and objects" in response.json()["error"]["message"]

@@ -84,9 +84,9 @@ def fold_call(calls: list[list[str]], delta: dict[str, Any]) -> None:
         calls[delta["index"]][1] += delta["function"]["arguments"]
 
 
-def whole_choices(answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def whole_choices(response: dict[str, Any]) -> dict[int, dict[str, Any]]:
     choices = {}
-    for choice in answer["choices"]:
+    for choice in response["choices"]:
         message = choice["message"]
         functions = [one["function"] for one in message.get("tool_calls", ())]
         assert message.get("reasoning") == message.get("reasoning_content")
@@ -100,12 +100,12 @@ def whole_choices(answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return choices
 
 
-def test_tools_are_called_in_a_whole_answer(server: Server) -> None:
+def test_tools_are_called_in_a_whole_response(server: Server) -> None:
     server.engine.script = pieces(TWO_CALLS)
 
-    answer = server.openai.chat.completions.create(model="tiny", messages=[USER], tools=TOOLS)  # type: ignore[list-item]
+    response = server.openai.chat.completions.create(model="tiny", messages=[USER], tools=TOOLS)  # type: ignore[list-item]
 
-    [choice] = answer.choices
+    [choice] = response.choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
     calls: list[Any] = choice.message.tool_calls or []
     assert [(one.type, one.function.name, one.function.arguments) for one in calls] == [
@@ -151,23 +151,23 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_folding_a_stream_gives_the_whole_answer(server: Server, asked: str) -> None:
-    rng = random.Random(asked)
+def test_folding_a_stream_gives_the_whole_response(server: Server, received: str) -> None:
+    rng = random.Random(received)
     texts = [one.text for one in CORPUS["hermes"] if one.text]
     for _ in range(15):
         text = rng.choice(["", "<think>\nHm,\n 日本\n</think>\n\n", "Hm.</think>"]) + rng.choice(texts)
         server.engine.script = rows(*cut(text, rng))
-        whole = {name: value for name, value in ASKED[asked].items() if name != "stream_options"}
+        whole = {name: value for name, value in ASKED[received].items() if name != "stream_options"}
 
-        answer = server.chat(tools=TOOLS, **whole).json()
-        chunks = events(server.chat(tools=TOOLS, stream=True, **ASKED[asked]))
+        response = server.chat(tools=TOOLS, **whole).json()
+        chunks = events(server.chat(tools=TOOLS, stream=True, **ASKED[received]))
 
-        assert fold(chunks) == whole_choices(answer)
-        if asked == "usage":
-            assert chunks[-1]["usage"] == answer["usage"]
+        assert fold(chunks) == whole_choices(response)
+        if received == "usage":
+            assert chunks[-1]["usage"] == response["usage"]
 
 
-def test_an_answer_that_is_cut_short_in_a_call_says_so(server: Server) -> None:
+def test_a_call_that_max_tokens_truncates_has_finish_reason_length(server: Server) -> None:
     text = tagged(call("weather", PARIS))[:-30]
     server.engine.script = rows(text, finish=FinishReason.LENGTH)
 
@@ -177,7 +177,7 @@ def test_an_answer_that_is_cut_short_in_a_call_says_so(server: Server) -> None:
     assert PARIS.startswith(choice["message"]["tool_calls"][0]["function"]["arguments"])
 
 
-def test_only_one_call_is_given_where_parallel_ones_are_not_wanted(server: Server) -> None:
+def test_parallel_tool_calls_false_gives_one_call(server: Server) -> None:
     server.engine.script = pieces(TWO_CALLS)
 
     message = server.chat(tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]["message"]
@@ -186,7 +186,7 @@ def test_only_one_call_is_given_where_parallel_ones_are_not_wanted(server: Serve
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
-def test_without_tools_a_call_is_content_and_the_template_hears_of_none(server: Server, fields: dict[str, Any]) -> None:
+def test_without_tools_a_call_is_content_and_the_template_gets_none(server: Server, fields: dict[str, Any]) -> None:
     server.engine.script = pieces(TWO_CALLS)
 
     [choice] = server.chat(**fields).json()["choices"]
@@ -197,7 +197,7 @@ def test_without_tools_a_call_is_content_and_the_template_hears_of_none(server: 
 
 def shown(server: Server) -> Any:
     """What the template was given for the last request."""
-    text = smol().decode(server.engine.asked[-1].prompt_ids, skip_special_tokens=False)
+    text = smol().decode(server.engine.received[-1].prompt_ids, skip_special_tokens=False)
     return json.loads(text.removesuffix("<think>\n"))
 
 
@@ -248,10 +248,10 @@ def test_templates_may_take_no_content_as_none_or_as_an_empty_text(
     with running(tmp_path_factory.mktemp("run"), whole) as server:
         server.chat(messages=[history])
 
-    assert smol().decode(server.engine.asked[-1].prompt_ids) == expected
+    assert smol().decode(server.engine.received[-1].prompt_ids) == expected
 
 
-def test_arguments_that_are_no_json_go_back_as_the_model_wrote_them(server: Server) -> None:
+def test_arguments_that_are_not_json_reach_the_template_unchanged(server: Server) -> None:
     calls = [{"id": "c1", "function": {"name": "f", "arguments": "{'a"}}]
     result = {"role": "tool", "tool_call_id": "c1", "content": "not JSON"}
 
@@ -260,7 +260,7 @@ def test_arguments_that_are_no_json_go_back_as_the_model_wrote_them(server: Serv
     assert shown(server)["messages"][1]["tool_calls"][0]["function"]["arguments"] == "{'a"
 
 
-def test_tools_of_a_model_whose_format_nobody_knows_are_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_tools_are_refused_for_a_model_without_a_known_format(tmp_path_factory: pytest.TempPathFactory) -> None:
     with running(tmp_path_factory.mktemp("run"), with_template("{{ tools }}")) as server:
         error = server.chat(tools=TOOLS).json()["error"]
 
@@ -268,7 +268,7 @@ def test_tools_of_a_model_whose_format_nobody_knows_are_refused(tmp_path_factory
     assert "--tool_call_parser" in error["message"]
 
 
-def test_the_operator_can_name_the_format(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_operator_can_set_the_tool_call_parser(tmp_path_factory: pytest.TempPathFactory) -> None:
     with named(tmp_path_factory, "pythonic") as server:
         server.engine.script = pieces('[weather(city="Paris", days=2)]')
         message = server.chat(tools=TOOLS).json()["choices"][0]["message"]
@@ -285,7 +285,7 @@ def with_special(template: str, *markers: str) -> Tokenizer:
     return Tokenizer(backend, SpecialTokens(), template)
 
 
-def test_markers_that_are_special_tokens_stay_in_the_text_where_they_are_looked_for(
+def test_markers_that_are_special_tokens_stay_in_the_text_for_the_parsers(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     tokenizer = with_special("{# [TOOL_CALLS] #}{{ messages }}", "[TOOL_CALLS]")  # the engine has no row for it
@@ -293,7 +293,7 @@ def test_markers_that_are_special_tokens_stay_in_the_text_where_they_are_looked_
         server.chat(tools=TOOLS)
         server.chat()
 
-    with_tools, without = (req.params.text for req in server.engine.asked)
+    with_tools, without = (req.params.text for req in server.engine.received)
     assert with_tools.shown_special_ids == (tokenizer.token_to_id("[TOOL_CALLS]"),)
     assert with_tools.skip_special_tokens
     assert without.shown_special_ids == ()
@@ -340,7 +340,7 @@ def compiler() -> GrammarCompiler:
 
 
 def is_allowed(server: Server, text: str) -> bool:
-    grammar = server.engine.asked[-1].params.sampling.grammar
+    grammar = server.engine.received[-1].params.sampling.grammar
     assert grammar is not None
     matcher = compiler().compile(grammar)
     return all(matcher.consume_token(token) for token in smol().encode(text)) and bool(matcher.is_accepting())
@@ -349,7 +349,7 @@ def is_allowed(server: Server, text: str) -> bool:
 def test_auto_forces_nothing(server: Server) -> None:
     server.chat(tools=TOOLS, tool_choice="auto")
 
-    assert server.engine.asked[-1].params.sampling.grammar is None
+    assert server.engine.received[-1].params.sampling.grammar is None
 
 
 def test_a_forced_call_does_not_combine_with_another_grammar(server: Server) -> None:
@@ -370,15 +370,15 @@ def nested(depth: int) -> dict[str, Any]:
 def test_a_schema_that_cannot_be_forced_is_refused(server: Server, schema: dict[str, Any], reason: str) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
 
-    answer = server.chat(tools=tools, tool_choice="required")
+    response = server.chat(tools=tools, tool_choice="required")
 
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "tool_choice"
-    assert reason in answer.json()["error"]["message"]
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tool_choice"
+    assert reason in response.json()["error"]["message"]
     assert server.chat(tools=tools).status_code == 200
 
 
-def test_a_format_that_no_grammar_can_write_is_forced_in_json(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_format_without_a_grammar_is_forced_in_json(tmp_path_factory: pytest.TempPathFactory) -> None:
     with named(tmp_path_factory, "glm45") as server:
         server.engine.script = pieces(f'{{"name": "weather", "parameters": {PARIS}}}')
         message = server.chat(tools=TOOLS, tool_choice="required").json()["choices"][0]["message"]
@@ -392,56 +392,56 @@ THOUGHT = ["<think>", "\nHm", ", hm.\n", "</think>", "\n\n", "It is", " 4."]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_reasoning_is_told_apart_and_its_tokens_are_counted(server: Server, is_stream: bool) -> None:
+def test_reasoning_is_separated_and_its_tokens_are_counted(server: Server, is_stream: bool) -> None:
     server.engine.script = rows(*THOUGHT)
     options = {"stream": True, "stream_options": {"include_usage": True}} if is_stream else {}
 
-    answer = server.chat(**options)
+    response = server.chat(**options)
 
     if is_stream:
-        chunks = events(answer)
+        chunks = events(response)
         choice, usage = fold(chunks)[0], chunks[-1]["usage"]
         assert [chunk["choices"][0]["delta"] for chunk in chunks[1:3]] == [
             {"reasoning_content": "Hm", "reasoning": "Hm"},
             {"reasoning_content": ", hm.", "reasoning": ", hm."},
         ]
     else:
-        choice, usage = whole_choices(answer.json())[0], answer.json()["usage"]
+        choice, usage = whole_choices(response.json())[0], response.json()["usage"]
     assert (choice["reasoning"], choice["content"], choice["finish_reason"]) == ("Hm, hm.", "It is 4.", "stop")
     assert usage["completion_tokens"] == 7
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 4}
 
 
-def test_an_answer_may_begin_in_the_midst_of_reasoning(server: Server) -> None:
+def test_an_output_may_begin_inside_reasoning(server: Server) -> None:
     server.engine.script = rows(*THOUGHT[1:])
 
-    answer = server.chat(chat_template_kwargs={"begins_thinking": True}).json()
+    response = server.chat(chat_template_kwargs={"begins_thinking": True}).json()
 
-    message = answer["choices"][0]["message"]
+    message = response["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("Hm, hm.", "It is 4.")
-    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+    assert response["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
 
 
-def test_reasoning_can_be_left_out_with_its_log_probabilities(server: Server) -> None:
+def test_include_reasoning_false_leaves_out_reasoning_and_its_logprobs(server: Server) -> None:
     server.engine.script = rows(*THOUGHT)
 
-    answer = server.chat(include_reasoning=False, logprobs=True).json()
+    response = server.chat(include_reasoning=False, logprobs=True).json()
 
-    [choice] = answer["choices"]
+    [choice] = response["choices"]
     assert choice["message"] == {"role": "assistant", "content": "It is 4.", "refusal": None}
     assert len(choice["logprobs"]["content"]) == 3
-    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
+    assert response["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
 
 
-def test_reasoning_can_be_left_in_the_content(server: Server) -> None:
+def test_separate_reasoning_false_leaves_reasoning_in_the_content(server: Server) -> None:
     server.engine.script = rows(*THOUGHT)
 
-    answer = server.chat(separate_reasoning=False).json()
+    response = server.chat(separate_reasoning=False).json()
 
-    assert answer["choices"][0]["message"]["content"] == "".join(THOUGHT)
+    assert response["choices"][0]["message"]["content"] == "".join(THOUGHT)
 
 
-def test_no_effort_asks_the_template_for_no_thinking(server: Server) -> None:
+def test_reasoning_effort_none_disables_thinking_in_the_template(server: Server) -> None:
     server.chat(reasoning_effort="none")
     assert (shown(server)["thinks"], shown(server)["old"]) == (False, False)
 

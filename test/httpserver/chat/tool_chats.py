@@ -1,4 +1,4 @@
-"""A tool, and answers of a model that thinks and calls it, for the tests of every schema that has tools."""
+"""A tool, and outputs of a model that reasons and calls it, for the tests of every API with tools."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ ALL = THOUGHT + TWO_CALLS
 
 def prompt(server: Server) -> Any:
     """What the template was given for the last request, where it shows that as JSON."""
-    return json.loads(server.context.tokenizer.decode(server.engine.asked[-1].prompt_ids))
+    return json.loads(server.context.tokenizer.decode(server.engine.received[-1].prompt_ids))

@@ -18,11 +18,11 @@ from lightserve.httpserver.admin.tokenize import (
 )
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
 from lightserve.httpserver.chat.request import ChatBody
-from lightserve.httpserver.lightllm.request import NativeBody
+from lightserve.httpserver.lightllm.request import LightllmBody
 from lightserve.httpserver.openai.completions_request import CompletionBody
 from lightserve.httpserver.openai.responses_request import ResponsesBody
 from lightserve.httpserver.tgi.request import TgiBody
-from lightserve.httpserver.wire.body import MAX_VALUES, Body, check
+from lightserve.httpserver.wire.body import MAX_VALUES, Body, validate
 
 BODIES: list[type[Body]] = [
     AbortBody,
@@ -31,7 +31,7 @@ BODIES: list[type[Body]] = [
     CountBody,
     DetokenizeBody,
     MessagesBody,
-    NativeBody,
+    LightllmBody,
     PromptBody,
     ResponsesBody,
     TgiBody,
@@ -39,7 +39,7 @@ BODIES: list[type[Body]] = [
     TokenizePromptBody,
     TokenizeTgiBody,
 ]
-# beside what is checked: how it is written, and what is only said of it in /openapi.json
+# keys without a schema that is checked: serialisation, and metadata for /openapi.json
 NOT_CHECKED = {"metadata", "serialization", "json_schema_input_schema"}
 
 
@@ -66,7 +66,7 @@ def _can_fail(table: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_no_list_and_no_table_is_without_a_bound(body: type[Body]) -> None:
+def test_every_list_and_every_dict_of_a_body_has_a_limit(body: type[Body]) -> None:
     assert list(unbounded(body.__pydantic_core_schema__, body.__name__)) == []
 
 
@@ -75,7 +75,7 @@ class _Careless(Body):
     sizes: dict[str, int]
 
 
-def test_one_that_is_would_be_found() -> None:
+def test_a_list_without_a_limit_is_found() -> None:
     assert len(list(unbounded(_Careless.__pydantic_core_schema__))) == 2
 
 
@@ -98,9 +98,9 @@ BAD: list[tuple[type[Body], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "fields", "param"), BAD, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_is_beyond_a_bound_is_refused_by_name(body: type[Body], fields: dict[str, Any], param: str) -> None:
+def test_what_is_over_a_limit_is_refused_by_name(body: type[Body], fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        check(body, {"messages": MESSAGES, "input": "x", "max_tokens": 1} | fields)
+        validate(body, {"messages": MESSAGES, "input": "x", "max_tokens": 1} | fields)
 
     assert str(refused.value.param).startswith(param)
     assert len(str(refused.value)) < 300

@@ -1,4 +1,4 @@
-"""Every way to ask for structured output comes to one grammar, and a bad one never reaches the engine."""
+"""Every field for structured output becomes one grammar, and a bad grammar never reaches the engine."""
 
 from __future__ import annotations
 
@@ -89,48 +89,48 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_a_field_of_openai_vllm_or_sglang_becomes_a_grammar(
     server: Server, path: str, fields: dict[str, Any], expected: GrammarSpec | None
 ) -> None:
-    answer = server.chat(**fields) if path == CHAT else server.complete(**fields)
+    response = server.chat(**fields) if path == CHAT else server.complete(**fields)
 
-    assert answer.status_code == 200, answer.text
-    assert server.engine.asked[-1].params.sampling.grammar == expected
+    assert response.status_code == 200, response.text
+    assert server.engine.received[-1].params.sampling.grammar == expected
 
 
 @pytest.mark.parametrize(("parameters", "expected"), GENERATES, ids=lambda value: str(value)[:60])
 def test_a_parameter_of_lightllm_or_tgi_becomes_a_grammar(
     server: Server, parameters: dict[str, Any], expected: GrammarSpec
 ) -> None:
-    answer = server.post(GENERATE, {"inputs": "Hi", "parameters": parameters})
+    response = server.post(GENERATE, {"inputs": "Hi", "parameters": parameters})
 
-    assert answer.status_code == 200, answer.text
-    assert server.engine.asked[-1].params.sampling.grammar == expected
+    assert response.status_code == 200, response.text
+    assert server.engine.received[-1].params.sampling.grammar == expected
 
 
 def test_two_grammars_are_refused_by_the_name_of_the_second(server: Server) -> None:
-    answer = server.chat(guided_json={}, response_format={"type": "json_object"})
+    response = server.chat(guided_json={}, response_format={"type": "json_object"})
 
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "response_format"
-    assert "does not combine with guided_json" in answer.json()["error"]["message"]
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "response_format"
+    assert "does not combine with guided_json" in response.json()["error"]["message"]
 
 
 def test_a_beam_search_refuses_a_grammar(server: Server) -> None:
-    answer = server.complete(guided_regex="a", use_beam_search=True, n=2)
+    response = server.complete(guided_regex="a", use_beam_search=True, n=2)
 
-    assert answer.status_code == 400
-    assert "does not combine with a beam search" in answer.json()["error"]["message"]
+    assert response.status_code == 400
+    assert "does not combine with a beam search" in response.json()["error"]["message"]
 
 
 def test_a_bad_grammar_is_refused_before_a_stream_begins(server: Server) -> None:
-    asked = len(server.engine.asked)
+    received = len(server.engine.received)
 
-    answer = server.chat(response_format=named({"type": "nothing"}, strict=True), stream=True)
+    response = server.chat(response_format=named({"type": "nothing"}, strict=True), stream=True)
 
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "response_format"
-    assert len(server.engine.asked) == asked
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "response_format"
+    assert len(server.engine.received) == received
 
 
-def test_a_grammar_that_takes_too_long_is_refused_and_others_are_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_takes_too_long_is_refused_and_delays_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_now, may_go_on = GrammarCompiler.compile, threading.Event()
 
     def compile_slowly(compiler: GrammarCompiler, spec: GrammarSpec) -> Any:

@@ -1,4 +1,4 @@
-"""How a body says that its request is to be treated reaches the router."""
+"""The scheduling fields of a body reach the router."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_openai_bodies(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
         await served.post(path, body)
         await served.post(path, {**body, **GIVEN, "n": 2})
 
-        first, *both = served.fake.asked
+        first, *both = served.fake.received
         assert first.scheduling == SchedulingParams()
         assert [req.scheduling for req in both] == [SchedulingParams(-3, 2.5, "mine", use_cache=False)] * 2
         assert [req.group for req in both] == [both[0].req_id] * 2
@@ -30,11 +30,11 @@ def test_openai_bodies(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
     serve(scenario, tmp_path, spell("hi"))
 
 
-def test_native_bodies(tmp_path: Path) -> None:
+def test_lightllm_bodies(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         await served.post("/generate", {"inputs": "Hi", "parameters": {**GIVEN, "ignore_eos": True}})
 
-        assert served.fake.asked[0].scheduling == SchedulingParams(-3, 2.5, "mine", use_cache=False)
+        assert served.fake.received[0].scheduling == SchedulingParams(-3, 2.5, "mine", use_cache=False)
 
     serve(scenario, tmp_path, spell("hi"))
 
@@ -43,11 +43,11 @@ def test_native_bodies(tmp_path: Path) -> None:
     "bad",
     [{"priority": 1.5}, {"priority": 2**31}, {"timeout": 0}, {"timeout": True}, {"cache_salt": ""}],
 )
-def test_what_makes_no_sense_is_refused(tmp_path: Path, bad: dict[str, Any]) -> None:
+def test_invalid_http_is_refused(tmp_path: Path, bad: dict[str, Any]) -> None:
     async def scenario(served: Served) -> None:
-        answer = await served.post(COMPLETION[0], {**COMPLETION[1], **bad})
+        response = await served.post(COMPLETION[0], {**COMPLETION[1], **bad})
 
-        assert answer.status == 400
-        assert answer.json["error"]["param"] == next(iter(bad))
+        assert response.status == 400
+        assert response.json["error"]["param"] == next(iter(bad))
 
     serve(scenario, tmp_path, spell("hi"))

@@ -1,4 +1,4 @@
-"""What the engine is told of thinking: a limit under every name that clients know, and structure only after it."""
+"""The thinking limit reaches the engine under every name, and a grammar applies after the reasoning."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def server(thinker: Server) -> Server:
     thinker.engine.script = rows(*THOUGHT)
-    thinker.engine.asked.clear()
+    thinker.engine.received.clear()
     return thinker
 
 
-def asked(server: Server, path: str, body: dict[str, Any]) -> GenerateReq:
-    answer = server.post(path, body)
-    assert answer.status_code == 200, answer.text
-    return server.engine.asked[-1]
+def received(server: Server, path: str, body: dict[str, Any]) -> GenerateReq:
+    response = server.post(path, body)
+    assert response.status_code == 200, response.text
+    return server.engine.received[-1]
 
 
 def limit(max_tokens: int, is_begun: bool = False) -> ThinkingLimit:
@@ -66,7 +66,7 @@ def limit(max_tokens: int, is_begun: bool = False) -> ThinkingLimit:
     ],
 )
 def test_every_name_of_a_limit_reaches_the_engine(server: Server, path: str, body: dict[str, Any]) -> None:
-    assert asked(server, path, body).params.sampling.thinking == limit(9)
+    assert received(server, path, body).params.sampling.thinking == limit(9)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_every_name_of_a_limit_reaches_the_engine(server: Server, path: str, bod
         ("/v1/messages", MESSAGES | {"thinking": {"type": "disabled", "budget_tokens": 9}}),
     ],
 )
-def test_without_a_limit_there_is_none(server: Server, path: str, body: dict[str, Any]) -> None:
-    assert asked(server, path, body).params.sampling.thinking is None
+def test_without_a_budget_there_is_no_thinking_limit(server: Server, path: str, body: dict[str, Any]) -> None:
+    assert received(server, path, body).params.sampling.thinking is None
 
 
-def test_a_prompt_may_have_begun_to_think(server: Server) -> None:
+def test_a_prompt_may_begin_the_reasoning(server: Server) -> None:
     begun = CHAT | {"thinking_budget": 0, "chat_template_kwargs": {"begins_thinking": True}}
     continued = {
         "messages": [USER, {"role": "assistant", "content": "<think>Well"}],
@@ -89,39 +89,39 @@ def test_a_prompt_may_have_begun_to_think(server: Server) -> None:
         "thinking_budget": 3,
     }
 
-    assert asked(server, "/v1/chat/completions", begun).params.sampling.thinking == limit(0, is_begun=True)
-    assert asked(server, "/v1/chat/completions", continued).params.sampling.thinking == limit(3, is_begun=True)
+    assert received(server, "/v1/chat/completions", begun).params.sampling.thinking == limit(0, is_begun=True)
+    assert received(server, "/v1/chat/completions", continued).params.sampling.thinking == limit(3, is_begun=True)
 
 
-def test_a_tag_that_is_told_by_a_flag_counts(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_reasoning_parser_set_by_a_flag_counts(tmp_path_factory: pytest.TempPathFactory) -> None:
     config = HttpConfig(reasoning_parser="<a>,</a>")
     with running(tmp_path_factory.mktemp("run"), with_template("{{ messages }}"), config) as server:
-        found = asked(server, "/v1/chat/completions", CHAT | {"thinking_budget": 5}).params.sampling.thinking
+        found = received(server, "/v1/chat/completions", CHAT | {"thinking_budget": 5}).params.sampling.thinking
 
     assert found == ThinkingLimit(5, "<a>", "</a>", tuple(smol().encode("</a>")), is_begun=False)
 
 
 @pytest.mark.parametrize("name", ["thinking_token_budget", "thinking_budget", "max_reasoning_tokens"])
-def test_a_model_that_does_not_reason_has_no_limit_to_obey(other: Server, name: str) -> None:
-    answer = other.post("/v1/chat/completions", CHAT | {name: 5})
+def test_a_thinking_limit_is_refused_for_a_model_that_does_not_reason(other: Server, name: str) -> None:
+    response = other.post("/v1/chat/completions", CHAT | {name: 5})
 
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == name
-    assert "--reasoning_parser" in answer.json()["error"]["message"]
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == name
+    assert "--reasoning_parser" in response.json()["error"]["message"]
 
 
-def test_anthropics_clients_send_a_limit_to_any_model(other: Server) -> None:
+def test_anthropics_thinking_budget_is_ignored_for_a_model_that_does_not_reason(other: Server) -> None:
     body = MESSAGES | {"thinking": {"type": "enabled", "budget_tokens": 2048}}
 
-    assert asked(other, "/v1/messages", body).params.sampling.thinking is None
+    assert received(other, "/v1/messages", body).params.sampling.thinking is None
 
 
 @pytest.mark.parametrize("value", [-2, 1.5, True, "5", 2**31])
 def test_a_limit_is_a_number_of_tokens(server: Server, value: Any) -> None:
-    answer = server.post("/v1/chat/completions", CHAT | {"thinking_budget": value})
+    response = server.post("/v1/chat/completions", CHAT | {"thinking_budget": value})
 
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "thinking_budget"
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "thinking_budget"
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -148,35 +148,35 @@ def is_allowed(grammar: GrammarSpec | None, text: str) -> bool:
 
 
 @pytest.mark.parametrize(("fields", "answer"), STRUCTURED)
-def test_structure_is_wanted_of_what_comes_after_thinking(server: Server, fields: dict[str, Any], answer: str) -> None:
-    free = asked(server, "/v1/chat/completions", CHAT | fields).params.sampling.grammar
+def test_a_grammar_applies_after_the_reasoning(server: Server, fields: dict[str, Any], response: str) -> None:
+    free = received(server, "/v1/chat/completions", CHAT | fields).params.sampling.grammar
     variables = {"chat_template_kwargs": {"begins_thinking": True}}
-    begun = asked(server, "/v1/chat/completions", CHAT | fields | variables).params.sampling.grammar
+    begun = received(server, "/v1/chat/completions", CHAT | fields | variables).params.sampling.grammar
 
-    assert is_allowed(free, answer)
-    assert is_allowed(free, f"<think>Hm, {{ 1 or 2?\n</think>\n\n{answer}")
-    assert is_allowed(begun, f"Hm, {{ 1 or 2?\n</think>\n\n{answer}")
-    assert not is_allowed(begun, answer)
+    assert is_allowed(free, response)
+    assert is_allowed(free, f"<think>Hm, {{ 1 or 2?\n</think>\n\n{response}")
+    assert is_allowed(begun, f"Hm, {{ 1 or 2?\n</think>\n\n{response}")
+    assert not is_allowed(begun, response)
     for grammar in (free, begun):
-        assert not is_allowed(grammar, f"<think>Hm</think>Well: {answer}")
+        assert not is_allowed(grammar, f"<think>Hm</think>Well: {response}")
         assert not is_allowed(grammar, "<think>Hm")
 
 
-def test_structure_is_wanted_of_all_where_thinking_is_part_of_the_content(server: Server) -> None:
+def test_a_grammar_covers_reasoning_where_it_is_part_of_the_content(server: Server) -> None:
     body = CHAT | {"regex": "[0-9]+", "separate_reasoning": False}
 
-    assert asked(server, "/v1/chat/completions", body).params.sampling.grammar == GrammarSpec("regex", "[0-9]+")
+    assert received(server, "/v1/chat/completions", body).params.sampling.grammar == GrammarSpec("regex", "[0-9]+")
 
 
 def test_a_grammar_after_thinking_that_is_wrong_is_refused(server: Server) -> None:
-    answer = server.post("/v1/chat/completions", CHAT | {"regex": "(a"})
+    response = server.post("/v1/chat/completions", CHAT | {"regex": "(a"})
 
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "regex"
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "regex"
 
 
-def test_beams_do_not_think(server: Server) -> None:
-    answer = server.post("/v1/chat/completions", CHAT | {"thinking_budget": 5, "num_beams": 2, "max_tokens": 5})
+def test_a_beam_search_refuses_a_thinking_limit(server: Server) -> None:
+    response = server.post("/v1/chat/completions", CHAT | {"thinking_budget": 5, "num_beams": 2, "max_tokens": 5})
 
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "thinking_token_budget"
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "thinking_token_budget"

@@ -1,4 +1,4 @@
-"""Prompts without their last tokens: how many are taken back, what the engine is asked, and what is shown."""
+"""Token healing: how many tokens are removed, what reaches the engine, and what is shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from lightserve.httpserver.fields.token_healing import _shown, count_to_take_back
+from lightserve.httpserver.fields.token_healing import _shown, tokens_to_remove
 from lightserve.io_struct import GenerateReq, GrammarSpec
 from lightserve.model_files import Tokenizer
 from lightserve.model_files.special_tokens import SpecialTokens
@@ -30,16 +30,16 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def server(started: Server) -> Server:
     started.engine.script = rows("", "//", "example")
-    started.engine.asked.clear()
+    started.engine.received.clear()
     return started
 
 
-def asked(server: Server) -> GenerateReq:
-    (request,) = server.engine.asked
+def received(server: Server) -> GenerateReq:
+    (request,) = server.engine.received
     return request
 
 
-def test_the_prompt_ends_as_these_tests_think() -> None:
+def test_the_prompt_ends_as_these_tests_expect() -> None:
     assert smol().decode(IDS[-2:]) == TAKEN
 
 
@@ -56,10 +56,10 @@ def test_the_prompt_ends_as_these_tests_think() -> None:
         ("日本の首都", None),
     ],
 )
-def test_tokens_are_taken_back_by_whole_characters_and_special_ones_stay(text: str, count: int | None) -> None:
+def test_whole_characters_are_removed_and_special_tokens_stay(text: str, count: int | None) -> None:
     ids = smol().encode(text)
 
-    found = count_to_take_back(smol(), ids)
+    found = tokens_to_remove(smol(), ids)
 
     if count is not None:
         assert found == count
@@ -76,25 +76,25 @@ def test_tokens_are_taken_back_by_whole_characters_and_special_ones_stay(text: s
         ("/generate", {"inputs": PROMPT, "parameters": {"max_new_tokens": 7, "token_healing": True, "details": True}}),
     ],
 )
-def test_the_engine_is_asked_to_spell_what_was_taken_back(server: Server, path: str, body: dict[str, Any]) -> None:
-    answer = server.post(path, body)
+def test_the_engine_generates_the_removed_text_again(server: Server, path: str, body: dict[str, Any]) -> None:
+    response = server.post(path, body)
 
-    assert answer.status_code == 200, answer.text
-    request = asked(server)
+    assert response.status_code == 200, response.text
+    request = received(server)
     assert request.prompt_ids == IDS[:-2]
     assert request.params.sampling.grammar == GrammarSpec("prefix", TAKEN)
     assert request.params.text.hidden_chars == len(TAKEN)
     assert request.params.stopping.max_new_tokens == 9
 
 
-def test_without_the_wish_the_prompt_stays_whole(server: Server) -> None:
+def test_without_token_healing_the_prompt_stays_whole(server: Server) -> None:
     server.complete(prompt=PROMPT, token_healing=False)
 
-    assert asked(server).prompt_ids == IDS
-    assert asked(server).params.sampling.grammar is None
+    assert received(server).prompt_ids == IDS
+    assert received(server).params.sampling.grammar is None
 
 
-def test_the_prompt_comes_once_where_it_is_wanted_back(server: Server) -> None:
+def test_return_full_text_has_the_prompt_once(server: Server) -> None:
     echoed = server.complete(prompt=PROMPT, token_healing=True, echo=True).json()["choices"][0]["text"]
     truncated = server.complete(prompt=PROMPT, token_healing=True, echo=True, truncate_prompt_tokens=3).json()
     full = server.post(
@@ -104,18 +104,18 @@ def test_the_prompt_comes_once_where_it_is_wanted_back(server: Server) -> None:
     assert echoed == f"{PROMPT}//example"
     assert truncated["choices"][0]["text"] == smol().decode(IDS[-3:]) + "//example"
     assert full["generated_text"] == f"{PROMPT}//example"
-    assert [request.prompt_ids for request in server.engine.asked] == [IDS[:-2], IDS[-3:-2], IDS[:-2]]
+    assert [request.prompt_ids for request in server.engine.received] == [IDS[:-2], IDS[-3:-2], IDS[:-2]]
 
 
 def test_every_prompt_of_several_is_healed_by_itself(server: Server) -> None:
     server.complete(prompt=[PROMPT, "Hello"], token_healing=True, n=2)
 
-    assert [request.prompt_ids for request in server.engine.asked] == [IDS[:-2]] * 2 + [smol().encode("Hello")] * 2
-    assert [request.params.text.hidden_chars for request in server.engine.asked] == [6, 6, 0, 0]
+    assert [request.prompt_ids for request in server.engine.received] == [IDS[:-2]] * 2 + [smol().encode("Hello")] * 2
+    assert [request.params.text.hidden_chars for request in server.engine.received] == [6, 6, 0, 0]
 
 
 @pytest.mark.parametrize(("echo", "begin"), [(False, 0), (True, len(PROMPT))])
-def test_tokens_begin_where_their_text_is_in_the_answer(server: Server, echo: bool, begin: int) -> None:
+def test_offsets_point_to_the_text_of_each_token(server: Server, echo: bool, begin: int) -> None:
     server.engine.script = rows(" http", "://", "example")
 
     choice = server.complete(prompt=PROMPT, token_healing=True, logprobs=0, echo=echo).json()["choices"][0]
@@ -139,14 +139,14 @@ def test_tokens_begin_where_their_text_is_in_the_answer(server: Server, echo: bo
     ],
 )
 def test_what_cannot_be_healed_is_refused(server: Server, path: str, body: dict[str, Any]) -> None:
-    answer = server.post(path, body)
+    response = server.post(path, body)
 
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"].endswith("token_healing")
-    assert not server.engine.asked
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].endswith("token_healing")
+    assert not server.engine.received
 
 
-def test_a_first_space_that_the_answer_does_not_show_is_not_hidden() -> None:
+def test_a_first_space_that_the_output_does_not_show_is_not_counted_as_hidden() -> None:
     backend = tokenizers.Tokenizer(models.BPE({"▁": 0, "a": 1, "▁a": 2}, [("▁", "a")]))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()

@@ -8,7 +8,7 @@ import pytest
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.generate.schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
-from lightserve.httpserver.lightllm.request import LATER, NativeParameters
+from lightserve.httpserver.lightllm.request import UNSUPPORTED, LightllmParameters
 from lightserve.httpserver.tgi.request import TgiParameters
 
 LIGHTLLM, TGI = Schema.LIGHTLLM, Schema.TGI
@@ -32,7 +32,7 @@ LIGHTLLM, TGI = Schema.LIGHTLLM, Schema.TGI
         ({"inputs": "x", "parameters": {"typical_p": 0.9, "temperature": 0.5}}, TGI),
     ],
 )
-def test_a_parameter_that_only_one_of_them_has_decides(body: dict[str, Any], expected: Schema, default: Schema) -> None:
+def test_a_parameter_that_only_one_api_has_selects_it(body: dict[str, Any], expected: Schema, default: Schema) -> None:
     assert schema_of(body, default) is expected
 
 
@@ -50,7 +50,7 @@ def test_a_parameter_that_only_one_of_them_has_decides(body: dict[str, Any], exp
         {},
     ],
 )
-def test_without_one_the_operator_decides(body: dict[str, Any], default: Schema) -> None:
+def test_without_such_a_parameter_the_flag_decides(body: dict[str, Any], default: Schema) -> None:
     assert schema_of(body, default) is default
 
 
@@ -62,15 +62,15 @@ def test_without_one_the_operator_decides(body: dict[str, Any], default: Schema)
         {"inputs": [1], "parameters": {"truncate": 5}},
     ],
 )
-def test_a_mix_is_refused_because_one_half_would_be_dropped(body: dict[str, Any]) -> None:
+def test_a_body_with_parameters_of_both_apis_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=r"LightLLM's schema .* TGI's"):
         schema_of(body, LIGHTLLM)
 
 
 def test_every_parameter_is_of_one_schema_or_of_both() -> None:
-    native, tgi = {*NativeParameters.model_fields, *LATER}, set(TgiParameters.model_fields)
+    lightllm, tgi = {*LightllmParameters.model_fields, *UNSUPPORTED}, set(TgiParameters.model_fields)
 
-    assert native - tgi <= LIGHTLLM_ONLY
-    assert tgi - native <= TGI_ONLY
+    assert lightllm - tgi <= LIGHTLLM_ONLY
+    assert tgi - lightllm <= TGI_ONLY
     assert not LIGHTLLM_ONLY & TGI_ONLY
-    assert not (native & tgi - {"seed"}) & (LIGHTLLM_ONLY | TGI_ONLY)
+    assert not (lightllm & tgi - {"seed"}) & (LIGHTLLM_ONLY | TGI_ONLY)

@@ -13,9 +13,9 @@ import pytest
 import requests
 
 from lightserve.config import HttpConfig
-from lightserve.httpserver.lightllm.request import NativeAsk
-from lightserve.httpserver.lightllm.response import NativeLines, native_whole
-from lightserve.httpserver.manager import Ask
+from lightserve.httpserver.lightllm.request import LightllmRequest
+from lightserve.httpserver.lightllm.response import LightllmEventWriter, lightllm_json
+from lightserve.httpserver.manager import PromptRequest
 from lightserve.io_struct import FinishReason, GenerateReq, GenerationParams, ReqFailed, StrOut, Token
 from test.httpserver.fake_engine import Script, spell
 from test.httpserver.generate_server import Served, serve
@@ -35,7 +35,7 @@ def rows_of(text: str, rng: random.Random, req_id: int = 0, end: int | str | Non
 
 
 def scripted(*answers: list[StrOut | ReqFailed]) -> Script:
-    """The i-th request gets the i-th answer."""
+    """The i-th request gets the i-th output."""
     left = list(answers)
 
     def script(req: GenerateReq) -> list[StrOut | ReqFailed]:
@@ -48,20 +48,20 @@ def _rest(out: StrOut | ReqFailed) -> list[Any]:
     return [getattr(out, name) for name in type(out).__struct_fields__[1:]]
 
 
-def test_an_answer_has_lightllms_fields_and_greedy_defaults(tmp_path: Path) -> None:
+def test_a_response_has_lightllms_fields_and_greedy_defaults(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
-        answer = await served.post("/generate", {"inputs": "What is AI?", "parameters": {"ignore_eos": True}})
+        response = await served.post("/generate", {"inputs": "What is AI?", "parameters": {"ignore_eos": True}})
 
-        assert answer.status == 200
-        assert answer.json == {
+        assert response.status == 200
+        assert response.json == {
             "generated_text": ["hello"],
             "count_output_tokens": 5,
             "finish_reason": "length",
             "prompt_tokens": 4,
         }
-        (asked,) = served.fake.asked
-        assert asked.prompt_ids == smol().encode("What is AI?")
-        assert asked.params == GenerationParams.of(max_new_tokens=16, temperature=0.0, ignore_eos=True)
+        (received,) = served.fake.received
+        assert received.prompt_ids == smol().encode("What is AI?")
+        assert received.params == GenerationParams.of(max_new_tokens=16, temperature=0.0, ignore_eos=True)
 
     serve(scenario, tmp_path, spell("hello", FinishReason.LENGTH))
 
@@ -74,7 +74,7 @@ def test_parameters_may_be_left_out(tmp_path: Path) -> None:
     serve(scenario, tmp_path, spell("hi"))
 
 
-def test_a_line_of_the_stream_is_exact_to_the_byte(tmp_path: Path) -> None:
+def test_an_event_of_the_stream_has_these_exact_bytes(tmp_path: Path) -> None:
     rows = [
         StrOut(0, " What", Token(3555, logprob=-1.83)),
         StrOut(0, "é/\n", Token(17, logprob=None)),
@@ -82,10 +82,10 @@ def test_a_line_of_the_stream_is_exact_to_the_byte(tmp_path: Path) -> None:
     ]
 
     async def scenario(served: Served) -> None:
-        answer = await served.post("/generate_stream", {"inputs": "What is AI?", "parameters": {"ignore_eos": True}})
+        response = await served.post("/generate_stream", {"inputs": "What is AI?", "parameters": {"ignore_eos": True}})
 
-        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-        assert answer.body.decode() == (
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert response.body.decode() == (
             'data:{"token":{"id":3555,"text":" What","logprob":-1.83,"special":false,"count_output_tokens":1,'
             '"prompt_tokens":4},"generated_text":null,"finished":false,"finish_reason":null,"details":null}\n\n'
             'data:{"token":{"id":17,"text":"é/\\n","logprob":null,"special":false,"count_output_tokens":2,'
@@ -93,12 +93,12 @@ def test_a_line_of_the_stream_is_exact_to_the_byte(tmp_path: Path) -> None:
             'data:{"token":{"id":2,"text":"","logprob":-9999.0,"special":true,"count_output_tokens":3,'
             '"prompt_tokens":4},"generated_text":null,"finished":true,"finish_reason":"stop","details":null}\n\n'
         )
-        assert served.fake.asked[0].params.sampling.logprobs == 0
+        assert served.fake.received[0].params.sampling.logprobs == 0
 
     serve(scenario, tmp_path, scripted([*rows]))
 
 
-def test_lightllms_benchmark_client_counts_a_line_a_token(tmp_path: Path) -> None:
+def test_lightllms_benchmark_client_counts_one_line_a_token(tmp_path: Path) -> None:
     def drive(url: str) -> int:
         data = {"inputs": "x" * 50, "parameters": {"do_sample": False, "ignore_eos": True, "max_new_tokens": 9}}
         headers = {"Content-Type": "application/json"}
@@ -130,13 +130,15 @@ def test_lightllms_accuracy_client_reads_the_first_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_lines_of_a_stream_fold_to_the_whole_answer(seed: int) -> None:
+def test_the_events_of_a_stream_fold_to_the_whole_response(seed: int) -> None:
     rows = rows_of(TEXT * 2, random.Random(seed))
-    ask = NativeAsk(Ask([1, 2, 3], GenerationParams.of()), n=1, best_of=1, return_details=True)
-    lines = NativeLines(prompt_tokens=3, special=smol().special_ids)
+    prompt_request = LightllmRequest(
+        PromptRequest([1, 2, 3], GenerationParams.of()), n=1, best_of=1, return_details=True
+    )
+    lines = LightllmEventWriter(prompt_tokens=3, special=smol().special_ids)
 
     events = [orjson.loads(lines.line(row).removeprefix(b"data:")) for row in rows]
-    whole = native_whole(ask, [rows], smol().special_ids)
+    whole = lightllm_json(prompt_request, [rows], smol().special_ids)
 
     assert ["".join(event["token"]["text"] for event in events)] == whole["generated_text"] == [TEXT * 2]
     assert events[-1]["token"]["count_output_tokens"] == whole["count_output_tokens"]
@@ -146,7 +148,7 @@ def test_the_lines_of_a_stream_fold_to_the_whole_answer(seed: int) -> None:
         assert event["token"].items() <= token.items()
 
 
-def test_stream_and_whole_agree_over_the_socket(tmp_path: Path) -> None:
+def test_stream_and_response_agree_over_the_socket(tmp_path: Path) -> None:
     rows = rows_of(TEXT, random.Random(7))
 
     async def scenario(served: Served) -> None:
@@ -191,12 +193,12 @@ def test_every_parameter_reaches_the_engine(tmp_path: Path) -> None:
     }
 
     async def scenario(served: Served) -> None:
-        answer = await served.post("/generate", {"inputs": [1, 2, 3], "parameters": parameters})
+        response = await served.post("/generate", {"inputs": [1, 2, 3], "parameters": parameters})
 
-        assert answer.status == 200, answer.body
-        (asked,) = served.fake.asked
-        assert asked.prompt_ids == [1, 2, 3]
-        assert asked.params == GenerationParams.of(
+        assert response.status == 200, response.body
+        (received,) = served.fake.received
+        assert received.prompt_ids == [1, 2, 3]
+        assert received.params == GenerationParams.of(
             max_new_tokens=20,
             min_new_tokens=2,
             temperature=0.7,
@@ -224,14 +226,14 @@ def test_every_parameter_reaches_the_engine(tmp_path: Path) -> None:
     serve(scenario, tmp_path, spell("ok"))
 
 
-def test_a_length_penalty_of_factor_one_asks_for_nothing(tmp_path: Path) -> None:
+def test_a_length_penalty_of_factor_one_has_no_effect(tmp_path: Path) -> None:
     """LightLLM's own clients send it."""
 
     async def scenario(served: Served) -> None:
         await served.post("/generate", {"inputs": "x", "parameters": {"exponential_decay_length_penalty": [1, 1.0]}})
 
-        (asked,) = served.fake.asked
-        assert asked.params.sampling.exponential_decay_length_penalty is None
+        (received,) = served.fake.received
+        assert received.params.sampling.exponential_decay_length_penalty is None
 
     serve(scenario, tmp_path, spell("ok"))
 
@@ -242,7 +244,7 @@ def test_do_sample_false_is_greedy_whatever_the_temperature(tmp_path: Path) -> N
         await served.post("/generate", {"inputs": "x", "parameters": parameters})
         await served.post("/generate", {"inputs": "x", "parameters": {"do_sample": True, "ignore_eos": False}})
 
-        assert [req.params.sampling.is_greedy for req in served.fake.asked] == [True, False]
+        assert [req.params.sampling.is_greedy for req in served.fake.received] == [True, False]
 
     serve(scenario, tmp_path, spell("ok"))
 
@@ -251,7 +253,7 @@ def test_the_seed_minus_one_is_a_random_one(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         await served.post("/generate", {"inputs": "x", "parameters": {"seed": -1, "ignore_eos": False}})
 
-        assert served.fake.asked[0].params.sampling.seed is None
+        assert served.fake.received[0].params.sampling.seed is None
 
     serve(scenario, tmp_path, spell("ok"))
 
@@ -263,32 +265,32 @@ def test_details_list_every_token(tmp_path: Path) -> None:
     ]
 
     async def scenario(served: Served) -> None:
-        answer = await served.post("/generate", {"inputs": [5], "parameters": {"return_details": True}})
+        response = await served.post("/generate", {"inputs": [5], "parameters": {"return_details": True}})
 
         common = {"prompt_tokens": 1, "mtp_accepted_token_num": 0}
         first = {"id": 64, "text": "a", "logprob": -1.0, "cumlogprob": -1.0, "special": False, "count_output_tokens": 1}
         second = {"id": 2, "text": "b", "logprob": -3.0, "cumlogprob": -2.0, "special": True, "count_output_tokens": 2}
-        assert answer.json["tokens"] == [first | common, second | common]
+        assert response.json["tokens"] == [first | common, second | common]
 
     serve(scenario, tmp_path, scripted([*rows]))
 
 
-def test_several_answers_come_as_lists(tmp_path: Path) -> None:
+def test_several_choices_come_as_lists(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         parameters = {"n": 2, "best_of": 2, "do_sample": True, "seed": 3, "return_details": True}
-        answer = await served.post("/generate", {"inputs": "x", "parameters": parameters})
+        response = await served.post("/generate", {"inputs": "x", "parameters": parameters})
 
-        assert answer.json["generated_text"] == ["ab", "ab"]
-        assert answer.json["count_output_tokens"] == [2, 2]
-        assert answer.json["finish_reason"] == ["stop", "stop"]
-        assert answer.json["prompt_tokens"] == 1
-        assert [len(tokens) for tokens in answer.json["tokens"]] == [2, 2]
-        assert [req.params.sampling.seed for req in served.fake.asked] == [3, 4]
+        assert response.json["generated_text"] == ["ab", "ab"]
+        assert response.json["count_output_tokens"] == [2, 2]
+        assert response.json["finish_reason"] == ["stop", "stop"]
+        assert response.json["prompt_tokens"] == 1
+        assert [len(tokens) for tokens in response.json["tokens"]] == [2, 2]
+        assert [req.params.sampling.seed for req in served.fake.received] == [3, 4]
 
     serve(scenario, tmp_path, spell("ab"))
 
 
-def test_best_of_more_than_n_returns_the_likeliest(tmp_path: Path) -> None:
+def test_best_of_more_than_n_returns_the_most_likely(tmp_path: Path) -> None:
     answers: list[list[StrOut | ReqFailed]] = [
         [StrOut(0, text, Token(1, logprob=p), finish_reason=FinishReason.STOP)]
         for text, p in (("a", -2.0), ("b", -1.0))
@@ -296,16 +298,16 @@ def test_best_of_more_than_n_returns_the_likeliest(tmp_path: Path) -> None:
 
     async def scenario(served: Served) -> None:
         parameters = {"n": 1, "best_of": 2, "do_sample": True}
-        answer = await served.post("/generate", {"inputs": "x", "parameters": parameters})
+        response = await served.post("/generate", {"inputs": "x", "parameters": parameters})
 
-        assert answer.json["generated_text"] == ["b"]
-        assert answer.json["count_output_tokens"] == 1
-        assert served.fake.asked[0].params.sampling.logprobs == 0
+        assert response.json["generated_text"] == ["b"]
+        assert response.json["count_output_tokens"] == 1
+        assert served.fake.received[0].params.sampling.logprobs == 0
 
     serve(scenario, tmp_path, scripted(*answers))
 
 
-def test_the_default_length_is_cut_at_the_end_of_the_context_but_a_wish_is_not(tmp_path: Path) -> None:
+def test_the_default_length_is_limited_by_the_context_but_an_explicit_one_is_refused(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         ids = [5] * 1020
         whole = await served.post("/generate", {"inputs": ids})
@@ -314,7 +316,7 @@ def test_the_default_length_is_cut_at_the_end_of_the_context_but_a_wish_is_not(t
         over = await served.post("/generate", {"inputs": [5] * 1024})
 
         assert (whole.status, full.status) == (200, 200)
-        assert [req.params.stopping.max_new_tokens for req in served.fake.asked] == [4, 1]
+        assert [req.params.stopping.max_new_tokens for req in served.fake.received] == [4, 1]
         assert (wish.status, over.status) == (400, 400)
         assert wish.json["error"]["code"] == over.json["error"]["code"] == "context_length_exceeded"
 
@@ -410,23 +412,23 @@ BAD: list[tuple[str, Any]] = [
 ]
 
 
-def test_bad_input_is_refused_with_400_and_nothing_is_asked_of_the_engine(tmp_path: Path) -> None:
+def test_bad_input_is_refused_with_400_and_nothing_reaches_the_engine(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         for name, bad in BAD:
             is_whole = isinstance(bad, bytes) or {"inputs", "parameters"} & set(bad)
             body = bad if is_whole else {"inputs": "x", "parameters": {"ignore_eos": False} | bad}
             for path in ("/generate", "/generate_stream", "/"):
-                answer = await served.post(path, body)
-                assert answer.status == 400, (name, path, answer.status, answer.body[:300])
-                assert set(answer.json["error"]) == {"message", "type", "param", "code"}, name
+                response = await served.post(path, body)
+                assert response.status == 400, (name, path, response.status, response.body[:300])
+                assert set(response.json["error"]) == {"message", "type", "param", "code"}, name
         assert (await served.post("/", {"inputs": "x", "stream": "yes"})).status == 400
-        assert served.fake.asked == []
+        assert served.fake.received == []
         assert (await served.post("/generate", {"inputs": "x"})).status == 200
 
     serve(scenario, tmp_path, spell("ok"))
 
 
-def test_several_answers_in_a_stream_are_refused(tmp_path: Path) -> None:
+def test_several_choices_in_a_stream_are_refused(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         body = {"inputs": "x", "parameters": {"n": 2, "do_sample": True}}
 
@@ -438,12 +440,14 @@ def test_several_answers_in_a_stream_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("status", "expected"), [(429, 429), (400, 400), (500, 500), (503, 503)])
-def test_an_engine_that_refuses_is_an_http_status_even_for_a_stream(tmp_path: Path, status: int, expected: int) -> None:
+def test_an_error_before_the_first_token_is_a_status_even_for_a_stream(
+    tmp_path: Path, status: int, expected: int
+) -> None:
     async def scenario(served: Served) -> None:
         for path in ("/generate", "/generate_stream"):
-            answer = await served.post(path, {"inputs": "x"})
-            assert answer.status == expected
-            assert isinstance(answer.json["error"]["message"], str)
+            response = await served.post(path, {"inputs": "x"})
+            assert response.status == expected
+            assert isinstance(response.json["error"]["message"], str)
 
     serve(scenario, tmp_path, lambda req: [ReqFailed(req.req_id, status, "no")])
 
@@ -452,19 +456,19 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event(tmp_path: Path) ->
     rows: list[StrOut | ReqFailed] = [StrOut(0, "a", Token(64)), ReqFailed(0, 599, "a secret path /root/x")]
 
     async def scenario(served: Served) -> None:
-        answer = await served.post("/generate_stream", {"inputs": "x"})
+        response = await served.post("/generate_stream", {"inputs": "x"})
 
-        first, last = answer.events
+        first, last = response.events
         assert first["token"]["text"] == "a"
         assert last["error"]["type"] == "server_error"
-        assert b"/root" not in answer.body
+        assert b"/root" not in response.body
 
     serve(scenario, tmp_path, scripted(rows))
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 @pytest.mark.parametrize("parameters", [{"ignore_eos": True}, {"details": True}])
-def test_a_client_that_leaves_aborts_its_request(tmp_path: Path, path: str, parameters: dict[str, Any]) -> None:
+def test_a_client_that_disconnects_aborts_its_request(tmp_path: Path, path: str, parameters: dict[str, Any]) -> None:
     async def scenario(served: Served) -> None:
         served.fake.hold.clear()
         port = int(served.url.rpartition(":")[2])
@@ -474,15 +478,15 @@ def test_a_client_that_leaves_aborts_its_request(tmp_path: Path, path: str, para
         )
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(head.encode() + body)
-            await until(lambda: len(served.fake.asked) == 1)
+            await until(lambda: len(served.fake.received) == 1)
 
-        await until(lambda: served.fake.aborted == [served.fake.asked[0].req_id])
-        assert served.context.manager.open_requests == 0
+        await until(lambda: served.fake.aborted == [served.fake.received[0].req_id])
+        assert served.context.manager.running_requests == 0
 
     serve(scenario, tmp_path, spell("hello"))
 
 
-def test_the_operator_may_read_an_undecided_body_as_tgis(tmp_path: Path) -> None:
+def test_use_tgi_api_reads_an_ambiguous_body_as_tgis(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         assert (await served.post("/generate", {"inputs": "x"})).json == {"generated_text": "hi"}
         marked = await served.post("/generate", {"inputs": "x", "parameters": {"ignore_eos": True}})

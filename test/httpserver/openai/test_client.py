@@ -25,30 +25,30 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def server(shared: Server) -> Server:
     shared.engine.script = rows("Hel", "", "lo", " 😀")
-    shared.engine.asked.clear()
+    shared.engine.received.clear()
     shared.engine.aborted.clear()
     return shared
 
 
-def test_a_chat_is_answered_whole(server: Server) -> None:
-    answer = server.openai.chat.completions.create(model="tiny", messages=MESSAGES)
+def test_a_chat_response_can_be_one_body(server: Server) -> None:
+    response = server.openai.chat.completions.create(model="tiny", messages=MESSAGES)
 
     prompt = smol().apply_chat_template(MESSAGES)
-    assert server.engine.asked[0].prompt_ids == smol().encode(prompt, add_special_tokens=False)
-    assert answer.id.startswith("chatcmpl-")
-    assert (answer.object, answer.model) == ("chat.completion", "tiny")
-    [choice] = answer.choices
+    assert server.engine.received[0].prompt_ids == smol().encode(prompt, add_special_tokens=False)
+    assert response.id.startswith("chatcmpl-")
+    assert (response.object, response.model) == ("chat.completion", "tiny")
+    [choice] = response.choices
     assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "stop", None)
     assert (choice.message.role, choice.message.content, choice.message.tool_calls) == ("assistant", "Hello 😀", None)
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len(server.engine.asked[0].prompt_ids)
-    assert answer.usage.completion_tokens == 4
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 4
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == CACHED
+    assert response.usage is not None
+    assert response.usage.prompt_tokens == len(server.engine.received[0].prompt_ids)
+    assert response.usage.completion_tokens == 4
+    assert response.usage.total_tokens == response.usage.prompt_tokens + 4
+    assert response.usage.prompt_tokens_details is not None
+    assert response.usage.prompt_tokens_details.cached_tokens == CACHED
 
 
-def test_a_chat_is_answered_in_a_stream(server: Server) -> None:
+def test_a_chat_response_can_be_streamed(server: Server) -> None:
     chunks = list(
         server.openai.chat.completions.create(
             model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
@@ -67,17 +67,19 @@ def test_a_chat_is_answered_in_a_stream(server: Server) -> None:
     assert usage.usage.completion_tokens == 4
 
 
-def test_a_prompt_is_completed_whole(server: Server) -> None:
-    answer = server.openai.completions.create(model="tiny", prompt="Once")
+def test_a_completion_can_be_one_body(server: Server) -> None:
+    response = server.openai.completions.create(model="tiny", prompt="Once")
 
-    assert answer.id.startswith("cmpl-")
-    assert answer.object == "text_completion"
-    assert [(choice.index, choice.text, choice.finish_reason) for choice in answer.choices] == [(0, "Hello 😀", "stop")]
-    assert server.engine.asked[0].prompt_ids == smol().encode("Once")
-    assert server.engine.asked[0].params == GenerationParams.of(max_new_tokens=16)
+    assert response.id.startswith("cmpl-")
+    assert response.object == "text_completion"
+    assert [(choice.index, choice.text, choice.finish_reason) for choice in response.choices] == [
+        (0, "Hello 😀", "stop")
+    ]
+    assert server.engine.received[0].prompt_ids == smol().encode("Once")
+    assert server.engine.received[0].params == GenerationParams.of(max_new_tokens=16)
 
 
-def test_a_prompt_is_completed_in_a_stream(server: Server) -> None:
+def test_a_completion_can_be_streamed(server: Server) -> None:
     chunks = list(server.openai.completions.create(model="tiny", prompt="Once", stream=True))
 
     assert [chunk.choices[0].text for chunk in chunks] == ["Hel", "lo", " 😀", ""]
@@ -88,14 +90,14 @@ def test_a_prompt_is_completed_in_a_stream(server: Server) -> None:
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_three_choices_have_three_indices_and_seeds(server: Server, is_stream: bool) -> None:
     create: Any = server.openai.chat.completions.create
-    answer = create(model="tiny", messages=MESSAGES, n=3, seed=7, stream=is_stream)
+    response = create(model="tiny", messages=MESSAGES, n=3, seed=7, stream=is_stream)
 
     texts = {0: "", 1: "", 2: ""}
-    for one in answer if is_stream else [answer]:
+    for one in response if is_stream else [response]:
         for choice in one.choices:
             texts[choice.index] += (choice.delta if is_stream else choice.message).content or ""
     assert set(texts.values()) == {"Hello 😀"}
-    assert [req.params.sampling.seed for req in server.engine.asked] == [7, 8, 9]
+    assert [req.params.sampling.seed for req in server.engine.received] == [7, 8, 9]
 
 
 def test_the_usage_of_several_choices_is_their_sum_and_the_prompts_counts_once(server: Server) -> None:
@@ -103,7 +105,7 @@ def test_the_usage_of_several_choices_is_their_sum_and_the_prompts_counts_once(s
 
     assert usage is not None
     assert usage.completion_tokens == 12
-    assert usage.prompt_tokens == len(server.engine.asked[0].prompt_ids)
+    assert usage.prompt_tokens == len(server.engine.received[0].prompt_ids)
     assert usage.prompt_tokens_details is not None
     assert usage.prompt_tokens_details.cached_tokens == CACHED
 
@@ -111,12 +113,12 @@ def test_the_usage_of_several_choices_is_their_sum_and_the_prompts_counts_once(s
 def test_several_prompts_are_answered_in_order(server: Server) -> None:
     server.engine.script = lambda req: rows(f"<{len(req.prompt_ids)}>")(req)
 
-    answer = server.openai.completions.create(model="tiny", prompt=[[5, 6], [7], [8, 9, 10]], n=2)
+    response = server.openai.completions.create(model="tiny", prompt=[[5, 6], [7], [8, 9, 10]], n=2)
 
-    assert [choice.text for choice in answer.choices] == ["<2>", "<2>", "<1>", "<1>", "<3>", "<3>"]
-    assert [choice.index for choice in answer.choices] == list(range(6))
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == 6
+    assert [choice.text for choice in response.choices] == ["<2>", "<2>", "<1>", "<1>", "<3>", "<3>"]
+    assert [choice.index for choice in response.choices] == list(range(6))
+    assert response.usage is not None
+    assert response.usage.prompt_tokens == 6
 
 
 @pytest.mark.parametrize(
@@ -131,16 +133,16 @@ def test_several_prompts_are_answered_in_order(server: Server) -> None:
 def test_a_prompt_may_be_text_or_ids_or_several_of_them(server: Server, prompt: Any, expected: list[list[int]]) -> None:
     server.openai.completions.create(model="tiny", prompt=prompt)
 
-    assert [req.prompt_ids for req in server.engine.asked] == expected
+    assert [req.prompt_ids for req in server.engine.received] == expected
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("prompt", ["Once upon", smol().encode("Once upon")])
-def test_echo_puts_the_prompt_before_the_answer(server: Server, prompt: Any, is_stream: bool) -> None:
-    answer: Any = server.openai.completions.create(model="tiny", prompt=prompt, echo=True, n=2, stream=is_stream)
+def test_echo_puts_the_prompt_before_the_output(server: Server, prompt: Any, is_stream: bool) -> None:
+    response: Any = server.openai.completions.create(model="tiny", prompt=prompt, echo=True, n=2, stream=is_stream)
 
     texts = ["", ""]
-    for one in answer if is_stream else [answer]:
+    for one in response if is_stream else [response]:
         for choice in one.choices:
             texts[choice.index] += choice.text
     assert texts == ["Once uponHello 😀"] * 2
@@ -163,15 +165,15 @@ def test_best_of_returns_the_most_likely_by_mean_logprob(server: Server) -> None
         ]
 
     server.engine.script = script
-    answer = server.openai.completions.create(model="tiny", prompt="x", n=2, best_of=4, seed=1)
+    response = server.openai.completions.create(model="tiny", prompt="x", n=2, best_of=4, seed=1)
 
-    assert [(choice.index, choice.text, choice.logprobs) for choice in answer.choices] == [
+    assert [(choice.index, choice.text, choice.logprobs) for choice in response.choices] == [
         (0, "22", None),
         (1, "333", None),
     ]
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 8
-    assert {req.params.sampling.logprobs for req in server.engine.asked} == {0}
+    assert response.usage is not None
+    assert response.usage.completion_tokens == 8
+    assert {req.params.sampling.logprobs for req in server.engine.received} == {0}
 
 
 def test_every_sampling_field_reaches_the_engine(server: Server) -> None:
@@ -206,7 +208,7 @@ def test_every_sampling_field_reaches_the_engine(server: Server) -> None:
         },
     )
 
-    assert server.engine.asked[0].params == GenerationParams.of(
+    assert server.engine.received[0].params == GenerationParams.of(
         max_new_tokens=9,
         min_new_tokens=2,
         temperature=0.5,
@@ -238,12 +240,12 @@ def test_null_is_as_good_as_absent_in_every_optional_field(server: Server) -> No
         names = schema["application/json"]["schema"]["properties"]
         nulls = dict.fromkeys((*names, "tools", "response_format", "functions", "suffix", "priority"))
 
-        answer = server.post(f"/v1/{path}", nulls | needed)
+        response = server.post(f"/v1/{path}", nulls | needed)
 
-        assert answer.status_code == 200, answer.text
+        assert response.status_code == 200, response.text
         assert len(names) > 25
-    assert [req.params.stopping.max_new_tokens for req in server.engine.asked] == [
-        1024 - len(server.engine.asked[0].prompt_ids),
+    assert [req.params.stopping.max_new_tokens for req in server.engine.received] == [
+        1024 - len(server.engine.received[0].prompt_ids),
         16,
     ]
 
@@ -251,17 +253,17 @@ def test_null_is_as_good_as_absent_in_every_optional_field(server: Server) -> No
 def test_a_bad_word_is_forbidden_at_the_start_of_a_text_and_after_a_space(server: Server) -> None:
     server.openai.completions.create(model="tiny", prompt="x", extra_body={"bad_words": ["world"]})
 
-    found = server.engine.asked[0].params.sampling.bad_words_ids
+    found = server.engine.received[0].params.sampling.bad_words_ids
     assert [smol().decode(ids) for ids in found] == ["world", " world"]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_the_stop_reason_is_told(server: Server, is_stream: bool) -> None:
+def test_the_stop_reason_is_reported(server: Server, is_stream: bool) -> None:
     server.engine.script = rows("a", "b", stop_reason="END")
 
-    answer: Any = server.openai.completions.create(model="tiny", prompt="x", stop="END", stream=is_stream)
+    response: Any = server.openai.completions.create(model="tiny", prompt="x", stop="END", stream=is_stream)
 
-    last = list(answer)[-1] if is_stream else answer
+    last = list(response)[-1] if is_stream else response
     assert (last.choices[0].finish_reason, last.choices[0].stop_reason) == ("stop", "END")
 
 
@@ -269,9 +271,9 @@ def test_chat_logprobs_have_tokens_bytes_and_alternatives(server: Server) -> Non
     ids = smol().encode("Hi 👍", add_special_tokens=False)
     server.engine.script = tokens([(token_id, "x") for token_id in ids])
 
-    answer = server.openai.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2)
+    response = server.openai.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2)
 
-    logprobs = answer.choices[0].logprobs
+    logprobs = response.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
     assert [entry.logprob for entry in logprobs.content] == [-0.5 - i for i in range(len(ids))]
@@ -281,7 +283,7 @@ def test_chat_logprobs_have_tokens_bytes_and_alternatives(server: Server) -> Non
         (smol().decode([100]), -1.0),
         (smol().decode([101]), -2.0),
     ]
-    assert server.engine.asked[0].params.sampling.logprobs == 2
+    assert server.engine.received[0].params.sampling.logprobs == 2
 
 
 def test_completion_logprobs_are_four_parallel_lists(server: Server) -> None:
@@ -349,7 +351,7 @@ def test_a_bad_field_is_named(server: Server) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_client_that_leaves_aborts_its_sequences(server: Server, is_stream: bool) -> None:
+def test_a_client_that_disconnects_aborts_its_sequences(server: Server, is_stream: bool) -> None:
     server.hold()
     create: Any = server.openai.with_options(timeout=0.5).completions.create
     try:
@@ -364,11 +366,11 @@ def test_a_client_that_leaves_aborts_its_sequences(server: Server, is_stream: bo
     finally:
         server.release()
 
-    assert sorted(server.engine.aborted) == [req.req_id for req in server.engine.asked]
-    wait_until(lambda: server.context.manager.open_requests == 0)
+    assert sorted(server.engine.aborted) == [req.req_id for req in server.engine.received]
+    wait_until(lambda: server.context.manager.running_requests == 0)
 
 
-def test_the_request_id_names_the_answer(server: Server) -> None:
+def test_the_response_id_contains_the_request_id(server: Server) -> None:
     header = server.http.post(
         "/v1/completions", json={"prompt": "x", "request_id": "of-the-body"}, headers={"X-Request-Id": "of-the-header"}
     )
@@ -379,7 +381,7 @@ def test_the_request_id_names_the_answer(server: Server) -> None:
     assert (body.json()["id"], body.headers["x-request-id"]) == ("cmpl-of-the-body", "of-the-body")
 
 
-def test_a_running_usage_grows_with_every_chunk(server: Server) -> None:
+def test_continuous_usage_grows_with_every_chunk(server: Server) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
 
     chunks = list(
@@ -389,11 +391,11 @@ def test_a_running_usage_grows_with_every_chunk(server: Server) -> None:
     assert [chunk.usage and chunk.usage.completion_tokens for chunk in chunks] == [0, 1, 3, 4, 4, 4]
 
 
-def test_a_prompt_may_be_cut_to_its_last_tokens(server: Server) -> None:
-    answer = server.complete(prompt=[1, 2, 3, 4], truncate_prompt_tokens=2).json()
+def test_a_prompt_can_be_truncated_to_its_last_tokens(server: Server) -> None:
+    response = server.complete(prompt=[1, 2, 3, 4], truncate_prompt_tokens=2).json()
     fitting = server.complete(prompt=list(range(2000)), truncate_prompt_tokens=-1, max_tokens=24).json()
 
-    assert server.engine.asked[0].prompt_ids == [3, 4]
-    assert answer["usage"]["prompt_tokens"] == 2
-    assert server.engine.asked[1].prompt_ids == list(range(1000, 2000))
+    assert server.engine.received[0].prompt_ids == [3, 4]
+    assert response["usage"]["prompt_tokens"] == 2
+    assert server.engine.received[1].prompt_ids == list(range(1000, 2000))
     assert fitting["usage"]["prompt_tokens"] == 1000

@@ -1,4 +1,4 @@
-"""Bad inputs: each has its status and names its field, and the server answers as before."""
+"""Bad inputs: each has its status and names its field, and the server goes on."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ BODIES: dict[str, tuple[bytes, int]] = {
 
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
-def test_a_body_that_is_no_json_object_is_refused(server: Server, path: str, name: str) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(server: Server, path: str, name: str) -> None:
     content, status = BODIES[name]
 
-    answer = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
+    response = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
 
-    assert answer.status_code == status
-    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
 @pytest.mark.parametrize("media_type", [None, "text/plain", "application/json; charset=utf-16"])
-def test_a_body_of_another_type_is_refused(server: Server, media_type: str | None) -> None:
+def test_a_body_of_another_content_type_is_refused(server: Server, media_type: str | None) -> None:
     headers = {} if media_type is None else {"Content-Type": media_type}
 
-    answer = server.http.post(COMPLETE, content=b'{"prompt": "x"}', headers=headers)
+    response = server.http.post(COMPLETE, content=b'{"prompt": "x"}', headers=headers)
 
-    assert answer.status_code == 415
+    assert response.status_code == 415
 
 
 class Bad(NamedTuple):
@@ -231,20 +231,20 @@ def label(bad: Bad) -> str:
 
 
 @pytest.mark.parametrize("bad", BAD, ids=label)
-def test_a_bad_field_is_refused_by_name_before_the_engine_hears_of_it(server: Server, bad: Bad) -> None:
+def test_a_bad_field_is_refused_by_name_before_a_request_reaches_the_engine(server: Server, bad: Bad) -> None:
     needed = {"messages": [USER]} if bad.path == CHAT else {"prompt": "x"}
     first, _, rest = (bad.param or "").partition(".")
     fields = {first if name == bad.param and rest else name: value for name, value in bad.fields.items()}
-    server.engine.asked.clear()
+    server.engine.received.clear()
 
-    answer = server.post(bad.path, needed | fields)
+    response = server.post(bad.path, needed | fields)
 
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
     assert str(error["param"]) == bad.param, error
     assert (error["type"], error["code"]) == ("invalid_request_error", bad.code)
     assert len(error["message"]) < 500
-    assert server.engine.asked == []
+    assert server.engine.received == []
 
 
 FINE: list[tuple[str, dict[str, Any]]] = [
@@ -273,31 +273,31 @@ FINE: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "fields"), FINE, ids=lambda value: str(value)[:60])
-def test_what_is_odd_but_sound_is_served(server: Server, path: str, fields: dict[str, Any]) -> None:
+def test_unusual_but_valid_requests_are_served(server: Server, path: str, fields: dict[str, Any]) -> None:
     needed = {"messages": [USER]} if path == CHAT else {"prompt": "x"}
 
-    answer = server.post(path, needed | fields)
+    response = server.post(path, needed | fields)
 
-    assert answer.status_code == 200, answer.text
+    assert response.status_code == 200, response.text
 
 
 def test_a_prompt_one_short_of_the_context_gets_one_token(server: Server) -> None:
-    server.engine.asked.clear()
+    server.engine.received.clear()
 
-    answer = server.complete(prompt=[1] * (LIMIT - 1))
+    response = server.complete(prompt=[1] * (LIMIT - 1))
 
-    assert answer.status_code == 200
-    assert server.engine.asked[0].params.stopping.max_new_tokens == 1
+    assert response.status_code == 200
+    assert server.engine.received[0].params.stopping.max_new_tokens == 1
 
 
-def test_both_counts_of_a_prompt_that_is_too_long_are_told(server: Server) -> None:
+def test_an_error_for_a_long_prompt_has_both_counts(server: Server) -> None:
     message = server.complete(prompt=[1] * (LIMIT + 1)).json()["error"]["message"]
 
     assert f"{LIMIT + 1} tokens" in message
     assert f"at most {LIMIT - 1}" in message
 
 
-def test_the_unknown_role_and_the_part_that_is_no_text_are_named(server: Server) -> None:
+def test_an_unknown_role_and_a_part_that_is_not_text_are_named(server: Server) -> None:
     role = server.chat(**say("x", role="hacker")).json()["error"]["message"]
     image = server.chat(**part("image_url")).json()["error"]["message"]
 
@@ -306,14 +306,14 @@ def test_the_unknown_role_and_the_part_that_is_no_text_are_named(server: Server)
     assert "not supported yet" in image
 
 
-def test_n_answers_at_temperature_0_are_n_equal_texts(server: Server) -> None:
-    answer = server.complete(n=3, temperature=-0.0).json()
+def test_n_choices_at_temperature_0_are_n_equal_texts(server: Server) -> None:
+    response = server.complete(n=3, temperature=-0.0).json()
 
-    assert [choice["text"] for choice in answer["choices"]] == ["ok"] * 3
-    assert all(req.params.sampling.is_greedy for req in server.engine.asked[-3:])
+    assert [choice["text"] for choice in response["choices"]] == ["ok"] * 3
+    assert all(req.params.sampling.is_greedy for req in server.engine.received[-3:])
 
 
-def test_a_model_without_a_tokenizer_still_completes_ids(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_model_without_a_tokenizer_completes_token_ids(tmp_path_factory: pytest.TempPathFactory) -> None:
     with running(tmp_path_factory.mktemp("run")) as server:
         object.__setattr__(server.context, "maybe_tokenizer", None)
 
@@ -326,10 +326,10 @@ def test_a_model_without_a_tokenizer_still_completes_ids(tmp_path_factory: pytes
 def test_seed_minus_one_is_a_random_one(server: Server) -> None:
     server.complete(seed=-1)
 
-    assert server.engine.asked[-1].params.sampling.seed is None
+    assert server.engine.received[-1].params.sampling.seed is None
 
 
-def test_special_tokens_are_added_to_a_plain_prompt_unless_told_otherwise(server: Server) -> None:
+def test_special_tokens_are_added_to_a_prompt_by_default(server: Server) -> None:
     server.complete(prompt="Hi", add_special_tokens=False)
 
-    assert server.engine.asked[-1].prompt_ids == smol().encode("Hi", add_special_tokens=False)
+    assert server.engine.received[-1].prompt_ids == smol().encode("Hi", add_special_tokens=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
-from lightserve.httpserver.openai.logprobs import CompletionLogprobs, chat_logprobs, joined
+from lightserve.httpserver.openai.logprobs import CompletionLogprobs, chat_logprobs, concatenated
 from lightserve.io_struct import StrOut, Token
 from test.real_model import smollm2_tokenizer as smol
 
@@ -20,7 +20,7 @@ def outs(ids: list[int], k: int = 0) -> list[StrOut]:
     ]
 
 
-def test_part_of_a_character_is_spelled_as_openai_does() -> None:
+def test_part_of_a_character_is_escaped_as_openai_does() -> None:
     ids = smol().encode("👩", add_special_tokens=False)
     assert len(ids) > 1
 
@@ -33,7 +33,7 @@ def test_part_of_a_character_is_spelled_as_openai_does() -> None:
 
 
 @given(st.lists(st.sampled_from([*TEXTS, "👍", "é"]), max_size=4).map("".join))
-def test_a_token_begins_where_the_text_of_those_before_it_ends(text: str) -> None:
+def test_the_offset_of_a_token_is_the_length_of_the_text_before_it(text: str) -> None:
     ids = smol().encode(text, add_special_tokens=False)
     logprobs_of = CompletionLogprobs(smol(), 0, skips_special=True)
 
@@ -43,7 +43,7 @@ def test_a_token_begins_where_the_text_of_those_before_it_ends(text: str) -> Non
     assert offsets == [len(data.decode(errors="ignore")) for data in before]
 
 
-def test_a_token_that_is_not_shown_takes_no_room() -> None:
+def test_a_token_that_is_not_shown_does_not_move_the_offset() -> None:
     ids = [*smol().encode("ab"), 2, *smol().encode("c")]
 
     skipping = CompletionLogprobs(smol(), 0, skips_special=True)
@@ -53,7 +53,7 @@ def test_a_token_that_is_not_shown_takes_no_room() -> None:
     assert [showing(out)["text_offset"][0] for out in outs(ids)][-2:] == [2, 2 + len("<|im_end|>")]
 
 
-def test_alternatives_are_cut_to_those_asked_for_and_completions_add_the_chosen_token() -> None:
+def test_alternatives_are_limited_to_top_logprobs_and_completions_add_the_sampled_token() -> None:
     out = outs([smol().encode("Hi")[0]], k=5)[0]
 
     chat: Any = chat_logprobs(smol(), 2)(out)["content"][0]
@@ -64,7 +64,7 @@ def test_alternatives_are_cut_to_those_asked_for_and_completions_add_the_chosen_
     assert completion["top_logprobs"][0]["Hi"] == -0.5
 
 
-def test_an_impossible_token_has_a_number_that_json_can_write() -> None:
+def test_the_logprob_of_an_impossible_token_is_a_json_number() -> None:
     out = StrOut(0, "", Token(100, logprob=-math.inf, top_logprobs=[(101, -math.inf)]))
 
     entry = chat_logprobs(smol(), 1)(out)["content"][0]
@@ -74,9 +74,9 @@ def test_an_impossible_token_has_a_number_that_json_can_write() -> None:
     assert completion["token_logprobs"] == [-9999.0]
 
 
-def test_joining_copies_so_that_no_part_changes() -> None:
+def test_concatenating_logprobs_changes_no_input() -> None:
     parts: list[dict[str, Any]] = [{"content": [1], "refusal": None}, {"content": [2], "refusal": None}]
 
-    assert joined(parts) == {"content": [1, 2], "refusal": None}
+    assert concatenated(parts) == {"content": [1, 2], "refusal": None}
     assert parts[0] == {"content": [1], "refusal": None}
-    assert joined([]) is None
+    assert concatenated([]) is None

@@ -33,16 +33,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def ask(server: Server, **fields: Any) -> Any:
+def create(server: Server, **fields: Any) -> Any:
     response = server.post("/v1/responses", {"input": "Hi"} | fields)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def refused(server: Server, **fields: Any) -> tuple[int, Any]:
-    server.engine.asked.clear()
+    server.engine.received.clear()
     response = server.post("/v1/responses", {"input": "Hi"} | fields)
-    assert server.engine.asked == []
+    assert server.engine.received == []
     return response.status_code, response.json()["error"]
 
 
@@ -90,19 +90,19 @@ def unnamed(value: Any) -> Any:
 def test_the_client_gets_text(server: Server) -> None:
     server.engine.script = rows("Hel", "lo")
 
-    answer = server.openai.responses.create(model="tiny", input="Hi", instructions="Be kind.", metadata={"a": "b"})
+    response = server.openai.responses.create(model="tiny", input="Hi", instructions="Be kind.", metadata={"a": "b"})
 
-    assert answer.output_text == "Hello"
-    assert (answer.status, answer.model, answer.instructions, answer.metadata) == (
+    assert response.output_text == "Hello"
+    assert (response.status, response.model, response.instructions, response.metadata) == (
         "completed",
         "tiny",
         "Be kind.",
         {"a": "b"},
     )
-    assert answer.usage is not None
-    assert answer.usage.output_tokens == 2
-    assert answer.usage.input_tokens_details.cached_tokens == CACHED
-    assert answer.usage.total_tokens == answer.usage.input_tokens + 2
+    assert response.usage is not None
+    assert response.usage.output_tokens == 2
+    assert response.usage.input_tokens_details.cached_tokens == CACHED
+    assert response.usage.total_tokens == response.usage.input_tokens + 2
     assert [one["role"] for one in prompt(server)["messages"]] == ["system", "user"]
 
 
@@ -131,15 +131,15 @@ def test_the_client_gets_text_in_a_stream(server: Server) -> None:
 def test_reasoning_text_and_calls_are_items_in_their_order(server: Server) -> None:
     server.engine.script = rows("<think>", ALL.removeprefix("<think>"))
 
-    answer: Any = server.openai.responses.create(model="tiny", input="Hi", tools=TOOLS)
+    response: Any = server.openai.responses.create(model="tiny", input="Hi", tools=TOOLS)
 
-    thought, message, weather, now = answer.output
+    thought, message, weather, now = response.output
     assert (thought.type, thought.content[0].text, thought.summary) == ("reasoning", "Hm.", [])
     assert (message.type, message.content[0].text) == ("message", "Let me see.")
     assert (weather.type, weather.name, weather.arguments) == ("function_call", "weather", PARIS)
     assert (now.name, now.arguments, now.status) == ("now", "{}", "completed")
-    assert len({one.id for one in answer.output}) == 4
-    assert answer.usage.output_tokens_details.reasoning_tokens == 2
+    assert len({one.id for one in response.output}) == 4
+    assert response.usage.output_tokens_details.reasoning_tokens == 2
 
 
 def test_the_client_gets_calls_in_a_stream(server: Server) -> None:
@@ -162,12 +162,12 @@ def test_the_client_gets_calls_in_a_stream(server: Server) -> None:
     seed=st.integers(0, 2**32),
     finish=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
 )
-def test_folding_a_stream_gives_the_whole_answer(
+def test_folding_a_stream_gives_the_whole_response(
     server: Server, text: str, thought: str, seed: int, finish: FinishReason
 ) -> None:
     server.engine.script = rows(*cut(thought + text, random.Random(seed)), finish=finish)
 
-    whole = ask(server, tools=TOOLS)
+    whole = create(server, tools=TOOLS)
     events = stream(server, tools=TOOLS)
 
     last = events[-1]["response"]
@@ -177,25 +177,25 @@ def test_folding_a_stream_gives_the_whole_answer(
     assert events[-1]["type"] == f"response.{whole['status']}"
 
 
-def test_an_answer_that_is_cut_short_is_incomplete(server: Server) -> None:
+def test_a_truncated_response_is_incomplete(server: Server) -> None:
     server.engine.script = rows("Hel", finish=FinishReason.LENGTH)
 
-    answer = ask(server, max_output_tokens=1)
+    response = create(server, max_output_tokens=1)
 
-    assert server.engine.asked[-1].params.stopping.max_new_tokens == 1
-    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert answer["output"][0]["status"] == "incomplete"
+    assert server.engine.received[-1].params.stopping.max_new_tokens == 1
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert response["output"][0]["status"] == "incomplete"
 
 
-def test_an_empty_answer_has_no_items(server: Server) -> None:
+def test_an_empty_output_has_no_items(server: Server) -> None:
     server.engine.script = rows("")
 
-    answer = ask(server)
+    response = create(server)
 
-    assert (answer["status"], answer["output"]) == ("completed", [])
+    assert (response["status"], response["output"]) == ("completed", [])
 
 
-def test_the_items_of_a_turn_become_one_message(server: Server) -> None:
+def test_the_items_of_one_assistant_turn_become_one_message(server: Server) -> None:
     server.engine.script = rows("Hi")
     turn = [
         {"role": "user", "content": [{"type": "input_text", "text": "Rain"}, {"type": "input_text", "text": "now?"}]},
@@ -209,7 +209,7 @@ def test_the_items_of_a_turn_become_one_message(server: Server) -> None:
         {"type": "function_call_output", "call_id": "3", "output": ""},
     ]
 
-    ask(server, input=turn, tools=TOOLS)
+    create(server, input=turn, tools=TOOLS)
 
     user, assistant, wet, noon, again, empty = prompt(server)["messages"]
     assert user == {"role": "user", "content": "Rain\nnow?"}
@@ -223,10 +223,10 @@ def test_the_items_of_a_turn_become_one_message(server: Server) -> None:
     assert empty["content"] == ""
 
 
-def test_an_answer_can_be_sent_back_as_it_came(server: Server) -> None:
+def test_a_response_can_be_sent_back_as_input(server: Server) -> None:
     server.engine.script = rows(ALL)
-    answer = server.openai.responses.create(model="tiny", input="Hi", tools=TOOLS)
-    items: list[Any] = [one.model_dump() for one in answer.output]
+    response = server.openai.responses.create(model="tiny", input="Hi", tools=TOOLS)
+    items: list[Any] = [one.model_dump() for one in response.output]
     results: list[Any] = [
         {"type": "function_call_output", "call_id": one["call_id"], "output": "x"} for one in items if "call_id" in one
     ]
@@ -240,7 +240,7 @@ def test_an_answer_can_be_sent_back_as_it_came(server: Server) -> None:
 def test_fields_reach_the_template_and_the_engine(server: Server) -> None:
     server.engine.script = rows("x")
 
-    ask(
+    create(
         server,
         temperature=0.5,
         top_p=0.25,
@@ -254,7 +254,7 @@ def test_fields_reach_the_template_and_the_engine(server: Server) -> None:
         service_tier="auto",
     )
 
-    params = server.engine.asked[-1].params
+    params = server.engine.received[-1].params
     sampling = params.sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed, params.text.stop) == (0.5, 0.25, 7, ("END",))
     shown = prompt(server)
@@ -270,10 +270,10 @@ def test_fields_reach_the_template_and_the_engine(server: Server) -> None:
 def test_a_schema_and_a_forced_call_become_grammars(server: Server) -> None:
     server.engine.script = rows("{}")
 
-    ask(server, text={"format": {"type": "json_schema", "name": "x", "schema": WEATHER, "strict": True}})
-    schema = server.engine.asked[-1].params.sampling.grammar
-    ask(server, tools=TOOLS, tool_choice={"type": "function", "name": "weather"})
-    forced = server.engine.asked[-1].params.sampling.grammar
+    create(server, text={"format": {"type": "json_schema", "name": "x", "schema": WEATHER, "strict": True}})
+    schema = server.engine.received[-1].params.sampling.grammar
+    create(server, tools=TOOLS, tool_choice={"type": "function", "name": "weather"})
+    forced = server.engine.received[-1].params.sampling.grammar
 
     assert schema is not None
     assert schema.kind == "json_schema"
@@ -286,10 +286,10 @@ def test_truncation_drops_the_beginning_of_what_does_not_fit(server: Server) -> 
     long = "word " * 2000
 
     status, error = refused(server, input=long)
-    ask(server, input=long, truncation="auto", max_output_tokens=10)
+    create(server, input=long, truncation="auto", max_output_tokens=10)
 
     assert (status, error["code"]) == (400, "context_length_exceeded")
-    assert len(server.engine.asked[-1].prompt_ids) == server.context.manager.limits.max_req_total_len - 10
+    assert len(server.engine.received[-1].prompt_ids) == server.context.manager.limits.max_req_total_len - 10
 
 
 BAD: list[tuple[dict[str, Any], str, str | None]] = [
@@ -324,14 +324,14 @@ def test_a_bad_field_is_refused_by_name(server: Server, fields: dict[str, Any], 
     assert (status, error["param"], error["code"]) == (400, param, code), error
 
 
-def test_nothing_is_stored(server: Server) -> None:
+def test_responses_are_not_stored(server: Server) -> None:
     server.engine.script = rows("x")
-    answer = server.openai.responses.create(model="tiny", input="Hi", store=True)
+    response = server.openai.responses.create(model="tiny", input="Hi", store=True)
 
     with pytest.raises(openai.NotFoundError, match="stores none"):
-        server.openai.responses.retrieve(answer.id)
+        server.openai.responses.retrieve(response.id)
     with pytest.raises(openai.NotFoundError) as refusal:
-        server.openai.responses.create(model="tiny", input="Hi", previous_response_id=answer.id)
+        server.openai.responses.create(model="tiny", input="Hi", previous_response_id=response.id)
     assert (refusal.value.param, refusal.value.code) == ("previous_response_id", "response_not_found")
 
 

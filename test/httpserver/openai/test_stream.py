@@ -1,4 +1,4 @@
-"""A stream says what the whole answer says, however the text comes."""
+"""A stream has the same content as the whole response, however the text arrives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def fold(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The choices of a whole answer from the chunks of a stream, as a client would build them."""
+    """The choices of a whole response from the chunks of a stream, as a client would build them."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for piece in chunk["choices"]:
@@ -49,13 +49,13 @@ def extended(known: dict[str, Any] | None, more: dict[str, Any] | None) -> dict[
     return {name: value and value + more[name] for name, value in known.items()}
 
 
-def whole_choices(answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def whole_choices(response: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return {
         choice["index"]: {
             "text": choice["message"]["content"] if "message" in choice else choice["text"],
             **{name: choice[name] for name in ("logprobs", "finish_reason", "stop_reason")},
         }
-        for choice in answer["choices"]
+        for choice in response["choices"]
     }
 
 
@@ -63,13 +63,13 @@ def whole_choices(answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
 @given(pieces=PIECES, stop_reason=st.sampled_from([None, 7, "END"]))
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("asked", ASKED)
-def test_folding_a_stream_gives_the_whole_answer(
-    server: Server, path: str, asked: str, pieces: list[tuple[int, str]], stop_reason: int | str | None
+def test_folding_a_stream_gives_the_whole_response(
+    server: Server, path: str, received: str, pieces: list[tuple[int, str]], stop_reason: int | str | None
 ) -> None:
     is_chat = "chat" in path
     server.engine.script = tokens(pieces, FinishReason.STOP, stop_reason)
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]} if is_chat else {"prompt": ["x", "y"]}
-    fields |= ASKED[asked] if is_chat or asked != "logprobs" else {"logprobs": 2}
+    fields |= ASKED[received] if is_chat or received != "logprobs" else {"logprobs": 2}
     without_options = {name: value for name, value in fields.items() if name != "stream_options"}
 
     whole = server.post(path, without_options).json()
@@ -77,25 +77,25 @@ def test_folding_a_stream_gives_the_whole_answer(
 
     assert fold(chunks) == whole_choices(whole)
     assert whole_choices(whole)[0]["text"] == "".join(text for _, text in pieces)
-    if asked == "usage":
+    if received == "usage":
         assert chunks[-1]["choices"] == []
         assert chunks[-1]["usage"] == whole["usage"]
 
 
-def test_the_events_of_a_chat_are_those_that_clients_know(server: Server) -> None:
+def test_the_events_of_a_chat_have_the_expected_format(server: Server) -> None:
     server.engine.script = rows("Hé", "", "y")
 
-    answer = server.chat(stream=True, stream_options={"include_usage": True}, request_id="r")
+    response = server.chat(stream=True, stream_options={"include_usage": True}, request_id="r")
 
-    first = json.loads(answer.text.partition("\n\n")[0].removeprefix("data: "))
+    first = json.loads(response.text.partition("\n\n")[0].removeprefix("data: "))
     head = f'data: {{"id":"chatcmpl-r","object":"chat.completion.chunk","created":{first["created"]},"model":"tiny"'
-    n_prompt = len(server.engine.asked[-1].prompt_ids)
+    n_prompt = len(server.engine.received[-1].prompt_ids)
     usage = (
         f'{{"prompt_tokens":{n_prompt},"completion_tokens":3,"total_tokens":{n_prompt + 3},'
         '"prompt_tokens_details":{"cached_tokens":2}}'
     )
     none = '"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
-    assert answer.text == (
+    assert response.text == (
         f'{head},"choices":[{{"index":0,"delta":{{"role":"assistant","content":""}},{none}'
         f'{head},"choices":[{{"index":0,"delta":{{"content":"Hé"}},{none}'
         f'{head},"choices":[{{"index":0,"delta":{{"content":"y"}},{none}'
@@ -106,14 +106,14 @@ def test_the_events_of_a_chat_are_those_that_clients_know(server: Server) -> Non
     )
 
 
-def test_the_fields_of_a_whole_chat_are_in_the_order_that_users_know(server: Server) -> None:
+def test_the_fields_of_a_chat_response_are_in_openais_order(server: Server) -> None:
     server.engine.script = rows("Hi")
 
-    answer = server.chat().json()
+    response = server.chat().json()
 
-    assert list(answer) == ["id", "object", "created", "model", "choices", "system_fingerprint", "usage"]
-    assert list(answer["choices"][0]) == ["index", "message", "logprobs", "finish_reason", "stop_reason"]
-    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Hi", "refusal": None}
+    assert list(response) == ["id", "object", "created", "model", "choices", "system_fingerprint", "usage"]
+    assert list(response["choices"][0]) == ["index", "message", "logprobs", "finish_reason", "stop_reason"]
+    assert response["choices"][0]["message"] == {"role": "assistant", "content": "Hi", "refusal": None}
 
 
 def test_every_choice_of_a_stream_begins_with_its_role_and_ends_once(server: Server) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import orjson
 import pytest
 
-from lightserve.httpserver.manager import Ask
-from lightserve.httpserver.tgi.request import TgiAsk
-from lightserve.httpserver.tgi.response import TgiLines, tgi_whole
+from lightserve.httpserver.manager import PromptRequest
+from lightserve.httpserver.tgi.request import TgiRequest
+from lightserve.httpserver.tgi.response import TgiEventWriter, tgi_json
 from lightserve.io_struct import FinishReason, GenerationParams, PromptLogprobs, ReqFailed, StrOut, Token
 from test.httpserver.fake_engine import LIMITS, spell
 from test.httpserver.generate_server import Answer, Served, serve
@@ -28,17 +28,17 @@ def tgi(parameters: dict[str, Any] | None = None, **body: Any) -> dict[str, Any]
     return {"inputs": "What is AI?", "parameters": {"details": True} | (parameters or {})} | body
 
 
-def test_an_answer_has_tgis_fields(tmp_path: Path) -> None:
+def test_a_response_has_tgis_fields(tmp_path: Path) -> None:
     rows = [
         StrOut(0, "Hi", Token(64, logprob=-0.5)),
         StrOut(0, "", Token(END, logprob=-0.25), finish_reason=FinishReason.STOP),
     ]
 
     async def scenario(served: Served) -> None:
-        answer = await served.post("/generate", tgi())
+        response = await served.post("/generate", tgi())
 
-        assert answer.status == 200
-        assert answer.json == {
+        assert response.status == 200
+        assert response.json == {
             "generated_text": "Hi",
             "details": {
                 "finish_reason": "eos_token",
@@ -57,15 +57,15 @@ def test_an_answer_has_tgis_fields(tmp_path: Path) -> None:
 
 def test_without_details_there_is_only_the_text(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
-        answer = await served.post("/generate", tgi({"details": False}))
+        response = await served.post("/generate", tgi({"details": False}))
 
-        assert answer.json == {"generated_text": "ok"}
-        assert served.fake.asked[0].params.sampling.logprobs is None
+        assert response.json == {"generated_text": "ok"}
+        assert served.fake.received[0].params.sampling.logprobs is None
 
     serve(scenario, tmp_path, spell("ok"))
 
 
-def test_the_root_answers_with_a_list_or_a_stream(tmp_path: Path) -> None:
+def test_the_root_path_returns_a_list_or_a_stream(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         whole = await served.post("/", tgi({"details": False}))
         stream = await served.post("/", tgi(stream=True))
@@ -78,16 +78,16 @@ def test_the_root_answers_with_a_list_or_a_stream(tmp_path: Path) -> None:
     serve(scenario, tmp_path, spell("ok"))
 
 
-def test_an_event_of_the_stream_is_exact_to_the_byte(tmp_path: Path) -> None:
+def test_an_event_of_the_stream_has_these_exact_bytes(tmp_path: Path) -> None:
     rows = [
         StrOut(0, "é", Token(64, logprob=-0.5)),
         StrOut(0, "", Token(END, logprob=None), finish_reason=FinishReason.LENGTH),
     ]
 
     async def scenario(served: Served) -> None:
-        answer = await served.post("/generate_stream", tgi())
+        response = await served.post("/generate_stream", tgi())
 
-        assert answer.body.decode() == (
+        assert response.body.decode() == (
             'data: {"index":1,"token":{"id":64,"text":"é","logprob":-0.5,"special":false},'
             '"generated_text":null,"details":null}\n\n'
             'data: {"index":2,"token":{"id":2,"text":"","logprob":null,"special":true},"generated_text":"é",'
@@ -99,14 +99,16 @@ def test_an_event_of_the_stream_is_exact_to_the_byte(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("before", ["", "The prompt: "])
-def test_the_events_of_a_stream_fold_to_the_whole_answer(seed: int, before: str) -> None:
+def test_the_events_of_a_stream_fold_to_the_whole_response(seed: int, before: str) -> None:
     rng = random.Random(seed)
     rows = rows_of(TEXT * 2, rng, end=rng.choice([None, 7, "."]))
-    asked = TgiAsk(Ask([1, 2], GenerationParams.of(logprobs=0)), best_of=1, seed=seed, details=True, before=before)
-    lines = TgiLines(asked, smol())
+    received = TgiRequest(
+        PromptRequest([1, 2], GenerationParams.of(logprobs=0)), best_of=1, seed=seed, details=True, before=before
+    )
+    lines = TgiEventWriter(received, smol())
 
     events = [orjson.loads(lines.line(row).removeprefix(b"data:")) for row in rows]
-    whole = tgi_whole(asked, [rows], 0, smol())
+    whole = tgi_json(received, [rows], 0, smol())
 
     assert events[-1]["generated_text"] == whole["generated_text"] == before + TEXT * 2
     assert [event["token"] for event in events] == whole["details"]["tokens"]
@@ -126,7 +128,7 @@ def test_the_events_of_a_stream_fold_to_the_whole_answer(seed: int, before: str)
         (FinishReason.LENGTH, None, "length"),
     ],
 )
-def test_the_reason_of_the_end_is_told_in_tgis_words(
+def test_the_finish_reason_has_tgis_names(
     tmp_path: Path, finish_reason: FinishReason, stop_reason: int | str | None, expected: str
 ) -> None:
     row = StrOut(0, "x", Token(64, logprob=0.0), finish_reason=finish_reason, stop_reason=stop_reason)
@@ -159,12 +161,12 @@ def test_every_parameter_reaches_the_engine(tmp_path: Path) -> None:
     }
 
     async def scenario(served: Served) -> None:
-        answer = await served.post("/generate", tgi(parameters))
+        response = await served.post("/generate", tgi(parameters))
 
-        assert answer.status == 200, answer.body
-        (asked,) = served.fake.asked
-        assert asked.prompt_ids == smol().encode("What is AI?")[-2:]
-        assert asked.params == GenerationParams.of(
+        assert response.status == 200, response.body
+        (received,) = served.fake.received
+        assert received.prompt_ids == smol().encode("What is AI?")[-2:]
+        assert received.params == GenerationParams.of(
             max_new_tokens=20,
             temperature=0.7,
             top_p=0.9,
@@ -179,8 +181,8 @@ def test_every_parameter_reaches_the_engine(tmp_path: Path) -> None:
             include_stop=True,
             logprobs=3,
         )
-        assert answer.json["details"]["seed"] == 2**64 - 1
-        assert answer.json["details"]["top_tokens"][0] == [
+        assert response.json["details"]["seed"] == 2**64 - 1
+        assert response.json["details"]["top_tokens"][0] == [
             {"id": i, "text": smol().decode([i], False), "logprob": -1.0 - i, "special": True} for i in range(3)
         ]
 
@@ -201,26 +203,26 @@ def test_every_parameter_reaches_the_engine(tmp_path: Path) -> None:
         ({"typical_p": 0.5}, True),
     ],
 )
-def test_sampling_is_on_when_asked_for_or_implied(tmp_path: Path, parameters: dict[str, Any], samples: bool) -> None:
+def test_sampling_is_on_when_requested_or_implied(tmp_path: Path, parameters: dict[str, Any], samples: bool) -> None:
     async def scenario(served: Served) -> None:
-        answer = await served.post("/generate", tgi(parameters))
+        response = await served.post("/generate", tgi(parameters))
 
-        (asked,) = served.fake.asked
-        told = answer.json["details"]["seed"]
-        assert asked.params.sampling.is_greedy is not samples
-        assert (told is not None) is samples
-        if samples:  # a drawn seed is told, so that it can be used again
-            assert asked.params.sampling.seed is not None
-            assert asked.params.sampling.seed % 2**64 == told
+        (received,) = served.fake.received
+        reported = response.json["details"]["seed"]
+        assert received.params.sampling.is_greedy is not samples
+        assert (reported is not None) is samples
+        if samples:  # a random seed is reported, so that it can be used again
+            assert received.params.sampling.seed is not None
+            assert received.params.sampling.seed % 2**64 == reported
 
     serve(scenario, tmp_path, spell("ok"))
 
 
 def test_top_tokens_come_with_every_event(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
-        answer = await served.post("/generate_stream", tgi({"top_n_tokens": 2}))
+        response = await served.post("/generate_stream", tgi({"top_n_tokens": 2}))
 
-        assert [[token["id"] for token in event["top_tokens"]] for event in answer.events] == [[0, 1], [0, 1]]
+        assert [[token["id"] for token in event["top_tokens"]] for event in response.events] == [[0, 1], [0, 1]]
 
     serve(scenario, tmp_path, spell("ok"))
 
@@ -239,7 +241,7 @@ def test_max_new_tokens_is_the_rest_of_the_context(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         await served.post("/generate", tgi())
 
-        assert served.fake.asked[0].params.stopping.max_new_tokens == LIMITS.max_req_total_len - 4
+        assert served.fake.received[0].params.stopping.max_new_tokens == LIMITS.max_req_total_len - 4
 
     serve(scenario, tmp_path, spell("ok"))
 
@@ -250,32 +252,32 @@ def test_truncate_takes_the_last_tokens_of_a_text_that_is_far_too_long(tmp_path:
     async def scenario(served: Served) -> None:
         assert (await served.post("/generate", tgi(inputs=text))).status == 422
         assert (await served.post("/generate", tgi({"truncate": 9}, inputs=text))).status == 200
-        assert served.fake.asked[0].prompt_ids == smol().encode(text[-1400:])[-9:]
+        assert served.fake.received[0].prompt_ids == smol().encode(text[-1400:])[-9:]
 
     serve(scenario, tmp_path, spell("ok"))
 
 
-def test_best_of_returns_the_likeliest_and_tells_the_others(tmp_path: Path) -> None:
+def test_best_of_returns_the_most_likely_and_lists_the_others(tmp_path: Path) -> None:
     answers: list[list[StrOut | ReqFailed]] = [
         [StrOut(0, text, Token(64, logprob=logprob), finish_reason=FinishReason.STOP)]
         for text, logprob in (("a", -2.0), ("b", -1.0), ("c", -3.0))
     ]
 
     async def scenario(served: Served) -> None:
-        answer = await served.post("/generate", tgi({"best_of": 3, "do_sample": True}))
+        response = await served.post("/generate", tgi({"best_of": 3, "do_sample": True}))
 
-        details = answer.json["details"]
-        seeds = [req.params.sampling.seed for req in served.fake.asked]
-        assert answer.json["generated_text"] == "b"
+        details = response.json["details"]
+        seeds = [req.params.sampling.seed for req in served.fake.received]
+        assert response.json["generated_text"] == "b"
         assert [one["generated_text"] for one in details["best_of_sequences"]] == ["a", "c"]
-        told = [details["best_of_sequences"][0]["seed"], details["seed"], details["best_of_sequences"][1]["seed"]]
-        assert [seed is not None and seed % 2**64 for seed in seeds] == told
-        assert len(set(told)) == 3
+        reported = [details["best_of_sequences"][0]["seed"], details["seed"], details["best_of_sequences"][1]["seed"]]
+        assert [seed is not None and seed % 2**64 for seed in seeds] == reported
+        assert len(set(reported)) == 3
 
     serve(scenario, tmp_path, scripted(*answers))
 
 
-def test_headers_tell_times_and_counts(tmp_path: Path) -> None:
+def test_headers_have_times_and_counts(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         whole = (await served.post("/generate", tgi())).headers
         stream = (await served.post("/generate_stream", tgi())).headers
@@ -293,7 +295,7 @@ def test_headers_tell_times_and_counts(tmp_path: Path) -> None:
     serve(scenario, tmp_path, spell("ok"))
 
 
-def test_info_tells_the_model_and_the_limits(tmp_path: Path) -> None:
+def test_info_has_the_model_and_the_limits(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         info = orjson.loads((await served.get("/info")).body)
 
@@ -346,30 +348,30 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_bad_parameters_are_refused_in_tgis_words(tmp_path: Path) -> None:
+def test_bad_parameters_are_refused_with_tgis_messages(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         for parameters, text in BAD:
             for path in ("/generate", "/"):
                 assert_invalid(await served.post(path, tgi(parameters)), text)
         for inputs in ("", None, 5):
-            answer = await served.post("/generate", tgi(inputs=inputs))
-            assert (answer.status, answer.json["error_type"]) == (422, "validation")
+            response = await served.post("/generate", tgi(inputs=inputs))
+            assert (response.status, response.json["error_type"]) == (422, "validation")
         assert_invalid(await served.post("/generate", tgi(inputs="")), "`inputs` cannot be empty")
         long = tgi(inputs="word " * 1100)
         assert_invalid(await served.post("/generate", long), "`inputs` must have less than 1024 tokens. Given: 1101")
-        assert served.fake.asked == []
+        assert served.fake.received == []
 
     serve(scenario, tmp_path, spell("ok"))
 
 
-def assert_invalid(answer: Answer, text: str) -> None:
-    assert answer.status == 422, (text, answer.body[:300])
-    assert answer.json["error_type"] == "validation"
-    assert answer.json["error"].startswith(f"Input validation error: {text}"), answer.json
-    assert set(answer.json) == {"error", "error_type"}
+def assert_invalid(response: Answer, text: str) -> None:
+    assert response.status == 422, (text, response.body[:300])
+    assert response.json["error_type"] == "validation"
+    assert response.json["error"].startswith(f"Input validation error: {text}"), response.json
+    assert set(response.json) == {"error", "error_type"}
 
 
-def test_what_a_stream_cannot_do_is_refused(tmp_path: Path) -> None:
+def test_what_a_stream_does_not_support_is_refused(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         best = await served.post("/generate_stream", tgi({"best_of": 2, "do_sample": True}))
         assert_invalid(best, "`best_of` != 1 is not supported when streaming tokens")
@@ -388,17 +390,17 @@ def test_what_a_stream_cannot_do_is_refused(tmp_path: Path) -> None:
         (ReqFailed(0, 503, "the engine died"), 503, "generation"),
     ],
 )
-def test_errors_have_tgis_status_and_type_before_a_stream_and_its_shape_within(
+def test_errors_have_tgis_status_and_type_before_a_stream_and_its_format_in_it(
     tmp_path: Path, failed: ReqFailed, status: int, kind: str
 ) -> None:
     first = StrOut(0, "a", Token(64, logprob=-0.5))
 
     async def scenario(served: Served) -> None:
         for path in ("/generate", "/generate_stream"):
-            answer = await served.post(path, tgi())
-            assert (answer.status, answer.json["error_type"]) == (status, kind)
-            assert ("retry-after" in answer.headers) is (status in (429, 503))
-            assert b"/root" not in answer.body
+            response = await served.post(path, tgi())
+            assert (response.status, response.json["error_type"]) == (status, kind)
+            assert ("retry-after" in response.headers) is (status in (429, 503))
+            assert b"/root" not in response.body
         late = await served.post("/generate_stream", tgi())
         assert late.status == 200
         assert late.events[0]["token"]["text"] == "a"
@@ -412,39 +414,39 @@ def test_an_aborted_request_is_an_incomplete_generation(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         served.fake.hold.clear()
         async with served.session.post(f"{served.url}/generate_stream", json=tgi()) as response:
-            await until(lambda: served.context.manager.open_requests == 1)
-            served.context.manager._abort_named(None)
+            await until(lambda: served.context.manager.running_requests == 1)
+            served.context.manager._abort_own_requests(None)
             events = [orjson.loads(line[5:]) for line in (await response.read()).split(b"\n\n")[:-1]]
         assert events[-1]["error_type"] == "incomplete_generation"
 
     serve(scenario, tmp_path, spell("ok"))
 
 
-def test_a_server_that_drains_says_503(tmp_path: Path) -> None:
+def test_a_draining_server_responds_with_503(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         served.context.manager.drain()
 
-        answer = await served.post("/generate", tgi())
+        response = await served.post("/generate", tgi())
 
-        assert answer.status == 503
-        assert answer.json["error"] == "the server is shutting down"
+        assert response.status == 503
+        assert response.json["error"] == "the server is shutting down"
 
     serve(scenario, tmp_path, spell("ok"))
 
 
-def test_the_prompt_is_told_where_asked_for(tmp_path: Path) -> None:
+def test_decoder_input_details_has_the_tokens_of_the_prompt(tmp_path: Path) -> None:
     logprobs, ranks = np.array([-1, -2, -3], dtype=np.float32), np.ones(3, dtype=np.int32)
     prompt = PromptLogprobs(logprobs.tobytes(), ranks.tobytes(), b"", b"")
     rows = [StrOut(0, "Hi", Token(64, logprob=-0.5, prompt_logprobs=prompt), finish_reason=FinishReason.LENGTH)]
 
     async def scenario(served: Served) -> None:
-        answer = await served.post("/generate", tgi({"details": False, "decoder_input_details": True}))
+        response = await served.post("/generate", tgi({"details": False, "decoder_input_details": True}))
 
-        assert answer.json["details"]["prefill"] == [
+        assert response.json["details"]["prefill"] == [
             {"id": token_id, "text": smol().decode([token_id]), "logprob": logprob}
             for token_id, logprob in zip(smol().encode("What is AI?"), (None, -1, -2, -3), strict=True)
         ]
-        assert len(answer.json["details"]["tokens"]) == 1
-        assert served.fake.asked[0].params.sampling.prompt_logprobs == 0
+        assert len(response.json["details"]["tokens"]) == 1
+        assert served.fake.received[0].params.sampling.prompt_logprobs == 0
 
     serve(scenario, tmp_path, scripted([*rows]))

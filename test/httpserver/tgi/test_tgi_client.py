@@ -39,8 +39,8 @@ def test_generate_gives_text_and_details(tmp_path: Path) -> None:
         assert response.details.tokens[0].logprob == -0.5
         assert response.details.seed is None
         assert response.details.prefill == []
-        (asked,) = served.fake.asked
-        assert (asked.params.stopping.max_new_tokens, asked.params.sampling.is_greedy) == (7, True)
+        (received,) = served.fake.received
+        assert (received.params.stopping.max_new_tokens, received.params.sampling.is_greedy) == (7, True)
 
     serve(scenario, tmp_path, spell(TEXT, FinishReason.LENGTH))
 
@@ -87,13 +87,13 @@ def test_best_of_returns_the_other_sequences_too(tmp_path: Path) -> None:
         assert response.generated_text == "b"
         (other,) = response.details.best_of_sequences
         assert (other.generated_text, other.finish_reason) == ("a", TgiFinishReason.EndOfSequenceToken)
-        seeds = [req.params.sampling.seed or 0 for req in served.fake.asked]
+        seeds = [req.params.sampling.seed or 0 for req in served.fake.received]
         assert {other.seed, response.details.seed} == {seed % 2**64 for seed in seeds}
 
     serve(scenario, tmp_path, scripted(*answers))
 
 
-def test_seed_and_stop_act(tmp_path: Path) -> None:
+def test_seed_and_stop_have_an_effect(tmp_path: Path) -> None:
     row = StrOut(0, "x.", Token(64, logprob=-1.0), finish_reason=FinishReason.STOP, stop_reason=".")
 
     async def scenario(served: Served) -> None:
@@ -101,10 +101,10 @@ def test_seed_and_stop_act(tmp_path: Path) -> None:
             PROMPT, seed=2**63 + 5, temperature=0.5, stop_sequences=["."], return_full_text=True, truncate=3
         )
 
-        (asked,) = served.fake.asked
-        assert asked.params.sampling.seed == 2**63 + 5 - 2**64
-        assert (asked.params.text.stop, asked.params.text.include_stop) == ((".",), True)
-        assert len(asked.prompt_ids) == 3
+        (received,) = served.fake.received
+        assert received.params.sampling.seed == 2**63 + 5 - 2**64
+        assert (received.params.text.stop, received.params.text.include_stop) == ((".",), True)
+        assert len(received.prompt_ids) == 3
         assert response.generated_text == PROMPT + "x."
         assert response.details.seed == 2**63 + 5
         assert response.details.finish_reason == TgiFinishReason.StopSequence
@@ -150,7 +150,7 @@ def test_an_aborted_request_raises_incomplete_generation_error(tmp_path: Path) -
         served.fake.hold.clear()
         stream = AsyncClient(served.url).generate_stream(PROMPT)
         assert (await anext(stream)).token.text == "o"
-        served.context.manager._abort_named(None)
+        served.context.manager._abort_own_requests(None)
         with pytest.raises(IncompleteGenerationError):
             [one async for one in stream]
 

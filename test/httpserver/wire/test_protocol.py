@@ -61,7 +61,7 @@ def head_of(size: int, count: int) -> bytes:
 
 
 @pytest.mark.parametrize("count", [1, 1000])
-def test_a_head_may_be_so_large_and_no_larger(tmp_path: Path, count: int) -> None:
+def test_a_head_larger_than_the_limit_is_refused(tmp_path: Path, count: int) -> None:
     async def talk(wire: Wire) -> None:
         wire.writer.write(head_of(MAX_HEAD_BYTES, count))
         assert (await wire.answer())[0] == 200
@@ -75,37 +75,37 @@ def test_a_head_may_be_so_large_and_no_larger(tmp_path: Path, count: int) -> Non
 
 
 @pytest.mark.parametrize("begin", [GET + b"X: ", b"GET /", CHUNKED + b"0\r\nX: "], ids=["header", "path", "trailer"])
-def test_what_has_no_end_is_refused_while_it_comes(tmp_path: Path, begin: bytes) -> None:
+def test_an_endless_body_is_refused_while_it_arrives(tmp_path: Path, begin: bytes) -> None:
     async def talk(wire: Wire) -> None:
         wire.writer.write(begin)
-        answer = asyncio.ensure_future(wire.answer())
-        while not answer.done():
+        response = asyncio.ensure_future(wire.answer())
+        while not response.done():
             wire.writer.write(b"x" * 65536)
             await wire.writer.drain()
             await asyncio.sleep(0)
-        assert answer.result()[0] == 431
+        assert response.result()[0] == 431
 
     on_the_wire(tmp_path, talk)
 
 
-def test_a_head_that_does_not_come_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_does_not_arrive_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.05)
 
     async def talk(wire: Wire) -> None:
         wire.writer.write(GET + b"\r\n")
         assert (await wire.answer())[0] == 200
         wire.writer.write(b"GET /health")
-        answer = asyncio.ensure_future(wire.answer())
-        while not answer.done():  # the time is for the whole, not from byte to byte
+        response = asyncio.ensure_future(wire.answer())
+        while not response.done():  # the time is for the whole, not from byte to byte
             wire.writer.write(b"x")
             await asyncio.sleep(0.001)
-        assert answer.result()[0] == 408
+        assert response.result()[0] == 408
         assert await wire.rest() == b""
 
     on_the_wire(tmp_path, talk)
 
 
-def test_a_client_that_says_nothing_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_sends_nothing_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = protocol.LimitedProtocol.connection_made
 
     def impatient(self: protocol.LimitedProtocol, transport: asyncio.Transport) -> None:
@@ -124,15 +124,15 @@ def test_a_client_that_says_nothing_is_cut_off(tmp_path: Path, monkeypatch: pyte
     serve(scenario, tmp_path, spell("hi"))
 
 
-def test_a_client_that_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = asyncio.Event()
     connection_lost = protocol.LimitedProtocol.connection_lost
 
-    def noted(self: protocol.LimitedProtocol, error: Exception | None) -> None:
+    def recorded(self: protocol.LimitedProtocol, error: Exception | None) -> None:
         connection_lost(self, error)
         lost.set()
 
-    monkeypatch.setattr(protocol.LimitedProtocol, "connection_lost", noted)
+    monkeypatch.setattr(protocol.LimitedProtocol, "connection_lost", recorded)
     monkeypatch.setattr(protocol, "STALL_S", 0.05)
     count = 500  # some 100 KB each: more than the kernel keeps for a client
 
@@ -150,7 +150,7 @@ def test_a_client_that_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     "begin", [CHUNKED + b"5\r\n", POST + b"Content-Length: 100\r\n\r\n"], ids=["chunked", "length"]
 )
-def test_a_body_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
+def test_a_body_that_does_not_end_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
     monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.05)
 
     async def talk(wire: Wire) -> None:
@@ -167,20 +167,20 @@ def test_a_body_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("protocol_name", [b"h2c", b"websocket"])
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_an_offer_of_another_protocol_is_declined_and_the_request_served(
-    tmp_path: Path, protocol_name: bytes, is_cut: bool
+def test_a_protocol_upgrade_is_declined_and_the_request_is_served(
+    tmp_path: Path, protocol_name: bytes, is_truncated: bool
 ) -> None:
     """curl --http2 and Java's client offer HTTP/2 with every request."""
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\nHTTP2-Settings: AAMAAABk\r\n" % protocol_name
     request = POST + offer + b"Content-Length: %d\r\n\r\n" % len(PROMPT) + PROMPT
 
     async def talk(wire: Wire) -> None:
-        for piece in (request[:70], request[70:-5], request[-5:]) if is_cut else (request,):
+        for piece in (request[:70], request[70:-5], request[-5:]) if is_truncated else (request,):
             wire.writer.write(piece)
             await wire.writer.drain()
             await asyncio.sleep(0.01)
-        status, answer = await wire.answer()
-        assert (status, answer["choices"][0]["text"]) == (200, "hi")
+        status, response = await wire.answer()
+        assert (status, response["choices"][0]["text"]) == (200, "hi")
 
         wire.writer.write(request + GET + b"\r\n")  # the connection goes on as before
         assert (await wire.answer())[0] == 200
@@ -189,7 +189,7 @@ def test_an_offer_of_another_protocol_is_declined_and_the_request_served(
     on_the_wire(tmp_path, talk)
 
 
-def test_a_proxy_it_is_not(tmp_path: Path) -> None:
+def test_a_connect_request_is_refused(tmp_path: Path) -> None:
     async def talk(wire: Wire) -> None:
         wire.writer.write(b"CONNECT example.org:80 HTTP/1.1\r\n\r\n")
         assert (await wire.answer())[0] == 400
@@ -198,7 +198,7 @@ def test_a_proxy_it_is_not(tmp_path: Path) -> None:
     on_the_wire(tmp_path, talk)
 
 
-def test_garbage_behind_a_request_does_not_get_into_its_answer(tmp_path: Path) -> None:
+def test_garbage_after_a_request_does_not_change_its_response(tmp_path: Path) -> None:
     stream = b'{"prompt": "x", "stream": true}'
 
     async def scenario(server: Served) -> None:

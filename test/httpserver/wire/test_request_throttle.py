@@ -8,31 +8,31 @@ import contextlib
 from lightserve.httpserver.wire.request_throttle import RequestThrottle
 
 
-def test_a_few_begin_in_a_round_and_all_in_order() -> None:
+def test_some_requests_begin_in_an_iteration_and_all_in_order() -> None:
     async def scenario() -> list[tuple[int, int]]:
         throttle = RequestThrottle(per_iteration=3)
-        rounds = 0
+        iterations = 0
         begun: list[tuple[int, int]] = []
 
         async def begin(index: int) -> None:
             await throttle.wait()
-            begun.append((index, rounds))
+            begun.append((index, iterations))
 
         async with asyncio.TaskGroup() as tasks:
             waiting = [tasks.create_task(begin(index)) for index in range(10)]
             while not all(task.done() for task in waiting):
                 await asyncio.sleep(0)
-                rounds += 1
+                iterations += 1
         return begun
 
     begun = asyncio.run(scenario())
 
     assert [index for index, _ in begun] == list(range(10))
-    by_round = [round for _, round in begun]
-    assert max(by_round.count(round) for round in set(by_round)) == 3
+    by_iteration = [iteration for _, iteration in begun]
+    assert max(by_iteration.count(iteration) for iteration in set(by_iteration)) == 3
 
 
-def test_one_that_comes_alone_does_not_wait() -> None:
+def test_a_single_request_does_not_wait() -> None:
     async def scenario() -> None:
         throttle = RequestThrottle(per_iteration=1)
         for _ in range(3):
@@ -45,7 +45,7 @@ def test_one_that_comes_alone_does_not_wait() -> None:
     asyncio.run(scenario())
 
 
-def test_one_that_leaves_holds_up_nobody() -> None:
+def test_a_request_that_is_cancelled_delays_no_other() -> None:
     async def scenario() -> None:
         throttle = RequestThrottle(per_iteration=1)
         tasks = [asyncio.create_task(throttle.wait()) for _ in range(4)]
