@@ -19,8 +19,7 @@ from lightserve.config import ServerConfig
 from lightserve.httpserver.admin.metrics_page import ENGINE_UP, NAMES
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
 from lightserve.httpserver.chat.request import ChatBody, Message
-from lightserve.httpserver.fields import unsupported
-from lightserve.httpserver.fields.generation import StreamOptions, validate_supported
+from lightserve.httpserver.fields.generation import UNSUPPORTED, StreamOptions, validate_supported
 from lightserve.httpserver.generate.schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
 from lightserve.httpserver.lightllm import request as lightllm_request
 from lightserve.httpserver.lightllm.request import LightllmBody, LightllmParameters
@@ -173,11 +172,11 @@ def test_endpoints_in_the_readme_are_on_the_api_page() -> None:
     [
         pytest.param([*ChatBody.model_fields, *CompletionBody.model_fields], id="openai"),
         pytest.param([*Message.model_fields, *StreamOptions.model_fields], id="parts"),
-        pytest.param(list(unsupported.UNSUPPORTED), id="openai-later"),
+        pytest.param(list(UNSUPPORTED), id="openai-unsupported"),
         pytest.param(list(ResponsesBody.model_fields), id="responses"),
         pytest.param(list(MessagesBody.model_fields), id="messages"),
         pytest.param([*LightllmBody.model_fields, *LightllmParameters.model_fields], id="lightllm"),
-        pytest.param(list(lightllm_request.UNSUPPORTED), id="lightllm-later"),
+        pytest.param(list(lightllm_request.UNSUPPORTED), id="lightllm-unsupported"),
         pytest.param([*TgiBody.model_fields, *TgiParameters.model_fields], id="tgi"),
         pytest.param([*LIGHTLLM_ONLY, *TGI_ONLY], id="marks"),
         pytest.param([one.name for one in (*CATALOGUE, ENGINE_UP)], id="metrics"),

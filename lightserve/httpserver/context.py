@@ -55,9 +55,8 @@ class ServerContext:
         return AccessLog(request.state.request_id, request.url.path, not self.config.disable_log_requests)
 
     def check_model(self, name: str | None) -> None:
-        if (
-            name is not None and name != self.model_name and not self.config.use_tgi_api
-        ):  # TGI's clients send arbitrary names
+        is_checked = not self.config.use_tgi_api  # TGI's clients send arbitrary names
+        if is_checked and name is not None and name != self.model_name:
             raise ModelNotFoundError(
                 f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}", "model"
             )
@@ -65,11 +64,9 @@ class ServerContext:
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt."""
         ids = await self._encode(self.tokenizer.encode, text, add_special_tokens)
-        rows = self.manager.limits.vocab_size
-        if (
-            self.tokenizer.num_ids > rows and max(ids, default=0) >= rows
-        ):  # some tokenizers have ids without an embedding
-            raise InvalidRequestError(f"the text has the token id {max(ids)}; the model has {rows} embeddings")
+        vocab_size = self.manager.limits.vocab_size
+        if self.tokenizer.num_ids > vocab_size and max(ids, default=0) >= vocab_size:  # ids without an embedding
+            raise InvalidRequestError(f"the text has the token id {max(ids)}; the model has {vocab_size} embeddings")
         return ids
 
     async def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:

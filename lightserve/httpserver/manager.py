@@ -151,12 +151,7 @@ class HttpServerManager:
 
     def generate(self, prompt_requests: Sequence[PromptRequest], log: AccessLog, n: int = 1) -> Generation:
         """``n`` sequences for each prompt. Entering it starts them, leaving it aborts the unfinished ones."""
-        return Generation(
-            self,
-            [_with_seed(prompt_request, choice) for prompt_request in prompt_requests for choice in range(n)],
-            n,
-            log,
-        )
+        return Generation(self, [_with_seed(one, choice) for one in prompt_requests for choice in range(n)], n, log)
 
     def new_group(self) -> int:
         """A group id for sequences that start one after the other and share prefixes."""
@@ -178,22 +173,13 @@ class HttpServerManager:
 
     def _send(self, generation: Generation) -> None:
         arrived_s = generation.log.arrived_s
-        for index, prompt_request in enumerate(generation.prompt_requests):
+        for index, one in enumerate(generation.prompt_requests):
             req_id = next(self._ids)
             self._running[req_id] = (generation, index)
             generation.req_ids.append(req_id)
             first = generation.req_ids[index - index % generation.n]  # the first sequence of the same prompt
-            group = first if prompt_request.group is None else prompt_request.group
-            self._to_router.send(
-                GenerateReq(
-                    req_id,
-                    prompt_request.prompt_ids,
-                    prompt_request.params,
-                    arrived_s,
-                    prompt_request.scheduling,
-                    group,
-                )
-            )
+            group = first if one.group is None else one.group
+            self._to_router.send(GenerateReq(req_id, one.prompt_ids, one.params, arrived_s, one.scheduling, group))
 
     def _deliver(self, batch: BatchStrOut) -> None:
         for out in batch.outs:

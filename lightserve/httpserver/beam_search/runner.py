@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightserve.httpserver.beam_search.algorithm import (
-    BeamBatch,
-    BeamParams,
-    BeamResult,
-    BeamSearch,
-)
+from lightserve.httpserver.beam_search.algorithm import BeamBatch, BeamParams, BeamResult, BeamSearch
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import DEFAULT_SCHEDULING, Generation, PromptRequest
 from lightserve.httpserver.wire.access_log import AccessLog
@@ -69,9 +64,8 @@ class _Steps:
 
     def prompt_requests(self) -> list[PromptRequest]:
         """Of the next step; empty when the search is done."""
-        return [
-            PromptRequest(ids, self._batch.params, self._scheduling, self._group) for ids in self._batch.sequences()
-        ]
+        params = self._batch.params
+        return [PromptRequest(ids, params, self._scheduling, self._group) for ids in self._batch.sequences()]
 
     async def advance(self, generation: Generation) -> list[StrOut]:
         """Wait for the one token of every sequence."""

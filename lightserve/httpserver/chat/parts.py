@@ -154,9 +154,8 @@ async def respond_in_parts(
     request: Request, is_stream: bool | None, generation: Generation, response: PartsResponse
 ) -> Response:
     if is_stream:
-        return await EventStream.open(
-            request, events_of(generation, PartsEventWriter(response), generation.log.request_id)
-        )
+        events = events_of(generation, PartsEventWriter(response), generation.log.request_id)
+        return await EventStream.open(request, events)
     await until_disconnect(request, _collect(generation, response))
     return json_response(response.body())
 

@@ -1,23 +1,23 @@
 """The fields that OpenAI's chat and completions share, with what vLLM and LightLLM users add to them.
 
-Every field may be null, which is as good as absent. unsupported.py has the fields that are refused; any other unknown
-field is ignored.
+Every field may be null, which is as good as absent. The fields in UNSUPPORTED are refused; any other unknown field is
+ignored.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, model_validator
 
-from lightserve.errors import InvalidRequestError
+from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.fields.beam_search import BeamFields
 from lightserve.httpserver.fields.grammar import GrammarFields
 from lightserve.httpserver.fields.scheduling import SchedulingFields
 from lightserve.httpserver.fields.stopping import StopStrings
 from lightserve.httpserver.fields.token_rules import AllowedIds, TokenRuleFields
-from lightserve.httpserver.fields.unsupported import refuse_unsupported
 from lightserve.httpserver.wire.body import Body, at_most, validate
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
@@ -74,9 +74,7 @@ class GenerationBody(SchedulingFields, BeamFields, GrammarFields, TokenRuleField
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = (
-        None  # keep the last ones; -1: as many as the context holds
-    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # keep the last ones; -1: as many as fit
     prompt_logprobs: TopLogprobs | None = None
     use_beam_search: bool | None = None  # num_beams > 1 sets it too
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] | None = None
@@ -145,3 +143,56 @@ def validate_supported(model: type[G], value: dict[str, Any]) -> G:
     """``value`` as a ``model``. It must not use an unsupported field."""
     refuse_unsupported(value)
     return validate(model, value)
+
+
+# fields of OpenAI, vLLM and SGLang that this server does not support
+
+
+def _is_given(value: Any) -> bool:
+    return True
+
+
+def _is_not(*harmless: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in harmless
+
+
+# field: whether a value that is not null uses it
+UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
+    "functions": _is_given,
+    "function_call": _is_not("none"),
+    "prompt_embeds": _is_given,
+    "suffix": bool,
+    "modalities": _is_not(["text"]),
+    "audio": bool,
+    "documents": bool,
+    "lora_request": _is_given,
+    "lora_path": _is_given,
+    "adapter_id": _is_given,
+    "return_token_ids": bool,
+    "return_tokens_as_token_ids": bool,
+    "logprob_token_ids": bool,
+    "kv_transfer_params": _is_given,
+    "repetition_detection": _is_given,
+}
+
+
+def refuse_unsupported(value: dict[str, Any]) -> None:
+    for name, is_used in UNSUPPORTED.items():
+        given = value.get(name)
+        if given is not None and is_used(given):
+            raise NotSupportedYetError(name, name)
+    if "messages" not in value:
+        _refuse_chat_fields(value)
+    if value.get("chat_template") is not None:
+        raise InvalidRequestError("chat_template: a request cannot set it", "chat_template")
+    if value.get("echo") is True and "messages" in value:
+        raise NotSupportedYetError("echo in a chat", "echo")
+    if value.get("token_healing") is True and "messages" in value:
+        raise NotSupportedYetError("token_healing in a chat", "token_healing")
+
+
+def _refuse_chat_fields(value: dict[str, Any]) -> None:
+    """Fields that a completion cannot have."""
+    for name in ("tools", "tool_choice", "thinking_token_budget", "thinking_budget", "max_reasoning_tokens"):
+        if value.get(name) not in (None, "none"):
+            raise InvalidRequestError(f"{name}: only in a chat", name)

@@ -166,17 +166,17 @@ def _choices(context: ServerContext, parameters: LightllmParameters, streams: bo
 
 def _beam_search_choices(context: ServerContext, parameters: LightllmParameters, streams: bool) -> tuple[int, int]:
     """The same for a beam search, which generates what it returns."""
-    beam_params, n = parameters.num_beams or 1, 1 if parameters.n is None else parameters.n
+    num_beams, n = parameters.num_beams or 1, 1 if parameters.n is None else parameters.n
     if streams:
         raise InvalidRequestError("num_beams: a beam search cannot stream; use /generate", "num_beams")
-    if beam_params > context.config.max_choices:
+    if num_beams > context.config.max_choices:
         raise InvalidRequestError(
-            f"`num_beams` must be in 1..{context.config.max_choices}. Given: {beam_params}", "num_beams"
+            f"`num_beams` must be in 1..{context.config.max_choices}. Given: {num_beams}", "num_beams"
         )
-    if parameters.best_of not in (None, 1, beam_params):
-        raise InvalidRequestError(f"`best_of` must be num_beams={beam_params} in a beam search", "best_of")
-    if not 1 <= n <= beam_params:
-        raise InvalidRequestError(f"`n` must be in 1..num_beams={beam_params}. Given: {n}", "n")
+    if parameters.best_of not in (None, 1, num_beams):
+        raise InvalidRequestError(f"`best_of` must be num_beams={num_beams} in a beam search", "best_of")
+    if not 1 <= n <= num_beams:
+        raise InvalidRequestError(f"`n` must be in 1..num_beams={num_beams}. Given: {n}", "n")
     return n, n
 
 
