@@ -37,7 +37,9 @@ def with_prompt_logprobs(script: Script) -> Script:
         first, *rest = script(req)
         k = req.params.sampling.prompt_logprobs
         if k is not None:
-            first = msgspec.structs.replace(first, prompt=packed(len(req.prompt_ids) - 1, k))
+            assert isinstance(first, StrOut)
+            token = msgspec.structs.replace(first.token, prompt_logprobs=packed(len(req.prompt_ids) - 1, k))
+            first = msgspec.structs.replace(first, token=token)
         return [first, *rest]
 
     return with_prompt
