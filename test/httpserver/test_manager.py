@@ -82,7 +82,7 @@ def test_a_caller_that_does_not_read_loses_its_request_and_frees_its_memory(
             await until(lambda: not generation._unfinished)
 
             assert not generation._unread
-            with pytest.raises(UnreadResponseError, match="more than 3 tokens were not read"):
+            with pytest.raises(UnreadResponseError, match="left more than 3 tokens unread"):
                 await anext(generation)
 
         monkeypatch.undo()

@@ -233,7 +233,7 @@ def _messages(body: PromptBody) -> list[Object]:
         else:
             messages += _other_messages(message.role, message.content)
     if not messages:
-        raise InvalidRequestError("messages: no message has content", "messages")
+        raise InvalidRequestError("messages: no content in any message", "messages")
     return messages
 
 

@@ -206,7 +206,7 @@ def test_requests_are_aborted_by_id_or_all(
     aborted: list[str | None] = []
 
     async def check(server: Served) -> None:
-        monkeypatch.setattr(server.context.manager, "abort_named", aborted.append)
+        monkeypatch.setattr(server.context.manager, "abort_requests", aborted.append)
 
         response = await server.post("/abort_request", json=body)
 
@@ -223,7 +223,7 @@ def test_an_abort_without_a_request_id_is_refused(
     aborted: list[str | None] = []
 
     async def check(server: Served) -> None:
-        monkeypatch.setattr(server.context.manager, "abort_named", aborted.append)
+        monkeypatch.setattr(server.context.manager, "abort_requests", aborted.append)
 
         response = await server.post("/abort_request", json=body)
 

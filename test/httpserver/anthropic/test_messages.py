@@ -374,7 +374,7 @@ def test_the_client_counts_the_tokens_of_a_request(server: Server, client: anthr
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"chat_template": "{{ 1 }}"}, "a request cannot bring its own"),
+    ({"chat_template": "{{ 1 }}"}, "a request cannot set it"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": []}]}, "no content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "role"),

@@ -120,7 +120,7 @@ def test_a_chat_adds_special_tokens_only_on_request(real: Server) -> None:
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[7].content.x }}", "chat template"),
-        ("", "makes nothing of these messages"),
+        ("", "gives an empty prompt for these messages"),
         (None, "no chat template"),
     ],
 )

@@ -140,7 +140,7 @@ def test_content_is_null_where_there_are_calls_only(server: Server) -> None:
     assert message["content"] is None
 
 
-ASKED: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "choices": {"n": 3},
     "logprobs": {"logprobs": True, "top_logprobs": 1},
@@ -150,20 +150,20 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_folding_a_stream_gives_the_whole_response(server: Server, received: str) -> None:
-    rng = random.Random(received)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_folding_a_stream_gives_the_whole_response(server: Server, option: str) -> None:
+    rng = random.Random(option)
     texts = [one.text for one in CORPUS["hermes"] if one.text]
     for _ in range(15):
         text = rng.choice(["", "<think>\nHm,\n 日本\n</think>\n\n", "Hm.</think>"]) + rng.choice(texts)
         server.engine.script = rows(*cut(text, rng))
-        whole = {name: value for name, value in ASKED[received].items() if name != "stream_options"}
+        whole = {name: value for name, value in OPTIONS[option].items() if name != "stream_options"}
 
         response = server.chat(tools=TOOLS, **whole).json()
-        chunks = events(server.chat(tools=TOOLS, stream=True, **ASKED[received]))
+        chunks = events(server.chat(tools=TOOLS, stream=True, **OPTIONS[option]))
 
         assert fold(chunks) == whole_choices(response)
-        if received == "usage":
+        if option == "usage":
             assert chunks[-1]["usage"] == response["usage"]
 
 

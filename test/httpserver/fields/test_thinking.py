@@ -147,7 +147,7 @@ def is_allowed(grammar: GrammarSpec | None, text: str) -> bool:
     return all(matcher.consume_token(token) for token in smol().encode(text)) and bool(matcher.is_accepting())
 
 
-@pytest.mark.parametrize(("fields", "answer"), STRUCTURED)
+@pytest.mark.parametrize(("fields", "response"), STRUCTURED)
 def test_a_grammar_applies_after_the_reasoning(server: Server, fields: dict[str, Any], response: str) -> None:
     free = received(server, "/v1/chat/completions", CHAT | fields).params.sampling.grammar
     variables = {"chat_template_kwargs": {"begins_thinking": True}}

@@ -15,7 +15,7 @@ from test.real_model import smollm2_tokenizer as smol
 
 TEXTS = st.text(st.sampled_from('aé日😀\u200d👩\n"\\\u0000 <|'), max_size=4)
 PIECES = st.lists(st.tuples(st.integers(0, smol().vocab_size - 1), TEXTS), min_size=1, max_size=8)
-ASKED: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "logprobs": {"logprobs": True, "top_logprobs": 2},
     "usage": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
@@ -62,14 +62,14 @@ def whole_choices(response: dict[str, Any]) -> dict[int, dict[str, Any]]:
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pieces=PIECES, stop_reason=st.sampled_from([None, 7, "END"]))
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("option", OPTIONS)
 def test_folding_a_stream_gives_the_whole_response(
-    server: Server, path: str, received: str, pieces: list[tuple[int, str]], stop_reason: int | str | None
+    server: Server, path: str, option: str, pieces: list[tuple[int, str]], stop_reason: int | str | None
 ) -> None:
     is_chat = "chat" in path
     server.engine.script = tokens(pieces, FinishReason.STOP, stop_reason)
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]} if is_chat else {"prompt": ["x", "y"]}
-    fields |= ASKED[received] if is_chat or received != "logprobs" else {"logprobs": 2}
+    fields |= OPTIONS[option] if is_chat or option != "logprobs" else {"logprobs": 2}
     without_options = {name: value for name, value in fields.items() if name != "stream_options"}
 
     whole = server.post(path, without_options).json()
@@ -77,7 +77,7 @@ def test_folding_a_stream_gives_the_whole_response(
 
     assert fold(chunks) == whole_choices(whole)
     assert whole_choices(whole)[0]["text"] == "".join(text for _, text in pieces)
-    if received == "usage":
+    if option == "usage":
         assert chunks[-1]["choices"] == []
         assert chunks[-1]["usage"] == whole["usage"]
 
