@@ -53,7 +53,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     kind: GrammarKind
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""
     before: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = (
-        ""  # Lark rules for text before it, which name it @answer
+        ""  # Lark rules around it, which name it @answer
     )
 
 
