@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from lightserve.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
 from lightserve.common.parallel import Parallel
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
+from lightserve.httpserver.beam_search.algorithm import BeamBatch, BeamParams, BeamResult, BeamSearch
+from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.io_struct import FinishReason, GenerationParams, ReqFailed, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from lightserve.prompt_logprobs import PromptToken, unpack
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.limits import limits_of
 from lightserve.router.req import Req
@@ -218,7 +218,9 @@ class LLM:
             self._scheduler.abort(req.req_id)
         if finish_reason is not None:
             del self._open[req.req_id]
-        prompt = None if token.prompt_logprobs is None else unpack(req.prompt_ids, token.prompt_logprobs)
+        prompt = (
+            None if token.prompt_logprobs is None else unpack_prompt_logprobs(req.prompt_ids, token.prompt_logprobs)
+        )
         stream.outs.append(
             StreamOut(stream.index, token.id, token.logprob, text, finish_reason, token.top_logprobs, prompt=prompt)
         )

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
-from lightserve.prompt_logprobs import PromptToken, unpack
 from lightserve.worker.sampling import prompt_logprobs as worker_prompt_logprobs
 from test.models.tiny import build_hf
 
@@ -161,7 +161,7 @@ def test_no_more_logits_are_there_at_once_than_a_piece_has(
 
 
 def test_without_a_model_no_token_of_a_prompt_is_likely() -> None:
-    first, second = unpack([3, 4], None)
+    first, second = unpack_prompt_logprobs([3, 4], None)
 
     assert first == PromptToken(3, None, 0, [])
     assert second == PromptToken(4, float("-inf"), 0, [])
