@@ -156,6 +156,11 @@ class ModelWorker:
         """Run a step; tokens come back for every row that reaches the end of its request's known tokens."""
         return self.launch(step)()
 
+    def reset(self) -> None:
+        """Free all requests and forget the steps in flight. The device finishes those before it begins another."""
+        self._launched = None
+        self._batch.clear()
+
     def launch(self, step: Step) -> Collect:
         """Begin a step without waiting for the one before. What is returned waits for its tokens."""
         self._kind.enter(self._device)

@@ -27,6 +27,9 @@ class ReqManager:
             raise ValueError(f"all {self.max_reqs} request rows are taken; the scheduler admitted too many requests")
         return self._free_rows.pop()
 
+    def free_all(self) -> None:
+        self._free_rows = list(range(self.max_reqs - 1, -1, -1))
+
     def free(self, row: int) -> None:
         if row in self._free_rows:
             raise ValueError(f"request row {row} was freed twice")
