@@ -6,7 +6,6 @@ import json
 import random
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -64,12 +63,10 @@ def test_a_request_goes_on_from_any_of_its_tokens_as_it_would_have(tmp_path: Pat
     decoding, replaced = (make(tmp_path, device, dtype, 2048) for _ in range(2))
     cuts = (1, 20, 63, 64, 65, 100, 190)
     prompts = [prompt(seed, 3) for seed in range(len(cuts))]
-    said = decoding.generate(prompts, msgspec.structs.replace(ASKED, max_new_tokens=SAID))
+    said = decoding.generate(prompts, ASKED.replace(max_new_tokens=SAID))
 
     for given, whole, cut in zip(prompts, said, cuts, strict=True):
-        rest = replaced.generate(
-            [given + whole.token_ids[:cut]], msgspec.structs.replace(ASKED, max_new_tokens=SAID - cut)
-        )[0]
+        rest = replaced.generate([given + whole.token_ids[:cut]], ASKED.replace(max_new_tokens=SAID - cut))[0]
 
         assert rest.token_ids == whole.token_ids[cut:]
         assert rest.logprobs == whole.logprobs[cut:]
