@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from lightserve.common.device import to_device
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.ops.step import CHOSEN
 from lightserve.io_struct import NewReq, SamplingParams, StepRow, StoppingParams
-from lightserve.worker.sampling.grammar import ReqGrammar
+from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
 from lightserve.worker.sampling.prompt_logprobs import PromptPart, StepScores
 from lightserve.worker.sampling.req_rules import ReqRules
 from lightserve.worker.sampling.thinking import ThinkingBudget
@@ -28,11 +28,11 @@ DEFAULT_STOPPING = StoppingParams()
 
 @dataclass(slots=True, eq=False)
 class InferReq:
-    """A request in the worker: its tokens, and how many of them are in the KV cache."""
+    """A request in the worker. The thread that launches steps owns it; only ``output`` belongs to the collector."""
 
     req_id: int
     row: int  # of req_to_token
-    token_ids: list[int]  # that the host knows; the one chosen last may be known to the device alone
+    token_ids: list[int]  # without the sampled token that is still in flight
     prompt_len: int
     sampling: SamplingParams
     seed: int
@@ -40,24 +40,26 @@ class InferReq:
     stopping: StoppingParams = DEFAULT_STOPPING
     grammar: ReqGrammar | None = None
     thinking: ThinkingBudget | None = None
-    cache_len: int = 0
+    cache_len: int = 0  # tokens in the KV cache, with those of the step that was packed last
     counted_len: int = 0  # tokens that SeenTokens has counted
+    output: GrammarOutput | None = None  # None: no grammar
     # [tokens known as it entered] int32; those up to cache_len are filled, by which others may share them
     leading_slots: np.ndarray = field(init=False)
-    total_len: int = field(init=False)  # tokens, known to the host or not
-    obeys_grammar: bool = field(init=False)  # one says what may come after token_ids, as far as is known
-    temperature: float = field(init=False)  # by which the step chooses; 0: greedily
+    total_len: int = field(init=False)  # tokens, with the one in flight
+    is_constrained: bool = field(init=False)  # a grammar limits what may follow token_ids
+    temperature: float = field(init=False)  # by which the step itself samples; 0: greedily
     rules: ReqRules = field(init=False)
     prompt_parts: list[PromptPart] | None = field(init=False)  # None: nobody asks for the prompt's logprobs (any more)
 
     def __post_init__(self) -> None:
         self.rules = ReqRules(self.sampling, self.stopping, self.eos_ids)
         self.total_len = len(self.token_ids)
-        self.obeys_grammar = self.grammar is not None
+        self.is_constrained = self.grammar is not None
         self.leading_slots = np.empty(self.total_len, dtype=np.int32)
-        is_asked = self.sampling.prompt_logprobs is not None and self.output_len == 0  # else they were told
-        self.prompt_parts = [] if is_asked else None
-        is_greedy = self.sampling.is_greedy or self.rules.is_special  # to draw what is chosen again would be a waste
+        has_first_token = self.output_len > 0  # the prompt's logprobs came with it
+        is_wanted = self.sampling.prompt_logprobs is not None and not has_first_token
+        self.prompt_parts = [] if is_wanted else None
+        is_greedy = self.sampling.is_greedy or self.rules.is_special  # Sampler samples special ones: no noise for them
         self.temperature = 0.0 if is_greedy else self.sampling.temperature
 
     @property
@@ -65,31 +67,31 @@ class InferReq:
         return self.total_len - self.prompt_len
 
     @property
-    def is_due(self) -> bool:
-        """Whether the step that was packed last computes its last token, so that the next can be chosen."""
+    def is_fully_computed(self) -> bool:
+        """Whether the step that was packed last computes its last token, so that the next one can be sampled."""
         return self.cache_len == self.total_len
 
     @property
-    def is_known(self) -> bool:
-        """Whether the host knows all of its tokens."""
-        return len(self.token_ids) == self.total_len
+    def has_token_in_flight(self) -> bool:
+        """Whether a step has sampled a token that the launching thread does not know yet."""
+        return len(self.token_ids) < self.total_len
 
     @property
     def may_be_forced(self) -> bool:
         """Whether thinking that lasts too long may force the next token."""
         return self.thinking is not None and self.thinking.may_force(self.output_len)
 
-    def append(self, chosen: int, forced: list[int]) -> None:
-        """The host learns a token that counts in ``total_len`` already, and those that come after it in any case.
+    def add_sampled(self) -> list[PromptPart] | None:
+        """Count a token that the device has sampled. Returns the logprobs of the prompt with the first one."""
+        self.total_len += 1
+        parts, self.prompt_parts = self.prompt_parts, None
+        return parts
 
-        A step may be packed meanwhile, so its length is known first: who finds the tokens may ask what follows. Where
-        nothing is forced, the length is not touched: it may be counted up by the next step just now. That a grammar is
-        over is told last: a step that knows it does not wait for the tokens with which it ended.
-        """
-        if forced:
-            self.total_len += len(forced)
-        self.token_ids += [chosen, *forced]
-        self.obeys_grammar = self.grammar is not None and not self.grammar.is_over
+    def apply(self, update: TokenUpdate) -> None:
+        """Append a token that counts in ``total_len`` already, and the tokens that were forced after it."""
+        self.token_ids += update.token_ids
+        self.total_len += len(update.token_ids) - 1
+        self.is_constrained = update.is_constrained
 
     def scored_next(self, count: int) -> list[int]:
         """Tokens of the prompt whose logprobs come of computing its next ``count`` tokens, where they are asked for."""
@@ -105,6 +107,14 @@ class InferReq:
         if self.thinking is None or not self.may_be_forced:
             return None
         return self.thinking.forced_after(self.token_ids[self.prompt_len :])
+
+
+class TokenUpdate(NamedTuple):
+    """Tokens of a request that the collector has got."""
+
+    req: InferReq
+    token_ids: list[int]  # the sampled token, and those that the grammar forces after it
+    is_constrained: bool = False  # the grammar limits what may follow
 
 
 class Scored(NamedTuple):
@@ -174,9 +184,15 @@ class InferBatch:
             grammar,
             thinking,
             cache_len=len(cached),
+            output=None if grammar is None else GrammarOutput(new, grammar),
         )
         req.leading_slots[: len(cached)] = cached
         self._reqs[new.req_id] = req
+
+    def apply(self, updates: Iterable[TokenUpdate]) -> None:
+        """Give the requests the tokens that were collected. Some may have left the batch meanwhile."""
+        for update in updates:
+            update.req.apply(update)
 
     def remove(self, req_id: int) -> None:
         req = self._reqs.pop(req_id, None)  # a step that failed may not have let it in

@@ -19,9 +19,9 @@ from lightserve.io_struct import NewReq, SamplingParams, Step, StepLimits, StepR
 from lightserve.model_files.source import ModelSource
 from lightserve.models.registry import get_model_class
 from lightserve.utils.progress import Progress
+from lightserve.worker.collector import PendingStep, SampledRow, StepCollector
 from lightserve.worker.infer_batch import InferBatch, PackedStep
 from lightserve.worker.kv_size import kv_size
-from lightserve.worker.pending_step import PendingStep
 from lightserve.worker.rpc import Collect
 from lightserve.worker.sampling.grammar import Grammars
 from lightserve.worker.sampling.plan import int64s
@@ -81,7 +81,7 @@ class ModelWorker:
         self._grammars = Grammars(source, self.model_config.vocab_size, device)
         self._masks = MaskMaker(self._grammars, device, kind.computes_apart)
         self._sampler = Sampler(self.model_config.vocab_size, device, self._batch.last_ids)
-        self._launched: PendingStep | None = None  # the last one
+        self._collector = StepCollector()
         with enough_memory("lower max_total_token_num or mem_fraction"):
             self.model.set_kv_size(kv_size(config, self.model, kind, self._rehearse))
         self._batch.padding_slot = self.model.mem_manager.padding_slot
@@ -156,14 +156,13 @@ class ModelWorker:
         return self.launch(step)()
 
     def launch(self, step: Step) -> Collect:
-        """Begin a step without waiting for the one before. What is returned waits for its tokens."""
+        """Start a step without waiting for the one before. Call from one thread; what is returned, from any.
+
+        The function that is returned waits for the step's result.
+        """
         self._kind.enter(self._device)
-        for req_id in step.free:
-            self._batch.remove(req_id)
-        for new in step.new:
-            limit = new.sampling.thinking
-            thinking = None if limit is None else ThinkingBudget(limit, self._grammars.token_bytes)
-            self._batch.add(new, self._grammars.open(new), thinking)
+        self._batch.apply(self._collector.take_updates())
+        self._update_batch(step)
         if not step.rows:
             return StepResult
         packed = self._batch.pack(step.rows, self._runner.fit)
@@ -171,18 +170,29 @@ class ModelWorker:
         masks = self._begin_masks(packed)
         out = self._runner.run(packed.inputs, packed.shape, packed.open_scores(self._device), masks)
         tokens, logprobs = self._sample(packed, out, masks)
-        # only now: the step before may turn out to force tokens, so that this one computes the last no more
-        chosen = [(i, req) for i, req in enumerate(packed.reqs) if req.is_due]
-        for _, req in chosen:
-            req.total_len += 1
-        self._launched = PendingStep(tokens, chosen, logprobs, before=self._launched)
-        return self._launched.collect
+        # only now: a grammar may have forced tokens meanwhile, so that this step does not compute a request's last one
+        computed = [(row, req) for row, req in enumerate(packed.reqs) if req.is_fully_computed]
+        sampled = [SampledRow(row, req, req.add_sampled()) for row, req in computed]
+        return self._collector.add(PendingStep(tokens, sampled, logprobs))
+
+    def _update_batch(self, step: Step) -> None:
+        for req_id in step.free:
+            self._batch.remove(req_id)
+        for new in step.new:
+            limit = new.sampling.thinking
+            thinking = None if limit is None else ThinkingBudget(limit, self._grammars.token_bytes)
+            self._batch.add(new, self._grammars.open(new), thinking)
+
+    def _wait_for_tokens(self) -> None:
+        """Wait for all steps in flight, and apply their tokens."""
+        self._collector.collect_all()
+        self._batch.apply(self._collector.take_updates())
 
     def _begin_masks(self, packed: PackedStep) -> StepMasks | None:
         constrained = self._sampler.plan_of(packed.reqs).constrained
-        if constrained is None or not any(req.obeys_grammar for req in constrained.reqs):
+        if constrained is None or not any(req.is_constrained for req in constrained.reqs):
             return None
-        return self._masks.begin(constrained, StepResult if self._launched is None else self._launched.collect)
+        return self._masks.begin(constrained, self._wait_for_tokens)
 
     @torch.inference_mode()
     def _sample(self, packed: PackedStep, out: StepOut, masks: StepMasks | None) -> tuple[Tensor, StepLogprobs | None]:
@@ -190,8 +200,8 @@ class ModelWorker:
         plan = self._sampler.plan_of(packed.reqs)
         tokens, logits = out.tokens[: len(packed.reqs)], out.logits[: len(packed.reqs)]
         if plan.special:
-            if plan.needs_last_tokens and self._launched is not None:
-                self._launched.collect()
+            if plan.needs_last_tokens:
+                self._wait_for_tokens()
             tokens = self._sampler.sample(logits, packed.reqs, tokens, masks)
             rows = int64s([req.row for req in packed.reqs], self._device)
             self._batch.last_ids.index_copy_(0, rows, tokens)

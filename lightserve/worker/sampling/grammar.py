@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 
@@ -19,6 +19,7 @@ from lightserve.grammar.compiler import GrammarCompiler, mask_of
 from lightserve.io_struct import GrammarSpec, NewReq
 from lightserve.model_files.source import ModelSource
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from lightserve.worker.sampling.req_rules import ReqRules
 
 MAX_THREADS = 8  # for the masks of a step: 32 of one JSON schema take 1.1 ms of a slow core, one after the other
 # Matchers of a grammar share a lexer, which one mask at a time can use: so there are several, of eight requests each.
@@ -77,6 +78,42 @@ class ReqGrammar:
     def _note_end(self) -> None:
         if self._is_prefix and self._matcher is not None and self._matcher.is_accepting():
             self.is_over, self._matcher = True, None
+
+
+class GrammarOutput:
+    """The collected tokens of a request with a grammar. It belongs to the collector of results."""
+
+    def __init__(self, new: NewReq, grammar: ReqGrammar) -> None:
+        sampling = new.sampling
+        self._grammar = grammar
+        self._rules = ReqRules(sampling, new.stopping, new.eos_ids)  # not shared: it keeps what n-grams it has seen
+        self._token_ids = list(new.prompt_ids)
+        self._prompt_len = len(new.prompt_ids) - new.output_len
+        self._may_force = sampling.logprobs is None and sampling.thinking is None  # both need a step for each token
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any token may follow."""
+        return self._grammar.is_over
+
+    def add(self, token_id: int) -> tuple[bool, str | None]:
+        """Append a sampled token. Returns whether it completes the grammar, and why it is not allowed, if so."""
+        is_first = len(self._token_ids) == self._prompt_len
+        is_permitted = self._rules.permits(token_id, self._token_ids, is_first)
+        self._grammar.advance(token_id, is_permitted)
+        self._token_ids.append(token_id)
+        return self._grammar.is_complete, self._grammar.error
+
+    def forced(self) -> Iterator[tuple[int, bool]]:
+        """Append the tokens of the only text that may follow. Yields each, and whether it completes the grammar.
+
+        It stops before a token that another rule forbids: to sample that one finds that no token is left.
+        """
+        for token_id in self._grammar.forced() if self._may_force else ():
+            if self.is_free or not self._rules.permits(token_id, self._token_ids, is_first=False):
+                break
+            is_complete, _ = self.add(token_id)
+            yield token_id, is_complete
 
 
 class Grammars:

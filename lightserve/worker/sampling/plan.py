@@ -117,7 +117,7 @@ class SamplingPlan:
         """Whether the host has yet to learn tokens before it can say what may come next, beside what grammars allow."""
         by_tokens = [req for _, req in self.placed if req.rules.depend_on_tokens]
         limited = [req for _, req in self.thinking if req.may_be_forced]
-        return any(req.is_due and not req.is_known for req in (*by_tokens, *limited))
+        return any(req.is_fully_computed and req.has_token_in_flight for req in (*by_tokens, *limited))
 
 
 def make_plan(reqs: list[InferReq], vocab: int, device: torch.device) -> SamplingPlan:

@@ -57,7 +57,7 @@ class Sampler:
 
     def _last_tokens(self, reqs: list[InferReq]) -> Tensor:
         """``[reqs]`` int64; the host may not know them yet."""
-        known = [req.token_ids[-1] if req.is_known else -1 for req in reqs]
+        known = [-1 if req.has_token_in_flight else req.token_ids[-1] for req in reqs]
         host, rows = int64s(known, self._device), int64s([req.row for req in reqs], self._device)
         return torch.where(host < 0, self._last_ids[rows], host)
 

@@ -40,7 +40,7 @@ class SeenTokens:
             req.counted_len += len(known)
             if req.counted_len < req.total_len:
                 waiting.append(req.row)
-                req.counted_len += 1  # of the others, if any, the host is just being told
+                req.counted_len += 1
         if entries:
             self._count(to_device(np.array(entries), self.table.device))
         if waiting:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.worker.infer_batch import InferReq
-from lightserve.worker.sampling.grammar import Grammars
+from lightserve.worker.sampling.grammar import Grammars, ReqGrammar
 from lightserve.worker.sampling.plan import Constrained
 
 
@@ -60,16 +60,25 @@ class MaskMaker:
         self._device = device
         self._thread = None if computes_apart else ThreadPoolExecutor(1, "masks")
 
-    def begin(self, constrained: Constrained, learn_tokens: Callable[[], object]) -> StepMasks:
-        """``learn_tokens`` waits until the host knows the tokens of the steps before; it may not be called."""
-        make = partial(self._make, constrained.reqs, learn_tokens)
-        find = make if self._thread is None else self._thread.submit(make).result
-        return StepMasks(constrained, find, self._device)
+    def begin(self, constrained: Constrained, wait_for_tokens: Callable[[], None]) -> StepMasks:
+        """``wait_for_tokens`` applies the tokens of all steps in flight; it is called only if a grammar needs them.
 
-    def _make(self, reqs: list[InferReq], learn_tokens: Callable[[], object]) -> Tensor:
-        if any(req.obeys_grammar and req.is_due and not req.is_known for req in reqs):
-            learn_tokens()
-        return self._grammars.masks(
-            [req.grammar if req.is_due else None for req in reqs],
-            [req.rules.unwanted_ends(req.output_len) for req in reqs],
-        )
+        Where the device computes apart, that happens when the masks are used: the step is launched by then.
+        """
+        if self._thread is None:
+            return StepMasks(constrained, partial(self._make, constrained.reqs, wait_for_tokens), self._device)
+        inputs = _inputs(constrained.reqs, wait_for_tokens)
+        return StepMasks(constrained, self._thread.submit(self._grammars.masks, *inputs).result, self._device)
+
+    def _make(self, reqs: list[InferReq], wait_for_tokens: Callable[[], None]) -> Tensor:
+        return self._grammars.masks(*_inputs(reqs, wait_for_tokens))
+
+
+def _inputs(
+    reqs: list[InferReq], wait_for_tokens: Callable[[], None]
+) -> tuple[list[ReqGrammar | None], list[tuple[int, ...]]]:
+    """The grammars of the requests that sample a token, and the end tokens that may not come."""
+    if any(req.is_constrained and req.is_fully_computed and req.has_token_in_flight for req in reqs):
+        wait_for_tokens()
+    grammars = [req.grammar if req.is_fully_computed else None for req in reqs]
+    return grammars, [req.rules.unwanted_ends(req.output_len) for req in reqs]
