@@ -30,8 +30,7 @@ from lightserve.common.device import ToHost
 from lightserve.io_struct import ReqFailed, StepResult, Token, TokenOut
 from lightserve.worker.infer_batch import InferReq, TokenUpdate
 from lightserve.worker.rpc import Collect
-from lightserve.worker.sampling.prompt_logprobs import PromptPart, joined
-from lightserve.worker.sampling.sampler import NOT_ASKED, StepLogprobs, TokenLogprobs
+from lightserve.worker.sampling.logprobs import NO_LOGPROBS, PromptChunk, SampledLogprobs, TopLogprobs, join_chunks
 
 NOT_FINITE = "numerical error: the model's logits for the next token are not finite numbers"
 
@@ -41,13 +40,13 @@ class SampledRow(NamedTuple):
 
     row: int
     req: InferReq
-    prompt_parts: list[PromptPart] | None  # of the whole prompt, with its first token, if requested
+    prompt_chunks: list[PromptChunk] | None  # of the whole prompt, with its first token, if requested
 
 
 class PendingStep:
     """A launched step. ``sampled`` leaves out the rows of unfinished prompts."""
 
-    def __init__(self, tokens: Tensor, sampled: Sequence[SampledRow], logprobs: StepLogprobs | None) -> None:
+    def __init__(self, tokens: Tensor, sampled: Sequence[SampledRow], logprobs: SampledLogprobs | None) -> None:
         self.sampled = sampled
         self.result: Future[StepResult] = Future()
         self._tokens = ToHost(tokens)
@@ -59,7 +58,7 @@ class PendingStep:
         ids: list[int] = tokens.tolist()
         return ids
 
-    def logprobs(self) -> dict[int, TokenLogprobs]:
+    def logprobs(self) -> dict[int, TopLogprobs]:
         return {} if self._logprobs is None else self._logprobs.by_row()
 
 
@@ -105,13 +104,13 @@ class StepCollector:
         ids, logprobs = step.token_ids(), step.logprobs()
         tokens: list[TokenOut] = []
         failed: list[ReqFailed] = []
-        for row, req, prompt_parts in step.sampled:
+        for row, req, prompt_chunks in step.sampled:
             if ids[row] == ops.NO_TOKEN:
                 failed.append(ReqFailed(req.req_id, 500, NOT_FINITE))
                 self._updates.append(TokenUpdate(req, [0]))  # ops.place_tokens takes token 0 as well
                 continue
-            prompt = None if prompt_parts is None else joined(prompt_parts, req.sampling.prompt_logprobs or 0)
-            token = Token(ids[row], *logprobs.get(row, NOT_ASKED), prompt_logprobs=prompt)
+            prompt = None if prompt_chunks is None else join_chunks(prompt_chunks, req.sampling.prompt_logprobs or 0)
+            token = Token(ids[row], *logprobs.get(row, NO_LOGPROBS), prompt_logprobs=prompt)
             outs, error = _extend(req, token)
             if error is not None:
                 failed.append(ReqFailed(req.req_id, 400, error))

@@ -14,7 +14,7 @@ from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.ops.step import CHOSEN
 from lightserve.io_struct import NewReq, SamplingParams, StepRow, StoppingParams
 from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
-from lightserve.worker.sampling.prompt_logprobs import PromptPart, StepScores
+from lightserve.worker.sampling.logprobs import PromptChunk, StepPromptLogprobs
 from lightserve.worker.sampling.req_rules import ReqRules
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.shared_prefixes import SharedPrefixes, SharedRows
@@ -49,7 +49,7 @@ class InferReq:
     is_constrained: bool = field(init=False)  # a grammar limits what may follow token_ids
     temperature: float = field(init=False)  # by which the step itself samples; 0: greedily
     rules: ReqRules = field(init=False)
-    prompt_parts: list[PromptPart] | None = field(init=False)  # None: nobody asks for the prompt's logprobs (any more)
+    prompt_chunks: list[PromptChunk] | None = field(init=False)  # None: the prompt's logprobs are not wanted, or done
 
     def __post_init__(self) -> None:
         self.rules = ReqRules(self.sampling, self.stopping, self.eos_ids)
@@ -58,7 +58,7 @@ class InferReq:
         self.leading_slots = np.empty(self.total_len, dtype=np.int32)
         has_first_token = self.output_len > 0  # the prompt's logprobs came with it
         is_wanted = self.sampling.prompt_logprobs is not None and not has_first_token
-        self.prompt_parts = [] if is_wanted else None
+        self.prompt_chunks = [] if is_wanted else None
         is_greedy = self.sampling.is_greedy or self.rules.is_special  # Sampler samples special ones: no noise for them
         self.temperature = 0.0 if is_greedy else self.sampling.temperature
 
@@ -81,10 +81,10 @@ class InferReq:
         """Whether thinking that lasts too long may force the next token."""
         return self.thinking is not None and self.thinking.may_force(self.output_len)
 
-    def add_sampled(self) -> list[PromptPart] | None:
+    def add_sampled(self) -> list[PromptChunk] | None:
         """Count a token that the device has sampled. Returns the logprobs of the prompt with the first one."""
         self.total_len += 1
-        parts, self.prompt_parts = self.prompt_parts, None
+        parts, self.prompt_chunks = self.prompt_chunks, None
         return parts
 
     def apply(self, update: TokenUpdate) -> None:
@@ -93,9 +93,9 @@ class InferReq:
         self.total_len += len(update.token_ids) - 1
         self.is_constrained = update.is_constrained
 
-    def scored_next(self, count: int) -> list[int]:
-        """Tokens of the prompt whose logprobs come of computing its next ``count`` tokens, where they are asked for."""
-        if self.prompt_parts is None:
+    def prompt_targets(self, count: int) -> list[int]:
+        """The prompt tokens whose logprobs follow from computing the next ``count`` tokens, if they are wanted."""
+        if self.prompt_chunks is None:
             return []
         return self.token_ids[self.cache_len + 1 : min(self.cache_len + 1 + count, self.prompt_len)]
 
@@ -117,37 +117,37 @@ class TokenUpdate(NamedTuple):
     is_constrained: bool = False  # the grammar limits what may follow
 
 
-class Scored(NamedTuple):
-    """Of the prompt of a request in a step."""
+class PromptTargets(NamedTuple):
+    """The tokens of a request's prompt whose logprobs a step computes."""
 
     req: InferReq
-    start: int  # the token of the step from which on its tokens say how likely the next is
-    targets: list[int]  # those next tokens
+    start: int  # the row of the step whose logits are those of the first target; the others follow
+    targets: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
     """A step as one array of integers, padded to a shape."""
 
-    inputs: np.ndarray  # int32: see columns_of
+    inputs: np.ndarray  # int32: see step_input.py
     shape: StepShape
     reqs: list[InferReq]
-    scored: list[Scored]
+    prompt_targets: list[PromptTargets]
 
-    def open_scores(self, device: torch.device) -> StepScores | None:
-        """For the logprobs of prompts, of which each request gets its part."""
-        if not self.scored:
+    def prompt_logprobs(self, device: torch.device) -> StepPromptLogprobs | None:
+        """The logprobs of prompts that the step computes. Each request gets its chunk of them."""
+        if not self.prompt_targets:
             return None
-        rows = [row for one in self.scored for row in range(one.start, one.start + len(one.targets))]
-        targets = [target for one in self.scored for target in one.targets]
-        k = max(one.req.sampling.prompt_logprobs or 0 for one in self.scored)
-        scores = StepScores(rows, targets, k, device)
+        rows = [row for one in self.prompt_targets for row in range(one.start, one.start + len(one.targets))]
+        targets = [target for one in self.prompt_targets for target in one.targets]
+        k = max(one.req.sampling.prompt_logprobs or 0 for one in self.prompt_targets)
+        logprobs = StepPromptLogprobs(rows, targets, k, device)
         begin = 0
-        for req, _, own in self.scored:
-            assert req.prompt_parts is not None
-            req.prompt_parts.append(PromptPart(scores, slice(begin, begin + len(own))))
+        for req, _, own in self.prompt_targets:
+            assert req.prompt_chunks is not None
+            req.prompt_chunks.append(PromptChunk(logprobs, slice(begin, begin + len(own))))
             begin += len(own)
-        return scores
+        return logprobs
 
 
 class InferBatch:
@@ -201,9 +201,10 @@ class InferBatch:
             self._prefixes.discard(req)
 
     def pack(self, rows: Sequence[StepRow], fit: Callable[[StepShape], StepShape]) -> PackedStep:
-        """The input of a step, whose tokens count as cached from here on; ``fit`` may want it larger.
+        """The input of a step. Its tokens count as cached from now on, and its requests may be in another order.
 
-        It is not asked where prompts are scored: no captured step does that. The requests may come in another order.
+        ``fit`` returns the padded shape. A step that computes logprobs of prompts keeps its shape: no captured step
+        does that.
         """
         self._note_prompts(rows)
         rows, groups = self._arranged(rows)
@@ -211,9 +212,9 @@ class InferBatch:
         q_len = np.array([len(row.slots) for row in rows], dtype=np.int32)
         count = int(q_len.sum())
         start = np.cumsum(q_len, dtype=np.int32) - q_len
-        scored = _scored(reqs, start.tolist(), q_len.tolist())
+        prompt_targets = _prompt_targets(reqs, start.tolist(), q_len.tolist())
         shape = StepShape(count, len(rows), bool((q_len == 1).any()), bool((q_len > 1).any()), bool(groups))
-        shape = shape if scored else fit(shape)
+        shape = shape if prompt_targets else fit(shape)
         inputs, columns = self._padded(shape)
 
         table_rows = np.array([req.row for req in reqs], dtype=np.int32)
@@ -230,7 +231,7 @@ class InferBatch:
 
         for req, row in zip(reqs, rows, strict=True):
             req.cache_len += len(row.slots)
-        return PackedStep(inputs, shape, reqs, scored)
+        return PackedStep(inputs, shape, reqs, prompt_targets)
 
     def _note_prompts(self, rows: Sequence[StepRow]) -> None:
         """The slots of prompts, which others may share from the next step on."""
@@ -270,10 +271,10 @@ class InferBatch:
         return inputs, columns
 
 
-def _scored(reqs: Sequence[InferReq], starts: Sequence[int], counts: Sequence[int]) -> list[Scored]:
-    asking = [entry for entry in zip(reqs, starts, counts, strict=True) if entry[0].prompt_parts is not None]
-    scored = [Scored(req, start, req.scored_next(count)) for req, start, count in asking]
-    return [one for one in scored if one.targets]
+def _prompt_targets(reqs: Sequence[InferReq], starts: Sequence[int], counts: Sequence[int]) -> list[PromptTargets]:
+    wanted = [entry for entry in zip(reqs, starts, counts, strict=True) if entry[0].prompt_chunks is not None]
+    found = [PromptTargets(req, start, req.prompt_targets(count)) for req, start, count in wanted]
+    return [one for one in found if one.targets]
 
 
 def _ids(req: InferReq, count: int) -> list[int]:

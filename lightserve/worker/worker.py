@@ -20,12 +20,12 @@ from lightserve.model_files.source import ModelSource
 from lightserve.models.registry import get_model_class
 from lightserve.utils.progress import Progress
 from lightserve.worker.collector import PendingStep, SampledRow, StepCollector
-from lightserve.worker.infer_batch import InferBatch, PackedStep
+from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.kv_size import kv_size
 from lightserve.worker.rpc import Collect
 from lightserve.worker.sampling.grammar import Grammars
-from lightserve.worker.sampling.plan import int64s
-from lightserve.worker.sampling.sampler import Sampler, StepLogprobs
+from lightserve.worker.sampling.logprobs import SampledLogprobs
+from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import MaskMaker, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.step_runner import StepOut, StepRunner
@@ -166,10 +166,10 @@ class ModelWorker:
         if not step.rows:
             return StepResult
         packed = self._batch.pack(step.rows, self._runner.fit)
-        self._sampler.look_back(packed.reqs)
-        masks = self._begin_masks(packed)
-        out = self._runner.run(packed.inputs, packed.shape, packed.open_scores(self._device), masks)
-        tokens, logprobs = self._sample(packed, out, masks)
+        plan = self._sampler.prepare(packed.reqs)
+        masks = self._masks.begin(plan.constrained, self._wait_for_tokens)
+        out = self._runner.run(packed.inputs, packed.shape, packed.prompt_logprobs(self._device), masks)
+        tokens, logprobs = self._sample(plan, out, masks)
         # only now: a grammar may have forced tokens meanwhile, so that this step does not compute a request's last one
         computed = [(row, req) for row, req in enumerate(packed.reqs) if req.is_fully_computed]
         sampled = [SampledRow(row, req, req.add_sampled()) for row, req in computed]
@@ -188,24 +188,19 @@ class ModelWorker:
         self._collector.collect_all()
         self._batch.apply(self._collector.take_updates())
 
-    def _begin_masks(self, packed: PackedStep) -> StepMasks | None:
-        constrained = self._sampler.plan_of(packed.reqs).constrained
-        if constrained is None or not any(req.is_constrained for req in constrained.reqs):
-            return None
-        return self._masks.begin(constrained, self._wait_for_tokens)
-
     @torch.inference_mode()
-    def _sample(self, packed: PackedStep, out: StepOut, masks: StepMasks | None) -> tuple[Tensor, StepLogprobs | None]:
-        """A token for each request of the step, and where asked for its log-probability."""
-        plan = self._sampler.plan_of(packed.reqs)
-        tokens, logits = out.tokens[: len(packed.reqs)], out.logits[: len(packed.reqs)]
+    def _sample(
+        self, plan: SamplingPlan, out: StepOut, masks: StepMasks | None
+    ) -> tuple[Tensor, SampledLogprobs | None]:
+        """A token for each request of the step, and the logprobs that are wanted."""
+        count = len(plan.reqs)
+        tokens, logits = out.tokens[:count], out.logits[:count]
         if plan.special:
-            if plan.needs_last_tokens:
+            if plan.needs_tokens_in_flight:
                 self._wait_for_tokens()
-            tokens = self._sampler.sample(logits, packed.reqs, tokens, masks)
-            rows = int64s([req.row for req in packed.reqs], self._device)
-            self._batch.last_ids.index_copy_(0, rows, tokens)
-        return tokens, self._sampler.logprobs(tokens, logits, packed.reqs)
+            tokens = self._sampler.sample(plan, logits, tokens, masks)
+            self._batch.last_ids.index_copy_(0, out.columns.requests[0][:count].long(), tokens)
+        return tokens, self._sampler.logprobs(plan, tokens, logits)
 
 
 def _with_cached_prompt(req: NewReq) -> NewReq:
