@@ -18,7 +18,7 @@ from lightserve.worker.sampling.logprobs import PromptChunk, StepPromptLogprobs
 from lightserve.worker.sampling.req_rules import ReqRules
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.shared_prefixes import SharedPrefixes, SharedRows
-from lightserve.worker.step_input import StepColumns, StepShape, columns_of, input_size
+from lightserve.worker.step_input import Padding, StepShape, pack, padded_input
 
 MIN_SHARING = 16  # requests of a step; smaller ones take little more than reading the weights does
 
@@ -215,17 +215,17 @@ class InferBatch:
         prompt_targets = _prompt_targets(reqs, start.tolist(), q_len.tolist())
         shape = StepShape(count, len(rows), bool((q_len == 1).any()), bool((q_len > 1).any()), bool(groups))
         shape = shape if prompt_targets else fit(shape)
-        inputs, columns = self._padded(shape)
+        inputs, columns = padded_input(shape, self._padding)
 
         table_rows = np.array([req.row for req in reqs], dtype=np.int32)
         ready = np.array([req.cache_len for req in reqs], dtype=np.int32)
-        positions = np.arange(count) + np.repeat(ready - start, q_len)
-        slots = [slot for row in rows for slot in row.slots]
-        ids = [token for req, row in zip(reqs, rows, strict=True) for token in _ids(req, len(row.slots))]
-        _fill(columns.tokens, (np.repeat(table_rows, q_len), positions, slots, ids))
-        _fill(columns.requests, (table_rows, start, ready + q_len, ready))
-        columns.temperature[: len(reqs)] = [req.temperature for req in reqs]
-        columns.seed[: len(reqs)] = [req.seed for req in reqs]
+        tokens = {
+            "row": np.repeat(table_rows, q_len),
+            "position": np.arange(count) + np.repeat(ready - start, q_len),
+            "slot": [slot for row in rows for slot in row.slots],
+            "token_id": [token for req, row in zip(reqs, rows, strict=True) for token in _ids(req, len(row.slots))],
+        }
+        pack(columns, tokens, reqs, {"row": table_rows, "start": start, "seq_len": ready + q_len, "ready_len": ready})
         if groups:
             columns.groups[: len(groups), : len(SharedRows._fields)] = groups
 
@@ -252,23 +252,12 @@ class InferBatch:
         return [rows[place] for place in order], groups
 
     def padding(self, shape: StepShape) -> np.ndarray:
-        """The input of a step that computes nothing."""
-        return self._padded(shape)[0]
+        """The input of a step that computes only padding."""
+        return padded_input(shape, self._padding)[0]
 
-    def _padded(self, shape: StepShape) -> tuple[np.ndarray, StepColumns]:
-        """Input whose tokens go to a slot and a row that nobody reads, of requests of one token each, or none.
-
-        With its columns, where what is computed goes.
-        """
-        inputs = np.zeros(input_size(shape), dtype=np.int32)
-        columns = columns_of(inputs, shape, np.float32, np.int64)
-        rows, _, slots, _ = columns.tokens
-        req_rows, start, seq_len, _ = columns.requests
-        rows[:] = req_rows[:] = self._req_manager.padding_row
-        slots[:] = self.padding_slot
-        start[:] = shape.tokens if shape.has_prompts else np.arange(shape.requests)
-        seq_len[:] = 0 if shape.has_prompts else 1
-        return inputs, columns
+    @property
+    def _padding(self) -> Padding:
+        return Padding(self._req_manager.padding_row, self.padding_slot)
 
 
 def _prompt_targets(reqs: Sequence[InferReq], starts: Sequence[int], counts: Sequence[int]) -> list[PromptTargets]:
@@ -278,11 +267,6 @@ def _prompt_targets(reqs: Sequence[InferReq], starts: Sequence[int], counts: Seq
 
 
 def _ids(req: InferReq, count: int) -> list[int]:
-    """Of the next tokens to compute."""
+    """The ids of the next ``count`` tokens to compute. The last one may be in flight."""
     known = req.token_ids[req.cache_len : req.cache_len + count]
     return known if len(known) == count else [*known, CHOSEN]
-
-
-def _fill(columns: Sequence[np.ndarray], values: Sequence[np.ndarray | list[int]]) -> None:
-    for column, value in zip(columns, values, strict=True):
-        column[: len(value)] = value

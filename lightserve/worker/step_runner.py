@@ -90,12 +90,16 @@ class StepRunner:
     def _forward(
         self, inputs: Tensor, shape: StepShape, prompts: StepPromptLogprobs | None = None
     ) -> tuple[Tensor, StepColumns]:
-        columns = columns_of(inputs, shape, torch.float32, torch.int64)
-        tokens = ops.StepTokens(*columns.tokens)
+        columns = columns_of(inputs, shape)
+        own, reqs = columns.tokens, columns.reqs
+        tokens = ops.StepTokens(own["row"], own["position"], own["slot"], own["token_id"])
         input_ids = ops.place_tokens(tokens, self._batch.req_to_token, self._batch.last_ids)
         attn = ops.AttnBatch(
             self._batch.req_to_token,
-            *columns.requests,
+            reqs["row"],
+            reqs["start"],
+            reqs["seq_len"],
+            reqs["ready_len"],
             has_decodes=shape.has_decodes,
             shared_prefixes=columns.groups,
         )
@@ -106,10 +110,10 @@ class StepRunner:
         return self._model.forward(step), columns
 
     def _sample(self, logits: Tensor, columns: StepColumns, masks: StepMasks | None = None) -> StepOut:
-        rows, _, seq_len, _ = columns.requests
+        reqs = columns.reqs
         token_masks = None if masks is None else masks.for_step(len(logits))
-        sampled = ops.choose(logits, columns.temperature, columns.seed, seq_len, token_masks)
-        self._batch.last_ids.index_copy_(0, rows.long(), sampled)
+        sampled = ops.choose(logits, reqs["temperature"], reqs["seed"], reqs["seq_len"], token_masks)
+        self._batch.last_ids.index_copy_(0, reqs["row"].long(), sampled)
         return StepOut(logits, sampled, columns)
 
 

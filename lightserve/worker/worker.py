@@ -199,7 +199,7 @@ class ModelWorker:
             if plan.needs_tokens_in_flight:
                 self._wait_for_tokens()
             tokens = self._sampler.sample(plan, logits, tokens, masks)
-            self._batch.last_ids.index_copy_(0, out.columns.requests[0][:count].long(), tokens)
+            self._batch.last_ids.index_copy_(0, out.columns.reqs["row"][:count].long(), tokens)
         return tokens, self._sampler.logprobs(plan, tokens, logits)
 
 

@@ -45,9 +45,7 @@ class ReqRules:
     def __init__(self, sampling: SamplingParams, stopping: StoppingParams, eos_ids: tuple[int, ...]) -> None:
         bias = {**sampling.logit_bias, **{word[0]: -np.inf for word in sampling.bad_words_ids if len(word) == 1}}
         self.allowed_ids = np.array(sampling.allowed_token_ids or (), dtype=np.int64)  # empty: all
-        self.first_ids = np.array(
-            sampling.first_allowed_token_ids or (), dtype=np.int64
-        )  # of the first token
+        self.first_ids = np.array(sampling.first_allowed_token_ids or (), dtype=np.int64)  # of the first token
         self.bias_ids = np.array(list(bias), dtype=np.int64)  # each once
         self.bias = np.array(list(bias.values()), dtype=np.float32)
         self.has_grammar = sampling.grammar is not None
