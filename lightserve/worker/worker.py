@@ -15,7 +15,7 @@ from lightserve.common.device import DeviceKind, enough_memory, pick_device
 from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
-from lightserve.io_struct import NewReq, SamplingParams, Step, StepLimits, StepResult, StepRow
+from lightserve.io_struct import KvCopy, NewReq, SamplingParams, Step, StepLimits, StepResult, StepRow
 from lightserve.model_files.source import ModelSource
 from lightserve.models.registry import get_model_class
 from lightserve.utils.progress import Progress
@@ -24,6 +24,7 @@ from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.kv_size import kv_size
 from lightserve.worker.rpc import Collect
 from lightserve.worker.sampling.grammar import Grammars
+from lightserve.worker.sampling.logits import int64s
 from lightserve.worker.sampling.logprobs import SampledLogprobs
 from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import MaskMaker, StepMasks
@@ -182,6 +183,13 @@ class ModelWorker:
             limit = new.sampling.thinking
             thinking = None if limit is None else ThinkingBudget(limit, self._grammars.token_bytes)
             self._batch.add(new, self._grammars.open(new), thinking)
+        for copy in step.copies:
+            self._copy_kv(copy)
+
+    @torch.inference_mode()
+    def _copy_kv(self, copy: KvCopy) -> None:
+        source, target = (int64s(slots, self._device) for slots in (copy.source, copy.target))
+        self.model.mem_manager.copy(source, target)
 
     def _wait_for_tokens(self) -> None:
         """Wait for all steps in flight, and apply their tokens."""

@@ -27,6 +27,12 @@ class MemoryManager:
         """One layer's cache, ``[slots, 2 * kv_heads, dim]``."""
         return self._layers[layer_num]
 
+    def copy(self, source_slots: Tensor, target_slots: Tensor) -> None:
+        """Copy the KV of tokens to other slots in every layer. The two may overlap."""
+        source, target = source_slots.long(), target_slots.long()
+        for cache in self._layers:
+            cache.index_copy_(0, target, cache.index_select(0, source))
+
 
 def kv_bytes_per_token(config: ModelConfig, tp_size: int, dtype: torch.dtype) -> int:
     return config.num_layers * 2 * config.kv_heads_of_rank(tp_size) * config.head_dim * dtype.itemsize

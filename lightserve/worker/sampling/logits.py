@@ -100,7 +100,7 @@ class LogitRules:
             history.count(self.penalised.reqs)
 
     def apply(self, logits: Tensor, masks: StepMasks | None, history: TokenHistory, in_place: bool) -> Tensor:
-        """The logits after all rules, in float32: in a copy unless ``in_place``. ``logits`` itself if no rule applies."""
+        """The logits after all rules, in float32; ``logits`` itself if no rule applies. A copy, unless ``in_place``."""
         forbidden = [(row, token) for row, req in self.forbidding for token in req.forbidden_next()]
         forced = [(row, token) for row, req in self.thinking if (token := req.forced_next()) is not None]
         if not (forbidden or forced or masks or self._change_every_step):
