@@ -25,12 +25,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightserve.common import ops
 from lightserve.common.device import ToHost
 from lightserve.io_struct import ReqFailed, StepResult, Token, TokenOut
 from lightserve.worker.infer_batch import InferReq, TokenUpdate
 from lightserve.worker.rpc import Collect
+from lightserve.worker.sampling.grammar import NO_TOKEN_LEFT
 from lightserve.worker.sampling.logprobs import NO_LOGPROBS, PromptChunk, SampledLogprobs, TopLogprobs, join_chunks
+from lightserve.worker.sampling.sampler import NONE_ALLOWED
 
 NOT_FINITE = "numerical error: the model's logits for the next token are not finite numbers"
 
@@ -105,8 +106,8 @@ class StepCollector:
         tokens: list[TokenOut] = []
         failed: list[ReqFailed] = []
         for row, req, prompt_chunks in step.sampled:
-            if ids[row] == ops.NO_TOKEN:
-                failed.append(ReqFailed(req.req_id, 500, NOT_FINITE))
+            if ids[row] < 0:
+                failed.append(_failure(req.req_id, ids[row]))
                 self._updates.append(TokenUpdate(req, [0]))  # ops.place_tokens takes token 0 as well
                 continue
             prompt = None if prompt_chunks is None else join_chunks(prompt_chunks, req.sampling.prompt_logprobs or 0)
@@ -118,6 +119,11 @@ class StepCollector:
             is_constrained = req.output is not None and not req.output.is_free
             self._updates.append(TokenUpdate(req, [ids[row], *(out.token.id for out in outs[1:])], is_constrained))
         return StepResult(tokens, failed)
+
+
+def _failure(req_id: int, token_id: int) -> ReqFailed:
+    """``token_id``: a value that stands for no token."""
+    return ReqFailed(req_id, 400, NO_TOKEN_LEFT) if token_id == NONE_ALLOWED else ReqFailed(req_id, 500, NOT_FINITE)
 
 
 def _extend(req: InferReq, token: Token) -> tuple[list[TokenOut], str | None]:

@@ -17,7 +17,7 @@ from lightserve.common import ops
 from lightserve.io_struct import GenerationParams, SamplingParams
 from lightserve.worker.infer_batch import InferReq
 from lightserve.worker.sampling.req_rules import NgramBans
-from lightserve.worker.sampling.sampler import Sampler, SamplingPlan, make_plan
+from lightserve.worker.sampling.sampler import NONE_ALLOWED, Sampler, SamplingPlan, make_plan
 from lightserve.worker.sampling.token_history import SeenTokens
 
 INF = float("inf")
@@ -437,7 +437,7 @@ IMPOSSIBLE = [
 
 @pytest.mark.parametrize("params", IMPOSSIBLE)
 @pytest.mark.parametrize("cuts", [{"temperature": 0}, {}, {"top_p": 0.5, "min_p": 0.1, "typical_p": 0.5}])
-def test_a_request_that_forbids_every_token_disturbs_no_other(
+def test_a_request_that_forbids_every_token_gets_none_and_disturbs_no_other(
     backend: str, params: dict[str, Any], cuts: dict[str, Any]
 ) -> None:
     logits = logits_of(3, device_of(backend))
@@ -447,7 +447,7 @@ def test_a_request_that_forbids_every_token_disturbs_no_other(
     first, impossible, last = sample(logits, [neighbours[0], req_of(1, **params, **cuts), neighbours[1]])
 
     assert [first, last] == alone
-    assert 0 <= impossible < VOCAB
+    assert impossible == NONE_ALLOWED
 
 
 def test_the_logits_stay_as_they_are() -> None:

@@ -27,6 +27,10 @@ MAX_THREADS = 8  # for the masks of a step: 32 of one JSON schema take 1.1 ms of
 LANES = 4
 LANE_REQS = 8
 CPU = torch.device("cpu")
+NO_TOKEN_LEFT = (
+    "no token is left that the request's rules allow; relax its allowed tokens, bad words, no_repeat_ngram_size, "
+    "min_new_tokens or grammar"
+)
 
 
 class ReqGrammar:
@@ -66,13 +70,13 @@ class ReqGrammar:
         # of a text for which the vocabulary lacks bytes they are wrong
         return tokens[: matcher.validate_tokens(tokens)] if tokens else tokens
 
-    def advance(self, token_id: int, is_permitted: bool = True) -> None:
-        """The request got this token. One that the grammar or another rule does not permit ends it with an error."""
+    def advance(self, token_id: int) -> None:
+        """Append a token of the request. One that the grammar does not allow sets ``error``."""
         matcher = self.matcher
         if matcher is None or self.error is not None or matcher.is_stopped():
             return
-        if not (is_permitted and matcher.consume_token(token_id)):
-            self.error = "no token is left that the grammar and the other rules of the request allow"
+        if not matcher.consume_token(token_id):  # the step samples token 0 if a mask allows no token
+            self.error = NO_TOKEN_LEFT
         self._note_end()
 
     def _note_end(self) -> None:
@@ -88,7 +92,6 @@ class GrammarOutput:
         self._grammar = grammar
         self._rules = ReqRules(sampling, new.stopping, new.eos_ids)  # not shared: it keeps what n-grams it has seen
         self._token_ids = list(new.prompt_ids)
-        self._prompt_len = len(new.prompt_ids) - new.output_len
         self._may_force = sampling.logprobs is None and sampling.thinking is None  # both need a step for each token
 
     @property
@@ -98,9 +101,7 @@ class GrammarOutput:
 
     def add(self, token_id: int) -> tuple[bool, str | None]:
         """Append a sampled token. Returns whether it completes the grammar, and why it is not allowed, if so."""
-        is_first = len(self._token_ids) == self._prompt_len
-        is_permitted = self._rules.permits(token_id, self._token_ids, is_first)
-        self._grammar.advance(token_id, is_permitted)
+        self._grammar.advance(token_id)
         self._token_ids.append(token_id)
         return self._grammar.is_complete, self._grammar.error
 
@@ -110,7 +111,7 @@ class GrammarOutput:
         It stops before a token that another rule forbids: to sample that one finds that no token is left.
         """
         for token_id in self._grammar.forced() if self._may_force else ():
-            if self.is_free or not self._rules.permits(token_id, self._token_ids, is_first=False):
+            if self.is_free or not self._rules.permits(token_id, self._token_ids):
                 break
             is_complete, _ = self.add(token_id)
             yield token_id, is_complete

@@ -98,12 +98,11 @@ class ReqRules:
         is_too_early = output_len < self._min_new_tokens and not self._ends_by_grammar
         return self._ends + forbidden if is_too_early else forbidden
 
-    def permits(self, token_id: int, token_ids: list[int], is_first: bool) -> bool:
-        """Whether ``token_id`` may follow. Only a row of which nothing was left has a token that may not."""
+    def permits(self, token_id: int, token_ids: list[int]) -> bool:
+        """Whether ``token_id`` may follow ``token_ids``, the last of which is output. Early ends are permitted."""
         if not self.is_special:
             return True
-        limits = (self.allowed_ids, self.first_ids if is_first else self.allowed_ids)
-        if any(ids.size and token_id not in ids for ids in limits):
+        if self.allowed_ids.size and token_id not in self.allowed_ids:
             return False
         is_banned = np.isneginf(self.bias[self.bias_ids == token_id]).any()
         return not is_banned and token_id not in self.forbidden_after(token_ids, self._min_new_tokens)

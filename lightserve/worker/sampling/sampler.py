@@ -17,6 +17,8 @@ from lightserve.worker.sampling.req_rules import Filters
 from lightserve.worker.sampling.step_masks import Constrained, StepMasks
 from lightserve.worker.sampling.token_history import TokenHistory
 
+NONE_ALLOWED = -2  # in place of a token: the logits are numbers, but the rules of the request forbid every token
+
 
 @dataclass(frozen=True, slots=True)
 class TypicalFilter:
@@ -185,5 +187,6 @@ def _sample_greedily(logits: Tensor) -> Tensor:
 
 
 def _merge(tokens: Tensor, sampled: Tensor) -> Tensor:
-    """``sampled`` where the step found a token. A row of which the rules left nothing gets token 0."""
-    return sampled.clamp(min=0).where(tokens != ops.NO_TOKEN, ops.NO_TOKEN)
+    """``sampled``, but NO_TOKEN where the step found none, and NONE_ALLOWED where only the rules left none."""
+    sampled = sampled.where(sampled != ops.NO_TOKEN, NONE_ALLOWED)
+    return sampled.where(tokens != ops.NO_TOKEN, ops.NO_TOKEN)
