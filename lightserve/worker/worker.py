@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 import torch
@@ -14,8 +15,8 @@ from lightserve.common.checkpoint.reader import open_checkpoint, outline, total_
 from lightserve.common.device import DeviceKind, enough_memory, pick_device
 from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
-from lightserve.errors import ServerError
-from lightserve.io_struct import KvCopy, NewReq, SamplingParams, Step, StepLimits, StepResult, StepRow
+from lightserve.errors import InvalidRequestError, ServerError
+from lightserve.io_struct import GrammarSpec, KvCopy, NewReq, SamplingParams, Step, StepLimits, StepResult, StepRow
 from lightserve.model_files.source import ModelSource
 from lightserve.models.registry import get_model_class
 from lightserve.utils.progress import Progress
@@ -175,6 +176,11 @@ class ModelWorker:
         computed = [(row, req) for row, req in enumerate(packed.reqs) if req.is_fully_computed]
         sampled = [SampledRow(row, req, req.add_sampled()) for row, req in computed]
         return self._collector.add(PendingStep(tokens, sampled, logprobs))
+
+    def prepare(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+        """Compile a grammar before a request with it enters. From any thread."""
+        with suppress(InvalidRequestError):  # the request fails with the error when it enters
+            self._grammars.prepare(grammar, eos_ids)
 
     def _update_batch(self, step: Step) -> None:
         for req_id in step.free:
