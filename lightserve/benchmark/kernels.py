@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     kind = pick_device(args.device)
     if kind.name == "cpu" and args.device is None:
         raise ServerError("a kernel table needs a GPU; --device cpu tries the program on tiny shapes")
-    device, dtype = kind.device(0), kind.dtypes[0]
+    device, dtype = kind.torch_device(0), kind.dtypes[0]
     kind.bind(device)
     ceilings = measure_ceilings(device, dtype)
     cases = cases_of(TINY if kind.name == "cpu" else LLAMA3_8B, dtype)

@@ -30,7 +30,7 @@ def main(boot: Boot, parent: Parent) -> None:
         kind = pick_device(config.device)
         with _phase(parent, "load and compile"):
             source = resolve(config.model_dir, needs_weights=config.load_format == "auto")
-            tp = init_tp(boot.index, config.tp, f"file://{boot.path('tp')}", kind.comm)
+            tp = init_tp(boot.index, config.tp, f"file://{boot.path('tp')}", kind.comm_backend)
             worker = ModelWorker(config, source, tp)
         with _phase(parent, "warm up"):
             worker.warm_up()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.device import ToHost
+from lightserve.common.device import copy_to_host
 from lightserve.io_struct import PromptLogprobs, TokenOut
 from lightserve.worker.infer_batch import InferReq
 from lightserve.worker.sampling.prompt_logprobs import joined
@@ -31,7 +31,7 @@ class PendingStep:
         before: PendingStep | None,
     ) -> None:
         self._before = before
-        self._tokens = ToHost(tokens)
+        self._tokens = copy_to_host(tokens)
         self._chosen = chosen
         self._logprobs = logprobs
         self._lock = threading.Lock()  # the next step may need the tokens before the router asks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common.basemodel import LogitsOf
-from lightserve.common.device import ToHost, to_device
+from lightserve.common.device import HostCopy, copy_to_host, to_device
 from lightserve.io_struct import PromptLogprobs
 
 PIECE = 2**25  # logits at once: 134 MB in float32, and still enough rows for a matmul that the weights do not dominate
@@ -25,7 +25,7 @@ class StepScores:
         self._rows = to_device(np.array(rows, dtype=np.int64), device)
         self._targets = to_device(np.array(targets, dtype=np.int64), device)
         self._k = k
-        self._to_host: ToHost | None = None
+        self._to_host: HostCopy | None = None
 
     def compute(self, logits_of: LogitsOf, vocab: int) -> None:
         """While the step runs; the results are on their way to the host then."""
@@ -35,7 +35,7 @@ class StepScores:
             scores_of(logits_of(rows), targets, k)
             for rows, targets in zip(self._rows.split(count), self._targets.split(count), strict=True)  # type: ignore[no-untyped-call]
         ]
-        self._to_host = ToHost(*(torch.cat(column) for column in zip(*pieces, strict=True)))
+        self._to_host = copy_to_host(*(torch.cat(column) for column in zip(*pieces, strict=True)))
 
     def arrays(self) -> list[np.ndarray]:
         """Waits for them."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.device import ToHost
+from lightserve.common.device import copy_to_host
 from lightserve.worker.infer_batch import InferReq
 from lightserve.worker.sampling.logit_rules import decay_length, forbid, forbid_others, force, limit_first
 from lightserve.worker.sampling.plan import (
@@ -130,7 +130,7 @@ class StepLogprobs:
         logprobs = logits[rows].float().log_softmax(-1)
         chosen = logprobs.gather(1, tokens[rows, None].clamp(min=0))[:, 0]
         values, token_ids = logprobs.topk(min(max(self._counts), logprobs.shape[1]))
-        self._to_host = ToHost(chosen, values, token_ids)
+        self._to_host = copy_to_host(chosen, values, token_ids)
 
     def by_row(self) -> dict[int, TokenLogprobs]:
         chosen, values, token_ids = (tensor.tolist() for tensor in self._to_host.tensors())

@@ -51,14 +51,14 @@ class StepMasks:
 class MaskMaker:
     """Makes the masks of one step after the other."""
 
-    def __init__(self, grammars: Grammars, device: torch.device, computes_apart: bool) -> None:
-        """``computes_apart``: the device computes beside the thread that asks it to. Else masks have one of their own.
+    def __init__(self, grammars: Grammars, device: torch.device, launches_async: bool) -> None:
+        """``launches_async``: a launch returns before the work is done. Else masks have a thread of their own.
 
         To hand them from thread to thread costs more than what it saves where the asking thread would wait anyway.
         """
         self._grammars = grammars
         self._device = device
-        self._thread = None if computes_apart else ThreadPoolExecutor(1, "masks")
+        self._thread = None if launches_async else ThreadPoolExecutor(1, "masks")
 
     def begin(self, constrained: Constrained, learn_tokens: Callable[[], object]) -> StepMasks:
         """``learn_tokens`` waits until the host knows the tokens of the steps before; it may not be called."""
