@@ -122,8 +122,9 @@ def test_an_unknown_device_is_refused_with_the_names_that_are_known() -> None:
     "message",
     [
         "[enforce fail] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8",
+        "[enforce fail] posix_memalign. DefaultCPUAllocator: not enough memory: you tried to allocate 8",
     ],
-    ids=["x86_64"],
+    ids=["x86_64", "aarch64"],
 )
 def test_a_failed_allocation_on_a_cpu_is_explained(message: str) -> None:
     with (

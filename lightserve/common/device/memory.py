@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lightserve.errors import ServerError
 
-# Torch has no class of its own for a failed allocation on a CPU.
-CPU_MESSAGES = ("can't allocate memory",)
+# Torch has no class of its own for a failed allocation on a CPU. On x86 it says "can't allocate memory", on ARM "not
+# enough memory: you tried to allocate 4096 bytes".
+CPU_MESSAGES = ("can't allocate memory", "not enough memory")
 
 
 def pinned(array: np.ndarray) -> Tensor:
