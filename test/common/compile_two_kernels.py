@@ -18,10 +18,10 @@ from triton.runtime import driver
 from lightserve.common.compile.ahead import compile_ahead
 from lightserve.common.compile.processes import kernel_compiler
 from lightserve.common.triton_kernel import activation
-from test.ops.compile_kernels import AbsentH200
+from test.ops.compile_kernels import AbsentCard
 
 if __name__ == "__main__":
-    driver.set_active(AbsentH200())
+    driver.set_active(AbsentCard(90))
     entered: list[int] = []
     compiled_here: list[bool] = []
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import _token_items, token_attention
+from lightserve.common.device.profile import H200
+from lightserve.common.triton_kernel import _card, _token_items, token_attention
 from test.ops.cases import (
     HEAD_DIMS,
     NAN,
@@ -140,7 +141,7 @@ def test_a_launch_fills_the_rows_of_requests_with_one_and_no_others(lens: list[t
 @pytest.mark.parametrize("count", [4, 5, 7])
 def test_token_attention_in_waves_matches_its_definition(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two programs a kv head run at once; one request is longer than its share."""
-    monkeypatch.setattr(_token_items, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(_card, "active", replace(H200, multiprocessors=1))
     lens = [(140, 1), (5, 1), (0, 9), (900, 1), (70, 1), (0, 1), (30, 2), (300, 1), (450, 1)][: count + 2]
     q, cache, batch, scale = attention_args(lens, (6, 2), 64, torch.float32, device_of("triton"))
     rows = [sum(new for _, new in lens[:i]) for i, (_, new) in enumerate(lens) if new == 1]
@@ -166,7 +167,7 @@ def test_items_cover_all_keys_and_leave_no_multiprocessor_idle_for_long(
     lengths: Callable[[random.Random], int], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Brute force: 66 programs a kv head take the items in their order."""
-    monkeypatch.setattr(_token_items, "MULTIPROCESSORS", 132)
+    monkeypatch.setattr(_card, "active", H200)
     chance = random.Random(count)
     keys = [lengths(chance) for _ in range(count)]
     lens = [(length - 1, 1) for length in keys]

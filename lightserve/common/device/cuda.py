@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,10 @@ class CudaDevice(Device):
         if dtype is not torch.bfloat16 or not torch.cuda.is_available():
             return True
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+    def bind(self, device: torch.device, deterministic: bool = False) -> None:
+        super().bind(device, deterministic)
+        import_module(self.ops_module).use_profile(self.profile(device))
 
     def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:
         from lightserve.common.compile.ahead import compile_ahead  # imports triton

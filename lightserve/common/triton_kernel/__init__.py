@@ -20,6 +20,7 @@ from lightserve.common.triton_kernel import (
     vocab_embedding,
     write_kv,
 )
+from lightserve.common.triton_kernel._card import use_profile
 
 __all__ = [
     "activation",
@@ -38,6 +39,7 @@ __all__ = [
     "rms_norm",
     "rotary_write_kv",
     "token_attention",
+    "use_profile",
     "vocab_embedding",
     "write_kv",
 ]

@@ -15,14 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.triton_kernel import _card
 from lightserve.common.triton_kernel._attention import LOG2_E, dot_block
 from lightserve.common.triton_kernel._blocks import cdiv, few_sizes
 from lightserve.common.triton_kernel._context_fold import fold_blocks, load_rows
 from lightserve.common.triton_kernel._context_tiles import Tiling, packed_heads, tiling_of
 
-# Two of 64 rows on each multiprocessor of an H200. 64 requests behind 2,048 tokens take 31.8 us a layer so, and with
-# four; with one 33. Parts of 64 or 256 keys at the least change nothing there.
-PROGRAMS = 132 * 2
+# Programs of 64 rows. On an H200 64 requests behind 2,048 tokens take 31.8 us a layer with two on each multiprocessor,
+# and with four; with one 33. Parts of 64 or 256 keys at the least change nothing there.
+PROGRAMS_PER_MULTIPROCESSOR = 2
 MIN_PART = 128  # keys
 MAX_PARTS = tl.constexpr(8)  # of a prefix; as many as the merge of token_attention takes at once
 
@@ -176,7 +177,7 @@ def plan_shared(batch: ops.AttnBatch, q: Tensor, kv_heads: int, groups: Tensor) 
     tiling = _tiling(q)
     tile = tiling.rows // packed
     requests = len(batch.b_req_idx)
-    wanted = cdiv(PROGRAMS, heads // packed)
+    wanted = cdiv(_card.active.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR, heads // packed)
     max_items = wanted + requests // tile + len(groups)  # a last part may be shorter than the others, and a last tile
     new = batch.b_req_idx.new_empty
     found = SharedPlan(

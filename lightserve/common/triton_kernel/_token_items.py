@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.triton_kernel import _card
 from lightserve.common.triton_kernel._blocks import few_sizes
 from lightserve.common.triton_kernel._check import check_last_contiguous, tensors_of
 from lightserve.common.triton_kernel._shared_prefix import SharedPlan
 
-MULTIPROCESSORS = 132  # of an H200
 MIN_ITEM = 64  # keys; a shorter item costs more to merge than to read
 # int32 each: query row, row of req_to_token, begin, end, seq_len; of its request the first item and how many there are;
 # where prefixes are shared, the request's place in the batch, or -1 if it shares none
@@ -156,7 +156,7 @@ def plan(
     q_heads, kv_heads = heads
     b_seq_len = batch.b_seq_len
     requests = len(b_seq_len)
-    wave = max(MULTIPROCESSORS * at_once // kv_heads, 1)
+    wave = max(_card.active.multiprocessors * at_once // kv_heads, 1)
     max_items = wave + requests  # each request's last item may be shorter than the others
     found = Plan(
         items=b_seq_len.new_empty((max_items, ITEM_FIELDS.value)),

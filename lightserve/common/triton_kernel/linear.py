@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
+from lightserve.common.triton_kernel._card import stages_that_fit
 from lightserve.common.triton_kernel._check import check_last_contiguous
 
 MIN_ROWS = 8  # of the input that the GPU multiplies at once
@@ -130,7 +131,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, blo
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=stages_that_fit((config.block_n + block_m) * block_k * x.element_size(), config.num_stages),
     )
     return out
 

@@ -12,7 +12,7 @@ comes behind it, and who merges them folds in the partial results of the prefix 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel._attention import LOG2_E, dot_block
+from lightserve.common.triton_kernel._attention import LOG2_E, MIN_DOT, dot_block
 from lightserve.common.triton_kernel._blocks import next_power_of_2
+from lightserve.common.triton_kernel._card import fits, programs_per_multiprocessor, stages_that_fit
 from lightserve.common.triton_kernel._check import check_last_contiguous
 from lightserve.common.triton_kernel._shared_prefix import MAX_PARTS, launch_shared, plan_shared
 from lightserve.common.triton_kernel._token_items import ITEM_FIELDS, Plan, plan
@@ -205,14 +206,25 @@ def _token_attention_kernel(
     tl.store(out_ptr + members[:, None] * out_head_stride + cols, merged, mask=mask)
 
 
-def config_of(dtype: torch.dtype, block_d: int) -> Config:
-    """The fastest of an H200 for 64 requests of 1,150 tokens in bfloat16; that for rows over 256 bytes is a guess."""
+def config_of(dtype: torch.dtype, block_d: int, block_m: int) -> Config:
+    """The tiles of a program, as many as its card has room for.
+
+    Those for rows up to 256 bytes are the fastest of an H200 for 64 requests of 1,150 tokens in bfloat16. Those for
+    longer rows are a guess.
+    """
     row_bytes = dtype.itemsize * block_d
+    config = Config(block_n=32, num_warps=4, num_stages=3, at_once=2)
     if row_bytes <= 128:
-        return Config(block_n=64, num_warps=4, num_stages=3, at_once=6)
-    if row_bytes <= 256:
-        return Config(block_n=32, num_warps=2, num_stages=4, at_once=4)
-    return Config(block_n=32, num_warps=4, num_stages=3, at_once=2)  # of 1,024 bytes, four stages would not fit
+        config = Config(block_n=64, num_warps=4, num_stages=3, at_once=6)
+    elif row_bytes <= 256:
+        config = Config(block_n=32, num_warps=2, num_stages=4, at_once=4)
+    key_bytes, query_bytes = 2 * row_bytes, block_m * row_bytes  # of a key with its value, and of all queries
+    block_n = config.block_n
+    while block_n > MIN_DOT and not fits(block_n * key_bytes, 2, query_bytes):
+        block_n //= 2
+    stages = stages_that_fit(block_n * key_bytes, config.num_stages, query_bytes)
+    at_once = programs_per_multiprocessor(config.at_once)
+    return replace(config, block_n=block_n, num_stages=stages, at_once=at_once)
 
 
 def launch(
@@ -228,7 +240,8 @@ def launch(
         return
     kv_heads = kv_cache.shape[1] // 2
     block_d = dot_block(dim)
-    config = config_of(kv_cache.dtype, block_d)
+    block_m = dot_block(heads // kv_heads)
+    config = config_of(kv_cache.dtype, block_d, block_m)
     key = f"token_attention {heads}/{kv_heads} x {dim}, {config.block_n}"
     found: Plan | None = batch.plans.get(key)
     if found is None:
@@ -262,7 +275,7 @@ def launch(
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         DIM=dim,
-        BLOCK_M=dot_block(heads // kv_heads),
+        BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=block_d,
         BLOCK_GROUP=next_power_of_2(heads // kv_heads),
