@@ -54,6 +54,7 @@ class ModelWorker:
         device = kind.torch_device(tp.rank)
         kind.bind(device, config.deterministic)
         self.model_config = ModelConfig.from_hf(source.hf_config())
+        kind.check_head_dim(self.model_config.head_dim)
         self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
         dtype = _dtype(config, self.model_config, kind)
         args = ModelArgs(

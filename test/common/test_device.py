@@ -9,6 +9,7 @@ import torch
 from lightserve.common import ops
 from lightserve.common.device import device_named, explain_out_of_memory, host_memory, pick_device, registry
 from lightserve.common.device.cpu import CpuDevice
+from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
 from lightserve.errors import ServerError
 
 
@@ -44,6 +45,15 @@ def test_more_ranks_than_gpus_are_refused_with_the_number_that_fits(monkeypatch:
     assert device_named("cuda").torch_device(1).index == 1
     with pytest.raises(ServerError, match="rank 2 has no GPU of its own: 2 found; lower tp to 2"):
         device_named("cuda").torch_device(2)
+
+
+def test_a_head_dim_over_the_limit_of_the_attention_kernels_is_refused() -> None:
+    assert device_named("cuda").max_head_dim == MAX_HEAD_DIM
+
+    device_named("cuda").check_head_dim(MAX_HEAD_DIM)
+    device_named("cpu").check_head_dim(4096)
+    with pytest.raises(ServerError, match="the model's head_dim is 576; attention on cuda takes up to 512; use the"):
+        device_named("cuda").check_head_dim(576)
 
 
 @pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

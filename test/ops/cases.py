@@ -34,7 +34,7 @@ TOLERANCE: dict[
 }
 NAN = float("nan")
 EPS = 1e-5
-HEAD_DIMS = [64, 80, 96, 128, 256]
+HEAD_DIMS = [64, 80, 96, 128, 256, 320, 512]
 
 
 def backends_of(op: Op[Any, Any]) -> list[str]:

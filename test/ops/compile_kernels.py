@@ -2,10 +2,10 @@
 
     python -m test.ops.compile_kernels 89 heavy
 
-The arguments are a compute capability and which kernels: ``all``, or ``heavy``, which use much shared memory. Wrappers
-run on CPU tensors while Triton is told that such a GPU is there, and each launch stops after the compiler. So a kernel
-is compiled with the very types, constants and alignments that its wrapper passes. This runs as a process of its own,
-because Triton decides on import whether it interprets.
+The arguments are a compute capability and which kernels: ``all``, those and ``every head_dim``, or ``heavy``, which use
+much shared memory. The wrappers run on CPU tensors while Triton is told that such a GPU is there, and each launch stops
+after the compiler. So a kernel is compiled with the very types, constants and alignments that its wrapper passes. This
+runs as a process of its own, because Triton decides on import whether it interprets.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from lightserve.common import ops, triton_kernel
 from lightserve.common.compile.server import AbsentGpu
 from lightserve.common.device.profile import KIB, gpu_profile
 from lightserve.common.triton_kernel import fixed_order, linear, norm_linear
+from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
 from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args, share_prefixes
 
 BACKENDS = ("triton", ops.fixed_order("triton"))
-HEAD_DIMS = (80, 128, 256)  # padded, the usual, and the largest; ARGS holds 64
-HEAVY_DTYPES = (torch.float32, torch.bfloat16)  # float16 takes what bfloat16 takes
+HEAD_DIMS = (80, 128, 256)  # padded, the usual, and large; ARGS holds 64
+HEAVY_HEAD_DIMS = {torch.float32: (256,), torch.bfloat16: (128, 512)}  # where tiles take most of shared memory
 # multiprocessors, KiB of shared memory a thread block: A100, L4, H200, B200
 CARDS = {80: (108, 163), 89: (58, 99), 90: (132, 227), 100: (148, 227)}
 
@@ -65,13 +66,13 @@ class Compiler:
         by_dtype[self.dtype] = max(by_dtype.get(self.dtype, 0), compiled.metadata.shared)
 
 
-def compile_every_wrapper(dtype: torch.dtype) -> None:
+def compile_every_wrapper(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
     for backend in BACKENDS:
         for name, op in ops.OPS.items():
             if backend in op.impls:
                 op.impls[backend](*ARGS[name](16, dtype, "cpu"))
     ops.choose.impls["triton"](*ARGS["choose"](16, dtype, "cpu")[:4])  # without masks
-    compile_heavy(dtype, HEAD_DIMS)
+    compile_heavy(dtype, head_dims)
 
 
 def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
@@ -81,7 +82,7 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
         for backend in BACKENDS:
             ops.context_attention.impls[backend](*context_attention_args(*shape), torch.ones(8))
             ops.token_attention.impls[backend](*attention_args(*shape), torch.ones(8))
-    q, cache, batch, scale = attention_args([(700, 1), (800, 1)], (8, 2), HEAD_DIMS[-1], dtype, "cpu")
+    q, cache, batch, scale = attention_args([(700, 1), (800, 1)], (8, 2), head_dims[-1], dtype, "cpu")
     ops.token_attention.impls["triton"](q, cache, share_prefixes(cache, batch, [(0, 2, 600)]), scale)
     compile_linear(dtype)
     compile_norm_linear(dtype)
@@ -108,9 +109,12 @@ def main(capability: int, which: str) -> None:
     compiler.install(capability)
     multiprocessors, shared_kib = CARDS[capability]
     triton_kernel.use_profile(gpu_profile(f"sm_{capability}", multiprocessors, shared_kib * KIB))
-    for dtype in FLOATS if which == "all" else HEAVY_DTYPES:
+    for dtype in FLOATS:
         compiler.dtype = str(dtype).removeprefix("torch.")
-        compile_every_wrapper(dtype) if which == "all" else compile_heavy(dtype, HEAD_DIMS[-1:])
+        if which == "heavy" and dtype in HEAVY_HEAD_DIMS:
+            compile_heavy(dtype, HEAVY_HEAD_DIMS[dtype])
+        elif which != "heavy":
+            compile_every_wrapper(dtype, (*HEAD_DIMS, MAX_HEAD_DIM) if which == "every head_dim" else HEAD_DIMS)
     print(json.dumps({"shared_bytes": compiler.shared_bytes, "errors": compiler.errors}))
 
 

@@ -106,6 +106,14 @@ def test_triton_refuses_heads_that_cannot_share_the_cache() -> None:
         ops.token_attention.impls["triton"](q.mT.contiguous().mT, cache, batch, scale)
 
 
+@pytest.mark.parametrize("backend", ["triton", ops.fixed_order("triton")])
+def test_triton_refuses_a_head_dim_over_its_limit(backend: str) -> None:
+    args = attention_args([(3, 1)], (1, 1), 520, torch.float32, device_of("triton"))
+
+    with pytest.raises(ValueError, match="head_dim 520 is over the limit 512 of the Triton attention kernels; use the"):
+        ops.token_attention.impls[backend](*args)
+
+
 def test_triton_refuses_a_batch_with_gaps() -> None:
     q, cache, batch, scale = attention_args([(3, 1), (4, 1)], (4, 2), 64, torch.float32, device_of("triton"))
     gapped = replace(batch, b_seq_len=torch.stack((batch.b_seq_len, batch.b_seq_len), dim=1)[:, 0])

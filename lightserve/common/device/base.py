@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.device.profile import Profile
+from lightserve.errors import ServerError
 
 Key = TypeVar("Key")
 Out = TypeVar("Out")
@@ -45,6 +46,7 @@ class Device(ABC):
     pipeline_depth: ClassVar[int]  # steps in flight: an accelerator must find its next step ready
     launches_async: ClassVar[bool]  # whether a launch returns before the work is done
     step_timeout_s: ClassVar[float]  # default: no healthy step takes so long
+    max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
 
     # which devices there are
 
@@ -85,6 +87,14 @@ class Device(ABC):
 
     def has_dtype(self, dtype: torch.dtype) -> bool:
         return True
+
+    def check_head_dim(self, head_dim: int) -> None:
+        """Refuse a model whose attention heads the ops cannot compute. Called before weights load."""
+        if self.max_head_dim is not None and head_dim > self.max_head_dim:
+            raise ServerError(
+                f"the model's head_dim is {head_dim}; attention on {self.name} takes up to {self.max_head_dim}; "
+                "use the device cpu"
+            )
 
     @abstractmethod
     def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:

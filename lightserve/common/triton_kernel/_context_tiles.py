@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel._blocks import cdiv
+from lightserve.common.triton_kernel._card import stages_that_fit
 from lightserve.common.triton_kernel._check import check_last_contiguous, tensors_of
 
 REQ_IDX = tl.constexpr(0)  # what is listed of a tile: the request's row of req_to_token
@@ -39,16 +40,26 @@ TILINGS = {
     (2, 64): Tiling(64, 64, 4, 3),
     (2, 128): Tiling(64, 64, 4, 3),
     (2, 256): Tiling(64, 32, 4, 2),
+    (2, 512): Tiling(32, 16, 4, 2),  # not measured
     (4, 64): Tiling(32, 32, 4, 2),
     (4, 128): Tiling(32, 16, 4, 2),
     (4, 256): Tiling(16, 16, 4, 2),
+    (4, 512): Tiling(16, 16, 4, 2),
 }
 SMALLEST_BLOCK = 64  # of the head dimension that has a row above
+FLOAT32_BYTES = 4
 MAX_PACKED = 16  # query heads a tile; of more that share a kv head, each has its own tiles
 
 
 def tiling_of(element_bytes: int, block_d: int) -> Tiling:
-    return TILINGS[element_bytes, max(block_d, SMALLEST_BLOCK)]
+    """The tiles for a block of the head dimension, in as many stages as the card has room for."""
+    tiling = TILINGS[element_bytes, max(block_d, SMALLEST_BLOCK)]
+    row_bytes = element_bytes * block_d
+    tile_bytes, resident_bytes = 2 * tiling.keys * row_bytes, tiling.rows * row_bytes
+    if element_bytes == FLOAT32_BYTES:  # of these Triton keeps as many tiles as there are stages
+        resident_bytes += tile_bytes
+    stages = stages_that_fit(tile_bytes, tiling.stages, resident_bytes)
+    return tiling if stages == tiling.stages else tiling._replace(stages=stages)
 
 
 def packed_heads(heads: int, kv_heads: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel import _card
-from lightserve.common.triton_kernel._attention import LOG2_E, dot_block
+from lightserve.common.triton_kernel._attention import LOG2_E, head_block
 from lightserve.common.triton_kernel._blocks import cdiv, few_sizes
 from lightserve.common.triton_kernel._context_fold import fold_blocks, load_rows
 from lightserve.common.triton_kernel._context_tiles import Tiling, packed_heads, tiling_of
@@ -237,11 +237,11 @@ def launch_shared(
         DIM=dim,
         BLOCK_M=tiling.rows,
         BLOCK_N=tiling.keys,
-        BLOCK_D=dot_block(dim),
+        BLOCK_D=head_block(dim),
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
 
 
 def _tiling(q: Tensor) -> Tiling:
-    return tiling_of(q.element_size(), dot_block(q.shape[2]))
+    return tiling_of(q.element_size(), head_block(q.shape[2]))

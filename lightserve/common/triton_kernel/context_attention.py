@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel import token_attention
-from lightserve.common.triton_kernel._attention import LOG2_E, dot_block
+from lightserve.common.triton_kernel._attention import LOG2_E, head_block
 from lightserve.common.triton_kernel._check import check_heads_side_by_side
 from lightserve.common.triton_kernel._context_fold import fold_in_order, fold_own, fold_prefix, load_rows
 from lightserve.common.triton_kernel._context_tiles import (
@@ -153,7 +153,7 @@ def _launch(
     if not len(q):
         return
     heads, kv_heads, dim = q.shape[1], kv_cache.shape[1] // 2, q.shape[2]
-    block_d = dot_block(dim)
+    block_d = head_block(dim)
     tiling = tiling_of(q.element_size(), block_d)
     packed = packed_heads(heads, kv_heads)
     tokens = tiling.rows // packed

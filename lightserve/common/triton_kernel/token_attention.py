@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel._attention import LOG2_E, MIN_DOT, dot_block
+from lightserve.common.triton_kernel._attention import LOG2_E, MIN_DOT, dot_block, head_block
 from lightserve.common.triton_kernel._blocks import next_power_of_2
 from lightserve.common.triton_kernel._card import fits, programs_per_multiprocessor, stages_that_fit
 from lightserve.common.triton_kernel._check import check_last_contiguous
@@ -239,7 +239,7 @@ def launch(
     if len(batch.b_seq_len) == 0:
         return
     kv_heads = kv_cache.shape[1] // 2
-    block_d = dot_block(dim)
+    block_d = head_block(dim)
     block_m = dot_block(heads // kv_heads)
     config = config_of(kv_cache.dtype, block_d, block_m)
     key = f"token_attention {heads}/{kv_heads} x {dim}, {config.block_n}"
