@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,8 @@ class AttnBatch:
     # (0: no group), and how many tokens they begin with that lie in the same slots; the last is unused. A hint: a
     # backend may read such a prefix once for all, which changes no result but by rounding.
     shared_prefixes: Tensor | None = None
-    plans: dict[str, Any] = field(default_factory=dict)  # by backend: what it derives once for all layers of a step
+    # What a backend derives once for all layers of a step that are alike. The key is all that it depends on.
+    plans: dict[Hashable, Any] = field(default_factory=dict)
 
 
 @op

@@ -30,7 +30,6 @@ from lightserve.common.triton_kernel._context_tiles import (
     tiling_of,
 )
 
-PLAN = "triton.context_attention"
 COPY_ALIGNMENT = 16  # bytes, of what the copy engine reads: its address and its rows
 
 
@@ -157,10 +156,11 @@ def _launch(
     tiling = tiling_of(q.element_size(), block_d)
     packed = packed_heads(heads, kv_heads)
     tokens = tiling.rows // packed
-    tiles = batch.plans.get(PLAN)
+    fewest = 2 if batch.has_decodes and kv is not None else 1
+    key = ("context_attention", tokens, fewest)  # layers of other head shapes have other tiles
+    tiles = batch.plans.get(key)
     if tiles is None:
-        fewest = 2 if batch.has_decodes and kv is not None else 1
-        tiles = batch.plans[PLAN] = list_tiles(batch, len(q), tokens, fewest)
+        tiles = batch.plans[key] = list_tiles(batch, len(q), tokens, fewest)
     _context_attention_kernel[(tiles.shape[0] * (heads // packed),)](
         q,
         None if kv is None else _descriptor(kv, tiling.keys, block_d),

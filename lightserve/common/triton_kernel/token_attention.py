@@ -242,7 +242,7 @@ def launch(
     block_d = head_block(dim)
     block_m = dot_block(heads // kv_heads)
     config = config_of(kv_cache.dtype, block_d, block_m)
-    key = f"token_attention {heads}/{kv_heads} x {dim}, {config.block_n}"
+    key = ("token_attention", heads, kv_heads, dim, kv_cache.dtype, q.dtype)
     found: Plan | None = batch.plans.get(key)
     if found is None:
         shared = None if batch.shared_prefixes is None else plan_shared(batch, q, kv_heads, batch.shared_prefixes)

@@ -1,0 +1,48 @@
+"""What the layers of a step share: attention derives it once for layers of one shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from lightserve.common import ops
+from test.ops.cases import (
+    assert_close,
+    attention_args,
+    context_attention_args,
+    device_of,
+    each_backend_and_dtype,
+    wide,
+)
+
+# (query heads, kv heads), head_dim; each shape has tiles of its own
+LAYERS = [((4, 2), 64), ((16, 1), 64), ((6, 6), 128), ((4, 2), 256), ((4, 2), 64)]
+LENS = [(140, 1), (5, 1), (0, 37), (70, 13)]
+
+
+@each_backend_and_dtype(ops.context_attention)
+def test_layers_of_different_head_shapes_in_one_mixed_step_match_the_definition(
+    backend: str, dtype: torch.dtype
+) -> None:
+    args = [context_attention_args(LENS, heads, dim, dtype, device_of(backend)) for heads, dim in LAYERS]
+    step = replace(args[0][3], has_decodes=True)  # all layers have the same table of slots
+
+    outs = [ops.context_attention.impls[backend](q, kv, cache, step, scale) for q, kv, cache, _, scale in args]
+
+    for out, (q, kv, cache, batch, scale) in zip(outs, args, strict=True):
+        assert_close(out, ops.context_attention(wide(q), wide(kv), wide(cache), batch, scale), dtype)
+
+
+@each_backend_and_dtype(ops.token_attention)
+def test_layers_of_different_head_shapes_in_one_decode_step_match_the_definition(
+    backend: str, dtype: torch.dtype
+) -> None:
+    lens = [(length - 1, 1) for length in (140, 5, 300)]
+    args = [attention_args(lens, heads, dim, dtype, device_of(backend)) for heads, dim in LAYERS]
+    step = args[0][2]
+
+    outs = [ops.token_attention.impls[backend](q, cache, step, scale) for q, cache, _, scale in args]
+
+    for out, (q, cache, batch, scale) in zip(outs, args, strict=True):
+        assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale), dtype)
