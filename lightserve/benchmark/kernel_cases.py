@@ -316,7 +316,7 @@ def _last_tokens(shape: Shape, slots: Tensor, shared_prefixes: Tensor | None, la
         shared_prefixes=shared_prefixes,
     )
     kv_cache = lab.randn(int(slots.max()) + 2, 2 * shape.kv_heads, shape.dim)
-    return lab.randn(batch, shape.heads, shape.dim), kv_cache, attn, shape.dim**-0.5
+    return lab.randn(batch, shape.heads, shape.dim), kv_cache, attn, ops.AttnOptions(shape.dim**-0.5)
 
 
 def _prompt_inputs(shape: Shape, new: int, cached: int, lab: Lab) -> tuple[Any, ...]:
@@ -330,7 +330,7 @@ def _prompt_inputs(shape: Shape, new: int, cached: int, lab: Lab) -> tuple[Any, 
     )
     kv_cache = lab.randn(length + 1, 2 * shape.kv_heads, shape.dim)
     q = lab.randn(new, shape.heads, shape.dim)
-    return q, kv_cache[cached:length].clone(), kv_cache, attn, shape.dim**-0.5
+    return q, kv_cache[cached:length].clone(), kv_cache, attn, ops.AttnOptions(shape.dim**-0.5)
 
 
 def _sdpa_decode_inputs(shape: Shape, batch: int, length: int, lab: Lab) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,7 +25,7 @@ from lightserve.common.compile.server import AbsentGpu
 from lightserve.common.device.profile import KIB, gpu_profile
 from lightserve.common.triton_kernel import fixed_order, linear, norm_linear
 from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
-from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args, share_prefixes
+from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args, share_prefixes, with_alibi
 
 BACKENDS = ("triton", ops.fixed_order("triton"))
 HEAD_DIMS = (80, 128, 256)  # padded, the usual, and large; ARGS holds 64
@@ -80,10 +80,10 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
     for dim in head_dims:
         shape = ([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
         for backend in BACKENDS:
-            ops.context_attention.impls[backend](*context_attention_args(*shape), torch.ones(8))
-            ops.token_attention.impls[backend](*attention_args(*shape), torch.ones(8))
-    q, cache, batch, scale = attention_args([(700, 1), (800, 1)], (8, 2), head_dims[-1], dtype, "cpu")
-    ops.token_attention.impls["triton"](q, cache, share_prefixes(cache, batch, [(0, 2, 600)]), scale)
+            ops.context_attention.impls[backend](*with_alibi(context_attention_args(*shape), torch.ones(8)))
+            ops.token_attention.impls[backend](*with_alibi(attention_args(*shape), torch.ones(8)))
+    q, cache, batch, options = attention_args([(700, 1), (800, 1)], (8, 2), head_dims[-1], dtype, "cpu")
+    ops.token_attention.impls["triton"](q, cache, share_prefixes(cache, batch, [(0, 2, 600)]), options)
     compile_linear(dtype)
     compile_norm_linear(dtype)
 

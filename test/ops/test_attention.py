@@ -33,11 +33,11 @@ DECODE = [(length - 1, 1) for length in (1, 2, 32, 33, 129, 300)]
 @each_backend_and_dtype(ops.token_attention)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_token_attention_matches_its_definition_at_every_head_dim(backend: str, dtype: torch.dtype, dim: int) -> None:
-    q, cache, batch, scale = attention_args(DECODE, (2, 1), dim, dtype, device_of(backend))
+    q, cache, batch, options = attention_args(DECODE, (2, 1), dim, dtype, device_of(backend))
 
-    out = ops.token_attention.impls[backend](q, cache, batch, scale)
+    out = ops.token_attention.impls[backend](q, cache, batch, options)
 
-    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale), dtype)
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), dtype)
 
 
 @each_backend_and_dtype(ops.token_attention)
@@ -46,21 +46,21 @@ def test_token_attention_matches_its_definition_at_every_head_dim(backend: str, 
 def test_token_attention_shares_kv_heads_among_a_group(
     backend: str, dtype: torch.dtype, heads: tuple[int, int], has_alibi: bool
 ) -> None:
-    q, cache, batch, scale = attention_args([(139, 1), (6, 1)], heads, 64, dtype, device_of(backend))
-    slopes = alibi_slopes(heads[0], device_of(backend)) if has_alibi else None
+    q, cache, batch, options = attention_args([(139, 1), (6, 1)], heads, 64, dtype, device_of(backend))
+    options = replace(options, alibi_slopes=alibi_slopes(heads[0], device_of(backend)) if has_alibi else None)
 
-    out = ops.token_attention.impls[backend](q, cache, batch, scale, slopes)
+    out = ops.token_attention.impls[backend](q, cache, batch, options)
 
-    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale, slopes), dtype)
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), dtype)
 
 
 @each_backend_and_dtype(ops.token_attention)
 def test_token_attention_reads_a_context_longer_than_all_its_splits(backend: str, dtype: torch.dtype) -> None:
-    q, cache, batch, scale = attention_args([(4999, 1)], (1, 1), 64, dtype, device_of(backend))
+    q, cache, batch, options = attention_args([(4999, 1)], (1, 1), 64, dtype, device_of(backend))
 
-    out = ops.token_attention.impls[backend](q, cache, batch, scale)
+    out = ops.token_attention.impls[backend](q, cache, batch, options)
 
-    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale), dtype)
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), dtype)
 
 
 @each_backend_and_dtype(ops.token_attention)
@@ -68,42 +68,42 @@ def test_token_attention_reads_a_context_longer_than_all_its_splits(backend: str
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_token_attention_of_a_ragged_batch(backend: str, dtype: torch.dtype, dim: int, group: int) -> None:
     lens = [(length - 1, 1) for length in (190, 1, 64, 65)]
-    q, cache, batch, scale = attention_args(lens, (2 * group, 2), dim, dtype, device_of(backend))
-    slopes = alibi_slopes(2 * group, device_of(backend))
+    q, cache, batch, options = attention_args(lens, (2 * group, 2), dim, dtype, device_of(backend))
+    options = replace(options, alibi_slopes=alibi_slopes(2 * group, device_of(backend)))
 
-    out = ops.token_attention.impls[backend](q, cache, batch, scale, slopes)
+    out = ops.token_attention.impls[backend](q, cache, batch, options)
 
-    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale, slopes), dtype)
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), dtype)
 
 
 @each_backend_and_dtype(ops.token_attention)
 def test_token_attention_of_padded_rows_leaves_the_others_as_they_are(backend: str, dtype: torch.dtype) -> None:
-    q, cache, batch, scale = attention_args([(299, 1), (6, 1), *[(0, 1)] * 6], (4, 2), 64, dtype, device_of(backend))
+    q, cache, batch, options = attention_args([(299, 1), (6, 1), *[(0, 1)] * 6], (4, 2), 64, dtype, device_of(backend))
     batch.b_req_idx[2:] = 0  # one row of the table for all that pad
     batch.req_to_token[0] = batch.req_to_token[batch.b_req_idx[0], 0]
 
-    out = ops.token_attention.impls[backend](q, cache, batch, scale)
+    out = ops.token_attention.impls[backend](q, cache, batch, options)
 
-    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale), dtype)
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), dtype)
 
 
 @each_backend_and_dtype(ops.token_attention)
 def test_token_attention_of_a_step_gives_each_layer_its_own(backend: str, dtype: torch.dtype) -> None:
-    q, cache, batch, scale = attention_args([(299, 1), (6, 1)], (4, 2), 64, dtype, device_of(backend))
+    q, cache, batch, options = attention_args([(299, 1), (6, 1)], (4, 2), 64, dtype, device_of(backend))
 
-    outs = [ops.token_attention.impls[backend](q, layer, batch, scale) for layer in (cache, -cache, cache)]
+    outs = [ops.token_attention.impls[backend](q, layer, batch, options) for layer in (cache, -cache, cache)]
 
-    assert_close(outs[1], ops.token_attention(wide(q), -wide(cache), batch, scale), dtype)
+    assert_close(outs[1], ops.token_attention(wide(q), -wide(cache), batch, options), dtype)
     assert torch.equal(outs[0], outs[2])
 
 
 def test_triton_refuses_heads_that_cannot_share_the_cache() -> None:
-    q, cache, batch, scale = attention_args([(3, 1)], (4, 2), 64, torch.float32, device_of("triton"))
+    q, cache, batch, options = attention_args([(3, 1)], (4, 2), 64, torch.float32, device_of("triton"))
 
     with pytest.raises(ValueError, match="3 heads of 64 cannot share the cache's 2 of 64"):
-        ops.token_attention.impls["triton"](q[:, :3], cache, batch, scale)
+        ops.token_attention.impls["triton"](q[:, :3], cache, batch, options)
     with pytest.raises(ValueError, match="the last dimension of q must be contiguous"):
-        ops.token_attention.impls["triton"](q.mT.contiguous().mT, cache, batch, scale)
+        ops.token_attention.impls["triton"](q.mT.contiguous().mT, cache, batch, options)
 
 
 @pytest.mark.parametrize("backend", ["triton", ops.fixed_order("triton")])
@@ -115,11 +115,11 @@ def test_triton_refuses_a_head_dim_over_its_limit(backend: str) -> None:
 
 
 def test_triton_refuses_a_batch_with_gaps() -> None:
-    q, cache, batch, scale = attention_args([(3, 1), (4, 1)], (4, 2), 64, torch.float32, device_of("triton"))
+    q, cache, batch, options = attention_args([(3, 1), (4, 1)], (4, 2), 64, torch.float32, device_of("triton"))
     gapped = replace(batch, b_seq_len=torch.stack((batch.b_seq_len, batch.b_seq_len), dim=1)[:, 0])
 
     with pytest.raises(ValueError, match="the last dimension of b_seq_len must be contiguous"):
-        ops.token_attention.impls["triton"](q, cache, gapped, scale)
+        ops.token_attention.impls["triton"](q, cache, gapped, options)
 
 
 MIXED = {
@@ -134,15 +134,15 @@ MIXED = {
 
 @pytest.mark.parametrize("lens", MIXED.values(), ids=MIXED.keys())
 def test_a_launch_fills_the_rows_of_requests_with_one_and_no_others(lens: list[tuple[int, int]]) -> None:
-    q, cache, batch, scale = attention_args(lens, (6, 2), 64, torch.float32, device_of("triton"))
-    slopes = alibi_slopes(6, device_of("triton"))
+    q, cache, batch, options = attention_args(lens, (6, 2), 64, torch.float32, device_of("triton"))
+    options = replace(options, alibi_slopes=alibi_slopes(6, device_of("triton")))
     expected = torch.full(q.shape, NAN, device=q.device)
     rows = [sum(new for _, new in lens[:i]) for i, (_, new) in enumerate(lens) if new == 1]
-    expected[rows] = ops.context_attention(wide(q), wide(q), wide(cache), batch, scale, slopes)[rows]
+    expected[rows] = ops.context_attention(wide(q), wide(q), wide(cache), batch, options)[rows]
     out = torch.full(q.shape, NAN, device=q.device)
 
     for _ in range(2):  # the second finds the plan as the first left it
-        token_attention.launch(q, cache, batch, scale, slopes, out)
+        token_attention.launch(q, cache, batch, options, out)
         torch.testing.assert_close(out, expected, **TOLERANCE[torch.float32], equal_nan=True)
 
 
@@ -151,13 +151,13 @@ def test_token_attention_in_waves_matches_its_definition(count: int, monkeypatch
     """Two programs a kv head run at once; one request is longer than its share."""
     monkeypatch.setattr(_card, "active", replace(H200, multiprocessors=1))
     lens = [(140, 1), (5, 1), (0, 9), (900, 1), (70, 1), (0, 1), (30, 2), (300, 1), (450, 1)][: count + 2]
-    q, cache, batch, scale = attention_args(lens, (6, 2), 64, torch.float32, device_of("triton"))
+    q, cache, batch, options = attention_args(lens, (6, 2), 64, torch.float32, device_of("triton"))
     rows = [sum(new for _, new in lens[:i]) for i, (_, new) in enumerate(lens) if new == 1]
-    expected = ops.context_attention(wide(q), wide(q), wide(cache), batch, scale)[rows]
+    expected = ops.context_attention(wide(q), wide(q), wide(cache), batch, options)[rows]
     out = torch.full(q.shape, NAN, device=q.device)
 
     for _ in range(2):
-        token_attention.launch(q, cache, batch, scale, None, out)
+        token_attention.launch(q, cache, batch, options, out)
         torch.testing.assert_close(out[rows], expected, **TOLERANCE[torch.float32])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,16 +55,16 @@ def test_rotary_turns_pairs_as_complex_numbers() -> None:
 @pytest.mark.parametrize("has_alibi", [False, True])
 def test_context_attention_is_pytorchs_over_the_gathered_cache(has_alibi: bool) -> None:
     lens = [(0, 7), (5, 1), (4, 3)]
-    q, kv, cache, batch, scale = context_attention_args(lens, (4, 2), 64, torch.float32, "cpu")
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if has_alibi else None
+    q, kv, cache, batch, options = context_attention_args(lens, (4, 2), 64, torch.float32, "cpu")
+    options = replace(options, alibi_slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625]) if has_alibi else None)
 
-    out = ops.context_attention(q, kv, cache, batch, scale, slopes)
+    out = ops.context_attention(q, kv, cache, batch, options)
 
     rows = q.split_with_sizes([new for _, new in lens])
     for i, (actual, part) in enumerate(zip(out.split_with_sizes([new for _, new in lens]), rows, strict=True)):
         seq_len = sum(lens[i])
         k, v = cache[batch.req_to_token[batch.b_req_idx[i], :seq_len]].chunk(2, dim=1)
-        expected = pytorch_attention(part, k, v, slopes)
+        expected = pytorch_attention(part, k, v, options.alibi_slopes)
         torch.testing.assert_close(actual, expected, **CLOSE)
 
 

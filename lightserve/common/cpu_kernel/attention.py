@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.common import ops
-from lightserve.common.ops import AttnBatch
+from lightserve.common.ops import AttnBatch, AttnOptions
 
 MASKED_ROWS = 256  # of a prompt at a time: a mask of all of it would take heads * length^2 numbers
 # gathered over real tokens in a group; 32 requests of one length are 1.9x faster together than one by one
@@ -41,60 +41,58 @@ class _Prompt:
 
 
 @ops.context_attention.impl("cpu")
-def context_attention(
-    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
-) -> Tensor:
-    return _attend(q, kv_cache, batch, scale, alibi_slopes)
+def context_attention(q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+    return _attend(q, kv_cache, batch, options)
 
 
 @ops.token_attention.impl("cpu")
-def token_attention(
-    q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
-) -> Tensor:
-    groups, _ = _plan(batch)
+def token_attention(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+    groups, _ = _plan(batch, options)
     if len(groups) == 1:
-        return _attend_group(q, kv_cache, groups[0], scale, alibi_slopes)
-    return _attend(q, kv_cache, batch, scale, alibi_slopes)
+        return _attend_group(q, kv_cache, groups[0], options)
+    return _attend(q, kv_cache, batch, options)
 
 
-def _attend(q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None) -> Tensor:
-    groups, prompts = _plan(batch)
+def _attend(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+    groups, prompts = _plan(batch, options)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in groups:
-        out[group.rows] = _attend_group(q[group.rows], kv_cache, group, scale, alibi_slopes)
+        out[group.rows] = _attend_group(q[group.rows], kv_cache, group, options)
     for prompt in prompts:
-        out[prompt.rows] = _attend_prompt(q[prompt.rows], kv_cache, prompt, scale, alibi_slopes)
+        out[prompt.rows] = _attend_prompt(q[prompt.rows], kv_cache, prompt, options)
     return out
 
 
-def _attend_group(q: Tensor, kv_cache: Tensor, group: _Group, scale: float, alibi_slopes: Tensor | None) -> Tensor:
+def _attend_group(q: Tensor, kv_cache: Tensor, group: _Group, options: AttnOptions) -> Tensor:
     count, heads, dim = q.shape
     kv_heads = kv_cache.shape[1] // 2
     kv = _read(kv_cache, group.slots).view(count, -1, 2 * kv_heads, dim).transpose(1, 2)
     mask = group.mask
-    if alibi_slopes is not None:
-        alibi = alibi_slopes.view(1, kv_heads, -1, 1) * group.distance
+    if options.alibi_slopes is not None:
+        alibi = options.alibi_slopes.view(1, kv_heads, -1, 1) * group.distance
         mask = alibi if mask is None else alibi + mask
     if mask is not None:
         mask = mask.to(q.dtype)
     packed = q.reshape(count, kv_heads, heads // kv_heads, dim)
-    out = F.scaled_dot_product_attention(packed, kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=mask, scale=scale)
+    out = F.scaled_dot_product_attention(
+        packed, kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=mask, scale=options.scale
+    )
     return out.reshape(count, heads, dim)
 
 
-def _attend_prompt(q: Tensor, kv_cache: Tensor, prompt: _Prompt, scale: float, alibi_slopes: Tensor | None) -> Tensor:
+def _attend_prompt(q: Tensor, kv_cache: Tensor, prompt: _Prompt, options: AttnOptions) -> Tensor:
     kv_heads = kv_cache.shape[1] // 2
     kv = _read(kv_cache, prompt.slots).transpose(0, 1)[None]
     k, v = kv[:, :kv_heads], kv[:, kv_heads:]
-    attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=True)
+    attend = partial(F.scaled_dot_product_attention, scale=options.scale, enable_gqa=True)
     q = q.transpose(0, 1)[None]
-    if prompt.ready_len == 0 and alibi_slopes is None:
+    if prompt.ready_len == 0 and options.alibi_slopes is None:
         return attend(q, k, v, is_causal=True)[0].transpose(0, 1)
     outs = []
     for begin in range(0, q.shape[2], MASKED_ROWS):
         rows = q[:, :, begin : begin + MASKED_ROWS]
         seen = prompt.ready_len + begin + rows.shape[2]
-        mask = _causal_mask(rows.shape[2], seen, alibi_slopes).to(q.dtype)
+        mask = _causal_mask(rows.shape[2], seen, options.alibi_slopes).to(q.dtype)
         outs.append(attend(rows, k[:, :, :seen], v[:, :, :seen], attn_mask=mask))
     return torch.cat(outs, dim=2)[0].transpose(0, 1)
 
@@ -118,11 +116,13 @@ def _as_run(slots: Tensor) -> Tensor | slice:
     return slots
 
 
-def _plan(batch: AttnBatch) -> tuple[list[_Group], list[_Prompt]]:
+def _plan(batch: AttnBatch, options: AttnOptions) -> tuple[list[_Group], list[_Prompt]]:
     """What the layers of a step have in common, worked out by the first of them."""
-    plan = batch.plans.get("cpu")
+    key = ("cpu", options.key)
+    plan = batch.plans.get(key)
     if plan is None:
-        plan = batch.plans["cpu"] = _make_plan(batch)
+        options.refuse_all_but("cpu", "alibi_slopes")
+        plan = batch.plans[key] = _make_plan(batch)
     return plan
 
 

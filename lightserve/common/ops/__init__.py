@@ -1,7 +1,7 @@
 """What a model may compute. Models call these; backends implement them."""
 
 from lightserve.common.ops.activation import gelu, gelu_and_mul, gelu_tanh, gelu_tanh_and_mul, silu_and_mul
-from lightserve.common.ops.attention import AttnBatch, context_attention, token_attention, write_kv
+from lightserve.common.ops.attention import AttnBatch, AttnOptions, context_attention, token_attention, write_kv
 from lightserve.common.ops.embedding import vocab_embedding
 from lightserve.common.ops.linear import linear
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -26,6 +26,7 @@ __all__ = [
     "OPS",
     "REFERENCE",
     "AttnBatch",
+    "AttnOptions",
     "Penalties",
     "StepTokens",
     "TokenMasks",

@@ -208,9 +208,9 @@ def plan_shared(batch: ops.AttnBatch, q: Tensor, kv_heads: int, groups: Tensor) 
 
 
 def launch_shared(
-    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None, plan: SharedPlan
+    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions, plan: SharedPlan
 ) -> None:
-    """Fill the partial results of ``plan``, of ``q`` ``[tokens, heads, dim]``; ``scale`` is for scores in base 2."""
+    """Fill the partial results of ``plan``, of ``q`` ``[tokens, heads, dim]``."""
     _, heads, dim = q.shape
     kv_heads = kv_cache.shape[1] // 2
     packed = packed_heads(heads, kv_heads)
@@ -218,7 +218,7 @@ def launch_shared(
     _shared_prefix_kernel[(heads // packed, len(plan.items))](
         q,
         kv_cache,
-        alibi_slopes,
+        options.alibi_slopes,
         batch.req_to_token,
         batch.b_start_loc,
         batch.b_seq_len,
@@ -230,7 +230,7 @@ def launch_shared(
         kv_cache.stride(0),
         kv_cache.stride(1),
         batch.req_to_token.stride(0),
-        scale,
+        options.scale * LOG2_E.value,
         HEADS=heads,
         KV_HEADS=kv_heads,
         PACKED=packed,

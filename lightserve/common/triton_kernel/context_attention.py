@@ -119,23 +119,21 @@ def _context_attention_kernel(
 
 @ops.context_attention.impl("triton")
 def context_attention(
-    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None = None
+    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
 ) -> Tensor:
     _check(q, kv, kv_cache)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if batch.has_decodes:
-        token_attention.launch(q, kv_cache, batch, scale, alibi_slopes, out)
-    _launch(q, kv, kv_cache, batch, scale, alibi_slopes, out)
+        token_attention.launch(q, kv_cache, batch, options, out)
+    _launch(q, kv, kv_cache, batch, options, out)
     return out
 
 
-def attend_in_order(
-    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None
-) -> Tensor:
+def attend_in_order(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
     """Attention of prompts and decodes alike, of which no bit depends on what else the step computes."""
     _check(q, kv_cache, kv_cache)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _launch(q, None, kv_cache, batch, scale, alibi_slopes, out)
+    _launch(q, None, kv_cache, batch, options, out)
     return out
 
 
@@ -144,8 +142,7 @@ def _launch(
     kv: Tensor | None,
     kv_cache: Tensor,
     batch: ops.AttnBatch,
-    scale: float,
-    slopes: Tensor | None,
+    options: ops.AttnOptions,
     out: Tensor,
 ) -> None:
     """Without ``kv`` all is read from the cache, in a fixed order."""
@@ -157,9 +154,10 @@ def _launch(
     packed = packed_heads(heads, kv_heads)
     tokens = tiling.rows // packed
     fewest = 2 if batch.has_decodes and kv is not None else 1
-    key = ("context_attention", tokens, fewest)  # layers of other head shapes have other tiles
+    key = ("context_attention", tokens, fewest, options.key)  # layers of other head shapes have other tiles
     tiles = batch.plans.get(key)
     if tiles is None:
+        options.refuse_all_but("triton", "alibi_slopes")
         tiles = batch.plans[key] = list_tiles(batch, len(q), tokens, fewest)
     _context_attention_kernel[(tiles.shape[0] * (heads // packed),)](
         q,
@@ -167,14 +165,14 @@ def _launch(
         kv,
         kv_cache,
         out,
-        slopes,
+        options.alibi_slopes,
         batch.req_to_token,
         tiles,
         q.stride(0),
         0 if kv is None else kv.stride(0),
         kv_cache.stride(0),
         batch.req_to_token.stride(0),
-        scale,
+        options.scale,
         HEADS=heads,
         KV_HEADS=kv_heads,
         PACKED=packed,

@@ -29,13 +29,11 @@ for _op in (ops.add_rms_norm_linear, ops.add_rms_norm_gate_up):
 
 @ops.context_attention.impl(BACKEND)
 def context_attention(
-    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None = None
+    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
 ) -> Tensor:
-    return attend_in_order(q, kv_cache, batch, scale, alibi_slopes)
+    return attend_in_order(q, kv_cache, batch, options)
 
 
 @ops.token_attention.impl(BACKEND)
-def token_attention(
-    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None = None
-) -> Tensor:
-    return attend_in_order(q, kv_cache, batch, scale, alibi_slopes)
+def token_attention(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
+    return attend_in_order(q, kv_cache, batch, options)

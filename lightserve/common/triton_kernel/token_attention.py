@@ -227,9 +227,7 @@ def config_of(dtype: torch.dtype, block_d: int, block_m: int) -> Config:
     return replace(config, block_n=block_n, num_stages=stages, at_once=at_once)
 
 
-def launch(
-    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None, out: Tensor
-) -> None:
+def launch(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions, out: Tensor) -> None:
     """Fill of ``out``, like ``q`` ``[tokens, heads, dim]``, the row of each request that has exactly one.
 
     Layers of the same shape share a plan in ``batch.plans``.
@@ -242,20 +240,20 @@ def launch(
     block_d = head_block(dim)
     block_m = dot_block(heads // kv_heads)
     config = config_of(kv_cache.dtype, block_d, block_m)
-    key = ("token_attention", heads, kv_heads, dim, kv_cache.dtype, q.dtype)
+    key = ("token_attention", heads, kv_heads, dim, kv_cache.dtype, q.dtype, options.key)
     found: Plan | None = batch.plans.get(key)
     if found is None:
+        options.refuse_all_but("triton", "alibi_slopes")
         shared = None if batch.shared_prefixes is None else plan_shared(batch, q, kv_heads, batch.shared_prefixes)
         found = batch.plans[key] = plan(batch, (heads, kv_heads), dim, config.block_n, config.at_once, shared)
     shared = found.shared
-    scale *= LOG2_E.value
     if shared is not None:
-        launch_shared(q, kv_cache, batch, scale, alibi_slopes, shared)
+        launch_shared(q, kv_cache, batch, options, shared)
     _token_attention_kernel[(kv_heads, len(found.items))](
         q,
         kv_cache,
         out,
-        alibi_slopes,
+        options.alibi_slopes,
         batch.req_to_token,
         found.items,
         found.arrivals,
@@ -271,7 +269,7 @@ def launch(
         out.stride(0),
         out.stride(1),
         batch.req_to_token.stride(0),
-        scale,
+        options.scale * LOG2_E.value,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         DIM=dim,
@@ -295,9 +293,7 @@ def _check(q: Tensor, kv_cache: Tensor) -> None:
 
 
 @ops.token_attention.impl("triton")
-def token_attention(
-    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None = None
-) -> Tensor:
+def token_attention(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
     out = q.new_empty(q.shape)
-    launch(q, kv_cache, batch, scale, alibi_slopes, out)
+    launch(q, kv_cache, batch, options, out)
     return out
