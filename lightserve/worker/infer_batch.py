@@ -11,7 +11,7 @@ import torch
 
 from lightserve.common.device import to_device
 from lightserve.common.kv.req_manager import ReqManager
-from lightserve.common.ops.step import CHOSEN
+from lightserve.common.ops.step import LAST_SAMPLED
 from lightserve.io_struct import NewReq, SamplingParams, StepRow
 from lightserve.worker.sampling.grammar import ReqGrammar
 from lightserve.worker.sampling.prompt_logprobs import PromptPart, StepScores
@@ -258,7 +258,7 @@ def _scored(reqs: Sequence[InferReq], starts: Sequence[int], counts: Sequence[in
 def _ids(req: InferReq, count: int) -> list[int]:
     """Of the next tokens to compute."""
     known = req.token_ids[req.cache_len : req.cache_len + count]
-    return known if len(known) == count else [*known, CHOSEN]
+    return known if len(known) == count else [*known, LAST_SAMPLED]
 
 
 def _fill(columns: Sequence[np.ndarray], values: Sequence[np.ndarray | list[int]]) -> None:

@@ -95,7 +95,7 @@ class StepRunner:
     def _choose(self, logits: Tensor, columns: StepColumns, masks: StepMasks | None = None) -> StepOut:
         rows, _, seq_len, _ = columns.requests
         token_masks = None if masks is None else masks.for_choosing(len(logits))
-        chosen = ops.choose(logits, columns.temperature, columns.seed, seq_len, token_masks)
+        chosen = ops.sample(logits, columns.temperature, columns.seed, seq_len, token_masks)
         self._batch.last_ids.index_copy_(0, rows.long(), chosen)
         return StepOut(logits, chosen, columns)
 
@@ -105,7 +105,7 @@ def _launch_masks(logits: Tensor) -> None:
     """Masks that change nothing, in every row."""
     rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
     bitmask = rows.new_full((len(logits), -(-logits.shape[1] // 32)), -1)
-    ops.choose(logits, rows.float(), rows.long(), rows, ops.TokenMasks(rows, bitmask))
+    ops.sample(logits, rows.float(), rows.long(), rows, ops.TokenMasks(rows, bitmask))
     ops.mask_logits(logits.float(), rows, bitmask)
 
 

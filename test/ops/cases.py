@@ -285,7 +285,7 @@ def _penalties_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return logits, penalties_of([(row, row + 1, row) for row in range(tokens)], (tokens, logits.shape[1]), device)
 
 
-def _cut_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+def _top_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     b_floats = [torch.full((tokens,), value, device=device) for value in (0.9, 0.01)]
     return (_logits(tokens, device), ints([5] * tokens, device), *b_floats)
 
@@ -294,7 +294,7 @@ def _typical_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return _logits(tokens, device), torch.full((tokens,), 0.5, device=device)
 
 
-def _choose_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+def _sample_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     b_seed, b_position = ints([7] * tokens, device, torch.int64), ints([3] * tokens, device)
     logits, rows, bitmask = _mask_args(tokens, dtype, device)
     return logits.to(dtype), torch.arange(tokens, device=device) / 2, b_seed, b_position, ops.TokenMasks(rows, bitmask)
@@ -322,10 +322,10 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "add_rms_norm_linear": _norm_linear_args,
     "add_watermark": _watermark_args,
     "apply_penalties": _penalties_args,
-    "choose": _choose_args,
+    "sample": _sample_args,
     "context_attention": _context_attention_args,
-    "cut_atypical": _typical_args,
-    "cut_logits": _cut_args,
+    "typical_p": _typical_args,
+    "top_k_top_p_min_p": _top_args,
     "gelu": _activation_args,
     "gelu_and_mul": _activation_args,
     "gelu_tanh": _activation_args,

@@ -71,7 +71,7 @@ def compile_every_wrapper(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
         for name, op in ops.OPS.items():
             if backend in op.impls:
                 op.impls[backend](*ARGS[name](16, dtype, "cpu"))
-    ops.choose.impls["triton"](*ARGS["choose"](16, dtype, "cpu")[:4])  # without masks
+    ops.sample.impls["triton"](*ARGS["sample"](16, dtype, "cpu")[:4])  # without masks
     compile_heavy(dtype, head_dims)
 
 

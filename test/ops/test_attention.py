@@ -10,7 +10,7 @@ import torch
 
 from lightserve.common import ops
 from lightserve.common.device.profile import H200
-from lightserve.common.triton_kernel import _card, _token_items, token_attention
+from lightserve.common.triton_kernel import _card, _token_splits, token_attention
 from test.ops.cases import (
     HEAD_DIMS,
     NAN,
@@ -126,7 +126,7 @@ MIXED = {
     "decodes first": [(140, 1), (5, 1), (0, 37), (70, 13)],
     "decodes last": [(0, 37), (70, 13), (0, 0), (140, 1), (5, 1)],
     "in any order": [(9, 2), (300, 1), (0, 0), (0, 1), (33, 20), (0, 0), (64, 1)],
-    "one of several items between prompts": [(90, 60), (900, 1), (0, 3)],
+    "one of several splits between prompts": [(90, 60), (900, 1), (0, 3)],
     "no decodes": [(0, 5), (0, 0), (70, 13)],
     "nothing": [(0, 0), (0, 0)],
 }
@@ -174,7 +174,7 @@ LENGTHS: dict[str, Callable[[random.Random], int]] = {
 def test_items_cover_all_keys_and_leave_no_multiprocessor_idle_for_long(
     lengths: Callable[[random.Random], int], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Brute force: 66 programs a kv head take the items in their order."""
+    """Brute force: 66 programs a kv head take the splits in their order."""
     monkeypatch.setattr(_card, "active", H200)
     chance = random.Random(count)
     keys = [lengths(chance) for _ in range(count)]
@@ -183,26 +183,26 @@ def test_items_cover_all_keys_and_leave_no_multiprocessor_idle_for_long(
         lens.insert(chance.randrange(len(lens)), (30, 7))
     batch = batch_of(lens, torch.zeros(1, 1, dtype=torch.int32, device=device_of("triton")), [0] * len(lens))
 
-    items = _token_items.plan(batch, (32, 8), 128, block_n=32, at_once=4).items.tolist()
+    splits = _token_splits.plan_splits(batch, (32, 8), 128, block_n=32, programs_per_sm=4).splits.tolist()
 
-    items = items[: sum(item[6] > 0 for item in items)]
-    assert all(item[6] for item in items)
+    splits = splits[: sum(split[6] > 0 for split in splits)]
+    assert all(split[6] for split in splits)
     spans: dict[int, list[tuple[int, int]]] = {}  # of the requests, by their first rows
     places: dict[int, set[tuple[int, int]]] = {}
-    for row, _, begin, end, _, first, parts, _ in items:
+    for row, _, begin, end, _, first, parts, _ in splits:
         spans.setdefault(row, []).append((begin, end))
         places.setdefault(row, set()).add((first, parts))
     starts = [sum(new for _, new in lens[:i]) for i in range(len(lens))]
     assert sorted(spans) == [start for start, (_, new) in zip(starts, lens, strict=True) if new == 1]
-    for row, own in spans.items():
+    for row, own in spans.splits():
         length = lens[starts.index(row)][0] + 1
         assert own == [(begin, min(begin + own[0][1], length)) for begin in range(0, length, own[0][1])]
-        first = next(i for i, item in enumerate(items) if item[0] == row)
+        first = next(i for i, split in enumerate(splits) if split[0] == row)
         assert places[row] == {(first, len(own))}
 
     free_at = [0] * 66
-    for item in items:
-        heapq.heappushpop(free_at, free_at[0] + item[3] - item[2])
+    for split in splits:
+        heapq.heappushpop(free_at, free_at[0] + split[3] - split[2])
     assert max(free_at) <= 1.7 * sum(keys) / 66 + 96
 
 
@@ -210,8 +210,8 @@ def test_a_plan_takes_the_same_room_for_any_lengths() -> None:
     shapes = set()
     for lens in ([(0, 1)] * 3, [(5000, 1), (3, 1), (70, 1)], [(0, 0), (0, 40), (3, 1)]):
         _, _, batch, _ = attention_args(lens, (4, 2), 64, torch.float32, device_of("triton"))
-        plan = _token_items.plan(batch, (4, 2), 64, block_n=32, at_once=4)
-        shapes.add((plan.items.shape, plan.arrivals.shape, plan.partials.shape))
+        plan = _token_splits.plan_splits(batch, (4, 2), 64, block_n=32, programs_per_sm=4)
+        shapes.add((plan.splits.shape, plan.done_counts.shape, plan.partials.shape))
 
     assert len(shapes) == 1
 

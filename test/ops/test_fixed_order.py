@@ -1,4 +1,4 @@
-"""In a fixed order a row's result is the same bits, whatever is computed beside it."""
+"""In a fixed order the result of a row has the same bits, whatever is computed beside it."""
 
 from __future__ import annotations
 

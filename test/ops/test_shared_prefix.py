@@ -142,18 +142,18 @@ def test_items_cover_every_row_and_shared_key_once(sizes: list[tuple[int, int, i
         batch.shared_prefixes[i, :3] = torch.tensor(group)
     keys = tiling_of(q.element_size(), q.shape[2]).keys
 
-    plan = _shared_prefix.plan_shared(batch, q, heads[1], batch.shared_prefixes)
+    plan = _shared_prefix.plan_shared_prefix(batch, q, heads[1], batch.shared_prefixes)
 
     seen: set[tuple[int, int]] = set()  # request, block of keys
     blocks = 0
     tables = batch.b_req_idx.tolist()
-    b_parts = plan.b_parts.tolist()
+    b_splits = plan.b_splits.tolist()
     for req_idx, first, members, begin, end, part, *_ in plan.items.tolist():
         if members == 0:
             continue
         group = next(group for group in groups if group[0] <= first < group[0] + group[1])
         assert req_idx == tables[group[0]]
-        assert 0 <= part < b_parts[first] <= _shared_prefix.MAX_PARTS.value
+        assert 0 <= part < b_splits[first] <= _shared_prefix.MAX_SPLITS.value
         assert begin < end
         assert begin % keys == end % keys == 0
         found = {(r, key) for r in range(first, first + members) for key in range(begin, end, keys)}
@@ -182,7 +182,7 @@ def test_what_is_launched_does_not_depend_on_the_groups() -> None:
         token_attention.launch(q, cache, batch, options, out)
         (plan,) = batch.plans.values()
         assert plan.shared is not None
-        shapes.add((plan.items.shape, plan.shared.items.shape, plan.shared.partials.shape))
+        shapes.add((plan.splits.splits.shape, plan.shared.items.shape, plan.shared.partials.shape))
         torch.testing.assert_close(out, ops.token_attention(q, cache, batch, options), **TOLERANCE[torch.float32])
 
     assert len(shapes) == 1

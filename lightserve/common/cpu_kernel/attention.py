@@ -1,8 +1,8 @@
 """Attention through torch's fused CPU kernel over gathered K and V.
 
-Decode rows are batched: requests of like length are padded together, and the query heads that share a KV head become
-the rows of one query, so K and V are neither repeated nor read twice. Prompts go one by one. A request whose slots are
-neighbours, as those of a single stream are, is read in place.
+Decode rows are batched: requests of similar length are padded to one length, and the query heads that share a KV head
+become the rows of one query, so K and V are neither repeated nor read twice. Prompts are computed one by one. A request
+whose slots are neighbours, as in a single stream, is read in place.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from lightserve.common import ops
 from lightserve.common.ops import AttnBatch, AttnOptions
 
-MASKED_ROWS = 256  # of a prompt at a time: a mask of all of it would take heads * length^2 numbers
-# gathered over real tokens in a group; 32 requests of one length are 1.9x faster together than one by one
+MASKED_ROWS = 256  # of a prompt at a time: the mask of a whole prompt takes heads * length^2 numbers
+# gathered tokens over real tokens of a group; 32 requests of one length are 1.9x faster together than one by one
 MAX_PADDING = 1.25
 
 
@@ -28,7 +28,7 @@ class _Group:
     """Requests with one query row each, padded to one length."""
 
     rows: Tensor  # [group] their query rows
-    slots: Tensor | slice  # [group * length] cache slots, each request's first one repeated as padding
+    slots: Tensor | slice  # [group * length] cache slots, the first one of a request repeated as padding
     mask: Tensor | None  # [group, 1, 1, length] 0 or -inf, if there is padding
     distance: Tensor  # [group, 1, 1, length] key position - query position
 
@@ -98,7 +98,7 @@ def _attend_prompt(q: Tensor, kv_cache: Tensor, prompt: _Prompt, options: AttnOp
 
 
 def _causal_mask(rows: int, seen: int, alibi_slopes: Tensor | None) -> Tensor:
-    """What is added to the scores of the last ``rows`` of ``seen`` tokens, ``[rows, seen]`` or one a head."""
+    """Added to the scores of the last ``rows`` of ``seen`` tokens: ``[rows, seen]``, or ``[heads, rows, seen]``."""
     distance = torch.arange(seen) - torch.arange(seen - rows, seen)[:, None]
     mask = torch.zeros(rows, seen) if alibi_slopes is None else alibi_slopes[:, None, None] * distance
     return mask.masked_fill(distance > 0, float("-inf"))
@@ -109,7 +109,7 @@ def _read(kv_cache: Tensor, slots: Tensor | slice) -> Tensor:
 
 
 def _as_run(slots: Tensor) -> Tensor | slice:
-    """A slice instead of slots that are neighbours."""
+    """The slots as a slice if they are neighbours."""
     first, last = int(slots[0]), int(slots[-1])
     if last - first + 1 == len(slots) and bool((slots[1:] - slots[:-1] == 1).all()):
         return slice(first, last + 1)
@@ -117,7 +117,7 @@ def _as_run(slots: Tensor) -> Tensor | slice:
 
 
 def _plan(batch: AttnBatch, options: AttnOptions) -> tuple[list[_Group], list[_Prompt]]:
-    """What the layers of a step have in common, worked out by the first of them."""
+    """What the layers of a step share. The first one derives it."""
     key = ("cpu", options.key)
     plan = batch.plans.get(key)
     if plan is None:
@@ -143,7 +143,7 @@ def _make_plan(batch: AttnBatch) -> tuple[list[_Group], list[_Prompt]]:
 
 
 def _alike(singles: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Split (length, row, request) into runs of like length; one run, in row order, if that pads little."""
+    """Group (length, row, request) by similar length; one group, in row order, if that pads little."""
     if not singles:
         return []
     longest, total = max(singles)[0], sum(length for length, _, _ in singles)

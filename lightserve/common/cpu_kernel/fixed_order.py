@@ -1,8 +1,8 @@
-"""Matmul and attention whose result for a row does not depend on what is computed beside it.
+"""Matmul and attention whose result for a row does not depend on the rows beside it.
 
-Torch's kernels order their sums by the shapes they are given, so these always give them the same ones. Rows are
-multiplied in blocks of one size, the last one padded. A query is computed among those of its block of positions,
-whether these are new in this step or not, over the keys up to the end of that block.
+The order of sums in torch's kernels depends on the shapes, so they always get the same shapes here. Rows are multiplied
+in blocks of one size; the last block is padded. A query is computed together with its block of positions, whether those
+are new in this step or not, over the keys up to the end of that block.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lightserve.common import ops
 from lightserve.common.ops import AttnBatch, AttnOptions
 
 BACKEND = ops.fixed_order("cpu")
-ROWS = 32  # multiplied at once: 256 rows take 1.4 to 2.5 times as long as in one product, in blocks of 8 up to 10 times
-POSITIONS = 8  # of queries at once: a decode computes as many and needs one
+ROWS = 32  # of a block: 256 rows take 1.4 to 2.5 times as long as in one product, in blocks of 8 up to 10 times
+POSITIONS = 8  # of a block of queries: a decode computes 8 and needs one
 
 
 @ops.linear.impl(BACKEND)
@@ -41,7 +41,7 @@ def token_attention(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: Attn
     columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
     for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):
         kv = _padded(kv_cache[batch.req_to_token[req, :seq_len].long()].float(), -(-seq_len // POSITIONS) * POSITIONS)
-        row = start - ready  # of position 0, were it new
+        row = start - ready  # where position 0 would be if it were new
         for first in range(ready // POSITIONS * POSITIONS, seq_len, POSITIONS):
             end = first + POSITIONS
             begin, stop = max(first, ready), min(end, seq_len)
@@ -53,7 +53,7 @@ def token_attention(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: Attn
 
 
 def _attend(q: Tensor, kv: Tensor, options: AttnOptions) -> Tensor:
-    """Causal attention of the last positions, ``q``, over all, ``kv``; query heads that share a kv head go together."""
+    """Causal attention of the last positions ``q`` over all positions ``kv``."""
     (rows, heads, dim), (length, both_heads, _) = q.shape, kv.shape
     kv_heads = both_heads // 2
     k, v = kv.transpose(0, 1).chunk(2)
@@ -67,7 +67,7 @@ def _attend(q: Tensor, kv: Tensor, options: AttnOptions) -> Tensor:
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    """With rows of 0 up to ``rows``; always a copy, so that its address has the alignment of any other."""
+    """``x`` padded with rows of 0 to ``rows``. Always a copy, so that the alignment of its address is the same."""
     out = x.new_zeros(rows, *x.shape[1:])
     out[: len(x)] = x
     return out

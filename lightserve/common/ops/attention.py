@@ -1,7 +1,7 @@
 """Attention over the token-granular KV cache.
 
-``kv_cache`` is ``[slots, 2 * kv_heads, dim]``, the keys' heads first. A token lives in any slot;
-``AttnBatch.req_to_token`` says which.
+``kv_cache`` is ``[slots, 2 * kv_heads, dim]``, the heads of the keys first. A token may be in any slot;
+``AttnBatch.req_to_token`` says in which.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class AttnBatch:
     b_start_loc: Tensor  # [batch] int32: the request's first query row
     b_seq_len: Tensor  # [batch] int32: tokens in the cache, this step's included
     b_ready_cache_len: Tensor  # [batch] int32: tokens in the cache before this step
-    # Some requests may have exactly one query row; a backend may leave those of a context step to the token attention.
+    # Some requests have exactly one query row; a backend may compute those of a context step by token attention.
     has_decodes: bool = False
-    # [groups, 4] int32: of requests that follow one another and have one query row each, the first, how many they are
-    # (0: no group), and how many tokens they begin with that lie in the same slots; the last is unused. A hint: a
-    # backend may read such a prefix once for all, which changes no result but by rounding.
+    # [groups, 4] int32: groups of neighbouring requests with one query row each, which begin with the same slots. The
+    # columns are the first request, the number of requests (0: no group) and the number of shared tokens; the last one
+    # is unused. A hint: a backend may read the shared prefix once for all; only rounding changes.
     shared_prefixes: Tensor | None = None
     # What a backend derives once for all layers of a step that are alike. The key is all that it depends on.
     plans: dict[Hashable, Any] = field(default_factory=dict)
@@ -76,7 +76,7 @@ OPTION_DEFAULTS: dict[str, object] = {
 
 @op
 def write_kv(kv: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
-    """Store ``[tokens, 2 * kv_heads, dim]`` in the cache, one slot a token."""
+    """Store ``[tokens, 2 * kv_heads, dim]`` in the cache, one slot for each token."""
     kv_cache[slots.long()] = kv.to(kv_cache.dtype)
 
 
@@ -84,7 +84,7 @@ def write_kv(kv: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
 def context_attention(q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
     """Causal attention of ``q`` ``[tokens, heads, dim]``: the last rows of each request over all its cached tokens.
 
-    ``kv`` ``[tokens, 2 * kv_heads, dim]`` holds what the cache has of this step's tokens, in the rows of ``q``: a
+    ``kv`` ``[tokens, 2 * kv_heads, dim]`` holds the keys and values of this step's tokens, which the cache holds too: a
     backend may read either.
     """
     return _attend(q, kv_cache, batch, options)
@@ -92,7 +92,7 @@ def context_attention(q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch,
 
 @op
 def token_attention(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
-    """Attention of a decode step: one query row a request, row i the i-th request's."""
+    """Attention of a decode step: row i of ``q`` is the only query row of request i."""
     return _attend(q, kv_cache, batch, options)
 
 

@@ -41,6 +41,6 @@ def _needed(tile_bytes: int, num_stages: int, resident_bytes: int) -> int:
     return max(num_stages - 1, 1) * tile_bytes + resident_bytes + SLACK_BYTES
 
 
-def programs_per_multiprocessor(on_h200: int) -> int:
+def programs_on_a_multiprocessor(on_h200: int) -> int:
     """Programs that run side by side on a multiprocessor, if so many do on an H200: shared memory limits them."""
     return max(round(on_h200 * active.shared_bytes / H200.shared_bytes), 1)

@@ -145,13 +145,13 @@ def _draw(logits: Tensor, drawn: Drawn) -> Tensor:
     rows = logits if drawn.rows is None else logits[drawn.rows]
     b_position = int32s([req.total_len for req in drawn.reqs], logits.device)
     if not (drawn.top or drawn.typical):
-        return ops.choose(rows, drawn.temperature[:, 0], drawn.b_seed, b_position)
+        return ops.sample(rows, drawn.temperature[:, 0], drawn.b_seed, b_position)
     scaled = rows.float() / drawn.temperature
     if drawn.top:
-        ops.cut_logits(scaled[drawn.top.rows], drawn.top.b_top_k, drawn.top.b_top_p, drawn.top.b_min_p)
+        ops.top_k_top_p_min_p(scaled[drawn.top.rows], drawn.top.b_top_k, drawn.top.b_top_p, drawn.top.b_min_p)
     if drawn.typical:
-        ops.cut_atypical(scaled[drawn.typical.rows], drawn.typical.b_typical_p)
-    return ops.choose(scaled, torch.ones_like(drawn.temperature[:, 0]), drawn.b_seed, b_position)
+        ops.typical_p(scaled[drawn.typical.rows], drawn.typical.b_typical_p)
+    return ops.sample(scaled, torch.ones_like(drawn.temperature[:, 0]), drawn.b_seed, b_position)
 
 
 def _where_numbers(tokens: Tensor, chosen: Tensor) -> Tensor:
@@ -161,4 +161,4 @@ def _where_numbers(tokens: Tensor, chosen: Tensor) -> Tensor:
 
 def _most_likely(logits: Tensor) -> Tensor:
     zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    return ops.choose(logits, zeros.float(), zeros, zeros.int())
+    return ops.sample(logits, zeros.float(), zeros, zeros.int())
