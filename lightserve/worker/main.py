@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 
 from lightserve.common.compile.cache import use_writable_cache
-from lightserve.common.compile.processes import kernel_compiler
+from lightserve.common.compile.processes import compile_server
 from lightserve.io_struct import EngineReady, Phase
 from lightserve.model_files.source import resolve
 from lightserve.utils.process import Boot, Parent, run_child
@@ -53,7 +53,7 @@ def main(boot: Boot, parent: Parent) -> None:
 def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:
     """Processes that compile kernels, where there will be some to compile."""
     has_kernels = device != "cpu" and os.path.exists(GPU) and find_spec("triton") is not None
-    return kernel_compiler(path) if has_kernels else nullcontext()
+    return compile_server(path) if has_kernels else nullcontext()
 
 
 @contextmanager
