@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
     kind = pick_device(config.device)
     if args.profile and kind.name == "cpu":
         raise ServerError("--profile needs a GPU")
-    device = kind.device(0)
+    device = kind.torch_device(0)
     ceilings = measure_ceilings(device, kind.dtypes[0])
     worker = ModelWorker(config, resolve(config.model_dir, needs_weights=config.load_format == "auto"), Parallel())
     worker.warm_up()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lightserve.common.basemodel import TpPartBaseModel
-from lightserve.common.device import DeviceKind
+from lightserve.common.device import Device
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.worker.infer_batch import InferBatch
@@ -21,7 +21,7 @@ FLOAT32_BYTES = 4
 MAX_SLOTS = 2**24
 
 
-def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind, rehearse: Callable[[], None]) -> int:
+def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: Device, rehearse: Callable[[], None]) -> int:
     """``model`` has its weights, and no KV to speak of yet.
 
     What ``rehearse`` launches is compiled beside the kernels of the largest step, which takes as long as they alone.
@@ -49,10 +49,10 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind, rehe
     return fits
 
 
-def _largest_step(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind) -> None:
+def _largest_step(config: WorkerConfig, model: TpPartBaseModel, kind: Device) -> None:
     """As many tokens as a step may have, and as many requests beside: of padding, which takes as much memory."""
     batch = InferBatch(model.req_manager, model.mem_manager.padding_slot, model.device)
-    tokens = config.batch_max_tokens or kind.step_limits.batch_max_tokens
+    tokens = config.batch_max_tokens or kind.profile(model.device).step_limits.batch_max_tokens
     beside = model.req_manager.max_reqs - 1
     shape = StepShape(tokens + beside, beside + 1, has_decodes=True, has_prompts=True)
     StepRunner(model, batch, kind).run(batch.padding(shape), shape)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 
 from lightserve.common.compile.cache import use_writable_cache
-from lightserve.common.compile.processes import kernel_compiler
+from lightserve.common.compile.processes import compile_server
 from lightserve.io_struct import EngineReady, Phase
 from lightserve.model_files.source import resolve
 from lightserve.utils.process import Boot, Parent, run_child
@@ -31,7 +31,7 @@ def main(boot: Boot, parent: Parent) -> None:
         with _phase(parent, "load and compile"):
             source = resolve(config.model_dir, needs_weights=config.load_format == "auto")
             store = f"file://{boot.path('tp')}"
-            parallel = connect_ranks(boot.index, ParallelSizes(tp=config.tp), store, kind.comm)
+            parallel = connect_ranks(boot.index, ParallelSizes(tp=config.tp), store, kind.comm_backend)
             worker = ModelWorker(config, source, parallel)
         with _phase(parent, "warm up"):
             worker.warm_up()
@@ -54,7 +54,7 @@ def main(boot: Boot, parent: Parent) -> None:
 def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:
     """Processes that compile kernels, where there will be some to compile."""
     has_kernels = device != "cpu" and os.path.exists(GPU) and find_spec("triton") is not None
-    return kernel_compiler(path) if has_kernels else nullcontext()
+    return compile_server(path) if has_kernels else nullcontext()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig
 from lightserve.common.checkpoint.reader import open_checkpoint, outline, total_bytes
-from lightserve.common.device import DeviceKind, enough_memory, pick_device
+from lightserve.common.device import Device, explain_out_of_memory, pick_device
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
@@ -53,9 +53,10 @@ class ModelWorker:
     def __init__(self, config: WorkerConfig, source: ModelSource, parallel: Parallel) -> None:
         tp = parallel.tp
         kind = pick_device(config.device)
-        device = kind.device(tp.rank)
+        device = kind.torch_device(tp.rank)
         kind.bind(device, config.deterministic)
         self.model_config = ModelConfig.from_hf(source.hf_config())
+        kind.check_head_dim(self.model_config.head_dim)
         self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
         dtype = _dtype(config, self.model_config, kind)
         args = ModelArgs(
@@ -69,7 +70,7 @@ class ModelWorker:
             max_req_total_len=self.max_req_total_len,
             outline=outline(source) if config.load_format == "auto" else (),
         )
-        with enough_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
+        with explain_out_of_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
             self.model = get_model_class(self.model_config.model_type)(args)
         self._kind, self._device = kind, device
         ranks = f", {tp.size} ranks" if tp.size > 1 else ""
@@ -82,16 +83,16 @@ class ModelWorker:
         )
         self._runner = StepRunner(self.model, self._batch, kind)
         self._grammars = Grammars(source, self.model_config.vocab_size, device)
-        self._masks = MaskMaker(self._grammars, device, kind.computes_apart)
+        self._masks = MaskMaker(self._grammars, device, kind.launches_async)
         self._sampler = Sampler(self.model_config.vocab_size, device, self._batch.last_ids)
         self._collector = StepCollector()
-        with enough_memory("lower max_total_token_num or mem_fraction"):
+        with explain_out_of_memory("lower max_total_token_num or mem_fraction"):
             self.model.set_kv_size(kv_size(config, self.model, kind, self._rehearse))
         self._batch.padding_slot = self.model.mem_manager.padding_slot
 
     @property
     def step_limits(self) -> StepLimits:
-        return self._kind.step_limits
+        return self._kind.profile(self._device).step_limits
 
     @property
     def step_timeout_s(self) -> float:
@@ -228,7 +229,7 @@ def _with_cached_prompt(req: NewReq) -> NewReq:
     return msgspec.structs.replace(req, cached_slots=list(range(len(req.prompt_ids) - 1)))
 
 
-def _dtype(config: WorkerConfig, model: ModelConfig, kind: DeviceKind) -> torch.dtype:
+def _dtype(config: WorkerConfig, model: ModelConfig, kind: Device) -> torch.dtype:
     if config.data_type == "auto":
         return kind.dtype_for(model.hf.get("dtype") or model.hf.get("torch_dtype"))
     dtype: torch.dtype = getattr(torch, config.data_type)

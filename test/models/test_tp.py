@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from lightserve.common.device import KINDS
+from lightserve.common.device import device_named
 from lightserve.common.parallel import ParallelSizes, RankGroup, connect_ranks
 from lightserve.errors import ModelFilesError
 from test.models.session import Session
@@ -25,7 +25,7 @@ def _logits(session: Session) -> torch.Tensor:
 
 def _run_rank(rank: int, size: int, store: str, folder: str) -> None:
     torch.set_num_threads(1)
-    KINDS["cpu"].bind(torch.device("cpu"))
+    device_named("cpu").bind(torch.device("cpu"))
     tp = connect_ranks(rank, ParallelSizes(tp=size), f"file://{store}", "gloo").tp
     for name in HF_CONFIGS:
         ours = _logits(Session(build_ours(build_hf(name), tp)))

@@ -377,7 +377,7 @@ def test_what_memory_does_not_hold_is_told(folder: Path, changes: dict[str, int]
     setting("config.json", **changes)(folder)
     config = WorkerConfig(device="cpu", load_format="dummy", running_max_req_size=running_max_req_size)
 
-    with pytest.raises(ServerError, match=r"memory does not suffice .*; use a smaller model, more ranks"):
+    with pytest.raises(ServerError, match=r"not enough memory .*; use a smaller model, more ranks"):
         ModelWorker(config, resolve(str(folder)), Parallel())
 
 

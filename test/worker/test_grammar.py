@@ -125,7 +125,7 @@ def test_masks_without_a_thread_of_their_own_are_the_same(
     expected = llm.generate(prompts(len(wanted)), wanted)
     worker = llm.worker
     monkeypatch.setattr(ModelWorker, "pipeline_depth", depth)
-    monkeypatch.setattr(worker, "_masks", MaskMaker(worker._grammars, worker.model.device, computes_apart=True))
+    monkeypatch.setattr(worker, "_masks", MaskMaker(worker._grammars, worker.model.device, launches_async=True))
 
     generations = llm.generate(prompts(len(wanted)), wanted)
 

@@ -104,11 +104,14 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
         self, q: Tensor, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight
     ) -> Tensor:
         cache = infer_state.mem_manager.layer(self.layer_num)
-        return ops.context_attention(q, cache_kv, cache, infer_state.attn, self.scale, infer_state.alibi_slopes)
+        return ops.context_attention(q, cache_kv, cache, infer_state.attn, self._attn_options(infer_state))
+
+    def _attn_options(self, infer_state: State) -> ops.AttnOptions:
+        return ops.AttnOptions(self.scale, alibi_slopes=infer_state.alibi_slopes)
 
     def _token_attention_kernel(self, q: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         cache = infer_state.mem_manager.layer(self.layer_num)
-        return ops.token_attention(q, cache, infer_state.attn, self.scale, infer_state.alibi_slopes)
+        return ops.token_attention(q, cache, infer_state.attn, self._attn_options(infer_state))
 
     def _get_o(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         return layer_weight.o_proj.mm(input.flatten(-2))

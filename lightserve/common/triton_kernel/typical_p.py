@@ -1,7 +1,7 @@
-"""Locally typical sampling without a sort: one program a row finds the farthest distance to keep by bisection.
+"""Locally typical sampling without a sort: one program for each row finds the largest distance to keep by bisection.
 
-It is the smallest one within which the wanted mass lies. Distances are not negative, so their bits order as they do and
-31 halvings are exact.
+That is the smallest distance within which the wanted mass lies. Distances are not negative, so their bits have the same
+order, and 31 halvings are exact.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _mass_and_mean(row_ptr, n_cols, peak, BLOCK: tl.constexpr):
         below_peak = _load_block(row_ptr, first_col, n_cols, BLOCK) - peak
         weight = tl.exp(below_peak)
         mass += weight
-        moment += tl.where(weight > 0, weight * below_peak, 0.0)  # 0 * -inf is of no weight
+        moment += tl.where(weight > 0, weight * below_peak, 0.0)  # 0 * -inf counts as 0
     total = tl.sum(mass, axis=0)
     return total, peak + tl.sum(moment, axis=0) / total
 
@@ -54,7 +54,7 @@ def _mass_within(row_ptr, n_cols, key, peak, mean, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _cut_atypical_kernel(logits_ptr, b_typical_p_ptr, row_stride, n_cols, BLOCK: tl.constexpr):
+def _typical_p_kernel(logits_ptr, b_typical_p_ptr, row_stride, n_cols, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     typical_p = tl.load(b_typical_p_ptr + row)
@@ -77,14 +77,14 @@ def _cut_atypical_kernel(logits_ptr, b_typical_p_ptr, row_stride, n_cols, BLOCK:
 
     for first_col in range(0, n_cols, BLOCK):
         cols = first_col + tl.arange(0, BLOCK)
-        is_cut = _distance_keys(_load_block(row_ptr, first_col, n_cols, BLOCK), mean) > low
-        tl.store(row_ptr + cols, float("-inf"), mask=is_cut & (cols < n_cols))
+        is_dropped = _distance_keys(_load_block(row_ptr, first_col, n_cols, BLOCK), mean) > low
+        tl.store(row_ptr + cols, float("-inf"), mask=is_dropped & (cols < n_cols))
 
 
-@ops.cut_atypical.impl("triton")
-def cut_atypical(logits: Tensor, b_typical_p: Tensor) -> None:
-    check_last_contiguous("cut_atypical", logits=logits, b_typical_p=b_typical_p)
+@ops.typical_p.impl("triton")
+def typical_p(logits: Tensor, b_typical_p: Tensor) -> None:
+    check_last_contiguous("typical_p", logits=logits, b_typical_p=b_typical_p)
     rows, vocab = logits.shape
     if rows == 0:
         return
-    _cut_atypical_kernel[(rows,)](logits, b_typical_p, logits.stride(0), vocab, BLOCK, num_warps=WARPS)
+    _typical_p_kernel[(rows,)](logits, b_typical_p, logits.stride(0), vocab, BLOCK, num_warps=WARPS)

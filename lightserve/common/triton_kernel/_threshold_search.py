@@ -1,8 +1,8 @@
-"""The exact thresholds of top-k and top-p, searched among tokens in any order: a row, or what was gathered of it.
+"""Exact search for the thresholds of top-k and top-p among unsorted tokens: a whole row, or those gathered from it.
 
-Both are the smallest value with less than a limit strictly above it: for top-k fewer than k tokens, for top-p less
-than p of the mass that top-k left. Values are compared as integers in their order, so a search ends at the very bit.
-Masses are integers too: no sum depends on its order, and so no threshold on where it was found.
+Both thresholds are the smallest value that has less than a limit strictly above it: for top-k fewer than k tokens, for
+top-p less than p of the mass that top-k left. Values are compared as integers of the same order, so the search is exact
+to the bit. Masses are integers too: no sum depends on its order, so no threshold depends on where it was found.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 LOWEST_KEY = tl.constexpr(-0x7F800001)  # the key of -inf
-WAYS = tl.constexpr(16)  # keys that are tried at once: 20 bits between the ends of a window are 5 rounds
+WAYS = tl.constexpr(16)  # keys that are tried in a round: a window of 20 bits takes 5 rounds
 MASS_UNIT = tl.constexpr(2.0**40)  # the mass of a best token; 2^23 of them fit an int64
 
 
@@ -24,19 +24,19 @@ def keys_of(logits):
 
 @triton.jit
 def depths_of(logits, peak):
-    """How far below the best; 0 at the best even where it is infinite."""
+    """Distance below the best logit; 0 at the best even if it is infinite."""
     return tl.where(logits == peak, 0.0, peak - logits)
 
 
 @triton.jit
 def masses_of(depths):
-    """int64, in parts of MASS_UNIT; 0 of a depth that is no number."""
+    """int64, in units of 1 / MASS_UNIT; 0 if the depth is NaN."""
     return (tl.where(depths >= 0, tl.exp(-depths), 0.0) * MASS_UNIT).to(tl.int64)
 
 
 @triton.jit
 def _weights_above(source_ptr, length, keys, peak, COUNTS: tl.constexpr, CHUNK: tl.constexpr):
-    """Tokens (COUNTS) or their mass, strictly above each of the keys: int64 [WAYS]."""
+    """Number (COUNTS) or mass of the tokens strictly above each of the keys: int64 [WAYS]."""
     totals = tl.zeros([WAYS, CHUNK], tl.int64)
     for first in range(0, length, CHUNK):
         lanes = first + tl.arange(0, CHUNK)
@@ -49,9 +49,9 @@ def _weights_above(source_ptr, length, keys, peak, COUNTS: tl.constexpr, CHUNK: 
 
 @triton.jit
 def _smallest_key(source_ptr, length, low, high, limit, peak, COUNTS: tl.constexpr, CHUNK: tl.constexpr):
-    """The smallest key in ``low`` .. ``high`` with a weight below ``limit`` above it; there is one if that is positive.
+    """The smallest key in ``low`` .. ``high`` with less weight than ``limit`` above it. It exists if ``limit`` > 0.
 
-    ``high`` must not be under the highest key of the source.
+    ``high`` must be at least the highest key of the source.
     """
     while low < high:
         step = tl.cdiv(high - low + 1, WAYS)
@@ -64,7 +64,7 @@ def _smallest_key(source_ptr, length, low, high, limit, peak, COUNTS: tl.constex
 
 @triton.jit
 def _ends(source_ptr, length, CHUNK: tl.constexpr):
-    """The lowest and the highest key, as int64: the distance of two int32 is none."""
+    """The lowest and the highest key, as int64: the difference of two int32 may overflow."""
     low = tl.full([CHUNK], 0x7FFFFFFF, tl.int32)
     high = tl.full([CHUNK], LOWEST_KEY, tl.int32)
     for first in range(0, length, CHUNK):
@@ -76,11 +76,13 @@ def _ends(source_ptr, length, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def find_cut(source_ptr, length, above_count, above_mass, below_mass, top_k, top_p, n_cols, peak, CHUNK: tl.constexpr):
-    """The lowest key that stays, and whether it is sure to be right: both thresholds lie among the source's tokens.
+def find_threshold(
+    source_ptr, length, above_count, above_mass, below_mass, top_k, top_p, n_cols, peak, CHUNK: tl.constexpr
+):
+    """The lowest key that is kept, and whether it is exact: both thresholds are among the tokens of the source.
 
-    ``above_count``, ``above_mass`` and ``below_mass``, int64, are of the tokens that are not in the source: each of
-    them lies above or below all that are.
+    ``above_count``, ``above_mass`` and ``below_mass``, int64, describe the tokens outside of the source, each of which
+    is above or below all tokens in it.
     """
     low, high = _ends(source_ptr, length, CHUNK)
     is_sure = length > 0

@@ -1,8 +1,7 @@
-"""Choosing tokens: each block of each row by a program, noise added where the row is drawn; then the blocks of a row.
+"""Sampling in two kernels: the best token of each block of a row, then the best of the blocks.
 
-What a mask forbids is left out on the way, so that masked logits are read once and written never.
-
-Every program loads its block at once, so that even one row is spread over the card.
+Rows with a temperature get Gumbel noise. Tokens that a mask forbids are skipped, so masked logits are read once and
+never written. A program loads its block in one go, so that even one row is spread over the card.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ WARPS = 4
 
 @triton.jit
 def _noise_key(seed, position):
-    """What all tokens of a row share."""
+    """The part of the hash that all tokens of a row share."""
     return hash32(hash32(hash32(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32)) ^ position.to(tl.uint32))
 
 
@@ -35,7 +34,7 @@ def _gumbel(key, tokens):
 
 
 @triton.jit
-def _choose_block_kernel(
+def _sample_block_kernel(
     logits_ptr,
     b_temperature_ptr,
     b_seed_ptr,
@@ -58,7 +57,7 @@ def _choose_block_kernel(
         key = _noise_key(tl.load(b_seed_ptr + row).to(tl.int64), tl.load(b_position_ptr + row))
         logits = logits / temperature + _gumbel(key, cols)
 
-    logits = tl.where(logits == logits, logits, float("inf"))  # NaN: no choice, whatever the other blocks hold
+    logits = tl.where(logits == logits, logits, float("inf"))  # NaN: the row gives no token, whatever other blocks hold
     if bitmask_ptr is not None:
         mask_row = tl.load(mask_row_ptr + row).to(tl.int64)
         if mask_row >= 0:
@@ -71,7 +70,7 @@ def _choose_block_kernel(
 
 
 @triton.jit
-def _choose_row_kernel(
+def _sample_row_kernel(
     best_ptr, best_token_ptr, mask_row_ptr, out_ptr, blocks, NONE: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -81,21 +80,21 @@ def _choose_row_kernel(
     largest, winner = tl.max(best, axis=0, return_indices=True)
     token = tl.sum(tl.where(lanes == winner, tokens, 0), axis=0).to(tl.int64)
     token = tl.where(tl.abs(largest) < float("inf"), token, NONE)
-    if mask_row_ptr is not None:  # of a masked row nothing may be left, which is nobody's fault
+    if mask_row_ptr is not None:  # a masked row may have no allowed token, which is no error
         is_masked = tl.load(mask_row_ptr + row) >= 0
         token = tl.where(is_masked & (largest == float("-inf")), 0, token)
     tl.store(out_ptr + row, token)
 
 
-@ops.choose.impl("triton")
-def choose(
+@ops.sample.impl("triton")
+def sample(
     logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor, masks: ops.TokenMasks | None = None
 ) -> Tensor:
-    check_last_contiguous("choose", logits=logits, b_temperature=b_temperature, b_seed=b_seed, b_position=b_position)
+    check_last_contiguous("sample", logits=logits, b_temperature=b_temperature, b_seed=b_seed, b_position=b_position)
     rows, vocab = logits.shape
     if masks is not None:
-        check_last_contiguous("choose", b_row=masks.b_row, bitmask=masks.bitmask)
-        check_has_bits("choose", masks.bitmask, vocab)
+        check_last_contiguous("sample", b_row=masks.b_row, bitmask=masks.bitmask)
+        check_has_bits("sample", masks.bitmask, vocab)
     out = logits.new_empty((rows,), dtype=torch.int64)
     if rows == 0:
         return out
@@ -103,7 +102,7 @@ def choose(
     best = logits.new_empty((rows, blocks), dtype=torch.float32)
     best_token = logits.new_empty((rows, blocks), dtype=torch.int32)
     mask_row = None if masks is None else masks.b_row
-    _choose_block_kernel[(blocks, rows)](
+    _sample_block_kernel[(blocks, rows)](
         logits,
         b_temperature,
         b_seed,
@@ -118,7 +117,7 @@ def choose(
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
-    _choose_row_kernel[(rows,)](
+    _sample_row_kernel[(rows,)](
         best, best_token, mask_row, out, blocks, NONE=ops.NO_TOKEN, BLOCK=next_power_of_2(blocks), num_warps=1
     )
     return out

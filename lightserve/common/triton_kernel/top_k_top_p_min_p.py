@@ -1,9 +1,9 @@
-"""Top-k, top-p and min-p without a sort: blocks of each row by a program, then one a row among a few thousand tokens.
+"""Top-k, top-p and min-p without a sort.
 
-A histogram tells at which depth below the best the thresholds will lie (``_cut_window``). The tokens near it are
-gathered, the others only summed, and one program a row searches the exact thresholds among the gathered
-(``_cut_search``). It knows when they are not there and then searches the row: what is kept never depends on the
-estimate.
+A histogram of each row predicts how far below the best logit the thresholds lie (``_threshold_window``). The tokens
+near there are gathered, the others only summed. One program for each row then searches the exact thresholds among the
+few thousand gathered tokens (``_threshold_search``). It detects a wrong prediction and then searches the whole row, so
+the result never depends on the prediction.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous
-from lightserve.common.triton_kernel._cut_search import LOWEST_KEY, depths_of, find_cut, keys_of, masses_of
-from lightserve.common.triton_kernel._cut_window import BINS, count_block, heavy_end, window_of
+from lightserve.common.triton_kernel._threshold_search import LOWEST_KEY, depths_of, find_threshold, keys_of, masses_of
+from lightserve.common.triton_kernel._threshold_window import BINS, count_block, heavy_end, window_of
 
-BLOCK = 2048  # as choose: even one row is spread over the card
+BLOCK = 2048  # as in sample: even one row is spread over the card
 WARPS = 4
 CAPACITY = 16384  # tokens gathered of a row
 # Tokens that the search compares at once. 256 rows of 128,256 on an H200, top-p and with top-k: 524 and 478 us; with
 # 1,024 tokens and 16 warps 560 and 520.
 CHUNK = 512
 SEARCH_WARPS = 8
-ABOVE_COUNT = tl.constexpr(0)  # what the sums of a row hold
+ABOVE_COUNT = tl.constexpr(0)  # fields of the sums of a row
 ABOVE_MASS = tl.constexpr(1)
 BELOW_MASS = tl.constexpr(2)
 GATHERED = tl.constexpr(3)
@@ -37,7 +37,7 @@ SUMS = tl.constexpr(4)
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What one kernel leaves to the next. A row that asks for nothing finds nothing there that is of use."""
+    """What one kernel leaves for the next. It is undefined for rows without top-k, top-p or min-p."""
 
     block_peaks: Tensor  # [rows, blocks] float32: the best logit
     block_masses: Tensor  # [rows, blocks] float32: in units of the block's best token
@@ -45,7 +45,7 @@ class Scratch:
     window: Tensor  # [rows, 2] float32: the depths between which tokens are gathered
     sums: Tensor  # [rows, SUMS] int64: of the tokens outside of the window; how many were gathered
     gathered: Tensor  # [rows, CAPACITY] float32: logits inside of the window that are not masked, in any order
-    cut_keys: Tensor  # [rows] int32: the lowest key that stays
+    threshold_keys: Tensor  # [rows] int32: the lowest key that is kept
 
     @classmethod
     def of(cls, logits: Tensor, blocks: int) -> Scratch:
@@ -57,7 +57,7 @@ class Scratch:
             window=logits.new_empty((rows, 2)),
             sums=logits.new_empty((rows, SUMS.value), dtype=torch.int64),
             gathered=logits.new_empty((rows, CAPACITY)),
-            cut_keys=logits.new_empty((rows,), dtype=torch.int32),
+            threshold_keys=logits.new_empty((rows,), dtype=torch.int32),
         )
 
 
@@ -77,7 +77,7 @@ def _peak_of(block_peaks_ptr, row, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _cut_logits_peak_kernel(
+def _top_k_top_p_min_p_peak_kernel(
     logits_ptr,
     b_top_k_ptr,
     b_top_p_ptr,
@@ -90,7 +90,7 @@ def _cut_logits_peak_kernel(
     n_cols,
     BLOCK: tl.constexpr,
 ):
-    """The best of each block and its mass; clears what the next kernels add to."""
+    """The best logit of each block and its mass; zeroes what the next kernels add to."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     _, _, is_searched = _load_limits(b_top_k_ptr, b_top_p_ptr, row, n_cols)
@@ -108,7 +108,7 @@ def _cut_logits_peak_kernel(
 
 
 @triton.jit
-def _cut_logits_count_kernel(
+def _top_k_top_p_min_p_count_kernel(
     logits_ptr,
     b_top_k_ptr,
     b_top_p_ptr,
@@ -120,7 +120,7 @@ def _cut_logits_count_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The histogram of each row, a block of it by a program."""
+    """The histogram of each row. A program adds one block."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     _, _, is_searched = _load_limits(b_top_k_ptr, b_top_p_ptr, row, n_cols)
@@ -137,7 +137,7 @@ def _cut_logits_count_kernel(
 
 
 @triton.jit
-def _cut_logits_window_kernel(b_top_k_ptr, b_top_p_ptr, histogram_ptr, window_ptr, n_cols):
+def _top_k_top_p_min_p_window_kernel(b_top_k_ptr, b_top_p_ptr, histogram_ptr, window_ptr, n_cols):
     row = tl.program_id(0).to(tl.int64)
     top_k, top_p, is_searched = _load_limits(b_top_k_ptr, b_top_p_ptr, row, n_cols)
     if not is_searched:
@@ -148,7 +148,7 @@ def _cut_logits_window_kernel(b_top_k_ptr, b_top_p_ptr, histogram_ptr, window_pt
 
 
 @triton.jit
-def _cut_logits_gather_kernel(
+def _top_k_top_p_min_p_gather_kernel(
     logits_ptr,
     b_top_k_ptr,
     b_top_p_ptr,
@@ -162,9 +162,9 @@ def _cut_logits_gather_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Sums what a block has outside of the window, and gathers what is inside and not masked, as far as there is room.
+    """Sum the tokens of a block outside of the window; gather those inside that are not masked, while there is room.
 
-    A window without an end would hold all that is masked, most of the row under a grammar.
+    A window without an end would hold all masked tokens, which under a grammar are most of the row.
     """
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -197,7 +197,7 @@ def _cut_logits_gather_kernel(
 
 
 @triton.jit
-def _cut_logits_search_kernel(
+def _top_k_top_p_min_p_search_kernel(
     logits_ptr,
     b_top_k_ptr,
     b_top_p_ptr,
@@ -205,7 +205,7 @@ def _cut_logits_search_kernel(
     window_ptr,
     sums_ptr,
     gathered_ptr,
-    cut_keys_ptr,
+    threshold_keys_ptr,
     row_stride,
     n_cols,
     blocks,
@@ -213,43 +213,43 @@ def _cut_logits_search_kernel(
     CHUNK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The lowest key that stays of each row: among what was gathered, or else among all."""
+    """The lowest key that is kept of each row, searched among the gathered tokens, or else in the whole row."""
     row = tl.program_id(0).to(tl.int64)
     top_k, top_p, _ = _load_limits(b_top_k_ptr, b_top_p_ptr, row, n_cols)
     sums_ptr += row * SUMS
     above_count = tl.load(sums_ptr + ABOVE_COUNT)
     length = tl.load(sums_ptr + GATHERED).to(tl.int32)
     is_rest_masked = tl.load(window_ptr + row * 2 + 1) == float("inf")
-    top_k = tl.where(is_rest_masked & (top_k > above_count + length), n_cols, top_k)  # it cuts what is masked alone
-    if (top_k >= n_cols) & (top_p >= 1):  # whatever a row that asks for neither has read
-        tl.store(cut_keys_ptr + row, LOWEST_KEY)
+    top_k = tl.where(is_rest_masked & (top_k > above_count + length), n_cols, top_k)  # it drops only masked tokens
+    if (top_k >= n_cols) & (top_p >= 1):  # a row without both may have read anything here
+        tl.store(threshold_keys_ptr + row, LOWEST_KEY)
         return
     peak = _peak_of(block_peaks_ptr, row, blocks, BLOCKS)
     above_mass = tl.load(sums_ptr + ABOVE_MASS)
     below_mass = tl.load(sums_ptr + BELOW_MASS)
     source_ptr = gathered_ptr + row * CAPACITY
 
-    cut_key = tl.full([], LOWEST_KEY, tl.int32)
+    threshold_key = tl.full([], LOWEST_KEY, tl.int32)
     is_sure = length < 0  # not yet
     if length <= CAPACITY:
-        cut_key, is_sure = find_cut(
+        threshold_key, is_sure = find_threshold(
             source_ptr, length, above_count, above_mass, below_mass, top_k, top_p, n_cols, peak, CHUNK
         )
     if not is_sure:
         none = tl.zeros([], tl.int64)
         row_ptr = logits_ptr + row * row_stride
-        cut_key, _ = find_cut(row_ptr, n_cols, none, none, none, top_k, top_p, n_cols, peak, CHUNK)
-    tl.store(cut_keys_ptr + row, cut_key)
+        threshold_key, _ = find_threshold(row_ptr, n_cols, none, none, none, top_k, top_p, n_cols, peak, CHUNK)
+    tl.store(threshold_keys_ptr + row, threshold_key)
 
 
 @triton.jit
-def _cut_logits_write_kernel(
+def _top_k_top_p_min_p_write_kernel(
     logits_ptr,
     b_top_k_ptr,
     b_top_p_ptr,
     b_min_p_ptr,
     block_peaks_ptr,
-    cut_keys_ptr,
+    threshold_keys_ptr,
     row_stride,
     n_cols,
     BLOCK: tl.constexpr,
@@ -265,13 +265,13 @@ def _cut_logits_write_kernel(
     cols = block * BLOCK + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + row * row_stride
     logits = tl.load(row_ptr + cols, mask=cols < n_cols, other=float("-inf"))
-    is_cut = (keys_of(logits) < tl.load(cut_keys_ptr + row)) | (logits < min_p_end)
-    tl.store(row_ptr + cols, float("-inf"), mask=is_cut & (cols < n_cols))
+    is_dropped = (keys_of(logits) < tl.load(threshold_keys_ptr + row)) | (logits < min_p_end)
+    tl.store(row_ptr + cols, float("-inf"), mask=is_dropped & (cols < n_cols))
 
 
-@ops.cut_logits.impl("triton")
-def cut_logits(logits: Tensor, b_top_k: Tensor, b_top_p: Tensor, b_min_p: Tensor) -> None:
-    check_last_contiguous("cut_logits", logits=logits, b_top_k=b_top_k, b_top_p=b_top_p, b_min_p=b_min_p)
+@ops.top_k_top_p_min_p.impl("triton")
+def top_k_top_p_min_p(logits: Tensor, b_top_k: Tensor, b_top_p: Tensor, b_min_p: Tensor) -> None:
+    check_last_contiguous("top_k_top_p_min_p", logits=logits, b_top_k=b_top_k, b_top_p=b_top_p, b_min_p=b_min_p)
     rows, vocab = logits.shape
     if rows == 0:
         return
@@ -280,21 +280,21 @@ def cut_logits(logits: Tensor, b_top_k: Tensor, b_top_p: Tensor, b_min_p: Tensor
     room = Scratch.of(logits, blocks)
     grid, given, row = (blocks, rows), (logits, b_top_k, b_top_p), (logits.stride(0), vocab)
     by_block = {"BLOCK": BLOCK, "BLOCKS": row_blocks, "num_warps": WARPS}
-    _cut_logits_peak_kernel[grid](
+    _top_k_top_p_min_p_peak_kernel[grid](
         *given, b_min_p, room.block_peaks, room.block_masses, room.histogram, room.sums, *row, BLOCK, num_warps=WARPS
     )
-    _cut_logits_count_kernel[grid](*given, room.block_peaks, room.block_masses, room.histogram, *row, **by_block)
-    _cut_logits_window_kernel[(rows,)](b_top_k, b_top_p, room.histogram, room.window, vocab, num_warps=WARPS)
-    _cut_logits_gather_kernel[grid](
+    _top_k_top_p_min_p_count_kernel[grid](*given, room.block_peaks, room.block_masses, room.histogram, *row, **by_block)
+    _top_k_top_p_min_p_window_kernel[(rows,)](b_top_k, b_top_p, room.histogram, room.window, vocab, num_warps=WARPS)
+    _top_k_top_p_min_p_gather_kernel[grid](
         *given, room.block_peaks, room.window, room.sums, room.gathered, *row, CAPACITY, **by_block
     )
-    _cut_logits_search_kernel[(rows,)](
+    _top_k_top_p_min_p_search_kernel[(rows,)](
         *given,
         room.block_peaks,
         room.window,
         room.sums,
         room.gathered,
-        room.cut_keys,
+        room.threshold_keys,
         *row,
         blocks,
         CAPACITY,
@@ -302,4 +302,4 @@ def cut_logits(logits: Tensor, b_top_k: Tensor, b_top_p: Tensor, b_min_p: Tensor
         row_blocks,
         num_warps=SEARCH_WARPS,
     )
-    _cut_logits_write_kernel[grid](*given, b_min_p, room.block_peaks, room.cut_keys, *row, **by_block)
+    _top_k_top_p_min_p_write_kernel[grid](*given, b_min_p, room.block_peaks, room.threshold_keys, *row, **by_block)

@@ -1,7 +1,7 @@
-"""Keys of a request folded, block by block, into the running softmax of a tile's query rows; scores are in base 2.
+"""Online softmax of a tile of query rows over the keys of a request, block by block. Scores are in base 2.
 
-``softmax`` is, of each row, the weighted sum of values so far, the highest score and the sum of weights. ``cache`` is
-where in the KV cache the keys and the values of the head begin, where the request's slots do, and a slot's stride.
+``softmax`` holds for each row the weighted sum of values so far, the highest score and the sum of weights. ``cache``
+holds pointers to the head's keys, to its values and to the request's slots, and the stride of a slot.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(ptr, offsets, cols, is_row, DIM: tl.constexpr):
-    """``[rows, dim]`` padded with 0. A masked row is 0, not what lies there: 0 * NaN is NaN."""
+    """``[rows, dim]`` padded with 0. A masked row must be 0: memory may hold NaN, and 0 * NaN is NaN."""
     ptrs = ptr + offsets[:, None] + cols[None, :]
     mask = None
     if is_row is not None:
@@ -24,8 +24,8 @@ def load_rows(ptr, offsets, cols, is_row, DIM: tl.constexpr):
 
 
 @triton.jit
-def _fold(q, k, v, softmax, keys, q_positions, is_seen, slopes, scale):
-    """``is_seen`` None: every row sees every key. Otherwise each must see one, of this block or of those before."""
+def _update(q, k, v, softmax, keys, q_positions, is_seen, slopes, scale):
+    """Add a block of keys. ``is_seen`` None: every row sees every key. Else each must have seen one by now."""
     acc, peak, total = softmax
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if slopes is not None:
@@ -33,7 +33,7 @@ def _fold(q, k, v, softmax, keys, q_positions, is_seen, slopes, scale):
     if is_seen is not None:
         scores = tl.where(is_seen, scores, float("-inf"))
     highest = tl.max(scores, axis=1)
-    if slopes is None:  # the scale costs nothing inside the multiply-add of the exponent
+    if slopes is None:  # the scale is free inside the multiply-add of the exponent
         new_peak = tl.maximum(peak, highest * scale)
         weights = tl.exp2(scores * scale - new_peak[:, None])
     else:
@@ -46,10 +46,10 @@ def _fold(q, k, v, softmax, keys, q_positions, is_seen, slopes, scale):
 
 
 @triton.jit
-def _fold_cached(
+def _update_from_cache(
     q, softmax, cache, keys, is_key, q_positions, slopes, scale, IS_CAUSAL: tl.constexpr, DIM: tl.constexpr
 ):
-    """A block of keys that is gathered from the cache; ``is_key`` None: the request has all of them.
+    """Gather a block of keys from the cache and add it. ``is_key`` None: the request has all of them.
 
     ``IS_CAUSAL``: a row sees no key past its own position.
     """
@@ -64,15 +64,16 @@ def _fold_cached(
         is_seen = keys[None, :] <= q_positions[:, None]
     elif is_key is not None:
         is_seen = is_key[None, :]
-    return _fold(q, k, v, softmax, keys, q_positions, is_seen, slopes, scale)
+    return _update(q, k, v, softmax, keys, q_positions, is_seen, slopes, scale)
 
 
 @triton.jit
-def fold_blocks(q, softmax, cache, begin, end, q_positions, slopes, scale, DIM: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The cached tokens ``begin`` .. ``end``, whole blocks of them: every row sees them all.
+def attend_cached_blocks(
+    q, softmax, cache, begin, end, q_positions, slopes, scale, DIM: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Attend to the cached tokens ``begin`` .. ``end``, in whole blocks. Every row sees all of them.
 
-    The slots of a block are loaded a block ahead: a load that waits for another's address would be issued so late that
-    the products wait for it.
+    The slots of a block are loaded one block ahead. Else the loads of keys would be issued too late to hide.
     """
     k_ptr, v_ptr, slots_ptr, slot_stride = cache
     cols = tl.arange(0, q.shape[1])
@@ -84,31 +85,35 @@ def fold_blocks(q, softmax, cache, begin, end, q_positions, slopes, scale, DIM: 
         next_slots = tl.load(slots_ptr + keys + BLOCK_N, mask=keys + BLOCK_N < end, other=0)
         k = load_rows(k_ptr, slots, cols, None, DIM).to(q.dtype)
         v = load_rows(v_ptr, slots, cols, None, DIM).to(q.dtype)
-        softmax = _fold(q, k, v, softmax, keys, q_positions, None, slopes, scale)
+        softmax = _update(q, k, v, softmax, keys, q_positions, None, slopes, scale)
     return softmax
 
 
 @triton.jit
-def fold_prefix(q, softmax, cache, ready_len, q_positions, slopes, scale, DIM: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tokens that were in the cache before the step: every row sees them all."""
+def attend_cached_prefix(
+    q, softmax, cache, ready_len, q_positions, slopes, scale, DIM: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Attend to the tokens that were in the cache before the step. Every row sees all of them."""
     whole = ready_len // BLOCK_N * BLOCK_N
-    softmax = fold_blocks(q, softmax, cache, 0, whole, q_positions, slopes, scale, DIM, BLOCK_N)
+    softmax = attend_cached_blocks(q, softmax, cache, 0, whole, q_positions, slopes, scale, DIM, BLOCK_N)
     if whole < ready_len:
         keys = whole + tl.arange(0, BLOCK_N)
-        softmax = _fold_cached(q, softmax, cache, keys, keys < ready_len, q_positions, slopes, scale, False, DIM)
+        softmax = _update_from_cache(q, softmax, cache, keys, keys < ready_len, q_positions, slopes, scale, False, DIM)
     return softmax
 
 
 @triton.jit
-def fold_in_order(q, softmax, cache, end, q_positions, slopes, scale, DIM: tl.constexpr, BLOCK_N: tl.constexpr):
-    """All tokens from the cache, in blocks that begin at the same positions whatever the step computes.
+def attend_cached_in_order(
+    q, softmax, cache, end, q_positions, slopes, scale, DIM: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Attend to all tokens from the cache, in blocks that begin at the same positions in every step.
 
-    A key that a row may not see weighs 0 and changes no sum, so neither a row's place in its tile nor what follows it
-    matters to a bit of the row.
+    A key that a row may not see has weight 0 and changes no sum. So every bit of a row is independent of its place in
+    the tile and of the rows that follow.
     """
     for start in range(0, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
-        softmax = _fold_cached(q, softmax, cache, keys, keys < end, q_positions, slopes, scale, True, DIM)
+        softmax = _update_from_cache(q, softmax, cache, keys, keys < end, q_positions, slopes, scale, True, DIM)
     return softmax
 
 
@@ -116,15 +121,15 @@ def fold_in_order(q, softmax, cache, end, q_positions, slopes, scale, DIM: tl.co
 def _load_block(
     kv_desc, kv_ptr, token_stride, row, col, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """``BLOCK_N`` rows of one head of the step's own tokens, by the copy engine where there is a descriptor."""
+    """``BLOCK_N`` rows of one head of the step's new tokens. With a descriptor the copy engine (TMA) loads them."""
     if kv_desc is not None:
         return kv_desc.load([row, col])
-    offsets = tl.arange(0, BLOCK_N) * token_stride  # inside a block: far from 2^31
+    offsets = tl.arange(0, BLOCK_N) * token_stride  # within a block this is far below 2^31
     return load_rows(kv_ptr + row.to(tl.int64) * token_stride + col, offsets, tl.arange(0, BLOCK_D), None, DIM)
 
 
 @triton.jit
-def fold_own(
+def attend_new_tokens(
     q,
     softmax,
     kv_desc,
@@ -142,9 +147,9 @@ def fold_own(
     DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The step's own tokens of the request up to ``end``; only the blocks from ``first_token`` on need a mask.
+    """Attend to the new tokens of the request up to ``end``. Only the blocks from ``first_token`` on need a mask.
 
-    A block that reaches past the request is loaded under a mask too: the rows of others may hold NaN.
+    A block that reaches past the request is loaded under a mask too: the rows of other requests may hold NaN.
     """
     BLOCK_D: tl.constexpr = q.shape[1]
     block = tl.arange(0, BLOCK_N)
@@ -153,18 +158,18 @@ def fold_own(
     for start in range(0, diagonal, BLOCK_N):
         k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
         v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
-        softmax = _fold(q, k, v, softmax, start + block, q_tokens, None, slopes, scale)
+        softmax = _update(q, k, v, softmax, start + block, q_tokens, None, slopes, scale)
     for start in range(diagonal, tl.minimum(end, whole), BLOCK_N):
         keys = start + block
         k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
         v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
         is_seen = keys[None, :] <= q_tokens[:, None]
-        softmax = _fold(q, k, v, softmax, keys, q_tokens, is_seen, slopes, scale)
+        softmax = _update(q, k, v, softmax, keys, q_tokens, is_seen, slopes, scale)
     if whole < end:
         keys = whole + block
         rows_ptr = kv_ptr + (start_loc + whole).to(tl.int64) * token_stride
         k = load_rows(rows_ptr + k_col, block * token_stride, tl.arange(0, BLOCK_D), keys < end, DIM)
         v = load_rows(rows_ptr + v_col, block * token_stride, tl.arange(0, BLOCK_D), keys < end, DIM)
         is_seen = keys[None, :] <= q_tokens[:, None]
-        softmax = _fold(q, k, v, softmax, keys, q_tokens, is_seen, slopes, scale)
+        softmax = _update(q, k, v, softmax, keys, q_tokens, is_seen, slopes, scale)
     return softmax

@@ -1,4 +1,4 @@
-"""Launches captured once and replayed as one: what the host would spend on launching is saved."""
+"""CUDA graphs: launches that are captured once and replayed as one, which saves the host the time to launch them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Out = TypeVar("Out")
 
 
 class CudaGraphs(Generic[Key, Out]):
-    """A function of a tensor of integers and a key, captured once a key.
+    """A function of a tensor of integers and a key, captured once for each key.
 
-    The function must launch the same work whatever the integers are. What a replay returns holds until the next one:
-    all graphs share one pool of memory.
+    The function must launch the same work whatever the integers are. The result of a replay is valid until the next
+    replay: all graphs share one memory pool.
     """
 
     def __init__(self, function: Callable[[Tensor, Key], Out]) -> None:
@@ -30,12 +30,12 @@ class CudaGraphs(Generic[Key, Out]):
         return key in self._captured
 
     def capture(self, examples: Iterable[tuple[Key, Tensor]]) -> None:
-        """Each key with an input on the device, which a replay overwrites.
+        """Capture each key with its input on the device. A replay overwrites that input.
 
-        What is compiled, loaded or allocated at first use has been used before: a capture may not do so.
+        A capture may not compile, load or allocate anything at first use, so call the function once before.
         """
         torch.cuda.synchronize()
-        with _no_garbage():
+        with _no_garbage_collection():
             for key, example in examples:
                 self._capture(key, example)
 
@@ -48,7 +48,7 @@ class CudaGraphs(Generic[Key, Out]):
         self._captured[key] = (example, graph, out)
 
     def replay(self, key: Key, inputs: Tensor) -> Out:
-        """``inputs`` in pinned memory, which torch keeps until they are copied."""
+        """``inputs`` are in pinned memory, which torch keeps until they are copied."""
         example, graph, out = self._captured[key]
         example.copy_(inputs, non_blocking=True)
         graph.replay()
@@ -56,8 +56,8 @@ class CudaGraphs(Generic[Key, Out]):
 
 
 @contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Graphs that nobody uses any more may not be found and destroyed during a capture: it would fail."""
+def _no_garbage_collection() -> Iterator[None]:
+    """A capture fails if the collector destroys an unused graph meanwhile."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
