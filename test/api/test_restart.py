@@ -39,7 +39,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 POISONED = (
     "-c",
-    "import sys; from lightserve.server.api_server import main; from lightserve.server.fleet import Modules; "
+    "import sys; from lightserve.server.api_server import main; from lightserve.server.process_group import Modules; "
     "sys.exit(main(modules=Modules(null_worker='test.api.poisoned_worker')))",
 )
 NULL = ("--null_worker", "--null_step_ms", "20")

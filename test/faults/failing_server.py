@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from lightserve.server.api_server import main
-from lightserve.server.fleet import Modules
+from lightserve.server.process_group import Modules
 
 WORKERS = Modules(worker="test.faults.failing_model_worker", null_worker="test.faults.failing_worker")
 

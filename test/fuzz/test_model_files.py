@@ -22,7 +22,7 @@ from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.source import FolderSource
 from test.fuzz.profile import FUZZ
 from test.model_files.files import VOCAB, save_as_gguf, tiny_model
-from test.server.launched import TINY
+from test.server.launcher_process import TINY
 from test.small_text import EOS, small_backend
 
 TOKENS = ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(VOCAB - 3))]

@@ -1,7 +1,7 @@
-"""Every way a model's files can be wrong is one line that names the file and what to do, and exit code 2.
+"""Any error in a model's files is reported in one line that names the file and the remedy, with exit code 2.
 
-What the launcher can know it tells before a port is opened; what takes torch to know, the worker tells before it reads
-weights. NaN in weights is not looked for.
+The launcher finds what it can before it opens a port. What needs torch, the worker finds before it reads weights.
+Nobody searches weights for NaN.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NORM = "model.norm.weight"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model of which every test damages a copy."""
+    """A small model. Every test damages a copy of it."""
     return Path(save_small_model(tmp_path_factory.mktemp("whole")))
 
 
@@ -50,7 +50,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], model_dir: Path | str, *flags: str) -> str:
-    """The one line with which the launcher refuses to start, before it listens anywhere."""
+    """The one line that the launcher prints when it refuses to start, before it opens a port."""
     code = api_server.main(["--port=0", f"--model_dir={model_dir}", *flags])
     (line,) = capsys.readouterr().err.splitlines()
     assert code == 2
@@ -89,7 +89,7 @@ def cut(name: str, keep: int) -> Damage:
 
 
 def header(**changes: Any) -> Damage:
-    """Of the weights, one tensor described otherwise."""
+    """Change the description of one tensor in the weights' header."""
 
     def damage(folder: Path) -> None:
         raw = (folder / WEIGHTS).read_bytes()
@@ -108,7 +108,7 @@ def index(**weight_map: Any) -> Damage:
 
 NO_SENSE = "makes no sense about the tensor model.norm.weight"
 FOLDERS: dict[str, tuple[Damage, str, str]] = {
-    # what is damaged, the file to be named, what is to be said of it
+    # the damage, the file that the error must name, a part of its text
     "no config": (without("config.json"), "", "no config.json and no .gguf file in it; give a folder"),
     "config is a folder": (as_folder("config.json"), "", "no config.json and no .gguf file"),
     "config is empty": (write("config.json", ""), "config.json", "not readable as JSON"),
@@ -198,14 +198,17 @@ def test_a_damaged_folder_is_refused_before_a_port_is_opened(
     [
         (["--tp=3"], "do not divide among tp=3 ranks; choose a tp"),
         (["--max_model_len=129"], "max_req_total_len=129, but the model reaches 128 tokens; lower it"),
-        (["--max_total_token_num=1"], "max_total_token_num=1 holds less than one request of 2 tokens; raise it"),
+        (
+            ["--max_total_token_num=1"],
+            "max_total_token_num=1 is less than one request of 2 tokens; raise --max_total_token_num",
+        ),
         (
             ["--max_total_token_num=50", "--max_model_len=100"],
-            "less than one request of 100 tokens; raise it",
+            "less than one request of 100 tokens; raise --max_total_token_num",
         ),
     ],
 )
-def test_a_flag_that_the_model_does_not_allow_is_told(
+def test_a_flag_that_the_model_does_not_allow_is_reported(
     whole: Path, capsys: pytest.CaptureFixture[str], flags: list[str], reason: str
 ) -> None:
     assert reason in refusal(capsys, whole, *flags)
@@ -238,7 +241,7 @@ def test_a_damaged_gguf_is_refused(
     assert reason in line
 
 
-def test_a_path_that_is_none_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_path_without_a_model_is_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
 
     assert "no such folder or .gguf file" in refusal(capsys, tmp_path / "missing")
@@ -254,23 +257,26 @@ def test_a_damaged_file_cannot_write_on_the_terminal(folder: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "warning"),
     [
         ({}, ""),
-        ({"vocab_size": 40}, "tokens, the model's embedding 40: a text with one of the others is refused"),
-        ({"eos_token_id": None}, "names no end token: answers end at their greatest length; --eos_id names one"),
-        ({"eos_token_id": -1}, "names no end token"),
+        ({"vocab_size": 40}, "tokens, the model's embedding only 40: texts that need the others are refused"),
+        (
+            {"eos_token_id": None},
+            "defines no end token: every response runs to its length limit; set one with --eos_id",
+        ),
+        ({"eos_token_id": -1}, "defines no end token"),
     ],
 )
-def test_what_can_be_lived_with_is_told(
-    folder: Path, log: pytest.LogCaptureFixture, changes: dict[str, Any], told: str
+def test_a_tolerable_problem_logs_a_warning(
+    folder: Path, log: pytest.LogCaptureFixture, changes: dict[str, Any], warning: str
 ) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     setting("config.json", **changes)(folder)
 
     check(parse_server(["--port=0", "--load_format=dummy", f"--model_dir={folder}"]))
 
-    assert told in log.text if told else not log.text
+    assert warning in log.text if warning else not log.text
 
 
 def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
@@ -284,7 +290,7 @@ def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -
     assert not (tmp_path / "owned").exists()
 
 
-# what the worker knows
+# what only the worker can check
 
 
 class MustNotRun:
@@ -313,7 +319,7 @@ def no_weights_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(folder: Path) -> str:
-    """What the worker says of it."""
+    """The worker's error."""
     with pytest.raises(CheckpointError) as refused:
         ModelWorker(WorkerConfig(device="cpu", max_total_token_num=64), resolve(str(folder)), TpGroup())
     return str(refused.value)
@@ -329,26 +335,26 @@ def load(folder: Path) -> str:
         (lambda tensors: tensors.update({NORM: torch.ones(64, dtype=torch.complex64)}), f"{NORM} is C64; only float"),
     ],
 )
-def test_tensors_that_are_not_the_models_are_told_before_any_is_read(
+def test_wrong_tensors_are_reported_before_any_is_read(
     change: Callable[[dict[str, Any]], Any], reason: str, folder: Path
 ) -> None:
     change_tensors(folder, change)
 
-    told = load(folder)
+    message = load(folder)
 
-    assert reason in told
-    assert "lacks" in told or told.startswith(f"{folder / WEIGHTS}: ")
+    assert reason in message
+    assert "lacks" in message or message.startswith(f"{folder / WEIGHTS}: ")
 
 
 @pytest.mark.usefixtures("no_weights_read")
-def test_an_embedding_of_another_size_is_told_without_its_memory(folder: Path) -> None:
+def test_an_embedding_of_another_size_is_reported_without_allocating_it(folder: Path) -> None:
     setting("config.json", vocab_size=2**24, hidden_size=2**24)(folder)
 
     assert "wants (16777216, 16777216)" in load(folder)
 
 
 @pytest.mark.usefixtures("no_weights_read")
-def test_a_bin_file_runs_nothing(folder: Path, tmp_path: Path) -> None:
+def test_loading_a_bin_file_runs_no_code(folder: Path, tmp_path: Path) -> None:
     tensors: dict[str, Any] = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     torch.save(tensors | {NORM: MustNotRun(tmp_path / "owned")}, folder / "pytorch_model.bin")
@@ -362,8 +368,10 @@ def test_a_bin_file_runs_nothing(folder: Path, tmp_path: Path) -> None:
     [({"vocab_size": 2**24, "hidden_size": 2**24}, 1), ({}, 2**45)],
     ids=["weights", "requests"],
 )
-def test_what_memory_does_not_hold_is_told(folder: Path, changes: dict[str, int], running_max_req_size: int) -> None:
-    """Each wants more than a process can address."""
+def test_a_model_that_does_not_fit_into_memory_is_reported(
+    folder: Path, changes: dict[str, int], running_max_req_size: int
+) -> None:
+    """Each case needs more memory than a process can address."""
     setting("config.json", **changes)(folder)
     config = WorkerConfig(device="cpu", load_format="dummy", running_max_req_size=running_max_req_size)
 
@@ -371,7 +379,7 @@ def test_what_memory_does_not_hold_is_told(folder: Path, changes: dict[str, int]
         ModelWorker(config, resolve(str(folder)), TpGroup())
 
 
-# whole starts
+# the whole server
 
 
 def start(model_dir: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -379,7 +387,7 @@ def start(model_dir: Path, *flags: str, **env: str) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | env)
 
 
-def test_what_only_the_worker_knows_is_one_line_too(folder: Path) -> None:
+def test_an_error_of_the_worker_is_one_line_too(folder: Path) -> None:
     change_tensors(folder, lambda tensors: tensors.pop(NORM))
 
     run = start(folder, "--device=cpu")
@@ -390,7 +398,7 @@ def test_what_only_the_worker_knows_is_one_line_too(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_odd_path_and_a_home_that_cannot_be_written_do_not_matter(
+def test_the_server_runs_with_an_unusual_path_and_a_read_only_home(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(whole, tmp_path / "Modell mit 🦙 und ümlaut")
@@ -399,10 +407,10 @@ def test_an_odd_path_and_a_home_that_cannot_be_written_do_not_matter(
         monkeypatch.setenv(name, "/dev/null/nowhere")
 
     with running_server(tmp_path / "log", "--device=cpu", "--model_dir", str(tmp_path / "link")) as server:
-        status, answer = server.post("/v1/completions", {"prompt": "abc", "max_tokens": 2})
+        status, response = server.post("/v1/completions", {"prompt": "abc", "max_tokens": 2})
 
-    assert status == 200, answer
-    assert answer["model"] == "Modell mit 🦙 und ümlaut"
+    assert status == 200, response
+    assert response["model"] == "Modell mit 🦙 und ümlaut"
     assert "kernels are compiled at every start" in server.log
 
 

@@ -241,7 +241,7 @@ SIGNALS += [
     Case(
         "SIGTERM with half a second, streaming",
         signal_launcher(signal.SIGTERM),
-        ends(0, "not done in time"),
+        ends(0, "did not finish within"),
         STREAMING,
         (*STEP, "--drain_timeout", "0.5"),
     ),
