@@ -1,4 +1,4 @@
-"""The text of one request as its tokens come, up to the first stop string."""
+"""The text of one request while its tokens arrive, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 
 from lightserve.detokenization.stop import StopMatcher
 from lightserve.io_struct import FinishReason
-from lightserve.model_files.decoding import Decoder, NoTextStream
+from lightserve.model_files.decoding import Decoder, EmptyDecodeStream
 
 
 class ReqText:
-    """Without a decoder, for a model that has no tokenizer, there is no text."""
+    """Without a decoder (a model without a tokenizer) there is no text."""
 
     def __init__(
         self,
@@ -22,22 +22,22 @@ class ReqText:
         shown_special_ids: Collection[int] = (),
         hidden_chars: int = 0,
     ) -> None:
-        """Special tokens are skipped but for ``shown_special_ids``, or not at all; the first characters are hidden."""
+        """``skip_special_tokens`` skips all but ``shown_special_ids``. The first ``hidden_chars`` are not returned."""
         self._decoder = decoder
         self._shown_special_ids = shown_special_ids if skip_special_tokens else ()
-        self._stream = NoTextStream() if decoder is None else decoder.stream(skip_special_tokens)
+        self._stream = EmptyDecodeStream() if decoder is None else decoder.stream(skip_special_tokens)
         self._stop = StopMatcher(stop, include_stop)
-        self._n_hidden = hidden_chars  # that are yet to come
-        self._include_stop = include_stop  # an end token stays in the text too
+        self._n_hidden = hidden_chars  # characters that are still to be hidden
+        self._include_stop = include_stop  # then an end token stays in the text too
 
     @property
     def matched_stop(self) -> str | None:
         return self._stop.matched
 
     def push(self, token_id: int, finish_reason: FinishReason | None, ends_in_text: bool = False) -> str:
-        """The text that may be shown after this token; with a finish reason, all the rest. See ``matched_stop``.
+        """The text that can be returned after this token; with a finish reason, all the rest. Sets ``matched_stop``.
 
-        A token with which a request stops is an end token, unless it ``ends_in_text``.
+        The last token of a request that stops is an end token, unless ``ends_in_text``.
         """
         is_end_token = finish_reason is FinishReason.STOP and not ends_in_text
         text = self._stop.push(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from lightserve.errors import ClientGoneError, LightserveError
+from lightserve.errors import ClientDisconnectedError, LightserveError
 from lightserve.io_struct import StrOut
 from lightserve.utils.logger import init_logger
 
@@ -64,6 +64,6 @@ class AccessLog:
 def _finish(reasons: list[str], error: BaseException | None) -> str:
     if error is None:
         return ",".join(reasons)
-    if isinstance(error, LightserveError) and not isinstance(error, ClientGoneError):
+    if isinstance(error, LightserveError) and not isinstance(error, ClientDisconnectedError):
         return f"error:{error.status}"
     return "abort"  # the client left: its task was cancelled or its stream closed

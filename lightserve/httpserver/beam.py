@@ -14,7 +14,7 @@ from lightserve.httpserver.body import Body
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import PLAIN_TERMS, Ask, Generation
 from lightserve.io_struct import FinishReason, SamplingParams, StrOut, Terms
-from lightserve.model_files.decoding import NoTextStream
+from lightserve.model_files.decoding import EmptyDecodeStream
 
 PLAIN = SamplingParams()
 # sampling parameters that say which token may follow which: a search asks for the model's own likeliest tokens
@@ -137,7 +137,7 @@ def _rows(context: ServerContext, result: BeamResult, sampling: SamplingParams) 
     """An answer as the detokenizer would tell it, in one piece: all text comes with the last token."""
     tokenizer = context.maybe_tokenizer
     skips_special = sampling.skip_special_tokens and not sampling.shown_special_ids
-    stream = NoTextStream() if tokenizer is None else tokenizer.decoder.stream(skips_special)
+    stream = EmptyDecodeStream() if tokenizer is None else tokenizer.decoder.stream(skips_special)
     *ids, last = result.token_ids
     is_end = result.finish_reason is FinishReason.STOP
     shown = ids if is_end and not sampling.include_stop else result.token_ids

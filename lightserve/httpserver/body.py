@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from lightserve.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
-    ClientGoneError,
+    ClientDisconnectedError,
     InvalidRequestError,
     MediaTypeError,
 )
@@ -143,5 +143,5 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     except TimeoutError as error:
         raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
     except ClientDisconnect as error:
-        raise ClientGoneError("the client closed the connection") from error
+        raise ClientDisconnectedError("the client closed the connection") from error
     return b"".join(chunks)

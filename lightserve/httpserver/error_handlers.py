@@ -14,7 +14,7 @@ from starlette.routing import Match, Route
 
 from lightserve.errors import (
     BodyTimeoutError,
-    ClientGoneError,
+    ClientDisconnectedError,
     DeadlineError,
     LightserveError,
     NotComputableError,
@@ -73,7 +73,7 @@ def status_of(error: Exception) -> int:
 
 
 def error_response(error: Exception, request_id: str | None = None, path: str = "") -> Response:
-    if isinstance(error, ClientGoneError):
+    if isinstance(error, ClientDisconnectedError):
         return Response(status_code=error.status)  # nobody reads it
     return _response(path, request_id, status_of(error), error_object(error, request_id), headers_of(error))
 

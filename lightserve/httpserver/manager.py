@@ -18,9 +18,9 @@ from lightserve.errors import (
     InvalidRequestError,
     LightserveError,
     PromptTooLongError,
+    SlowReaderError,
     UnavailableError,
-    UnreadAnswerError,
-    error_of,
+    error_from_status,
 )
 from lightserve.httpserver.access_log import AccessLog
 from lightserve.io_struct import (
@@ -191,7 +191,7 @@ class HttpServerManager:
         for failed in batch.failed:
             found = self._open.get(failed.req_id)
             if found is not None:
-                found[0].fail(error_of(failed.status, failed.message))
+                found[0].fail(error_from_status(failed.status, failed.message))
 
     def _close(self, req_id: int, is_finished: bool) -> None:
         del self._open[req_id]
@@ -262,7 +262,7 @@ class Generation:
         self._has_news.set()
         if len(self._news) > MAX_UNREAD:
             self._news.clear()
-            self.fail(UnreadAnswerError(f"more than {MAX_UNREAD} tokens were not read"))
+            self.fail(SlowReaderError(f"more than {MAX_UNREAD} tokens were not read"))
 
     def fail(self, error: LightserveError) -> None:
         """One sequence that fails takes the request with it; leaving aborts the others."""

@@ -8,7 +8,7 @@ import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from lightserve.errors import BodyTimeoutError, HeadTooLargeError, InvalidRequestError, LightserveError
+from lightserve.errors import BodyTimeoutError, HeadersTooLargeError, InvalidRequestError, LightserveError
 from lightserve.httpserver.error_handlers import error_object
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers; the parser would gather any number, in quadratic time
@@ -120,8 +120,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
 
-def _too_large() -> HeadTooLargeError:
-    return HeadTooLargeError(f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
+def _too_large() -> HeadersTooLargeError:
+    return HeadersTooLargeError(f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
 
 
 def _response(error: LightserveError) -> bytes:

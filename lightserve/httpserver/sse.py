@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lightserve.errors import ClientGoneError, LightserveError
+from lightserve.errors import ClientDisconnectedError, LightserveError
 from lightserve.httpserver.error_handlers import log_error
 from lightserve.httpserver.manager import Generation
 from lightserve.io_struct import StrOut
@@ -105,7 +105,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.ensure_future(work)
     await _first_done(task, _gone(request.receive))
     if task.cancelled():
-        raise ClientGoneError("the client closed the connection")
+        raise ClientDisconnectedError("the client closed the connection")
     return task.result()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from lightserve.errors import ClientGoneError, LightserveError
+from lightserve.errors import ClientDisconnectedError, LightserveError
 from lightserve.httpserver.body import check
 from lightserve.httpserver.generate_call import Call, finite, json_response, logprob_json, mean_logprob, text_of
 from lightserve.httpserver.scored_prompt import ScoredPrompt
@@ -25,7 +25,7 @@ COMPUTE_TYPE = "lightserve"  # the HTTP processes do not know the device
 async def tgi_answer(call: Call, value: dict[str, Any]) -> Response:
     try:
         return await _answer(call, value)
-    except ClientGoneError:
+    except ClientDisconnectedError:
         raise
     except LightserveError as error:
         return tgi_error_response(error, call.log.request_id)

@@ -15,7 +15,7 @@ _INSIDE = re.compile(r'[^"\\\x00-\x1f]*')
 
 
 def emit_json(stream: TextStream, emit: Callable[[str], None], open_with: str = "") -> Incremental[bool]:
-    """Emit an object or array while it arrives. Return whether it was closed. Text that does not belong to it is not read.
+    """Emit an object or array as it arrives. Return whether it was closed. Text that cannot belong to it is not read.
 
     ``open_with`` are the brackets that were read before. A line break in a string is emitted as its escape sequence:
     models write it unescaped, and clients would reject it.

@@ -14,11 +14,18 @@ from lightserve.config import ServerConfig
 C = TypeVar("C")
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default to the help. An option without a fixed default describes it in its own text."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, [], "") else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """Reports an error in one line, and suggests the nearest known flag for an unknown one."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         namespace, unknown = self.parse_known_args(argv)

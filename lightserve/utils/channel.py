@@ -18,7 +18,7 @@ class MessageError(Exception):
     """Bytes that are not a message of the receiver's type: a bug of ours, or another program writes into the socket."""
 
 
-def decoder_of(message_type: Any) -> Callable[[bytes], Any]:
+def make_decoder(message_type: Any) -> Callable[[bytes], Any]:
     """A function that decodes bytes to a message or raises MessageError."""
     plain = msgspec.msgpack.Decoder(message_type).decode
 
@@ -54,7 +54,7 @@ class Receiver(Generic[M]):
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
         self._socket.set_hwm(0)
         self._socket.bind(address)
-        self._decode = decoder_of(message_type)
+        self._decode = make_decoder(message_type)
 
     async def recv(self) -> M:
         message: M = self._decode(await self._socket.recv())

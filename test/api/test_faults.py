@@ -350,7 +350,7 @@ def test_lengths_are_refused_one_token_beyond_what_fits(client: Client) -> None:
     longer = client.post(COMPLETE, {"prompt": [1] * CONTEXT})[1]["error"]
 
     assert one_more["code"] == longer["code"] == "context_length_exceeded"
-    assert f"{CONTEXT - 1} tokens; at most {CONTEXT - 2} are possible beside 2" in one_more["message"]
+    assert f"{CONTEXT - 1} tokens; the limit with 2 new tokens is {CONTEXT - 2}" in one_more["message"]
     assert f"{CONTEXT} tokens; at most {CONTEXT - 1}" in longer["message"]
 
 

@@ -13,7 +13,7 @@ from msgspec import inspect
 
 from lightserve.errors import InvalidRequestError
 from lightserve.io_struct import FromChild, Step, ToChild, ToDetokenization, ToHttpserver, TokenOut, ToRouter
-from lightserve.utils.channel import MessageError, decoder_of
+from lightserve.utils.channel import MessageError, make_decoder
 from test.fuzz.profile import FUZZ
 
 ON_THE_WIRE: dict[str, Any] = {
@@ -119,7 +119,7 @@ def test_damaged_bytes_are_a_message_or_refused(name: str, data: st.DataObject) 
         raw[at] = data.draw(st.integers(0, 255))
 
     with contextlib.suppress(MessageError):
-        decoder_of(ON_THE_WIRE[name])(bytes(raw[: data.draw(st.integers(0, len(raw)))]))
+        make_decoder(ON_THE_WIRE[name])(bytes(raw[: data.draw(st.integers(0, len(raw)))]))
 
 
 @pytest.mark.parametrize("name", ON_THE_WIRE)
@@ -127,7 +127,7 @@ def test_damaged_bytes_are_a_message_or_refused(name: str, data: st.DataObject) 
 @given(raw=st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_refused(name: str, raw: bytes) -> None:
     with contextlib.suppress(MessageError):
-        decoder_of(ON_THE_WIRE[name])(raw)
+        make_decoder(ON_THE_WIRE[name])(raw)
 
 
 @pytest.mark.parametrize("name", AS_LINES)

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lightserve.config import HttpConfig
 from lightserve.errors import (
-    ClientGoneError,
+    ClientDisconnectedError,
     DeadlineError,
     InvalidRequestError,
     LightserveError,
@@ -271,7 +271,7 @@ def test_other_pages_get_no_cors_headers(tmp_path: Path, origins: list[str]) -> 
             PromptTooLongError(9, 8),
             400,
             (
-                "This model's maximum context length is 9 tokens: the prompt has 9 tokens; at most 8 are possible",
+                "This model's maximum context length is 9 tokens: the prompt has 9 tokens; the limit is 8",
                 "invalid_request_error",
                 None,
                 "context_length_exceeded",
@@ -395,7 +395,7 @@ def test_a_refused_method_is_told_every_method_of_the_path(tmp_path: Path) -> No
 
 def test_a_client_that_has_gone_is_not_told_anything(tmp_path: Path, log: list[logging.LogRecord]) -> None:
     async def check(server: Served) -> None:
-        add_failing(server, ClientGoneError("gone"))
+        add_failing(server, ClientDisconnectedError("gone"))
 
         answer = await server.get("/fail")
 

@@ -106,15 +106,15 @@ def index(**weight_map: Any) -> Damage:
     return write("model.safetensors.index.json", json.dumps({"weight_map": weight_map}))
 
 
-NO_SENSE = "makes no sense about the tensor model.norm.weight"
+INVALID_ENTRY = "its header has an invalid entry for tensor model.norm.weight"
 FOLDERS: dict[str, tuple[Damage, str, str]] = {
     # the damage, the file that the error must name, a part of its text
-    "no config": (without("config.json"), "", "no config.json and no .gguf file in it; give a folder"),
+    "no config": (without("config.json"), "", "no config.json and no .gguf file in it; set --model_dir"),
     "config is a folder": (as_folder("config.json"), "", "no config.json and no .gguf file"),
     "config is empty": (write("config.json", ""), "config.json", "not readable as JSON"),
     "config is cut short": (cut("config.json", 50), "config.json", "not readable as JSON"),
     "config is no text": (write("config.json", b"\xff\xfe\0"), "config.json", "not readable as JSON"),
-    "config is a list": (write("config.json", "[]"), "config.json", "holds a JSON list, wanted an object; fetch"),
+    "config is a list": (write("config.json", "[]"), "config.json", "a JSON list instead of an object"),
     "config is deep": (write("config.json", '{"a":' * 100_000), "config.json", "not readable as JSON"),
     "no model type": (setting("config.json", model_type=None), "", "model_type 'None' is not supported; supported:"),
     "another model": (setting("config.json", model_type="gpt2"), "", "model_type 'gpt2' is not supported; supported:"),
@@ -137,9 +137,9 @@ FOLDERS: dict[str, tuple[Damage, str, str]] = {
     "rope of one": (setting("config.json", rope_parameters={"rope_theta": 1}), "config.json", "make no sense"),
     "rope is a list": (setting("config.json", rope_parameters=[1]), "config.json", "rope_parameters is [1], wanted"),
     "tied perhaps": (setting("config.json", tie_word_embeddings="no"), "config.json", "wanted true or false"),
-    "end token is text": (setting("config.json", eos_token_id="end"), "config.json", "eos_token_id is 'end', wanted"),
+    "end token is text": (setting("config.json", eos_token_id="end"), "config.json", "eos_token_id is 'end', not an"),
     "generation config": (write("generation_config.json", "{"), "generation_config.json", "not readable as JSON"),
-    "no tokenizer": (without("tokenizer.json"), "", "no tokenizer.json; write one with"),
+    "no tokenizer": (without("tokenizer.json"), "", "no tokenizer.json; create one with"),
     "tokenizer is empty": (write("tokenizer.json", ""), "tokenizer.json", "not readable as a tokenizer"),
     "tokenizer is cut short": (cut("tokenizer.json", 100), "tokenizer.json", "not readable as a tokenizer"),
     "tokenizer is a list": (write("tokenizer.json", "[]"), "tokenizer.json", "not readable as a tokenizer"),
@@ -149,19 +149,19 @@ FOLDERS: dict[str, tuple[Damage, str, str]] = {
     "added tokens": (setting("tokenizer_config.json", added_tokens_decoder=[1]), "", "its tokenizer is damaged"),
     "template": (write("chat_template.jinja", "{% if %}"), "", "the chat template is not valid Jinja"),
     "template is no text": (write("chat_template.jinja", b"\xff"), "chat_template.jinja", "not readable as text"),
-    "template is a number": (setting("tokenizer_config.json", chat_template=5), "tokenizer_config.json", "no text"),
-    "no weights": (without(WEIGHTS), "", "no weights (model*.safetensors or pytorch_model*.bin); fetch them again"),
+    "template is a number": (setting("tokenizer_config.json", chat_template=5), "tokenizer_config.json", "not a str"),
+    "no weights": (without(WEIGHTS), "", "no weights (model*.safetensors or pytorch_model*.bin); download them again"),
     "weights are a folder": (as_folder(WEIGHTS), "", "no weights"),
     "weights are empty": (cut(WEIGHTS, 0), WEIGHTS, "truncated or damaged"),
     "weights are cut short": (cut(WEIGHTS, -1), WEIGHTS, "truncated or damaged"),
     "weights end in the header": (cut(WEIGHTS, 100), WEIGHTS, "truncated or damaged"),
-    "header beyond the file": (write(WEIGHTS, b"\xff" * 64), WEIGHTS, "its header wants 18446744073709551615 bytes"),
-    "header of garbage": (write(WEIGHTS, struct.pack("<Q", 4) + b"\xff\xfe{["), WEIGHTS, "its header is no JSON"),
-    "header is a list": (write(WEIGHTS, struct.pack("<Q", 2) + b"[]"), WEIGHTS, "its header is no JSON object"),
-    "header of text": (header(data_offsets="ab"), WEIGHTS, NO_SENSE),
-    "offsets backwards": (header(data_offsets=[8, 4]), WEIGHTS, NO_SENSE),
-    "shape below zero": (header(shape=[-1]), WEIGHTS, NO_SENSE),
-    "shape beyond the bytes": (header(shape=[10**12]), WEIGHTS, NO_SENSE),
+    "header beyond the file": (write(WEIGHTS, b"\xff" * 64), WEIGHTS, "its header needs 18446744073709551615 bytes"),
+    "header of garbage": (write(WEIGHTS, struct.pack("<Q", 4) + b"\xff\xfe{["), WEIGHTS, "its header is not JSON"),
+    "header is a list": (write(WEIGHTS, struct.pack("<Q", 2) + b"[]"), WEIGHTS, "its header is not a JSON object"),
+    "header of text": (header(data_offsets="ab"), WEIGHTS, INVALID_ENTRY),
+    "offsets backwards": (header(data_offsets=[8, 4]), WEIGHTS, INVALID_ENTRY),
+    "shape below zero": (header(shape=[-1]), WEIGHTS, INVALID_ENTRY),
+    "shape beyond the bytes": (header(shape=[10**12]), WEIGHTS, INVALID_ENTRY),
     "index is broken": (write("model.safetensors.index.json", "{"), "model.safetensors.index.json", "not readable"),
     "index of nothing": (index(), "model.safetensors.index.json", "names no shard files"),
     "index of numbers": (index(a=5), "model.safetensors.index.json", "names no shard files"),
@@ -171,7 +171,7 @@ FOLDERS: dict[str, tuple[Damage, str, str]] = {
         "model.safetensors.index.json",
         "names b.safetensors",
     ),
-    "index of elsewhere": (index(a="/etc/passwd"), "model.safetensors.index.json", "lies outside the folder"),
+    "index of elsewhere": (index(a="/etc/passwd"), "model.safetensors.index.json", "is outside the folder"),
     "index and no tensor": (
         index(a=WEIGHTS),
         "model.safetensors.index.json",
@@ -222,10 +222,10 @@ def gguf_bytes(folder: Path) -> bytes:
     ("damage", "reason"),
     [
         (lambda raw: b"", "cannot be read as GGUF"),
-        (lambda raw: b"PK\x03\x04" + raw[4:], "not a GGUF file (it begins with b'PK"),
-        (lambda raw: raw[:4] + b"\x09" + raw[5:], "GGUF version 9 is not among"),
-        (lambda raw: raw[:200], "truncated or damaged; fetch it again"),
-        (lambda raw: raw[:-1], "truncated or damaged; fetch it again"),
+        (lambda raw: b"PK\x03\x04" + raw[4:], "not a GGUF file (it starts with b'PK"),
+        (lambda raw: raw[:4] + b"\x09" + raw[5:], "GGUF version 9 is not supported"),
+        (lambda raw: raw[:200], "truncated or damaged; download it again"),
+        (lambda raw: raw[:-1], "truncated or damaged; download it again"),
         (lambda raw: raw.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"), "'mamba' is not supported"),
     ],
 )
@@ -246,8 +246,8 @@ def test_a_path_without_a_model_is_reported(capsys: pytest.CaptureFixture[str], 
 
     assert "no such folder or .gguf file" in refusal(capsys, tmp_path / "missing")
     assert "no such folder or .gguf file" in refusal(capsys, tmp_path / "loop")
-    assert "cannot be looked at" in refusal(capsys, "/" + "x" * 5000)
-    assert "cannot be looked at" in refusal(capsys, "~nobody-has-this-name/model")
+    assert "cannot be opened" in refusal(capsys, "/" + "x" * 5000)
+    assert "cannot be opened" in refusal(capsys, "~nobody-has-this-name/model")
 
 
 def test_a_damaged_file_cannot_write_on_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
