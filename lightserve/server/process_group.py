@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from lightserve.config import ServerConfig
 from lightserve.io_struct import EngineReady, ToChild
 from lightserve.server.child_process import ChildDiedError, ChildProcess
@@ -89,13 +91,14 @@ class ProcessGroup:
         return engine
 
     async def wait_workers_ready(self) -> EngineReady:
-        """Wait for the ready message of every rank. All ranks send the same one."""
+        """Wait for the ready message of every rank. All ranks send the same one. --eos_id replaces its end tokens."""
         for worker in self.workers:
             await worker.ready.wait()
         engine = self.workers[0].engine
         if engine is None:
             raise TypeError("a model worker must send EngineReady, not Ready")
-        return engine
+        eos_ids = tuple(self._config.router.eos_id)
+        return msgspec.structs.replace(engine, eos_token_ids=eos_ids) if eos_ids else engine
 
     async def wait_worker_death(self) -> ChildDiedError:
         """Wait until a model worker dies. Return the death that caused it."""
