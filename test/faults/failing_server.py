@@ -1,4 +1,4 @@
-"""The server with a worker that raises at the prompt POISON and has no numbers for the token SPOILT_ID."""
+"""The server with a worker that raises at the prompt POISON_PROMPT and computes NaN for the token NAN_TOKEN_ID."""
 
 from __future__ import annotations
 
