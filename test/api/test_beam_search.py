@@ -1,4 +1,4 @@
-"""Beam search over HTTP on the real default model: the beams are those of transformers."""
+"""Beam search over HTTP with the real default model gives the beams of transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def golden() -> list[list[BeamResult]]:
 
 
 def texts_of(beams: Sequence[BeamResult]) -> list[str]:
-    """Without the end token."""
+    """The texts without end tokens."""
     kept = [one.token_ids[:-1] if one.finish_reason is FinishReason.STOP else one.token_ids for one in beams]
     return [smollm2_tokenizer().decode(ids) for ids in kept]
 
@@ -76,8 +76,8 @@ def test_beams_end_at_the_end_tokens_of_the_operator(tmp_path: Path) -> None:
     assert "stop" in [choice["finish_reason"] for choice in response["choices"]]
 
 
-def test_beams_compute_each_token_once_and_leave_nothing(server: ServerProcess) -> None:
-    """Also where the prompt is shared with nobody."""
+def test_beams_compute_each_token_once_and_free_their_memory(server: ServerProcess) -> None:
+    """This also holds without the prefix cache."""
     parameters = {"num_beams": 4, "max_new_tokens": 8, "ignore_eos": True, "disable_prompt_cache": True}
     body = {"inputs": list(range(1000, 1100)), "parameters": parameters}
 

@@ -1,4 +1,4 @@
-"""Bad input of every kind, against a real server: each has its status and its shape, and nothing is left of it."""
+"""Invalid input of every kind against a real server: the right status and error format, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TRIES = 3  # the CPU times of a process have a resolution of 10 ms, and its thre
 
 
 class Client:
-    """One connection to the server, opened again where the server closed it."""
+    """One connection to the server, reopened if the server closed it."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.place = urlsplit(server.url)
@@ -58,13 +58,13 @@ class Client:
     def post(self, path: str, body: Any) -> tuple[int, Any]:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         status, answer = self.send("POST", path, raw, JSON)
-        return status, {} if answer.startswith(b"data:") else json.loads(answer)  # a stream is no error
+        return status, {} if answer.startswith(b"data:") else json.loads(answer)  # a stream is not an error
 
     def close(self) -> None:
         self._connection.close()
 
     def raw(self, data: bytes) -> bytes:
-        """Everything that comes back until the server ends the connection."""
+        """All bytes until the server ends the connection."""
         with self.open() as sock:
             sock.sendall(data)
             return b"".join(iter(lambda: sock.recv(65536), b""))
@@ -73,7 +73,7 @@ class Client:
         return socket.create_connection((self.place.hostname, self.place.port), timeout=60)
 
     def metric(self, name: str) -> float:
-        """The sum of its samples. The server takes them once a second."""
+        """The sum of the metric's samples. The server updates them once a second."""
         _, text = self.send("GET", "/metrics")
         families = text_string_to_metric_families(text.decode())
         return sum(sample.value for family in families for sample in family.samples if sample.name == name)
@@ -96,8 +96,8 @@ def golden(client: Client) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def unharmed(client: Client, golden: Any) -> Iterator[None]:
-    """After each test the server is healthy and says what it said before."""
+def server_unharmed(client: Client, golden: Any) -> Iterator[None]:
+    """After each test the server is healthy and generates the same tokens as before."""
     yield
     assert client.send("GET", "/health")[0] == 200
     assert client.golden() == golden
@@ -170,12 +170,12 @@ LARGE_BODIES = [
 ]
 
 
-def test_a_body_that_is_no_json_object_is_refused_everywhere(client: Client) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused_by_every_route(client: Client) -> None:
     check_refused(client, [(path, body) for path in EVERY_BODY for body in BODIES])
     check_refused(client, [(COMPLETE, body) for body in LARGE_BODIES])
 
 
-def test_a_long_text_is_not_taken_for_a_large_structure(client: Client) -> None:
+def test_a_long_string_is_not_taken_for_deep_nesting(client: Client) -> None:
     text = '{"[,\\' * 250_000
 
     check_served(client, [(ABORT, {"request_id": text})])
@@ -198,7 +198,7 @@ def test_a_body_of_another_type_is_refused(client: Client) -> None:
     assert {status(path, media_type) for path in EVERY_BODY for media_type in fine} == {400}
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_there(client: Client) -> None:
+def test_a_body_that_is_too_large_is_refused_before_it_arrives(client: Client) -> None:
     head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     told = head + b"Content-Length: 17000000\r\nExpect: 100-continue\r\n\r\n"
     for path in EVERY_BODY:
@@ -346,8 +346,8 @@ def test_a_bad_field_of_openai_is_refused(client: Client) -> None:
     check_refused(client, [(CHAT, {"messages": HI, "model": "gpt-4"}), (COMPLETE, {"prompt": "x", "model": ""})], 404)
 
 
-def test_lengths_are_refused_one_token_beyond_what_fits(client: Client) -> None:
-    """What just fits takes this model minutes; the tests before a scripted engine have it."""
+def test_a_request_one_token_too_long_is_refused(client: Client) -> None:
+    """A request that just fits takes this model minutes; tests with a scripted engine cover it."""
     one_more = client.post(COMPLETE, {"prompt": [1] * (CONTEXT - 1), "max_tokens": 2})[1]["error"]
     longer = client.post(COMPLETE, {"prompt": [1] * CONTEXT})[1]["error"]
 
@@ -381,7 +381,7 @@ ODD_FIELDS: list[dict[str, Any]] = [
 ]
 
 
-def test_what_is_odd_but_sound_is_served(client: Client) -> None:
+def test_unusual_but_valid_requests_are_served(client: Client) -> None:
     one = {"max_tokens": 1}
 
     check_served(client, [(COMPLETE, {"prompt": prompt} | one) for prompt in ODD_PROMPTS])
@@ -557,7 +557,7 @@ RAW: list[tuple[int, bytes]] = [
 ]
 
 
-def test_what_is_not_proper_http_is_refused(client: Client) -> None:
+def test_malformed_http_is_refused(client: Client) -> None:
     wrong = []
     for status, data in RAW:
         answer = client.raw(data)
@@ -573,7 +573,7 @@ def test_a_request_id_is_sanitised(client: Client) -> None:
     assert b"x-request-id: ba1\r\n" in answer.lower() + b"\r\n"
 
 
-def test_a_body_that_breaks_off_is_forgotten(client: Client) -> None:
+def test_an_incomplete_body_leaves_nothing_behind(client: Client) -> None:
     for head in (b"Content-Length: 100", b"Transfer-Encoding: chunked"):
         with client.open() as sock:
             sock.sendall(http_request(POST, head, body=b'5\r\n{"pro\r\n'))
@@ -605,7 +605,7 @@ def idle(client: Client) -> bool:
     return all(client.metric(f"lightserve_{name}") == 0 for name in names)
 
 
-def test_a_client_that_leaves_frees_what_it_held(client: Client) -> None:
+def test_the_resources_of_a_client_that_disconnects_are_freed(client: Client) -> None:
     long: dict[str, Any] = {"max_tokens": 2000, "n": 2}
     marks = {"at once": None, "mid-stream": b'"text":" ', "before [DONE]": b'"finish_reason":"length"'}
     requests = {"at once": generate(stream=True, **long), "mid-stream": generate(stream=True, **long)}
@@ -623,7 +623,7 @@ def test_a_client_that_leaves_frees_what_it_held(client: Client) -> None:
         sock.sendall(generate(**long))  # not streamed
         leave(sock, abruptly)
 
-    # of the eight, those that left at once may have been gone before they were read
+    # two of the eight disconnect at once, possibly before the server reads their request
     wait_until(lambda: idle(client) and client.metric("lightserve_request_success_total") >= ended + 6)
     wait_until(lambda: json.loads(client.send("GET", "/load")[1]) == {"server_load": 0})
 
