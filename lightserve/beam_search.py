@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightserve.errors import InvalidRequestError
-from lightserve.io_struct import INT32_MAX, FinishReason, SamplingParams
+from lightserve.io_struct import INT32_MAX, FinishReason, GenerationParams
 
 MAX_CANDIDATES = 20  # the likeliest tokens that the engine tells of a place
 MAX_LENGTH_PENALTY = 10.0  # INT32_MAX ** 10 is far from overflowing
@@ -141,10 +141,10 @@ class BeamBatch:
         self._searches = list(zip(prompts, searches, strict=True))
 
     @property
-    def sampling(self) -> SamplingParams:
+    def params(self) -> GenerationParams:
         """How to ask for ``sequences``."""
         wanted = max(search.num_candidates for _, search in self._searches)
-        return SamplingParams(max_new_tokens=1, temperature=0, logprobs=wanted)
+        return GenerationParams.of(max_new_tokens=1, temperature=0, logprobs=wanted)
 
     def sequences(self) -> list[list[int]]:
         """What to ask the engine for one token of; empty when all is done."""

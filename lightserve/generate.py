@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from lightserve.config import WorkerConfig
 from lightserve.errors import LightserveError
-from lightserve.io_struct import SamplingParams
+from lightserve.io_struct import GenerationParams
 from lightserve.server.args import Parser, add_flags, take
 
 DEFAULT_PROMPT = "What is the capital of France, and what is it known for?"
@@ -24,7 +24,7 @@ def main() -> None:
     add_flags(parser, WorkerConfig)
     args = parser.parse()
     try:
-        params = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature)
+        params = GenerationParams.of(max_new_tokens=args.max_new_tokens, temperature=args.temperature)
         generate(take(WorkerConfig, args), args.prompt, params)
     except LightserveError as error:
         print(f"lightserve: {error}", file=sys.stderr)
@@ -35,7 +35,7 @@ def main() -> None:
         sys.stderr.close()
 
 
-def generate(config: WorkerConfig, prompt: str, params: SamplingParams) -> None:
+def generate(config: WorkerConfig, prompt: str, params: GenerationParams) -> None:
     from lightserve.llm import LLM  # here, because it imports torch: --help and errors in flags do not need it
 
     begin = time.monotonic()

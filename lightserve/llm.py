@@ -14,7 +14,7 @@ from lightserve.common.tp import TpGroup
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
-from lightserve.io_struct import FinishReason, SamplingParams, TokenOut
+from lightserve.io_struct import FinishReason, GenerationParams, ReqFailed, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.prompt_logprobs import PromptToken, unpack
@@ -26,6 +26,7 @@ from lightserve.worker.rpc import Collect
 from lightserve.worker.worker import ModelWorker
 
 Prompt = str | Sequence[int]
+Params = GenerationParams | Sequence[GenerationParams] | None  # one for all prompts, or one each
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,14 @@ class LLM:
         return self._tokenizer
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        **fields: Any,
     ) -> list[Generation]:
-        """Complete every prompt, text or token ids; one set of parameters for all or one each."""
-        requests = self._requests(prompts, params)
+        """Complete every prompt, text or token ids. Parameters are keywords (``max_new_tokens=16``), or ``params`` for
+        all prompts or one each."""
+        requests = self._requests(prompts, params, fields)
         generations = [Generation(req.prompt_ids) for req in requests]
         for out in self._run(requests):
             generation = generations[out.index]
@@ -101,15 +106,20 @@ class LLM:
         return generations
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        **fields: Any,
     ) -> Iterator[StreamOut]:
         """The same, token by token as they come; prompts take turns."""
-        return self._run(self._requests(prompts, params))
+        return self._run(self._requests(prompts, params, fields))
 
-    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Iterator[StreamOut]:
+    def chat(
+        self, messages: Sequence[dict[str, Any]], params: GenerationParams | None = None, **fields: Any
+    ) -> Iterator[StreamOut]:
         """Answer a conversation, token by token."""
         prompt = self.tokenizer.apply_chat_template(messages)
-        return self.stream([self.tokenizer.encode(prompt, add_special_tokens=False)], params)
+        return self.stream([self.tokenizer.encode(prompt, add_special_tokens=False)], params, **fields)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None
@@ -117,34 +127,37 @@ class LLM:
         """The likeliest continuations that a search with several beams finds, of every prompt, the best first."""
         params = params or BeamParams()
         self._check_ids("stop_token_ids", params.stop_token_ids)
-        starts = [req.prompt_ids for req in self._requests(prompts, None)]
+        starts = [req.prompt_ids for req in self._requests(prompts, None, {})]
         searches = [BeamSearch(params, self.eos_token_ids, self.worker.longest_request - len(ids)) for ids in starts]
         batch = BeamBatch(starts, searches)
         while sequences := batch.sequences():
-            batch.advance([one.top_logprobs[0] for one in self.generate(sequences, batch.sampling)])
+            batch.advance([one.top_logprobs[0] for one in self.generate(sequences, batch.params)])
         return batch.best()
 
     def _requests(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params,
+        fields: dict[str, Any],
     ) -> list[Req]:
         many = [prompts] if _is_one(prompts) else list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(many)
+        if params is None or isinstance(params, GenerationParams):
+            params = [params or GenerationParams()] * len(many)
         if len(params) != len(many):
             raise InvalidRequestError(f"{len(many)} prompts but {len(params)} sets of parameters")
-        return [self._request(prompt, sampling) for prompt, sampling in zip(many, params, strict=True)]
+        return [self._request(prompt, own.replace(**fields)) for prompt, own in zip(many, params, strict=True)]
 
-    def _request(self, prompt: Any, sampling: SamplingParams) -> Req:
+    def _request(self, prompt: Any, params: GenerationParams) -> Req:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         longest = self.worker.longest_request
         if not ids:
             raise InvalidRequestError("the prompt is empty")
         self._check_ids("a prompt's token ids", ids)
-        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_ids("stop_token_ids", params.stopping.stop_token_ids)
         if len(ids) >= longest:
             raise PromptTooLongError(len(ids), longest - 1)
-        max_new_tokens = min(sampling.max_new_tokens, longest - len(ids))
-        return Req(next(self._ids), [int(token) for token in ids], sampling, max_new_tokens, self.eos_token_ids)
+        max_new_tokens = min(params.stopping.max_new_tokens, longest - len(ids))
+        return Req(next(self._ids), [int(token) for token in ids], params, max_new_tokens, self.eos_token_ids)
 
     def _check_ids(self, what: str, ids: Sequence[Any]) -> None:
         vocab_size = self.worker.model_config.vocab_size
@@ -154,8 +167,9 @@ class LLM:
     def _run(self, requests: Sequence[Req]) -> Iterator[StreamOut]:
         """Run steps until these requests end; other streams may be under way, and share the steps."""
         outs: deque[StreamOut] = deque()
+        decoder = None if self._tokenizer is None else self._tokenizer.decoder
         for i, req in enumerate(requests):
-            self._open[req.req_id] = _Open(i, self._text_of(req), outs)
+            self._open[req.req_id] = _Open(i, ReqText(decoder, req.params.text), outs)
             self._scheduler.add(req)
         pending = len(requests)
         try:
@@ -177,44 +191,36 @@ class LLM:
                 self._under_way.append(self.worker.launch(step))
             if not self._under_way:
                 raise ServerError("the request was dropped: a step that it shared with others failed")
-            outs = self._under_way.popleft()()
+            result = self._under_way.popleft()()
         except Exception:
             self._scheduler.abort_all()  # what the step computed of any request is unknown
             self._open.clear()
             self._under_way.clear()
             raise
-        for out in outs:
+        for failure in result.failed:
+            if self._scheduler.fail(failure) is not None:
+                self._fail(failure)
+        for out in result.tokens:
             req = self._scheduler.take_one(out)
             if req is not None:
                 self._hand_out(req, out)
 
+    def _fail(self, failure: ReqFailed) -> None:
+        stream = self._open.pop(failure.req_id)
+        stream.outs.append(StreamOut(stream.index, None, None, "", FinishReason.ABORT, error=failure.message))
+
     def _hand_out(self, req: Req, out: TokenOut) -> None:
-        stream = self._open[req.req_id]
-        if req.error is not None:
-            del self._open[req.req_id]
-            stream.outs.append(StreamOut(stream.index, None, None, "", req.finish_reason, error=req.error))
-            return
-        text = stream.text.push(out.token_id, req.finish_reason, req.ends_in_text)
+        stream, token = self._open[req.req_id], out.token
+        text = stream.text.push(token.id, req.finish_reason, req.ends_in_text)
         finish_reason = req.finish_reason
         if stream.text.matched_stop is not None:
             finish_reason = FinishReason.STOP
             self._scheduler.abort(req.req_id)
         if finish_reason is not None:
             del self._open[req.req_id]
-        prompt = None if out.prompt is None else unpack(req.prompt_ids, out.prompt)
+        prompt = None if token.prompt_logprobs is None else unpack(req.prompt_ids, token.prompt_logprobs)
         stream.outs.append(
-            StreamOut(stream.index, out.token_id, out.logprob, text, finish_reason, out.top, prompt=prompt)
-        )
-
-    def _text_of(self, req: Req) -> ReqText:
-        sampling = req.sampling
-        return ReqText(
-            None if self._tokenizer is None else self._tokenizer.decoder,
-            sampling.stop,
-            include_stop=sampling.include_stop,
-            skip_special_tokens=sampling.skip_special_tokens,
-            shown_special_ids=sampling.shown_special_ids,
-            hidden_chars=sampling.hidden_chars,
+            StreamOut(stream.index, token.id, token.logprob, text, finish_reason, token.top_logprobs, prompt=prompt)
         )
 
 

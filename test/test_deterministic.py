@@ -6,11 +6,10 @@ import json
 import random
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
-from lightserve.io_struct import SamplingParams
+from lightserve.io_struct import GenerationParams
 from lightserve.llm import LLM, Generation
 from lightserve.prompt_logprobs import PromptToken
 from lightserve.worker.sampling.prompt_logprobs import scores_of
@@ -30,9 +29,9 @@ CONFIG = {
 DEVICES = [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
 LENGTH = 200
 SAID = 200
-ASKED = SamplingParams(max_new_tokens=8, temperature=0.0, logprobs=5, ignore_eos=True)
-SCORED = SamplingParams(max_new_tokens=8, temperature=0.0, logprobs=5, prompt_logprobs=2, ignore_eos=True)
-OTHER = SamplingParams(max_new_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
+ASKED = GenerationParams.of(max_new_tokens=8, temperature=0.0, logprobs=5, ignore_eos=True)
+SCORED = GenerationParams.of(max_new_tokens=8, temperature=0.0, logprobs=5, prompt_logprobs=2, ignore_eos=True)
+OTHER = GenerationParams.of(max_new_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
 Bits = tuple[list[int], list[float], list[list[tuple[int, float]]]]
 
 
@@ -64,12 +63,10 @@ def test_a_request_goes_on_from_any_of_its_tokens_as_it_would_have(tmp_path: Pat
     decoding, replaced = (make(tmp_path, device, dtype, 2048) for _ in range(2))
     cuts = (1, 20, 63, 64, 65, 100, 190)
     prompts = [prompt(seed, 3) for seed in range(len(cuts))]
-    said = decoding.generate(prompts, msgspec.structs.replace(ASKED, max_new_tokens=SAID))
+    said = decoding.generate(prompts, ASKED.replace(max_new_tokens=SAID))
 
     for given, whole, cut in zip(prompts, said, cuts, strict=True):
-        rest = replaced.generate(
-            [given + whole.token_ids[:cut]], msgspec.structs.replace(ASKED, max_new_tokens=SAID - cut)
-        )[0]
+        rest = replaced.generate([given + whole.token_ids[:cut]], ASKED.replace(max_new_tokens=SAID - cut))[0]
 
         assert rest.token_ids == whole.token_ids[cut:]
         assert rest.logprobs == whole.logprobs[cut:]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from lightserve.io_struct import SamplingParams
+from lightserve.io_struct import GenerationParams
 from lightserve.llm import LLM
 from test.models.tiny import build_hf
 
@@ -38,9 +38,9 @@ def make(folder: str, device: str, num_tokens: int) -> LLM:
     )
 
 
-def sampling(seed: int, count: int) -> SamplingParams:
+def sampling(seed: int, count: int) -> GenerationParams:
     is_greedy = seed % 2 == 0
-    return SamplingParams(
+    return GenerationParams.of(
         max_new_tokens=count,
         temperature=0.0 if is_greedy else 0.8,
         seed=seed,
@@ -58,7 +58,7 @@ def test_requests_that_were_paused_say_what_they_would_have_said(folder: str, de
     small, large = make(folder, device, 600), make(folder, device, 50 * 256)
     for llm in (small, large):
         llm.generate(
-            [[i] for i in range(40)], SamplingParams(max_new_tokens=4, ignore_eos=True)
+            [[i] for i in range(40)], GenerationParams.of(max_new_tokens=4, ignore_eos=True)
         )  # a wrong idea of what comes
 
     paused = small.generate(prompts, wanted)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lightserve.io_struct import FinishReason, SamplingParams
+from lightserve.io_struct import FinishReason, GenerationParams
 from lightserve.llm import LLM
 from test.small_text import save_small_model
 
@@ -34,8 +34,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(save_spoilt_model(tmp_path_factory.mktemp("spoilt")), device="cpu", max_total_token_num=2000)
 
 
-def params(**fields: Any) -> SamplingParams:
-    return SamplingParams(**{"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True, **fields})
+def params(**fields: Any) -> GenerationParams:
+    return GenerationParams.of(**{"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True, **fields})
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from lightserve.io_struct import SamplingParams, Step
+from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
 from lightserve.prompt_logprobs import PromptToken, unpack
 from lightserve.worker.sampling import prompt_logprobs as worker_prompt_logprobs
@@ -21,8 +20,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = 1e-4
 K = 5
 VOCAB = 131
-PLAIN = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
-SCORED = msgspec.structs.replace(PLAIN, prompt_logprobs=K)
+PLAIN = GenerationParams.of(max_new_tokens=4, temperature=0.0, ignore_eos=True)
+SCORED = PLAIN.replace(prompt_logprobs=K)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +101,7 @@ def test_requests_that_were_paused_while_they_decoded(folder: str, hf: Any) -> N
     llm.generate([[i] for i in range(40)], PLAIN)  # a wrong idea of what comes
     prompts = [prompt(i, 10 + i) for i in range(6)]
 
-    found = llm.generate(prompts, msgspec.structs.replace(SCORED, max_new_tokens=40))
+    found = llm.generate(prompts, SCORED.replace(max_new_tokens=40))
 
     assert llm._scheduler.num_pauses > 0
     for one in found:
@@ -135,7 +134,7 @@ def test_every_request_of_a_step_gets_as_many_of_the_likeliest_as_it_asks_for(fo
     prompts = [prompt(i, 6) for i in range(3)]
     counts = (0, 20, 2)
 
-    found = make(folder).generate(prompts, [msgspec.structs.replace(SCORED, prompt_logprobs=k) for k in counts])
+    found = make(folder).generate(prompts, [SCORED.replace(prompt_logprobs=k) for k in counts])
 
     for one, k in zip(found, counts, strict=True):
         assert_true(one.prompt_logprobs, one.prompt_ids, hf, k)

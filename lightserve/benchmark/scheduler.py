@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from lightserve.io_struct import SamplingParams, Step, StepRow, TokenOut
+from lightserve.io_struct import GenerationParams, Step, StepRow, Token, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.limits import Limits
 from lightserve.router.policy import POLICIES, make_policy
@@ -69,7 +69,7 @@ class TimedScheduler(Scheduler):
 
 def fill_cache(pool: KvPool, tokens: int, rng: np.random.Generator) -> None:
     """As if requests of PROMPT_LEN tokens had come and gone."""
-    sampling = SamplingParams(seed=0)
+    sampling = GenerationParams.of(seed=0)
     for _ in range(tokens // PROMPT_LEN):
         req = Req(0, rng.integers(0, VOCAB_SIZE, PROMPT_LEN).tolist(), sampling, 1, ())
         pool.open(req)
@@ -87,7 +87,7 @@ def loaded(running: int, cached: int, waiting: str, policy: str) -> TimedSchedul
     fill_cache(pool, cached, rng)
     seats = running + (waiting == "memory")
     scheduler = TimedScheduler(pool, Limits(seats, 1 << 20, None), policy)
-    sampling = SamplingParams(max_new_tokens=most, seed=0)
+    sampling = GenerationParams.of(max_new_tokens=most, seed=0)
     num_waiting = 0 if waiting == "none" else NUM_WAITING
     for req_id in range(running + num_waiting):
         is_large = req_id >= running and waiting == "memory"
@@ -101,7 +101,7 @@ def measure(scheduler: TimedScheduler, steps: int) -> dict[str, float]:
     under_way: deque[list[TokenOut]] = deque()
     for number in range(steps + 4):
         while len(under_way) < 2 and (step := scheduler.next_step()):
-            under_way.append([TokenOut(row.req_id, 1) for row in step.rows])
+            under_way.append([TokenOut(row.req_id, Token(1)) for row in step.rows])
         if number == 4:
             for times in scheduler.times.values():
                 times.clear()

@@ -137,7 +137,7 @@ class StaticBench:
 
     def _requests(self, work: Work) -> list[NewReq]:
         generator = torch.Generator().manual_seed(next(self._ids))
-        length, sampling = work.cached + work.new, SamplingParams(temperature=0.0, max_new_tokens=2**20)
+        length, sampling = work.cached + work.new, SamplingParams(temperature=0.0)
         ids = torch.randint(self.worker.model_config.vocab_size, (work.batch, length), generator=generator).tolist()
         return [
             NewReq(

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 from lightserve.detokenization.stop import StopMatcher
-from lightserve.io_struct import FinishReason
+from lightserve.io_struct import FinishReason, TextParams
 from lightserve.model_files.decoding import Decoder, EmptyDecodeStream
 
 
 class ReqText:
     """Without a decoder (a model without a tokenizer) there is no text."""
 
-    def __init__(
-        self,
-        decoder: Decoder | None,
-        stop: Sequence[str],
-        *,
-        include_stop: bool,
-        skip_special_tokens: bool,
-        shown_special_ids: Collection[int] = (),
-        hidden_chars: int = 0,
-    ) -> None:
-        """``skip_special_tokens`` skips all but ``shown_special_ids``. The first ``hidden_chars`` are not returned."""
+    def __init__(self, decoder: Decoder | None, params: TextParams) -> None:
         self._decoder = decoder
-        self._shown_special_ids = shown_special_ids if skip_special_tokens else ()
-        self._stream = EmptyDecodeStream() if decoder is None else decoder.stream(skip_special_tokens)
-        self._stop = StopMatcher(stop, include_stop)
-        self._n_hidden = hidden_chars  # characters that are still to be hidden
-        self._include_stop = include_stop  # then an end token stays in the text too
+        self._shown_special_ids = params.shown_special_ids if params.skip_special_tokens else ()
+        self._stream = EmptyDecodeStream() if decoder is None else decoder.stream(params.skip_special_tokens)
+        self._stop = StopMatcher(params.stop, params.include_stop)
+        self._n_hidden = params.hidden_chars  # characters that are still to be hidden
+        self._include_stop = params.include_stop  # then an end token stays in the text too
 
     @property
     def matched_stop(self) -> str | None:

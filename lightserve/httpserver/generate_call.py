@@ -75,7 +75,7 @@ def logprob_json(logprob: float | None) -> bytes:
 
 
 def mean_logprob(rows: Sequence[StrOut]) -> float:
-    return sum(row.logprob or 0.0 for row in rows) / len(rows)
+    return sum(row.token.logprob or 0.0 for row in rows) / len(rows)
 
 
 def json_response(value: Any, headers: dict[str, str] | None = None, status: int = 200) -> Response:

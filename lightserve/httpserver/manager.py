@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-import msgspec
-
 from lightserve.errors import (
     AbortedError,
     InvalidRequestError,
@@ -30,16 +28,16 @@ from lightserve.io_struct import (
     BatchStrOut,
     EngineReady,
     GenerateReq,
+    GenerationParams,
     RouterStats,
-    SamplingParams,
+    SchedulingParams,
     StrOut,
-    Terms,
     ToHttpserver,
     ToRouter,
 )
 from lightserve.utils.channel import Receiver, Sender
 
-PLAIN_TERMS = Terms()
+DEFAULT_SCHEDULING = SchedulingParams()
 MAX_UNREAD = 2**16  # tokens of a request, some 20 MB, that wait for a client which does not read
 SILENCE_S = 5.0  # the router speaks once a second; after this the engine counts as dead
 SLOW_STEP = 0.25  # of the time after which a step counts as hung: then it is not healthy any more
@@ -57,9 +55,11 @@ class Ask:
     """A prompt, how to continue it, and how to treat it."""
 
     prompt_ids: list[int]
-    sampling: SamplingParams
-    terms: Terms = PLAIN_TERMS
-    group: int | None = None  # whose sequences share prefixes whatever the terms; None: that of the prompt's answers
+    params: GenerationParams
+    scheduling: SchedulingParams = DEFAULT_SCHEDULING
+    group: int | None = (
+        None  # whose sequences share prefixes however it is scheduled; None: that of the prompt's answers
+    )
 
 
 class HttpServerManager:
@@ -181,7 +181,7 @@ class HttpServerManager:
             generation.req_ids.append(req_id)
             first = generation.req_ids[index - index % generation.n]  # the first answer to the same prompt
             group = first if ask.group is None else ask.group
-            self._to_router.send(GenerateReq(req_id, ask.prompt_ids, ask.sampling, arrived_s, ask.terms, group))
+            self._to_router.send(GenerateReq(req_id, ask.prompt_ids, ask.params, arrived_s, ask.scheduling, group))
 
     def _deliver(self, batch: BatchStrOut) -> None:
         for out in batch.outs:
@@ -272,8 +272,7 @@ class Generation:
 
 def _with_seed(ask: Ask, choice: int) -> Ask:
     """Choices of one prompt with one seed differ, and each is the same every time."""
-    seed = ask.sampling.seed
+    seed = ask.params.sampling.seed
     if seed is None or choice == 0:
         return ask
-    sampling = msgspec.structs.replace(ask.sampling, seed=(seed + choice + 2**63) % 2**64 - 2**63)
-    return replace(ask, sampling=sampling)
+    return replace(ask, params=ask.params.replace(seed=(seed + choice + 2**63) % 2**64 - 2**63))

@@ -57,14 +57,14 @@ def native_whole(asked: NativeAsk, choices: list[list[StrOut]], special: Collect
 def _tokens(rows: Sequence[StrOut], prompt_tokens: int, special: Collection[int]) -> list[dict[str, Any]]:
     total, tokens = 0.0, []
     for count, row in enumerate(rows, start=1):
-        total += finite(row.logprob) or 0.0
+        total += finite(row.token.logprob) or 0.0
         tokens.append(
             {
-                "id": row.token_id,
+                "id": row.token.id,
                 "text": row.text,
-                "logprob": finite(row.logprob),
+                "logprob": finite(row.token.logprob),
                 "cumlogprob": total / count,  # a mean, in spite of its name, as LightLLM has it
-                "special": row.token_id in special,
+                "special": row.token.id in special,
                 "count_output_tokens": count,
                 "prompt_tokens": prompt_tokens,
                 "mtp_accepted_token_num": 0,
@@ -94,10 +94,10 @@ class NativeLines:
     def line(self, out: StrOut) -> bytes:
         self.count += 1
         return b'data:{"token":{"id":%d,"text":%b,"logprob":%b,"special":%b,"count_output_tokens":%d%b' % (
-            out.token_id,
+            out.token.id,
             orjson.dumps(out.text),
-            logprob_json(out.logprob),
-            b"true" if out.token_id in self._special else b"false",
+            logprob_json(out.token.logprob),
+            b"true" if out.token.id in self._special else b"false",
             self.count,
             self._more if out.finish_reason is None else self._end(out),
         )

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import msgspec
 from pydantic import Field
 
 from lightserve.beam_search import BeamParams
@@ -20,7 +19,7 @@ from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.rule_fields import MAX_ALLOWED_IDS, RuleFields
 from lightserve.httpserver.terms import TermsBody
 from lightserve.httpserver.token_healing import heal, not_healed
-from lightserve.io_struct import SamplingParams
+from lightserve.io_struct import GenerationParams
 
 DEFAULT_NEW_TOKENS = 16
 MAX_STOPS = 10
@@ -113,7 +112,7 @@ async def native_ask(context: ServerContext, body: NativeBody, streams: bool) ->
     prompt_ids = await _prompt_ids(context, body.inputs, parameters.add_special_tokens)
     details = bool(parameters.return_details)
     needs_logprobs = streams or details or n < best_of
-    sampling = SamplingParams(
+    params = GenerationParams.of(
         max_new_tokens=_new_tokens(context, len(prompt_ids), parameters.max_new_tokens),
         seed=None if parameters.seed == RANDOM_SEED else parameters.seed,
         include_stop=bool(parameters.print_eos_token),
@@ -124,8 +123,8 @@ async def native_ask(context: ServerContext, body: NativeBody, streams: bool) ->
         **_token_rules(context, parameters),
     )
     if not parameters.do_sample:
-        sampling = msgspec.structs.replace(sampling, temperature=0.0)
-    ask = Ask(prompt_ids, sampling, parameters.terms)
+        params = params.replace(temperature=0.0)
+    ask = Ask(prompt_ids, params, parameters.scheduling)
     if parameters.token_healing:
         _check_healing(body, parameters)
         ask = await heal(context, ask)
@@ -193,7 +192,7 @@ def _beams(parameters: NativeParameters, ask: Ask, n: int) -> BeamParams | None:
     for name in ("do_sample", "return_details"):
         if getattr(parameters, name):
             raise not_with_beams(name)
-    refuse_rules(ask.sampling, {"stop": "stop_sequences", "bad_words_ids": "invalid_token_ids"})
+    refuse_rules(ask.params, {"stop": "stop_sequences", "bad_words_ids": "invalid_token_ids"})
     return parameters.beam_params(parameters.num_beams or 1, n, [ask])
 
 

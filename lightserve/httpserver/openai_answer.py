@@ -161,7 +161,7 @@ class Choice:
         return self._total_logprob / max(self._n_tokens, 1)
 
     def add(self, out: StrOut) -> None:
-        self.prompt = self.prompt or out.prompt
+        self.prompt = self.prompt or out.token.prompt_logprobs
         if self._is_scoring:
             self.finish = _scored_end(out)
             return
@@ -169,7 +169,7 @@ class Choice:
             self._texts.append(out.text)
         else:
             self._deltas += self.output.push(out)
-        self._total_logprob += out.logprob or 0.0
+        self._total_logprob += out.token.logprob or 0.0
         self._n_tokens += 1
         if self._logprobs_of is not None and not (self.output and self.output.is_hidden):
             self._logprobs.append(self._logprobs_of(out))
@@ -256,9 +256,9 @@ class Chunks:
         if scored is None:
             return self._chunk(index, first) if first else b""
         first = first or form.before_text + b'""' + form.after_text
-        echoed = scored.echoed(out.prompt)
+        echoed = scored.echoed(out.token.prompt_logprobs)
         fields: Object = {} if echoed is None else {"logprobs": echoed}
-        scores = _scores(answer, index, out.prompt)
+        scores = _scores(answer, index, out.token.prompt_logprobs)
         if form.scores_in_choice:
             return self._chunk(index, first, **fields, **scores)
         beside = b"," + orjson.dumps(scores)[1:-1] if scores and index == 0 else b""

@@ -40,7 +40,7 @@ async def respond_with_beams(
 ) -> Response:
     num_beams = body.beams or 1
     _check(body, num_beams, search.answer)
-    refuse_rules(search.asks[0].sampling, FIELDS)
+    refuse_rules(search.asks[0].params, FIELDS)
     params = body.beam_params(num_beams, body.choices, search.asks)
     found = await unless_gone(request, beam_answers(context, search.asks, params, search.log))
     return json_response(whole(search.answer, [_choice(search.answer, rows) for rows in found], search.log))

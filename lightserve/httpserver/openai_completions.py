@@ -66,7 +66,7 @@ def routes(context: ServerContext) -> APIRouter:
             model=context.model_name,
             n=body.choices,
             echoes=[echo for echo in echoes for _ in range(body.choices)],
-            hidden_chars=[ask.sampling.hidden_chars for ask in asks],
+            hidden_chars=[ask.params.text.hidden_chars for ask in asks],
             new_logprobs=_new_logprobs(context, body),
             scored=_scored(context, body, asks, echoes),
             is_scoring=body.is_scoring,

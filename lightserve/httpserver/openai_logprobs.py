@@ -39,8 +39,8 @@ def chat_logprobs(tokenizer: Tokenizer, k: int) -> LogprobsOf:
         return {"token": _shown(data, ""), "logprob": finite(logprob), "bytes": list(data)}
 
     def of(out: StrOut) -> Logprobs:
-        chosen = entry(out.token_id, _known(out.logprob))
-        top = [entry(token_id, logprob) for token_id, logprob in (out.top or ())[:k]]
+        chosen = entry(out.token.id, _known(out.token.logprob))
+        top = [entry(token_id, logprob) for token_id, logprob in (out.token.top_logprobs or ())[:k]]
         return {"content": [{**chosen, "top_logprobs": top}], "refusal": None}
 
     return of
@@ -59,9 +59,9 @@ class CompletionLogprobs:
         self._begun = b""  # of the next one
 
     def __call__(self, out: StrOut) -> Logprobs:
-        parts = self._parts(out.token_id, _known(out.logprob), out.top or ())
-        if out.token_id not in self._skipped:
-            self._advance(self._token_bytes(out.token_id))
+        parts = self._parts(out.token.id, _known(out.token.logprob), out.token.top_logprobs or ())
+        if out.token.id not in self._skipped:
+            self._advance(self._token_bytes(out.token.id))
         return {name: [part] for name, part in zip(COLUMNS, parts, strict=True)}
 
     def of_prompt(self, tokens: Iterable[PromptToken], echo: str) -> Logprobs:

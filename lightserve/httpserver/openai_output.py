@@ -77,8 +77,7 @@ class OutputPlan:
         if not self.special_ids and self.limit is None:
             return ask
         ids = tuple(self.special_ids.values())
-        sampling = msgspec.structs.replace(ask.sampling, shown_special_ids=ids, thinking=self.limit)
-        return replace(ask, sampling=sampling)
+        return replace(ask, params=ask.params.replace(shown_special_ids=ids, thinking=self.limit))
 
     def new_choice(self) -> ChoiceOutput:
         tools = reasoning = None

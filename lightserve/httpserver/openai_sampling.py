@@ -9,7 +9,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.openai_protocol import GenerationBody
-from lightserve.io_struct import GrammarSpec, SamplingParams
+from lightserve.io_struct import GenerationParams, GrammarSpec
 from lightserve.model_files.tokenizer import Tokenizer
 
 # body field: sampling parameter
@@ -59,7 +59,7 @@ def asks_of(
             found = f"min_tokens={body.min_tokens}: only {new_tokens} can be generated"
             raise InvalidRequestError(found, "min_tokens")
         # a prompt that is only scored ends with a token that nobody sees
-        asks.append(Ask(ids, SamplingParams(max_new_tokens=max(new_tokens, 1), **fields), body.terms))
+        asks.append(Ask(ids, GenerationParams.of(max_new_tokens=max(new_tokens, 1), **fields), body.scheduling))
     return asks
 
 

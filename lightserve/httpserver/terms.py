@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from lightserve.httpserver.body import Body
-from lightserve.io_struct import Terms
+from lightserve.io_struct import SchedulingParams
 
 
 class TermsBody(Body):
@@ -17,8 +17,8 @@ class TermsBody(Body):
     disable_prompt_cache: bool | None = None  # share prefixes with nobody
 
     @property
-    def terms(self) -> Terms:
-        return Terms(
+    def scheduling(self) -> SchedulingParams:
+        return SchedulingParams(
             priority=self.priority or 0,
             timeout_s=self.timeout,
             cache_salt=self.cache_salt or "",

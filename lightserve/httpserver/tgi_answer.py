@@ -68,7 +68,7 @@ def _details(asked: TgiAsk, rows: Sequence[StrOut], choice: int, tokenizer: Toke
         "generated_tokens": len(rows),
         "seed": None if asked.seed is None else (asked.seed + choice) % 2**64,  # as the manager gives them out
         "prefill": _prefill(asked, rows[0], tokenizer),
-        "tokens": [_token(row.token_id, row.text, row.logprob, is_special(row, tokenizer)) for row in rows],
+        "tokens": [_token(row.token.id, row.text, row.token.logprob, is_special(row, tokenizer)) for row in rows],
     }
     if asked.top_n_tokens:
         details["top_tokens"] = [_top_tokens(row, tokenizer) for row in rows]
@@ -76,9 +76,9 @@ def _details(asked: TgiAsk, rows: Sequence[StrOut], choice: int, tokenizer: Toke
 
 
 def _prefill(asked: TgiAsk, first: StrOut, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    if asked.ask.sampling.prompt_logprobs is None:
+    if asked.ask.params.sampling.prompt_logprobs is None:
         return []
-    return ScoredPrompt(tokenizer, asked.ask.prompt_ids).prefill(first.prompt)
+    return ScoredPrompt(tokenizer, asked.ask.prompt_ids).prefill(first.token.prompt_logprobs)
 
 
 def _token(token_id: int, text: str, logprob: float | None, special: bool) -> dict[str, Any]:
@@ -89,13 +89,13 @@ def _top_tokens(row: StrOut, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     special = tokenizer.special_ids
     return [
         _token(token_id, tokenizer.decode([token_id], skip_special_tokens=False), logprob, token_id in special)
-        for token_id, logprob in row.top or ()
+        for token_id, logprob in row.token.top_logprobs or ()
     ]
 
 
 def is_special(row: StrOut, tokenizer: Tokenizer) -> bool:
     """Clients leave out the text of special tokens, so one that brings held-back text with it does not count as one."""
-    return row.token_id in tokenizer.special_ids and not row.text
+    return row.token.id in tokenizer.special_ids and not row.text
 
 
 def finish_reason(row: StrOut) -> str:
@@ -150,10 +150,10 @@ class TgiLines:
         has_more = out.finish_reason is not None or self._top_n_tokens
         return b'data: {"index":%d,"token":{"id":%d,"text":%b,"logprob":%b,"special":%b},%b' % (
             self.count,
-            out.token_id,
+            out.token.id,
             orjson.dumps(out.text),
-            logprob_json(out.logprob),
-            b"true" if out.token_id in self._special and not out.text else b"false",
+            logprob_json(out.token.logprob),
+            b"true" if out.token.id in self._special and not out.text else b"false",
             self._rest(out) if has_more else b'"generated_text":null,"details":null}\n\n',
         )
 

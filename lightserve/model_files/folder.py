@@ -21,9 +21,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, OSError, RecursionError) as error:
         raise ModelFilesError(f"{path}: not readable as JSON ({error}); download it again") from error
     if not isinstance(content, dict):
-        raise ModelFilesError(
-            f"{path}: a JSON {type(content).__name__} instead of an object; download it again"
-        )
+        raise ModelFilesError(f"{path}: a JSON {type(content).__name__} instead of an object; download it again")
     return content
 
 

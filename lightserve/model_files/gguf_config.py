@@ -47,9 +47,7 @@ def eos_ids_from_gguf(header: GgufHeader) -> tuple[int, ...]:
 def _model_type(header: GgufHeader) -> str:
     architecture = header.metadata.get("general.architecture")
     if architecture not in SUPPORTED:
-        raise _unsupported(
-            header, f"architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED)}"
-        )
+        raise _unsupported(header, f"architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED)}")
     return str(architecture)
 
 

@@ -65,9 +65,7 @@ class GgufHeader:
         """The values of a small F32 tensor."""
         entry = self.tensors[name]
         if entry.encoding.name != "F32":
-            raise ModelFilesError(
-                f"{self.path}: tensor {name} is {entry.encoding.name}, not F32; convert it again"
-            )
+            raise ModelFilesError(f"{self.path}: tensor {name} is {entry.encoding.name}, not F32; convert it again")
         with self.path.open("rb") as file:
             file.seek(entry.offset)
             return list(struct.unpack(f"<{math.prod(entry.shape)}f", file.read(entry.n_bytes)))
@@ -91,9 +89,7 @@ def _check_magic(path: Path, data: mmap.mmap) -> None:
         )
     (version,) = struct.unpack_from("<I", data, 4)
     if version not in READABLE_VERSIONS:
-        raise ModelFilesError(
-            f"{path}: GGUF version {version} is not supported; convert it to version 3"
-        )
+        raise ModelFilesError(f"{path}: GGUF version {version} is not supported; convert it to version 3")
 
 
 def _parse(path: Path, data: mmap.mmap) -> GgufHeader:

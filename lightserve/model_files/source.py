@@ -134,9 +134,7 @@ def _folder_source(folder: Path, name: str) -> ModelSource:
     if ggufs:
         listed = ", ".join(path.name for path in ggufs)
         raise ModelFilesError(f"{folder}: several GGUF files ({listed}); set --model_dir to one of them")
-    raise ModelFilesError(
-        f"{folder}: no config.json and no .gguf file in it; set --model_dir to a model's folder"
-    )
+    raise ModelFilesError(f"{folder}: no config.json and no .gguf file in it; set --model_dir to a model's folder")
 
 
 def _cached_source(name: str) -> ModelSource:

@@ -17,10 +17,10 @@ from lightserve.io_struct import (
     ReqFailed,
     RouterStats,
     Step,
+    StepResult,
     TextReq,
     ToDetokenization,
     TokenIdOut,
-    TokenOut,
     ToRouter,
 )
 from lightserve.router.model_client import ModelClient
@@ -46,7 +46,7 @@ class UnderWay(NamedTuple):
     sent_s: float
     step: Step
     kind: Kind
-    tokens: asyncio.Future[list[TokenOut]]
+    result: asyncio.Future[StepResult]
 
 
 class RouterManager:
@@ -107,33 +107,24 @@ class RouterManager:
             refusal = ReqFailed(message.req_id, 429, f"{limit} requests are waiting already; try later")
             self._to_detokenization.send(BatchTokenIdOut(failed=[refusal]))
             return
-        sampling = message.sampling
-        text = TextReq(
-            message.req_id,
-            sampling.stop,
-            sampling.include_stop,
-            sampling.skip_special_tokens,
-            sampling.shown_special_ids,
-            sampling.hidden_chars,
-        )
-        self._to_detokenization.send(BatchTokenIdOut(new=[text]))
+        self._to_detokenization.send(BatchTokenIdOut(new=[TextReq(message.req_id, message.params.text)]))
         self._scheduler.add(self._req_of(message))
         self._may_go_on.set()
 
     def _req_of(self, message: GenerateReq) -> Req:
-        terms = message.terms
-        timeout_s = terms.timeout_s or self._config.request_timeout or None
-        shares = terms.use_cache and not self._config.disable_dynamic_prompt_cache
+        scheduling = message.scheduling
+        timeout_s = scheduling.timeout_s or self._config.request_timeout or None
+        shares = scheduling.use_cache and not self._config.disable_dynamic_prompt_cache
         return Req(
             message.req_id,
             message.prompt_ids,
-            message.sampling,
-            message.sampling.max_new_tokens,
+            message.params,
+            message.params.stopping.max_new_tokens,
             self._engine.eos_token_ids,
             arrived_s=message.arrived_s,
-            priority=terms.priority,
+            priority=scheduling.priority,
             deadline_s=None if timeout_s is None else message.arrived_s + timeout_s,
-            salt=f"salt {terms.cache_salt}" if shares else f"group {message.group}",  # choices share in any case
+            salt=f"salt {scheduling.cache_salt}" if shares else f"group {message.group}",  # choices share in any case
         )
 
     def _abort(self, message: AbortReq) -> None:
@@ -150,20 +141,20 @@ class RouterManager:
             self._fill_pipeline()
             if not self._take_answer():
                 if not self._under_way:
-                    self._report([])
+                    self._report(StepResult())
                 self._may_go_on.clear()
                 await self._may_go_on.wait()
 
     def _take_answer(self) -> bool:
         """That of the first step under way, if it is there."""
-        if not self._under_way or not self._under_way[0].tokens.done():
+        if not self._under_way or not self._under_way[0].result.done():
             return False
         first = self._under_way[0]
-        if first.tokens.exception() is not None:  # its workers died; they are missed when the pipeline is filled
+        if first.result.exception() is not None:  # its workers died; they are missed when the pipeline is filled
             return self._model.is_lost
         self._under_way.popleft()
         self._pace.done(first.kind, first.sent_s, time.monotonic())
-        self._report(first.tokens.result())
+        self._report(first.result.result())
         return True
 
     def _fill_pipeline(self) -> None:
@@ -178,9 +169,9 @@ class RouterManager:
                 return
             self._was_full = self._scheduler.num_waiting > 0
             count = sum(len(row.slots) for row in step.rows)
-            tokens = self._model.run(step)
-            tokens.add_done_callback(lambda _: self._may_go_on.set())
-            self._under_way.append(UnderWay(now, step, kind_of(count, len(step.rows)), tokens))
+            result = self._model.run(step)
+            result.add_done_callback(lambda _: self._may_go_on.set())
+            self._under_way.append(UnderWay(now, step, kind_of(count, len(step.rows)), result))
             self.metrics.step(count)
 
     def _is_early(self, last: UnderWay, now: float) -> bool:
@@ -228,17 +219,15 @@ class RouterManager:
     def _step_age(self, now: float) -> float:
         return now - self._under_way[0].sent_s if self._under_way else 0.0
 
-    def _report(self, outs: list[TokenOut]) -> None:
+    def _report(self, result: StepResult) -> None:
         """One message with all tokens of a step, and who is gone since the last."""
         now = time.monotonic()
         gaps: dict[float, int] = {}  # when the last token was -> how many requests; one step serves most of them
-        rows, failed = [], []
-        for out in outs:
+        failed = [failure for failure in result.failed if self._scheduler.fail(failure) is not None]
+        outs = []
+        for out in result.tokens:
             req = self._scheduler.take_one(out)
             if req is None:
-                continue
-            if req.error is not None:
-                failed.append(ReqFailed(req.req_id, req.error_status, req.error))
                 continue
             admission = None
             if len(req.output_ids) == 1:
@@ -247,17 +236,14 @@ class RouterManager:
                 gaps[req.last_token_s] = gaps.get(req.last_token_s, 0) + 1
             req.last_token_s = now
             self.metrics.forced(out.is_forced)
-            rows.append(
+            outs.append(
                 TokenIdOut(
                     req.req_id,
-                    out.token_id,
-                    out.logprob,
-                    out.top,
-                    req.finish_reason,
-                    req.stop_token,
-                    admission,
-                    req.ends_in_text,
-                    out.prompt,
+                    out.token,
+                    finish_reason=req.finish_reason,
+                    stop_reason=req.stop_token,
+                    admission=admission,
+                    ends_in_text=req.ends_in_text,
                 )
             )
             if req.finish_reason is not None:
@@ -266,8 +252,8 @@ class RouterManager:
             self.metrics.next_tokens(now - last_token_s, count)
         self.metrics.failed(len(failed))
         self.metrics.not_numbers(sum(failure.status >= 500 for failure in failed))
-        if rows or failed or self._gone:
-            self._to_detokenization.send(BatchTokenIdOut(rows, failed=failed, gone=self._gone))
+        if outs or failed or self._gone:
+            self._to_detokenization.send(BatchTokenIdOut(outs, failed=failed, aborted=self._gone))
             self._gone = []
 
     def _note_first_token(self, req: Req, now: float) -> Admission:

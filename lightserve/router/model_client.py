@@ -13,13 +13,13 @@ from rpyc.core.channel import Channel
 from rpyc.utils.factory import connect_channel
 
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import Step, TokenOut
+from lightserve.io_struct import Step, StepResult
 from lightserve.router.loop_stream import LoopStream
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "include_local_version": False}
 
 _encode_step = msgspec.msgpack.Encoder().encode
-_decode_tokens = msgspec.msgpack.Decoder(list[TokenOut]).decode
+_decode_result = msgspec.msgpack.Decoder(StepResult).decode
 
 
 class ModelClient(Protocol):
@@ -29,7 +29,7 @@ class ModelClient(Protocol):
     def is_lost(self) -> bool:
         """A worker is gone. Steps that were under way fail with WorkerDiedError."""
 
-    def run(self, step: Step) -> asyncio.Future[list[TokenOut]]: ...
+    def run(self, step: Step) -> asyncio.Future[StepResult]: ...
 
     def give_up(self, why: str, is_explained: bool) -> None:
         """Have the workers replaced: they are lost, or a step does not end."""
@@ -49,15 +49,15 @@ class RpycModelClient:
         self.is_lost = False
         self._on_give_up = on_give_up
         self._loop = asyncio.get_running_loop()
-        self._under_way: set[asyncio.Future[list[TokenOut]]] = set()
+        self._under_way: set[asyncio.Future[StepResult]] = set()
         self._connections: list[Any] = [_connect(path) for path in socket_paths]
         self._filenos = [connection.fileno() for connection in self._connections]  # rpyc forgets that of a lost one
         self._runs = [rpyc.async_(connection.root.run) for connection in self._connections]
         for rank, fileno in enumerate(self._filenos):
             self._loop.add_reader(fileno, self._read, rank)
 
-    def run(self, step: Step) -> asyncio.Future[list[TokenOut]]:
-        future: asyncio.Future[list[TokenOut]] = self._loop.create_future()
+    def run(self, step: Step) -> asyncio.Future[StepResult]:
+        future: asyncio.Future[StepResult] = self._loop.create_future()
         self._under_way.add(future)
         command = _encode_step(step)
         for rank, run in enumerate(self._runs):
@@ -94,11 +94,11 @@ class RpycModelClient:
             self._loop.remove_reader(self._filenos[rank])
             self._lose(f"model worker {rank} is gone")
 
-    def _answered(self, future: asyncio.Future[list[TokenOut]], reply: Any) -> None:
+    def _answered(self, future: asyncio.Future[StepResult], reply: Any) -> None:
         """Rank 0 is done with a step; replies may pass each other."""
         self._under_way.discard(future)
         if not future.done():
-            future.set_result(_decode_tokens(reply.value))
+            future.set_result(_decode_result(reply.value))
 
     def _lose(self, why: str) -> None:
         """A worker that fails hangs up; why, it has told the launcher."""

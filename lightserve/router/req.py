@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightserve.io_struct import FinishReason, NewReq, SamplingParams, TokenOut
+from lightserve.io_struct import FinishReason, GenerationParams, NewReq, ReqFailed, TokenOut
 from lightserve.router.radix_cache import Ids, RadixNode
 
 
@@ -17,8 +17,8 @@ class Req:
 
     req_id: int
     prompt_ids: list[int]
-    sampling: SamplingParams
-    max_new_tokens: int  # what sampling asks for, cut to what the context holds
+    params: GenerationParams
+    max_new_tokens: int  # what the request asks for, cut to what the context holds
     eos_ids: tuple[int, ...]
     arrived_s: float = 0.0
     priority: int = 0  # lower goes first
@@ -30,7 +30,7 @@ class Req:
     error: str | None = None  # why it could not go on: it is aborted, without a last token
     error_status: int = 400  # what HTTP says then
     ends_in_text: bool = False  # its last token is no end token
-    stop_token: int | None = None  # the one of sampling.stop_token_ids that ended it
+    stop_token: int | None = None  # the one of stop_token_ids that ended it
     seed: int = field(init=False)
     prompt: Ids = field(init=False)  # prompt_ids, to be compared
 
@@ -48,7 +48,8 @@ class Req:
 
     def __post_init__(self) -> None:
         self.prompt = np.array(self.prompt_ids, dtype=np.int32)
-        self.seed = random.getrandbits(63) if self.sampling.seed is None else self.sampling.seed
+        seed = self.params.sampling.seed
+        self.seed = random.getrandbits(63) if seed is None else seed
 
     @property
     def token_ids(self) -> list[int]:
@@ -73,7 +74,7 @@ class Req:
     @property
     def needs_prompt_computed(self) -> bool:
         """Whether nothing that is cached may stand for its prompt, whose logprobs are yet to come."""
-        return self.sampling.prompt_logprobs is not None and not self.output_ids
+        return self.params.sampling.prompt_logprobs is not None and not self.output_ids
 
     @property
     def is_prefilling(self) -> bool:
@@ -96,37 +97,38 @@ class Req:
         self.slots, self.node, self.shared_len, self.planned_len = [], None, 0, 0
         self.planned_outputs = len(self.output_ids)
 
+    def fail(self, failure: ReqFailed) -> None:
+        self.error, self.error_status, self.finish_reason = failure.message, failure.status, FinishReason.ABORT
+
     def take(self, out: TokenOut) -> None:
-        if out.error is not None:
-            self.error, self.error_status, self.finish_reason = out.error, out.status, FinishReason.ABORT
-            return
-        token_id = out.token_id
+        token_id = out.token.id
         self.output_ids.append(token_id)
         count = len(self.output_ids)
         # a step under way that was to sample after fewer tokens samples nothing: it computes one of the forced ones
         self.planned_outputs = max(self.planned_outputs, count)
-        if count > self.sampling.min_new_tokens and self._is_end(token_id):
+        if count > self.params.stopping.min_new_tokens and self._is_end(token_id):
             self.finish_reason = FinishReason.STOP
-        elif out.completes:
+        elif out.completes_grammar:
             self.finish_reason = FinishReason.STOP
             self.ends_in_text = token_id not in self.eos_ids
         elif count >= self.max_new_tokens:
             self.finish_reason = FinishReason.LENGTH
 
     def _is_end(self, token_id: int) -> bool:
-        if token_id in self.sampling.stop_token_ids:
+        if token_id in self.params.stopping.stop_token_ids:
             self.stop_token = token_id
             return True
-        return token_id in self.eos_ids and not self.sampling.ignore_eos
+        return token_id in self.eos_ids and not self.params.stopping.ignore_eos
 
     def as_new(self) -> NewReq:
         """What the workers are told of it when it enters, or enters again."""
         return NewReq(
             self.req_id,
             self.token_ids,
-            self.sampling,
+            self.params.sampling,
             self.seed,
             self.eos_ids,
             cached_slots=self.slots.copy(),
             output_len=len(self.output_ids),
+            stopping=self.params.stopping,
         )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 
-from lightserve.io_struct import Step, StepRow, TokenOut
+from lightserve.io_struct import ReqFailed, Step, StepRow, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.limits import Limits
 from lightserve.router.policy import Fifo, Policy
@@ -89,12 +89,21 @@ class Scheduler:
         req.take(out)
         self._suspects.acquit(req)
         if req.finish_reason is not None:
-            # a failure says nothing of answers, nor do the steps of a beam search, which make one token
-            if req.max_new_tokens > 1 and req.error is None:
+            if req.max_new_tokens > 1:  # a step of a beam search makes one token, and says nothing of answers
                 self._estimate.learn(len(req.output_ids))
             self._drop(req)
-            if req.error is not None and req.error_status >= 500:
-                self.pool.discard(req)
+        return req
+
+    def fail(self, failure: ReqFailed) -> Req | None:
+        """End a request for which a step brought an error; None if it ended meanwhile."""
+        req = self._running.get(failure.req_id) or self._queue.paused(failure.req_id)
+        if req is None or not req.in_flight:
+            return None
+        req.fail(failure)
+        self._suspects.acquit(req)
+        self._drop(req)
+        if failure.status >= 500:
+            self.pool.discard(req)
         return req
 
     def abort(self, req_id: int) -> Req | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from lightserve.io_struct import Step, TokenOut
+from lightserve.io_struct import Step, Token, TokenOut
 
 EOS, OTHER = 0, 1  # what the simulated model says
 
@@ -54,7 +54,7 @@ class Sequence:
     __slots__ = ("computed", "end", "left", "todo", "token")
 
     def __init__(self, req_id: int, output_len: int) -> None:
-        self.token, self.end = TokenOut(req_id, OTHER), TokenOut(req_id, EOS)  # shared by all steps: they never change
+        self.token, self.end = TokenOut(req_id, Token(OTHER)), TokenOut(req_id, Token(EOS))  # the same in all steps
         self.left = output_len  # tokens it will still say
         self.computed = 0
         self.todo = 0  # known tokens without KV

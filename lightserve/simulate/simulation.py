@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.io_struct import SamplingParams, TokenOut
+from lightserve.io_struct import GenerationParams, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.limits import Limits
 from lightserve.router.pace import LEAD_S
@@ -90,7 +90,7 @@ class Simulation:
         self._next_s = next(self._arrivals, None)
         self._is_closed = load.rate is None  # who has an answer asks again
         self._ids = itertools.count()
-        self._sampling = SamplingParams(max_new_tokens=load.max_new_tokens, seed=0)
+        self._params = GenerationParams.of(max_new_tokens=load.max_new_tokens, seed=0)
 
     def run(self) -> Result:
         begin = time.thread_time()
@@ -136,8 +136,8 @@ class Simulation:
         ask = next(self._asks, None)
         if ask is None:
             return
-        most = self._sampling.max_new_tokens
-        req = Req(next(self._ids), ask.prompt_ids, self._sampling, most, (EOS,), now, ask.priority)
+        most = self._params.stopping.max_new_tokens
+        req = Req(next(self._ids), ask.prompt_ids, self._params, most, (EOS,), now, ask.priority)
         self._worker.seqs[req.req_id] = Sequence(req.req_id, ask.output_len)
         self.scheduler.add(req)
 

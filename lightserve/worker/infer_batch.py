@@ -12,7 +12,7 @@ import torch
 from lightserve.common.device import to_device
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.ops.step import CHOSEN
-from lightserve.io_struct import NewReq, SamplingParams, StepRow
+from lightserve.io_struct import NewReq, SamplingParams, StepRow, StoppingParams
 from lightserve.worker.sampling.grammar import ReqGrammar
 from lightserve.worker.sampling.prompt_logprobs import PromptPart, StepScores
 from lightserve.worker.sampling.req_rules import ReqRules
@@ -21,6 +21,9 @@ from lightserve.worker.shared_prefixes import SharedPrefixes, SharedRows
 from lightserve.worker.step_input import StepColumns, StepShape, columns_of, input_size
 
 MIN_SHARING = 16  # requests of a step; smaller ones take little more than reading the weights does
+
+
+DEFAULT_STOPPING = StoppingParams()
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +37,7 @@ class InferReq:
     sampling: SamplingParams
     seed: int
     eos_ids: tuple[int, ...]
+    stopping: StoppingParams = DEFAULT_STOPPING
     grammar: ReqGrammar | None = None
     thinking: ThinkingBudget | None = None
     cache_len: int = 0
@@ -47,7 +51,7 @@ class InferReq:
     prompt_parts: list[PromptPart] | None = field(init=False)  # None: nobody asks for the prompt's logprobs (any more)
 
     def __post_init__(self) -> None:
-        self.rules = ReqRules(self.sampling, self.eos_ids)
+        self.rules = ReqRules(self.sampling, self.stopping, self.eos_ids)
         self.total_len = len(self.token_ids)
         self.obeys_grammar = self.grammar is not None
         self.leading_slots = np.empty(self.total_len, dtype=np.int32)
@@ -166,6 +170,7 @@ class InferBatch:
             new.sampling,
             new.seed,
             new.eos_ids,
+            new.stopping,
             grammar,
             thinking,
             cache_len=len(cached),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.device import ToHost
-from lightserve.io_struct import PromptLogprobs, TokenOut
+from lightserve.io_struct import PromptLogprobs, ReqFailed, StepResult, Token, TokenOut
 from lightserve.worker.infer_batch import InferReq
 from lightserve.worker.sampling.prompt_logprobs import joined
 from lightserve.worker.sampling.sampler import NOT_ASKED, StepLogprobs
@@ -35,43 +35,47 @@ class PendingStep:
         self._chosen = chosen
         self._logprobs = logprobs
         self._lock = threading.Lock()  # the next step may need the tokens before the router asks
-        self._outs: list[TokenOut] | None = None
+        self._result: StepResult | None = None
 
-    def collect(self) -> list[TokenOut]:
+    def collect(self) -> StepResult:
         """Wait for the tokens, and give each to its request once, after those of the steps before.
 
         A thread waits for each step, and where steps are short, that of a later one may be here first.
         """
         with self._lock:
-            if self._outs is None:
+            if self._result is None:
                 if self._before is not None:
                     self._before.collect()
                     self._before = None
-                self._outs = self._take()
-            return self._outs
+                self._result = self._take()
+            return self._result
 
-    def _take(self) -> list[TokenOut]:
+    def _take(self) -> StepResult:
         (tokens,) = self._tokens.tensors()
         ids: list[int] = tokens.tolist()
         logprobs = {} if self._logprobs is None else self._logprobs.by_row()
-        outs = []
+        outs: list[TokenOut] = []
+        failed: list[ReqFailed] = []
         for row, req in self._chosen:
             if ids[row] == ops.NO_TOKEN:
-                outs.append(_without_token(req))
+                failed.append(_without_token(req))
                 continue
             is_complete, error = _advance(req, ids[row], req.token_ids)
-            logprob, top = logprobs.get(row, NOT_ASKED)
-            outs.append(TokenOut(req.req_id, ids[row], logprob, top, is_complete, error, prompt=_take_prompt(req)))
+            if error is None:
+                token = Token(ids[row], *logprobs.get(row, NOT_ASKED), prompt_logprobs=_take_prompt(req))
+                outs.append(TokenOut(req.req_id, token, completes_grammar=is_complete))
+            else:
+                failed.append(ReqFailed(req.req_id, 400, error))
             forced = _forced(req, ids[row])
-            req.append(ids[row], [out.token_id for out in forced])
+            req.append(ids[row], [out.token.id for out in forced])
             outs += forced
-        return outs
+        return StepResult(outs, failed)
 
 
-def _without_token(req: InferReq) -> TokenOut:
+def _without_token(req: InferReq) -> ReqFailed:
     """The next step may be under way: for it token 0 stands in, as in ``ops.place_tokens``."""
     req.token_ids.append(0)
-    return TokenOut(req.req_id, 0, error=NOT_NUMBERS, status=500)
+    return ReqFailed(req.req_id, 500, NOT_NUMBERS)
 
 
 def _take_prompt(req: InferReq) -> PromptLogprobs | None:
@@ -106,5 +110,5 @@ def _forced(req: InferReq, chosen: int) -> list[TokenOut]:
             break
         is_complete, _ = _advance(req, token_id, token_ids)
         token_ids.append(token_id)
-        outs.append(TokenOut(req.req_id, token_id, completes=is_complete, is_forced=True))
+        outs.append(TokenOut(req.req_id, Token(token_id), completes_grammar=is_complete, is_forced=True))
     return outs

@@ -1,4 +1,4 @@
-"""The worker's end of rpyc: steps come in as bytes, tokens go out as bytes."""
+"""The worker's end of rpyc: steps come in as bytes, results go out as bytes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import msgspec
 import rpyc
 from rpyc.core import Channel, SocketStream
 
-from lightserve.io_struct import Step, TokenOut
+from lightserve.io_struct import Step, StepResult
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "log_exceptions": False}
 
-Collect = Callable[[], list[TokenOut]]
+Collect = Callable[[], StepResult]
 Launch = Callable[[Step], Collect]  # begins a step; what it returns waits for the tokens
 
 _decode_step = msgspec.msgpack.Decoder(Step).decode
-_encode_tokens = msgspec.msgpack.Encoder().encode
+_encode_result = msgspec.msgpack.Encoder().encode
 
 
 class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
@@ -41,7 +41,7 @@ class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
         try:
             collect = self._launch(_decode_step(command))
             self._pass_turn()
-            return _encode_tokens(collect())
+            return _encode_result(collect())
         except BaseException as error:  # this process's to tell; rpyc would raise it in the router
             self.failure = self.failure or error
             self._connection.close()

@@ -15,7 +15,7 @@ from lightserve.common.device import DeviceKind, enough_memory, pick_device
 from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
-from lightserve.io_struct import NewReq, SamplingParams, Step, StepLimits, StepRow, TokenOut
+from lightserve.io_struct import NewReq, SamplingParams, Step, StepLimits, StepResult, StepRow
 from lightserve.model_files.source import ModelSource
 from lightserve.models.registry import get_model_class
 from lightserve.utils.progress import Progress
@@ -34,9 +34,8 @@ WARM_UP_LENGTHS = (16, 7, 100, 1)  # Triton compiles apart for 1, for multiples 
 WARM_UP_DECODES = 2
 REHEARSED_TOKENS = 512  # of a first KV pool, in which all this has room
 WARM_UP_SAMPLING = (
-    SamplingParams(max_new_tokens=8, temperature=0.0),
+    SamplingParams(temperature=0.0),
     SamplingParams(
-        max_new_tokens=8,
         top_k=10,
         top_p=0.9,
         min_p=0.01,
@@ -152,7 +151,7 @@ class ModelWorker:
             self.run(Step([StepRow(req_id, [first + i]) for i, req_id in enumerate(ids)]))
         self.run(Step([], free=ids))
 
-    def run(self, step: Step) -> list[TokenOut]:
+    def run(self, step: Step) -> StepResult:
         """Run a step; tokens come back for every row that reaches the end of its request's known tokens."""
         return self.launch(step)()
 
@@ -166,7 +165,7 @@ class ModelWorker:
             thinking = None if limit is None else ThinkingBudget(limit, self._grammars.token_bytes)
             self._batch.add(new, self._grammars.open(new), thinking)
         if not step.rows:
-            return list
+            return StepResult
         packed = self._batch.pack(step.rows, self._runner.fit)
         self._sampler.look_back(packed.reqs)
         masks = self._begin_masks(packed)
@@ -183,7 +182,7 @@ class ModelWorker:
         constrained = self._sampler.plan_of(packed.reqs).constrained
         if constrained is None or not any(req.obeys_grammar for req in constrained.reqs):
             return None
-        return self._masks.begin(constrained, list if self._launched is None else self._launched.collect)
+        return self._masks.begin(constrained, StepResult if self._launched is None else self._launched.collect)
 
     @torch.inference_mode()
     def _sample(self, packed: PackedStep, out: StepOut, masks: StepMasks | None) -> tuple[Tensor, StepLogprobs | None]:

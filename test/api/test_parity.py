@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from lightserve.io_struct import SamplingParams
+from lightserve.io_struct import GenerationParams
 from lightserve.llm import LLM
 from test.api.server import ServerProcess
 from test.real_model import GOLDEN_TOKENS, PROMPTS, golden_ids, smollm2_tokenizer
@@ -53,7 +53,7 @@ def test_greedy_text_of_concurrent_prompts_equals_transformers(server: ServerPro
 
 def test_offline_and_http_give_the_same_text(server: ServerProcess) -> None:
     llm = LLM(max_total_token_num=4096, device="cpu")
-    params = SamplingParams(
+    params = GenerationParams.of(
         max_new_tokens=GOLDEN_TOKENS, min_new_tokens=GOLDEN_TOKENS, temperature=0.9, top_p=0.95, seed=11
     )
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from lightserve.grammar.compiler import schema_grammar
-from lightserve.io_struct import FinishReason, SamplingParams
+from lightserve.io_struct import FinishReason, GenerationParams
 from lightserve.llm import LLM
 from test.api.server import ServerProcess
 from test.schemas import schema_of
@@ -191,7 +191,7 @@ def test_preemption_and_batching_do_not_change_the_output() -> None:
     rng = random.Random(0)
     schemas = [schema_of(seed) if seed % 3 else None for seed in range(40)]
     wanted = [
-        SamplingParams(
+        GenerationParams.of(
             max_new_tokens=120, temperature=0.8, seed=i, grammar=None if schema is None else schema_grammar(schema)
         )
         for i, schema in enumerate(schemas)
@@ -199,7 +199,7 @@ def test_preemption_and_batching_do_not_change_the_output() -> None:
     prompts = [[rng.randrange(40_000) for _ in range(rng.randint(3, 30))] for _ in wanted]
     small = LLM(max_total_token_num=500, device="cpu")
     small.generate(
-        [[5]] * 40, SamplingParams(max_new_tokens=4, ignore_eos=True)
+        [[5]] * 40, GenerationParams.of(max_new_tokens=4, ignore_eos=True)
     )  # so that it takes answers to be short
 
     generations = small.generate(prompts, wanted)

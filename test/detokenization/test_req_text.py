@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from lightserve.detokenization.req_text import ReqText
-from lightserve.io_struct import FinishReason
+from lightserve.io_struct import FinishReason, TextParams
 from test.real_model import smollm2_tokenizer
 
 
 def text_of(text: str, hidden: int, *stop: str, cut: int = 0) -> list[str]:
     """The text returned for each token; the last ``cut`` tokens are left out."""
     tokenizer = smollm2_tokenizer()
-    shown = ReqText(tokenizer.decoder, stop, include_stop=False, skip_special_tokens=True, hidden_chars=hidden)
+    shown = ReqText(tokenizer.decoder, TextParams(stop=stop, hidden_chars=hidden))
     *ids, last = tokenizer.encode(text)[: -cut or None]
     return [*(shown.push(token_id, None) for token_id in ids), shown.push(last, FinishReason.LENGTH)]
 

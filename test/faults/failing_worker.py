@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from lightserve.io_struct import Step, TokenOut
+from lightserve.io_struct import ReqFailed, Step, StepResult
 from lightserve.utils.process import Boot, Parent, run_child
 from lightserve.worker import null_worker
 from lightserve.worker.rpc import Collect
@@ -23,12 +23,10 @@ class FailingWorker(null_worker.NullWorker):
         raise_at_poison(step)
         return partial(self._make_nan, {new.req_id for new in step.new if NAN_TOKEN_ID in new.prompt_ids}, step)
 
-    def _make_nan(self, nan_ids: set[int], step: Step) -> list[TokenOut]:
-        outs = self._run(step)
-        return [
-            TokenOut(out.req_id, 0, error="numerical error", status=500) if out.req_id in nan_ids else out
-            for out in outs
-        ]
+    def _make_nan(self, nan_ids: set[int], step: Step) -> StepResult:
+        outs = self._run(step).tokens
+        failed = [ReqFailed(out.req_id, 500, "numerical error") for out in outs if out.req_id in nan_ids]
+        return StepResult([out for out in outs if out.req_id not in nan_ids], failed)
 
 
 def main(boot: Boot, parent: Parent) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from lightserve.detokenization.req_text import ReqText
 from lightserve.detokenization.stop import StopMatcher
-from lightserve.io_struct import FinishReason
+from lightserve.io_struct import FinishReason, TextParams
 from lightserve.model_files import Tokenizer
 from test.fuzz.profile import FUZZ
 from test.real_model import smollm2_tokenizer
@@ -70,7 +70,7 @@ def test_stop_strings_match_their_definition(pieces: list[str], stops: list[str]
 def test_tokens_end_at_a_stop_string_with_the_text_before_it(
     tokenizer: Tokenizer, ids: list[int], stops: list[str]
 ) -> None:
-    text = ReqText(tokenizer.decoder, stops, include_stop=False, skip_special_tokens=True)
+    text = ReqText(tokenizer.decoder, TextParams(stop=tuple(stops)))
     shown, used = "", 0
     for used, token_id in enumerate(ids, 1):
         shown += text.push(token_id, FinishReason.LENGTH if used == len(ids) else None)

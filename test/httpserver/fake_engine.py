@@ -21,6 +21,7 @@ from lightserve.io_struct import (
     ReqFailed,
     StrOut,
     ToHttpserver,
+    Token,
     ToRouter,
 )
 from lightserve.model_files.tokenizer import Tokenizer
@@ -40,14 +41,16 @@ def spell(text: str, finish_reason: FinishReason = FinishReason.STOP) -> Script:
         outs: list[StrOut | ReqFailed] = []
         for i, char in enumerate(text):
             is_last = i == len(text) - 1
-            wants = req.sampling.logprobs
+            wants = req.params.sampling.logprobs
             outs.append(
                 StrOut(
                     req.req_id,
                     char,
-                    ord(char) % LIMITS.vocab_size,
-                    logprob=None if wants is None else -0.5,
-                    top=None if wants is None else [(k, -1.0 - k) for k in range(int(wants))],
+                    Token(
+                        ord(char) % LIMITS.vocab_size,
+                        logprob=None if wants is None else -0.5,
+                        top_logprobs=None if wants is None else [(k, -1.0 - k) for k in range(int(wants))],
+                    ),
                     finish_reason=finish_reason if is_last else None,
                     admission=Admission(0.001, 2) if i == 0 else None,
                 )

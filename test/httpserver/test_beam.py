@@ -16,7 +16,7 @@ from lightserve.httpserver.access_log import AccessLog
 from lightserve.httpserver.beam import beam_search
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import EngineState
-from lightserve.io_struct import Admission, FinishReason, GenerateReq, ReqFailed, StrOut
+from lightserve.io_struct import Admission, FinishReason, GenerateReq, ReqFailed, StrOut, Token
 from test.httpserver.fake_engine import LIMITS, FakeEngine, engine
 from test.waiting import DEADLINE_S, until
 
@@ -32,8 +32,16 @@ def toy(req: GenerateReq) -> list[StrOut | ReqFailed]:
     top = sorted(((token, math.log(p)) for token, p in enumerate(row)), key=lambda pair: -pair[1])
     token, logprob = top[0]
     reason = FinishReason.STOP if token == END else FinishReason.LENGTH
-    wanted = top[: req.sampling.logprobs]
-    return [StrOut(req.req_id, "x", token, logprob, wanted, finish_reason=reason, admission=Admission(0.001, 3))]
+    wanted = top[: req.params.sampling.logprobs]
+    return [
+        StrOut(
+            req.req_id,
+            "x",
+            Token(token, logprob=logprob, top_logprobs=wanted),
+            finish_reason=reason,
+            admission=Admission(0.001, 3),
+        )
+    ]
 
 
 def silent_at_the_second_step(req: GenerateReq) -> list[StrOut | ReqFailed]:
@@ -67,7 +75,7 @@ def test_the_engine_is_asked_for_a_token_of_every_beam(tmp_path: Path) -> None:
         assert [beam.score for beam in found] == pytest.approx([math.log(0.4 * 0.9) / 2, math.log(0.6 * 0.4) / 2])
         assert {beam.finish_reason for beam in found} == {FinishReason.STOP}
         assert [req.prompt_ids for req in fake.asked] == [[7], [7, 1], [7, 2]]
-        assert {(req.sampling.max_new_tokens, req.sampling.logprobs) for req in fake.asked} == {(1, 3)}
+        assert {(req.params.stopping.max_new_tokens, req.params.sampling.logprobs) for req in fake.asked} == {(1, 3)}
         assert {req.arrived_s for req in fake.asked} == {line.arrived_s}
         assert (line.output_tokens, line.cached_tokens) == (4, 3)  # of what is returned; of the prompt
         assert context.manager.open_requests == 0

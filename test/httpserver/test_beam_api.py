@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from lightserve.config import HttpConfig
-from lightserve.io_struct import Admission, FinishReason, GenerateReq, ReqFailed, StrOut
+from lightserve.io_struct import Admission, FinishReason, GenerateReq, ReqFailed, StrOut, Token
 from test.httpserver.fake_engine import LIMITS
 from test.httpserver.openai_server import Server, fails, running
 from test.real_model import smollm2_tokenizer as smol
@@ -31,8 +31,16 @@ def toy(req: GenerateReq) -> list[StrOut | ReqFailed]:
     top = sorted(zip((END, YES, NO), map(math.log, row), strict=True), key=lambda pair: -pair[1])
     token, logprob = top[0]
     reason = FinishReason.STOP if token == END else FinishReason.LENGTH
-    wanted = top[: req.sampling.logprobs]
-    return [StrOut(req.req_id, "x", token, logprob, wanted, finish_reason=reason, admission=Admission(0.001, 1))]
+    wanted = top[: req.params.sampling.logprobs]
+    return [
+        StrOut(
+            req.req_id,
+            "x",
+            Token(token, logprob=logprob, top_logprobs=wanted),
+            finish_reason=reason,
+            admission=Admission(0.001, 1),
+        )
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +129,9 @@ def test_the_steps_of_a_search_share_prefixes_and_terms_whatever_others_may_shar
 
     asked = server.engine.asked
     assert len({req.group for req in asked}) == 1
-    assert {(req.terms.use_cache, req.terms.priority, req.terms.timeout_s) for req in asked} == {(False, 3, 60.0)}
+    assert {(req.scheduling.use_cache, req.scheduling.priority, req.scheduling.timeout_s) for req in asked} == {
+        (False, 3, 60.0)
+    }
     assert len({req.arrived_s for req in asked}) == 1
 
 

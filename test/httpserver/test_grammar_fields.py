@@ -92,7 +92,7 @@ def test_a_field_of_openai_vllm_or_sglang_becomes_a_grammar(
     answer = server.chat(**fields) if path == CHAT else server.complete(**fields)
 
     assert answer.status_code == 200, answer.text
-    assert server.engine.asked[-1].sampling.grammar == expected
+    assert server.engine.asked[-1].params.sampling.grammar == expected
 
 
 @pytest.mark.parametrize(("parameters", "expected"), GENERATES, ids=lambda value: str(value)[:60])
@@ -102,7 +102,7 @@ def test_a_parameter_of_lightllm_or_tgi_becomes_a_grammar(
     answer = server.post(GENERATE, {"inputs": "Hi", "parameters": parameters})
 
     assert answer.status_code == 200, answer.text
-    assert server.engine.asked[-1].sampling.grammar == expected
+    assert server.engine.asked[-1].params.sampling.grammar == expected
 
 
 def test_two_grammars_are_refused_by_the_name_of_the_second(server: Server) -> None:

@@ -14,11 +14,11 @@ from lightserve.httpserver import manager
 from lightserve.httpserver.access_log import AccessLog
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import Ask, EngineState
-from lightserve.io_struct import REQ_ID_BITS, GenerateReq, MetricsSnapshot, ReqFailed, RouterStats, SamplingParams
+from lightserve.io_struct import REQ_ID_BITS, GenerateReq, GenerationParams, MetricsSnapshot, ReqFailed, RouterStats
 from test.httpserver.fake_engine import LIMITS, FakeEngine, Script, engine, spell
 from test.waiting import DEADLINE_S, until
 
-ASK = Ask([1, 2, 3], SamplingParams(max_new_tokens=8, seed=5))
+ASK = Ask([1, 2, 3], GenerationParams.of(max_new_tokens=8, seed=5))
 
 
 def check(
@@ -51,7 +51,7 @@ def test_every_choice_of_every_prompt_gets_its_text(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         line = log()
 
-        found = await texts(context, ASK, Ask([4], SamplingParams()), n=3, line=line)
+        found = await texts(context, ASK, Ask([4], GenerationParams.of()), n=3, line=line)
 
         assert found == ["hello"] * 6
         assert [req.prompt_ids for req in fake.asked] == [[1, 2, 3]] * 3 + [[4]] * 3
@@ -65,7 +65,7 @@ def test_choices_of_one_seed_differ_and_are_the_same_every_time(tmp_path: Path) 
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         await texts(context, ASK, n=3)
 
-        assert [req.sampling.seed for req in fake.asked] == [5, 6, 7]
+        assert [req.params.sampling.seed for req in fake.asked] == [5, 6, 7]
 
     check(scenario, tmp_path)
 

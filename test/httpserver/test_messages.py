@@ -194,7 +194,7 @@ def test_the_answer_says_why_it_stopped(
 
     answer = ask(server, stop_sequences=["END"])
 
-    assert server.engine.asked[-1].sampling.stop == ("END",)
+    assert server.engine.asked[-1].params.text.stop == ("END",)
     assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, sequence)
 
 
@@ -333,7 +333,7 @@ def test_tool_choice_is_obeyed(server: Server, choice: Any, is_forced: bool, n_c
 
     answer = ask(server, tools=TOOLS, tool_choice=choice)
 
-    assert (server.engine.asked[-1].sampling.grammar is not None) == is_forced
+    assert (server.engine.asked[-1].params.sampling.grammar is not None) == is_forced
     assert len([block for block in answer["content"] if block["type"] == "tool_use"]) == n_calls
     assert bool(prompt(server)["tools"]) == (choice["type"] != "none")
 
@@ -343,9 +343,10 @@ def test_tools_and_sampling_reach_the_template_and_the_engine(server: Server) ->
 
     ask(server, tools=TOOLS, temperature=0.5, top_p=0.25, top_k=3, seed=7, stop=["END"], metadata={"user_id": "x"})
 
-    sampling = server.engine.asked[-1].sampling
+    params = server.engine.asked[-1].params
+    sampling = params.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 3)
-    assert (sampling.seed, sampling.stop) == (7, ("END",))
+    assert (sampling.seed, params.text.stop) == (7, ("END",))
     function = prompt(server)["tools"][0]["function"]
     assert function == {"name": "weather", "description": "Rain?", "parameters": WEATHER}
 
@@ -355,7 +356,7 @@ def test_a_schema_becomes_a_grammar(server: Server) -> None:
 
     ask(server, output_config={"format": {"type": "json_schema", "schema": WEATHER}, "effort": "low"})
 
-    grammar = server.engine.asked[-1].sampling.grammar
+    grammar = server.engine.asked[-1].params.sampling.grammar
     assert grammar is not None
     assert grammar.kind == "json_schema"
 

@@ -16,7 +16,7 @@ from lightserve.config import HttpConfig
 from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.native_answer import NativeLines, native_whole
 from lightserve.httpserver.native_request import NativeAsk
-from lightserve.io_struct import FinishReason, GenerateReq, ReqFailed, SamplingParams, StrOut
+from lightserve.io_struct import FinishReason, GenerateReq, GenerationParams, ReqFailed, StrOut, Token
 from test.httpserver.fake_engine import Script, spell
 from test.httpserver.generate_server import Served, serve
 from test.real_model import smollm2_tokenizer as smol
@@ -29,8 +29,8 @@ def rows_of(text: str, rng: random.Random, req_id: int = 0, end: int | str | Non
     """``text`` cut anywhere, with rows that bring none, as a detokenizer that holds text back would."""
     cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randrange(1, 12)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    rows = [StrOut(req_id, piece, rng.randrange(49152), logprob=-rng.random()) for piece in pieces[:-1]]
-    last = StrOut(req_id, pieces[-1], 2, logprob=-0.25, finish_reason=FinishReason.STOP, stop_reason=end)
+    rows = [StrOut(req_id, piece, Token(rng.randrange(49152), logprob=-rng.random())) for piece in pieces[:-1]]
+    last = StrOut(req_id, pieces[-1], Token(2, logprob=-0.25), finish_reason=FinishReason.STOP, stop_reason=end)
     return [*rows, last]
 
 
@@ -61,7 +61,7 @@ def test_an_answer_has_lightllms_fields_and_greedy_defaults(tmp_path: Path) -> N
         }
         (asked,) = served.fake.asked
         assert asked.prompt_ids == smol().encode("What is AI?")
-        assert asked.sampling == SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
+        assert asked.params == GenerationParams.of(max_new_tokens=16, temperature=0.0, ignore_eos=True)
 
     serve(scenario, tmp_path, spell("hello", FinishReason.LENGTH))
 
@@ -76,9 +76,9 @@ def test_parameters_may_be_left_out(tmp_path: Path) -> None:
 
 def test_a_line_of_the_stream_is_exact_to_the_byte(tmp_path: Path) -> None:
     rows = [
-        StrOut(0, " What", 3555, logprob=-1.83),
-        StrOut(0, "é/\n", 17, logprob=None),
-        StrOut(0, "", 2, logprob=float("-inf"), finish_reason=FinishReason.STOP),
+        StrOut(0, " What", Token(3555, logprob=-1.83)),
+        StrOut(0, "é/\n", Token(17, logprob=None)),
+        StrOut(0, "", Token(2, logprob=float("-inf")), finish_reason=FinishReason.STOP),
     ]
 
     async def scenario(served: Served) -> None:
@@ -93,7 +93,7 @@ def test_a_line_of_the_stream_is_exact_to_the_byte(tmp_path: Path) -> None:
             'data:{"token":{"id":2,"text":"","logprob":-9999.0,"special":true,"count_output_tokens":3,'
             '"prompt_tokens":4},"generated_text":null,"finished":true,"finish_reason":"stop","details":null}\n\n'
         )
-        assert served.fake.asked[0].sampling.logprobs == 0
+        assert served.fake.asked[0].params.sampling.logprobs == 0
 
     serve(scenario, tmp_path, scripted([*rows]))
 
@@ -132,7 +132,7 @@ def test_lightllms_accuracy_client_reads_the_first_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_lines_of_a_stream_fold_to_the_whole_answer(seed: int) -> None:
     rows = rows_of(TEXT * 2, random.Random(seed))
-    ask = NativeAsk(Ask([1, 2, 3], SamplingParams()), n=1, best_of=1, return_details=True)
+    ask = NativeAsk(Ask([1, 2, 3], GenerationParams.of()), n=1, best_of=1, return_details=True)
     lines = NativeLines(prompt_tokens=3, special=smol().special_ids)
 
     events = [orjson.loads(lines.line(row).removeprefix(b"data:")) for row in rows]
@@ -196,7 +196,7 @@ def test_every_parameter_reaches_the_engine(tmp_path: Path) -> None:
         assert answer.status == 200, answer.body
         (asked,) = served.fake.asked
         assert asked.prompt_ids == [1, 2, 3]
-        assert asked.sampling == SamplingParams(
+        assert asked.params == GenerationParams.of(
             max_new_tokens=20,
             min_new_tokens=2,
             temperature=0.7,
@@ -231,7 +231,7 @@ def test_a_length_penalty_of_factor_one_asks_for_nothing(tmp_path: Path) -> None
         await served.post("/generate", {"inputs": "x", "parameters": {"exponential_decay_length_penalty": [1, 1.0]}})
 
         (asked,) = served.fake.asked
-        assert asked.sampling.exponential_decay_length_penalty is None
+        assert asked.params.sampling.exponential_decay_length_penalty is None
 
     serve(scenario, tmp_path, spell("ok"))
 
@@ -242,7 +242,7 @@ def test_do_sample_false_is_greedy_whatever_the_temperature(tmp_path: Path) -> N
         await served.post("/generate", {"inputs": "x", "parameters": parameters})
         await served.post("/generate", {"inputs": "x", "parameters": {"do_sample": True, "ignore_eos": False}})
 
-        assert [req.sampling.is_greedy for req in served.fake.asked] == [True, False]
+        assert [req.params.sampling.is_greedy for req in served.fake.asked] == [True, False]
 
     serve(scenario, tmp_path, spell("ok"))
 
@@ -251,13 +251,16 @@ def test_the_seed_minus_one_is_a_random_one(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         await served.post("/generate", {"inputs": "x", "parameters": {"seed": -1, "ignore_eos": False}})
 
-        assert served.fake.asked[0].sampling.seed is None
+        assert served.fake.asked[0].params.sampling.seed is None
 
     serve(scenario, tmp_path, spell("ok"))
 
 
 def test_details_list_every_token(tmp_path: Path) -> None:
-    rows = [StrOut(0, "a", 64, logprob=-1.0), StrOut(0, "b", 2, logprob=-3.0, finish_reason=FinishReason.STOP)]
+    rows = [
+        StrOut(0, "a", Token(64, logprob=-1.0)),
+        StrOut(0, "b", Token(2, logprob=-3.0), finish_reason=FinishReason.STOP),
+    ]
 
     async def scenario(served: Served) -> None:
         answer = await served.post("/generate", {"inputs": [5], "parameters": {"return_details": True}})
@@ -280,14 +283,15 @@ def test_several_answers_come_as_lists(tmp_path: Path) -> None:
         assert answer.json["finish_reason"] == ["stop", "stop"]
         assert answer.json["prompt_tokens"] == 1
         assert [len(tokens) for tokens in answer.json["tokens"]] == [2, 2]
-        assert [req.sampling.seed for req in served.fake.asked] == [3, 4]
+        assert [req.params.sampling.seed for req in served.fake.asked] == [3, 4]
 
     serve(scenario, tmp_path, spell("ab"))
 
 
 def test_best_of_more_than_n_returns_the_likeliest(tmp_path: Path) -> None:
     answers: list[list[StrOut | ReqFailed]] = [
-        [StrOut(0, text, 1, logprob=p, finish_reason=FinishReason.STOP)] for text, p in (("a", -2.0), ("b", -1.0))
+        [StrOut(0, text, Token(1, logprob=p), finish_reason=FinishReason.STOP)]
+        for text, p in (("a", -2.0), ("b", -1.0))
     ]
 
     async def scenario(served: Served) -> None:
@@ -296,7 +300,7 @@ def test_best_of_more_than_n_returns_the_likeliest(tmp_path: Path) -> None:
 
         assert answer.json["generated_text"] == ["b"]
         assert answer.json["count_output_tokens"] == 1
-        assert served.fake.asked[0].sampling.logprobs == 0
+        assert served.fake.asked[0].params.sampling.logprobs == 0
 
     serve(scenario, tmp_path, scripted(*answers))
 
@@ -310,7 +314,7 @@ def test_the_default_length_is_cut_at_the_end_of_the_context_but_a_wish_is_not(t
         over = await served.post("/generate", {"inputs": [5] * 1024})
 
         assert (whole.status, full.status) == (200, 200)
-        assert [req.sampling.max_new_tokens for req in served.fake.asked] == [4, 1]
+        assert [req.params.stopping.max_new_tokens for req in served.fake.asked] == [4, 1]
         assert (wish.status, over.status) == (400, 400)
         assert wish.json["error"]["code"] == over.json["error"]["code"] == "context_length_exceeded"
 
@@ -445,7 +449,7 @@ def test_an_engine_that_refuses_is_an_http_status_even_for_a_stream(tmp_path: Pa
 
 
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event(tmp_path: Path) -> None:
-    rows: list[StrOut | ReqFailed] = [StrOut(0, "a", 64), ReqFailed(0, 599, "a secret path /root/x")]
+    rows: list[StrOut | ReqFailed] = [StrOut(0, "a", Token(64)), ReqFailed(0, 599, "a secret path /root/x")]
 
     async def scenario(served: Served) -> None:
         answer = await served.post("/generate_stream", {"inputs": "x"})

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from lightserve.io_struct import FinishReason, GenerateReq, ReqFailed, SamplingParams, StrOut
+from lightserve.io_struct import FinishReason, GenerateReq, GenerationParams, ReqFailed, StrOut, Token
 from test.httpserver.openai_server import CACHED, Server, fails, rows, running, tokens
 from test.real_model import smollm2_tokenizer as smol
 from test.waiting import wait_until
@@ -74,7 +74,7 @@ def test_a_prompt_is_completed_whole(server: Server) -> None:
     assert answer.object == "text_completion"
     assert [(choice.index, choice.text, choice.finish_reason) for choice in answer.choices] == [(0, "Hello 😀", "stop")]
     assert server.engine.asked[0].prompt_ids == smol().encode("Once")
-    assert server.engine.asked[0].sampling == SamplingParams(max_new_tokens=16)
+    assert server.engine.asked[0].params == GenerationParams.of(max_new_tokens=16)
 
 
 def test_a_prompt_is_completed_in_a_stream(server: Server) -> None:
@@ -95,7 +95,7 @@ def test_three_choices_have_three_indices_and_seeds(server: Server, is_stream: b
         for choice in one.choices:
             texts[choice.index] += (choice.delta if is_stream else choice.message).content or ""
     assert set(texts.values()) == {"Hello 😀"}
-    assert [req.sampling.seed for req in server.engine.asked] == [7, 8, 9]
+    assert [req.params.sampling.seed for req in server.engine.asked] == [7, 8, 9]
 
 
 def test_the_usage_of_several_choices_is_their_sum_and_the_prompts_counts_once(server: Server) -> None:
@@ -150,10 +150,15 @@ def test_best_of_returns_the_most_likely_by_mean_logprob(server: Server) -> None
     by_seed = {1: [-3.0], 2: [-2.0, -0.1], 3: [-1.2, -1.2, -1.2], 4: [-9.0, -9.0]}  # means -3, -1.05, -1.2, -9
 
     def script(req: GenerateReq) -> list[StrOut | ReqFailed]:
-        logprobs = by_seed[req.sampling.seed or 0]
+        logprobs = by_seed[req.params.sampling.seed or 0]
         ends = [None] * (len(logprobs) - 1) + [FinishReason.LENGTH]
         return [
-            StrOut(req.req_id, f"{req.sampling.seed}", 100, logprob, [], end)
+            StrOut(
+                req.req_id,
+                f"{req.params.sampling.seed}",
+                Token(100, logprob=logprob, top_logprobs=[]),
+                finish_reason=end,
+            )
             for logprob, end in zip(logprobs, ends, strict=True)
         ]
 
@@ -166,7 +171,7 @@ def test_best_of_returns_the_most_likely_by_mean_logprob(server: Server) -> None
     ]
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 8
-    assert {req.sampling.logprobs for req in server.engine.asked} == {0}
+    assert {req.params.sampling.logprobs for req in server.engine.asked} == {0}
 
 
 def test_every_sampling_field_reaches_the_engine(server: Server) -> None:
@@ -201,7 +206,7 @@ def test_every_sampling_field_reaches_the_engine(server: Server) -> None:
         },
     )
 
-    assert server.engine.asked[0].sampling == SamplingParams(
+    assert server.engine.asked[0].params == GenerationParams.of(
         max_new_tokens=9,
         min_new_tokens=2,
         temperature=0.5,
@@ -237,7 +242,7 @@ def test_null_is_as_good_as_absent_in_every_optional_field(server: Server) -> No
 
         assert answer.status_code == 200, answer.text
         assert len(names) > 25
-    assert [req.sampling.max_new_tokens for req in server.engine.asked] == [
+    assert [req.params.stopping.max_new_tokens for req in server.engine.asked] == [
         1024 - len(server.engine.asked[0].prompt_ids),
         16,
     ]
@@ -246,7 +251,7 @@ def test_null_is_as_good_as_absent_in_every_optional_field(server: Server) -> No
 def test_a_bad_word_is_forbidden_at_the_start_of_a_text_and_after_a_space(server: Server) -> None:
     server.openai.completions.create(model="tiny", prompt="x", extra_body={"bad_words": ["world"]})
 
-    found = server.engine.asked[0].sampling.bad_words_ids
+    found = server.engine.asked[0].params.sampling.bad_words_ids
     assert [smol().decode(ids) for ids in found] == ["world", " world"]
 
 
@@ -276,7 +281,7 @@ def test_chat_logprobs_have_tokens_bytes_and_alternatives(server: Server) -> Non
         (smol().decode([100]), -1.0),
         (smol().decode([101]), -2.0),
     ]
-    assert server.engine.asked[0].sampling.logprobs == 2
+    assert server.engine.asked[0].params.sampling.logprobs == 2
 
 
 def test_completion_logprobs_are_four_parallel_lists(server: Server) -> None:

@@ -287,7 +287,7 @@ def test_a_prompt_one_short_of_the_context_gets_one_token(server: Server) -> Non
     answer = server.complete(prompt=[1] * (LIMIT - 1))
 
     assert answer.status_code == 200
-    assert server.engine.asked[0].sampling.max_new_tokens == 1
+    assert server.engine.asked[0].params.stopping.max_new_tokens == 1
 
 
 def test_both_counts_of_a_prompt_that_is_too_long_are_told(server: Server) -> None:
@@ -310,7 +310,7 @@ def test_n_answers_at_temperature_0_are_n_equal_texts(server: Server) -> None:
     answer = server.complete(n=3, temperature=-0.0).json()
 
     assert [choice["text"] for choice in answer["choices"]] == ["ok"] * 3
-    assert all(req.sampling.is_greedy for req in server.engine.asked[-3:])
+    assert all(req.params.sampling.is_greedy for req in server.engine.asked[-3:])
 
 
 def test_a_model_without_a_tokenizer_still_completes_ids(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -326,7 +326,7 @@ def test_a_model_without_a_tokenizer_still_completes_ids(tmp_path_factory: pytes
 def test_seed_minus_one_is_a_random_one(server: Server) -> None:
     server.complete(seed=-1)
 
-    assert server.engine.asked[-1].sampling.seed is None
+    assert server.engine.asked[-1].params.sampling.seed is None
 
 
 def test_special_tokens_are_added_to_a_plain_prompt_unless_told_otherwise(server: Server) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 from hypothesis import given, strategies as st
 
 from lightserve.httpserver.openai_logprobs import CompletionLogprobs, chat_logprobs, joined
-from lightserve.io_struct import StrOut
+from lightserve.io_struct import StrOut, Token
 from test.real_model import smollm2_tokenizer as smol
 
 TEXTS = ["Hello world", "naïve 日本語 😀👩‍👩‍👧", "  a\n\tb ", "\u0000\x7f\xa0\xad"]
 
 
 def outs(ids: list[int], k: int = 0) -> list[StrOut]:
-    return [StrOut(0, "", token_id, -0.5, [(5 + j, -1.0) for j in range(k)]) for token_id in ids]
+    return [
+        StrOut(0, "", Token(token_id, logprob=-0.5, top_logprobs=[(5 + j, -1.0) for j in range(k)])) for token_id in ids
+    ]
 
 
 def test_part_of_a_character_is_spelled_as_openai_does() -> None:
@@ -63,7 +65,7 @@ def test_alternatives_are_cut_to_those_asked_for_and_completions_add_the_chosen_
 
 
 def test_an_impossible_token_has_a_number_that_json_can_write() -> None:
-    out = StrOut(0, "", 100, -math.inf, [(101, -math.inf)])
+    out = StrOut(0, "", Token(100, logprob=-math.inf, top_logprobs=[(101, -math.inf)]))
 
     entry = chat_logprobs(smol(), 1)(out)["content"][0]
     completion = CompletionLogprobs(smol(), 1, skips_special=True)(out)

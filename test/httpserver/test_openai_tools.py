@@ -293,7 +293,7 @@ def test_markers_that_are_special_tokens_stay_in_the_text_where_they_are_looked_
         server.chat(tools=TOOLS)
         server.chat()
 
-    with_tools, without = (req.sampling for req in server.engine.asked)
+    with_tools, without = (req.params.text for req in server.engine.asked)
     assert with_tools.shown_special_ids == (tokenizer.token_to_id("[TOOL_CALLS]"),)
     assert with_tools.skip_special_tokens
     assert without.shown_special_ids == ()
@@ -340,7 +340,7 @@ def compiler() -> GrammarCompiler:
 
 
 def is_allowed(server: Server, text: str) -> bool:
-    grammar = server.engine.asked[-1].sampling.grammar
+    grammar = server.engine.asked[-1].params.sampling.grammar
     assert grammar is not None
     matcher = compiler().compile(grammar)
     return all(matcher.consume_token(token) for token in smol().encode(text)) and bool(matcher.is_accepting())
@@ -349,7 +349,7 @@ def is_allowed(server: Server, text: str) -> bool:
 def test_auto_forces_nothing(server: Server) -> None:
     server.chat(tools=TOOLS, tool_choice="auto")
 
-    assert server.engine.asked[-1].sampling.grammar is None
+    assert server.engine.asked[-1].params.sampling.grammar is None
 
 
 def test_a_forced_call_does_not_combine_with_another_grammar(server: Server) -> None:

@@ -34,9 +34,11 @@ def scored(script: Script) -> Script:
 
     def with_prompt(req: GenerateReq) -> list[StrOut | ReqFailed]:
         first, *rest = script(req)
-        k = req.sampling.prompt_logprobs
+        k = req.params.sampling.prompt_logprobs
         if k is not None:
-            first = msgspec.structs.replace(first, prompt=packed(len(req.prompt_ids) - 1, k))
+            assert isinstance(first, StrOut)
+            token = msgspec.structs.replace(first.token, prompt_logprobs=packed(len(req.prompt_ids) - 1, k))
+            first = msgspec.structs.replace(first, token=token)
         return [first, *rest]
 
     return with_prompt
@@ -77,14 +79,14 @@ def test_an_echo_has_the_logprobs_of_prompt_and_output_together(server: Server) 
         "".join([*TOKENS, *OUTPUT][i:]) for i in range(6)
     ]
     assert "prompt_logprobs" not in choice
-    assert server.engine.asked[-1].sampling.prompt_logprobs == 1
+    assert server.engine.asked[-1].params.sampling.prompt_logprobs == 1
 
 
 @pytest.mark.parametrize("fields", [{}, {"echo": True}, {"logprobs": 3}], ids=str)
 def test_who_does_not_ask_for_the_logprobs_of_a_prompt_causes_no_work(server: Server, fields: dict[str, Any]) -> None:
     server.complete(**fields)
 
-    assert server.engine.asked[-1].sampling.prompt_logprobs is None
+    assert server.engine.asked[-1].params.sampling.prompt_logprobs is None
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
@@ -97,7 +99,7 @@ def test_a_prompt_that_is_only_scored_has_no_output(server: Server, logprobs: in
     assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] == len(IDS)
     if logprobs is not None:
         assert choice["logprobs"]["token_logprobs"] == [None, -1, -2, -3]
-    assert server.engine.asked[-1].sampling.max_new_tokens == 1
+    assert server.engine.asked[-1].params.stopping.max_new_tokens == 1
 
 
 def test_prompt_logprobs_are_in_each_choice_of_a_completion(server: Server) -> None:
@@ -130,7 +132,7 @@ def test_a_chat_can_be_scored_only(server: Server) -> None:
 def test_alternatives_are_as_many_as_either_field_asks_for(server: Server) -> None:
     choice = server.complete(prompt=PROMPT, echo=True, logprobs=1, prompt_logprobs=3).json()["choices"][0]
 
-    assert server.engine.asked[-1].sampling.prompt_logprobs == 3
+    assert server.engine.asked[-1].params.sampling.prompt_logprobs == 3
     assert len(choice["logprobs"]["top_logprobs"][1]) == 1 + 1
     assert choice["prompt_logprobs"] == listed(3)
 

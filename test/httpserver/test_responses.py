@@ -182,7 +182,7 @@ def test_an_answer_that_is_cut_short_is_incomplete(server: Server) -> None:
 
     answer = ask(server, max_output_tokens=1)
 
-    assert server.engine.asked[-1].sampling.max_new_tokens == 1
+    assert server.engine.asked[-1].params.stopping.max_new_tokens == 1
     assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert answer["output"][0]["status"] == "incomplete"
 
@@ -254,8 +254,9 @@ def test_fields_reach_the_template_and_the_engine(server: Server) -> None:
         service_tier="auto",
     )
 
-    sampling = server.engine.asked[-1].sampling
-    assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.stop) == (0.5, 0.25, 7, ("END",))
+    params = server.engine.asked[-1].params
+    sampling = params.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.seed, params.text.stop) == (0.5, 0.25, 7, ("END",))
     shown = prompt(server)
     assert shown["effort"] == "low"
     assert shown["tools"][0]["function"] == {
@@ -270,9 +271,9 @@ def test_a_schema_and_a_forced_call_become_grammars(server: Server) -> None:
     server.engine.script = rows("{}")
 
     ask(server, text={"format": {"type": "json_schema", "name": "x", "schema": WEATHER, "strict": True}})
-    schema = server.engine.asked[-1].sampling.grammar
+    schema = server.engine.asked[-1].params.sampling.grammar
     ask(server, tools=TOOLS, tool_choice={"type": "function", "name": "weather"})
-    forced = server.engine.asked[-1].sampling.grammar
+    forced = server.engine.asked[-1].params.sampling.grammar
 
     assert schema is not None
     assert schema.kind == "json_schema"

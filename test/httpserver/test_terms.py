@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.io_struct import Terms
+from lightserve.io_struct import SchedulingParams
 from test.httpserver.fake_engine import spell
 from test.httpserver.generate_server import Served, serve
 
@@ -23,8 +23,8 @@ def test_openai_bodies(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
         await served.post(path, {**body, **GIVEN, "n": 2})
 
         first, *both = served.fake.asked
-        assert first.terms == Terms()
-        assert [req.terms for req in both] == [Terms(-3, 2.5, "mine", use_cache=False)] * 2
+        assert first.scheduling == SchedulingParams()
+        assert [req.scheduling for req in both] == [SchedulingParams(-3, 2.5, "mine", use_cache=False)] * 2
         assert [req.group for req in both] == [both[0].req_id] * 2
 
     serve(scenario, tmp_path, spell("hi"))
@@ -34,7 +34,7 @@ def test_native_bodies(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         await served.post("/generate", {"inputs": "Hi", "parameters": {**GIVEN, "ignore_eos": True}})
 
-        assert served.fake.asked[0].terms == Terms(-3, 2.5, "mine", use_cache=False)
+        assert served.fake.asked[0].scheduling == SchedulingParams(-3, 2.5, "mine", use_cache=False)
 
     serve(scenario, tmp_path, spell("hi"))
 

@@ -13,7 +13,7 @@ import pytest
 from lightserve.httpserver.manager import Ask
 from lightserve.httpserver.tgi_answer import TgiLines, tgi_whole
 from lightserve.httpserver.tgi_request import TgiAsk
-from lightserve.io_struct import FinishReason, PromptLogprobs, ReqFailed, SamplingParams, StrOut
+from lightserve.io_struct import FinishReason, GenerationParams, PromptLogprobs, ReqFailed, StrOut, Token
 from test.httpserver.fake_engine import LIMITS, spell
 from test.httpserver.generate_server import Answer, Served, serve
 from test.httpserver.test_native_api import TEXT, rows_of, scripted
@@ -29,7 +29,10 @@ def tgi(parameters: dict[str, Any] | None = None, **body: Any) -> dict[str, Any]
 
 
 def test_an_answer_has_tgis_fields(tmp_path: Path) -> None:
-    rows = [StrOut(0, "Hi", 64, logprob=-0.5), StrOut(0, "", END, logprob=-0.25, finish_reason=FinishReason.STOP)]
+    rows = [
+        StrOut(0, "Hi", Token(64, logprob=-0.5)),
+        StrOut(0, "", Token(END, logprob=-0.25), finish_reason=FinishReason.STOP),
+    ]
 
     async def scenario(served: Served) -> None:
         answer = await served.post("/generate", tgi())
@@ -57,7 +60,7 @@ def test_without_details_there_is_only_the_text(tmp_path: Path) -> None:
         answer = await served.post("/generate", tgi({"details": False}))
 
         assert answer.json == {"generated_text": "ok"}
-        assert served.fake.asked[0].sampling.logprobs is None
+        assert served.fake.asked[0].params.sampling.logprobs is None
 
     serve(scenario, tmp_path, spell("ok"))
 
@@ -77,8 +80,8 @@ def test_the_root_answers_with_a_list_or_a_stream(tmp_path: Path) -> None:
 
 def test_an_event_of_the_stream_is_exact_to_the_byte(tmp_path: Path) -> None:
     rows = [
-        StrOut(0, "é", 64, logprob=-0.5),
-        StrOut(0, "", END, logprob=None, finish_reason=FinishReason.LENGTH),
+        StrOut(0, "é", Token(64, logprob=-0.5)),
+        StrOut(0, "", Token(END, logprob=None), finish_reason=FinishReason.LENGTH),
     ]
 
     async def scenario(served: Served) -> None:
@@ -99,7 +102,7 @@ def test_an_event_of_the_stream_is_exact_to_the_byte(tmp_path: Path) -> None:
 def test_the_events_of_a_stream_fold_to_the_whole_answer(seed: int, before: str) -> None:
     rng = random.Random(seed)
     rows = rows_of(TEXT * 2, rng, end=rng.choice([None, 7, "."]))
-    asked = TgiAsk(Ask([1, 2], SamplingParams(logprobs=0)), best_of=1, seed=seed, details=True, before=before)
+    asked = TgiAsk(Ask([1, 2], GenerationParams.of(logprobs=0)), best_of=1, seed=seed, details=True, before=before)
     lines = TgiLines(asked, smol())
 
     events = [orjson.loads(lines.line(row).removeprefix(b"data:")) for row in rows]
@@ -126,7 +129,7 @@ def test_the_events_of_a_stream_fold_to_the_whole_answer(seed: int, before: str)
 def test_the_reason_of_the_end_is_told_in_tgis_words(
     tmp_path: Path, finish_reason: FinishReason, stop_reason: int | str | None, expected: str
 ) -> None:
-    row = StrOut(0, "x", 64, logprob=0.0, finish_reason=finish_reason, stop_reason=stop_reason)
+    row = StrOut(0, "x", Token(64, logprob=0.0), finish_reason=finish_reason, stop_reason=stop_reason)
 
     async def scenario(served: Served) -> None:
         assert (await served.post("/generate", tgi())).json["details"]["finish_reason"] == expected
@@ -161,7 +164,7 @@ def test_every_parameter_reaches_the_engine(tmp_path: Path) -> None:
         assert answer.status == 200, answer.body
         (asked,) = served.fake.asked
         assert asked.prompt_ids == smol().encode("What is AI?")[-2:]
-        assert asked.sampling == SamplingParams(
+        assert asked.params == GenerationParams.of(
             max_new_tokens=20,
             temperature=0.7,
             top_p=0.9,
@@ -204,11 +207,11 @@ def test_sampling_is_on_when_asked_for_or_implied(tmp_path: Path, parameters: di
 
         (asked,) = served.fake.asked
         told = answer.json["details"]["seed"]
-        assert asked.sampling.is_greedy is not samples
+        assert asked.params.sampling.is_greedy is not samples
         assert (told is not None) is samples
         if samples:  # a drawn seed is told, so that it can be used again
-            assert asked.sampling.seed is not None
-            assert asked.sampling.seed % 2**64 == told
+            assert asked.params.sampling.seed is not None
+            assert asked.params.sampling.seed % 2**64 == told
 
     serve(scenario, tmp_path, spell("ok"))
 
@@ -236,7 +239,7 @@ def test_max_new_tokens_is_the_rest_of_the_context(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         await served.post("/generate", tgi())
 
-        assert served.fake.asked[0].sampling.max_new_tokens == LIMITS.max_req_total_len - 4
+        assert served.fake.asked[0].params.stopping.max_new_tokens == LIMITS.max_req_total_len - 4
 
     serve(scenario, tmp_path, spell("ok"))
 
@@ -254,7 +257,7 @@ def test_truncate_takes_the_last_tokens_of_a_text_that_is_far_too_long(tmp_path:
 
 def test_best_of_returns_the_likeliest_and_tells_the_others(tmp_path: Path) -> None:
     answers: list[list[StrOut | ReqFailed]] = [
-        [StrOut(0, text, 64, logprob=logprob, finish_reason=FinishReason.STOP)]
+        [StrOut(0, text, Token(64, logprob=logprob), finish_reason=FinishReason.STOP)]
         for text, logprob in (("a", -2.0), ("b", -1.0), ("c", -3.0))
     ]
 
@@ -262,7 +265,7 @@ def test_best_of_returns_the_likeliest_and_tells_the_others(tmp_path: Path) -> N
         answer = await served.post("/generate", tgi({"best_of": 3, "do_sample": True}))
 
         details = answer.json["details"]
-        seeds = [req.sampling.seed for req in served.fake.asked]
+        seeds = [req.params.sampling.seed for req in served.fake.asked]
         assert answer.json["generated_text"] == "b"
         assert [one["generated_text"] for one in details["best_of_sequences"]] == ["a", "c"]
         told = [details["best_of_sequences"][0]["seed"], details["seed"], details["best_of_sequences"][1]["seed"]]
@@ -388,7 +391,7 @@ def test_what_a_stream_cannot_do_is_refused(tmp_path: Path) -> None:
 def test_errors_have_tgis_status_and_type_before_a_stream_and_its_shape_within(
     tmp_path: Path, failed: ReqFailed, status: int, kind: str
 ) -> None:
-    first = StrOut(0, "a", 64, logprob=-0.5)
+    first = StrOut(0, "a", Token(64, logprob=-0.5))
 
     async def scenario(served: Served) -> None:
         for path in ("/generate", "/generate_stream"):
@@ -432,7 +435,7 @@ def test_a_server_that_drains_says_503(tmp_path: Path) -> None:
 def test_the_prompt_is_told_where_asked_for(tmp_path: Path) -> None:
     logprobs, ranks = np.array([-1, -2, -3], dtype=np.float32), np.ones(3, dtype=np.int32)
     prompt = PromptLogprobs(logprobs.tobytes(), ranks.tobytes(), b"", b"")
-    rows = [StrOut(0, "Hi", 64, logprob=-0.5, finish_reason=FinishReason.LENGTH, prompt=prompt)]
+    rows = [StrOut(0, "Hi", Token(64, logprob=-0.5, prompt_logprobs=prompt), finish_reason=FinishReason.LENGTH)]
 
     async def scenario(served: Served) -> None:
         answer = await served.post("/generate", tgi({"details": False, "decoder_input_details": True}))
@@ -442,6 +445,6 @@ def test_the_prompt_is_told_where_asked_for(tmp_path: Path) -> None:
             for token_id, logprob in zip(smol().encode("What is AI?"), (None, -1, -2, -3), strict=True)
         ]
         assert len(answer.json["details"]["tokens"]) == 1
-        assert served.fake.asked[0].sampling.prompt_logprobs == 0
+        assert served.fake.asked[0].params.sampling.prompt_logprobs == 0
 
     serve(scenario, tmp_path, scripted([*rows]))

@@ -16,7 +16,7 @@ from text_generation.errors import (
 )
 from text_generation.types import FinishReason as TgiFinishReason
 
-from lightserve.io_struct import FinishReason, GenerateReq, ReqFailed, StrOut
+from lightserve.io_struct import FinishReason, GenerateReq, ReqFailed, StrOut, Token
 from test.httpserver.fake_engine import spell
 from test.httpserver.generate_server import Served, serve
 from test.httpserver.test_native_api import TEXT, scripted
@@ -40,7 +40,7 @@ def test_generate_gives_text_and_details(tmp_path: Path) -> None:
         assert response.details.seed is None
         assert response.details.prefill == []
         (asked,) = served.fake.asked
-        assert (asked.sampling.max_new_tokens, asked.sampling.is_greedy) == (7, True)
+        assert (asked.params.stopping.max_new_tokens, asked.params.sampling.is_greedy) == (7, True)
 
     serve(scenario, tmp_path, spell(TEXT, FinishReason.LENGTH))
 
@@ -77,7 +77,8 @@ def test_the_async_client_does_both(tmp_path: Path) -> None:
 
 def test_best_of_returns_the_other_sequences_too(tmp_path: Path) -> None:
     answers: list[list[StrOut | ReqFailed]] = [
-        [StrOut(0, text, 64, logprob=p, finish_reason=FinishReason.STOP)] for text, p in (("a", -2.0), ("b", -1.0))
+        [StrOut(0, text, Token(64, logprob=p), finish_reason=FinishReason.STOP)]
+        for text, p in (("a", -2.0), ("b", -1.0))
     ]
 
     async def scenario(served: Served) -> None:
@@ -86,14 +87,14 @@ def test_best_of_returns_the_other_sequences_too(tmp_path: Path) -> None:
         assert response.generated_text == "b"
         (other,) = response.details.best_of_sequences
         assert (other.generated_text, other.finish_reason) == ("a", TgiFinishReason.EndOfSequenceToken)
-        seeds = [req.sampling.seed or 0 for req in served.fake.asked]
+        seeds = [req.params.sampling.seed or 0 for req in served.fake.asked]
         assert {other.seed, response.details.seed} == {seed % 2**64 for seed in seeds}
 
     serve(scenario, tmp_path, scripted(*answers))
 
 
 def test_seed_and_stop_act(tmp_path: Path) -> None:
-    row = StrOut(0, "x.", 64, logprob=-1.0, finish_reason=FinishReason.STOP, stop_reason=".")
+    row = StrOut(0, "x.", Token(64, logprob=-1.0), finish_reason=FinishReason.STOP, stop_reason=".")
 
     async def scenario(served: Served) -> None:
         response = await AsyncClient(served.url).generate(
@@ -101,8 +102,8 @@ def test_seed_and_stop_act(tmp_path: Path) -> None:
         )
 
         (asked,) = served.fake.asked
-        assert asked.sampling.seed == 2**63 + 5 - 2**64
-        assert (asked.sampling.stop, asked.sampling.include_stop) == ((".",), True)
+        assert asked.params.sampling.seed == 2**63 + 5 - 2**64
+        assert (asked.params.text.stop, asked.params.text.include_stop) == ((".",), True)
         assert len(asked.prompt_ids) == 3
         assert response.generated_text == PROMPT + "x."
         assert response.details.seed == 2**63 + 5
@@ -131,7 +132,7 @@ def test_an_engine_that_fails_raises_the_clients_typed_error(
     tmp_path: Path, status: int, expected: type[Exception], tokens: int
 ) -> None:
     def script(req: GenerateReq) -> list[StrOut | ReqFailed]:
-        before = [StrOut(req.req_id, "a", 64, logprob=-1.0)] * tokens
+        before = [StrOut(req.req_id, "a", Token(64, logprob=-1.0))] * tokens
         return [*before, ReqFailed(req.req_id, status, "no")]
 
     async def scenario(served: Served) -> None:

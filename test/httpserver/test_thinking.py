@@ -66,7 +66,7 @@ def limit(max_tokens: int, is_begun: bool = False) -> ThinkingLimit:
     ],
 )
 def test_every_name_of_a_limit_reaches_the_engine(server: Server, path: str, body: dict[str, Any]) -> None:
-    assert asked(server, path, body).sampling.thinking == limit(9)
+    assert asked(server, path, body).params.sampling.thinking == limit(9)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_every_name_of_a_limit_reaches_the_engine(server: Server, path: str, bod
     ],
 )
 def test_without_a_limit_there_is_none(server: Server, path: str, body: dict[str, Any]) -> None:
-    assert asked(server, path, body).sampling.thinking is None
+    assert asked(server, path, body).params.sampling.thinking is None
 
 
 def test_a_prompt_may_have_begun_to_think(server: Server) -> None:
@@ -89,14 +89,14 @@ def test_a_prompt_may_have_begun_to_think(server: Server) -> None:
         "thinking_budget": 3,
     }
 
-    assert asked(server, "/v1/chat/completions", begun).sampling.thinking == limit(0, is_begun=True)
-    assert asked(server, "/v1/chat/completions", continued).sampling.thinking == limit(3, is_begun=True)
+    assert asked(server, "/v1/chat/completions", begun).params.sampling.thinking == limit(0, is_begun=True)
+    assert asked(server, "/v1/chat/completions", continued).params.sampling.thinking == limit(3, is_begun=True)
 
 
 def test_a_tag_that_is_told_by_a_flag_counts(tmp_path_factory: pytest.TempPathFactory) -> None:
     config = HttpConfig(reasoning_parser="<a>,</a>")
     with running(tmp_path_factory.mktemp("run"), with_template("{{ messages }}"), config) as server:
-        found = asked(server, "/v1/chat/completions", CHAT | {"thinking_budget": 5}).sampling.thinking
+        found = asked(server, "/v1/chat/completions", CHAT | {"thinking_budget": 5}).params.sampling.thinking
 
     assert found == ThinkingLimit(5, "<a>", "</a>", tuple(smol().encode("</a>")), is_begun=False)
 
@@ -113,7 +113,7 @@ def test_a_model_that_does_not_reason_has_no_limit_to_obey(other: Server, name: 
 def test_anthropics_clients_send_a_limit_to_any_model(other: Server) -> None:
     body = MESSAGES | {"thinking": {"type": "enabled", "budget_tokens": 2048}}
 
-    assert asked(other, "/v1/messages", body).sampling.thinking is None
+    assert asked(other, "/v1/messages", body).params.sampling.thinking is None
 
 
 @pytest.mark.parametrize("value", [-2, 1.5, True, "5", 2**31])
@@ -149,9 +149,9 @@ def is_allowed(grammar: GrammarSpec | None, text: str) -> bool:
 
 @pytest.mark.parametrize(("fields", "answer"), STRUCTURED)
 def test_structure_is_wanted_of_what_comes_after_thinking(server: Server, fields: dict[str, Any], answer: str) -> None:
-    free = asked(server, "/v1/chat/completions", CHAT | fields).sampling.grammar
+    free = asked(server, "/v1/chat/completions", CHAT | fields).params.sampling.grammar
     variables = {"chat_template_kwargs": {"begins_thinking": True}}
-    begun = asked(server, "/v1/chat/completions", CHAT | fields | variables).sampling.grammar
+    begun = asked(server, "/v1/chat/completions", CHAT | fields | variables).params.sampling.grammar
 
     assert is_allowed(free, answer)
     assert is_allowed(free, f"<think>Hm, {{ 1 or 2?\n</think>\n\n{answer}")
@@ -165,7 +165,7 @@ def test_structure_is_wanted_of_what_comes_after_thinking(server: Server, fields
 def test_structure_is_wanted_of_all_where_thinking_is_part_of_the_content(server: Server) -> None:
     body = CHAT | {"regex": "[0-9]+", "separate_reasoning": False}
 
-    assert asked(server, "/v1/chat/completions", body).sampling.grammar == GrammarSpec("regex", "[0-9]+")
+    assert asked(server, "/v1/chat/completions", body).params.sampling.grammar == GrammarSpec("regex", "[0-9]+")
 
 
 def test_a_grammar_after_thinking_that_is_wrong_is_refused(server: Server) -> None:

@@ -82,16 +82,16 @@ def test_the_engine_is_asked_to_spell_what_was_taken_back(server: Server, path: 
     assert answer.status_code == 200, answer.text
     request = asked(server)
     assert request.prompt_ids == IDS[:-2]
-    assert request.sampling.grammar == GrammarSpec("prefix", TAKEN)
-    assert request.sampling.hidden_chars == len(TAKEN)
-    assert request.sampling.max_new_tokens == 9
+    assert request.params.sampling.grammar == GrammarSpec("prefix", TAKEN)
+    assert request.params.text.hidden_chars == len(TAKEN)
+    assert request.params.stopping.max_new_tokens == 9
 
 
 def test_without_the_wish_the_prompt_stays_whole(server: Server) -> None:
     server.complete(prompt=PROMPT, token_healing=False)
 
     assert asked(server).prompt_ids == IDS
-    assert asked(server).sampling.grammar is None
+    assert asked(server).params.sampling.grammar is None
 
 
 def test_the_prompt_comes_once_where_it_is_wanted_back(server: Server) -> None:
@@ -111,7 +111,7 @@ def test_every_prompt_of_several_is_healed_by_itself(server: Server) -> None:
     server.complete(prompt=[PROMPT, "Hello"], token_healing=True, n=2)
 
     assert [request.prompt_ids for request in server.engine.asked] == [IDS[:-2]] * 2 + [smol().encode("Hello")] * 2
-    assert [request.sampling.hidden_chars for request in server.engine.asked] == [6, 6, 0, 0]
+    assert [request.params.text.hidden_chars for request in server.engine.asked] == [6, 6, 0, 0]
 
 
 @pytest.mark.parametrize(("echo", "begin"), [(False, 0), (True, len(PROMPT))])

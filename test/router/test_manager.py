@@ -19,12 +19,14 @@ from lightserve.io_struct import (
     EngineReady,
     FinishReason,
     GenerateReq,
+    GenerationParams,
     ReqFailed,
     RouterStats,
-    SamplingParams,
+    SchedulingParams,
     Step,
-    Terms,
+    StepResult,
     ToDetokenization,
+    Token,
     TokenIdOut,
     TokenOut,
     ToRouter,
@@ -58,9 +60,9 @@ class FakeModel:
         self._end_after = end_after
         self._missing: dict[int, int] = {}
         self._made: dict[int, int] = {}
-        self._tasks: list[asyncio.Task[list[TokenOut]]] = []
+        self._tasks: list[asyncio.Task[StepResult]] = []
 
-    def run(self, step: Step) -> asyncio.Future[list[TokenOut]]:
+    def run(self, step: Step) -> asyncio.Future[StepResult]:
         self.steps.append(step)
         if len(self.steps) == self.stuck_at:
             self.may_run.clear()
@@ -79,32 +81,33 @@ class FakeModel:
         self.die()
         self.given_up.append((why, is_explained))
 
-    async def _run(self, step: Step) -> list[TokenOut]:
+    async def _run(self, step: Step) -> StepResult:
         await self.may_run.wait()
         if self.is_lost:
             raise WorkerDiedError("gone")
         for new in step.new:
             self._missing[new.req_id] = len(new.prompt_ids) - len(new.cached_slots)
             self._made[new.req_id] = new.output_len
-        outs = []
+        outs: list[TokenOut] = []
+        failed = []
         for row in step.rows:
             self._missing[row.req_id] -= len(row.slots)
             if self._missing[row.req_id] == 0:
                 self._missing[row.req_id] = 1 + self.forces
-                outs += [self._token(row.req_id, is_forced=place > 0) for place in range(1 + self.forces)]
-        return outs
+                if row.req_id in self.failing:
+                    failed.append(ReqFailed(row.req_id, self.failing_status, "nothing is left"))
+                else:
+                    outs += [self._token(row.req_id, is_forced=place > 0) for place in range(1 + self.forces)]
+        return StepResult(outs, failed)
 
     def _token(self, req_id: int, is_forced: bool) -> TokenOut:
         self._made[req_id] += 1
         made = self._made[req_id]
         token_id = EOS if made == self._end_after else 100 + made
-        error = "nothing is left" if req_id in self.failing else None
         return TokenOut(
             req_id,
-            token_id,
-            completes=made == self.completes_after,
-            error=error,
-            status=self.failing_status,
+            Token(token_id),
+            completes_grammar=made == self.completes_after,
             is_forced=is_forced,
         )
 
@@ -130,7 +133,7 @@ class Router:
         return [out for batch in self.batches for out in batch.outs]
 
     def tokens_of(self, req_id: int) -> list[int]:
-        return [out.token_id for out in self.outs if out.req_id == req_id]
+        return [out.token.id for out in self.outs if out.req_id == req_id]
 
     def has_finished(self, *req_ids: int) -> bool:
         finished = {out.req_id for out in self.outs if out.finish_reason is not None}
@@ -180,7 +183,7 @@ class Router:
 
 
 def ask(req_id: int, prompt_len: int = 3, max_new_tokens: int = 4) -> GenerateReq:
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, stop=("x",))
+    sampling = GenerationParams.of(max_new_tokens=max_new_tokens, stop=("x",))
     return GenerateReq(req_id, [5] * prompt_len, sampling, time.monotonic())
 
 
@@ -333,7 +336,7 @@ def test_the_first_token_tells_of_the_admission(tmp_path: Path) -> None:
         assert admissions[0] is not None
         assert admissions[0].queue_s >= 0
         assert admissions[1:] == [None] * 3
-        assert [req.stop for batch in router.batches for req in batch.new] == [("x",)]
+        assert [req.text.stop for batch in router.batches for req in batch.new] == [("x",)]
 
     check(scenario, tmp_path)
 
@@ -348,7 +351,7 @@ def test_an_abort_frees_what_the_request_held_and_is_passed_on(tmp_path: Path) -
         await until(lambda: router.scheduler.num_running + router.scheduler.num_waiting == 1)
         router.model.may_run.set()
 
-        await router.until(lambda: router.has_finished(2) and any(batch.gone == [1] for batch in router.batches))
+        await router.until(lambda: router.has_finished(2) and any(batch.aborted == [1] for batch in router.batches))
 
         assert router.tokens_of(1) == []
         await until(lambda: router.scheduler.pool.used == 0)
@@ -402,7 +405,7 @@ def test_an_operators_abort_goes_to_the_http_processes(tmp_path: Path) -> None:
 def test_a_request_whose_time_is_over_ends_with_an_error_and_frees_what_it_held(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         router.model.may_run.clear()
-        router.send(msgspec.structs.replace(ask(1), terms=Terms(timeout_s=0.1)))
+        router.send(msgspec.structs.replace(ask(1), scheduling=SchedulingParams(timeout_s=0.1)))
         router.send(ask(2))
 
         await router.until(lambda: len(refused(router)) == 1)
@@ -432,10 +435,16 @@ def test_what_the_cache_loses_to_make_room_is_counted(tmp_path: Path) -> None:
 def test_opting_out_of_the_cache_shares_with_the_same_prompt_only(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         prompt = ask(1, prompt_len=60, max_new_tokens=1)
-        alone = Terms(use_cache=False)
+        alone = SchedulingParams(use_cache=False)
 
-        for req_id, group, terms in ((1, 1, Terms()), (2, 2, Terms()), (3, 3, alone), (4, 3, alone), (5, 5, alone)):
-            router.send(msgspec.structs.replace(prompt, req_id=req_id, group=group, terms=terms))
+        for req_id, group, terms in (
+            (1, 1, SchedulingParams()),
+            (2, 2, SchedulingParams()),
+            (3, 3, alone),
+            (4, 3, alone),
+            (5, 5, alone),
+        ):
+            router.send(msgspec.structs.replace(prompt, req_id=req_id, group=group, scheduling=terms))
             await router.until(lambda: router.has_finished(req_id))  # noqa: B023  awaited at once
 
         cached = {out.req_id: out.admission.cached_tokens for out in router.outs if out.admission}
@@ -599,8 +608,8 @@ def test_requests_may_leave_while_there_is_no_worker(tmp_path: Path) -> None:
         await until(lambda: bool(router.model.given_up))
 
         router.send(AbortReq(0))
-        await router.until(lambda: any(0 in batch.gone for batch in router.batches))
-        router.send(msgspec.structs.replace(ask(5), terms=Terms(timeout_s=0.1)))
+        await router.until(lambda: any(0 in batch.aborted for batch in router.batches))
+        router.send(msgspec.structs.replace(ask(5), scheduling=SchedulingParams(timeout_s=0.1)))
         await router.until(lambda: [failure.status for failure in refused(router)] == [504])
         router.replace_model()
 

@@ -15,23 +15,24 @@ from rpyc.core import Channel, SocketStream
 
 from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow, TokenOut
+from lightserve.io_struct import GrammarSpec, NewReq, SamplingParams, Step, StepResult, StepRow, Token, TokenOut
 from lightserve.router.model_client import RpycModelClient
 from lightserve.utils.process import Boot
 from lightserve.worker.rpc import Launch, ModelRpc, StepServer
 from test.waiting import DEADLINE_S, until
 
 
-def echo(step: Step) -> list[TokenOut]:
-    return [TokenOut(row.req_id, row.slots[0], -0.5, [(1, -1.0)]) for row in step.rows]
+def echo(step: Step) -> StepResult:
+    outs = [TokenOut(row.req_id, Token(row.slots[0], logprob=-0.5, top_logprobs=[(1, -1.0)])) for row in step.rows]
+    return StepResult(outs)
 
 
-def in_order(run: Callable[[Step], list[TokenOut]]) -> Launch:
+def in_order(run: Callable[[Step], StepResult]) -> Launch:
     """A worker that computes a step when its tokens are asked for."""
     return lambda step: partial(run, step)
 
 
-def served(tmp_path: Path, *runs: Callable[[Step], list[TokenOut]]) -> list[str]:
+def served(tmp_path: Path, *runs: Callable[[Step], StepResult]) -> list[str]:
     """A thread a rank; the paths of their sockets."""
     paths = []
     for rank, run in enumerate(runs):
@@ -57,11 +58,15 @@ def within_deadline(work: Coroutine[Any, Any, None]) -> None:
 
 def test_a_step_and_its_tokens_cross_whole(tmp_path: Path) -> None:
     new = NewReq(
-        1 << 50, [1, 2, 3], SamplingParams(temperature=0.5, stop=("é\0",), logit_bias={7: 1.5}), 2**63 - 1, (4,)
+        1 << 50,
+        [1, 2, 3],
+        SamplingParams(temperature=0.5, grammar=GrammarSpec("regex", "é\0"), logit_bias={7: 1.5}),
+        2**63 - 1,
+        (4,),
     )
     seen: list[Step] = []
 
-    def run(step: Step) -> list[TokenOut]:
+    def run(step: Step) -> StepResult:
         seen.append(step)
         return echo(step)
 
@@ -72,7 +77,7 @@ def test_a_step_and_its_tokens_cross_whole(tmp_path: Path) -> None:
         outs = await client.run(step)
 
         assert seen == [step]
-        assert outs == [TokenOut(1 << 50, 9, -0.5, [(1, -1.0)])]
+        assert outs.tokens == [TokenOut(1 << 50, Token(9, logprob=-0.5, top_logprobs=[(1, -1.0)]))]
         client.close()
 
     within_deadline(scenario())
@@ -82,7 +87,7 @@ def test_steps_are_under_way_together_and_run_in_order(tmp_path: Path) -> None:
     may_run = threading.Event()
     order: list[int] = []
 
-    def run(step: Step) -> list[TokenOut]:
+    def run(step: Step) -> StepResult:
         may_run.wait(DEADLINE_S)
         order.append(step.rows[0].slots[0])
         return echo(step)
@@ -96,7 +101,7 @@ def test_steps_are_under_way_together_and_run_in_order(tmp_path: Path) -> None:
         outs = await asyncio.gather(*futures)
 
         assert is_pending == [True] * 5
-        assert order == [out[0].token_id for out in outs] == [0, 1, 2, 3, 4]
+        assert order == [out.tokens[0].token.id for out in outs] == [0, 1, 2, 3, 4]
         client.close()
 
     within_deadline(scenario())
@@ -106,11 +111,11 @@ def test_the_next_step_is_launched_while_the_first_waits_for_its_tokens(tmp_path
     launched: list[int] = []
     may_end = [threading.Event() for _ in range(4)]
 
-    def launch(step: Step) -> Callable[[], list[TokenOut]]:
+    def launch(step: Step) -> Callable[[], StepResult]:
         number = step.rows[0].slots[0]
         launched.append(number)
 
-        def collect() -> list[TokenOut]:
+        def collect() -> StepResult:
             assert may_end[number].wait(DEADLINE_S)
             return echo(step)
 
@@ -125,14 +130,14 @@ def test_the_next_step_is_launched_while_the_first_waits_for_its_tokens(tmp_path
         futures = [client.run(Step([StepRow(1, [i])])) for i in range(4)]
         await until(lambda: launched == [0, 1])
         may_end[1].set()  # its answer passes the first one's
-        assert (await futures[1])[0].token_id == 1
+        assert (await futures[1]).tokens[0].token.id == 1
         assert not futures[0].done()
         await until(lambda: launched == [0, 1, 2])
         for event in may_end:
             event.set()
         outs = await asyncio.gather(*futures)
 
-        assert [out[0].token_id for out in outs] == launched == [0, 1, 2, 3]
+        assert [out.tokens[0].token.id for out in outs] == launched == [0, 1, 2, 3]
         client.close()
         await asyncio.to_thread(thread.join, DEADLINE_S)
         assert not thread.is_alive()
@@ -150,7 +155,7 @@ def test_a_step_that_no_socket_holds_is_sent_while_the_worker_launches_another(t
     may_launch = threading.Event()
     seen: list[Step] = []
 
-    def launch(step: Step) -> Callable[[], list[TokenOut]]:
+    def launch(step: Step) -> Callable[[], StepResult]:
         assert may_launch.wait(DEADLINE_S)
         seen.append(step)
         return partial(echo, step)
@@ -169,7 +174,7 @@ def test_a_step_that_no_socket_holds_is_sent_while_the_worker_launches_another(t
 
         assert not is_lost
         assert seen == steps
-        assert [out[0].token_id for out in outs] == [0, 1, 2]
+        assert [out.tokens[0].token.id for out in outs] == [0, 1, 2]
         client.close()
 
     within_deadline(scenario())
@@ -215,10 +220,10 @@ def test_a_worker_is_given_up_in_the_middle_of_a_large_step(tmp_path: Path) -> N
 def test_every_rank_runs_every_step_and_rank_0_answers(tmp_path: Path) -> None:
     ran: list[tuple[int, int]] = []
 
-    def rank(number: int) -> Callable[[Step], list[TokenOut]]:
-        def run(step: Step) -> list[TokenOut]:
+    def rank(number: int) -> Callable[[Step], StepResult]:
+        def run(step: Step) -> StepResult:
             ran.append((number, step.rows[0].slots[0]))
-            return [TokenOut(1, number)]
+            return StepResult([TokenOut(1, Token(number))])
 
         return run
 
@@ -227,7 +232,7 @@ def test_every_rank_runs_every_step_and_rank_0_answers(tmp_path: Path) -> None:
 
         outs = [await client.run(Step([StepRow(1, [i])])) for i in range(2)]
 
-        assert outs == [[TokenOut(1, 0)], [TokenOut(1, 0)]]
+        assert outs == [StepResult([TokenOut(1, Token(0))])] * 2
         await until(lambda: len(ran) == 4)
         assert sorted(ran) == [(0, 0), (0, 1), (1, 0), (1, 1)]
         client.close()
@@ -240,11 +245,11 @@ def test_a_worker_that_fails_tells_its_own_process_and_fails_the_steps_under_way
     may_end = threading.Event()
     told: list[BaseException] = []
 
-    def good(step: Step) -> list[TokenOut]:
+    def good(step: Step) -> StepResult:
         may_end.wait(DEADLINE_S)
         return echo(step)
 
-    def bad(step: Step) -> list[TokenOut]:
+    def bad(step: Step) -> StepResult:
         raise SystemExit("out of memory")
 
     def serve_bad(server: StepServer) -> None:
@@ -291,7 +296,7 @@ class HangsUp:
         rpc._connect(Channel(SocketStream(self._connected[0])), {"allow_pickle": False})
         rpc.serve()
 
-    def _launch(self, step: Step) -> Callable[[], list[TokenOut]]:
+    def _launch(self, step: Step) -> Callable[[], StepResult]:
         self.may_launch.wait(DEADLINE_S)
         return partial(echo, step)
 
@@ -342,7 +347,7 @@ def test_a_worker_that_hung_up_before_a_step_is_sent_is_lost_like_any_other(tmp_
 def test_giving_up_fails_what_is_under_way_tells_why_and_waits_for_nobody(tmp_path: Path) -> None:
     may_end = threading.Event()
 
-    def hang(step: Step) -> list[TokenOut]:
+    def hang(step: Step) -> StepResult:
         may_end.wait(DEADLINE_S)
         return echo(step)
 

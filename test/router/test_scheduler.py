@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import FinishReason, SamplingParams, Step, StepLimits, TokenOut
+from lightserve.io_struct import FinishReason, GenerationParams, Step, StepLimits, Token, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.limits import Limits, limits_of
 from lightserve.router.policy import POLICIES, make_policy
@@ -107,7 +107,7 @@ class KvWorker:
             token_id = next_token(req.prefixes[-1], req.seed)
             req.ids.append(token_id)
             req.extend_prefixes()
-            outs.append(TokenOut(req_id, token_id, is_forced=place > 0))
+            outs.append(TokenOut(req_id, Token(token_id), is_forced=place > 0))
         return outs
 
 
@@ -191,7 +191,7 @@ def beside_a_stream(num_slots: int, batch_max_tokens: int, chunk_size: int) -> t
 
 
 def make_req(req_id: int, prompt: list[int], max_new_tokens: int = 8, **fields: object) -> Req:
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=req_id)
+    sampling = GenerationParams.of(max_new_tokens=max_new_tokens, seed=req_id)
     return Req(req_id, prompt, sampling, max_new_tokens, (EOS,), arrived_s=float(req_id), **fields)  # type: ignore[arg-type]
 
 
@@ -315,7 +315,7 @@ def test_tokens_that_come_together_are_computed_together(depth: int) -> None:
     scheduler.add(req)
     steps = [scheduler.next_step() for _ in range(depth)]
 
-    scheduler.take([TokenOut(0, 100), *(TokenOut(0, token, is_forced=True) for token in (101, 102, 103))])
+    scheduler.take([TokenOut(0, Token(100)), *(TokenOut(0, Token(token), is_forced=True) for token in (101, 102, 103))])
     step = scheduler.next_step()
 
     assert [len(row.slots) for one in steps if one for row in one.rows] == [3, 1][:depth]
@@ -332,8 +332,8 @@ def test_forced_tokens_beyond_the_end_of_their_request_are_dropped() -> None:
     scheduler.next_step()
 
     for req_id in (0, 1):
-        forced = [TokenOut(req_id, token, is_forced=True) for token in (101, 102, EOS, 103)]
-        scheduler.take([TokenOut(req_id, 100), *forced])
+        forced = [TokenOut(req_id, Token(token), is_forced=True) for token in (101, 102, EOS, 103)]
+        scheduler.take([TokenOut(req_id, Token(100)), *forced])
 
     assert [req.output_ids for req in reqs] == [[100, 101, 102], [100, 101, 102, EOS]]
     assert [req.finish_reason for req in reqs] == [FinishReason.LENGTH, FinishReason.STOP]

@@ -11,12 +11,11 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from llguidance import LLMatcher
-from msgspec.structs import replace
 
 from lightserve.common import ops
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar.compiler import choice_grammar, schema_grammar
-from lightserve.io_struct import FinishReason, GrammarSpec, NewReq, SamplingParams
+from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, NewReq, SamplingParams
 from lightserve.llm import LLM, Generation
 from lightserve.model_files.source import resolve
 from lightserve.worker.sampling.grammar import Grammars, ReqGrammar
@@ -42,11 +41,11 @@ def llm(small_folder: str) -> LLM:
     return LLM(small_folder, device="cpu", max_total_token_num=2000)
 
 
-def params(seed: int = 0, **fields: Any) -> SamplingParams:
-    return SamplingParams(**{"max_new_tokens": 60, "temperature": 1.5, "seed": seed, **fields})
+def params(seed: int = 0, **fields: Any) -> GenerationParams:
+    return GenerationParams.of(**{"max_new_tokens": 60, "temperature": 1.5, "seed": seed, **fields})
 
 
-def mixed(count: int = 24) -> list[SamplingParams]:
+def mixed(count: int = 24) -> list[GenerationParams]:
     """Every third is free, of the others each has a grammar and some have other wishes beside."""
     grammars = [
         None,
@@ -64,9 +63,9 @@ def prompts(count: int) -> list[list[int]]:
     return [[*PROMPT, i % 40] for i in range(count)]
 
 
-def check(generation: Generation, sampling: SamplingParams) -> None:
+def check(generation: Generation, sampling: GenerationParams) -> None:
     """An answer that ended by itself is a text of the grammar."""
-    spec = sampling.grammar
+    spec = sampling.sampling.grammar
     if spec is None:
         return
     assert generation.error is None
@@ -90,7 +89,7 @@ def test_answers_obey_their_grammars_and_end_by_themselves(llm: LLM) -> None:
     ended = [
         one.finish_reason is FinishReason.STOP
         for one, sampling in zip(generations, wanted, strict=True)
-        if sampling.grammar
+        if sampling.sampling.grammar
     ]
     assert sum(ended) > len(ended) / 2
 
@@ -287,14 +286,17 @@ def test_eight_requests_of_a_grammar_share_a_lexer(small_folder: str, monkeypatc
 
 def test_an_answer_that_begins_with_its_prefix_is_free_then(llm: LLM) -> None:
     free = [params(i, grammar=GrammarSpec("prefix", text)) for i, text in enumerate(("abc", "12-", "{", "x y z"))]
-    wanted = [*free, *(replace(one, hidden_chars=len(one.grammar.text)) for one in free if one.grammar)]
+    wanted = [
+        *free,
+        *(one.replace(hidden_chars=len(one.sampling.grammar.text)) for one in free if one.sampling.grammar),
+    ]
 
     answers = llm.generate(prompts(4) * 2, wanted)
     shown, hidden = answers[:4], answers[4:]
 
     for one, other, sampling in zip(shown, hidden, free, strict=True):
-        assert sampling.grammar is not None
-        assert one.text == sampling.grammar.text + other.text
+        assert sampling.sampling.grammar is not None
+        assert one.text == sampling.sampling.grammar.text + other.text
         assert one.token_ids == other.token_ids
         assert len(one.token_ids) > 20 or one.finish_reason is FinishReason.STOP
     said = {token for one in shown for token in one.token_ids}

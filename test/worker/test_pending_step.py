@@ -6,7 +6,7 @@ import pytest
 
 from lightserve.common.tp import TpGroup
 from lightserve.config import WorkerConfig
-from lightserve.io_struct import GrammarSpec, NewReq, SamplingParams, Step, StepRow, TokenOut
+from lightserve.io_struct import GrammarSpec, NewReq, SamplingParams, Step, StepResult, StepRow
 from lightserve.model_files.source import resolve
 from lightserve.worker.infer_batch import InferReq
 from lightserve.worker.pending_step import PendingStep
@@ -27,18 +27,18 @@ def test_tokens_reach_a_request_in_the_order_of_the_steps_whoever_is_collected_f
 ) -> None:
     """A thread waits for each step, and that of the later one may be the first to look."""
     worker = worker_of(folder)
-    sampling = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0)
     prompt = Step([StepRow(1, list(range(5)))], [NewReq(1, PROMPT, sampling, seed=0)])
     collects = [worker.launch(prompt), worker.launch(Step([StepRow(1, [5])]))]
 
     outs = {}
     for number in (1, 0) if is_later_first else (0, 1):
         outs[number] = collects[number]()
-    said = [*outs[0], *outs[1]]
+    said = [*outs[0].tokens, *outs[1].tokens]
     (req,) = worker._batch._reqs.values()
 
-    assert req.token_ids == [*PROMPT, *(out.token_id for out in said)]
-    assert said[0].token_id != said[1].token_id  # else the order would not show
+    assert req.token_ids == [*PROMPT, *(out.token.id for out in said)]
+    assert said[0].token.id != said[1].token.id  # else the order would not show
 
 
 def test_a_step_waits_for_the_tokens_that_end_a_prefix(small_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,11 +52,11 @@ def test_a_step_waits_for_the_tokens_that_end_a_prefix(small_folder: str, monkey
         may_append.wait(DEADLINE_S)
         append(req, chosen, forced)
 
-    def collect_asked(step: PendingStep) -> list[TokenOut]:
+    def collect_asked(step: PendingStep) -> StepResult:
         may_append.set()
         return collect(step)
 
-    sampling = SamplingParams(max_new_tokens=20, grammar=GrammarSpec("prefix", "ab12-"))
+    sampling = SamplingParams(grammar=GrammarSpec("prefix", "ab12-"))
     first = worker.launch(Step([StepRow(1, list(range(5)))], [NewReq(1, [3, 1, 4, 1, 5], sampling, seed=0)]))
     monkeypatch.setattr(InferReq, "append", append_late)
     monkeypatch.setattr(PendingStep, "collect", collect_asked)
@@ -68,6 +68,6 @@ def test_a_step_waits_for_the_tokens_that_end_a_prefix(small_folder: str, monkey
     waiting.join(DEADLINE_S)
     (req,) = worker._batch._reqs.values()
 
-    assert [out.is_forced for out in first()][:2] == [False, True]
-    assert second() == []  # it computed what was chosen, behind which the forced tokens are
+    assert [out.is_forced for out in first().tokens][:2] == [False, True]
+    assert second() == StepResult()  # it computed what was chosen, behind which the forced tokens are
     assert req.is_known

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lightserve.common.triton_kernel  # noqa: F401  registers the backend
 from lightserve.common import ops
-from lightserve.io_struct import SamplingParams
+from lightserve.io_struct import GenerationParams, SamplingParams
 from lightserve.worker.infer_batch import InferReq
 from lightserve.worker.sampling.ngrams import NgramBans
 from lightserve.worker.sampling.plan import SamplingPlan, make_plan
@@ -34,7 +34,8 @@ def req_of(
     prompt = PROMPT if prompt is None else prompt
     token_ids = [*prompt, *output]
     params.setdefault("max_new_tokens", 100)
-    return InferReq(row, row, token_ids, len(prompt), SamplingParams(**params), seed, (EOS,))
+    asked = GenerationParams.of(**params)
+    return InferReq(row, row, token_ids, len(prompt), asked.sampling, seed, (EOS,), asked.stopping)
 
 
 def append(req: InferReq, token: int) -> None:
@@ -66,8 +67,8 @@ def biased(logits: Tensor, req: InferReq, ids: Tensor) -> Tensor:
     if params.bad_words_ids:
         words = [list(word) for word in params.bad_words_ids]
         scores = transformers.NoBadWordsLogitsProcessor(words)(ids, scores)
-    if len(req.token_ids) - req.prompt_len < params.min_new_tokens:
-        scores[:, [EOS, *params.stop_token_ids]] = -INF
+    if len(req.token_ids) - req.prompt_len < req.stopping.min_new_tokens:
+        scores[:, [EOS, *req.stopping.stop_token_ids]] = -INF
     if params.logit_bias:
         bias = {(token,): float(value) for token, value in params.logit_bias.items()}
         scores = transformers.SequenceBiasLogitsProcessor(bias)(ids, scores)
@@ -543,9 +544,9 @@ def test_a_forbidden_logit_of_the_model_has_a_logprob_of_minus_infinity() -> Non
 
 def test_parameters_cross_a_process_boundary_whole() -> None:
     for params in FEATURES.values():
-        sampling = SamplingParams(max_new_tokens=100, **params)
+        sampling = GenerationParams.of(max_new_tokens=100, **params)
 
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=SamplingParams) == sampling
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=GenerationParams) == sampling
 
 
 @pytest.mark.parametrize("others", [0, 1])

@@ -17,7 +17,7 @@ from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.tp import TpGroup
 from lightserve.common.triton_kernel import _shared_prefix, _token_items
 from lightserve.config import WorkerConfig
-from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
+from lightserve.io_struct import GenerationParams, NewReq, SamplingParams, Step, StepRow
 from lightserve.llm import LLM
 from lightserve.model_files.source import resolve
 from lightserve.worker import infer_batch, shared_prefixes, step_runner
@@ -261,8 +261,8 @@ class Chats:
                 del self._slots[req]
             entered = [self._enter(req) for req in self._next_reqs()]
             rows = [StepRow(req, self._next_slots(req)) for req in self._slots]
-            for out in self._worker.run(Step(rows, entered, paused)):
-                self._tokens[out.req_id].append(out.token_id)
+            for out in self._worker.run(Step(rows, entered, paused)).tokens:
+                self._tokens[out.req_id].append(out.token.id)
         self._worker.run(Step([], free=list(self._slots)))
         return self._tokens
 
@@ -350,7 +350,7 @@ def test_the_prefix_cache_gives_requests_slots_by_which_they_group(
     llm = LLM(folder, max_total_token_num=1200, max_req_total_len=100, running_max_req_size=12, **options)
     systems = [[7, 8, 9, *range(i, i + SYSTEM_LEN)] for i in (20, 80)]  # behind the first tokens of a template
     prompts = [[*systems[i % 2], i, *range(i % 5)] for i in range(12)]
-    wanted = [SamplingParams(max_new_tokens=5 + i, temperature=0.0, ignore_eos=True) for i in range(12)]
+    wanted = [GenerationParams.of(max_new_tokens=5 + i, temperature=0.0, ignore_eos=True) for i in range(12)]
     shared: list[set[int]] = []
     run = llm.worker._runner.run
 

@@ -32,9 +32,7 @@ class WindowStream:
     def __init__(self, vocabulary: Vocabulary, tokens: Table[str]) -> None:
         self._vocabulary = vocabulary
         self._tokens = tokens
-        self._ids: list[
-            int
-        ] = []  # the window, without skipped ids: its first id decodes like a first one
+        self._ids: list[int] = []  # the window, without skipped ids: its first id decodes like a first one
         self._n_returned = 0  # characters of the window's text that were returned
 
     def push(self, token_id: int) -> str:

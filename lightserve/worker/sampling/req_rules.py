@@ -8,7 +8,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from lightserve.io_struct import SamplingParams
+from lightserve.io_struct import SamplingParams, StoppingParams
 from lightserve.worker.sampling.ngrams import NgramBans
 
 MAX_DECAY = 1e20  # what an end token is raised by at most, in times its logit; a temperature may divide that by 1e-5
@@ -42,7 +42,7 @@ class ReqRules:
         "is_special",
     )
 
-    def __init__(self, sampling: SamplingParams, eos_ids: tuple[int, ...]) -> None:
+    def __init__(self, sampling: SamplingParams, stopping: StoppingParams, eos_ids: tuple[int, ...]) -> None:
         bias = {**sampling.logit_bias, **{word[0]: -np.inf for word in sampling.bad_words_ids if len(word) == 1}}
         self.allowed_ids = np.array(sampling.allowed_token_ids or (), dtype=np.int64)  # empty: all
         self.first_ids = np.array(sampling.first_allowed_token_ids or (), dtype=np.int64)  # likewise, at the beginning
@@ -50,12 +50,12 @@ class ReqRules:
         self.bias = np.array(list(bias.values()), dtype=np.float32)
         self.has_grammar = sampling.grammar is not None
         self._ends_by_grammar = sampling.grammar is not None and sampling.grammar.kind != "prefix"
-        self._min_new_tokens = sampling.min_new_tokens
-        self._ends = [*eos_ids, *sampling.stop_token_ids]
-        self._eos_ids = eos_ids if sampling.ignore_eos else ()
+        self._min_new_tokens = stopping.min_new_tokens
+        self._ends = [*eos_ids, *stopping.stop_token_ids]
+        self._eos_ids = eos_ids if stopping.ignore_eos else ()
         self._completions = _completions(sampling)
         self._ngrams = NgramBans(sampling.no_repeat_ngram_size) if sampling.no_repeat_ngram_size else None
-        self._decay = None if sampling.ignore_eos else sampling.exponential_decay_length_penalty
+        self._decay = None if stopping.ignore_eos else sampling.exponential_decay_length_penalty
         self.cuts = None if sampling.is_greedy else _cuts(sampling)  # None: not drawn
         self.is_special = bool(  # temperature, logits and a grammar do not say it all
             self.allowed_ids.size
