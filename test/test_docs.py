@@ -37,7 +37,7 @@ API = ROOT / "docs" / "api.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 DATED = {"log.md"}  # tells of its day, whose flags may be gone
 # of pytest, benchmarks and test/faults
-OTHER_TOOLS = {"--backend", "--core", "--examples", "--long", "--policy", "--only", "--minutes"}
+OTHER_TOOLS = {"--backend", "--core", "--examples", "--long", "--policy", "--only", "--minutes", "--ops", "--profile"}
 METHODS = "GET|HEAD|POST"
 
 
