@@ -91,7 +91,7 @@ def test_rope_scaling_stretches_the_longest_request(folder: Path, tmp_path: Path
 def test_a_model_that_nobody_holds_is_gone_at_once(folder: Path) -> None:
     llm = LLM(str(folder), device="cpu", max_total_token_num=512)
     llm.generate([PROMPTS[0]], GenerationParams.of(max_new_tokens=2))
-    kv_buffer = weakref.ref(llm.worker.model.mem_manager.kv_buffer)
+    kv_buffer = weakref.ref(llm.worker.model.mem_manager.buffers[0])
 
     del llm  # without waiting for the garbage collector: a GPU's memory is needed for the next model
 

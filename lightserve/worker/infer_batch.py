@@ -184,6 +184,12 @@ class InferBatch:
             self._req_manager.free(req.row)
             self._prefixes.discard(req)
 
+    def clear(self) -> None:
+        """Remove all requests, also one that an interrupt stopped on its way in."""
+        self._reqs.clear()
+        self._prefixes = SharedPrefixes()
+        self._req_manager.free_all()
+
     def pack(self, rows: Sequence[StepRow], fit: Callable[[StepShape], StepShape]) -> PackedStep:
         """The input of a step, whose tokens count as cached from here on; ``fit`` may want it larger.
 

@@ -7,7 +7,6 @@ from functools import partial
 
 from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.common.device import DeviceKind
-from lightserve.common.kv.mem_manager import kv_bytes_per_token
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.worker.infer_batch import InferBatch
@@ -39,7 +38,7 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind, rehe
     peak = kind.peak_bytes(model.device, largest_step)
     peak += COPIES_OF_LOGITS * FLOAT32_BYTES * max_reqs * model.config.vocab_size if peak else 0
     budget = max(kind.kv_budget(model.device, config.mem_fraction) - peak, 0)
-    fits = budget // kv_bytes_per_token(model.config, model.tp.size, model.args.dtype)
+    fits = budget // model.kv_layout.bytes_per_token
     fits = min(model.tp.min_of_ranks(fits, model.device), most)
     if fits < max_len:
         remedy = f"set max_req_total_len to {fits} or less" if fits else "use a smaller model or more ranks"

@@ -95,11 +95,11 @@ class StepRunner:
             has_decodes=shape.has_decodes,
             shared_prefixes=columns.groups,
         )
-        watch = None if scores is None else partial(scores.compute, vocab=self._model.config.vocab_size)
-        step = ModelInput(
-            input_ids, tokens.positions, tokens.slots, attn, is_prefill=shape.has_prompts, watch_logits=watch
-        )
-        return self._model.forward(step), columns
+        step = ModelInput(input_ids, tokens.positions, tokens.slots, attn, is_prefill=shape.has_prompts)
+        hidden = self._model.hidden_states(step)
+        if scores is not None:
+            scores.compute(partial(self._model.logits, hidden), self._model.config.vocab_size)
+        return self._model.logits(hidden), columns
 
     def _choose(self, logits: Tensor, columns: StepColumns, masks: StepMasks | None = None) -> StepOut:
         rows, _, seq_len, _ = columns.requests

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig
 from lightserve.common.checkpoint.reader import open_checkpoint, outline, total_bytes
 from lightserve.common.device import DeviceKind, enough_memory, pick_device
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepLimits, StepResult, StepRow
@@ -48,7 +48,8 @@ WARM_UP_SAMPLING = (
 
 
 class ModelWorker:
-    def __init__(self, config: WorkerConfig, source: ModelSource, tp: TpGroup) -> None:
+    def __init__(self, config: WorkerConfig, source: ModelSource, parallel: Parallel) -> None:
+        tp = parallel.tp
         kind = pick_device(config.device)
         device = kind.device(tp.rank)
         kind.bind(device, config.deterministic)
@@ -59,7 +60,7 @@ class ModelWorker:
             config=self.model_config,
             dtype=dtype,
             device=device,
-            tp=tp,
+            parallel=parallel,
             checkpoint=_with_progress(source) if config.load_format == "auto" else None,
             max_total_token_num=REHEARSED_TOKENS,
             max_reqs=config.running_max_req_size,
@@ -154,6 +155,11 @@ class ModelWorker:
     def run(self, step: Step) -> StepResult:
         """Run a step; tokens come back for every row that reaches the end of its request's known tokens."""
         return self.launch(step)()
+
+    def reset(self) -> None:
+        """Free all requests and forget the steps in flight. The device finishes those before it begins another."""
+        self._launched = None
+        self._batch.clear()
 
     def launch(self, step: Step) -> Collect:
         """Begin a step without waiting for the one before. What is returned waits for its tokens."""

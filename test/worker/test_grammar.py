@@ -149,7 +149,7 @@ def test_a_pause_changes_nothing(llm: LLM, small_folder: str) -> None:
 
     paused = small.generate(prompts(8), wanted)
 
-    assert small._scheduler.num_pauses > 0
+    assert small._scheduler.num_preemptions > 0
     assert [one.text for one in paused] == [one.text for one in expected]
 
 
@@ -314,7 +314,7 @@ def test_a_prefix_is_kept_ahead_of_tokens_and_through_pauses(
 
     ahead, paused = llm.generate(prompts(8), wanted), small.generate(prompts(8), wanted)
 
-    assert small._scheduler.num_pauses > 0
+    assert small._scheduler.num_preemptions > 0
     assert all(one.text.startswith("ab12-" * 8) for one in expected)
     assert [one.token_ids for one in ahead] == [one.token_ids for one in expected]
     assert [one.token_ids for one in paused] == [one.token_ids for one in expected]

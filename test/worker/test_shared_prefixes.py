@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from lightserve.common import ops
 from lightserve.common.kv.req_manager import ReqManager
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.common.triton_kernel import _shared_prefix, _token_items
 from lightserve.config import WorkerConfig
 from lightserve.io_struct import GenerationParams, NewReq, SamplingParams, Step, StepRow
@@ -237,7 +237,7 @@ def make(folder: str, device: str) -> ModelWorker:
         max_req_total_len=100,
         running_max_req_size=12,
     )
-    return ModelWorker(config, resolve(folder), TpGroup())
+    return ModelWorker(config, resolve(folder), Parallel())
 
 
 class Chats:

@@ -157,10 +157,11 @@ def _launch(
     tiling = tiling_of(q.element_size(), block_d)
     packed = packed_heads(heads, kv_heads)
     tokens = tiling.rows // packed
-    tiles = batch.plans.get(PLAN)
+    key = f"{PLAN} {tokens}"  # layers with other heads may have tiles of other sizes
+    tiles = batch.plans.get(key)
     if tiles is None:
         fewest = 2 if batch.has_decodes and kv is not None else 1
-        tiles = batch.plans[PLAN] = list_tiles(batch, len(q), tokens, fewest)
+        tiles = batch.plans[key] = list_tiles(batch, len(q), tokens, fewest)
     _context_attention_kernel[(tiles.shape[0] * (heads // packed),)](
         q,
         None if kv is None else _descriptor(kv, tiling.keys, block_d),

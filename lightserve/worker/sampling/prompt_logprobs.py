@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightserve.common.basemodel import LogitsOf
 from lightserve.common.device import ToHost, to_device
 from lightserve.io_struct import PromptLogprobs
 
 PIECE = 2**25  # logits at once: 134 MB in float32, and still enough rows for a matmul that the weights do not dominate
 
+LogitsOf = Callable[[Tensor], Tensor]  # [rows] int64 of the step's tokens -> [rows, vocab]
 Scores = tuple[Tensor, Tensor, Tensor, Tensor]  # logprobs, ranks, top ids and their logprobs, as in PromptLogprobs
 
 
