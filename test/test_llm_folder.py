@@ -115,5 +115,5 @@ def test_the_kv_pool_of_a_gpu_comes_from_its_free_memory(folder: Path) -> None:
 
     llm = LLM(str(folder), device="cuda", mem_fraction=0.5, running_max_req_size=8)
 
-    assert llm.worker.max_total_token_num == 8 * llm.worker.max_req_total_len  # the pool needs no more than that
+    assert llm.worker.max_total_token_num > 8 * llm.worker.max_req_total_len  # the prefix cache uses the rest
     assert torch.cuda.mem_get_info()[0] > free * 0.4

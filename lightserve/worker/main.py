@@ -48,7 +48,7 @@ def main(boot: Boot, parent: Parent) -> None:
             step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
         )
     )
-    server.serve(worker.launch, worker.pipeline_depth)
+    server.serve(worker.launch, worker.pipeline_depth, worker.prepare)
 
 
 def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:

@@ -177,13 +177,13 @@ def test_a_decode_step_names_its_groups_and_puts_their_rows_side_by_side() -> No
     mixed = batch.pack([StepRow(0, [6]), StepRow(1, [7]), StepRow(2, [8]), StepRow(3, [9, 10])], as_it_is)
 
     packed = batch.pack([StepRow(1, [11]), StepRow(2, [12]), StepRow(0, [13]), StepRow(3, [14])], as_it_is)
-    columns = columns_of(packed.inputs, packed.shape, np.float32, np.int64)
+    columns = columns_of(packed.inputs, packed.shape)
 
     assert not mixed.shape.has_shared
     assert packed.shape == StepShape(4, 4, has_decodes=True, has_prompts=False, has_shared=True)
     assert [req.req_id for req in packed.reqs] == [0, 3, 2, 1]
-    assert columns.tokens[2].tolist() == [13, 14, 12, 11]
-    assert columns.requests[0].tolist() == [req.row for req in packed.reqs]
+    assert columns.tokens["slot"].tolist() == [13, 14, 12, 11]
+    assert columns.reqs["row"].tolist() == [req.row for req in packed.reqs]
     assert columns.groups.tolist() == [[0, 3, 5, 0], *[[0] * 4] * 7]
 
 
@@ -199,7 +199,7 @@ def test_a_request_that_enters_again_has_other_slots() -> None:
 
     packed = batch.pack([StepRow(req_id, [next(steps)]) for req_id in range(3)], as_it_is)
 
-    groups = [columns_of(step.inputs, step.shape, np.float32, np.int64).groups for step in (first, packed)]
+    groups = [columns_of(step.inputs, step.shape).groups for step in (first, packed)]
     assert [group[0].tolist() for group in groups] == [[0, 3, 3, 0], [0, 2, 3, 0]]
     assert [req.req_id for req in packed.reqs] == [0, 2, 1]
     for req_id in range(3):
@@ -356,7 +356,7 @@ def test_the_prefix_cache_gives_requests_slots_by_which_they_group(
 
     def noting(inputs: np.ndarray, shape: StepShape, *args: Any) -> step_runner.StepOut:
         if shape.has_shared:
-            groups = columns_of(inputs, shape, np.float32, np.int64).groups
+            groups = columns_of(inputs, shape).groups
             shared.append(set(groups[groups[:, 1] > 0, 2].tolist()))
         return run(inputs, shape, *args)
 
