@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from lightserve.beam_search import BeamBatch, BeamParams, BeamResult, BeamSearch
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
+from lightserve.httpserver.beam_search.algorithm import BeamBatch, BeamParams, BeamResult, BeamSearch
+from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.io_struct import FinishReason, GenerationParams, ReqFailed, StepResult, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from lightserve.prompt_logprobs import PromptToken, unpack
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, limits_of
@@ -66,7 +66,7 @@ class LLM:
         is_dummy = self.config.load_format == "dummy"
         source = resolve(model_dir, needs_weights=not is_dummy)
         self._tokenizer = None if is_dummy and not has_tokenizer(source) else load_tokenizer(source)
-        self.worker = ModelWorker(self.config, source, TpGroup())
+        self.worker = ModelWorker(self.config, source, Parallel())
         self.worker.capture()
         vocab_size = self.worker.model_config.vocab_size
         self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
@@ -233,7 +233,9 @@ class LLM:
             self._scheduler.abort(req.req_id)
         if finish_reason is not None:
             del self._open[req.req_id]
-        prompt = None if token.prompt_logprobs is None else unpack(req.prompt_ids, token.prompt_logprobs)
+        prompt = (
+            None if token.prompt_logprobs is None else unpack_prompt_logprobs(req.prompt_ids, token.prompt_logprobs)
+        )
         stream.outs.append(
             StreamOut(stream.index, token.id, token.logprob, text, finish_reason, token.top_logprobs, prompt=prompt)
         )

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
-from lightserve.prompt_logprobs import PromptToken, unpack
-from lightserve.worker.sampling import prompt_logprobs as worker_prompt_logprobs
+from lightserve.worker.sampling import logprobs as worker_logprobs
 from test.models.tiny import build_hf
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -143,15 +143,15 @@ def test_every_request_of_a_step_gets_as_many_of_the_likeliest_as_it_asks_for(fo
 def test_no_more_logits_are_there_at_once_than_a_piece_has(
     folder: str, hf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_prompt_logprobs, "PIECE", 7 * VOCAB)
+    monkeypatch.setattr(worker_logprobs, "PIECE", 7 * VOCAB)
     shapes: list[tuple[int, ...]] = []
-    scores = worker_prompt_logprobs.scores_of
+    ranked_logprobs = worker_logprobs.ranked_logprobs
 
-    def watched(logits: torch.Tensor, targets: torch.Tensor, k: int) -> worker_prompt_logprobs.Scores:
+    def watched(logits: torch.Tensor, targets: torch.Tensor, k: int) -> worker_logprobs.RankedLogprobs:
         shapes.append(logits.shape)
-        return scores(logits, targets, k)
+        return ranked_logprobs(logits, targets, k)
 
-    monkeypatch.setattr(worker_prompt_logprobs, "scores_of", watched)
+    monkeypatch.setattr(worker_logprobs, "ranked_logprobs", watched)
     found = make(folder).generate([prompt(0, 90), prompt(1, 3)], SCORED)
 
     for one in found:
@@ -161,7 +161,7 @@ def test_no_more_logits_are_there_at_once_than_a_piece_has(
 
 
 def test_without_a_model_no_token_of_a_prompt_is_likely() -> None:
-    first, second = unpack([3, 4], None)
+    first, second = unpack_prompt_logprobs([3, 4], None)
 
     assert first == PromptToken(3, None, 0, [])
     assert second == PromptToken(4, float("-inf"), 0, [])

@@ -13,7 +13,8 @@ from rpyc.core.channel import Channel
 from rpyc.utils.factory import connect_channel
 
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import Step, StepResult
+from lightserve.io_struct import GrammarSpec, Step, StepResult
+from lightserve.router.grammar_client import GrammarClient
 from lightserve.router.loop_stream import LoopStream
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "include_local_version": False}
@@ -58,6 +59,14 @@ class RpycModelClient:
         self._runs = [rpyc.async_(connection.root.run) for connection in self._connections]
         for rank, fileno in enumerate(self._filenos):
             self._loop.add_reader(fileno, self._read, rank)
+        self._grammars = GrammarClient(socket_paths)
+
+    def prepare(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
+        """Have all ranks compile a grammar, so that the first step of a request with it does not wait.
+
+        It resolves in any case, and also if the grammar is wrong or a worker is lost: see GrammarClient.
+        """
+        return self._grammars.prepare(grammar, eos_ids)
 
     def run(self, step: Step) -> asyncio.Future[StepResult]:
         future: asyncio.Future[StepResult] = self._loop.create_future()
@@ -87,6 +96,7 @@ class RpycModelClient:
                     self._loop.remove_reader(fileno)
                     connection._channel.close()
                 connection.close()
+        self._grammars.close()
 
     def _read(self, rank: int) -> None:
         connection = self._connections[rank]

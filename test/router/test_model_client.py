@@ -18,7 +18,7 @@ from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import GrammarSpec, NewReq, SamplingParams, Step, StepResult, StepRow, Token, TokenOut
 from lightserve.router.model_client import RpycModelClient
 from lightserve.utils.process import Boot
-from lightserve.worker.rpc import Launch, ModelRpc, StepServer
+from lightserve.worker.rpc import Launch, ModelRpc, Prepare, StepServer, prepare_nothing
 from test.waiting import DEADLINE_S, until
 
 
@@ -296,7 +296,11 @@ class HangsUp:
         self._connected.append(self._listener._listener.accept()[0])
         rpc = ModelRpc(self._launch)
         rpc._connect(Channel(SocketStream(self._connected[0])), {"allow_pickle": False})
+        threading.Thread(target=self._listener.serve_grammars, args=(self.prepare,), daemon=True).start()
         rpc.serve()
+
+    def prepare(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+        self.may_launch.wait(DEADLINE_S)
 
     def _launch(self, step: Step) -> Callable[[], StepResult]:
         self.may_launch.wait(DEADLINE_S)
@@ -382,5 +386,102 @@ def test_a_late_connection_to_dead_workers_does_not_reach_their_successors(tmp_p
             client_of([boot.worker_path(0, 1)])
 
         del loading  # it listened until here
+
+    within_deadline(scenario())
+
+
+DIGITS = GrammarSpec("regex", "[0-9]+é")
+
+
+def preparing(tmp_path: Path, *prepares: Prepare) -> list[str]:
+    """Ranks that run steps at once; each compiles grammars in its own way."""
+    paths = []
+    for rank, prepare in enumerate(prepares):
+        path = str(tmp_path / f"worker-{rank}")
+        args = (StepServer(path).serve, in_order(echo), 1, prepare)
+        threading.Thread(target=args[0], args=args[1:], daemon=True).start()
+        paths.append(path)
+    return paths
+
+
+def test_a_grammar_is_prepared_when_every_rank_has_compiled_it_and_steps_run_meanwhile(tmp_path: Path) -> None:
+    may_end = [threading.Event(), threading.Event()]
+    compiled: list[tuple[int, GrammarSpec, tuple[int, ...]]] = []
+
+    def rank(number: int) -> Prepare:
+        def prepare(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+            assert may_end[number].wait(DEADLINE_S)
+            compiled.append((number, grammar, eos_ids))
+
+        return prepare
+
+    async def scenario() -> None:
+        client = client_of(preparing(tmp_path, rank(0), rank(1)))
+        prepared = client.prepare(DIGITS, (3, 4))
+
+        for i in range(3):  # no step waits for the compilation
+            assert (await client.run(Step([StepRow(1, [i])]))).tokens[0].token.id == i
+        may_end[0].set()
+        await until(lambda: len(compiled) == 1)
+        assert (await client.run(Step([StepRow(1, [9])]))).tokens[0].token.id == 9
+        assert not prepared.done()
+        may_end[1].set()
+        await prepared
+
+        assert compiled == [(0, DIGITS, (3, 4)), (1, DIGITS, (3, 4))]
+        client.close()
+
+    within_deadline(scenario())
+
+
+def test_a_grammar_that_cannot_be_compiled_resolves_and_the_next_one_is_compiled(tmp_path: Path) -> None:
+    def prepare(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+        if grammar.text == "(":
+            raise ValueError("an error of the compiler")
+
+    async def scenario() -> None:
+        client = client_of(preparing(tmp_path, prepare))
+
+        await client.prepare(GrammarSpec("regex", "("), ())
+        await client.prepare(DIGITS, ())
+
+        assert not client.is_lost
+        client.close()
+
+    within_deadline(scenario())
+
+
+def test_a_worker_without_grammars_prepares_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        client = client_of(preparing(tmp_path, prepare_nothing))
+
+        await client.prepare(DIGITS, ())
+
+        client.close()
+
+    within_deadline(scenario())
+
+
+@pytest.mark.parametrize("how", ["closed", "process died"])
+def test_a_grammar_in_preparation_resolves_when_the_workers_are_given_up(tmp_path: Path, how: str) -> None:
+    may_end = threading.Event()
+
+    def prepare(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+        may_end.wait(DEADLINE_S)
+
+    async def scenario() -> None:
+        client = client_of(preparing(tmp_path, prepare))
+        prepared = client.prepare(DIGITS, ())
+        if how == "closed":
+            client.close()
+        else:
+            for connection in client._grammars._connections:
+                connection._channel.stream.sock.shutdown(socket.SHUT_RDWR)
+
+        await prepared
+        if how != "closed":
+            await client.prepare(DIGITS, ())
+        may_end.set()
+        client.close()
 
     within_deadline(scenario())
