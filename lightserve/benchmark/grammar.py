@@ -1,15 +1,13 @@
-"""What grammars cost: tokens a second with none, half and all of a batch constrained to JSON.
+"""Cost of grammars: tokens a second if none, half or all of a batch is constrained to JSON.
 
-python -m lightserve.benchmark.grammar [--model_dir DIR] [--device cpu] [--batch 32] [--tokens 64] [--temperature 1]
-                                       [--large]
+    python -m lightserve.benchmark.grammar [--model_dir DIR] [--device cpu] [--batch 32] [--tokens 64] [--large]
 
-Two models under the vocabulary of --model_dir: "tiny" has one small layer of random weights, "null" has no forward pass
-at all, its logits being the same at every step. So little but choosing tokens is measured: a model of a useful size
-hides more of it, and an accelerator computes the next step beside the masks: --large adds a model of the shape of
-Llama-3-8B, for a GPU. Free requests draw by temperature, inside the step; so do constrained ones, among what their
-grammar allows. "special" ones are free and have a logit bias of 0, which the step itself does not know; "one by one"
-are all constrained, and forced tokens have a step each. The time of all threads of the process is there for a machine
-that does other things too.
+Two models have the vocabulary of --model_dir: "tiny" has one small layer of random weights, "null" has no forward pass
+and the same logits at every step. So the time is mostly that of sampling. A model of a useful size hides more of it,
+and an accelerator computes the next step beside the masks: --large adds a model of the shape of Llama-3-8B, for a GPU.
+Only steps in which all requests decode count, the best of several runs. "special" requests are free and have a logit
+bias of 0, which the captured step does not support. "one by one" requests are all constrained, and every forced token
+has a step of its own. The CPU time of all threads is printed too, for a machine that is busy otherwise.
 """
 
 from __future__ import annotations

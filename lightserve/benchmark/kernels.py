@@ -40,9 +40,7 @@ def row_of(case: Case, lab: Lab, ceilings: Ceilings) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lightserve.benchmark.kernels", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="cpu or cuda; omitted: the best one here")
     parser.add_argument("--ops", nargs="+", default=[""], help="only those whose name contains one of these")
     args = parser.parse_args(argv)

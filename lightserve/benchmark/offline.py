@@ -1,9 +1,12 @@
-"""Tokens a second of the offline LLM beside transformers, on the same prompts in the same run.
+"""Tokens a second of the offline LLM and of transformers on the same prompts, on this machine's CPU in float32.
 
-python -m lightserve.benchmark.offline [--model_dir DIR] [--batches 1 8 32] [--threads 2] [--no_transformers]
+    python -m lightserve.benchmark.offline [--model_dir DIR] [--batches 1 8 32] [--threads 2] [--no_transformers]
 
-Prefill is the time to the first token of every prompt; decode is what follows, tokens of all prompts together. Both are
-the best of the repeats, ours and theirs in turn: what the machine does when nobody disturbs it.
+Prefill: the prompts' tokens divided by the time until every prompt has its first token. Decode: the tokens after the
+first of all prompts, divided by the time that they take: a run with them less a run of one token. Every run has fresh
+random prompts, so that neither engine finds one in a cache. Both figures are the best of the repeats, the engines in
+turn: what the machine does undisturbed. GFLOP/s are those of the matmuls of the layers in prefill; no figure can be
+above what the CPU's matmuls reach.
 """
 
 from __future__ import annotations
@@ -16,12 +19,23 @@ from typing import Any
 
 import torch
 
-from lightserve.io_struct import GenerationParams
+from lightserve.benchmark.model_cost import ModelCost
 from lightserve.llm import LLM
 from lightserve.model_files.source import resolve
 from lightserve.tools.oracle import load_transformers
 
-Run = Callable[[list[list[int]], int], float]  # prompts and number of new tokens -> seconds
+Prompts = list[list[int]]
+Run = Callable[[Prompts, int], float]  # prompts and number of new tokens -> seconds
+
+FIRST_ID, END_ID = 1000, 40_000  # of random tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    batch: int
+    prompt_len: int
+    new_tokens: int
+    repeats: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +44,21 @@ class Speed:
     decode: float
 
     @property
-    def step_ms(self) -> float:
+    def ms_per_token(self) -> float:
         return 1000 / self.decode
 
 
 def our_run(llm: LLM) -> Run:
-    def run(prompts: list[list[int]], new_tokens: int) -> float:
-        params = GenerationParams.of(max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
+    def run(prompts: Prompts, new_tokens: int) -> float:
         begin = time.perf_counter()
-        llm.generate(prompts, params)
+        llm.generate(prompts, max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
         return time.perf_counter() - begin
 
     return run
 
 
 def transformers_run(model: Any) -> Run:
-    def run(prompts: list[list[int]], new_tokens: int) -> float:
+    def run(prompts: Prompts, new_tokens: int) -> float:
         ids = torch.tensor(prompts)
         options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
         begin = time.perf_counter()
@@ -56,29 +69,32 @@ def transformers_run(model: Any) -> Run:
     return run
 
 
-def measure(runs: dict[str, Run], batch: int, args: argparse.Namespace) -> dict[str, Speed]:
-    generator = torch.Generator().manual_seed(batch)
-    prompts = torch.randint(1000, 40000, (batch, args.prompt_len), generator=generator).tolist()
+def measure(runs: dict[str, Run], load: Load) -> dict[str, Speed]:
+    generator = torch.Generator().manual_seed(load.batch)
+
+    def fresh_prompts() -> Prompts:
+        prompts: Prompts = torch.randint(FIRST_ID, END_ID, (load.batch, load.prompt_len), generator=generator).tolist()
+        return prompts
+
     first: dict[str, list[float]] = {name: [] for name in runs}
     whole: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(args.repeats + 1):
+    for repeat in range(load.repeats + 1):
+        short, long = fresh_prompts(), fresh_prompts()
         for name, run in runs.items():
-            seconds = run(prompts, 1), run(prompts, args.new_tokens)
+            seconds = run(short, 1), run(long, load.new_tokens)
             if repeat:  # the first one warms up
                 first[name].append(seconds[0])
                 whole[name].append(seconds[1])
-    speeds = {}
-    for name in runs:
-        prefill = min(first[name])
-        decode = min(whole[name]) - prefill
-        speeds[name] = Speed(batch * args.prompt_len / prefill, batch * (args.new_tokens - 1) / decode)
-    return speeds
+    return {name: _speed(min(first[name]), min(whole[name]), load) for name in runs}
+
+
+def _speed(first_s: float, whole_s: float, load: Load) -> Speed:
+    decoded = load.batch * (load.new_tokens - 1)
+    return Speed(load.batch * load.prompt_len / first_s, decoded / (whole_s - first_s))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lightserve.benchmark.offline", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_dir")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt_len", type=int, default=64)
@@ -88,21 +104,25 @@ def main() -> None:
     parser.add_argument("--no_transformers", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    runs = {"lightserve": our_run(LLM(args.model_dir, device="cpu", data_type="float32"))}
+    llm = LLM(args.model_dir, device="cpu", data_type="float32")
+    gflops_per_token = 2e-9 * ModelCost.of(llm.worker.model).layer_params
+    runs = {"lightserve": our_run(llm)}
     if not args.no_transformers:
         runs["transformers"] = transformers_run(load_transformers(resolve(args.model_dir)))
     print(f"float32, {args.threads} threads, {args.prompt_len}-token prompts, {args.new_tokens} new tokens")
-    print(f"{'batch':>5} {'':12} {'prefill tok/s':>14} {'decode tok/s':>13} {'ms a step':>10}")
+    print(f"{'batch':>5} {'':12} {'prefill tok/s':>14} {'GFLOP/s':>8} {'decode tok/s':>13} {'ms a step':>10}")
     for batch in args.batches:
-        speeds = measure(runs, batch, args)
+        speeds = measure(runs, Load(batch, args.prompt_len, args.new_tokens, args.repeats))
         for name, speed in speeds.items():
             print(
-                f"{batch:5} {name:12} {speed.prefill:14.0f} {speed.decode:13.1f} {batch * speed.step_ms:10.1f}",
+                f"{batch:5} {name:12} {speed.prefill:14.0f} {speed.prefill * gflops_per_token:8.0f} "
+                f"{speed.decode:13.1f} {batch * speed.ms_per_token:10.1f}",
                 flush=True,
             )
         if len(speeds) == 2:
             ours, theirs = speeds.values()
-            print(f"{batch:5} {'ratio':12} {ours.prefill / theirs.prefill:14.2f} {ours.decode / theirs.decode:13.2f}")
+            ratios = f"{ours.prefill / theirs.prefill:14.2f} {'':8} {ours.decode / theirs.decode:13.2f}"
+            print(f"{batch:5} {'ratio':12} {ratios}")
 
 
 if __name__ == "__main__":

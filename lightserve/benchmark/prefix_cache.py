@@ -1,8 +1,10 @@
-"""What the prefix cache saves: the same requests with it and without it, over HTTP, on the default model.
+"""Time that the prefix cache saves: the same requests with it and without it, over HTTP, on the default model.
 
     python -m lightserve.benchmark.prefix_cache --runs 3
 
-Two loads: requests sent at once that share a system prompt, and a chat, turn after turn. Other flags go to the server.
+There are two loads: requests sent at once that share a system prompt, and a chat with several turns. The table has the
+prompt tokens that the server computed and the seconds of the run of the median time; runs with and without the cache
+alternate. Other flags go to the server.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Cost:
 
 
 class Client:
-    """Asks with the same options; adds up what the answers cost."""
+    """Sends requests with the same options, and adds up their prompt and cached tokens."""
 
     def __init__(self, url: str, new_tokens: int, options: dict[str, Any]) -> None:
         self.cost = Cost()

@@ -1,10 +1,10 @@
-"""What the radix prefix cache costs the router: microseconds a thousand tokens, of matching, inserting and evicting.
+"""How long the radix prefix cache takes to match, insert and evict: microseconds for a thousand tokens.
 
     python -m lightserve.benchmark.radix_cache [--tokens 10000 100000 1000000]
 
 The cache holds sequences of 100 to 12,000 tokens; most begin with one of 16 shared prefixes of 500 to 4,000 tokens.
-Each size is a cache of its own: what depends on how much is cached shows as a difference between the columns. Time is
-CPU time of this thread and the best of the repeats: what the cache costs when nobody disturbs it.
+Each column has a cache of its own size, so columns differ where time depends on how much is cached. Time is the CPU
+time of this thread, the best of the repeats.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What planning a step costs, by its parts: microseconds, CPU time, the median of many steps.
+"""How long the scheduler takes to plan a step and to process its tokens: microseconds of CPU time, by part.
 
     python -m lightserve.benchmark.scheduler [--running 1 64 256 512] [--cached 0 1000000] [--policy cache_aware]
 
-All requests decode, one token each a step, two steps in flight. ``waiting`` says what the queue holds: nothing, 64
-requests while the batch is full, or 64 requests that the batch has room for and the KV pool has not.
+It runs the real scheduler without workers, and prints medians of many steps. All requests decode, with two steps in
+flight. ``waiting`` says what the queue holds: nothing, 64 requests while the batch is full, or 64 requests that the
+batch has room for but the KV pool has not.
 """
 
 from __future__ import annotations
@@ -93,9 +94,7 @@ def measure(scheduler: TimedScheduler, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lightserve.benchmark.scheduler", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 512])
     parser.add_argument("--cached", type=int, nargs="+", default=[0, 1_000_000])
     parser.add_argument("--waiting", nargs="+", choices=WAITING, default=WAITING)

@@ -1,9 +1,9 @@
-"""What the server costs without a model: streamed tokens a second, and CPU a token by process.
+"""Throughput of the server without a model: streamed tokens a second, and CPU time a token of each process.
 
     python -m lightserve.benchmark.serving_path --streams 64 --http 1 2
 
-A null worker answers every step at once, so all time is HTTP, routing and detokenising (and this client's own). Tokens
-then come faster than they can be written one by one, and several events share a write; with --step_ms they do not.
+A null worker returns made-up tokens at once, so HTTP, routing, detokenizing and this client take all the time.
+Tokens then come faster than they can be written one by one, and several events share a write. --step_ms avoids that.
 """
 
 from __future__ import annotations

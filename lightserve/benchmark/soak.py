@@ -1,11 +1,11 @@
-"""Hours of mixed use: every kind of client at once, and what the server's processes hold before and after.
+"""A long mixed load: every kind of client at once, and the memory, threads and files of the server before and after.
 
     python -m lightserve.benchmark.soak --minutes 30 [--clients 16] [flags of the server]
 
-Clients ask by every API, long and short, constrained, for several answers, leave before and during their answers, have
-them aborted, and send what is wrong. Every answer must have the status and the end that its kind has, and a known
-request the same text every time. Unless the flags name a model, a tiny one of random weights is served. Figures are
-taken when nothing runs: after a warm-up, halfway and at the end. Exits with 1 if anything was not as it must be.
+Clients use every API, with long and short outputs, grammars and several choices. Some disconnect, some are aborted,
+some send invalid requests. Every response must have the status and the end of its kind, and a known request must get
+the same text every time. Unless the flags name a model, a tiny one with random weights is served. Memory is measured
+while nothing runs: after a warm-up, halfway and at the end. The program exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightserve.benchmark.soak_requests import KINDS, Kind
 from lightserve.benchmark.storm import held_by, until_idle
 from lightserve.benchmark.stream_client import LeavingClient, StreamClient, finish, post
 
-ANSWER_S = 120.0  # after which a request counts as lost
+ANSWER_S = 120.0  # a request that takes longer counts as lost
 GOLDEN = {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
 ABORT_EVERY_S = 0.2
 GOLDEN_EVERY = 50  # requests
@@ -41,7 +41,7 @@ SLACK_MIB = 8.0  # that a process may grow besides 1 MiB for 1,000 requests
 
 @dataclass
 class Soak:
-    """What was asked so far and how it ended."""
+    """The requests sent so far, and how they ended."""
 
     url: str
     chance: random.Random
@@ -74,7 +74,7 @@ class Soak:
         try:
             async with asyncio.timeout(ANSWER_S), asyncio.TaskGroup() as tasks:
                 ending = tasks.create_task(finish(client, self.url))
-                while kind.is_aborted and not ending.done():  # the word may come before the request does
+                while kind.is_aborted and not ending.done():  # the abort may arrive before the request
                     await asyncio.to_thread(self._post, "/abort_request", {"request_id": name})
                     await asyncio.wait([ending], timeout=ABORT_EVERY_S)
         except (TimeoutError, OSError) as error:

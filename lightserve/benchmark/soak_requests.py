@@ -123,7 +123,7 @@ def by_regex(chance: Random) -> tuple[str, Body]:
     return COMPLETE, {"prompt": text(chance), "max_tokens": 16, "structured_outputs": {"regex": "[ab]{5,9}"}}
 
 
-def native(chance: Random) -> tuple[str, Body]:
+def lightllm(chance: Random) -> tuple[str, Body]:
     parameters = {"max_new_tokens": chance.randint(1, 32), "do_sample": chance.random() < 0.5, "return_details": True}
     return GENERATE, {"inputs": text(chance), "parameters": parameters}
 
@@ -161,7 +161,7 @@ KINDS = [
     Kind("several answers", several),
     Kind("by schema", constrained),
     Kind("by regex", by_regex),
-    Kind("LightLLM's", native),
+    Kind("LightLLM's", lightllm),
     Kind("TGI's", tgi, end=b'"generated_tokens":'),
     Kind("responses", responses, end=b'"output_tokens":'),
     Kind("messages", anthropic, end=b"message_stop"),

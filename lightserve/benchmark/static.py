@@ -1,11 +1,12 @@
-"""Prefill and decode time of a model without the server, against what the device could do at best.
+"""Time of prefill and decode steps of a model without the server, and what the device could reach at best.
 
     python -m lightserve.benchmark.static --model_dir DIR --load_format dummy
     python -m lightserve.benchmark.static --decode 1x1150 1x100000 --prefill 128 512+8000 64x1024
     python -m lightserve.benchmark.static --profile
 
-A load is [BATCHx]TOKENS, for prefill with +CACHED tokens before them. The worker gets the steps that the router would
-send, as many under way at once as the router would have. --profile says where the time of a step goes, on a GPU.
+A load is [BATCHx]TOKENS, for prefill with +CACHED tokens before them. The worker runs the steps that the router would
+send, with as many in flight; nothing is in the prefix cache but the CACHED tokens, whose KV is noise. Times are medians
+from the tokens of one step to those of the next, and of a whole prefill. --profile shows where a GPU spends a step.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from lightserve.server.args import Parser, add_flags, take
 from lightserve.worker.rpc import Collect
 from lightserve.worker.worker import ModelWorker
 
+WHAT = [(__doc__ or "").split("\n\n")[part] for part in (0, 2)]  # without the commands
 DECODES = ("1x1150", "8x1150", "64x1150", "256x1150")
 PREFILLS = ("128", "512", "2048", "8000", "512+8000")
 PROFILED_DECODES = ("1x1150", "256x1150")
@@ -74,7 +76,7 @@ class StaticBench:
         return None
 
     def prefill(self, work: Work, repeats: int) -> Times:
-        """From the first chunk's launch to the tokens, nothing else under way."""
+        """From the first chunk's launch to the tokens, nothing else in flight."""
         totals, launches = [], []
         for steps in [list(self.prefill_steps(work)) for _ in range(repeats + 1)]:
             begin = time.perf_counter()
@@ -90,16 +92,16 @@ class StaticBench:
 
     def run(self, steps: Iterable[Step]) -> tuple[list[float], list[float]]:
         """When the tokens of each step were there, and how long its launch took."""
-        under_way: deque[Collect] = deque()
+        in_flight: deque[Collect] = deque()
         finished, launched = [], []
         for step in steps:
             begin = time.perf_counter()
-            under_way.append(self.worker.launch(step))
+            in_flight.append(self.worker.launch(step))
             launched.append(time.perf_counter() - begin)
-            if len(under_way) >= self.worker.pipeline_depth:
-                under_way.popleft()()
+            if len(in_flight) >= self.worker.pipeline_depth:
+                in_flight.popleft()()
                 finished.append(time.perf_counter())
-        for collect in under_way:
+        for collect in in_flight:
             collect()
             finished.append(time.perf_counter())
         return finished, launched
@@ -218,7 +220,7 @@ def _print_profile(name: str, why_not: str | None, run: Callable[[], Times], ste
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, WorkerConfig]:
-    parser = Parser(prog="python -m lightserve.benchmark.static", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m lightserve.benchmark.static", description=" ".join(WHAT))
     add_flags(parser.add_argument_group("worker", WorkerConfig.__doc__), WorkerConfig)
     parser.add_argument("--decode", nargs="*", type=decode_work, default=list(map(decode_work, DECODES)))
     parser.add_argument("--prefill", nargs="*", type=prefill_work, default=list(map(prefill_work, PREFILLS)))

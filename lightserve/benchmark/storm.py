@@ -1,10 +1,10 @@
-"""A crowd at the door: requests that come all at once, clients that leave, and how long /health takes meanwhile.
+"""Thousands of requests at once, some of which disconnect, and the latency of /health meanwhile.
 
     python -m lightserve.benchmark.storm --requests 2000 --leavers 500
 
-The worker makes up tokens, so that all time is the server's own (and this client's). Prints how the requests ended,
-what the router still holds when all are over, and the quantiles of /health as another process saw them; exits with 1
-if a request was lost, something is still held or /health was late.
+A null worker makes up tokens, so the server and this client take all the time. The program prints how the requests
+ended, what the router holds afterwards, and the quantiles of /health as measured by another process. It exits with 1 if
+a request was lost, the router still holds something, or the p99 of /health is too high.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Outcome:
 
 
 def how_it_ended(client: StreamClient) -> str:
-    """Of a client that waited: its last bytes tell."""
+    """How the request of a client that waited has ended, by the last bytes of the response."""
     end = client.done.result()
     if client.status == 429:
         return "refused (429)"
@@ -104,7 +104,7 @@ async def crowd(url: str, load: Load, leavers: int, seed: int) -> Counter[str]:
 
 
 class HealthProbe:
-    """Another process that asks /health all the time: this one is too busy to be a fair judge."""
+    """Another process that polls /health: this one is too busy to measure its latency."""
 
     def __init__(self, url: str) -> None:
         command = [sys.executable, "-c", PROBE, urlsplit(url).netloc]
