@@ -43,19 +43,19 @@ class StepRunner:
         self._batch = batch
         self._graphs: CudaGraphs[StepShape, StepOut] | None = CudaGraphs(self._compute) if kind.has_graphs else None
 
-    def rehearse(self) -> None:
-        """Launch what every step that ``capture`` will capture launches, and what masks need beside."""
+    def launch_every_shape(self) -> None:
+        """Launch every kernel of the steps that ``capture`` will capture, and those of masks."""
         with self._model.one_layer_of_each_kind():
             for shape in self._to_capture():
                 _launch_masks(self._compute(self._padding(shape), shape).logits)
 
     def capture(self) -> None:
         if self._graphs is not None:
-            self.rehearse()
+            self.launch_every_shape()
             self._graphs.capture((shape, self._padding(shape)) for shape in self._to_capture())
 
     def _to_capture(self) -> list[StepShape]:
-        """The largest first: the smaller ones then find their memory in the pool."""
+        """The largest first: smaller ones then reuse its memory."""
         if self._graphs is None:
             return []
         shapes = graph_shapes(self._model.req_manager.max_reqs, self._batch.shares_prefixes)
@@ -84,7 +84,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def _compute(self, inputs: Tensor, shape: StepShape) -> StepOut:
-        """What is captured."""
+        """The function that is captured."""
         return self._sample(*self._forward(inputs, shape))
 
     def _forward(
@@ -119,7 +119,7 @@ class StepRunner:
 
 @torch.inference_mode()
 def _launch_masks(logits: Tensor) -> None:
-    """Masks that change nothing, in every row."""
+    """Launch the kernels of masks, with masks that change nothing."""
     rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
     bitmask = rows.new_full((len(logits), -(-logits.shape[1] // 32)), -1)
     ops.choose(logits, rows.float(), rows.long(), rows, ops.TokenMasks(rows, bitmask))
