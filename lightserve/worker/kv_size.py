@@ -55,6 +55,6 @@ def _largest_step(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind
     """A step with the most tokens and the most requests. It computes padding, which takes as much memory."""
     batch = InferBatch(model.req_manager, model.mem_manager.padding_slot, model.device)
     tokens = config.batch_max_tokens or kind.step_limits.batch_max_tokens
-    beside = model.req_manager.max_reqs - 1
-    shape = StepShape(tokens + beside, beside + 1, has_decodes=True, has_prompts=True)
+    decodes = model.req_manager.max_reqs - 1
+    shape = StepShape(tokens + decodes, decodes + 1, has_decodes=True, has_prompts=True)
     StepRunner(model, batch, kind).run(batch.padding(shape), shape)

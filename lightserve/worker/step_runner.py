@@ -1,4 +1,4 @@
-"""A step as a function of one array of integers, which is captured for the shapes that come often."""
+"""Computes a step: a function of one array of integers, captured as a graph for frequent shapes."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _launch_masks(logits: Tensor) -> None:
 
 
 def graph_shapes(max_reqs: int, shares_prefixes: bool = True) -> Iterator[StepShape]:
-    """All that are worth capturing for a server that runs ``max_reqs`` requests at once."""
+    """The shapes that are worth capturing for a server that runs ``max_reqs`` requests at once."""
     most = _at_least(max_reqs, DECODES) or DECODES[-1]
     for count in DECODES:
         if count <= most:
@@ -143,7 +143,7 @@ def graph_shapes(max_reqs: int, shares_prefixes: bool = True) -> Iterator[StepSh
 
 
 def padded(shape: StepShape) -> StepShape | None:
-    """The smallest of all graph shapes that holds this one."""
+    """The smallest graph shape that holds this one."""
     if not shape.has_prompts:
         count = _at_least(shape.requests, DECODES)
         return None if count is None else shape._replace(tokens=count, requests=count)
