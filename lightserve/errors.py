@@ -10,13 +10,13 @@ LightserveError
 │   ├── ModelNotFoundError         404
 │   ├── ResponseNotFoundError      404: none is stored
 │   ├── BodyTimeoutError           408
-│   ├── UnreadAnswerError          408: the client does not read what it asked for
+│   ├── UnreadResponseError        408: the client does not read the response
 │   ├── BodyTooLargeError          413
 │   ├── MediaTypeError             415
 │   ├── OverloadedError            429
 │   ├── HeadTooLargeError          431
 │   ├── AbortedError               499: by /abort_request
-│   └── ClientGoneError            499, for the log only
+│   └── ClientDisconnectedError    499, for the log only
 └── ServerError                ours: 5xx, logged with its traceback, told to the client without it
     ├── NotComputableError         500: of this request alone, and told to the client as it is
     ├── UnavailableError           503: loading, draining or dead
@@ -93,7 +93,7 @@ class BodyTimeoutError(RequestError):
     status = 408
 
 
-class UnreadAnswerError(RequestError):
+class UnreadResponseError(RequestError):
     status = 408
 
 
@@ -119,7 +119,7 @@ class AbortedError(RequestError):
     code = "request_aborted"
 
 
-class ClientGoneError(RequestError):
+class ClientDisconnectedError(RequestError):
     status = 499
 
 

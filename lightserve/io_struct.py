@@ -5,10 +5,10 @@
     router ──Step──▶ model worker ──StepResult──▶ router
     launcher ──ToChild──▶ each of them ──FromChild──▶ launcher
 
-The scheduler tells the workers what to run in a Step: requests that enter, the slots that each row of the step fills,
-requests that leave. A worker knows the rest (the tokens of its requests), so prefill, a chunk of it and decode are the
-same message: the next len(slots) tokens of a request. Several tokens of a request may come back, in their order: the
-one that was sampled and those that its grammar forces after it. The next row of that request has as many slots.
+A Step names the requests that enter, the KV slots that each row fills, and the requests that leave. A worker knows the
+tokens of its requests, so prefill, a chunk of a prompt and decode are the same message: compute the next len(slots)
+tokens of a request. A request may get several tokens back, in their order: the sampled one and those that its grammar
+forces after it. The next row of that request has as many slots.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FinishReason(enum.Enum):
 
 
 INT32_MAX = 2**31 - 1
-TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]  # one beyond the vocabulary is ignored where it is used
+TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]  # ids beyond the vocabulary have no effect
 Share = Annotated[float, Meta(gt=0, le=1)]  # of the probability mass; 1: all of it
 OpenAIPenalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -48,21 +48,21 @@ MAX_GRAMMAR_LENGTH = 256 * 1024  # characters; grammar/compiler.py knows which k
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """The texts that a request may answer with. What ``text`` is for each kind, grammar/compiler.py says."""
+    """The texts that a response may have. grammar/compiler.py says what ``text`` is for each kind."""
 
     kind: GrammarKind
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""
-    before: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""  # in Lark, with @answer in place of such a text
+    before: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""  # Lark rules around it, which name it @answer
 
 
 class ThinkingLimit(msgspec.Struct, frozen=True):
-    """How long an answer may think before it answers, and by which tags that is known."""
+    """How many tokens a model may spend on thinking, and the tags around its thinking."""
 
     max_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)]  # between the tags
     begin: str
     end: str
-    end_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1)]  # the tokens of ``end``, forced when the time is over
-    is_begun: bool  # the prompt has the first tag
+    end_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1)]  # the tokens of ``end``, which are forced at the limit
+    is_begun: bool  # the prompt ends inside the thinking
 
 
 class _CheckedParams(msgspec.Struct, frozen=True):
@@ -311,14 +311,14 @@ class GenerateReq(msgspec.Struct, frozen=True, tag=True):
 
 
 class AbortReq(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for the rest: the client left (ABORT), or the detokenizer found a stop string (STOP)."""
+    """End a request: its client disconnected (ABORT), or the detokenizer found a stop string (STOP)."""
 
     req_id: int
     reason: FinishReason = FinishReason.ABORT
 
 
 class AbortNamed(msgspec.Struct, frozen=True, tag=True):
-    """An operator's abort by a client's request id, None for all: every HTTP process gets it and aborts its own."""
+    """An operator aborts requests by the client's request id, None for all. Every HTTP process aborts its own."""
 
     name: str | None
 
@@ -343,10 +343,10 @@ class TextReq(msgspec.Struct, frozen=True):
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """What became of a request before its first token."""
+    """How a request was admitted."""
 
     queue_s: float
-    cached_tokens: int  # of the prompt, whose KV was there already
+    cached_tokens: int  # of the prompt, from the prefix cache
 
 
 class TokenIdOut(msgspec.Struct, frozen=True, array_like=True):
@@ -386,12 +386,12 @@ class MetricsSnapshot(msgspec.Struct, frozen=True):
 
 
 class RouterStats(msgspec.Struct, frozen=True, tag=True):
-    """A sign of life of router and detokenizer, once a second, with every metric as it stands."""
+    """The heartbeat of router and detokenizer, once a second, with the current metrics."""
 
     sent_s: float  # time.monotonic()
-    step_age_s: float  # how long the workers have been at the oldest step under way; 0 when idle
+    step_age_s: float  # age of the oldest step in flight; 0 when idle
     metrics: MetricsSnapshot
-    has_workers: bool = True  # else new ones are on their way
+    has_workers: bool = True  # False while lost workers are being replaced
 
 
 ToDetokenization = BatchTokenIdOut | RouterStats | AbortNamed
@@ -423,39 +423,39 @@ ToHttpserver = BatchStrOut | RouterStats | AbortNamed
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
-    """A part of the start that is over, for the table of the banner."""
+    """A finished phase of the start, for the table of the banner."""
 
     name: str
     seconds: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The ready word: the child can do its work."""
+    """The child is ready to work."""
 
 
 class StepLimits(msgspec.Struct, frozen=True):
-    """How much a device computes in a step unless the operator says otherwise."""
+    """The step sizes that suit a device, unless the operator sets others."""
 
     batch_max_tokens: int  # of all requests
-    chunked_prefill_size: int | None = None  # of prompts, while others decode; None: as many as the step has
-    sizes: tuple[int, ...] = ()  # of a step in which others decode, that the device computes well; none: any
+    chunked_prefill_size: int | None = None  # prompt tokens while others decode; None: no limit of its own
+    sizes: tuple[int, ...] = ()  # efficient sizes of a step with prompts and decodes; empty: any
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
-    """The ready word of a worker, and what the router and the HTTP processes then learn."""
+    """A worker is ready. The launcher passes it on to the router and the HTTP processes."""
 
     max_total_token_num: int  # tokens the KV pool holds
     max_req_total_len: int  # prompt plus output; never more than the pool holds
     vocab_size: int
-    pipeline_depth: int  # steps that may be under way at once
+    pipeline_depth: int  # steps that may be in flight at once
     eos_token_ids: tuple[int, ...] = ()
     computed_in: str = ""  # data type and device, for people
     step_limits: StepLimits = StepLimits(2048)
-    step_timeout_s: float = 0.0  # a step that takes longer hangs; 0: none does
+    step_timeout_s: float = 0.0  # a step that takes longer has hung; 0: no limit
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The last word of a child that cannot go on: one line for the operator."""
+    """The child exits because of an error: one line for the operator."""
 
     message: str
 
@@ -465,7 +465,7 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Take no new request, finish the others, say Drained."""
+    """Refuse new requests, finish the open ones, then send Drained."""
 
 
 class EngineDied(msgspec.Struct, frozen=True, tag=True):
@@ -475,25 +475,25 @@ class EngineDied(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkersLost(msgspec.Struct, frozen=True, tag=True):
-    """The router has given its workers up: they hung up, or a step does not end. It waits for others."""
+    """The router has lost its workers: a connection closed, or a step did not end. It waits for NewWorkers."""
 
-    generation: int  # of NewWorkers; 0: the first
+    generation: int  # of the lost workers; the first is 0
     why: str
-    is_explained: bool  # a request was to blame, and is gone
+    is_explained: bool  # one request crashed them twice, and was ended
 
 
 class NewWorkers(msgspec.Struct, frozen=True, tag=True):
-    """The router's workers were replaced, by others of the same size."""
+    """The workers were replaced by new ones with the same KV pool."""
 
-    generation: int  # theirs
+    generation: int  # of the new workers
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Are you there?"""
+    """The launcher checks that a child responds."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """The answer; of a child with an event loop, from there."""
+    """The response to Ping. A child with an event loop sends it from the loop."""
 
 
 FromChild = Phase | Ready | EngineReady | Failed | Drained | WorkersLost | Pong

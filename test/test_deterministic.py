@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightserve.httpserver.logprobs import PromptToken
 from lightserve.io_struct import GenerationParams
 from lightserve.llm import LLM, Generation
-from lightserve.prompt_logprobs import PromptToken
 from lightserve.worker.sampling.logprobs import ranked_logprobs
 
 CONFIG = {

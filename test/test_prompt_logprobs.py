@@ -10,9 +10,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
-from lightserve.prompt_logprobs import PromptToken, unpack
 from lightserve.worker.sampling import logprobs as worker_logprobs
 from test.models.tiny import build_hf
 
@@ -103,7 +103,7 @@ def test_requests_that_were_preempted_while_they_decoded(folder: str, hf: Any) -
 
     found = llm.generate(prompts, WITH_PROMPT.replace(max_new_tokens=40))
 
-    assert llm._scheduler.num_pauses > 0
+    assert llm._scheduler.num_preemptions > 0
     for one in found:
         assert_true(one.prompt_logprobs, one.prompt_ids, hf)
 
@@ -119,13 +119,13 @@ def test_a_request_that_was_preempted_in_its_prompt(
     def pausing() -> Step | None:
         steps.append(next_step())
         if len(steps) == paused_after:
-            scheduler._pause(scheduler._newest())
+            scheduler.preempt_newest()
         return steps[-1]
 
     monkeypatch.setattr(scheduler, "next_step", pausing)
     found = llm.generate(prompt(0, 90), WITH_PROMPT)[0]
 
-    assert scheduler.num_pauses == 1
+    assert scheduler.num_preemptions == 1
     assert_true(found.prompt_logprobs, found.prompt_ids, hf)
     assert found.token_ids == make(folder).generate(prompt(0, 90), PLAIN)[0].token_ids
 
@@ -161,7 +161,7 @@ def test_no_more_logits_are_there_at_once_than_a_piece_has(
 
 
 def test_without_a_model_every_prompt_token_has_a_logprob_of_minus_infinity() -> None:
-    first, second = unpack([3, 4], None)
+    first, second = unpack_prompt_logprobs([3, 4], None)
 
     assert first == PromptToken(3, None, 0, [])
     assert second == PromptToken(4, float("-inf"), 0, [])

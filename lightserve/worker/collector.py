@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightserve.common.device import ToHost
+from lightserve.common.device import copy_to_host
 from lightserve.io_struct import ReqFailed, StepResult, Token, TokenOut
 from lightserve.worker.infer_batch import InferReq, TokenUpdate
 from lightserve.worker.rpc import Collect
@@ -50,7 +50,7 @@ class PendingStep:
     def __init__(self, tokens: Tensor, sampled: Sequence[SampledRow], logprobs: SampledLogprobs | None) -> None:
         self.sampled = sampled
         self.result: Future[StepResult] = Future()
-        self._tokens = ToHost(tokens)
+        self._tokens = copy_to_host(tokens)
         self._logprobs = logprobs
 
     def token_ids(self) -> list[int]:

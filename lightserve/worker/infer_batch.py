@@ -11,7 +11,7 @@ import torch
 
 from lightserve.common.device import to_device
 from lightserve.common.kv.req_manager import ReqManager
-from lightserve.common.ops.step import CHOSEN
+from lightserve.common.ops.step import LAST_SAMPLED
 from lightserve.io_struct import NewReq, SamplingParams, StepRow, StoppingParams
 from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
 from lightserve.worker.sampling.logprobs import PromptChunk, StepPromptLogprobs
@@ -200,6 +200,12 @@ class InferBatch:
             self._req_manager.free(req.row)
             self._prefixes.discard(req)
 
+    def clear(self) -> None:
+        """Remove all requests, also one that an interrupt stopped on its way in."""
+        self._reqs.clear()
+        self._prefixes = SharedPrefixes()
+        self._req_manager.free_all()
+
     def pack(self, rows: Sequence[StepRow], fit: Callable[[StepShape], StepShape]) -> PackedStep:
         """The input of a step. Its tokens count as cached from now on, and its requests may be in another order.
 
@@ -269,4 +275,4 @@ def _prompt_targets(reqs: Sequence[InferReq], starts: Sequence[int], counts: Seq
 def _ids(req: InferReq, count: int) -> list[int]:
     """The ids of the next ``count`` tokens to compute. The last one may be in flight."""
     known = req.token_ids[req.cache_len : req.cache_len + count]
-    return known if len(known) == count else [*known, CHOSEN]
+    return known if len(known) == count else [*known, LAST_SAMPLED]

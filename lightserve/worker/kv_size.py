@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lightserve.common.basemodel import TpPartBaseModel
-from lightserve.common.device import DeviceKind
-from lightserve.common.kv.mem_manager import kv_bytes_per_token
+from lightserve.common.device import Device
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.worker.infer_batch import InferBatch
@@ -22,7 +21,7 @@ FLOAT32_BYTES = 4
 MAX_SLOTS = 2**24
 
 
-def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind, launch_kernels: Callable[[], None]) -> int:
+def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: Device, launch_kernels: Callable[[], None]) -> int:
     """``model`` has its weights, and a tiny KV pool.
 
     The kernels that ``launch_kernels`` launches are compiled together with those of the largest step: that takes no
@@ -41,7 +40,7 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind, laun
     peak = kind.peak_bytes(model.device, largest_step)
     peak += COPIES_OF_LOGITS * FLOAT32_BYTES * max_reqs * model.config.vocab_size if peak else 0
     budget = max(kind.kv_budget(model.device, config.mem_fraction) - peak, 0)
-    fits = budget // kv_bytes_per_token(model.config, model.tp.size, model.args.dtype)
+    fits = budget // model.kv_layout.bytes_per_token
     fits = min(model.tp.min_of_ranks(fits, model.device), MAX_SLOTS)
     if fits < max_len:
         remedy = f"set max_req_total_len to {fits} or less" if fits else "use a smaller model or more ranks"
@@ -51,10 +50,10 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind, laun
     return fits
 
 
-def _largest_step(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind) -> None:
+def _largest_step(config: WorkerConfig, model: TpPartBaseModel, kind: Device) -> None:
     """A step with the most tokens and the most requests. It computes padding, which takes as much memory."""
     batch = InferBatch(model.req_manager, model.mem_manager.padding_slot, model.device)
-    tokens = config.batch_max_tokens or kind.step_limits.batch_max_tokens
+    tokens = config.batch_max_tokens or kind.profile(model.device).step_limits.batch_max_tokens
     decodes = model.req_manager.max_reqs - 1
     shape = StepShape(tokens + decodes, decodes + 1, has_decodes=True, has_prompts=True)
     StepRunner(model, batch, kind).run(batch.padding(shape), shape)

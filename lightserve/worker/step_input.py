@@ -60,7 +60,7 @@ TOKEN_COLUMNS = (
     Column("row", "int32", lambda shape, padding: padding.row),  # of req_to_token
     Column("position", "int32", 0),
     Column("slot", "int32", lambda shape, padding: padding.slot),  # of the KV cache
-    Column("token_id", "int32", 0),  # or ops.step.CHOSEN
+    Column("token_id", "int32", 0),  # or ops.step.LAST_SAMPLED
 )
 REQ_COLUMNS = (
     Column("row", "int32", lambda shape, padding: padding.row),  # of req_to_token

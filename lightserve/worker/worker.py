@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
 from lightserve.common.checkpoint.reader import open_checkpoint, outline, total_bytes
-from lightserve.common.device import DeviceKind, enough_memory, pick_device
-from lightserve.common.tp import TpGroup
+from lightserve.common.device import Device, explain_out_of_memory, pick_device
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
 from lightserve.io_struct import GrammarSpec, KvCopy, Step, StepLimits, StepResult
@@ -38,16 +38,18 @@ class ModelWorker:
     A step passes the parts in this order: batch, sampler (its plan), masks, runner, sampler, collector.
     """
 
-    def __init__(self, config: WorkerConfig, source: ModelSource, tp: TpGroup) -> None:
+    def __init__(self, config: WorkerConfig, source: ModelSource, parallel: Parallel) -> None:
+        tp = parallel.tp
         self._kind = pick_device(config.device)
-        self._device = self._kind.device(tp.rank)
+        self._device = self._kind.torch_device(tp.rank)
         self._kind.bind(self._device, config.deterministic)
         self.model_config = ModelConfig.from_hf(source.hf_config())
+        self._kind.check_head_dim(self.model_config.head_dim)
         self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
         dtype = _dtype(config, self.model_config, self._kind)
         ranks = f", {tp.size} ranks" if tp.size > 1 else ""
         self.computed_in = f"in {str(dtype).removeprefix('torch.')} on {self._kind.name}{ranks}"
-        self.model = self._load_model(config, source, tp, dtype)
+        self.model = self._load_model(config, source, parallel, dtype)
         self._batch = InferBatch(
             self.model.req_manager,
             self.model.mem_manager.padding_slot,
@@ -56,13 +58,13 @@ class ModelWorker:
         )
         self._sampler = Sampler(self.model_config.vocab_size, self._device, self._batch.last_ids)
         self._grammars = Grammars(source, self.model_config.vocab_size, self._device)
-        self._masks = MaskMaker(self._grammars, self._device, self._kind.computes_apart)
+        self._masks = MaskMaker(self._grammars, self._device, self._kind.launches_async)
         self._runner = StepRunner(self.model, self._batch, self._kind)
         self._collector = StepCollector()
         self._resize_kv_pool(config)
 
     def _load_model(
-        self, config: WorkerConfig, source: ModelSource, tp: TpGroup, dtype: torch.dtype
+        self, config: WorkerConfig, source: ModelSource, parallel: Parallel, dtype: torch.dtype
     ) -> TpPartBaseModel:
         """With a KV pool that is only large enough to measure how much memory steps take."""
         has_weights = config.load_format == "auto"
@@ -70,24 +72,24 @@ class ModelWorker:
             config=self.model_config,
             dtype=dtype,
             device=self._device,
-            tp=tp,
+            parallel=parallel,
             checkpoint=_with_progress(source) if has_weights else None,
             max_total_token_num=FIRST_POOL_TOKENS,
             max_reqs=config.running_max_req_size,
             max_req_total_len=self.max_req_total_len,
             outline=outline(source) if has_weights else (),
         )
-        with enough_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
+        with explain_out_of_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
             return get_model_class(self.model_config.model_type)(args)
 
     def _resize_kv_pool(self, config: WorkerConfig) -> None:
-        with enough_memory("lower max_total_token_num or mem_fraction"):
+        with explain_out_of_memory("lower max_total_token_num or mem_fraction"):
             self.model.set_kv_size(kv_size(config, self.model, self._kind, self._launch_every_kernel))
         self._batch.padding_slot = self.model.mem_manager.padding_slot
 
     @property
     def step_limits(self) -> StepLimits:
-        return self._kind.step_limits
+        return self._kind.profile(self._device).step_limits
 
     @property
     def step_timeout_s(self) -> float:
@@ -130,6 +132,11 @@ class ModelWorker:
     def run(self, step: Step) -> StepResult:
         """Run a step and wait for its result."""
         return self.launch(step)()
+
+    def reset(self) -> None:
+        """Free all requests and forget the steps in flight. The device finishes those before it begins another."""
+        self._collector = StepCollector()
+        self._batch.clear()
 
     def launch(self, step: Step) -> Collect:
         """Start a step without waiting for the one before. Call from one thread; what is returned, from any.
@@ -191,7 +198,7 @@ class ModelWorker:
         return tokens, self._sampler.logprobs(plan, tokens, logits)
 
 
-def _dtype(config: WorkerConfig, model: ModelConfig, kind: DeviceKind) -> torch.dtype:
+def _dtype(config: WorkerConfig, model: ModelConfig, kind: Device) -> torch.dtype:
     if config.data_type == "auto":
         return kind.dtype_for(model.hf.get("dtype") or model.hf.get("torch_dtype"))
     dtype: torch.dtype = getattr(torch, config.data_type)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightserve.beam_search import BeamParams, BeamResult
+from lightserve.httpserver.beam_search.algorithm import BeamParams, BeamResult
 from lightserve.io_struct import FinishReason
 from test.api.server import ServerProcess
+from test.httpserver.beam_search.test_algorithm import transformers_beams
 from test.real_model import PROMPTS, smollm2, smollm2_tokenizer, transformers_smollm2
-from test.test_beam_search import transformers_beams
 
 pytestmark = pytest.mark.slow
 

@@ -26,7 +26,7 @@ from test.httpserver.fake_engine import FakeEngine, Script, engine, spell
 from test.real_model import smollm2_tokenizer as smol
 from test.waiting import DEADLINE_S, until
 
-CACHED = 2  # tokens of each prompt that the engine says were cached
+CACHED = 2  # cached tokens of each prompt, as the engine reports them
 
 
 def with_template(template: str | None) -> Tokenizer:
@@ -96,7 +96,7 @@ def running(run_dir: Path, tokenizer: Tokenizer | None = None, config: HttpConfi
 
 
 def rows(*texts: str, finish: FinishReason = FinishReason.STOP, stop_reason: int | str | None = None) -> Script:
-    """Answers every request with these pieces of text, the ids of tokens of the same name where there are such."""
+    """Gives every request these pieces of text, with the ids of tokens of the same name where they exist."""
     ids = [(smol().encode(text, add_special_tokens=False) or [0])[0] for text in texts]
     return tokens(list(zip(ids, texts, strict=True)), finish, stop_reason)
 
@@ -104,7 +104,7 @@ def rows(*texts: str, finish: FinishReason = FinishReason.STOP, stop_reason: int
 def tokens(
     pieces: list[tuple[int, str]], finish: FinishReason = FinishReason.STOP, stop_reason: int | str | None = None
 ) -> Script:
-    """Answers every request with these tokens and the text that each completes."""
+    """Gives every request these tokens and the text that each completes."""
 
     def script(req: GenerateReq) -> list[StrOut | ReqFailed]:
         k = req.params.sampling.logprobs

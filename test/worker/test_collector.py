@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.io_struct import GrammarSpec, NewReq, SamplingParams, Step, StepResult, StepRow
 from lightserve.model_files.source import resolve
@@ -18,7 +18,7 @@ PROMPT = [5, 17, 3, 99, 42]
 
 def worker_of(folder: str) -> ModelWorker:
     config = WorkerConfig(model_dir=folder, device="cpu", data_type="float32", max_total_token_num=100)
-    return ModelWorker(config, resolve(folder), TpGroup())
+    return ModelWorker(config, resolve(folder), Parallel())
 
 
 @pytest.mark.parametrize("is_later_first", [False, True])

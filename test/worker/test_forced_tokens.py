@@ -107,7 +107,7 @@ def test_preemption_between_forced_tokens_changes_nothing(small_folder: str, llm
         patch.setattr(ModelWorker, "pipeline_depth", depth)
         paused = small.generate([PROMPT] * len(wanted), wanted)
 
-    assert small._scheduler.num_pauses > 0
+    assert small._scheduler.num_preemptions > 0
     assert outputs(paused) == outputs(expected)
 
 

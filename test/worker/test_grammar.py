@@ -125,7 +125,7 @@ def test_masks_without_a_thread_of_their_own_are_the_same(
     expected = llm.generate(prompts(len(wanted)), wanted)
     worker = llm.worker
     monkeypatch.setattr(ModelWorker, "pipeline_depth", depth)
-    monkeypatch.setattr(worker, "_masks", MaskMaker(worker._grammars, worker.model.device, computes_apart=True))
+    monkeypatch.setattr(worker, "_masks", MaskMaker(worker._grammars, worker.model.device, launches_async=True))
 
     generations = llm.generate(prompts(len(wanted)), wanted)
 
@@ -152,7 +152,7 @@ def test_preemption_changes_nothing(llm: LLM, small_folder: str) -> None:
 
     paused = small.generate(prompts(8), wanted)
 
-    assert small._scheduler.num_pauses > 0
+    assert small._scheduler.num_preemptions > 0
     assert [one.text for one in paused] == [one.text for one in expected]
 
 
@@ -387,7 +387,7 @@ def test_a_prefix_is_kept_with_two_steps_in_flight_and_through_preemption(
 
     ahead, paused = llm.generate(prompts(8), wanted), small.generate(prompts(8), wanted)
 
-    assert small._scheduler.num_pauses > 0
+    assert small._scheduler.num_preemptions > 0
     assert all(one.text.startswith("ab12-" * 8) for one in expected)
     assert [one.token_ids for one in ahead] == [one.token_ids for one in expected]
     assert [one.token_ids for one in paused] == [one.token_ids for one in expected]

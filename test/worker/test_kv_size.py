@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.common.kv.mem_manager import kv_bytes_per_token
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.model_files.source import resolve
 from lightserve.worker import kv_size as kv_size_module
@@ -37,14 +36,14 @@ class Memory:
 @pytest.fixture(scope="module")
 def worker(folder: str) -> ModelWorker:
     config = replace(CONFIG, model_dir=folder, max_total_token_num=100)
-    return ModelWorker(config, resolve(folder), TpGroup())
+    return ModelWorker(config, resolve(folder), Parallel())
 
 
 def size(worker: ModelWorker, tokens: int, max_total_token_num: int | None = None) -> int:
     """The pool of a worker whose memory holds so many tokens."""
     model = worker.model
     config = replace(CONFIG, max_total_token_num=max_total_token_num)
-    budget = tokens * kv_bytes_per_token(model.config, model.tp.size, model.args.dtype)
+    budget = tokens * model.kv_layout.bytes_per_token
     return kv_size(config, model, Memory(budget), lambda: None)  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.grammar.compiler import choice_grammar
 from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, NewReq, SamplingParams, Step, StepRow
@@ -87,7 +87,7 @@ def test_a_mask_that_leaves_no_token_ends_a_request_that_the_step_itself_samples
 def test_the_error_is_of_the_client(small_folder: str) -> None:
     """HTTP status 400: the request is wrong, not the server."""
     config = WorkerConfig(model_dir=small_folder, device="cpu", max_total_token_num=100)
-    worker = ModelWorker(config, resolve(small_folder), TpGroup())
+    worker = ModelWorker(config, resolve(small_folder), Parallel())
     sampling = SamplingParams(allowed_token_ids=(4,), bad_words_ids=((4,),))
 
     result = worker.run(Step([StepRow(1, list(range(5)))], [NewReq(1, PROMPT, sampling, seed=0)]))

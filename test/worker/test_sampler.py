@@ -128,7 +128,7 @@ def oracle_token(logits: Tensor, req: InferReq) -> int:
         return int(scores.argmax())
     seed = torch.tensor([req.seed], device=logits.device)
     position = torch.tensor([len(req.token_ids)], dtype=torch.int32, device=logits.device)
-    return int(ops.choose.impls[ops.REFERENCE](scores, torch.ones(1, device=logits.device), seed, position))
+    return int(ops.sample.impls[ops.REFERENCE](scores, torch.ones(1, device=logits.device), seed, position))
 
 
 def sampler_of(logits: Tensor) -> Sampler:
@@ -146,7 +146,7 @@ def sampled_by_the_step(logits: Tensor, reqs: list[InferReq]) -> Tensor:
     temperatures = torch.tensor([req.temperature for req in reqs], device=device)
     seeds = torch.tensor([req.seed for req in reqs], device=device)
     positions = torch.tensor([req.total_len for req in reqs], dtype=torch.int32, device=device)
-    tokens = ops.choose(logits, temperatures, seeds, positions)
+    tokens = ops.sample(logits, temperatures, seeds, positions)
     return tokens.masked_fill(torch.tensor([req.rules.is_special for req in reqs], device=device), -2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from itertools import combinations
@@ -13,9 +14,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from lightserve.common import ops
+from lightserve.common.device import H200
 from lightserve.common.kv.req_manager import ReqManager
-from lightserve.common.tp import TpGroup
-from lightserve.common.triton_kernel import _shared_prefix, _token_items
+from lightserve.common.parallel import Parallel
+from lightserve.common.triton_kernel import _card
 from lightserve.config import WorkerConfig
 from lightserve.io_struct import GenerationParams, NewReq, SamplingParams, Step, StepRow
 from lightserve.llm import LLM
@@ -237,7 +239,7 @@ def make(folder: str, device: str) -> ModelWorker:
         max_req_total_len=100,
         running_max_req_size=12,
     )
-    return ModelWorker(config, resolve(folder), TpGroup())
+    return ModelWorker(config, resolve(folder), Parallel())
 
 
 class Chats:
@@ -319,8 +321,8 @@ def test_the_order_of_grouped_rows_changes_no_token(folder: str, monkeypatch: py
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only where there is no GPU")
 def test_attention_that_reads_prefixes_once_changes_no_token(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_shared_prefix, "PROGRAMS", 8)  # the interpreter runs them one after the other
-    monkeypatch.setattr(_token_items, "MULTIPROCESSORS", 2)
+    # the interpreter runs programs one after the other
+    monkeypatch.setattr(_card, "active", dataclasses.replace(H200, multiprocessors=2))
 
     try:
         shared = run_both(make(folder, "cpu"), 10, monkeypatch, attention="triton")

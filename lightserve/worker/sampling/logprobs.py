@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightserve.common.device import ToHost, to_device
+from lightserve.common.device import HostCopy, copy_to_host, to_device
 from lightserve.io_struct import PromptLogprobs
 
 PIECE = 2**25  # logits at once: 134 MB in float32, and still enough rows for a matmul that the weights do not dominate
@@ -35,7 +35,7 @@ class SampledLogprobs:
         logprobs = logits[rows].float().log_softmax(-1)
         sampled = logprobs.gather(1, tokens[rows, None].clamp(min=0))[:, 0]
         values, token_ids = logprobs.topk(min(max(counts.values()), logprobs.shape[1]))
-        self._to_host = ToHost(sampled, values, token_ids)
+        self._to_host = copy_to_host(sampled, values, token_ids)
 
     def by_row(self) -> dict[int, TopLogprobs]:
         """Wait for them."""
@@ -54,7 +54,7 @@ class StepPromptLogprobs:
         self._rows = to_device(np.array(rows, dtype=np.int64), device)
         self._targets = to_device(np.array(targets, dtype=np.int64), device)
         self._k = k
-        self._to_host: ToHost | None = None
+        self._to_host: HostCopy | None = None
 
     def compute(self, logits_of: LogitsOf, vocab: int) -> None:
         """Called while the step runs. Never more than a piece of the logits exists at once."""
@@ -64,7 +64,7 @@ class StepPromptLogprobs:
             ranked_logprobs(logits_of(rows), targets, k)
             for rows, targets in zip(self._rows.split(count), self._targets.split(count), strict=True)  # type: ignore[no-untyped-call]
         ]
-        self._to_host = ToHost(*(torch.cat(column) for column in zip(*pieces, strict=True)))
+        self._to_host = copy_to_host(*(torch.cat(column) for column in zip(*pieces, strict=True)))
 
     def arrays(self) -> list[np.ndarray]:
         """Wait for them."""

@@ -172,18 +172,18 @@ def _sample_randomly(logits: Tensor, random: RandomRows) -> Tensor:
     rows = logits if random.rows is None else logits[random.rows]
     b_position = int32s([req.total_len for req in random.reqs], logits.device)
     if not (random.top or random.typical):
-        return ops.choose(rows, random.temperature[:, 0], random.b_seed, b_position)
+        return ops.sample(rows, random.temperature[:, 0], random.b_seed, b_position)
     scaled = rows.float() / random.temperature
     if random.top:
-        ops.cut_logits(scaled[random.top.rows], random.top.b_top_k, random.top.b_top_p, random.top.b_min_p)
+        ops.top_k_top_p_min_p(scaled[random.top.rows], random.top.b_top_k, random.top.b_top_p, random.top.b_min_p)
     if random.typical:
-        ops.cut_atypical(scaled[random.typical.rows], random.typical.b_typical_p)
-    return ops.choose(scaled, torch.ones_like(random.temperature[:, 0]), random.b_seed, b_position)
+        ops.typical_p(scaled[random.typical.rows], random.typical.b_typical_p)
+    return ops.sample(scaled, torch.ones_like(random.temperature[:, 0]), random.b_seed, b_position)
 
 
 def _sample_greedily(logits: Tensor) -> Tensor:
     zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    return ops.choose(logits, zeros.float(), zeros, zeros.int())
+    return ops.sample(logits, zeros.float(), zeros, zeros.int())
 
 
 def _merge(tokens: Tensor, sampled: Tensor) -> Tensor:

@@ -77,14 +77,14 @@ class StepMasks:
 class MaskMaker:
     """Makes the masks of one step after the other."""
 
-    def __init__(self, grammars: Grammars, device: torch.device, computes_apart: bool) -> None:
-        """``computes_apart``: a launch returns before the device has computed it. If not, masks get their own thread.
+    def __init__(self, grammars: Grammars, device: torch.device, launches_async: bool) -> None:
+        """``launches_async``: a launch returns before the device has computed it. If not, masks get their own thread.
 
         Where the launching thread would only wait for the device, another thread costs more than it saves.
         """
         self._grammars = grammars
         self._device = device
-        self._thread = None if computes_apart else ThreadPoolExecutor(1, "masks")
+        self._thread = None if launches_async else ThreadPoolExecutor(1, "masks")
 
     def begin(self, constrained: Constrained | None, wait_for_tokens: Callable[[], None]) -> StepMasks | None:
         """None: no grammar limits a token of this step.
