@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from lightserve.common import ops
+from lightserve.common.device.profile import H200
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.tp import TpGroup
-from lightserve.common.triton_kernel import _shared_prefix, _token_items
+from lightserve.common.triton_kernel import _card
 from lightserve.config import WorkerConfig
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
 from lightserve.llm import LLM
@@ -319,8 +321,7 @@ def test_the_order_of_grouped_rows_changes_no_token(folder: str, monkeypatch: py
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only where there is no GPU")
 def test_attention_that_reads_prefixes_once_changes_no_token(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_shared_prefix, "PROGRAMS", 8)  # the interpreter runs them one after the other
-    monkeypatch.setattr(_token_items, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(_card, "active", replace(H200, multiprocessors=2))  # the interpreter runs programs in turn
 
     try:
         shared = run_both(make(folder, "cpu"), 10, monkeypatch, attention="triton")
