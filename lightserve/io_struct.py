@@ -2,20 +2,21 @@
 
     httpserver ──GenerateReq, AbortReq──▶ router ──BatchTokenIdOut, RouterStats──▶ detokenization
     httpserver ◀──BatchStrOut, RouterStats── detokenization ──AbortReq──▶ router
-    router ──Step──▶ model worker ──list[TokenOut]──▶ router
+    router ──Step──▶ model worker ──StepResult──▶ router
     launcher ──ToChild──▶ each of them ──FromChild──▶ launcher
 
-The scheduler tells the workers what to run in a Step: requests that enter, the slots that each row of the step fills,
-requests that leave. A worker knows the rest (the tokens of its requests), so prefill, a chunk of it and decode are the
-same message: the next len(slots) tokens of a request. Several tokens of a request may come back, in their order: the
-one that was sampled and those that its grammar forces after it. The next row of that request has as many slots.
+A Step names the requests that enter, the KV slots that each row fills, and the requests that leave. A worker knows the
+tokens of its requests, so prefill, a chunk of a prompt and decode are the same message: compute the next len(slots)
+tokens of a request. A request may get several tokens back, in their order: the sampled one and those that its grammar
+forces after it. The next row of that request has as many slots.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import reprlib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -32,7 +33,7 @@ class FinishReason(enum.Enum):
 
 
 INT32_MAX = 2**31 - 1
-TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]  # one beyond the vocabulary is ignored where it is used
+TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]  # ids beyond the vocabulary have no effect
 Share = Annotated[float, Meta(gt=0, le=1)]  # of the probability mass; 1: all of it
 OpenAIPenalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -47,30 +48,54 @@ MAX_GRAMMAR_LENGTH = 256 * 1024  # characters; grammar/compiler.py knows which k
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """The texts that a request may answer with. What ``text`` is for each kind, grammar/compiler.py says."""
+    """The texts that a response may have. grammar/compiler.py says what ``text`` is for each kind."""
 
     kind: GrammarKind
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""
-    before: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""  # in Lark, with @answer in place of such a text
+    before: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""  # Lark rules around it, which name it @answer
 
 
 class ThinkingLimit(msgspec.Struct, frozen=True):
-    """How long an answer may think before it answers, and by which tags that is known."""
+    """How many tokens a model may spend on thinking, and the tags around its thinking."""
 
     max_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)]  # between the tags
     begin: str
     end: str
-    end_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1)]  # the tokens of ``end``, forced when the time is over
-    is_begun: bool  # the prompt has the first tag
+    end_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1)]  # the tokens of ``end``, which are forced at the limit
+    is_begun: bool  # the prompt ends inside the thinking
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose the next token. Logits are changed in the order of vLLM and transformers: what may not come next is
-    forbidden, logit_bias, watermark, penalties, exponential_decay_length_penalty, temperature, top_k, top_p, min_p,
-    typical_p."""
+class _CheckedParams(msgspec.Struct, frozen=True):
+    """Parameters whose types and ranges are checked when they are made: msgspec checks them only when it decodes."""
 
-    max_new_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)] = 16
-    min_new_tokens: Annotated[int, Meta(ge=0)] = 0
+    def __post_init__(self) -> None:
+        try:
+            msgspec.convert(self, _unchecked_twin(type(self)), from_attributes=True)
+        except msgspec.ValidationError as error:
+            raise _invalid_field(self, error) from error
+
+
+@functools.cache
+def _unchecked_twin(params: type[_CheckedParams]) -> type[msgspec.Struct]:
+    """The same fields on a struct without __post_init__: filling one checks types and ranges in a microsecond."""
+    fields = [(field.name, field.type) for field in msgspec.structs.fields(params)]
+    return msgspec.defstruct(f"_{params.__name__}Types", fields)
+
+
+def _invalid_field(params: _CheckedParams, error: msgspec.ValidationError) -> InvalidRequestError:
+    """Name the field, what it takes and what it has; msgspec says "Expected `int` >= 1 - at `$.top_k`"."""
+    wanted, _, place = str(error).partition(" - at ")
+    field = place.partition("$.")[2].partition("[")[0].partition(".")[0].rstrip("`")
+    return InvalidRequestError(f"{field}: {wanted}, found {reprlib.repr(getattr(params, field))}", field)
+
+
+class SamplingParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=True):
+    """How the worker samples the next token.
+
+    Logits change in the order of vLLM and transformers: forbidden tokens, logit_bias, watermark, penalties,
+    exponential_decay_length_penalty, temperature, top_k, top_p, min_p, typical_p.
+    """
+
     temperature: Annotated[float, Meta(ge=0, le=1e6)] = 1.0  # 0: greedy
     top_p: Share = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] = -1  # -1 and 0: all
@@ -80,38 +105,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: OpenAIPenalty = 0.0
     frequency_penalty: OpenAIPenalty = 0.0
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] = {}
-    bad_words_ids: Annotated[tuple[BadWord, ...], Meta(max_length=1024)] = ()  # sequences never to be completed
-    no_repeat_ngram_size: Annotated[int, Meta(ge=0, le=100)] = (
-        0  # so many tokens in a row never come twice; 0: they may
-    )
+    bad_words_ids: Annotated[tuple[BadWord, ...], Meta(max_length=1024)] = ()  # sequences that are never completed
+    no_repeat_ngram_size: Annotated[int, Meta(ge=0, le=100)] = 0  # an n-gram of this size occurs once; 0: no limit
     allowed_token_ids: TokenIds | None = None  # None: all
-    first_allowed_token_ids: TokenIds | None = None  # of the first token alone
-    # (start, factor): an end token becomes likelier with every token after the first ``start``
+    first_allowed_token_ids: TokenIds | None = None  # the same for the first token only
+    # (start, factor): end tokens become more likely with every token after the first ``start``
     exponential_decay_length_penalty: LengthDecay | None = None
-    watermark: bool = False  # favour tokens that the one before it chooses: see common/ops/watermark.py
+    watermark: bool = False  # prefer tokens that a hash of the previous token selects: see common/ops/watermark.py
     grammar: GrammarSpec | None = None  # None: any text
-    thinking: ThinkingLimit | None = None  # None: as long as it likes
+    thinking: ThinkingLimit | None = None  # None: no limit
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # None: a random one
-    ignore_eos: bool = False
-    stop: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
-    stop_token_ids: tuple[TokenId, ...] = ()
-    include_stop: bool = False  # leave the stop string or the end token in the text
-    skip_special_tokens: bool = True
-    shown_special_ids: tuple[TokenId, ...] = ()  # stay in the text all the same
-    hidden_chars: Annotated[int, Meta(ge=0)] = 0  # at the beginning of the text: they were in the prompt
-    logprobs: TopCount | None = None  # the chosen token's, and those of the k most likely
+    logprobs: TopCount | None = None  # of the sampled token, and of the top k tokens
     prompt_logprobs: TopCount | None = None  # the same for the tokens of the prompt
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        try:
-            msgspec.convert(self, _SamplingTypes, from_attributes=True)
-        except msgspec.ValidationError as error:
-            raise _blame(self, error) from error
-        if self.min_new_tokens > self.max_new_tokens:
-            found = f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}"
-            raise InvalidRequestError(found, "min_new_tokens")
 
     @property
     def is_greedy(self) -> bool:
@@ -122,29 +127,84 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-# the same fields on a struct without __post_init__: msgspec checks types and ranges as it fills one, in a microsecond
-_SamplingTypes = msgspec.defstruct(
-    "_SamplingTypes", [(field.name, field.type) for field in msgspec.structs.fields(SamplingParams)]
-)
+class StoppingParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=True):
+    """When a request ends by its tokens. The router decides it; workers keep end tokens back before it may end."""
+
+    max_new_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)] = 16
+    min_new_tokens: Annotated[int, Meta(ge=0)] = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[TokenId, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_new_tokens > self.max_new_tokens:
+            found = f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}"
+            raise InvalidRequestError(found, "min_new_tokens")
 
 
-def _blame(params: SamplingParams, error: msgspec.ValidationError) -> InvalidRequestError:
-    """Which field, what was wanted, what was found; msgspec says "Expected `int` >= 1 - at `$.top_k`"."""
-    wanted, _, place = str(error).partition(" - at ")
-    field = place.partition("$.")[2].partition("[")[0].partition(".")[0].rstrip("`")
-    return InvalidRequestError(f"{field}: {wanted}, found {reprlib.repr(getattr(params, field))}", field)
+class TextParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=True):
+    """How the detokenizer turns the tokens of a request into text."""
+
+    stop: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+    include_stop: bool = False  # leave the stop string or the end token in the text
+    skip_special_tokens: bool = True
+    shown_special_ids: tuple[TokenId, ...] = ()  # these stay in the text all the same
+    hidden_chars: Annotated[int, Meta(ge=0)] = 0  # at the start of the text: the prompt has them already
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        super().__post_init__()
+
+
+class GenerationParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All that a request says about its output, by the process that reads it."""
+
+    sampling: SamplingParams = SamplingParams()
+    stopping: StoppingParams = StoppingParams()
+    text: TextParams = TextParams()
+
+    @classmethod
+    def of(cls, **fields: Any) -> GenerationParams:
+        """Parameters by their own names, whichever part they belong to: ``of(max_new_tokens=8, temperature=0)``."""
+        return cls().replace(**fields)
+
+    def get(self, name: str) -> Any:
+        """The value of the parameter of this name, whichever part it belongs to."""
+        return getattr(getattr(self, _PART_OF[name]), name)
+
+    def replace(self, **fields: Any) -> GenerationParams:
+        """A copy with other values of the named parameters."""
+        changed: dict[str, dict[str, Any]] = {}
+        for name, value in fields.items():
+            if name not in _PART_OF:
+                raise InvalidRequestError(f"{name}: there is no such parameter", name)
+            changed.setdefault(_PART_OF[name], {})[name] = value
+        parts = {part: msgspec.structs.replace(getattr(self, part), **values) for part, values in changed.items()}
+        return msgspec.structs.replace(self, **parts)
+
+
+_PART_OF = {  # parameter: the field of GenerationParams that has it
+    field.name: part
+    for part, params in (("sampling", SamplingParams), ("stopping", StoppingParams), ("text", TextParams))
+    for field in msgspec.structs.fields(params)
+}
+
+
+# router -> model worker
 
 
 class NewReq(msgspec.Struct, frozen=True):
-    """A request that enters the workers, or enters again after a pause."""
+    """A request that enters the workers, or enters again after it was preempted."""
 
     req_id: int
     prompt_ids: list[int]  # all tokens that are known of it
     sampling: SamplingParams
     seed: int
     eos_ids: tuple[int, ...] = ()  # not to be sampled before min_new_tokens
-    cached_slots: list[int] = []  # of its first tokens, whose KV is there
-    output_len: int = 0  # the last of ``prompt_ids`` that are output
+    cached_slots: list[int] = []  # KV slots of its first tokens, which are computed already
+    output_len: int = 0  # how many of ``prompt_ids``, the last ones, are output
+    stopping: StoppingParams = StoppingParams()
 
 
 class StepRow(msgspec.Struct, frozen=True, array_like=True):
@@ -154,45 +214,84 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True):
     slots: list[int]
 
 
+class KvCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Copy the KV of tokens to other slots, in every layer: ``source[i]`` to ``target[i]``."""
+
+    source: list[int]
+    target: list[int]
+
+
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """One forward pass. Requests in ``free`` leave before it, requests in ``new`` enter."""
+    """One forward pass. Requests in ``free`` leave before it, requests in ``new`` enter, ``copies`` are made; then the
+    rows are computed."""
 
     rows: list[StepRow]
     new: list[NewReq] = []
     free: list[int] = []
+    copies: list[KvCopy] = []
+
+
+# model worker -> router
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Of every token of a prompt but the first, given those before it.
+    """Log-probabilities of every token of a prompt but the first, given the tokens before it.
 
-    Arrays as bytes: a prompt is long, and who passes them on need not read them.
+    The arrays travel as bytes: a prompt is long, and only the HTTP process reads them.
     """
 
     logprobs: bytes  # [tokens] float32
-    ranks: bytes  # [tokens] int32; 1: the likeliest
-    top_ids: bytes  # [tokens, k] int32, the likeliest first
+    ranks: bytes  # [tokens] int32; 1: the most likely token
+    top_ids: bytes  # [tokens, k] int32, the most likely first
     top_logprobs: bytes  # [tokens, k] float32
 
 
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    """A token of a request's output: the part that every message about it has in common."""
+
+    id: int
+    logprob: float | None = None  # where asked for; of the model, before anything changed the logits
+    top_logprobs: list[tuple[int, float]] | None = None  # where asked for: (token id, logprob), the most likely first
+    prompt_logprobs: PromptLogprobs | None = None  # with the first token, where asked for
+
+
 class TokenOut(msgspec.Struct, frozen=True, array_like=True):
-    """A token sampled for a request whose known tokens are all computed, or one that its grammar forces after that."""
+    """A token of a request whose known tokens are all computed: a sampled one, or one that its grammar forces then."""
 
     req_id: int
-    token_id: int
-    logprob: float | None = None  # where the request asked for it; of the model, before anything changed the logits
-    top: list[tuple[int, float]] | None = None  # with it, as many of the likeliest tokens as asked for, best first
-    completes: bool = False  # the request's grammar, after which nothing may follow
-    error: str | None = None  # why there is no token: the request ends
-    status: int = 400  # of the error
-    prompt: PromptLogprobs | None = None  # with the first token, where the request asked for it
-    is_forced: bool = False  # it follows another of the same step, and the step under way after that brings none
+    token: Token
+    completes_grammar: bool = False  # nothing may follow
+    is_forced: bool = False  # it follows another token of the same step; the step in flight after that brings none
+
+
+class ReqFailed(msgspec.Struct, frozen=True):
+    """A request that ends without (more) tokens. HTTP responds with ``status`` and ``message``."""
+
+    req_id: int
+    status: int
+    message: str
+
+
+class Embedding(msgspec.Struct, frozen=True, array_like=True):
+    """A vector that a request's prompt gives instead of tokens: an embedding, or one score a class."""
+
+    req_id: int
+    values: bytes  # [size] float32
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What a step brings. A request may get several tokens, in their order."""
+
+    tokens: list[TokenOut] = []
+    failed: list[ReqFailed] = []
+    embeddings: list[Embedding] = []
 
 
 # httpserver -> router
 
 
-class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a request is treated, beside what it generates."""
+class SchedulingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the router treats a request, whatever it generates."""
 
     priority: Annotated[int, Meta(ge=-(2**31), le=INT32_MAX)] = 0  # lower goes first
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # from arrival to the last token
@@ -201,25 +300,25 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GenerateReq(msgspec.Struct, frozen=True, tag=True):
-    """One sequence to generate. The upper bits of its id say which HTTP process asks: see http_worker_of."""
+    """One sequence to generate. The upper bits of its id name the HTTP process that waits: see http_worker_of."""
 
     req_id: int
     prompt_ids: list[int]
-    sampling: SamplingParams
+    params: GenerationParams
     arrived_s: float  # time.monotonic() when the HTTP request came; one clock for all processes of a machine
-    terms: Terms = Terms()
+    scheduling: SchedulingParams = SchedulingParams()
     group: int = 0  # id of the first of the sequences that continue the same prompt
 
 
 class AbortReq(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for the rest: the client left (ABORT), or the detokenizer found a stop string (STOP)."""
+    """End a request: its client disconnected (ABORT), or the detokenizer found a stop string (STOP)."""
 
     req_id: int
     reason: FinishReason = FinishReason.ABORT
 
 
 class AbortNamed(msgspec.Struct, frozen=True, tag=True):
-    """An operator's abort by a client's request id, None for all: every HTTP process gets it and aborts its own."""
+    """An operator aborts requests by the client's request id, None for all. Every HTTP process aborts its own."""
 
     name: str | None
 
@@ -237,52 +336,40 @@ def http_worker_of(req_id: int) -> int:
 
 
 class TextReq(msgspec.Struct, frozen=True):
-    """What must be known to turn a request's tokens into its text."""
+    """A request whose tokens will come."""
 
     req_id: int
-    stop: tuple[str, ...]
-    include_stop: bool
-    skip_special_tokens: bool
-    shown_special_ids: tuple[int, ...] = ()
-    hidden_chars: int = 0
+    text: TextParams
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """What became of a request before its first token."""
+    """How a request was admitted."""
 
     queue_s: float
-    cached_tokens: int  # of the prompt, whose KV was there already
+    cached_tokens: int  # of the prompt, from the prefix cache
 
 
 class TokenIdOut(msgspec.Struct, frozen=True, array_like=True):
-    """One token of a request, on its way to become text."""
+    """A token of a request that has no text yet."""
 
     req_id: int
-    token_id: int
-    logprob: float | None = None
-    top: list[tuple[int, float]] | None = None  # alternatives, most likely first, where asked for
+    token: Token
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop token id that ended it; None for an end token of the model
     admission: Admission | None = None  # with the first token
     ends_in_text: bool = False  # it finishes the request, and its text counts: it is no end token
-    prompt: PromptLogprobs | None = None  # with the first token, where asked for
-
-
-class ReqFailed(msgspec.Struct, frozen=True):
-    """A request that ends without (more) tokens. ``status`` and ``message`` are what HTTP tells the client."""
-
-    req_id: int
-    status: int
-    message: str
 
 
 class BatchTokenIdOut(msgspec.Struct, frozen=True, tag=True):
-    """All news of one step; ``new`` come before their tokens, ``gone`` were aborted."""
+    """The tokens of one step, requests that are new or failed, and ids of requests that were aborted.
+
+    A request is in ``new`` before its tokens come.
+    """
 
     outs: list[TokenIdOut] = []
     new: list[TextReq] = []
     failed: list[ReqFailed] = []
-    gone: list[int] = []
+    aborted: list[int] = []
 
 
 class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -299,12 +386,12 @@ class MetricsSnapshot(msgspec.Struct, frozen=True):
 
 
 class RouterStats(msgspec.Struct, frozen=True, tag=True):
-    """A sign of life of router and detokenizer, once a second, with every metric as it stands."""
+    """The heartbeat of router and detokenizer, once a second, with the current metrics."""
 
     sent_s: float  # time.monotonic()
-    step_age_s: float  # how long the workers have been at the oldest step under way; 0 when idle
+    step_age_s: float  # age of the oldest step in flight; 0 when idle
     metrics: MetricsSnapshot
-    has_workers: bool = True  # else new ones are on their way
+    has_workers: bool = True  # False while lost workers are being replaced
 
 
 ToDetokenization = BatchTokenIdOut | RouterStats | AbortNamed
@@ -314,17 +401,14 @@ ToDetokenization = BatchTokenIdOut | RouterStats | AbortNamed
 
 
 class StrOut(msgspec.Struct, frozen=True, array_like=True):
-    """A token with the text it completes, which is "" while a character or a stop string may be under way."""
+    """A token with the text that it completes: "" while a character or a stop string may be incomplete."""
 
     req_id: int
     text: str
-    token_id: int
-    logprob: float | None = None
-    top: list[tuple[int, float]] | None = None
+    token: Token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or string that ended it
     admission: Admission | None = None
-    prompt: PromptLogprobs | None = None
 
 
 class BatchStrOut(msgspec.Struct, frozen=True, tag=True):
@@ -339,39 +423,39 @@ ToHttpserver = BatchStrOut | RouterStats | AbortNamed
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
-    """A part of the start that is over, for the table of the banner."""
+    """A finished phase of the start, for the table of the banner."""
 
     name: str
     seconds: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The ready word: the child can do its work."""
+    """The child is ready to work."""
 
 
 class StepLimits(msgspec.Struct, frozen=True):
-    """How much a device computes in a step unless the operator says otherwise."""
+    """The step sizes that suit a device, unless the operator sets others."""
 
     batch_max_tokens: int  # of all requests
-    chunked_prefill_size: int | None = None  # of prompts, while others decode; None: as many as the step has
-    sizes: tuple[int, ...] = ()  # of a step in which others decode, that the device computes well; none: any
+    chunked_prefill_size: int | None = None  # prompt tokens while others decode; None: no limit of its own
+    sizes: tuple[int, ...] = ()  # efficient sizes of a step with prompts and decodes; empty: any
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
-    """The ready word of a worker, and what the router and the HTTP processes then learn."""
+    """A worker is ready. The launcher passes it on to the router and the HTTP processes."""
 
     max_total_token_num: int  # tokens the KV pool holds
     max_req_total_len: int  # prompt plus output; never more than the pool holds
     vocab_size: int
-    pipeline_depth: int  # steps that may be under way at once
+    pipeline_depth: int  # steps that may be in flight at once
     eos_token_ids: tuple[int, ...] = ()
     computed_in: str = ""  # data type and device, for people
     step_limits: StepLimits = StepLimits(2048)
-    step_timeout_s: float = 0.0  # a step that takes longer hangs; 0: none does
+    step_timeout_s: float = 0.0  # a step that takes longer has hung; 0: no limit
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The last word of a child that cannot go on: one line for the operator."""
+    """The child exits because of an error: one line for the operator."""
 
     message: str
 
@@ -381,7 +465,7 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Take no new request, finish the others, say Drained."""
+    """Refuse new requests, finish the open ones, then send Drained."""
 
 
 class EngineDied(msgspec.Struct, frozen=True, tag=True):
@@ -391,25 +475,25 @@ class EngineDied(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkersLost(msgspec.Struct, frozen=True, tag=True):
-    """The router has given its workers up: they hung up, or a step does not end. It waits for others."""
+    """The router has lost its workers: a connection closed, or a step did not end. It waits for NewWorkers."""
 
-    generation: int  # of NewWorkers; 0: the first
+    generation: int  # of the lost workers; the first is 0
     why: str
-    is_explained: bool  # a request was to blame, and is gone
+    is_explained: bool  # one request crashed them twice, and was ended
 
 
 class NewWorkers(msgspec.Struct, frozen=True, tag=True):
-    """The router's workers were replaced, by others of the same size."""
+    """The workers were replaced by new ones with the same KV pool."""
 
-    generation: int  # theirs
+    generation: int  # of the new workers
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Are you there?"""
+    """The launcher checks that a child responds."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """The answer; of a child with an event loop, from there."""
+    """The response to Ping. A child with an event loop sends it from the loop."""
 
 
 FromChild = Phase | Ready | EngineReady | Failed | Drained | WorkersLost | Pong

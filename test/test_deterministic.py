@@ -6,14 +6,13 @@ import json
 import random
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
-from lightserve.io_struct import SamplingParams
+from lightserve.httpserver.logprobs import PromptToken
+from lightserve.io_struct import GenerationParams
 from lightserve.llm import LLM, Generation
-from lightserve.prompt_logprobs import PromptToken
-from lightserve.worker.sampling.prompt_logprobs import scores_of
+from lightserve.worker.sampling.logprobs import ranked_logprobs
 
 CONFIG = {
     "model_type": "llama",
@@ -30,9 +29,9 @@ CONFIG = {
 DEVICES = [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
 LENGTH = 200
 SAID = 200
-ASKED = SamplingParams(max_new_tokens=8, temperature=0.0, logprobs=5, ignore_eos=True)
-SCORED = SamplingParams(max_new_tokens=8, temperature=0.0, logprobs=5, prompt_logprobs=2, ignore_eos=True)
-OTHER = SamplingParams(max_new_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
+ASKED = GenerationParams.of(max_new_tokens=8, temperature=0.0, logprobs=5, ignore_eos=True)
+SCORED = GenerationParams.of(max_new_tokens=8, temperature=0.0, logprobs=5, prompt_logprobs=2, ignore_eos=True)
+OTHER = GenerationParams.of(max_new_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
 Bits = tuple[list[int], list[float], list[list[tuple[int, float]]]]
 
 
@@ -64,12 +63,10 @@ def test_a_request_goes_on_from_any_of_its_tokens_as_it_would_have(tmp_path: Pat
     decoding, replaced = (make(tmp_path, device, dtype, 2048) for _ in range(2))
     cuts = (1, 20, 63, 64, 65, 100, 190)
     prompts = [prompt(seed, 3) for seed in range(len(cuts))]
-    said = decoding.generate(prompts, msgspec.structs.replace(ASKED, max_new_tokens=SAID))
+    said = decoding.generate(prompts, ASKED.replace(max_new_tokens=SAID))
 
     for given, whole, cut in zip(prompts, said, cuts, strict=True):
-        rest = replaced.generate(
-            [given + whole.token_ids[:cut]], msgspec.structs.replace(ASKED, max_new_tokens=SAID - cut)
-        )[0]
+        rest = replaced.generate([given + whole.token_ids[:cut]], ASKED.replace(max_new_tokens=SAID - cut))[0]
 
         assert rest.token_ids == whole.token_ids[cut:]
         assert rest.logprobs == whole.logprobs[cut:]
@@ -101,9 +98,9 @@ def test_nothing_beside_a_request_changes_a_bit_of_its_logprobs(tmp_path: Path, 
 def test_how_likely_a_prompts_token_is_depends_on_no_other_row(device: str) -> None:
     logits = torch.randn(200, 4096, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16) * 3
     targets = torch.arange(200, device=device)
-    together = scores_of(logits, targets, 2)
+    together = ranked_logprobs(logits, targets, 2)
 
     for begin, end in ((0, 1), (1, 3), (3, 67), (67, 200)):
-        apart = scores_of(logits[begin:end], targets[begin:end], 2)
+        apart = ranked_logprobs(logits[begin:end], targets[begin:end], 2)
         for part, whole in zip(apart, together, strict=True):
             torch.testing.assert_close(part, whole[begin:end], rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Pages tell the truth: code that runs, flags, endpoints, fields and metrics that exist, and all of them."""
+"""The pages match the code: links, flags, endpoints, fields, metrics and examples exist, and none is missing."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from starlette.routing import BaseRoute, Route
 
 from lightserve import generate
 from lightserve.config import ServerConfig
-from lightserve.httpserver import native_request, openai_later
-from lightserve.httpserver.body import Body, check
-from lightserve.httpserver.generate_schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
-from lightserve.httpserver.messages_request import MessagesBody, PromptBody
-from lightserve.httpserver.metrics import ENGINE_UP, NAMES
-from lightserve.httpserver.native_request import NativeBody, NativeParameters
-from lightserve.httpserver.openai_protocol import ChatBody, CompletionBody, Message, StreamOptions, checked
-from lightserve.httpserver.responses_request import ResponsesBody
-from lightserve.httpserver.tgi_request import TgiBody, TgiParameters
+from lightserve.httpserver.admin.metrics_page import ENGINE_UP, NAMES
+from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
+from lightserve.httpserver.chat.request import ChatBody, Message
+from lightserve.httpserver.fields.generation import UNSUPPORTED, StreamOptions, validate_supported
+from lightserve.httpserver.generate.schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
+from lightserve.httpserver.lightllm import request as lightllm_request
+from lightserve.httpserver.lightllm.request import LightllmBody, LightllmParameters
+from lightserve.httpserver.openai.completions_request import CompletionBody
+from lightserve.httpserver.openai.responses_request import ResponsesBody
+from lightserve.httpserver.tgi.request import TgiBody, TgiParameters
+from lightserve.httpserver.wire.body import Body, validate
 from lightserve.models.registry import MODELS
 from lightserve.server.args import parse_server
 from lightserve.simulate.__main__ import arguments as simulate_arguments
@@ -35,9 +37,9 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
-DATED = {"log.md"}  # tells of its day, whose flags may be gone
-# of pytest, benchmarks and test/faults
-OTHER_TOOLS = {"--backend", "--core", "--examples", "--long", "--policy", "--only", "--minutes"}
+DATED = {"log.md"}  # a record of past runs: its flags may no longer exist
+# flags of pytest, benchmarks and test/faults
+OTHER_TOOLS = {"--backend", "--core", "--examples", "--long", "--policy", "--only", "--minutes", "--ops", "--profile"}
 METHODS = "GET|HEAD|POST"
 
 
@@ -170,11 +172,11 @@ def test_endpoints_in_the_readme_are_on_the_api_page() -> None:
     [
         pytest.param([*ChatBody.model_fields, *CompletionBody.model_fields], id="openai"),
         pytest.param([*Message.model_fields, *StreamOptions.model_fields], id="parts"),
-        pytest.param(list(openai_later.LATER), id="openai-later"),
+        pytest.param(list(UNSUPPORTED), id="openai-unsupported"),
         pytest.param(list(ResponsesBody.model_fields), id="responses"),
         pytest.param(list(MessagesBody.model_fields), id="messages"),
-        pytest.param([*NativeBody.model_fields, *NativeParameters.model_fields], id="lightllm"),
-        pytest.param(list(native_request.LATER), id="lightllm-later"),
+        pytest.param([*LightllmBody.model_fields, *LightllmParameters.model_fields], id="lightllm"),
+        pytest.param(list(lightllm_request.UNSUPPORTED), id="lightllm-unsupported"),
         pytest.param([*TgiBody.model_fields, *TgiParameters.model_fields], id="tgi"),
         pytest.param([*LIGHTLLM_ONLY, *TGI_ONLY], id="marks"),
         pytest.param([one.name for one in (*CATALOGUE, ENGINE_UP)], id="metrics"),
@@ -203,12 +205,12 @@ def check_body(path: str, value: dict[str, Any]) -> None:
     others: dict[str, type[Body]]
     others = {"/v1/responses": ResponsesBody, "/v1/messages": MessagesBody, "/v1/messages/count_tokens": PromptBody}
     if path in openai:
-        checked(openai[path], value)
+        validate_supported(openai[path], value)
     elif path in others:
-        check(others[path], value)
+        validate(others[path], value)
     elif path in ("/generate", "/generate_stream", "/"):
-        kinds: dict[Schema, type[Body]] = {Schema.TGI: TgiBody, Schema.LIGHTLLM: NativeBody}
-        check(kinds[schema_of(value, Schema.LIGHTLLM)], value)
+        kinds: dict[Schema, type[Body]] = {Schema.TGI: TgiBody, Schema.LIGHTLLM: LightllmBody}
+        validate(kinds[schema_of(value, Schema.LIGHTLLM)], value)
 
 
 @pytest.mark.parametrize(("page", "at_least"), [(README, 2), (API, 15)], ids=["README", "api"])

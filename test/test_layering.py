@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 ROOT = Path(__file__).parent.parent / "lightserve"
 
 GROUND = {"errors", "utils", "config", "io_struct"}
+HTTP_GROUND = {"httpserver.context", "httpserver.manager", "httpserver.wire"}
+HTTP_API = {*HTTP_GROUND, "errors", "httpserver.fields", "httpserver.logprobs", "io_struct", "model_files"}
 # name: what it may import from lightserve besides itself
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
@@ -25,8 +28,6 @@ LAYERS: dict[str, set[str]] = {
     "utils.process": {"errors", "config", "io_struct"},
     "config": {"errors"},
     "io_struct": {"errors"},
-    "beam_search": {"errors", "io_struct"},
-    "prompt_logprobs": {"io_struct"},
     "model_files": {"errors", "utils"},
     "output_parsing": {"errors"},
     "grammar": {"errors", "io_struct", "model_files"},
@@ -38,16 +39,18 @@ LAYERS: dict[str, set[str]] = {
     "common.compile.server": {"utils", "common.compile", "common.triton_kernel"},
     "common.device": {"errors", "io_struct", "utils", "common.compile", "common.ops"},
     "common.device.profile": {"io_struct"},
-    "common.tp": set(),
+    "common.parallel": set(),
     "common.checkpoint": {"errors", "model_files"},
-    "common.kv": {"model_files"},
+    "common.quantization": {"common.checkpoint", "common.ops", "model_files"},
+    "common.kv": set(),
     "common.basemodel": {
         "errors",
         "utils",
         "common.checkpoint",
         "common.kv",
         "common.ops",
-        "common.tp",
+        "common.parallel",
+        "common.quantization",
         "model_files",
     },
     "models": {"errors", "common.basemodel", "common.ops"},
@@ -55,23 +58,62 @@ LAYERS: dict[str, set[str]] = {
     "router": {*GROUND, "common.kv.token_slots"},
     "worker": {*GROUND, "common", "grammar", "models", "model_files"},
     "detokenization": {*GROUND, "model_files"},
-    "httpserver": {
-        *GROUND,
-        "beam_search",
+    "httpserver.wire": {"errors", "io_struct", "utils"},
+    "httpserver.logprobs": {"io_struct"},
+    "httpserver.manager": {"errors", "io_struct", "utils", "httpserver.wire"},
+    "httpserver.grammar_check": {"errors", "grammar", "io_struct", "model_files"},
+    "httpserver.context": {
+        "config",
+        "errors",
+        "httpserver.grammar_check",
+        "httpserver.manager",
+        "httpserver.wire",
+        "model_files",
+    },
+    "httpserver.beam_search.algorithm": {"errors", "io_struct"},
+    "httpserver.beam_search": {*HTTP_GROUND, "io_struct", "model_files"},
+    "httpserver.fields": {
+        *HTTP_GROUND,
+        "errors",
         "grammar",
+        "httpserver.beam_search.algorithm",
+        "io_struct",
         "model_files",
         "output_parsing",
-        "prompt_logprobs",
     },
+    "httpserver.chat": {
+        *HTTP_GROUND,
+        "errors",
+        "grammar",
+        "httpserver.fields",
+        "io_struct",
+        "model_files",
+        "output_parsing",
+    },
+    "httpserver.openai": {*HTTP_API, "httpserver.beam_search", "httpserver.chat", "output_parsing"},
+    "httpserver.anthropic": {*HTTP_API, "httpserver.chat"},
+    "httpserver.lightllm": {*HTTP_API, "httpserver.beam_search"},
+    "httpserver.tgi": HTTP_API,
+    "httpserver.generate": {*HTTP_GROUND, "errors", "httpserver.lightllm", "httpserver.tgi"},
+    "httpserver.admin": {
+        *HTTP_GROUND,
+        "errors",
+        "httpserver.chat",
+        "httpserver.fields",
+        "httpserver.tgi",
+        "io_struct",
+        "utils",
+    },
+    "httpserver": {"config", "io_struct", "model_files", "utils"},
     "server": {*GROUND, "model_files", "models.registry"},
     "simulate": {*GROUND, "router"},
     "llm": {
         *GROUND,
-        "beam_search",
-        "common.tp",
+        "common.parallel",
         "detokenization",
+        "httpserver.beam_search.algorithm",
+        "httpserver.logprobs",
         "model_files",
-        "prompt_logprobs",
         "router",
         "worker",
     },
@@ -92,7 +134,6 @@ LAYERS: dict[str, set[str]] = {
     },
 }
 TORCH_FREE = [
-    "beam_search",
     "common.compile.cache",
     "common.compile.processes",
     "common.kv.token_slots",
@@ -100,12 +141,13 @@ TORCH_FREE = [
     "detokenization.stop",
     "errors",
     "grammar.compiler",
+    "httpserver.beam_search.algorithm",
+    "httpserver.logprobs",
     "io_struct",
     "model_files.model_config",
     "model_files.source",
     "model_files.tokenizer",
     "output_parsing",
-    "prompt_logprobs",
     "router",
     "server.api_server",
     "simulate.simulation",
@@ -125,7 +167,11 @@ def layer_of(module: str) -> str:
 
 
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    yield from imports_of(ast.parse(path.read_text()))
+
+
+def imports_of(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -154,6 +200,34 @@ def test_imports_go_down(path: Path) -> None:
         if name.startswith("lightserve.") and name != "lightserve.__version__":
             there = layer_of(name.removeprefix("lightserve."))
             assert any(is_within(there, layer) for layer in allowed), f"{here} may not import {there}"
+
+
+def imported_at_run_time(path: Path) -> Iterator[str]:
+    """Imports outside of ``if TYPE_CHECKING:``."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    yield from imports_of(tree)
+
+
+def module_of(name: str, known: set[str]) -> str | None:
+    """The module that an imported name is or belongs to; None: a package without code, or no module of ours."""
+    parts = name.split(".")
+    prefixes = [".".join(parts[:end]) for end in range(len(parts), 1, -1)]
+    return next((prefix for prefix in prefixes if prefix in known), None)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    paths = {f"lightserve.{dotted(path)}": path for path in modules()}
+    graph = {
+        name: {module_of(imported, set(paths)) for imported in imported_at_run_time(path)} - {None, name}
+        for name, path in paths.items()
+    }
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail("an import cycle: " + " <- ".join(error.args[1]))
 
 
 def test_no_module_is_named_twice_in_the_table() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from lightserve.errors import InvalidRequestError, ModelFilesError, PromptTooLongError, ServerError
-from lightserve.io_struct import FinishReason, SamplingParams
+from lightserve.io_struct import FinishReason, GenerationParams
 from lightserve.llm import LLM
 
-GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
+GREEDY = GenerationParams.of(max_new_tokens=12, temperature=0)
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +21,14 @@ def llm() -> LLM:
 
 def test_a_stop_token_beyond_the_vocabulary_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match=r"stop_token_ids must be integers in 0\.\.49151"):
-        llm.generate("Hello", SamplingParams(stop_token_ids=(49152,), min_new_tokens=2))
+        llm.generate("Hello", GenerationParams.of(stop_token_ids=(49152,), min_new_tokens=2))
 
 
 @pytest.fixture(autouse=True)
 def _all_rows_come_back(llm: LLM) -> Iterator[None]:
     yield
-    llm.generate([1], SamplingParams(max_new_tokens=1))  # its step makes the worker forget whatever was aborted
-    assert llm.worker.model.req_manager.num_free == 5  # its own row goes with the step that follows
+    llm.generate([1], GenerationParams.of(max_new_tokens=1))  # its step frees the rows of aborted requests
+    assert llm.worker.model.req_manager.num_free == 5  # the next step frees its own row
 
 
 def test_a_prompt_has_the_same_text_alone_and_among_others(llm: LLM) -> None:
@@ -41,12 +41,12 @@ def test_a_prompt_has_the_same_text_alone_and_among_others(llm: LLM) -> None:
 
 
 def test_a_seed_fixes_the_text_in_any_batch(llm: LLM) -> None:
-    seeded = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=1234)
-    other = SamplingParams(max_new_tokens=12, temperature=1.0)
+    seeded = GenerationParams.of(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=1234)
+    other = GenerationParams.of(max_new_tokens=12, temperature=1.0)
 
     alone = llm.generate("Once upon a time", seeded)[0].text
     among = llm.generate(["Once upon a time", "Hello", "The sky is"], [seeded, other, other])[0].text
-    another = llm.generate("Once upon a time", SamplingParams(max_new_tokens=12, temperature=0.9, seed=99))[0].text
+    another = llm.generate("Once upon a time", GenerationParams.of(max_new_tokens=12, temperature=0.9, seed=99))[0].text
 
     assert among == alone
     assert another != alone
@@ -54,7 +54,7 @@ def test_a_seed_fixes_the_text_in_any_batch(llm: LLM) -> None:
 
 def test_streamed_pieces_add_up_to_the_text(llm: LLM) -> None:
     prompts = ["日本語で数を数える: 一、二、", "😀 😃 😄 😁", "Liberté, égalité,"]
-    params = SamplingParams(max_new_tokens=30, temperature=0, ignore_eos=True)
+    params = GenerationParams.of(max_new_tokens=30, temperature=0, ignore_eos=True)
 
     outs = list(llm.stream(prompts, params))
 
@@ -66,7 +66,7 @@ def test_streamed_pieces_add_up_to_the_text(llm: LLM) -> None:
         assert [out.finish_reason for out in pieces] == [None] * 29 + [FinishReason.LENGTH]
 
 
-def test_streams_under_way_at_once_do_not_disturb_each_other(llm: LLM) -> None:
+def test_open_streams_do_not_disturb_each_other(llm: LLM) -> None:
     prompts = ["The capital of France is", "Water boils at", "1, 2, 3, 4,"]
     alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
 
@@ -99,10 +99,10 @@ def test_a_step_that_fails_ends_every_stream_and_the_next_request_is_served(
 
 
 def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
-    full = llm.generate("1, 2, 3, 4,", SamplingParams(max_new_tokens=20, temperature=0))[0]
+    full = llm.generate("1, 2, 3, 4,", GenerationParams.of(max_new_tokens=20, temperature=0))[0]
     assert " 7" in full.text
 
-    params = SamplingParams(max_new_tokens=20, temperature=0, stop=" 7")  # type: ignore[arg-type]  # one needs no tuple
+    params = GenerationParams.of(max_new_tokens=20, temperature=0, stop=" 7")  # one needs no tuple
     stopped = llm.generate("1, 2, 3, 4,", params)[0]
 
     assert stopped.text == full.text[: full.text.index(" 7")]
@@ -114,7 +114,7 @@ def test_a_stop_token_ends_the_text(llm: LLM) -> None:
     full = llm.generate("The capital of France is", GREEDY)[0]
 
     stop = full.token_ids[-1]
-    params = SamplingParams(max_new_tokens=12, temperature=0, stop_token_ids=(stop,))
+    params = GenerationParams.of(max_new_tokens=12, temperature=0, stop_token_ids=(stop,))
     stopped = llm.generate("The capital of France is", params)[0]
 
     assert stopped.token_ids == full.token_ids[: full.token_ids.index(stop) + 1]
@@ -124,10 +124,10 @@ def test_a_stop_token_ends_the_text(llm: LLM) -> None:
 def test_min_new_tokens_keeps_the_model_from_ending(llm: LLM) -> None:
     prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
     ids = llm.tokenizer.encode(prompt, add_special_tokens=False)
-    short = llm.generate([ids], SamplingParams(max_new_tokens=40, temperature=0))[0]
+    short = llm.generate([ids], GenerationParams.of(max_new_tokens=40, temperature=0))[0]
     assert short.finish_reason is FinishReason.STOP
 
-    params = SamplingParams(max_new_tokens=40, min_new_tokens=20, temperature=0)
+    params = GenerationParams.of(max_new_tokens=40, min_new_tokens=20, temperature=0)
     longer = llm.generate([ids], params)[0]
 
     assert len(short.token_ids) < 20 <= len(longer.token_ids)
@@ -135,29 +135,29 @@ def test_min_new_tokens_keeps_the_model_from_ending(llm: LLM) -> None:
 
 def test_a_repetition_penalty_breaks_a_loop(llm: LLM) -> None:
     prompt = "the cat the cat the cat the cat the cat the cat"
-    loop = llm.generate(prompt, SamplingParams(max_new_tokens=12, temperature=0))[0].text
+    loop = llm.generate(prompt, GenerationParams.of(max_new_tokens=12, temperature=0))[0].text
 
-    free = llm.generate(prompt, SamplingParams(max_new_tokens=12, temperature=0, repetition_penalty=1.8))[0].text
+    free = llm.generate(prompt, GenerationParams.of(max_new_tokens=12, temperature=0, repetition_penalty=1.8))[0].text
 
     assert loop.count("cat") > 3
     assert free.count("cat") < loop.count("cat")
 
 
-def test_logprobs_are_those_of_the_chosen_tokens(llm: LLM) -> None:
-    asking = SamplingParams(max_new_tokens=12, temperature=0, logprobs=2)
+def test_logprobs_belong_to_the_sampled_tokens(llm: LLM) -> None:
+    params = GenerationParams.of(max_new_tokens=12, temperature=0, logprobs=2)
 
-    silent, told = llm.generate(["The capital of France is"] * 2, [GREEDY, asking])
+    without, requested = llm.generate(["The capital of France is"] * 2, [GREEDY, params])
 
-    assert not silent.logprobs
-    assert len(told.logprobs) == len(told.token_ids)
-    assert all(-10 < logprob <= 0 for logprob in told.logprobs)
-    assert told.logprobs[0] == pytest.approx(-0.5, abs=0.5)  # " Paris" is likely, not certain
-    assert [top[0] for top in told.top_logprobs] == list(zip(told.token_ids, told.logprobs, strict=True))
-    assert all(len(top) == 2 and top[0][1] >= top[1][1] for top in told.top_logprobs)
+    assert not without.logprobs
+    assert len(requested.logprobs) == len(requested.token_ids)
+    assert all(-10 < logprob <= 0 for logprob in requested.logprobs)
+    assert requested.logprobs[0] == pytest.approx(-0.5, abs=0.5)  # " Paris" is likely, not certain
+    assert [top[0] for top in requested.top_logprobs] == list(zip(requested.token_ids, requested.logprobs, strict=True))
+    assert all(len(top) == 2 and top[0][1] >= top[1][1] for top in requested.top_logprobs)
 
 
-def test_a_caller_who_leaves_in_the_middle_leaves_nothing_behind(llm: LLM) -> None:
-    stream = llm.stream(["Hello", "The sky is", "A long " * 60], SamplingParams(max_new_tokens=50, temperature=0))
+def test_a_closed_stream_frees_its_memory(llm: LLM) -> None:
+    stream = llm.stream(["Hello", "The sky is", "A long " * 60], GenerationParams.of(max_new_tokens=50, temperature=0))
     next(stream)
 
     stream.close()  # type: ignore[attr-defined]
@@ -228,7 +228,7 @@ def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, Any]) -> N
     name = next(iter(wrong))
 
     with pytest.raises(InvalidRequestError, match=name) as refused:
-        SamplingParams(**wrong)
+        GenerationParams.of(**wrong)
 
     assert refused.value.param == name
     assert len(str(refused.value)) < 200

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lightserve.io_struct import FinishReason, SamplingParams
+from lightserve.io_struct import FinishReason, GenerationParams
 from lightserve.llm import LLM
 from test.small_text import save_small_model
 
@@ -34,8 +34,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(save_spoilt_model(tmp_path_factory.mktemp("spoilt")), device="cpu", max_total_token_num=2000)
 
 
-def params(**fields: Any) -> SamplingParams:
-    return SamplingParams(**{"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True, **fields})
+def params(**fields: Any) -> GenerationParams:
+    return GenerationParams.of(**{"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True, **fields})
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,6 @@ def test_a_row_that_was_spoilt_in_one_step_is_used_again(llm: LLM) -> None:
 
     for _ in range(3):
         llm.generate([BAD] * 4, params(repetition_penalty=1.2))
-        assert torch.isnan(llm.worker.model.mem_manager.kv_buffer).any(), "or this shows nothing"
+        assert torch.isnan(llm.worker.model.mem_manager.buffers[0]).any(), "or this shows nothing"
         healthy = llm.generate([GOOD] * 4, params(repetition_penalty=1.2))
         assert [one.token_ids for one in healthy] == [alone.token_ids] * 4

@@ -6,23 +6,22 @@ import random
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from lightserve.io_struct import SamplingParams, Step
+from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
+from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
-from lightserve.prompt_logprobs import PromptToken, unpack
-from lightserve.worker.sampling import prompt_logprobs as worker_prompt_logprobs
+from lightserve.worker.sampling import logprobs as worker_logprobs
 from test.models.tiny import build_hf
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = 1e-4
 K = 5
 VOCAB = 131
-PLAIN = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
-SCORED = msgspec.structs.replace(PLAIN, prompt_logprobs=K)
+PLAIN = GenerationParams.of(max_new_tokens=4, temperature=0.0, ignore_eos=True)
+SCORED = PLAIN.replace(prompt_logprobs=K)
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +101,9 @@ def test_requests_that_were_paused_while_they_decoded(folder: str, hf: Any) -> N
     llm.generate([[i] for i in range(40)], PLAIN)  # a wrong idea of what comes
     prompts = [prompt(i, 10 + i) for i in range(6)]
 
-    found = llm.generate(prompts, msgspec.structs.replace(SCORED, max_new_tokens=40))
+    found = llm.generate(prompts, SCORED.replace(max_new_tokens=40))
 
-    assert llm._scheduler.num_pauses > 0
+    assert llm._scheduler.num_preemptions > 0
     for one in found:
         assert_true(one.prompt_logprobs, one.prompt_ids, hf)
 
@@ -120,13 +119,13 @@ def test_a_request_that_was_paused_in_its_prompt(
     def pausing() -> Step | None:
         steps.append(next_step())
         if len(steps) == paused_after:
-            scheduler._pause(scheduler._newest())
+            scheduler.preempt_newest()
         return steps[-1]
 
     monkeypatch.setattr(scheduler, "next_step", pausing)
     found = llm.generate(prompt(0, 90), SCORED)[0]
 
-    assert scheduler.num_pauses == 1
+    assert scheduler.num_preemptions == 1
     assert_true(found.prompt_logprobs, found.prompt_ids, hf)
     assert found.token_ids == make(folder).generate(prompt(0, 90), PLAIN)[0].token_ids
 
@@ -135,7 +134,7 @@ def test_every_request_of_a_step_gets_as_many_of_the_likeliest_as_it_asks_for(fo
     prompts = [prompt(i, 6) for i in range(3)]
     counts = (0, 20, 2)
 
-    found = make(folder).generate(prompts, [msgspec.structs.replace(SCORED, prompt_logprobs=k) for k in counts])
+    found = make(folder).generate(prompts, [SCORED.replace(prompt_logprobs=k) for k in counts])
 
     for one, k in zip(found, counts, strict=True):
         assert_true(one.prompt_logprobs, one.prompt_ids, hf, k)
@@ -144,15 +143,15 @@ def test_every_request_of_a_step_gets_as_many_of_the_likeliest_as_it_asks_for(fo
 def test_no_more_logits_are_there_at_once_than_a_piece_has(
     folder: str, hf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_prompt_logprobs, "PIECE", 7 * VOCAB)
+    monkeypatch.setattr(worker_logprobs, "PIECE", 7 * VOCAB)
     shapes: list[tuple[int, ...]] = []
-    scores = worker_prompt_logprobs.scores_of
+    ranked_logprobs = worker_logprobs.ranked_logprobs
 
-    def watched(logits: torch.Tensor, targets: torch.Tensor, k: int) -> worker_prompt_logprobs.Scores:
+    def watched(logits: torch.Tensor, targets: torch.Tensor, k: int) -> worker_logprobs.RankedLogprobs:
         shapes.append(logits.shape)
-        return scores(logits, targets, k)
+        return ranked_logprobs(logits, targets, k)
 
-    monkeypatch.setattr(worker_prompt_logprobs, "scores_of", watched)
+    monkeypatch.setattr(worker_logprobs, "ranked_logprobs", watched)
     found = make(folder).generate([prompt(0, 90), prompt(1, 3)], SCORED)
 
     for one in found:
@@ -162,7 +161,7 @@ def test_no_more_logits_are_there_at_once_than_a_piece_has(
 
 
 def test_without_a_model_no_token_of_a_prompt_is_likely() -> None:
-    first, second = unpack([3, 4], None)
+    first, second = unpack_prompt_logprobs([3, 4], None)
 
     assert first == PromptToken(3, None, 0, [])
     assert second == PromptToken(4, float("-inf"), 0, [])

@@ -29,7 +29,7 @@ import torch
 
 from lightserve.errors import ServerError
 from lightserve.grammar.compiler import schema_grammar
-from lightserve.io_struct import SamplingParams, Step
+from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import load_tokenizer
@@ -105,7 +105,7 @@ def take_forward_pass(llm: LLM) -> None:
     llm.worker.capture()
 
 
-def batch_of(kind: str, args: argparse.Namespace) -> list[SamplingParams]:
+def batch_of(kind: str, args: argparse.Namespace) -> list[GenerationParams]:
     share = KINDS[kind]
     bias = {0: 0.0} if kind == "special" else {}
     batch = []
@@ -114,7 +114,7 @@ def batch_of(kind: str, args: argparse.Namespace) -> list[SamplingParams]:
             {"grammar": schema_grammar(ENDLESS)} if i < share * args.batch else {"logit_bias": bias}
         )
         options |= {"temperature": args.temperature, "max_new_tokens": args.tokens}
-        batch.append(SamplingParams(ignore_eos=True, seed=i, **options))
+        batch.append(GenerationParams.of(ignore_eos=True, seed=i, **options))
     return batch
 
 
@@ -131,7 +131,7 @@ class Rate(NamedTuple):
         return self.tokens / self.wall_s
 
 
-def run(llm: LLM, batch: list[SamplingParams]) -> Rate:
+def run(llm: LLM, batch: list[GenerationParams]) -> Rate:
     """Complete prompts, each of which begins otherwise."""
     prompts = [[100 + i] * PROMPT_LEN for i in range(len(batch))]
     begun: list[tuple[float, float, Step]] = []  # wall clock, processor time

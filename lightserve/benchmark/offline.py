@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lightserve.io_struct import SamplingParams
+from lightserve.io_struct import GenerationParams
 from lightserve.llm import LLM
 from lightserve.model_files.source import resolve
 from lightserve.tools.oracle import load_transformers
@@ -36,7 +36,7 @@ class Speed:
 
 def our_run(llm: LLM) -> Run:
     def run(prompts: list[list[int]], new_tokens: int) -> float:
-        params = SamplingParams(max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
+        params = GenerationParams.of(max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
         begin = time.perf_counter()
         llm.generate(prompts, params)
         return time.perf_counter() - begin

@@ -26,7 +26,7 @@ from lightserve.benchmark.ceilings import Ceilings, measure_ceilings
 from lightserve.benchmark.model_cost import ModelCost, Work
 from lightserve.benchmark.step_profile import profile_steps
 from lightserve.common.device import pick_device
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
@@ -137,7 +137,7 @@ class StaticBench:
 
     def _requests(self, work: Work) -> list[NewReq]:
         generator = torch.Generator().manual_seed(next(self._ids))
-        length, sampling = work.cached + work.new, SamplingParams(temperature=0.0, max_new_tokens=2**20)
+        length, sampling = work.cached + work.new, SamplingParams(temperature=0.0)
         ids = torch.randint(self.worker.model_config.vocab_size, (work.batch, length), generator=generator).tolist()
         return [
             NewReq(
@@ -236,7 +236,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ServerError("--profile needs a GPU")
     device = kind.torch_device(0)
     ceilings = measure_ceilings(device, kind.dtypes[0])
-    worker = ModelWorker(config, resolve(config.model_dir, needs_weights=config.load_format == "auto"), TpGroup())
+    worker = ModelWorker(config, resolve(config.model_dir, needs_weights=config.load_format == "auto"), Parallel())
     worker.warm_up()
     bench = StaticBench(worker, config.batch_max_tokens)
     print(f"{worker.model_config.model_type} {worker.computed_in}; {ceilings}")

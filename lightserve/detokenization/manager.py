@@ -1,4 +1,4 @@
-"""The detokenizer's loop: tokens of a step in, their text out to the HTTP processes that wait for it."""
+"""The detokenizer's loop: receives the tokens of a step and sends their text to the HTTP processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from lightserve.io_struct import (
     FinishReason,
     ReqFailed,
     StrOut,
-    TextReq,
     ToDetokenization,
     ToHttpserver,
     TokenIdOut,
@@ -46,56 +45,43 @@ class DetokenizationManager:
             message = await self._inbox.recv()
             if isinstance(message, BatchTokenIdOut):
                 self._handle(message)
-            else:  # for every HTTP process; it comes this way so that a sign of life is one of all processes
+            else:  # a heartbeat for every HTTP process; it passes through here to prove that this process runs too
                 for sender in self._to_http:
                     sender.send(message)
 
     def _handle(self, batch: BatchTokenIdOut) -> None:
         for req in batch.new:
-            self._texts[req.req_id] = self._text_of(req)
+            self._texts[req.req_id] = ReqText(self._decoder, req.text)
         outs: list[list[StrOut]] = [[] for _ in self._to_http]
         failed: list[list[ReqFailed]] = [[] for _ in self._to_http]
-        for token in batch.outs:
-            text = self._texts.get(token.req_id)
-            if text is not None:  # else a stop string ended it while this token was under way
-                outs[http_worker_of(token.req_id)].append(self._next(text, token))
+        for out in batch.outs:
+            text = self._texts.get(out.req_id)
+            if text is not None:  # otherwise a stop string ended the request while this token was in flight
+                outs[http_worker_of(out.req_id)].append(self._next(text, out))
         for failure in batch.failed:
             self._texts.pop(failure.req_id, None)
             failed[http_worker_of(failure.req_id)].append(failure)
-        for req_id in batch.gone:
+        for req_id in batch.aborted:
             self._texts.pop(req_id, None)
         for sender, own_outs, own_failed in zip(self._to_http, outs, failed, strict=True):
             if own_outs or own_failed:
                 sender.send(BatchStrOut(own_outs, own_failed))
 
-    def _text_of(self, req: TextReq) -> ReqText:
-        return ReqText(
-            self._decoder,
-            req.stop,
-            include_stop=req.include_stop,
-            skip_special_tokens=req.skip_special_tokens,
-            shown_special_ids=req.shown_special_ids,
-            hidden_chars=req.hidden_chars,
-        )
-
-    def _next(self, text: ReqText, token: TokenIdOut) -> StrOut:
-        piece = text.push(token.token_id, token.finish_reason, token.ends_in_text)
-        finish_reason: FinishReason | None = token.finish_reason
-        stop_reason: int | str | None = token.stop_reason
+    def _next(self, text: ReqText, out: TokenIdOut) -> StrOut:
+        piece = text.push(out.token.id, out.finish_reason, out.ends_in_text)
+        finish_reason: FinishReason | None = out.finish_reason
+        stop_reason: int | str | None = out.stop_reason
         if text.matched_stop is not None:
             if finish_reason is None:
-                self._to_router.send(AbortReq(token.req_id, FinishReason.STOP))
+                self._to_router.send(AbortReq(out.req_id, FinishReason.STOP))
             finish_reason, stop_reason = FinishReason.STOP, text.matched_stop
         if finish_reason is not None:
-            del self._texts[token.req_id]
+            del self._texts[out.req_id]
         return StrOut(
-            token.req_id,
+            out.req_id,
             piece,
-            token.token_id,
-            token.logprob,
-            token.top,
-            finish_reason,
-            stop_reason,
-            token.admission,
-            token.prompt,
+            out.token,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            admission=out.admission,
         )

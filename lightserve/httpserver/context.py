@@ -1,4 +1,4 @@
-"""What every route needs, made once a process."""
+"""What every route needs; one object a process."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from starlette.requests import Request
 
 from lightserve.config import HttpConfig
 from lightserve.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
-from lightserve.httpserver.access_log import AccessLog
-from lightserve.httpserver.body import read_json
 from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.httpserver.manager import HttpServerManager
+from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.wire.body import read_json
 from lightserve.model_files.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-ENCODE_LIMIT_S = 30.0  # 16 MB of digits, which take longest, take 20 s
-LONG_TEXT = 2_000  # characters: encoding more than this (about a millisecond) leaves the event loop
+ENCODE_LIMIT_S = 30.0  # 16 MB of digits, the slowest text, take 20 s
+LONG_TEXT = 2_000  # characters; longer text (about a millisecond) is encoded in a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ServerContext:
         return self.maybe_tokenizer
 
     def warm_up(self) -> None:
-        """Do before there are requests what the first one would wait for: 0.3 s with a vocabulary of 128,000."""
+        """Prepare what the first request would wait for: 0.3 s with a vocabulary of 128,000."""
         if self.maybe_tokenizer is not None:
             self.grammars.prepare(self.maybe_tokenizer)
             self.maybe_tokenizer.warm_up()
@@ -48,30 +48,33 @@ class ServerContext:
     async def read(self, request: Request) -> dict[str, Any]:
         return await read_json(request, self.config.max_body_bytes)
 
-    def log(self, request: Request) -> AccessLog:
-        """The access-log line of a request that is about to generate."""
+    def log(self, request: Request, request_id: str | None = None) -> AccessLog:
+        """The access log of a request that generates. ``request_id`` is the body's; a header takes precedence."""
+        if request_id is not None and "x-request-id" not in request.headers:
+            request.state.request_id = request_id
         return AccessLog(request.state.request_id, request.url.path, not self.config.disable_log_requests)
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name and not self.config.use_tgi_api:  # TGI's clients make names up
+        is_checked = not self.config.use_tgi_api  # TGI's clients send arbitrary names
+        if is_checked and name is not None and name != self.model_name:
             raise ModelNotFoundError(
                 f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}", "model"
             )
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt."""
+        """The token ids of a prompt."""
         ids = await self._encode(self.tokenizer.encode, text, add_special_tokens)
-        rows = self.manager.limits.vocab_size
-        if self.tokenizer.num_ids > rows and max(ids, default=0) >= rows:  # some have tokens that the embedding lacks
-            raise InvalidRequestError(f"the text has a token {max(ids)}, but the model has only {rows}")
+        vocab_size = self.manager.limits.vocab_size
+        if self.tokenizer.num_ids > vocab_size and max(ids, default=0) >= vocab_size:  # ids without an embedding
+            raise InvalidRequestError(f"the text has the token id {max(ids)}; the model has {vocab_size} embeddings")
         return ids
 
     async def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
-        """Each token's id, and where in the text it begins and ends."""
+        """The id of each token, and where it begins and ends in the text."""
         return await self._encode(self.tokenizer.encode_with_offsets, text, add_special_tokens)
 
     async def _encode(self, encode: Callable[[str, bool], list[T]], text: str, add_special_tokens: bool) -> list[T]:
-        """Text that cannot fit is refused before it is encoded, long text leaves the loop."""
+        """Refuse text that cannot fit before encoding it; encode long text in a thread."""
         limit, longest = self.manager.limits.max_req_total_len, self.tokenizer.longest_token
         if len(text) > limit * longest:
             raise PromptTooLongError(len(text) // longest, limit - 1)

@@ -1,4 +1,4 @@
-"""Grammars of requests are tried before the engine hears of them: a bad one is refused before any token."""
+"""Compiles the grammar of a request before it goes to the engine, so that a bad one is a status 400."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ THREADS = 2
 
 
 class GrammarCheck:
-    """Compiles in threads of its own; the last grammars are known."""
+    """Compiles in its own threads; the compiler caches the last grammars."""
 
     def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None
         self._threads = ThreadPoolExecutor(THREADS, "grammar")
 
     def prepare(self, tokenizer: Tokenizer) -> None:
-        """Read the vocabulary before requests come: no other thread runs meanwhile."""
-        with contextlib.suppress(InvalidRequestError):  # told to whoever asks for a grammar
+        """Read the vocabulary before requests come, while no other thread runs."""
+        with contextlib.suppress(InvalidRequestError):  # raised again for every request with a grammar
             self._compiler_for(tokenizer)
 
     async def check(self, tokenizer: Tokenizer, spec: GrammarSpec) -> None:
-        """InvalidRequestError tells why a grammar cannot be obeyed."""
+        """Raise InvalidRequestError if the grammar cannot be compiled."""
         compiler = self._compiler_for(tokenizer)
         if compiler.find(spec) is not None:
             return

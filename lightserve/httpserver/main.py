@@ -14,10 +14,10 @@ import uvicorn
 
 from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
+from lightserve.httpserver.chat.output import output_formats
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import HttpServerManager
-from lightserve.httpserver.openai_output import output_formats
-from lightserve.httpserver.protocol import LimitedProtocol
+from lightserve.httpserver.wire.protocol import LimitedProtocol
 from lightserve.io_struct import Drain, Drained, EngineDied, EngineReady, Ready, ToHttpserver, ToRouter
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import tokenizer_if_any
@@ -25,11 +25,12 @@ from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.process import Boot, Parent, run_child
 from lightserve.utils.tls import server_context
 
-KEEP_ALIVE_S = 75  # longer than the idle time of common client pools, so that they do not race with us closing
+KEEP_ALIVE_S = 75  # longer than the idle time of common client pools, so that the client closes first
 
-# With 2,500 connections at once, p99 of /health on two cores, in ms: of 8 a round 800 to 1,650, of 32 215 to 470, of 64
-# 165 to 280, of 128 133 to 173. A round without a connection costs nothing, one with one some 50 us.
-ACCEPTS_PER_ROUND = 128
+# p99 of /health in ms, with 2,500 connections at once on two cores: 800 to 1,650 with 8 accepts an iteration of the
+# event loop, 215 to 470 with 32, 165 to 280 with 64, 133 to 173 with 128. An iteration without a connection costs
+# nothing, one with a connection some 50 us.
+ACCEPTS_PER_ITERATION = 128
 
 
 async def main(boot: Boot, parent: Parent) -> None:
@@ -41,21 +42,21 @@ async def main(boot: Boot, parent: Parent) -> None:
     name = config.http.model_name or source.name
     context = ServerContext(config.http, name, manager, tokenizer_if_any(source))
     context.warm_up()
-    output_formats(context)  # a flag that names none is told now
+    output_formats(context)  # an unknown --tool_call_parser or --reasoning_parser fails here
     server = _Server(context, parent)
-    async with asyncio.TaskGroup() as tasks:  # any of them that fails ends the process, and the launcher tells why
+    async with asyncio.TaskGroup() as tasks:  # the process ends when one of them fails; the launcher logs the reason
         tasks.create_task(manager.run())
-        tasks.create_task(_obey(parent, manager))
+        tasks.create_task(_handle_launcher(parent, manager))
         tasks.create_task(server.serve(sockets=_listeners(socket.socket(fileno=boot.listen_fd))))
 
 
 def _listeners(sock: socket.socket) -> list[socket.socket]:
-    """The same socket several times: the event loop accepts one connection a round from each."""
-    return [sock, *(sock.dup() for _ in range(ACCEPTS_PER_ROUND - 1))]
+    """Duplicates of the socket: the event loop accepts one connection an iteration from each."""
+    return [sock, *(sock.dup() for _ in range(ACCEPTS_PER_ITERATION - 1))]
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens; leaves signals to the launcher."""
+    """Sends Ready when it listens; the launcher handles signals."""
 
     def __init__(self, context: ServerContext, parent: Parent) -> None:
         config = uvicorn.Config(
@@ -75,7 +76,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        gc.freeze()  # what is alive now lives for ever: no collection need look at it
+        gc.freeze()  # objects that exist now live until the end: the collector can skip them
         self._parent.send(Ready())
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -89,22 +90,22 @@ def _tls_of(config: HttpConfig) -> Callable[..., ssl.SSLContext] | None:
     return lambda *_: context
 
 
-async def _obey(parent: Parent, manager: HttpServerManager) -> None:
-    """Do what the launcher says."""
+async def _handle_launcher(parent: Parent, manager: HttpServerManager) -> None:
+    """Handle the messages of the launcher."""
     async with asyncio.TaskGroup() as tasks:
         while True:
             message = await parent.recv()
             if isinstance(message, EngineReady):
-                manager.serve(message)
+                manager.engine_ready(message)
             elif isinstance(message, EngineDied):
-                manager.die(message.message)
+                manager.engine_died(message.message)
             elif isinstance(message, Drain):
                 manager.drain()
-                tasks.create_task(_tell_drained(parent, manager))
+                tasks.create_task(_report_drained(parent, manager))
 
 
-async def _tell_drained(parent: Parent, manager: HttpServerManager) -> None:
-    await manager.drained()
+async def _report_drained(parent: Parent, manager: HttpServerManager) -> None:
+    await manager.wait_drained()
     parent.send(Drained())
 
 

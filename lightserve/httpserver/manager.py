@@ -1,4 +1,4 @@
-"""The HTTP process's side of the engine: requests go to the router, each request's text comes back to its caller."""
+"""The HTTP process's side of the engine: sends requests to the router and hands their text to the callers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-import msgspec
-
 from lightserve.errors import (
     AbortedError,
     InvalidRequestError,
     LightserveError,
     PromptTooLongError,
+    SlowReaderError,
     UnavailableError,
-    UnreadAnswerError,
-    error_of,
+    error_from_status,
 )
-from lightserve.httpserver.access_log import AccessLog
+from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import (
     REQ_ID_BITS,
     AbortNamed,
@@ -30,19 +28,19 @@ from lightserve.io_struct import (
     BatchStrOut,
     EngineReady,
     GenerateReq,
+    GenerationParams,
     RouterStats,
-    SamplingParams,
+    SchedulingParams,
     StrOut,
-    Terms,
     ToHttpserver,
     ToRouter,
 )
 from lightserve.utils.channel import Receiver, Sender
 
-PLAIN_TERMS = Terms()
-MAX_UNREAD = 2**16  # tokens of a request, some 20 MB, that wait for a client which does not read
-SILENCE_S = 5.0  # the router speaks once a second; after this the engine counts as dead
-SLOW_STEP = 0.25  # of the time after which a step counts as hung: then it is not healthy any more
+DEFAULT_SCHEDULING = SchedulingParams()
+MAX_UNREAD = 2**16  # tokens of a request, some 20 MB, that the client has not read
+HEARTBEAT_TIMEOUT_S = 5.0  # the router sends one a second
+SLOW_STEP_SHARE = 0.25  # of step_timeout_s: a step that runs longer makes the server unhealthy
 
 
 class EngineState(enum.Enum):
@@ -53,13 +51,13 @@ class EngineState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A prompt, how to continue it, and how to treat it."""
+class PromptRequest:
+    """A prompt, how to continue it, and how to schedule it."""
 
     prompt_ids: list[int]
-    sampling: SamplingParams
-    terms: Terms = PLAIN_TERMS
-    group: int | None = None  # whose sequences share prefixes whatever the terms; None: that of the prompt's answers
+    params: GenerationParams
+    scheduling: SchedulingParams = DEFAULT_SCHEDULING
+    group: int | None = None  # sequences of a group always share prefixes; None: one group for each prompt's choices
 
 
 class HttpServerManager:
@@ -72,151 +70,153 @@ class HttpServerManager:
         self.state = EngineState.LOADING
         self.stats: RouterStats | None = None
         self._limits: EngineReady | None = None
-        self._why_not = "the model is loading"
+        self._unavailable_reason = "the model is loading"
         self._to_router = to_router
         self._from_detokenization = from_detokenization
-        self._heard_s = 0.0
+        self._last_heartbeat_s = 0.0
         self._ids = itertools.count(index << REQ_ID_BITS)
-        self._open: dict[int, tuple[Generation, int]] = {}  # a sequence's request, and its index there
+        self._running: dict[int, tuple[Generation, int]] = {}  # by req_id: its generation, and its index there
         self._drained = asyncio.Event()
 
     @property
     def limits(self) -> EngineReady:
         if self._limits is None:
-            raise UnavailableError(self._why_not)
+            raise UnavailableError(self._unavailable_reason)
         return self._limits
 
     @property
-    def open_requests(self) -> int:
-        return len({id(generation) for generation, _ in self._open.values()})
+    def running_requests(self) -> int:
+        return len({id(generation) for generation, _ in self._running.values()})
 
     async def run(self) -> None:
         """Deliver text until cancelled."""
         while True:
             message = await self._from_detokenization.recv()
-            self._heard_s = time.monotonic()
+            self._last_heartbeat_s = time.monotonic()
             if isinstance(message, BatchStrOut):
                 self._deliver(message)
             elif isinstance(message, RouterStats):
                 self.stats = message
             else:
-                self._abort_named(message.name)
+                self._abort_own_requests(message.name)
 
-    def serve(self, limits: EngineReady) -> None:
-        """The engine is warm: take requests."""
+    def engine_ready(self, limits: EngineReady) -> None:
+        """Accept requests."""
         self._limits = limits
-        self._heard_s = time.monotonic()
+        self._last_heartbeat_s = time.monotonic()
         self.state = EngineState.READY
 
     def drain(self) -> None:
-        """Take no new request; ``drained`` tells when the last one is gone."""
+        """Refuse new requests. ``wait_drained`` returns when the last one has ended."""
         self.state = EngineState.DRAINING
-        self._why_not = "the server is shutting down"
-        self._note_drained()
+        self._unavailable_reason = "the server is shutting down"
+        self._check_drained()
 
-    async def drained(self) -> None:
+    async def wait_drained(self) -> None:
         await self._drained.wait()
 
-    def die(self, message: str) -> None:
-        """The engine is gone: every request ends with an error."""
+    def engine_died(self, message: str) -> None:
+        """End every request with an error."""
         self.state = EngineState.DEAD
-        self._why_not = message
-        for generation, _ in list(self._open.values()):
+        self._unavailable_reason = message
+        for generation, _ in list(self._running.values()):
             generation.fail(UnavailableError(message))
 
-    def trouble(self) -> str | None:
-        """Why no token could be produced now; None when healthy."""
+    def unhealthy_reason(self) -> str | None:
+        """Why no token can be generated now; None: the server is healthy."""
         if self.state is not EngineState.READY:
-            return self._why_not
-        if time.monotonic() - self._heard_s > SILENCE_S:
+            return self._unavailable_reason
+        if time.monotonic() - self._last_heartbeat_s > HEARTBEAT_TIMEOUT_S:
             return "the engine does not answer"
         if self.stats is not None and not self.stats.has_workers:
             return "the model worker died; another one is starting, and requests wait for it"
         timeout_s = self.limits.step_timeout_s
-        if self.stats is not None and timeout_s and self.stats.step_age_s > SLOW_STEP * timeout_s:
+        if self.stats is not None and timeout_s and self.stats.step_age_s > SLOW_STEP_SHARE * timeout_s:
             return f"a step has been running for {self.stats.step_age_s:.0f} s"
         return None
 
-    def new_tokens(self, prompt_len: int, wanted: int | None) -> int:
-        """How many tokens a prompt of this length may get: what was wanted, or the rest of the context."""
+    def max_new_tokens(self, prompt_len: int, requested: int | None) -> int:
+        """How many tokens a prompt of this length may get: what is requested, or the rest of the context."""
         limit = self.limits.max_req_total_len
         if prompt_len >= limit:
             raise PromptTooLongError(prompt_len, limit - 1)
-        if wanted is not None and prompt_len + wanted > limit:
-            raise PromptTooLongError(prompt_len, limit - wanted, wanted)
-        return limit - prompt_len if wanted is None else wanted
+        if requested is not None and prompt_len + requested > limit:
+            raise PromptTooLongError(prompt_len, limit - requested, requested)
+        return limit - prompt_len if requested is None else requested
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
         vocab_size = self.limits.vocab_size
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise InvalidRequestError(f"{name}: token ids must be in 0..{vocab_size - 1}", name)
 
-    def generate(self, asks: Sequence[Ask], log: AccessLog, n: int = 1) -> Generation:
-        """``n`` answers to each of ``asks``; enter it to start, leave it to abort what is unfinished."""
-        return Generation(self, [_with_seed(ask, choice) for ask in asks for choice in range(n)], n, log)
+    def generate(self, prompt_requests: Sequence[PromptRequest], log: AccessLog, n: int = 1) -> Generation:
+        """``n`` sequences for each prompt. Entering it starts them, leaving it aborts the unfinished ones."""
+        return Generation(self, [_with_seed(one, choice) for one in prompt_requests for choice in range(n)], n, log)
 
     def new_group(self) -> int:
-        """For asks that come one after the other and share prefixes."""
+        """A group id for sequences that start one after the other and share prefixes."""
         return next(self._ids)
 
-    def abort_named(self, name: str | None) -> None:
-        """Abort the requests of this name, None for all, in whichever HTTP process they are."""
-        self._to_router.send(AbortNamed(name))
+    def abort_requests(self, request_id: str | None) -> None:
+        """Abort the requests with this id, None: all requests, in every HTTP process."""
+        self._to_router.send(AbortNamed(request_id))
 
-    def _abort_named(self, name: str | None) -> None:
-        for generation, _ in list(self._open.values()):
-            if name is None or generation.log.request_id == name:
+    def _abort_own_requests(self, request_id: str | None) -> None:
+        for generation, _ in list(self._running.values()):
+            if request_id is None or generation.log.request_id == request_id:
                 generation.fail(AbortedError("the request was aborted"))
 
     def _start(self, generation: Generation) -> None:
         if self.state is not EngineState.READY:
-            raise UnavailableError(self._why_not)
+            raise UnavailableError(self._unavailable_reason)
         self._send(generation)
 
     def _send(self, generation: Generation) -> None:
         arrived_s = generation.log.arrived_s
-        for index, ask in enumerate(generation.asks):
+        for index, one in enumerate(generation.prompt_requests):
             req_id = next(self._ids)
-            self._open[req_id] = (generation, index)
+            self._running[req_id] = (generation, index)
             generation.req_ids.append(req_id)
-            first = generation.req_ids[index - index % generation.n]  # the first answer to the same prompt
-            group = first if ask.group is None else ask.group
-            self._to_router.send(GenerateReq(req_id, ask.prompt_ids, ask.sampling, arrived_s, ask.terms, group))
+            first = generation.req_ids[index - index % generation.n]  # the first sequence of the same prompt
+            group = first if one.group is None else one.group
+            self._to_router.send(GenerateReq(req_id, one.prompt_ids, one.params, arrived_s, one.scheduling, group))
 
     def _deliver(self, batch: BatchStrOut) -> None:
         for out in batch.outs:
-            found = self._open.get(out.req_id)
-            if found is not None:  # else the caller has gone
+            found = self._running.get(out.req_id)
+            if found is not None:  # else the caller has left
                 found[0].push(found[1], out)
         for failed in batch.failed:
-            found = self._open.get(failed.req_id)
+            found = self._running.get(failed.req_id)
             if found is not None:
-                found[0].fail(error_of(failed.status, failed.message))
+                found[0].fail(error_from_status(failed.status, failed.message))
 
     def _close(self, req_id: int, is_finished: bool) -> None:
-        del self._open[req_id]
+        del self._running[req_id]
         if not is_finished:
             self._to_router.send(AbortReq(req_id))
         if self.state is not EngineState.READY:
-            self._note_drained()
+            self._check_drained()
 
-    def _note_drained(self) -> None:
-        if not self._open:
+    def _check_drained(self) -> None:
+        if not self._running:
             self._drained.set()
 
 
 class Generation:
-    """The sequences of one HTTP request. Iterating gives what has come, as lists of (index, token with its text)."""
+    """The sequences of one HTTP request. Iterating gives the tokens that have arrived, as lists of (index, token)."""
 
-    def __init__(self, manager: HttpServerManager, asks: list[Ask], n: int, log: AccessLog) -> None:
-        self.asks = asks
-        self.n = n  # answers a prompt: those of prompt i have the indices i * n ... i * n + n - 1
+    def __init__(
+        self, manager: HttpServerManager, prompt_requests: list[PromptRequest], n: int, log: AccessLog
+    ) -> None:
+        self.prompt_requests = prompt_requests
+        self.n = n  # sequences a prompt: prompt i has the indices i * n ... i * n + n - 1
         self.log = log
         self.req_ids: list[int] = []
         self._manager = manager
-        self._news: list[tuple[int, StrOut]] = []
-        self._has_news = asyncio.Event()
-        self._unfinished = set(range(len(asks)))
+        self._unread: list[tuple[int, StrOut]] = []
+        self._has_unread = asyncio.Event()
+        self._unfinished = set(range(len(prompt_requests)))
         self._error: LightserveError | None = None
 
     async def __aenter__(self) -> Self:
@@ -227,15 +227,15 @@ class Generation:
         return self
 
     async def __anext__(self) -> list[tuple[int, StrOut]]:
-        if not self._news and self._error is None:
+        if not self._unread and self._error is None:
             if not self._unfinished:
                 raise StopAsyncIteration
-            self._has_news.clear()
-            await self._has_news.wait()
-        if not self._news and self._error is not None:
+            self._has_unread.clear()
+            await self._has_unread.wait()
+        if not self._unread and self._error is not None:
             raise self._error
-        news, self._news = self._news, []
-        return news
+        outs, self._unread = self._unread, []
+        return outs
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
@@ -244,36 +244,44 @@ class Generation:
             self._manager._close(req_id, is_finished=index not in self._unfinished)
         self.log.close(error)
 
-    def ask(self, asks: Sequence[Ask]) -> None:
-        """Go on with these sequences, when all before them are finished. It is one request, which a drain waits for."""
+    def continue_with(self, prompt_requests: Sequence[PromptRequest]) -> None:
+        """Start these sequences after all others have finished. A drain waits for them: it is the same HTTP request."""
         finished, self.req_ids = self.req_ids, []
-        self.asks = list(asks)
-        self._unfinished = set(range(len(self.asks)))
+        self.prompt_requests = list(prompt_requests)
+        self._unfinished = set(range(len(self.prompt_requests)))
         self._manager._send(self)
         for req_id in finished:
             self._manager._close(req_id, is_finished=True)
 
+    async def collect(self) -> list[list[StrOut]]:
+        """Start, wait for the end, and return all tokens of every sequence."""
+        outs: list[list[StrOut]] = [[] for _ in self.prompt_requests]
+        async with self:
+            async for arrived in self:
+                for index, out in arrived:
+                    outs[index].append(out)
+        return outs
+
     def push(self, index: int, out: StrOut) -> None:
         if self._error is None:
-            self._news.append((index, out))
-        self.log.note(out, is_first_choice=index % self.n == 0)
+            self._unread.append((index, out))
+        self.log.record(out, is_first_choice=index % self.n == 0)
         if out.finish_reason is not None:
             self._unfinished.discard(index)
-        self._has_news.set()
-        if len(self._news) > MAX_UNREAD:
-            self._news.clear()
-            self.fail(UnreadAnswerError(f"more than {MAX_UNREAD} tokens were not read"))
+        self._has_unread.set()
+        if len(self._unread) > MAX_UNREAD:
+            self._unread.clear()
+            self.fail(SlowReaderError(f"the client left more than {MAX_UNREAD} tokens unread"))
 
     def fail(self, error: LightserveError) -> None:
-        """One sequence that fails takes the request with it; leaving aborts the others."""
+        """The whole request fails when one of its sequences does; leaving aborts the other sequences."""
         self._error = error
-        self._has_news.set()
+        self._has_unread.set()
 
 
-def _with_seed(ask: Ask, choice: int) -> Ask:
-    """Choices of one prompt with one seed differ, and each is the same every time."""
-    seed = ask.sampling.seed
+def _with_seed(prompt_request: PromptRequest, choice: int) -> PromptRequest:
+    """Give each choice of a prompt its own seed, the same every time."""
+    seed = prompt_request.params.sampling.seed
     if seed is None or choice == 0:
-        return ask
-    sampling = msgspec.structs.replace(ask.sampling, seed=(seed + choice + 2**63) % 2**64 - 2**63)
-    return replace(ask, sampling=sampling)
+        return prompt_request
+    return replace(prompt_request, params=prompt_request.params.replace(seed=(seed + choice + 2**63) % 2**64 - 2**63))

@@ -7,7 +7,6 @@ from functools import partial
 
 from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.common.device import Device
-from lightserve.common.kv.mem_manager import kv_bytes_per_token
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.worker.infer_batch import InferBatch
@@ -18,6 +17,8 @@ from lightserve.worker.step_runner import StepRunner
 # what captured steps keep. More than was ever seen: 1.4 GB of Llama-3-8B's 256 x 128,256 logits.
 COPIES_OF_LOGITS = 12
 FLOAT32_BYTES = 4
+# The router keeps 9 bytes per slot. Only toy models reach this limit: the KV of SmolLM2-135M takes 23 kB per token.
+MAX_SLOTS = 2**24
 
 
 def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: Device, rehearse: Callable[[], None]) -> int:
@@ -26,9 +27,8 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: Device, rehearse
     What ``rehearse`` launches is compiled beside the kernels of the largest step, which takes as long as they alone.
     """
     max_len, max_reqs = model.req_manager.max_len, model.req_manager.max_reqs
-    most = max_reqs * max_len  # more could never be used
     if config.max_total_token_num is not None:
-        return min(config.max_total_token_num, most)
+        return config.max_total_token_num
     largest_step = partial(_largest_step, config, model, kind)
 
     def launch_all() -> None:
@@ -39,8 +39,8 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: Device, rehearse
     peak = kind.peak_bytes(model.device, largest_step)
     peak += COPIES_OF_LOGITS * FLOAT32_BYTES * max_reqs * model.config.vocab_size if peak else 0
     budget = max(kind.kv_budget(model.device, config.mem_fraction) - peak, 0)
-    fits = budget // kv_bytes_per_token(model.config, model.tp.size, model.args.dtype)
-    fits = min(model.tp.min_of_ranks(fits, model.device), most)
+    fits = budget // model.kv_layout.bytes_per_token
+    fits = min(model.tp.min_of_ranks(fits, model.device), MAX_SLOTS)
     if fits < max_len:
         remedy = f"set max_req_total_len to {fits} or less" if fits else "use a smaller model or more ranks"
         raise ServerError(

@@ -24,14 +24,15 @@ def main(boot: Boot, parent: Parent) -> None:
     with _compilers(config.device, boot.path(f"compiler-{boot.index}-{boot.generation}")):
         with _phase(parent, "import torch"):
             from lightserve.common.device import pick_device
-            from lightserve.common.tp import init_tp
+            from lightserve.common.parallel import ParallelSizes, connect_ranks
             from lightserve.worker.worker import ModelWorker
         server = StepServer(boot.worker_path(boot.index, boot.generation))
         kind = pick_device(config.device)
         with _phase(parent, "load and compile"):
             source = resolve(config.model_dir, needs_weights=config.load_format == "auto")
-            tp = init_tp(boot.index, config.tp, f"file://{boot.path('tp')}", kind.comm_backend)
-            worker = ModelWorker(config, source, tp)
+            store = f"file://{boot.path('tp')}"
+            parallel = connect_ranks(boot.index, ParallelSizes(tp=config.tp), store, kind.comm_backend)
+            worker = ModelWorker(config, source, parallel)
         with _phase(parent, "warm up"):
             worker.warm_up()
     vocab_size = worker.model_config.vocab_size
@@ -47,7 +48,7 @@ def main(boot: Boot, parent: Parent) -> None:
             step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
         )
     )
-    server.serve(worker.launch, worker.pipeline_depth)
+    server.serve(worker.launch, worker.pipeline_depth, worker.prepare)
 
 
 def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:

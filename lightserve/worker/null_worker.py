@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from lightserve.io_struct import EngineReady, Step, TokenOut
+from lightserve.io_struct import EngineReady, Step, StepResult, Token, TokenOut
 from lightserve.utils.process import Boot, Parent, run_child
 from lightserve.worker.rpc import Collect, StepServer
 
@@ -24,7 +24,7 @@ class NullWorker:
     def launch(self, step: Step) -> Collect:
         return partial(self._run, step)
 
-    def _run(self, step: Step) -> list[TokenOut]:
+    def _run(self, step: Step) -> StepResult:
         for req_id in step.free:
             self._missing.pop(req_id, None)
             self._last.pop(req_id, None)
@@ -38,8 +38,8 @@ class NullWorker:
             if self._missing[row.req_id] == 0:
                 self._missing[row.req_id] = 1
                 self._last[row.req_id] = (self._last[row.req_id] + 1) % VOCAB_SIZE
-                outs.append(TokenOut(row.req_id, self._last[row.req_id]))
-        return outs
+                outs.append(TokenOut(row.req_id, Token(self._last[row.req_id])))
+        return StepResult(outs)
 
 
 def main(boot: Boot, parent: Parent, worker_class: type[NullWorker] = NullWorker) -> None:

@@ -14,15 +14,15 @@ from lightserve.common import ops
 from lightserve.common.basemodel import ModelInput, TpPartBaseModel
 from lightserve.common.device import H200_GRAPHS, Device, GraphRanges, Graphs, pinned, to_device
 from lightserve.worker.infer_batch import MIN_SHARING, InferBatch
-from lightserve.worker.sampling.prompt_logprobs import StepScores
+from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
 from lightserve.worker.step_input import StepColumns, StepShape, columns_of
 
 
 class StepOut(NamedTuple):
     logits: Tensor  # [requests, vocab]
-    tokens: Tensor  # [requests] int64, chosen by temperature and masks alone
-    columns: StepColumns  # by which they were chosen
+    tokens: Tensor  # [requests] int64, sampled by temperature and masks alone
+    columns: StepColumns  # of the input
 
 
 class StepRunner:
@@ -62,42 +62,50 @@ class StepRunner:
 
     @torch.inference_mode()
     def run(
-        self, inputs: np.ndarray, shape: StepShape, scores: StepScores | None = None, masks: StepMasks | None = None
+        self,
+        inputs: np.ndarray,
+        shape: StepShape,
+        prompts: StepPromptLogprobs | None = None,
+        masks: StepMasks | None = None,
     ) -> StepOut:
-        if scores is None and self._graphs is not None and shape in self._graphs:
+        if prompts is None and self._graphs is not None and shape in self._graphs:
             out = self._graphs.replay(shape, pinned(inputs))
-            return out if masks is None else self._choose(out.logits, out.columns, masks)
-        return self._choose(*self._forward(to_device(inputs, self._model.device), shape, scores), masks)
+            return out if masks is None else self._sample(out.logits, out.columns, masks)
+        return self._sample(*self._forward(to_device(inputs, self._model.device), shape, prompts), masks)
 
     @torch.inference_mode()
     def _compute(self, inputs: Tensor, shape: StepShape) -> StepOut:
         """What is captured."""
-        return self._choose(*self._forward(inputs, shape))
+        return self._sample(*self._forward(inputs, shape))
 
     def _forward(
-        self, inputs: Tensor, shape: StepShape, scores: StepScores | None = None
+        self, inputs: Tensor, shape: StepShape, prompts: StepPromptLogprobs | None = None
     ) -> tuple[Tensor, StepColumns]:
-        columns = columns_of(inputs, shape, torch.float32, torch.int64)
-        tokens = ops.StepTokens(*columns.tokens)
+        columns = columns_of(inputs, shape)
+        own, reqs = columns.tokens, columns.reqs
+        tokens = ops.StepTokens(own["row"], own["position"], own["slot"], own["token_id"])
         input_ids = ops.place_tokens(tokens, self._batch.req_to_token, self._batch.last_ids)
         attn = ops.AttnBatch(
             self._batch.req_to_token,
-            *columns.requests,
+            reqs["row"],
+            reqs["start"],
+            reqs["seq_len"],
+            reqs["ready_len"],
             has_decodes=shape.has_decodes,
             shared_prefixes=columns.groups,
         )
-        watch = None if scores is None else partial(scores.compute, vocab=self._model.config.vocab_size)
-        step = ModelInput(
-            input_ids, tokens.positions, tokens.slots, attn, is_prefill=shape.has_prompts, watch_logits=watch
-        )
-        return self._model.forward(step), columns
+        step = ModelInput(input_ids, tokens.positions, tokens.slots, attn, is_prefill=shape.has_prompts)
+        hidden = self._model.hidden_states(step)
+        if prompts is not None:
+            prompts.compute(partial(self._model.logits, hidden), self._model.config.vocab_size)
+        return self._model.logits(hidden), columns
 
-    def _choose(self, logits: Tensor, columns: StepColumns, masks: StepMasks | None = None) -> StepOut:
-        rows, _, seq_len, _ = columns.requests
-        token_masks = None if masks is None else masks.for_choosing(len(logits))
-        chosen = ops.sample(logits, columns.temperature, columns.seed, seq_len, token_masks)
-        self._batch.last_ids.index_copy_(0, rows.long(), chosen)
-        return StepOut(logits, chosen, columns)
+    def _sample(self, logits: Tensor, columns: StepColumns, masks: StepMasks | None = None) -> StepOut:
+        reqs = columns.reqs
+        token_masks = None if masks is None else masks.for_step(len(logits))
+        sampled = ops.sample(logits, reqs["temperature"], reqs["seed"], reqs["seq_len"], token_masks)
+        self._batch.last_ids.index_copy_(0, reqs["row"].long(), sampled)
+        return StepOut(logits, sampled, columns)
 
 
 @torch.inference_mode()

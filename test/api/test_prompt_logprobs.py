@@ -1,4 +1,4 @@
-"""How likely a prompt is, over HTTP and in chunks, against transformers."""
+"""Prompt logprobs over HTTP, with chunked prefill, compared with transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def complete(server: ServerProcess, **fields: Any) -> dict[str, Any]:
     return dict(answer)
 
 
-def test_echoed_logprobs_of_prompt_and_output_are_those_of_transformers_beside_others(server: ServerProcess) -> None:
+def test_echoed_logprobs_of_prompt_and_output_equal_transformers_in_a_batch(server: ServerProcess) -> None:
     asks = [partial(complete, server, prompt=BATCH, echo=True, logprobs=K, max_tokens=N_NEW) for _ in range(2)]
     asks += [partial(complete, server, prompt=prompt, max_tokens=40) for prompt in PROMPTS[:4]]
 
@@ -53,7 +53,7 @@ def test_echoed_logprobs_of_prompt_and_output_are_those_of_transformers_beside_o
 
 
 def assert_true(choice: dict[str, Any], prompt: str) -> None:
-    """The logprobs of an echo are what transformers says."""
+    """The logprobs of an echo equal those of transformers."""
     told, ids = choice["logprobs"], smollm2_tokenizer().encode(choice["text"])
     assert choice["text"].startswith(prompt)
     assert len(told["tokens"]) == len(smollm2_tokenizer().encode(prompt)) + N_NEW == len(ids)
@@ -81,7 +81,7 @@ def test_scoring_ids_twice_gives_the_same_and_no_output(server: ServerProcess) -
         ]
 
 
-def test_prompt_logprobs_of_a_chat_name_the_likeliest_tokens(server: ServerProcess) -> None:
+def test_prompt_logprobs_of_a_chat_contain_the_top_tokens(server: ServerProcess) -> None:
     messages = [{"role": "user", "content": PROMPTS[1]}]
     body = {"messages": messages, "max_tokens": 1, "prompt_logprobs": K}
 
@@ -99,7 +99,7 @@ def test_prompt_logprobs_of_a_chat_name_the_likeliest_tokens(server: ServerProce
         assert [ranks[i] for i in range(1, K + 1)] == pytest.approx(row.topk(K).values.tolist(), abs=TOLERANCE)
 
 
-def test_tgi_tells_the_prefill(server: ServerProcess) -> None:
+def test_tgi_returns_the_prefill(server: ServerProcess) -> None:
     body = {"inputs": PROMPTS[0], "parameters": {"decoder_input_details": True, "max_new_tokens": 2}}
 
     status, answer = server.post("/generate", body)

@@ -10,7 +10,7 @@ from lightserve.benchmark import static
 from lightserve.benchmark.ceilings import Ceilings
 from lightserve.benchmark.model_cost import ModelCost, Work
 from lightserve.benchmark.static import StaticBench, decode_work, prefill_work
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.model_files.source import resolve
@@ -42,7 +42,7 @@ def bench(folder: Path) -> StaticBench:
     config = WorkerConfig(
         model_dir=str(folder), load_format="dummy", device="cpu", max_total_token_num=400, running_max_req_size=4
     )
-    return StaticBench(ModelWorker(config, resolve(str(folder), needs_weights=False), TpGroup()), batch_max_tokens=16)
+    return StaticBench(ModelWorker(config, resolve(str(folder), needs_weights=False), Parallel()), batch_max_tokens=16)
 
 
 def test_a_load_is_a_batch_of_tokens_behind_cached_ones() -> None:
@@ -61,14 +61,14 @@ def test_a_prompt_goes_in_steps_that_are_full_and_ends_with_a_token_each(bench: 
     slots = [slot for step in steps for row in step.rows for slot in row.slots]
     cached = [slot for new in steps[0].new for slot in new.cached_slots]
     assert sorted(slots + cached) == list(range(45))
-    tokens = [out.req_id for step in steps for out in bench.worker.run(step)]
+    tokens = [out.req_id for step in steps for out in bench.worker.run(step).tokens]
     assert sorted(tokens) == sorted(new.req_id for new in steps[0].new)
 
 
 def test_every_decode_step_gives_every_request_a_token(bench: StaticBench) -> None:
     steps = list(bench.decode_steps(Work(batch=4, new=1, cached=20), count=3))
 
-    tokens = [len(bench.worker.run(step)) for step in steps]
+    tokens = [len(bench.worker.run(step).tokens) for step in steps]
 
     assert tokens == [4, 4, 4, 0]
     assert bench.worker.model.req_manager.num_free == 4

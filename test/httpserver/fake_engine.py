@@ -1,4 +1,4 @@
-"""Router and detokenizer of a test: real channels, scripted answers."""
+"""A fake router and detokenizer: real channels, scripted outputs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from lightserve.io_struct import (
     ReqFailed,
     StrOut,
     ToHttpserver,
+    Token,
     ToRouter,
 )
 from lightserve.model_files.tokenizer import Tokenizer
@@ -34,20 +35,22 @@ Script = Callable[[GenerateReq], list[StrOut | ReqFailed]]
 
 
 def spell(text: str, finish_reason: FinishReason = FinishReason.STOP) -> Script:
-    """Answers every request with ``text``, a character a token, the character's code as its id."""
+    """Gives every request the output ``text``, one character a token, with the character's code as its id."""
 
     def script(req: GenerateReq) -> list[StrOut | ReqFailed]:
         outs: list[StrOut | ReqFailed] = []
         for i, char in enumerate(text):
             is_last = i == len(text) - 1
-            wants = req.sampling.logprobs
+            wants = req.params.sampling.logprobs
             outs.append(
                 StrOut(
                     req.req_id,
                     char,
-                    ord(char) % LIMITS.vocab_size,
-                    logprob=None if wants is None else -0.5,
-                    top=None if wants is None else [(k, -1.0 - k) for k in range(int(wants))],
+                    Token(
+                        ord(char) % LIMITS.vocab_size,
+                        logprob=None if wants is None else -0.5,
+                        top_logprobs=None if wants is None else [(k, -1.0 - k) for k in range(int(wants))],
+                    ),
                     finish_reason=finish_reason if is_last else None,
                     admission=Admission(0.001, 2) if i == 0 else None,
                 )
@@ -58,11 +61,11 @@ def spell(text: str, finish_reason: FinishReason = FinishReason.STOP) -> Script:
 
 
 class FakeEngine:
-    """Answers what it is asked by its script, a token a message; ``asked`` and ``aborted`` tell what came."""
+    """Sends the outputs of its script, one token a message; ``received`` and ``aborted`` record the requests."""
 
     def __init__(self, script: Script, run_dir: Path) -> None:
         self.script = script
-        self.asked: list[GenerateReq] = []
+        self.received: list[GenerateReq] = []
         self.aborted: list[int] = []
         self.hold = asyncio.Event()  # cleared: tokens after the first of a request wait
         self.hold.set()
@@ -78,12 +81,12 @@ class FakeEngine:
             if isinstance(message, AbortReq):
                 self.aborted.append(message.req_id)
             elif isinstance(message, GenerateReq):
-                self.asked.append(message)
-                task = asyncio.create_task(self._answer(message))
+                self.received.append(message)
+                task = asyncio.create_task(self._respond(message))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, req: GenerateReq) -> None:
+    async def _respond(self, req: GenerateReq) -> None:
         assert self._outbox is not None
         for i, out in enumerate(self.script(req)):
             if i:
@@ -103,7 +106,7 @@ async def engine(
     from_detokenization: Receiver[ToHttpserver] = Receiver(f"ipc://{run_dir}/http", ToHttpserver)
     to_router: Sender[ToRouter] = Sender(f"ipc://{run_dir}/router")
     manager = HttpServerManager(0, to_router, from_detokenization)
-    manager.serve(LIMITS)
+    manager.engine_ready(LIMITS)
     tasks = [asyncio.create_task(fake.run()), asyncio.create_task(manager.run())]
     try:
         yield ServerContext(config or HttpConfig(), "tiny", manager, tokenizer, created=int(time.time())), fake

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.protocol import LimitedProtocol
+from lightserve.httpserver.wire.protocol import LimitedProtocol
 from test.httpserver.fake_engine import FakeEngine, Script, engine
 from test.real_model import smollm2_tokenizer as smol
 from test.waiting import DEADLINE_S, until
@@ -68,7 +68,7 @@ Scenario = Callable[[Served], Awaitable[None]]
 
 
 def serve(scenario: Scenario, run_dir: Path, script: Script, config: HttpConfig | None = None) -> None:
-    """Runs ``scenario`` against a server whose engine answers by ``script``."""
+    """Runs ``scenario`` against a server whose fake engine follows ``script``."""
 
     async def run() -> None:
         async with (

@@ -19,14 +19,14 @@ import uvicorn
 from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.context import ServerContext
-from lightserve.io_struct import Admission, FinishReason, GenerateReq, ReqFailed, StrOut
+from lightserve.io_struct import Admission, FinishReason, GenerateReq, ReqFailed, StrOut, Token
 from lightserve.model_files import Tokenizer
 from lightserve.model_files.special_tokens import SpecialTokens
 from test.httpserver.fake_engine import FakeEngine, Script, engine, spell
 from test.real_model import smollm2_tokenizer as smol
 from test.waiting import DEADLINE_S, until
 
-CACHED = 2  # tokens of each prompt that the engine says were cached
+CACHED = 2  # cached tokens of each prompt, as the engine reports them
 
 
 def with_template(template: str | None) -> Tokenizer:
@@ -96,7 +96,7 @@ def running(run_dir: Path, tokenizer: Tokenizer | None = None, config: HttpConfi
 
 
 def rows(*texts: str, finish: FinishReason = FinishReason.STOP, stop_reason: int | str | None = None) -> Script:
-    """Answers every request with these pieces of text, the ids of tokens of the same name where there are such."""
+    """Gives every request these pieces of text, with the ids of tokens of the same name where they exist."""
     ids = [(smol().encode(text, add_special_tokens=False) or [0])[0] for text in texts]
     return tokens(list(zip(ids, texts, strict=True)), finish, stop_reason)
 
@@ -104,19 +104,21 @@ def rows(*texts: str, finish: FinishReason = FinishReason.STOP, stop_reason: int
 def tokens(
     pieces: list[tuple[int, str]], finish: FinishReason = FinishReason.STOP, stop_reason: int | str | None = None
 ) -> Script:
-    """Answers every request with these tokens and the text that each completes."""
+    """Gives every request these tokens and the text that each completes."""
 
     def script(req: GenerateReq) -> list[StrOut | ReqFailed]:
-        k = req.sampling.logprobs
+        k = req.params.sampling.logprobs
         outs: list[StrOut | ReqFailed] = []
         for i, (token_id, text) in enumerate(pieces):
             is_last = i == len(pieces) - 1
             out = StrOut(
                 req.req_id,
                 text,
-                token_id,
-                logprob=None if k is None else -0.5 - i,
-                top=None if k is None else [(100 + j, -1.0 - j) for j in range(k)],
+                Token(
+                    token_id,
+                    logprob=None if k is None else -0.5 - i,
+                    top_logprobs=None if k is None else [(100 + j, -1.0 - j) for j in range(k)],
+                ),
                 finish_reason=finish if is_last else None,
                 stop_reason=stop_reason if is_last else None,
                 admission=Admission(0.001, CACHED) if i == 0 else None,
@@ -131,7 +133,7 @@ def fails(status: int, message: str, *before: str) -> Script:
     """Fails every request, after these pieces of text."""
 
     def script(req: GenerateReq) -> list[StrOut | ReqFailed]:
-        outs = [StrOut(req.req_id, text, 100, admission=Admission(0.0, 0)) for text in before]
+        outs = [StrOut(req.req_id, text, Token(100), admission=Admission(0.0, 0)) for text in before]
         return [*outs, ReqFailed(req.req_id, status, message)]
 
     return script

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lightserve.config import HttpConfig
 from lightserve.errors import (
-    ClientGoneError,
+    ClientDisconnectedError,
     DeadlineError,
     InvalidRequestError,
     LightserveError,
@@ -26,8 +26,8 @@ from lightserve.errors import (
     UnavailableError,
     WorkerDiedError,
 )
-from lightserve.httpserver.error_handlers import error_object
-from lightserve.httpserver.middleware import RequestMiddleware
+from lightserve.httpserver.wire.errors import error_object
+from lightserve.httpserver.wire.middleware import RequestMiddleware
 from test.httpserver.app_client import Served, served
 
 KEYED = HttpConfig(api_key=["sk-right", "schlüssel"])
@@ -104,13 +104,13 @@ def through_middleware(given: list[tuple[bytes, bytes]]) -> tuple[str, list[tupl
     ("method", "path", "status"),
     [("GET", "/health", 200), ("GET", "/nowhere", 404), ("PUT", "/health", 405), ("GET", "/fail", 500)],
 )
-def test_every_answer_carries_the_id(tmp_path: Path, method: str, path: str, status: int) -> None:
+def test_every_response_has_the_request_id(tmp_path: Path, method: str, path: str, status: int) -> None:
     async def check(server: Served) -> None:
         add_failing(server, RuntimeError(SECRET))
 
-        answer = await server.http.request(method, path, headers={"X-Request-Id": "mine"})
+        response = await server.http.request(method, path, headers={"X-Request-Id": "mine"})
 
-        assert (answer.status_code, answer.headers["x-request-id"]) == (status, "mine")
+        assert (response.status_code, response.headers["x-request-id"]) == (status, "mine")
 
     with_server(tmp_path, check)
 
@@ -137,15 +137,15 @@ def test_every_answer_carries_the_id(tmp_path: Path, method: str, path: str, sta
     ],
     ids=lambda headers: str(headers)[:40],
 )
-def test_a_request_without_the_right_key_is_refused(tmp_path: Path, headers: dict[str, str]) -> None:
+def test_a_request_without_a_valid_key_is_refused(tmp_path: Path, headers: dict[str, str]) -> None:
     async def check(server: Served) -> None:
         for path in ("/v1/models", "/metrics", "/docs", "/nowhere"):
-            answer = await server.get(path, headers=headers)
+            response = await server.get(path, headers=headers)
 
-            assert answer.status_code == 401
-            assert answer.headers["www-authenticate"] == "Bearer"
-            assert answer.headers["x-request-id"]
-            error = answer.json()["error"]
+            assert response.status_code == 401
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.headers["x-request-id"]
+            error = response.json()["error"]
             assert (error["type"], error["code"], error["param"]) == ("authentication_error", "invalid_api_key", None)
             assert "sk-" not in error["message"]
 
@@ -164,7 +164,7 @@ def test_a_request_without_the_right_key_is_refused(tmp_path: Path, headers: dic
     ],
     ids=str,
 )
-def test_a_right_key_is_let_through(tmp_path: Path, headers: dict[str, str]) -> None:
+def test_a_valid_key_is_accepted(tmp_path: Path, headers: dict[str, str]) -> None:
     async def check(server: Served) -> None:
         assert (await server.get("/v1/models", headers=headers)).status_code == 200
 
@@ -179,7 +179,7 @@ def test_probes_need_no_key(tmp_path: Path) -> None:
     with_server(tmp_path, check, KEYED)
 
 
-def test_an_empty_key_opens_nothing(tmp_path: Path) -> None:
+def test_an_empty_key_is_not_valid(tmp_path: Path) -> None:
     async def check(server: Served) -> None:
         assert (await server.get("/v1/models", headers={"x-api-key": ""})).status_code == 401
 
@@ -197,18 +197,18 @@ def test_an_empty_key_opens_nothing(tmp_path: Path) -> None:
         (HttpConfig(admin_key=["boss"], api_key=["k"]), {"x-api-key": "k", "Authorization": "Bearer boss"}, 200),
     ],
 )
-def test_what_changes_the_server_wants_an_admin_key_where_there_are_any(
+def test_admin_paths_need_an_admin_key_where_one_is_set(
     tmp_path: Path, config: HttpConfig, headers: dict[str, str], status: int
 ) -> None:
     async def check(server: Served) -> None:
-        answer = await server.post("/abort_request", json={"request_id": "a"}, headers=headers)
+        response = await server.post("/abort_request", json={"request_id": "a"}, headers=headers)
 
-        assert answer.status_code == status
+        assert response.status_code == status
 
     with_server(tmp_path, check, config)
 
 
-def test_without_client_keys_an_admin_key_closes_no_other_route(tmp_path: Path) -> None:
+def test_without_api_keys_an_admin_key_protects_admin_paths_only(tmp_path: Path) -> None:
     async def check(server: Served) -> None:
         assert (await server.get("/v1/models")).status_code == 200
 
@@ -227,22 +227,22 @@ PREFLIGHT = {
 @pytest.mark.parametrize("origin", ["http://page", "*"])
 def test_a_preflight_of_an_allowed_page_needs_no_key(tmp_path: Path, origin: str) -> None:
     async def check(server: Served) -> None:
-        answer = await server.http.options("/v1/models", headers=PREFLIGHT)
+        response = await server.http.options("/v1/models", headers=PREFLIGHT)
 
-        assert answer.status_code == 200
-        assert answer.headers["access-control-allow-origin"] == origin
-        assert "authorization" in answer.headers["access-control-allow-headers"]
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == origin
+        assert "authorization" in response.headers["access-control-allow-headers"]
 
     with_server(tmp_path, check, HttpConfig(api_key=["k"], allowed_origins=[origin]))
 
 
-def test_an_allowed_page_may_read_a_refusal_and_its_id(tmp_path: Path) -> None:
+def test_an_allowed_page_can_read_an_error_and_the_request_id(tmp_path: Path) -> None:
     async def check(server: Served) -> None:
-        answer = await server.get("/v1/models", headers={"Origin": "http://page"})
+        response = await server.get("/v1/models", headers={"Origin": "http://page"})
 
-        assert answer.status_code == 401
-        assert answer.headers["access-control-allow-origin"] == "http://page"
-        assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
+        assert response.status_code == 401
+        assert response.headers["access-control-allow-origin"] == "http://page"
+        assert "X-Request-Id" in response.headers["access-control-expose-headers"]
 
     with_server(tmp_path, check, HttpConfig(api_key=["k"], allowed_origins=["http://page"]))
 
@@ -271,7 +271,7 @@ def test_other_pages_get_no_cors_headers(tmp_path: Path, origins: list[str]) -> 
             PromptTooLongError(9, 8),
             400,
             (
-                "This model's maximum context length is 9 tokens: the prompt has 9 tokens; at most 8 are possible",
+                "This model's maximum context length is 9 tokens: the prompt has 9 tokens; the limit is 8",
                 "invalid_request_error",
                 None,
                 "context_length_exceeded",
@@ -283,19 +283,19 @@ def test_other_pages_get_no_cors_headers(tmp_path: Path, origins: list[str]) -> 
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_an_error_that_clients_may_know_is_told_in_full(
+def test_an_error_of_the_client_is_reported_in_full(
     tmp_path: Path, error: LightserveError, status: int, expected: tuple[str | None, ...]
 ) -> None:
     async def check(server: Served) -> None:
         add_failing(server, error)
 
-        answer = await server.get("/fail")
+        response = await server.get("/fail")
 
-        assert answer.status_code == status
+        assert response.status_code == status
         message, kind, param, code = expected
-        assert answer.json() == {"error": {"message": message, "type": kind, "param": param, "code": code}}
-        assert ("retry-after" in answer.headers) == (status in (429, 503))
-        assert answer.json() == error_object(error)
+        assert response.json() == {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        assert ("retry-after" in response.headers) == (status in (429, 503))
+        assert response.json() == error_object(error)
 
     with_server(tmp_path, check)
 
@@ -310,16 +310,16 @@ def test_an_error_that_clients_may_know_is_told_in_full(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_our_fault_is_logged_with_its_traceback_and_told_without_detail(
+def test_a_server_fault_is_logged_with_its_traceback_and_reported_without_detail(
     tmp_path: Path, log: list[logging.LogRecord], error: Exception, status: int, kind: str
 ) -> None:
     async def check(server: Served) -> None:
         add_failing(server, error)
 
-        answer = await server.get("/fail", headers={"X-Request-Id": "mine"})
+        response = await server.get("/fail", headers={"X-Request-Id": "mine"})
 
-        assert answer.status_code == status
-        assert answer.json()["error"] == {
+        assert response.status_code == status
+        assert response.json()["error"] == {
             "message": "the server failed to answer this request; the request's id is mine",
             "type": kind,
             "param": None,
@@ -334,7 +334,7 @@ def test_our_fault_is_logged_with_its_traceback_and_told_without_detail(
     assert record.exc_info[2] is not None
 
 
-def test_the_clients_faults_and_refusals_leave_no_traceback(tmp_path: Path, log: list[logging.LogRecord]) -> None:
+def test_errors_of_the_client_are_logged_without_a_traceback(tmp_path: Path, log: list[logging.LogRecord]) -> None:
     async def check(server: Served) -> None:
         for i, error in enumerate((InvalidRequestError("no"), DeadlineError("late"), UnavailableError("loading"))):
             server.app.add_api_route(f"/fail{i}", _raising(error))
@@ -364,7 +364,7 @@ def _raising(error: Exception) -> Callable[[], Awaitable[None]]:
         ("GET", "/number/x%2Fy", 400, "invalid_request_error"),
     ],
 )
-def test_what_the_framework_refuses_has_the_same_shape(
+def test_errors_of_the_framework_have_the_same_format(
     tmp_path: Path, method: str, path: str, status: int, kind: str
 ) -> None:
     async def number(value: int) -> None:
@@ -373,11 +373,11 @@ def test_what_the_framework_refuses_has_the_same_shape(
     async def check(server: Served) -> None:
         server.app.add_api_route("/number/{value:path}", number)
 
-        answer = await server.http.request(method, path)
+        response = await server.http.request(method, path)
 
-        assert answer.status_code == status
-        assert answer.headers["content-type"] == "application/json"
-        error = answer.json()["error"]
+        assert response.status_code == status
+        assert response.headers["content-type"] == "application/json"
+        error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["type"] == kind
         assert not re.search(r"/|Traceback|\.py|detail", error["message"])
@@ -385,7 +385,7 @@ def test_what_the_framework_refuses_has_the_same_shape(
     with_server(tmp_path, check)
 
 
-def test_a_refused_method_is_told_every_method_of_the_path(tmp_path: Path) -> None:
+def test_a_refused_method_gets_every_method_of_the_path(tmp_path: Path) -> None:
     async def check(server: Served) -> None:
         assert (await server.http.delete("/health")).headers["allow"] == "GET, HEAD"
         assert (await server.http.delete("/get_model_name")).headers["allow"] == "GET, POST"
@@ -393,19 +393,19 @@ def test_a_refused_method_is_told_every_method_of_the_path(tmp_path: Path) -> No
     with_server(tmp_path, check)
 
 
-def test_a_client_that_has_gone_is_not_told_anything(tmp_path: Path, log: list[logging.LogRecord]) -> None:
+def test_a_client_that_has_disconnected_gets_an_empty_response(tmp_path: Path, log: list[logging.LogRecord]) -> None:
     async def check(server: Served) -> None:
-        add_failing(server, ClientGoneError("gone"))
+        add_failing(server, ClientDisconnectedError("gone"))
 
-        answer = await server.get("/fail")
+        response = await server.get("/fail")
 
-        assert (answer.status_code, answer.content) == (499, b"")
+        assert (response.status_code, response.content) == (499, b"")
 
     with_server(tmp_path, check)
     assert not log
 
 
-def test_an_answer_that_breaks_off_is_not_made_to_look_whole(tmp_path: Path, log: list[logging.LogRecord]) -> None:
+def test_a_response_that_breaks_off_does_not_look_complete(tmp_path: Path, log: list[logging.LogRecord]) -> None:
     sent: list[Message] = []
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -447,7 +447,7 @@ def log() -> Any:
         def emit(self, record: logging.LogRecord) -> None:
             records.append(record)
 
-    logger, handler = logging.getLogger("lightserve.httpserver.error_handlers"), Keep()
+    logger, handler = logging.getLogger("lightserve.httpserver.wire.errors"), Keep()
     logger.addHandler(handler)
     yield records
     logger.removeHandler(handler)

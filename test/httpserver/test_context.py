@@ -19,15 +19,15 @@ from test.small_text import small_tokenizer
 def test_a_text_with_a_token_that_the_embedding_lacks_is_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with engine(tmp_path, spell("x"), small_tokenizer()) as (context, _):
-            context.manager.serve(msgspec.structs.replace(LIMITS, vocab_size=8))
+            context.manager.engine_ready(msgspec.structs.replace(LIMITS, vocab_size=8))
             assert max(await context.encode("aede")) < 8
-            with pytest.raises(InvalidRequestError, match="the text has a token 9, but the model has only 8"):
+            with pytest.raises(InvalidRequestError, match="the text has the token id 9; the model has 8 embeddings"):
                 await context.encode("aede1")
 
     asyncio.run(scenario())
 
 
-def test_the_first_text_finds_all_that_takes_time_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_prepares_the_first_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = small_tokenizer()
 
     async def scenario() -> None:
@@ -36,7 +36,7 @@ def test_the_first_text_finds_all_that_takes_time_done(tmp_path: Path, monkeypat
             backend = ListsNoVocabulary(tokenizer._backend)
             monkeypatch.setattr(tokenizer, "_backend", backend)
             assert await context.encode("aede")
-            assert backend.was_asked
+            assert backend.was_called
 
     asyncio.run(scenario())
 
@@ -46,15 +46,15 @@ class ListsNoVocabulary:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self.was_asked = False
+        self.was_called = False
 
     def __getattr__(self, name: str) -> Any:
         assert not name.startswith("get_"), f"{name} was left to the first request"
-        self.was_asked = True
+        self.was_called = True
         return getattr(self._backend, name)
 
 
-def test_a_text_that_takes_too_long_is_refused_and_others_go_on(
+def test_a_text_that_takes_too_long_is_refused_and_delays_no_other_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(context_module, "ENCODE_LIMIT_S", 0.01)

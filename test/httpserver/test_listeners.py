@@ -8,18 +8,18 @@ import time
 
 import uvloop
 
-from lightserve.httpserver.main import ACCEPTS_PER_ROUND, _listeners
+from lightserve.httpserver.main import ACCEPTS_PER_ITERATION, _listeners
 from test.waiting import until
 
 ROUND_S = 0.02  # what every round of the loop takes here, as under load
 
 
-def rounds_to_accept(count: int, is_shared_out: bool) -> int:
+def iterations_to_accept(count: int, is_shared_out: bool) -> int:
     """How many rounds of the loop pass until so many clients that wait are accepted."""
 
     async def scenario() -> int:
         loop = asyncio.get_running_loop()
-        rounds = accepted = 0
+        iterations = accepted = 0
 
         class Noted(asyncio.Protocol):
             def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -27,8 +27,8 @@ def rounds_to_accept(count: int, is_shared_out: bool) -> int:
                 accepted += 1
 
         def be_busy() -> None:
-            nonlocal rounds
-            rounds += 1
+            nonlocal iterations
+            iterations += 1
             time.sleep(ROUND_S)
             if accepted < count:
                 loop.call_soon(be_busy)
@@ -43,12 +43,12 @@ def rounds_to_accept(count: int, is_shared_out: bool) -> int:
                 server.close()
             for client in clients:
                 client.close()
-        return rounds
+        return iterations
 
     return uvloop.run(scenario())
 
 
-def test_several_connections_are_accepted_in_one_round_of_the_loop() -> None:
-    count = ACCEPTS_PER_ROUND
+def test_several_connections_are_accepted_in_one_iteration_of_the_event_loop() -> None:
+    count = ACCEPTS_PER_ITERATION
 
-    assert rounds_to_accept(count, is_shared_out=True) < rounds_to_accept(count, is_shared_out=False) / 2
+    assert iterations_to_accept(count, is_shared_out=True) < iterations_to_accept(count, is_shared_out=False) / 2

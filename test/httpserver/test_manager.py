@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from lightserve.errors import AbortedError, OverloadedError, PromptTooLongError, UnavailableError, UnreadAnswerError
+from lightserve.errors import AbortedError, OverloadedError, PromptTooLongError, SlowReaderError, UnavailableError
 from lightserve.httpserver import manager
-from lightserve.httpserver.access_log import AccessLog
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.manager import Ask, EngineState
-from lightserve.io_struct import REQ_ID_BITS, GenerateReq, MetricsSnapshot, ReqFailed, RouterStats, SamplingParams
+from lightserve.httpserver.manager import EngineState, PromptRequest
+from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.io_struct import REQ_ID_BITS, GenerateReq, GenerationParams, MetricsSnapshot, ReqFailed, RouterStats
 from test.httpserver.fake_engine import LIMITS, FakeEngine, Script, engine, spell
 from test.waiting import DEADLINE_S, until
 
-ASK = Ask([1, 2, 3], SamplingParams(max_new_tokens=8, seed=5))
+ASK = PromptRequest([1, 2, 3], GenerationParams.of(max_new_tokens=8, seed=5))
 
 
 def check(
@@ -38,9 +38,11 @@ def log() -> AccessLog:
     return AccessLog("r1", "/test")
 
 
-async def texts(context: ServerContext, *asks: Ask, n: int = 1, line: AccessLog | None = None) -> list[str]:
-    found = [""] * (len(asks) * n)
-    async with context.manager.generate(asks, line or log(), n) as generation:
+async def texts(
+    context: ServerContext, *prompt_requests: PromptRequest, n: int = 1, line: AccessLog | None = None
+) -> list[str]:
+    found = [""] * (len(prompt_requests) * n)
+    async with context.manager.generate(prompt_requests, line or log(), n) as generation:
         async for outs in generation:
             for index, out in outs:
                 found[index] += out.text
@@ -51,26 +53,26 @@ def test_every_choice_of_every_prompt_gets_its_text(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         line = log()
 
-        found = await texts(context, ASK, Ask([4], SamplingParams()), n=3, line=line)
+        found = await texts(context, ASK, PromptRequest([4], GenerationParams.of()), n=3, line=line)
 
         assert found == ["hello"] * 6
-        assert [req.prompt_ids for req in fake.asked] == [[1, 2, 3]] * 3 + [[4]] * 3
+        assert [req.prompt_ids for req in fake.received] == [[1, 2, 3]] * 3 + [[4]] * 3
         assert line.output_tokens == 30
         assert line.cached_tokens == 4  # a prompt's cached tokens count once, not once a choice
 
     check(scenario, tmp_path)
 
 
-def test_choices_of_one_seed_differ_and_are_the_same_every_time(tmp_path: Path) -> None:
+def test_choices_of_one_seed_differ_and_are_reproducible(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         await texts(context, ASK, n=3)
 
-        assert [req.sampling.seed for req in fake.asked] == [5, 6, 7]
+        assert [req.params.sampling.seed for req in fake.received] == [5, 6, 7]
 
     check(scenario, tmp_path)
 
 
-def test_a_caller_that_does_not_read_loses_its_request_and_no_memory(
+def test_a_caller_that_does_not_read_loses_its_request_and_frees_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manager, "MAX_UNREAD", 3)
@@ -79,8 +81,8 @@ def test_a_caller_that_does_not_read_loses_its_request_and_no_memory(
         async with context.manager.generate([ASK], log()) as generation:
             await until(lambda: not generation._unfinished)
 
-            assert not generation._news
-            with pytest.raises(UnreadAnswerError, match="more than 3 tokens were not read"):
+            assert not generation._unread
+            with pytest.raises(SlowReaderError, match="left more than 3 tokens unread"):
                 await anext(generation)
 
         monkeypatch.undo()
@@ -97,8 +99,8 @@ def test_a_caller_that_leaves_aborts_its_request(tmp_path: Path) -> None:
 
         await until(lambda: len(fake.aborted) == 2)
 
-        assert set(fake.aborted) == {req.req_id for req in fake.asked}
-        assert context.manager.open_requests == 0
+        assert set(fake.aborted) == {req.req_id for req in fake.received}
+        assert context.manager.running_requests == 0
 
     check(scenario, tmp_path)
 
@@ -112,7 +114,7 @@ def test_a_finished_request_is_not_aborted(tmp_path: Path) -> None:
 
         await until(lambda: bool(fake.aborted))
 
-        assert fake.aborted == [fake.asked[1].req_id]
+        assert fake.aborted == [fake.received[1].req_id]
 
     check(scenario, tmp_path)
 
@@ -131,7 +133,7 @@ def test_text_that_arrives_in_a_burst_is_kept(tmp_path: Path) -> None:
     check(scenario, tmp_path)
 
 
-def test_a_refusal_is_an_error_of_its_status(tmp_path: Path) -> None:
+def test_a_refused_request_has_the_status_of_its_error(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         with pytest.raises(OverloadedError, match="full"):
             await texts(context, ASK)
@@ -142,13 +144,13 @@ def test_a_refusal_is_an_error_of_its_status(tmp_path: Path) -> None:
     check(scenario, tmp_path, refuse)  # type: ignore[arg-type]
 
 
-def test_the_death_of_the_engine_ends_every_request(tmp_path: Path) -> None:
+def test_a_dead_engine_ends_every_request(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         fake.hold.clear()
         waiting = asyncio.create_task(texts(context, ASK))
-        await until(lambda: bool(fake.asked))
+        await until(lambda: bool(fake.received))
 
-        context.manager.die("the router died")
+        context.manager.engine_died("the router died")
 
         with pytest.raises(UnavailableError, match="the router died"):
             await waiting
@@ -158,11 +160,11 @@ def test_the_death_of_the_engine_ends_every_request(tmp_path: Path) -> None:
     check(scenario, tmp_path)
 
 
-def test_draining_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> None:
+def test_draining_finishes_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         fake.hold.clear()
         running = asyncio.create_task(texts(context, ASK))
-        await until(lambda: bool(fake.asked))
+        await until(lambda: bool(fake.received))
 
         context.manager.drain()
         with pytest.raises(UnavailableError, match="shutting down"):
@@ -170,19 +172,19 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> N
         fake.hold.set()
 
         assert await running == ["hello"]
-        await context.manager.drained()
+        await context.manager.wait_drained()
 
     check(scenario, tmp_path)
 
 
-def test_an_operator_can_abort_by_name(tmp_path: Path) -> None:
+def test_an_operator_can_abort_by_request_id(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         fake.hold.clear()
         one = asyncio.create_task(texts(context, ASK, line=AccessLog("one", "/")))
         two = asyncio.create_task(texts(context, ASK, line=AccessLog("two", "/")))
-        await until(lambda: len(fake.asked) == 2)
+        await until(lambda: len(fake.received) == 2)
 
-        context.manager._abort_named("one")
+        context.manager._abort_own_requests("one")
 
         with pytest.raises(AbortedError):
             await one
@@ -192,10 +194,10 @@ def test_an_operator_can_abort_by_name(tmp_path: Path) -> None:
     check(scenario, tmp_path)
 
 
-def test_a_prompt_must_leave_room_for_its_answer(tmp_path: Path) -> None:
+def test_a_prompt_must_leave_room_for_its_output(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         limit = LIMITS.max_req_total_len
-        new_tokens = context.manager.new_tokens
+        new_tokens = context.manager.max_new_tokens
 
         assert new_tokens(10, None) == limit - 10
         assert new_tokens(limit - 1, None) == 1
@@ -203,35 +205,35 @@ def test_a_prompt_must_leave_room_for_its_answer(tmp_path: Path) -> None:
         openai_words = f"^This model's maximum context length is {limit} tokens: "
         with pytest.raises(PromptTooLongError, match=f"{openai_words}the prompt has {limit} tokens.*{limit - 1}"):
             new_tokens(limit, None)
-        with pytest.raises(PromptTooLongError, match=f"{openai_words}.*10 tokens.*9 .*beside"):
+        with pytest.raises(PromptTooLongError, match=f"{openai_words}.*10 tokens; the limit with 1015 new tokens is 9"):
             new_tokens(10, limit - 9)
 
     check(scenario, tmp_path)
 
 
-def test_health_tells_the_truth(tmp_path: Path) -> None:
+def test_health_follows_the_state_of_the_engine(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         manager = context.manager
-        assert manager.trouble() is None
+        assert manager.unhealthy_reason() is None
 
         manager.stats = RouterStats(time.monotonic(), step_age_s=61.0, metrics=MetricsSnapshot())
-        assert manager.trouble() == "a step has been running for 61 s"
+        assert manager.unhealthy_reason() == "a step has been running for 61 s"
         manager.stats = RouterStats(time.monotonic(), step_age_s=59.0, metrics=MetricsSnapshot())
-        assert manager.trouble() is None
+        assert manager.unhealthy_reason() is None
         manager.stats = RouterStats(time.monotonic(), 0.0, MetricsSnapshot(), has_workers=False)
-        assert manager.trouble() == "the model worker died; another one is starting, and requests wait for it"
-        manager._heard_s -= 6.0
-        assert manager.trouble() == "the engine does not answer"
+        assert manager.unhealthy_reason() == "the model worker died; another one is starting, and requests wait for it"
+        manager._last_heartbeat_s -= 6.0
+        assert manager.unhealthy_reason() == "the engine does not answer"
         manager.state = EngineState.LOADING
-        assert manager.trouble() == "the model is loading"
+        assert manager.unhealthy_reason() == "the model is loading"
 
     check(scenario, tmp_path)
 
 
-def test_ids_of_different_processes_never_meet(tmp_path: Path) -> None:
+def test_req_ids_of_different_processes_differ(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         await texts(context, ASK)
 
-        assert fake.asked[0].req_id >> REQ_ID_BITS == 0
+        assert fake.received[0].req_id >> REQ_ID_BITS == 0
 
     check(scenario, tmp_path)

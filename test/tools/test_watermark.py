@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightserve.io_struct import SamplingParams
+from lightserve.io_struct import GenerationParams
 from lightserve.llm import LLM
 from lightserve.tools.watermark import look_for_watermark, main
 from lightserve.worker.worker import ModelWorker
@@ -21,11 +21,11 @@ def llm(small_folder: str) -> LLM:
     return LLM(small_folder, device="cpu", max_total_token_num=2000)
 
 
-def params(seed: int, **fields: Any) -> SamplingParams:
-    return SamplingParams(**{"max_new_tokens": 120, "ignore_eos": True, "seed": seed, **fields})
+def params(seed: int, **fields: Any) -> GenerationParams:
+    return GenerationParams.of(**{"max_new_tokens": 120, "ignore_eos": True, "seed": seed, **fields})
 
 
-def generate(llm: LLM, *wanted: SamplingParams) -> list[list[int]]:
+def generate(llm: LLM, *wanted: GenerationParams) -> list[list[int]]:
     return [one.token_ids for one in llm.generate(PROMPTS[: len(wanted)], wanted)]
 
 
@@ -55,7 +55,7 @@ def test_a_pause_changes_nothing(llm: LLM, small_folder: str) -> None:
 
     paused = generate(small, *wanted)
 
-    assert small._scheduler.num_pauses > 0
+    assert small._scheduler.num_preemptions > 0
     assert paused == generate(llm, *wanted)
 
 

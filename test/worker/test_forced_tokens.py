@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightserve.grammar.compiler import choice_grammar, schema_grammar
-from lightserve.io_struct import FinishReason, GrammarSpec, SamplingParams, Step
+from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, Step
 from lightserve.llm import LLM, Generation
 from lightserve.worker.rpc import Collect
 from lightserve.worker.sampling.grammar import ReqGrammar
@@ -45,13 +45,13 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-def mixed() -> list[SamplingParams]:
+def mixed() -> list[GenerationParams]:
     """Every wish with every grammar, and free requests between."""
-    wanted: list[SamplingParams] = []
+    wanted: list[GenerationParams] = []
     for wishes in WISHES:
         for grammar in (*GRAMMARS, None):
             options = {"max_new_tokens": 100, "temperature": 1.5, "seed": len(wanted), **wishes}
-            wanted.append(SamplingParams(grammar=grammar, **options))
+            wanted.append(GenerationParams.of(grammar=grammar, **options))
     return wanted
 
 
@@ -78,7 +78,7 @@ def said(generations: list[Generation]) -> list[tuple[list[int], str, FinishReas
     return [(one.token_ids, one.text, one.finish_reason) for one in generations]
 
 
-def without_forcing(llm: LLM, wanted: list[SamplingParams]) -> list[Generation]:
+def without_forcing(llm: LLM, wanted: list[GenerationParams]) -> list[Generation]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ReqGrammar, "forced", lambda _: [])
         return llm.generate([PROMPT] * len(wanted), wanted)
@@ -99,20 +99,20 @@ def test_the_text_is_that_of_a_step_for_each_token(llm: LLM, depth: int, monkeyp
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_pauses_between_forced_tokens_change_nothing(small_folder: str, llm: LLM, depth: int) -> None:
-    wanted = [SamplingParams(max_new_tokens=100, seed=i, grammar=GRAMMARS[0]) for i in range(8)]
+    wanted = [GenerationParams.of(max_new_tokens=100, seed=i, grammar=GRAMMARS[0]) for i in range(8)]
     expected = without_forcing(llm, wanted)
     small = LLM(small_folder, device="cpu", max_total_token_num=250)
-    small.generate([PROMPT] * 40, SamplingParams(max_new_tokens=2))  # so that it takes answers to be short
+    small.generate([PROMPT] * 40, GenerationParams.of(max_new_tokens=2))  # so that it takes answers to be short
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelWorker, "pipeline_depth", depth)
         paused = small.generate([PROMPT] * len(wanted), wanted)
 
-    assert small._scheduler.num_pauses > 0
+    assert small._scheduler.num_preemptions > 0
     assert said(paused) == said(expected)
 
 
 def test_what_is_forced_takes_no_steps(llm: LLM, steps: list[Step]) -> None:
-    sampling = SamplingParams(max_new_tokens=100, seed=1, grammar=GRAMMARS[0])
+    sampling = GenerationParams.of(max_new_tokens=100, seed=1, grammar=GRAMMARS[0])
     (expected,) = without_forcing(llm, [sampling])
     one_by_one = len(steps)
     steps.clear()
@@ -125,21 +125,21 @@ def test_what_is_forced_takes_no_steps(llm: LLM, steps: list[Step]) -> None:
 
 
 def test_a_request_beside_it_has_a_token_a_step(llm: LLM, steps: list[Step]) -> None:
-    free = SamplingParams(max_new_tokens=100, ignore_eos=True, seed=0)
+    free = GenerationParams.of(max_new_tokens=100, ignore_eos=True, seed=0)
     alone = llm.generate([PROMPT], free)
     steps.clear()
 
-    beside, _ = llm.generate([PROMPT] * 2, [free, SamplingParams(max_new_tokens=100, grammar=GRAMMARS[1], seed=0)])
+    beside, _ = llm.generate([PROMPT] * 2, [free, GenerationParams.of(max_new_tokens=100, grammar=GRAMMARS[1], seed=0)])
 
     assert said([beside]) == said(alone)
     assert sum(bool(step.rows) for step in steps) == 100
 
 
 def test_who_asks_for_logprobs_gets_those_of_every_token(llm: LLM) -> None:
-    sampling = SamplingParams(max_new_tokens=100, seed=1, grammar=GRAMMARS[1], logprobs=1)
+    sampling = GenerationParams.of(max_new_tokens=100, seed=1, grammar=GRAMMARS[1], logprobs=1)
 
     (generation,) = llm.generate([PROMPT], sampling)
-    (plain,) = llm.generate([PROMPT], SamplingParams(max_new_tokens=100, seed=1, grammar=GRAMMARS[1]))
+    (plain,) = llm.generate([PROMPT], GenerationParams.of(max_new_tokens=100, seed=1, grammar=GRAMMARS[1]))
 
     assert said([generation]) == said([plain])
     assert len(generation.logprobs) == len(generation.token_ids)
@@ -149,7 +149,8 @@ def test_a_forced_token_that_another_rule_forbids_ends_the_request(llm: LLM) -> 
     grammar = GrammarSpec("regex", "[yz]a-d-e")
     letter = TOKENIZER.token_to_id("d") or 0
     allowed, stuck = llm.generate(
-        [PROMPT] * 2, [SamplingParams(grammar=grammar), SamplingParams(grammar=grammar, bad_words_ids=((letter,),))]
+        [PROMPT] * 2,
+        [GenerationParams.of(grammar=grammar), GenerationParams.of(grammar=grammar, bad_words_ids=((letter,),))],
     )
 
     assert allowed.text[1:] == "a-d-e"
@@ -158,7 +159,7 @@ def test_a_forced_token_that_another_rule_forbids_ends_the_request(llm: LLM) -> 
 
 
 def test_a_text_that_the_vocabulary_cannot_say_is_not_forced(llm: LLM) -> None:
-    (generation,) = llm.generate([PROMPT], SamplingParams(grammar=GrammarSpec("regex", "[yz]aside")))
+    (generation,) = llm.generate([PROMPT], GenerationParams.of(grammar=GrammarSpec("regex", "[yz]aside")))
 
     assert generation.text[1:] == "a"
     assert "no token is left" in (generation.error or "")

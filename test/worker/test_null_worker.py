@@ -11,7 +11,7 @@ def new(req_id: int, prompt_ids: list[int], cached: int = 0) -> NewReq:
 
 
 def tokens_of(worker: NullWorker, step: Step) -> dict[int, int]:
-    return {out.req_id: out.token_id for out in worker.launch(step)()}
+    return {out.req_id: out.token.id for out in worker.launch(step)().tokens}
 
 
 def test_tokens_follow_those_of_their_own_request() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightserve.common import ops
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow, TokenOut
 from lightserve.model_files.source import resolve
@@ -38,7 +38,7 @@ def make(folder: str, device: str) -> ModelWorker:
         max_req_total_len=100,
         running_max_req_size=MAX_REQS,
     )
-    return ModelWorker(config, resolve(folder), TpGroup())
+    return ModelWorker(config, resolve(folder), Parallel())
 
 
 class Driver:
@@ -57,10 +57,10 @@ class Driver:
         under_way = deque([self._worker.launch(Step([], self._enter(MAX_REQS)))])
         for _ in range(steps):
             while len(under_way) >= self._depth:
-                outs += under_way.popleft()()
+                outs += under_way.popleft()().tokens
             under_way.append(self._worker.launch(Step(self._rows())))
         for collect in under_way:
-            outs += collect()
+            outs += collect().tokens
         self._worker.run(Step([], free=list(self._known)))
         return outs
 
@@ -108,8 +108,8 @@ def test_a_padded_step_gives_the_tokens_of_the_step(folder: str, definitions: No
     worker._runner.fit = fit  # type: ignore[method-assign]
     outs = Driver(worker, seed=0).run(15)
 
-    assert [(out.req_id, out.token_id) for out in outs] == [(out.req_id, out.token_id) for out in expected]
-    assert any(out.logprob is not None for out in outs)
+    assert [(out.req_id, out.token.id) for out in outs] == [(out.req_id, out.token.id) for out in expected]
+    assert any(out.token.logprob is not None for out in outs)
     kinds = {(shape.has_decodes, shape.has_prompts) for shape, larger in shapes if shape.tokens < larger.tokens}
     assert len(kinds) >= 2
 
@@ -119,7 +119,7 @@ def test_a_step_launched_before_the_last_tokens_are_known_gives_the_same(folder:
 
     expected, outs = (Driver(worker, seed=2, depth=depth).run(30) for depth in (1, 2))
 
-    assert [(out.req_id, out.token_id) for out in outs] == [(out.req_id, out.token_id) for out in expected]
+    assert [(out.req_id, out.token.id) for out in outs] == [(out.req_id, out.token.id) for out in expected]
 
 
 @pytest.mark.gpu
@@ -141,7 +141,7 @@ def test_graphs_give_the_tokens_of_plain_launches(folder: str) -> None:
     worker._runner.run = counting.__get__(worker._runner)  # type: ignore[method-assign]
     outs = Driver(worker, seed=1).run(15)
 
-    assert [(out.req_id, out.token_id) for out in outs] == [(out.req_id, out.token_id) for out in expected]
+    assert [(out.req_id, out.token.id) for out in outs] == [(out.req_id, out.token.id) for out in expected]
     assert len(replayed) > 10
     torch.cuda.synchronize()
 

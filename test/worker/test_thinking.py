@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightserve.io_struct import FinishReason, GrammarSpec, SamplingParams, ThinkingLimit
+from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, ThinkingLimit
 from lightserve.llm import LLM, Generation
 from lightserve.worker.infer_batch import InferReq
-from lightserve.worker.sampling.plan import make_plan
+from lightserve.worker.sampling.sampler import make_plan
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.worker import ModelWorker
 from test.small_text import small_tokenizer
@@ -70,13 +70,13 @@ def llm(small_folder: str) -> LLM:
     return LLM(small_folder, device="cpu", max_total_token_num=2000)
 
 
-def params(seed: int = 0, **fields: Any) -> SamplingParams:
-    return SamplingParams(
+def params(seed: int = 0, **fields: Any) -> GenerationParams:
+    return GenerationParams.of(
         **{"max_new_tokens": 40, "temperature": 1.5, "seed": seed, "ignore_eos": True, "thinking": limit_of(), **fields}
     )
 
 
-def mixed() -> list[SamplingParams]:
+def mixed() -> list[GenerationParams]:
     """Some think with a limit, and some of these have other wishes beside."""
     wishes: list[dict[str, Any]] = [
         {},
@@ -91,7 +91,7 @@ def mixed() -> list[SamplingParams]:
     return [params(i, **wishes[i % len(wishes)]) for i in range(16)]
 
 
-def generate(llm: LLM, wanted: list[SamplingParams]) -> list[Generation]:
+def generate(llm: LLM, wanted: list[GenerationParams]) -> list[Generation]:
     return llm.generate([[*PROMPT, i] for i in range(len(wanted))], wanted)
 
 
@@ -102,8 +102,9 @@ def test_every_answer_ends_its_thinking_in_time_and_goes_on(llm: LLM) -> None:
     answers = generate(llm, wanted)
 
     n_forced = 0
-    for answer, sampling, unlimited in zip(answers, wanted, free, strict=True):
+    for answer, asked, unlimited in zip(answers, wanted, free, strict=True):
         assert len(answer.token_ids) == 40
+        sampling = asked.sampling
         if sampling.thinking is None:
             assert answer.token_ids == unlimited.token_ids
             continue
@@ -127,7 +128,7 @@ def test_steps_ahead_of_the_tokens_and_pauses_change_nothing(
 
     ahead, paused = generate(llm, wanted), generate(small, wanted)
 
-    assert small._scheduler.num_pauses > 0
+    assert small._scheduler.num_preemptions > 0
     assert [one.token_ids for one in ahead] == expected
     assert [one.token_ids for one in paused] == expected
 
@@ -144,12 +145,12 @@ def test_a_grammar_that_lets_thinking_end_is_obeyed(llm: LLM) -> None:
 
 def test_nobody_waits_for_tokens_before_the_limit_or_after_the_end() -> None:
     def waits(known: list[int], in_flight: int) -> bool:
-        sampling = params()
+        sampling = params().sampling
         req = InferReq(0, 0, [*PROMPT, *known], len(PROMPT), sampling, 0, ())
         req.thinking = ThinkingBudget(limit_of(), TOKENIZER.decoder.token_bytes)
         req.forced_next()
         req.total_len = req.cache_len = len(req.token_ids) + in_flight
-        return make_plan([req], 131, torch.device("cpu")).needs_last_tokens
+        return make_plan([req], 131, torch.device("cpu")).needs_tokens_in_flight
 
     assert not waits([1] * (LIMIT - 2), 1)
     assert waits([1] * (LIMIT - 1), 1)

@@ -1,0 +1,120 @@
+"""Routes about the server itself: model, version, health, metrics, load, and aborting requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from lightserve import __version__
+from lightserve.errors import InvalidRequestError, UnavailableError
+from lightserve.httpserver.admin.metrics_page import CONTENT_TYPE, MetricsPage
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.wire.body import Body, openapi_body, validate
+from lightserve.httpserver.wire.errors import error_response
+
+
+class AbortBody(Body):
+    request_id: str | None = Field(None, description="the X-Request-Id of the request to abort")
+    rid: str | None = Field(None, description="the same")
+    abort_all: bool = Field(False, description="abort all requests instead")
+
+
+def routes(context: ServerContext) -> APIRouter:
+    router = APIRouter()
+    _add_models(router, context)
+    _add_health(router, context)
+    _add_load(router, context)
+    _add_abort(router, context)
+    return router
+
+
+def _add_models(router: APIRouter, context: ServerContext) -> None:
+    def card() -> dict[str, Any]:
+        return {
+            "id": context.model_name,
+            "object": "model",
+            "created": context.created,
+            "owned_by": "lightserve",
+            "root": context.model_name,
+            "parent": None,
+            "max_model_len": context.manager.limits.max_req_total_len,
+            "permission": [],
+        }
+
+    @router.get("/v1/models")
+    async def list_models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [card()]})
+
+    @router.get("/v1/models/{model_id:path}")
+    async def get_model(model_id: str) -> JSONResponse:
+        context.check_model(model_id)
+        return JSONResponse(card())
+
+    @router.get("/get_model_name")
+    @router.post("/get_model_name")
+    async def get_model_name() -> JSONResponse:
+        return JSONResponse({"model_name": context.model_name})
+
+    @router.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": __version__})
+
+
+def _add_health(router: APIRouter, context: ServerContext) -> None:
+    @router.get("/health")
+    @router.head("/health")
+    @router.get("/healthz")
+    @router.head("/healthz")
+    @router.get("/readiness")
+    @router.post("/readiness")
+    async def health() -> Response:
+        """200 only if a token can be generated now."""
+        unhealthy_reason = context.manager.unhealthy_reason()
+        if unhealthy_reason is None:
+            return JSONResponse({"status": "ok"})
+        return error_response(UnavailableError(unhealthy_reason))  # not raised: a probe needs no log line
+
+    @router.get("/liveness")
+    @router.post("/liveness")
+    @router.get("/ping")
+    async def liveness() -> JSONResponse:
+        """200 as long as this process runs."""
+        return JSONResponse({"status": "ok"})
+
+
+def _add_load(router: APIRouter, context: ServerContext) -> None:
+    manager = context.manager
+    page = MetricsPage(context.model_name, context.config.compat_names)
+
+    @router.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus text."""
+        snapshot = None if manager.stats is None else manager.stats.metrics
+        return Response(page.render(snapshot, is_up=manager.unhealthy_reason() is None), media_type=CONTENT_TYPE)
+
+    @router.get("/token_load")
+    async def token_load() -> JSONResponse:
+        """The share of the KV pool that is used, under LightLLM's three names."""
+        used = 0.0 if manager.stats is None else manager.stats.metrics.values["kv_cache_usage_perc"]
+        return JSONResponse(dict.fromkeys(("current_load", "logical_max_load", "dynamic_max_load"), used))
+
+    @router.get("/load")
+    async def load() -> JSONResponse:
+        """Requests that run in this HTTP process."""
+        return JSONResponse({"server_load": manager.running_requests})
+
+
+def _add_abort(router: APIRouter, context: ServerContext) -> None:
+    @router.post("/abort_request", openapi_extra=openapi_body(AbortBody))
+    async def abort_request(request: Request) -> JSONResponse:
+        """Abort the requests with an id, or all. An unknown id is not an error: its request may just have ended."""
+        body = validate(AbortBody, await context.read(request))
+        request_id = body.request_id or body.rid
+        if not body.abort_all and not request_id:
+            raise InvalidRequestError("give request_id, or abort_all: true", "request_id")
+        context.manager.abort_requests(None if body.abort_all else request_id)
+        return JSONResponse({"status": "ok"})

@@ -1,0 +1,153 @@
+"""/tokenize, /detokenize and /tokens: text to token ids and back, without generating."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightserve.errors import InvalidRequestError, LightserveError
+from lightserve.httpserver.chat.prompt import chat_prompt
+from lightserve.httpserver.chat.request import ChatBody
+from lightserve.httpserver.context import LONG_TEXT, ServerContext
+from lightserve.httpserver.fields.generation import validate_supported
+from lightserve.httpserver.fields.inputs import refuse_media
+from lightserve.httpserver.tgi.errors import tgi_error_response
+from lightserve.httpserver.wire.body import Body, openapi_body, validate
+from lightserve.httpserver.wire.json_response import json_response
+
+MAX_TOKENS = 1_000_000  # of one request, which takes about a second
+TOKENS_PER_CALL = 1_000  # tokens written in one call, so that other threads can run in between
+
+
+class TokenizePromptBody(Body):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = Field(default=None, description="default true")
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatBody(ChatBody):
+    return_token_strs: bool | None = None
+
+
+class TokenizeTgiBody(Body):
+    inputs: str
+    add_special_tokens: bool | None = Field(default=None, description="default true")
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int] = Field(max_length=MAX_TOKENS, fail_fast=True)
+
+
+class CountParameters(Body):
+    add_special_tokens: bool | None = Field(default=None, description="default true")
+
+
+class CountBody(Body):
+    text: str
+    parameters: CountParameters | None = None
+    multimodal_params: dict[str, Any] | None = None
+
+
+def routes(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["tokens"])
+
+    @router.post("/tokenize", openapi_extra=openapi_body(TokenizePromptBody, TokenizeChatBody, TokenizeTgiBody))
+    async def tokenize(request: Request) -> Response:
+        """vLLM's response for ``prompt`` or ``messages``, TGI's for ``inputs``."""
+        value = await context.read(request)
+        if "inputs" not in value:
+            return json_response(await _tokenize(context, value))
+        try:
+            return Response(await _tokenize_as_tgi(context, value), media_type="application/json")
+        except LightserveError as error:
+            return tgi_error_response(error, request.state.request_id)
+
+    @router.post("/detokenize", openapi_extra=openapi_body(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        body = validate(DetokenizeBody, await context.read(request))
+        context.check_model(body.model)
+        return json_response({"prompt": await _decode(context, body.tokens)})
+
+    @router.post("/tokens", openapi_extra=openapi_body(CountBody))
+    @router.get("/tokens", include_in_schema=False)  # LightLLM's clients send the same body with GET
+    async def tokens(request: Request) -> Response:
+        """The number of tokens of a text."""
+        body = validate(CountBody, await context.read(request))
+        return json_response({"ntokens": await _count(context, body)})
+
+    return router
+
+
+async def _tokenize(context: ServerContext, value: dict[str, Any]) -> dict[str, Any]:
+    body, ids = await (_chat_ids(context, value) if "messages" in value else _prompt_ids(context, value))
+    _check_count(len(ids))
+    return {
+        "count": len(ids),
+        "max_model_len": context.manager.limits.max_req_total_len,
+        "tokens": ids,
+        "token_strs": await asyncio.to_thread(_names, context, ids) if body.return_token_strs else None,
+    }
+
+
+async def _prompt_ids(context: ServerContext, value: dict[str, Any]) -> tuple[TokenizePromptBody, list[int]]:
+    body = validate(TokenizePromptBody, value)
+    context.check_model(body.model)
+    return body, await context.encode(body.prompt, body.add_special_tokens is not False)
+
+
+async def _chat_ids(context: ServerContext, value: dict[str, Any]) -> tuple[TokenizeChatBody, list[int]]:
+    if value.get("prompt") is not None:
+        raise InvalidRequestError("prompt and messages exclude each other", "prompt")
+    body = validate_supported(TokenizeChatBody, value)
+    context.check_model(body.model)
+    _, ids = await chat_prompt(context, body)
+    return body, ids
+
+
+def _names(context: ServerContext, ids: list[int]) -> list[str | None]:
+    return [context.tokenizer.id_to_token(token_id) for token_id in ids]
+
+
+async def _tokenize_as_tgi(context: ServerContext, value: dict[str, Any]) -> bytes:
+    body = validate(TokenizeTgiBody, value)
+    tokens = await context.encode_with_offsets(body.inputs, body.add_special_tokens is not False)
+    _check_count(len(tokens))
+    return await asyncio.to_thread(_tgi_json, body.inputs, tokens)
+
+
+def _tgi_json(text: str, tokens: list[tuple[int, int, int]]) -> bytes:
+    parts = []
+    for begin in range(0, len(tokens), TOKENS_PER_CALL):
+        rows = [
+            {"id": token_id, "text": text[start:stop], "start": start, "stop": stop}
+            for token_id, start, stop in tokens[begin : begin + TOKENS_PER_CALL]
+        ]
+        parts.append(orjson.dumps(rows)[1:-1])
+    return b"[%b]" % b",".join(parts)
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_TOKENS:
+        raise InvalidRequestError(f"the text has {count} tokens; the limit is {MAX_TOKENS}")
+
+
+async def _decode(context: ServerContext, ids: list[int]) -> str:
+    context.manager.check_ids("tokens", ids)
+    if len(ids) < LONG_TEXT:
+        return context.tokenizer.decode(ids, skip_special_tokens=False)
+    return await asyncio.to_thread(context.tokenizer.decode, ids, skip_special_tokens=False)
+
+
+async def _count(context: ServerContext, body: CountBody) -> int:
+    refuse_media(body.multimodal_params)
+    adds_special = body.parameters is None or body.parameters.add_special_tokens is not False
+    return len(await context.encode(body.text, adds_special))

@@ -1,0 +1,92 @@
+"""Responses of /v1/messages: a message with its content blocks, and the events of a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic_core import from_json
+
+from lightserve.errors import LightserveError
+from lightserve.httpserver.anthropic.errors import anthropic_error
+from lightserve.httpserver.chat.output import ChoiceParser
+from lightserve.httpserver.chat.parts import Events, Object, Part, PartKind, PartsResponse
+from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.wire.errors import error_object, status_of
+
+
+class MessagesResponse(PartsResponse):
+    def __init__(self, parser: ChoiceParser, log: AccessLog, model: str) -> None:
+        super().__init__(parser, log)
+        self._head = {"id": f"msg_{log.request_id}", "type": "message", "role": "assistant", "model": model}
+
+    def body(self) -> Object:
+        content = [_block(part, part.text) for part in self.parts]
+        return {**self._head, "content": content, **self._stop(), "usage": self._usage(self.log.output_tokens)}
+
+    def on_start(self) -> Events:
+        empty: Object = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage(0)}
+        return [{"type": "message_start", "message": {**self._head, **empty}}, {"type": "ping"}]
+
+    def on_part_start(self, part: Part) -> Events:
+        return [{"type": "content_block_start", "index": part.index, "content_block": _block(part, "")}]
+
+    def on_part_delta(self, part: Part, text: str) -> Events:
+        return [{"type": "content_block_delta", "index": part.index, "delta": _delta(part.kind, text)}]
+
+    def on_part_end(self, part: Part) -> Events:
+        return [{"type": "content_block_stop", "index": part.index}]
+
+    def on_end(self) -> Events:
+        usage = self._usage(self.log.output_tokens)
+        return [{"type": "message_delta", "delta": self._stop(), "usage": usage}, {"type": "message_stop"}]
+
+    def on_error(self, error: LightserveError, request_id: str) -> Events:
+        message = error_object(error, request_id)["error"]["message"]
+        return [anthropic_error(status_of(error), message, request_id)]
+
+    def _stop(self) -> Object:
+        found = None if self.finish is None else self.finish.stop_reason
+        if self.is_truncated:
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if isinstance(found, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": found}
+        return {"stop_reason": "tool_use" if self.has_calls else "end_turn", "stop_sequence": None}
+
+    def _usage(self, output_tokens: int) -> Object:
+        """Anthropic does not count cached tokens as input tokens."""
+        return {
+            "input_tokens": self.log.prompt_tokens - self.log.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": self.log.cached_tokens,
+            "output_tokens": output_tokens,
+            "output_tokens_details": {"thinking_tokens": self.parser.reasoning_tokens if output_tokens else 0},
+        }
+
+
+def _block(part: Part, text: str) -> Object:
+    match part.kind:
+        case PartKind.TEXT:
+            return {"type": "text", "text": text}
+        case PartKind.REASONING:
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        case PartKind.CALL:
+            return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(text)}
+
+
+def _delta(kind: PartKind, text: str) -> Object:
+    match kind:
+        case PartKind.TEXT:
+            return {"type": "text_delta", "text": text}
+        case PartKind.REASONING:
+            return {"type": "thinking_delta", "thinking": text}
+        case PartKind.CALL:
+            return {"type": "input_json_delta", "partial_json": text}
+
+
+def _input(arguments: str) -> Any:
+    """The arguments as an object; truncated arguments give what is complete of them, as in a stream."""
+    try:
+        value = from_json(arguments or "{}", allow_partial=True, allow_inf_nan=False)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}  # invalid arguments stay readable

@@ -1,0 +1,103 @@
+"""Beam search for HTTP requests: in each step the engine generates one token for every beam."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightserve.httpserver.beam_search.algorithm import BeamBatch, BeamParams, BeamResult, BeamSearch
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.manager import DEFAULT_SCHEDULING, Generation, PromptRequest
+from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.io_struct import FinishReason, GenerationParams, SchedulingParams, StrOut, Token
+from lightserve.model_files.decoding import EmptyDecodeStream
+
+
+async def beam_search_outputs(
+    context: ServerContext, prompt_requests: Sequence[PromptRequest], params: BeamParams, log: AccessLog
+) -> list[list[StrOut]]:
+    """The tokens of the best sequences: of the first prompt, best first, then of the next prompt."""
+    prompts = [prompt_request.prompt_ids for prompt_request in prompt_requests]
+    found = await run_beam_search(context, prompts, params, log, prompt_requests[0].scheduling)
+    return [_outs(context, result, prompt_requests[0].params) for results in found for result in results]
+
+
+async def run_beam_search(
+    context: ServerContext,
+    prompts: Sequence[list[int]],
+    params: BeamParams,
+    log: AccessLog,
+    scheduling: SchedulingParams = DEFAULT_SCHEDULING,
+) -> list[list[BeamResult]]:
+    """The best sequences of every prompt. Cancelling it aborts the search. It writes one log line."""
+    steps = _Steps(context, prompts, params, scheduling)
+    try:
+        async with context.manager.generate(steps.prompt_requests(), log.silent_copy()) as generation:
+            first = await steps.advance(generation)
+            while prompt_requests := steps.prompt_requests():
+                generation.continue_with(prompt_requests)
+                await steps.advance(generation)
+    except BaseException as error:
+        log.close(error)
+        raise
+    _record(log, first, steps.best())
+    log.close(None)
+    return steps.best()
+
+
+class _Steps:
+    """The engine requests of each step. All sequences are one group, so that beams always share their prefixes."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        prompts: Sequence[list[int]],
+        params: BeamParams,
+        scheduling: SchedulingParams,
+    ) -> None:
+        manager = context.manager
+        manager.check_ids("stop_token_ids", params.stop_token_ids)
+        rooms = [manager.max_new_tokens(len(ids), None) for ids in prompts]
+        eos_ids = manager.limits.eos_token_ids
+        self._batch = BeamBatch(prompts, [BeamSearch(params, eos_ids, room) for room in rooms])
+        self._scheduling = scheduling
+        self._group = manager.new_group()
+
+    def prompt_requests(self) -> list[PromptRequest]:
+        """Of the next step; empty when the search is done."""
+        params = self._batch.params
+        return [PromptRequest(ids, params, self._scheduling, self._group) for ids in self._batch.sequences()]
+
+    async def advance(self, generation: Generation) -> list[StrOut]:
+        """Wait for the one token of every sequence."""
+        outs = {index: out async for arrived in generation for index, out in arrived}
+        ordered = [outs[index] for index in range(len(generation.prompt_requests))]
+        self._batch.advance([out.token.top_logprobs or [] for out in ordered])
+        return ordered
+
+    def best(self) -> list[list[BeamResult]]:
+        return self._batch.best()
+
+
+def _outs(context: ServerContext, result: BeamResult, params: GenerationParams) -> list[StrOut]:
+    """A sequence as the detokenizer would send it, with the whole text at the last token."""
+    tokenizer = context.maybe_tokenizer
+    skips_special = params.text.skip_special_tokens and not params.text.shown_special_ids
+    stream = EmptyDecodeStream() if tokenizer is None else tokenizer.decoder.stream(skips_special)
+    *ids, last = result.token_ids
+    is_end = result.finish_reason is FinishReason.STOP
+    shown = ids if is_end and not params.text.include_stop else result.token_ids
+    text = "".join([*map(stream.push, shown), stream.flush()])
+    stop_reason = last if is_end and last in params.stopping.stop_token_ids else None
+    end = StrOut(0, text, Token(last), finish_reason=result.finish_reason, stop_reason=stop_reason)
+    return [*(StrOut(0, "", Token(token_id)) for token_id in ids), end]
+
+
+def _record(log: AccessLog, first: Sequence[StrOut], found: Sequence[Sequence[BeamResult]]) -> None:
+    """Count the tokens of the result. Each prompt was admitted with the first step."""
+    for out, results in zip(first, found, strict=True):
+        admission = out.admission
+        for result in results:
+            for count, token in enumerate(result.token_ids, start=1):
+                reason = result.finish_reason if count == len(result.token_ids) else None
+                log.record(StrOut(0, "", Token(token), finish_reason=reason, admission=admission), is_first_choice=True)
+                admission = None

@@ -1,0 +1,163 @@
+"""The output of a chat: parsed into reasoning, content and tool calls, constrained by its grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import msgspec
+
+from lightserve.errors import InvalidRequestError
+from lightserve.grammar.compiler import check_nesting
+from lightserve.httpserver.chat.request import ChatBody, Tool
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.fields.grammar import GrammarFactory
+from lightserve.httpserver.manager import PromptRequest
+from lightserve.io_struct import GrammarSpec, StrOut, ThinkingLimit
+from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.output_parsing import (
+    CallStart,
+    Delta,
+    OutputParser,
+    Reasoning,
+    ToolCallParser,
+)
+from lightserve.output_parsing.delta_writer import DeltaWriter, Tools
+from lightserve.output_parsing.forced import Thinking, enforceable_format, forced_grammar, thinking_grammar
+from lightserve.output_parsing.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
+from lightserve.output_parsing.tool_calls.base import ToolFormat
+from lightserve.output_parsing.tool_calls.formats import tool_format
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormats:
+    """How the model writes tool calls and reasoning; None: it does not."""
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+
+
+def output_formats(context: ServerContext) -> OutputFormats:
+    """Taken from the flags, or from the chat template."""
+    tokenizer = context.maybe_tokenizer
+    template = "" if tokenizer is None else tokenizer.chat_template or ""
+    return _formats(context.config.tool_call_parser, context.config.reasoning_parser, template)
+
+
+@lru_cache(maxsize=4)
+def _formats(tools: str, reasoning: str, template: str) -> OutputFormats:
+    return OutputFormats(tool_format(tools, template), reasoning_format(reasoning, template))
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """How the outputs of one chat are parsed."""
+
+    body: ChatBody
+    tool_format: ToolFormat | None  # None: no tool calls
+    thinking: Thinking | None  # None: reasoning is part of the content
+    special_ids: dict[str, int]  # marker: id, where a marker of either format is a special token
+    limit: ThinkingLimit | None = None  # of its reasoning tokens
+
+    @property
+    def is_plain(self) -> bool:
+        """The whole output is content."""
+        return self.tool_format is None and self.thinking is None
+
+    def apply(self, prompt_request: PromptRequest) -> PromptRequest:
+        """The same request, where the text keeps the markers for the parsers and the engine limits reasoning."""
+        if not self.special_ids and self.limit is None:
+            return prompt_request
+        ids = tuple(self.special_ids.values())
+        return replace(prompt_request, params=prompt_request.params.replace(shown_special_ids=ids, thinking=self.limit))
+
+    def new_parser(self) -> ChoiceParser:
+        tools = reasoning = None
+        if self.tool_format is not None:
+            writer = DeltaWriter(_schemas(self.body.offered_tools), self.tool_format.new_id, self.body.max_tool_calls)
+            tools = ToolCallParser(self.tool_format.parse, writer)
+        if self.thinking is not None:
+            reasoning = ReasoningParser(self.thinking.form, self.thinking.is_begun)
+        return ChoiceParser(OutputParser(reasoning, tools), self.body.include_reasoning is not False)
+
+    def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
+        """The grammar that the body sets, and the grammar of forced calls; requested_grammar refuses both at once."""
+        for name, make in self.body.grammars():
+            yield name, partial(self._after_thinking, make)
+        if self.tool_format is not None and self.body.forced_tools:
+            yield "tool_choice", partial(self._forced, self.tool_format)
+
+    def _after_thinking(self, make: GrammarFactory) -> GrammarSpec:
+        if self.thinking is None:
+            return make()
+        return msgspec.structs.replace(make(), before=thinking_grammar(self.thinking, self.special_ids))
+
+    def _forced(self, form: ToolFormat) -> GrammarSpec:
+        tools = _schemas(self.body.forced_tools)
+        for schema in tools.values():
+            check_nesting(schema)
+        text = forced_grammar(form, tools, self.body.max_tool_calls, self.thinking, self.special_ids)
+        return GrammarSpec("lark", text)
+
+
+def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPlan:
+    formats = output_formats(context)
+    form = _tool_format(formats.tools, body)
+    reasoning, thinking = formats.reasoning, None
+    if reasoning is not None:
+        thinking = Thinking(reasoning, reasoning.begins_inside(prompt, bool(body.continue_final_message)))
+    limit = body.thinking_limit(context, thinking)
+    if body.separate_reasoning is False:
+        reasoning = thinking = None
+    markers = (*(form.markers if form else ()), *((reasoning.begin, reasoning.end) if reasoning else ()))
+    return OutputPlan(body, form, thinking, _special_ids(context.tokenizer, markers), limit)
+
+
+def check_tools(context: ServerContext, body: ChatBody) -> None:
+    """Check before rendering: a chat template may ignore tools."""
+    if body.offered_tools and output_formats(context).tools is None:
+        found = "tools: the chat template does not show how the model calls tools; set --tool_call_parser"
+        raise InvalidRequestError(found, "tools")
+
+
+def _tool_format(form: ToolFormat | None, body: ChatBody) -> ToolFormat | None:
+    if form is None or not body.offered_tools:
+        return None
+    return enforceable_format(form) if body.forced_tools else form
+
+
+def _special_ids(tokenizer: Tokenizer, markers: Iterable[str]) -> dict[str, int]:
+    ids = {marker: tokenizer.token_to_id(marker) for marker in markers if marker in tokenizer.special_tokens}
+    return {marker: token_id for marker, token_id in ids.items() if token_id is not None}
+
+
+def _schemas(tools: Iterable[Tool]) -> Tools:
+    return {tool.function.name: tool.function.parameters or {} for tool in tools}
+
+
+class ChoiceParser:
+    """Parses the output of one choice as its tokens arrive."""
+
+    def __init__(self, parser: OutputParser, shows_reasoning: bool) -> None:
+        self.reasoning_tokens = 0  # including the tags
+        self.is_hidden = False  # the last token is reasoning that the response leaves out
+        self.has_calls = False
+        self._parser = parser
+        self._shows_reasoning = shows_reasoning
+
+    def push(self, out: StrOut) -> list[Delta]:
+        is_reasoning = self._parser.is_reasoning
+        deltas = self._parser.push(out.text)
+        is_reasoning = is_reasoning or self._parser.is_reasoning
+        if out.finish_reason is not None:
+            deltas += self._parser.finish()
+        self.reasoning_tokens += is_reasoning
+        self.is_hidden = is_reasoning and not self._shows_reasoning
+        self.has_calls = self.has_calls or any(isinstance(delta, CallStart) for delta in deltas)
+        if self._shows_reasoning:
+            return deltas
+        return [delta for delta in deltas if not isinstance(delta, Reasoning)]

@@ -1,0 +1,41 @@
+"""From the body of a chat to requests for the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from lightserve.httpserver.chat.output import OutputPlan, check_tools, output_plan
+from lightserve.httpserver.chat.prompt import chat_prompt
+from lightserve.httpserver.chat.request import ChatBody
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.fields.grammar import requested_grammar
+from lightserve.httpserver.fields.sampling import build_prompt_requests, check_choices
+from lightserve.httpserver.manager import PromptRequest
+from lightserve.httpserver.wire.access_log import AccessLog
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A chat that is ready to generate."""
+
+    prompt_requests: list[PromptRequest]
+    output: OutputPlan
+    log: AccessLog
+
+
+async def prepare_chat(
+    context: ServerContext, request: Request, body: ChatBody, logprobs: int | None = None
+) -> PreparedChat:
+    """Prepare a chat of any API. ``logprobs``: how many alternatives to each token; None: no logprobs."""
+    context.check_model(body.model)
+    check_choices(context, 1, body.beam_width or body.choices)
+    log = context.log(request, body.request_id)
+    check_tools(context, body)
+    prompt, ids = await chat_prompt(context, body)
+    output = output_plan(context, body, prompt)
+    grammar = await requested_grammar(context, output)
+    prompt_requests = build_prompt_requests(context, body, [ids], logprobs, grammar=grammar)
+    log.prompt_tokens = len(prompt_requests[0].prompt_ids)
+    return PreparedChat([output.apply(one) for one in prompt_requests], output, log)

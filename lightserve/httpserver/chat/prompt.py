@@ -1,0 +1,153 @@
+"""From the messages of a chat to its prompt, by the model's chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import orjson
+
+from lightserve.errors import InvalidRequestError
+from lightserve.httpserver.chat.request import ChatBody, Function, Message, Tool
+from lightserve.httpserver.context import LONG_TEXT, ServerContext
+from lightserve.httpserver.wire.body import check_json_size
+from lightserve.model_files.chat_template import RESERVED_NAMES
+from lightserve.model_files.tokenizer import Tokenizer
+
+LONG_CHAT = 100  # messages; more (about a millisecond) are rendered in a thread
+END_MARK = "[[the text to continue ends here]]"
+# names that chat_template_kwargs may not set: the server or another field of the body sets them
+RESERVED = frozenset(
+    {
+        "self",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_dict",
+        "return_tensors",
+        *RESERVED_NAMES,
+    }
+)
+
+
+async def chat_prompt(context: ServerContext, body: ChatBody) -> tuple[str, list[int]]:
+    """The prompt as text and as token ids."""
+    is_long = len(body.messages) > LONG_CHAT or bool(body.tools) or sum(map(_length, body.messages)) >= LONG_TEXT
+    text = await asyncio.to_thread(_render, context, body) if is_long else _render(context, body)
+    if not text:
+        raise InvalidRequestError("the chat template gives an empty prompt for these messages", "messages")
+    return text, await context.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+
+def _length(message: Message) -> int:
+    """Characters that a template may write for a message; a tool call counts as long text."""
+    return len(message.content or "") + (LONG_TEXT if message.tool_calls else 0) + len(_reasoning(message) or "")
+
+
+def _reasoning(message: Message) -> str | None:
+    return message.reasoning_content or message.reasoning
+
+
+def _render(context: ServerContext, body: ChatBody) -> str:
+    _check_arguments(body)
+    messages = [for_template(message) for message in body.messages]
+    if body.continue_final_message:
+        _append_end_mark(messages[-1])
+    tools = [_tool(tool) for tool in body.offered_tools] or None
+    adds_turn = not body.continue_final_message and body.add_generation_prompt is not False
+    text = _apply(context.tokenizer, messages, tools, add_generation_prompt=adds_turn, **_variables(body))
+    return text.rpartition(END_MARK)[0] if body.continue_final_message else text
+
+
+def _apply(tokenizer: Tokenizer, messages: list[dict[str, Any]], *args: Any, **kwargs: Any) -> str:
+    """Render with content None for tool calls, which some templates expect; if that fails, with empty content."""
+    try:
+        return tokenizer.apply_chat_template(messages, *args, **kwargs)
+    except InvalidRequestError:
+        if all(message["content"] is not None for message in messages):
+            raise
+    filled = [message | {"content": message["content"] or ""} for message in messages]
+    return tokenizer.apply_chat_template(filled, *args, **kwargs)
+
+
+def _check_arguments(body: ChatBody) -> None:
+    """Tool arguments are JSON inside JSON, which the size check of the body did not count."""
+    functions = [call.function for message in body.messages for call in message.tool_calls or ()]
+    check_json_size("".join([one.arguments for one in functions if isinstance(one.arguments, str)]).encode())
+
+
+def _append_end_mark(message: dict[str, Any]) -> None:
+    """Mark the end of the text, to cut off what the template writes after the message."""
+    if message["content"] is None:
+        raise InvalidRequestError("continue_final_message: the final message has no text", "continue_final_message")
+    message["content"] += END_MARK
+
+
+def _variables(body: ChatBody) -> dict[str, Any]:
+    given = {name: value for name, value in (body.chat_template_kwargs or {}).items() if name not in RESERVED}
+    if body.reasoning_effort is not None:
+        given.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.reasoning_effort == "none":
+        given = {"enable_thinking": False, "thinking": False} | given  # what Qwen's and DeepSeek's templates know
+    return given
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    """Only the given fields, always in the same order: equal tools give an equal prefix for the cache."""
+    function = tool.function
+    known = ("name", "description", "parameters", "strict")
+    given = {name: getattr(function, name) for name in known if name in function.model_fields_set}
+    return {"type": "function", "function": given | (function.model_extra or {})}
+
+
+def for_template(message: Message) -> dict[str, Any]:
+    """Only the given fields, because templates test whether a field is defined."""
+    role = "system" if message.role == "developer" else message.role
+    optional = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "tool_calls": _tool_calls(message),
+        "reasoning_content": _reasoning(message),
+    }
+    given = {name: value for name, value in optional.items() if value}
+    return {"role": role, "content": message.content, **given}
+
+
+def _tool_calls(message: Message) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.function.name, "arguments": _parsed_arguments(call.function)},
+        }
+        for call in message.tool_calls or ()
+    ]
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a call as an object and as its JSON: most templates take the object, some the JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, after: str) -> str:
+        return f"{self}{after}"
+
+    def __radd__(self, before: str) -> str:
+        return f"{before}{self}"
+
+
+def _parsed_arguments(function: Function) -> Any:
+    """OpenAI's clients send JSON text. Text that is not JSON, which a model wrote, stays as it is."""
+    value = function.arguments
+    if isinstance(value, str | None):
+        try:
+            value = orjson.loads(value or "{}")
+        except orjson.JSONDecodeError:
+            return value
+    return Arguments(value) if isinstance(value, dict) else value

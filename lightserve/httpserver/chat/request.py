@@ -1,0 +1,189 @@
+"""The body of a chat: OpenAI's fields, with what vLLM and LightLLM users add to them.
+
+The other chat APIs translate their bodies into this one. Every field may be null, which is as good as absent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic.config import JsonDict
+from pydantic_core import PydanticCustomError
+
+from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.httpserver.fields.generation import GenerationBody, TopLogprobs
+from lightserve.httpserver.fields.thinking import ThinkingFields
+from lightserve.httpserver.wire.body import Body
+
+MAX_MESSAGES = 2048
+MAX_TOOL_CALLS = 128  # of one message
+MAX_TOOLS = 128
+PART_SEPARATOR = "\n"  # between the text parts of a message, as in vLLM and LightLLM
+MEDIA = frozenset(
+    {"image_url", "image", "input_image", "input_audio", "audio_url", "audio", "video_url", "video", "file"}
+)
+
+Variables = Annotated[dict[str, Any], Field(max_length=64)]
+
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _PART}, {"type": "null"}]}
+
+
+def _join_parts(value: Any) -> Any:
+    """Text parts as one text; the type check handles any value but a list."""
+    if not isinstance(value, list):
+        return value
+    if not value:
+        raise PydanticCustomError("content", "a list of parts must not be empty")
+    return PART_SEPARATOR.join(map(_part_text, value))
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in MEDIA:
+        raise NotSupportedYetError(f"a message part of type {kind!r}", "messages")
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise PydanticCustomError("part", "a part must have the type 'text' and a string as text")
+    text: str = part["text"]
+    return text
+
+
+class Function(Body):
+    name: str
+    arguments: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = None  # JSON, or the object itself
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: Function
+
+
+_HAS_CONTENT: JsonDict = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
+_HAS_CALLS: JsonDict = {
+    "required": ["tool_calls"],
+    "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
+}
+_IS_TOOL_RESULT: JsonDict = {
+    "if": {"properties": {"role": {"const": "tool"}}},
+    "then": {"required": ["tool_call_id"], "properties": {"tool_call_id": {"type": "string", "minLength": 1}}},
+}
+
+
+class Message(Body):
+    model_config = ConfigDict(json_schema_extra={"anyOf": [_HAS_CONTENT, _HAS_CALLS], **_IS_TOOL_RESULT})
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str | None, BeforeValidator(_join_parts), WithJsonSchema(_CONTENT)] = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise PydanticCustomError("content", "content must be a string or text parts")
+        if self.role == "tool" and not self.tool_call_id:
+            raise PydanticCustomError("tool_call_id", "a message of the role 'tool' needs its tool_call_id")
+        return self
+
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class ToolFunction(Body):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema; None: the tool takes no arguments
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedTool(Body):
+    name: str
+
+
+_MODES = ("auto", "none", "required")
+_NAMED: JsonDict = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+    },
+}
+
+
+def _tool_choice(value: Any) -> str | NamedTool | None:
+    if value is None or (isinstance(value, str) and value in _MODES):
+        return value
+    match value:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return NamedTool(name=name)
+    raise PydanticCustomError("tool_choice", "auto, none, required, or a function as its type and its name")
+
+
+ToolChoice = Annotated[
+    str | NamedTool | None,
+    PlainValidator(_tool_choice),
+    WithJsonSchema({"anyOf": [{"enum": [*_MODES]}, _NAMED, {"type": "null"}]}),
+]
+
+
+class ChatBody(GenerationBody, ThinkingFields):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Variables | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None  # a variable of the chat template
+    include_reasoning: bool | None = None  # false: the response leaves it out
+    separate_reasoning: bool | None = None  # false: it stays in the content
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tools is None or self.tool_choice == "none" else self.tools
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """The tools of which the model must call one."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.tools or () if tool.function.name == self.tool_choice.name]
+        return self.offered_tools if self.tool_choice == "required" else []
+
+    @property
+    def max_tool_calls(self) -> int | None:
+        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool) else None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs: only with logprobs: true", "top_logprobs")
+        if self.add_generation_prompt and self.continue_final_message:
+            found = "continue_final_message and add_generation_prompt exclude each other"
+            raise InvalidRequestError(found, "continue_final_message")
+        self._check_tools()
+        return self
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise InvalidRequestError("tools: two tools have the same name", "tools")
+        if self.tool_choice not in (None, "auto", "none") and not self.forced_tools:
+            raise InvalidRequestError("tool_choice: tools has no such tool", "tool_choice")

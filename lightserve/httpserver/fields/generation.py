@@ -1,0 +1,198 @@
+"""The fields that OpenAI's chat and completions share, with what vLLM and LightLLM users add to them.
+
+Every field may be null, which is as good as absent. The fields in UNSUPPORTED are refused; any other unknown field is
+ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, model_validator
+
+from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.httpserver.fields.beam_search import BeamFields
+from lightserve.httpserver.fields.grammar import GrammarFields
+from lightserve.httpserver.fields.scheduling import SchedulingFields
+from lightserve.httpserver.fields.stopping import StopStrings
+from lightserve.httpserver.fields.token_rules import AllowedIds, TokenRuleFields
+from lightserve.httpserver.wire.body import Body, at_most, validate
+
+MAX_CHOICES = 128  # of one prompt, as OpenAI
+MAX_STOP_IDS = 1024
+MAX_BAD_WORDS = 128
+MAX_BIASED = 1024
+
+G = TypeVar("G", bound="GenerationBody")
+
+Count = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+NewTokens = Annotated[int, Field(ge=1)]
+MaxTokens = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+TokenId = Annotated[int, Field(ge=0)]
+BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM: usage in every chunk; needs include_usage
+
+
+class GenerationBody(SchedulingFields, BeamFields, GrammarFields, TokenRuleFields):
+    """What chat and completions take."""
+
+    model: str | None = None
+    n: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: MaxTokens | None = None  # 0: only logprobs and echo of the prompt
+    max_completion_tokens: MaxTokens | None = None  # counts if both are set
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASED), at_most(MAX_BIASED)] | None = None
+    bad_words: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=MAX_BAD_WORDS)] | None
+    ) = None
+    allowed_token_ids: AllowedIds | None = None
+    watermark: bool | None = None  # TGI's
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # -1: a random one, as in vLLM and LightLLM
+    stop: StopStrings = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # keep the last ones; -1: as many as fit
+    prompt_logprobs: TopLogprobs | None = None
+    use_beam_search: bool | None = None  # num_beams > 1 sets it too
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] | None = None
+    user: str | None = None
+
+    @property
+    def new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """max_tokens is 0: the response has no output, only logprobs or an echo of the prompt."""
+        return self.new_tokens == 0
+
+    @property
+    def reports_prompt(self) -> bool:
+        return self.prompt_logprobs is not None
+
+    @property
+    def prompt_top_logprobs(self) -> int | None:
+        """Alternatives to each token of the prompt; None: no logprobs of the prompt."""
+        return self.prompt_logprobs
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def candidates(self) -> int:
+        """Sequences to generate for a prompt."""
+        return self.choices
+
+    @property
+    def beam_width(self) -> int | None:
+        """Beams of the beam search; None: no beam search."""
+        if not self.use_beam_search and (self.num_beams or 1) == 1:
+            return None
+        return self.num_beams or self.candidates
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options: only with stream: true", "stream_options")
+        if self.is_prompt_only and not self.reports_prompt:
+            name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+            raise InvalidRequestError(f"{name}: 0 needs echo or prompt_logprobs", name)
+        if (self.min_tokens or 0) > (math.inf if self.new_tokens is None else self.new_tokens):
+            found = f"min_tokens={self.min_tokens} is more than max_tokens={self.new_tokens}"
+            raise InvalidRequestError(found, "min_tokens")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens: 0 is not allowed; give a positive number or -1", "truncate_prompt_tokens"
+            )
+        return self
+
+
+def validate_supported(model: type[G], value: dict[str, Any]) -> G:
+    """``value`` as a ``model``. It must not use an unsupported field."""
+    refuse_unsupported(value)
+    return validate(model, value)
+
+
+# fields of OpenAI, vLLM and SGLang that this server does not support
+
+
+def _is_given(value: Any) -> bool:
+    return True
+
+
+def _is_not(*harmless: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in harmless
+
+
+# field: whether a value that is not null uses it
+UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
+    "functions": _is_given,
+    "function_call": _is_not("none"),
+    "prompt_embeds": _is_given,
+    "suffix": bool,
+    "modalities": _is_not(["text"]),
+    "audio": bool,
+    "documents": bool,
+    "lora_request": _is_given,
+    "lora_path": _is_given,
+    "adapter_id": _is_given,
+    "return_token_ids": bool,
+    "return_tokens_as_token_ids": bool,
+    "logprob_token_ids": bool,
+    "kv_transfer_params": _is_given,
+    "repetition_detection": _is_given,
+}
+
+
+def refuse_unsupported(value: dict[str, Any]) -> None:
+    for name, is_used in UNSUPPORTED.items():
+        given = value.get(name)
+        if given is not None and is_used(given):
+            raise NotSupportedYetError(name, name)
+    if "messages" not in value:
+        _refuse_chat_fields(value)
+    if value.get("chat_template") is not None:
+        raise InvalidRequestError("chat_template: a request cannot set it", "chat_template")
+    if value.get("echo") is True and "messages" in value:
+        raise NotSupportedYetError("echo in a chat", "echo")
+    if value.get("token_healing") is True and "messages" in value:
+        raise NotSupportedYetError("token_healing in a chat", "token_healing")
+
+
+def _refuse_chat_fields(value: dict[str, Any]) -> None:
+    """Fields that a completion cannot have."""
+    for name in ("tools", "tool_choice", "thinking_token_budget", "thinking_budget", "max_reasoning_tokens"):
+        if value.get(name) not in (None, "none"):
+            raise InvalidRequestError(f"{name}: only in a chat", name)

@@ -1,0 +1,26 @@
+"""The fields of a body that say how the router schedules its request."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from lightserve.httpserver.wire.body import Body
+from lightserve.io_struct import SchedulingParams
+
+
+class SchedulingFields(Body):
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower goes first
+    timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None  # seconds from arrival to the last token
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # prefixes are shared within a salt
+    disable_prompt_cache: bool | None = None  # do not share prefixes
+
+    @property
+    def scheduling(self) -> SchedulingParams:
+        return SchedulingParams(
+            priority=self.priority or 0,
+            timeout_s=self.timeout,
+            cache_salt=self.cache_salt or "",
+            use_cache=not self.disable_prompt_cache,
+        )

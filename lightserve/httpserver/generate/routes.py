@@ -1,0 +1,83 @@
+"""/generate, /generate_stream and /, whose body is LightLLM's or TGI's, and TGI's /info."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightserve import __version__
+from lightserve.errors import LightserveError
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.generate.schema import Schema, schema_of
+from lightserve.httpserver.lightllm.request import LightllmBody
+from lightserve.httpserver.lightllm.response import lightllm_response
+from lightserve.httpserver.tgi.errors import tgi_error_response
+from lightserve.httpserver.tgi.request import MAX_STOPS, TgiBody
+from lightserve.httpserver.tgi.response import tgi_response
+from lightserve.httpserver.wire.body import openapi_body
+from lightserve.httpserver.wire.json_response import json_response
+from lightserve.httpserver.wire.sse import OPENAPI_STREAM
+
+
+def routes(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["LightLLM and TGI"])
+
+    @router.post("/generate", openapi_extra=_BODY)
+    async def generate(request: Request) -> Response:
+        """The whole response."""
+        return await _respond(context, request, streams=False)
+
+    @router.post("/generate_stream", responses=OPENAPI_STREAM, openapi_extra=_BODY)
+    async def generate_stream(request: Request) -> Response:
+        """The response as server-sent events, one a token."""
+        return await _respond(context, request, streams=True)
+
+    @router.post("/", responses=OPENAPI_STREAM, openapi_extra=_BODY)
+    async def compatible(request: Request) -> Response:
+        """The field ``stream`` of the body selects one of the two."""
+        return await _respond(context, request, streams=None)
+
+    @router.get("/info")
+    async def info(request: Request) -> Response:
+        """The model and the limits in TGI's format."""
+        try:
+            return json_response(_info(context))
+        except LightserveError as error:
+            return tgi_error_response(error, request.state.request_id)
+
+    return router
+
+
+async def _respond(context: ServerContext, request: Request, streams: bool | None) -> Response:
+    log = context.log(request)
+    value = await context.read(request)
+    default = Schema.TGI if context.config.use_tgi_api else Schema.LIGHTLLM
+    if schema_of(value, default) is Schema.TGI:
+        return await tgi_response(context, request, log, value, streams)
+    return await lightllm_response(context, request, log, value, streams)
+
+
+def _info(context: ServerContext) -> dict[str, Any]:
+    total = context.manager.limits.max_req_total_len
+    return {
+        "model_id": context.model_name,
+        "model_sha": None,
+        "model_pipeline_tag": None,  # TGI's value for a model folder; with it POST / does not repeat the prompt
+        "max_concurrent_requests": None,  # limited by memory
+        "max_best_of": context.config.max_choices,
+        "max_stop_sequences": MAX_STOPS,
+        "max_input_tokens": total - 1,
+        "max_total_tokens": total,
+        "validation_workers": context.config.num_processes,
+        "max_client_batch_size": context.config.max_choices,
+        "router": "lightserve",
+        "version": __version__,
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+_BODY = openapi_body(LightllmBody, TgiBody)

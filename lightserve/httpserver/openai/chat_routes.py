@@ -1,0 +1,66 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightserve.httpserver.chat.prepare import PreparedChat, prepare_chat
+from lightserve.httpserver.chat.request import ChatBody
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.fields.generation import validate_supported
+from lightserve.httpserver.openai.beam_search import respond_with_beam_search
+from lightserve.httpserver.openai.logprobs import chat_logprobs
+from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
+from lightserve.httpserver.openai.response import EndpointFormat, ResponseSpec
+from lightserve.httpserver.openai.stream import respond
+from lightserve.httpserver.wire.body import openapi_body
+from lightserve.httpserver.wire.sse import OPENAPI_STREAM
+
+CHAT = EndpointFormat(
+    id_prefix="chatcmpl-",
+    object_name="chat.completion",
+    chunk_object_name="chat.completion.chunk",
+    text_fields=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    first=lambda echo: b'"delta":{"role":"assistant","content":""}',
+    before_text=b'"delta":{"content":',
+    after_text=b"}",
+    last=b'"delta":{}',
+    has_prompt_logprobs_in_choice=False,
+)
+
+
+def routes(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post("/v1/chat/completions", responses=OPENAPI_STREAM, openapi_extra=openapi_body(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        body = validate_supported(ChatBody, await context.read(request))
+        k = body.top_logprobs or 0 if body.logprobs else None
+        chat = await prepare_chat(context, request, body, k)
+        chat.log.counts_output = not body.is_prompt_only
+        spec = ResponseSpec(
+            endpoint=CHAT,
+            request_id=chat.log.request_id,
+            model=context.model_name,
+            n=body.choices,
+            echoes=[""] * body.choices,
+            new_logprobs=None if k is None else lambda _: chat_logprobs(context.tokenizer, k),
+            new_parser=None if chat.output.is_plain else chat.output.new_parser,
+            prompt_logprobs=_prompt_logprobs(context, body, chat),
+            is_prompt_only=body.is_prompt_only,
+        )
+        if body.beam_width is not None:
+            return await respond_with_beam_search(context, request, body, chat.prompt_requests, spec, chat.log)
+        generation = context.manager.generate(chat.prompt_requests, chat.log, body.choices)
+        return await respond(request, body, generation, spec)
+
+    return router
+
+
+def _prompt_logprobs(context: ServerContext, body: ChatBody, chat: PreparedChat) -> list[PromptLogprobsWriter]:
+    k = body.prompt_logprobs
+    if k is None:
+        return []
+    return [PromptLogprobsWriter(context.tokenizer, one.prompt_ids, field_k=k) for one in chat.prompt_requests]

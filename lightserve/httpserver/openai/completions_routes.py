@@ -1,0 +1,128 @@
+"""POST /v1/completions"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.fields.beam_search import not_with_beam_search
+from lightserve.httpserver.fields.generation import validate_supported
+from lightserve.httpserver.fields.grammar import requested_grammar
+from lightserve.httpserver.fields.sampling import build_prompt_requests, check_choices
+from lightserve.httpserver.fields.token_healing import heal, healing_error
+from lightserve.httpserver.manager import PromptRequest
+from lightserve.httpserver.openai.beam_search import respond_with_beam_search
+from lightserve.httpserver.openai.completions_request import CompletionBody, Prompt
+from lightserve.httpserver.openai.logprobs import CompletionLogprobs
+from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
+from lightserve.httpserver.openai.response import EndpointFormat, ResponseSpec
+from lightserve.httpserver.openai.stream import respond
+from lightserve.httpserver.wire.body import openapi_body
+from lightserve.httpserver.wire.sse import OPENAPI_STREAM
+
+DEFAULT_NEW_TOKENS = 16  # OpenAI's
+
+COMPLETION = EndpointFormat(
+    id_prefix="cmpl-",
+    object_name="text_completion",
+    chunk_object_name="text_completion",
+    text_fields=lambda text: {"text": text},
+    first=lambda echo: b'"text":' + orjson.dumps(echo) if echo else b"",
+    before_text=b'"text":',
+    after_text=b"",
+    last=b'"text":""',
+    has_prompt_logprobs_in_choice=True,
+)
+
+
+def routes(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post("/v1/completions", responses=OPENAPI_STREAM, openapi_extra=openapi_body(CompletionBody))
+    async def completions(request: Request) -> Response:
+        body = validate_supported(CompletionBody, await context.read(request))
+        context.check_model(body.model)
+        check_choices(context, len(body.prompt), body.beam_width or body.candidates)
+        log = context.log(request, body.request_id)
+
+        prompts = [await _prompt_ids(context, body, prompt) for prompt in body.prompt]
+        grammar = await requested_grammar(context, body)
+        prompt_requests = build_prompt_requests(
+            context, body, prompts, _engine_logprobs(body), DEFAULT_NEW_TOKENS, grammar
+        )
+        echoes = [_echo(context, body, *pair) for pair in zip(body.prompt, prompt_requests, strict=True)]
+        if body.token_healing:
+            _check_healing(body)
+            prompt_requests = [await heal(context, one) for one in prompt_requests]
+        log.prompt_tokens = sum(len(one.prompt_ids) for one in prompt_requests)
+        log.counts_output = not body.is_prompt_only
+        spec = ResponseSpec(
+            endpoint=COMPLETION,
+            request_id=log.request_id,
+            model=context.model_name,
+            n=body.choices,
+            echoes=[echo for echo in echoes for _ in range(body.choices)],
+            hidden_chars=[one.params.text.hidden_chars for one in prompt_requests],
+            new_logprobs=_new_logprobs(context, body),
+            prompt_logprobs=_prompt_logprobs(context, body, prompt_requests, echoes),
+            is_prompt_only=body.is_prompt_only,
+        )
+        if body.beam_width is not None:
+            return await respond_with_beam_search(context, request, body, prompt_requests, spec, log)
+        return await respond(request, body, context.manager.generate(prompt_requests, log, body.candidates), spec)
+
+    return router
+
+
+async def _prompt_ids(context: ServerContext, body: CompletionBody, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, list):
+        context.manager.check_ids("prompt", prompt)
+        return prompt
+    await asyncio.sleep(0)  # a hundred prompts take a while: the event loop serves other requests in between
+    return await context.encode(prompt, body.add_special_tokens is not False)
+
+
+def _echo(context: ServerContext, body: CompletionBody, prompt: Prompt, prompt_request: PromptRequest) -> str:
+    """The prompt as text, after truncation."""
+    if not body.echo:
+        return ""
+    if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+        return prompt
+    return context.tokenizer.decode(prompt_request.prompt_ids, body.skip_special_tokens is not False)
+
+
+def _check_healing(body: CompletionBody) -> None:
+    if not all(isinstance(prompt, str) for prompt in body.prompt):
+        raise healing_error("for a prompt that is a text")
+    if body.is_prompt_only:
+        raise healing_error("with max_tokens of at least 1")
+    if body.beam_width is not None:
+        raise not_with_beam_search("token_healing")
+
+
+def _engine_logprobs(body: CompletionBody) -> int | None:
+    """The logprobs to request from the engine; best_of needs them to compare candidates."""
+    return 0 if body.logprobs is None and body.candidates > body.choices else body.logprobs
+
+
+def _prompt_logprobs(
+    context: ServerContext, body: CompletionBody, prompt_requests: Sequence[PromptRequest], echoes: Sequence[str]
+) -> list[PromptLogprobsWriter]:
+    if body.prompt_top_logprobs is None:
+        return []
+    tokenizer, field_k, echo_k = context.tokenizer, body.prompt_logprobs, body.echo_top_logprobs
+    pairs = zip(prompt_requests, echoes, strict=True)
+    return [PromptLogprobsWriter(tokenizer, one.prompt_ids, echo, field_k, echo_k) for one, echo in pairs]
+
+
+def _new_logprobs(context: ServerContext, body: CompletionBody) -> partial[CompletionLogprobs] | None:
+    if body.logprobs is None:
+        return None
+    return partial(CompletionLogprobs, context.tokenizer, body.logprobs, body.skip_special_tokens is not False)

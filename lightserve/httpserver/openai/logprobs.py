@@ -1,0 +1,120 @@
+"""Log probabilities in OpenAI's two formats, token by token; concatenated() joins them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any
+
+from lightserve.httpserver.logprobs import PromptToken, finite_logprob
+from lightserve.io_struct import StrOut
+from lightserve.model_files.tokenizer import Tokenizer
+
+Logprobs = dict[str, Any]  # every value is a list, except ``refusal``
+TokenLogprobs = Callable[[StrOut], Logprobs]  # of one token of one choice; called in order
+
+COLUMNS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")  # of a completion
+
+
+def concatenated(parts: Iterable[Logprobs]) -> Logprobs | None:
+    """The logprobs of several tokens as one object; None: there are none."""
+    whole: Logprobs | None = None
+    for part in parts:
+        if whole is None:
+            whole = {name: value and list(value) for name, value in part.items()}
+            continue
+        for name, value in part.items():
+            if value is not None:
+                whole[name] += value
+    return whole
+
+
+def chat_logprobs(tokenizer: Tokenizer, k: int) -> TokenLogprobs:
+    token_bytes = tokenizer.decoder.token_bytes
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = token_bytes(token_id)
+        return {"token": _as_text(data, ""), "logprob": finite_logprob(logprob), "bytes": list(data)}
+
+    def of_token(out: StrOut) -> Logprobs:
+        sampled = entry(out.token.id, _or_minus_inf(out.token.logprob))
+        top = [entry(token_id, logprob) for token_id, logprob in (out.token.top_logprobs or ())[:k]]
+        return {"content": [{**sampled, "top_logprobs": top}], "refusal": None}
+
+    return of_token
+
+
+class CompletionLogprobs:
+    """With the text offset of each token; a token inside a character has the offset of the character."""
+
+    def __init__(self, tokenizer: Tokenizer, k: int, skips_special: bool = True, offset: int = 0) -> None:
+        """``offset``: characters before the first token."""
+        self._token_bytes = tokenizer.decoder.token_bytes
+        self._k = k
+        self._special = tokenizer.special_ids
+        self._skipped = tokenizer.special_ids if skips_special else frozenset()
+        self._offset = offset  # characters that are complete so far
+        self._incomplete = b""  # bytes of the next character
+
+    def __call__(self, out: StrOut) -> Logprobs:
+        parts = self._parts(out.token.id, _or_minus_inf(out.token.logprob), out.token.top_logprobs or ())
+        if out.token.id not in self._skipped:
+            self._advance(self._token_bytes(out.token.id))
+        return {name: [part] for name, part in zip(COLUMNS, parts, strict=True)}
+
+    def of_prompt(self, tokens: Iterable[PromptToken], echo: str) -> Logprobs:
+        """Of a prompt whose text is ``echo``; its first token has no logprob."""
+        whole: Logprobs = {name: [] for name in COLUMNS}
+        for token_id, logprob, _, top in tokens:
+            for name, part in zip(COLUMNS, self._parts(token_id, logprob, top), strict=True):
+                whole[name].append(part)
+            self._advance(self._shown_bytes(token_id, echo))
+        return whole
+
+    def _parts(self, token_id: int, logprob: float | None, top: Iterable[tuple[int, float]]) -> tuple[Any, ...]:
+        """The values of one token, in the order of COLUMNS."""
+        text = self._text(token_id)
+        if logprob is None:
+            return self._offset, None, text, None
+        shown = {self._text(other): finite_logprob(value) for other, value in islice(top, self._k)}
+        shown[text] = finite_logprob(logprob)  # OpenAI adds the sampled token to the alternatives
+        return self._offset, shown[text], text, shown
+
+    def _shown_bytes(self, token_id: int, echo: str) -> bytes:
+        """The bytes of a token in the echo, which may leave out special tokens and the first space of a prompt."""
+        data = self._token_bytes(token_id)
+        if token_id in self._special:
+            return data if echo.startswith(data.decode(errors="replace"), self._offset) else b""
+        is_left_out = self._offset == 0 and data.startswith(b" ") and not echo.startswith(" ")
+        return data[1:] if is_left_out else data
+
+    def _text(self, token_id: int) -> str:
+        return _as_text(self._token_bytes(token_id), "bytes:")
+
+    def _advance(self, data: bytes) -> None:
+        text, self._incomplete = _split_at_last_character(self._incomplete + data)
+        self._offset += len(text)
+
+
+def _split_at_last_character(data: bytes) -> tuple[str, bytes]:
+    """The complete text, and the first bytes of a character after it."""
+    for n_incomplete in range(min(3, len(data)) + 1):
+        head = data[: len(data) - n_incomplete]
+        try:
+            return head.decode(), data[len(head) :]
+        except UnicodeDecodeError:
+            continue
+    return data.decode(errors="replace"), b""
+
+
+def _as_text(data: bytes, prefix: str) -> str:
+    """The token as a string; bytes that are not text are escaped as OpenAI does."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _or_minus_inf(logprob: float | None) -> float:
+    return -math.inf if logprob is None else logprob

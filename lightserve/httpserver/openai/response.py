@@ -1,0 +1,210 @@
+"""Responses of OpenAI's chat and completions, as one JSON body. stream.py writes them as events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from lightserve.httpserver.chat.output import ChoiceParser
+from lightserve.httpserver.manager import Generation
+from lightserve.httpserver.openai.logprobs import Logprobs, TokenLogprobs, concatenated
+from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
+from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
+from lightserve.output_parsing import Delta, Output, fold
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointFormat:
+    """How an endpoint, chat or completions, writes the text of a choice."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+    text_fields: Callable[[str], Object]
+    first: Callable[[str], bytes]  # the first chunk of a choice, given the echo; empty: there is none
+    before_text: bytes  # around a piece of text
+    after_text: bytes
+    last: bytes  # beside the finish reason
+    has_prompt_logprobs_in_choice: bool  # where vLLM writes prompt_logprobs; False: beside the choices
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseSpec:
+    """What to write about a generation."""
+
+    endpoint: EndpointFormat
+    request_id: str
+    model: str
+    n: int  # choices shown for each prompt; where more are generated, the best ones
+    echoes: Sequence[str]  # by shown choice: the text before the output
+    hidden_chars: Sequence[int] = ()  # by prompt, where output tokens repeat its end: their characters are not shown
+    new_logprobs: Callable[[int], TokenLogprobs] | None = None  # for one choice, given the characters before its output
+    new_parser: Callable[[], ChoiceParser] | None = None  # for one choice, where the output has reasoning or tool calls
+    prompt_logprobs: Sequence[PromptLogprobsWriter] = ()  # by prompt, where they are requested
+    is_prompt_only: bool = False  # max_tokens is 0: the one token that the engine generates is not shown
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def head(self, is_chunk: bool = False) -> Object:
+        kind = self.endpoint.chunk_object_name if is_chunk else self.endpoint.object_name
+        ident = self.endpoint.id_prefix + self.request_id
+        return {"id": ident, "object": kind, "created": self.created, "model": self.model}
+
+    def new_choice(self, prompt: int = 0) -> Choice:
+        return Choice(self.logprobs_of(prompt), self.new_parser and self.new_parser(), self.is_prompt_only)
+
+    def logprobs_of(self, prompt: int) -> TokenLogprobs | None:
+        """For one choice of the prompt with this index."""
+        if self.new_logprobs is None:
+            return None
+        hidden = self.hidden_chars[prompt] if self.hidden_chars else 0
+        return self.new_logprobs(len(self.echoes[prompt * self.n]) - hidden)
+
+    def prompt_logprobs_of(self, index: int) -> PromptLogprobsWriter | None:
+        """For the prompt of the shown choice with this index."""
+        return self.prompt_logprobs[index // self.n] if self.prompt_logprobs else None
+
+
+class Choice:
+    """One output sequence, collected token by token."""
+
+    def __init__(
+        self, logprobs_of: TokenLogprobs | None, parser: ChoiceParser | None, is_prompt_only: bool = False
+    ) -> None:
+        self.finish: StrOut | None = None
+        self.packed_prompt_logprobs: PromptLogprobs | None = None
+        self.parser = parser
+        self._is_prompt_only = is_prompt_only
+        self._deltas: list[Delta] = []
+        self._logprobs_of = logprobs_of
+        self._texts: list[str] = []
+        self._logprobs: list[Logprobs] = []
+        self._total_logprob = 0.0
+        self._n_tokens = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def message(self) -> Object:
+        """The message, where the output is parsed."""
+        return message_of(fold(self._deltas))
+
+    def logprobs(self, prompt: PromptLogprobsWriter | None) -> Logprobs | None:
+        echoed = None if prompt is None else prompt.echoed(self.packed_prompt_logprobs)
+        return concatenated(self._logprobs if echoed is None else [echoed, *self._logprobs])
+
+    @property
+    def mean_logprob(self) -> float:
+        return self._total_logprob / max(self._n_tokens, 1)
+
+    def add(self, out: StrOut) -> None:
+        self.packed_prompt_logprobs = self.packed_prompt_logprobs or out.token.prompt_logprobs
+        if self._is_prompt_only:
+            self.finish = prompt_only_end(out)
+            return
+        if self.parser is None:
+            self._texts.append(out.text)
+        else:
+            self._deltas += self.parser.push(out)
+        self._total_logprob += out.token.logprob or 0.0
+        self._n_tokens += 1
+        if self._logprobs_of is not None and not (self.parser and self.parser.is_hidden):
+            self._logprobs.append(self._logprobs_of(out))
+        if out.finish_reason is not None:
+            self.finish = out
+
+
+async def collect_response(generation: Generation, spec: ResponseSpec) -> Object:
+    """Run the generation to its end."""
+    choices = [spec.new_choice(index // generation.n) for index in range(len(generation.prompt_requests))]
+    async with generation:
+        async for outs in generation:
+            for index, out in outs:
+                choices[index].add(out)
+    shown = best_choices(choices, generation.n, spec.n)
+    if spec.prompt_logprobs:  # those of long prompts take long to write: streams of other requests must not wait
+        return await asyncio.to_thread(response_json, spec, shown, generation.log)
+    return response_json(spec, shown, generation.log)
+
+
+def best_choices(choices: Sequence[Choice], candidates: int, n: int) -> Sequence[Choice]:
+    """The ``n`` most likely of every ``candidates`` choices, best first; all in their order where none is dropped."""
+    if n == candidates:
+        return choices
+    groups = (choices[start : start + candidates] for start in range(0, len(choices), candidates))
+    return [one for group in groups for one in sorted(group, key=lambda c: c.mean_logprob, reverse=True)[:n]]
+
+
+def response_json(spec: ResponseSpec, choices: Sequence[Choice], log: AccessLog) -> Object:
+    written = [_choice_json(index, choice, spec) for index, choice in enumerate(choices)]
+    usage = usage_fields(log, log.output_tokens, [choice.parser for choice in choices if choice.parser is not None])
+    is_in_choice = spec.endpoint.has_prompt_logprobs_in_choice
+    prompt = {} if is_in_choice else prompt_logprobs_field(spec, 0, choices[0].packed_prompt_logprobs)
+    return {**spec.head(), "choices": written, "system_fingerprint": None, "usage": usage, **prompt}
+
+
+def _choice_json(index: int, choice: Choice, spec: ResponseSpec) -> Object:
+    is_in_choice = spec.endpoint.has_prompt_logprobs_in_choice
+    if choice.parser is None:
+        text = spec.endpoint.text_fields(spec.echoes[index] + choice.text)
+    else:
+        text = {"message": choice.message}
+    prompt = prompt_logprobs_field(spec, index, choice.packed_prompt_logprobs) if is_in_choice else {}
+    logprobs = choice.logprobs(spec.prompt_logprobs_of(index))
+    return {"index": index, **text, "logprobs": logprobs, **finish_fields(choice.finish, choice.parser), **prompt}
+
+
+def prompt_logprobs_field(spec: ResponseSpec, index: int, packed: PromptLogprobs | None) -> Object:
+    """vLLM's field, where it is requested."""
+    prompt = spec.prompt_logprobs_of(index)
+    if prompt is None or prompt.field_k is None:
+        return {}
+    return {"prompt_logprobs": prompt.field(packed)}
+
+
+def prompt_only_end(out: StrOut) -> StrOut:
+    """The end of a choice without output, whichever token the engine generated."""
+    return msgspec.structs.replace(out, finish_reason=FinishReason.LENGTH, stop_reason=None)
+
+
+def finish_fields(out: StrOut | None, parser: ChoiceParser | None = None) -> Object:
+    if out is None or out.finish_reason is None:
+        return {"finish_reason": None, "stop_reason": None}
+    is_call = parser is not None and parser.has_calls and out.finish_reason is FinishReason.STOP
+    reason = "tool_calls" if is_call else out.finish_reason.value
+    return {"finish_reason": reason, "stop_reason": out.stop_reason}
+
+
+def usage_fields(log: AccessLog, output_tokens: int, parsers: Iterable[ChoiceParser] | None = None) -> Object:
+    usage: Object = {
+        "prompt_tokens": log.prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": log.prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": log.cached_tokens},
+    }
+    if parsers:
+        reasoning_tokens = sum(parser.reasoning_tokens for parser in parsers)
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return usage
+
+
+def message_of(output: Output) -> Object:
+    content = output.content if output.content or not output.calls else None
+    message: Object = {"role": "assistant", "content": content, "refusal": None}
+    if output.reasoning:
+        message |= {"reasoning_content": output.reasoning, "reasoning": output.reasoning}
+    if output.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in output.calls
+        ]
+    return message

@@ -1,0 +1,69 @@
+"""One log line a request: its id, its tokens and times, how it ended."""
+
+from __future__ import annotations
+
+import time
+
+from lightserve.errors import ClientDisconnectedError, LightserveError
+from lightserve.io_struct import StrOut
+from lightserve.utils.logger import init_logger
+
+logger = init_logger("lightserve.access")
+
+
+class AccessLog:
+    """Counts the tokens of one HTTP request, for the log line and for ``usage``."""
+
+    def __init__(self, request_id: str, route: str, is_written: bool = True) -> None:
+        self.request_id = request_id
+        self.arrived_s = time.monotonic()
+        self.prompt_tokens = 0  # set by the route; a prompt counts once, however many choices it has
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.counts_output = True  # set by the route: False where max_tokens is 0
+        self._route = route
+        self._is_written = is_written
+        self._queue_s = 0.0
+        self._first_token_s: float | None = None
+        self._finish_reasons: list[str] = []
+
+    def silent_copy(self) -> AccessLog:
+        """For the engine requests of a beam search: the same id and arrival time, and no log line."""
+        log = AccessLog(self.request_id, self._route, is_written=False)
+        log.arrived_s = self.arrived_s
+        return log
+
+    def record(self, out: StrOut, is_first_choice: bool) -> None:
+        self.output_tokens += self.counts_output
+        if out.admission is not None:
+            self.cached_tokens += out.admission.cached_tokens if is_first_choice else 0
+            self._queue_s = max(self._queue_s, out.admission.queue_s)
+            if self._first_token_s is None:
+                self._first_token_s = time.monotonic() - self.arrived_s
+        if out.finish_reason is not None:
+            self._finish_reasons.append(out.finish_reason.value)
+
+    def close(self, error: BaseException | None) -> None:
+        if not self._is_written:
+            return
+        first = "-" if self._first_token_s is None else f"{self._first_token_s:.3f}s"
+        logger.info(
+            "%s %s prompt=%d cached=%d output=%d queue=%.3fs first=%s total=%.3fs finish=%s",
+            self.request_id,
+            self._route,
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.output_tokens,
+            self._queue_s,
+            first,
+            time.monotonic() - self.arrived_s,
+            _finish(self._finish_reasons, error),
+        )
+
+
+def _finish(reasons: list[str], error: BaseException | None) -> str:
+    if error is None:
+        return ",".join(reasons)
+    if isinstance(error, LightserveError) and not isinstance(error, ClientDisconnectedError):
+        return f"error:{error.status}"
+    return "abort"  # the client disconnected: its task was cancelled or its stream closed

@@ -1,0 +1,146 @@
+"""Request bodies: read within limits, parsed, validated."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
+from starlette.requests import ClientDisconnect, Request
+
+from lightserve.errors import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    ClientDisconnectedError,
+    InvalidRequestError,
+    MediaTypeError,
+)
+
+B = TypeVar("B", bound="Body")
+
+BODY_TIMEOUT_S = 30.0  # a body that never ends must not hold its connection
+LARGE_BODY = 256 * 1024  # bytes; a larger one (about a millisecond) is parsed in a thread
+# 16 MB can hold 5 million lists, which take seconds to parse: check_json_size refuses them before
+MAX_PARTS = 2**17  # strings, lists and objects
+MAX_VALUES = 2_000_000  # token ids, mostly
+MAX_PARAM_LENGTH = 100  # characters of a field's path in an error: the client may have chosen parts of it
+_STRING = re.compile(rb'"[^"]*"')
+
+
+class Body(BaseModel):
+    """Unknown fields are allowed: clients send fields of other servers. Types are strict: a bool is not a number."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Limits the entries of a dict. pydantic's max_length counts valid entries only: a million bad ones would be a
+    million errors. Lists have fail_fast instead.
+    """
+
+    def check_length(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise PydanticCustomError("too_long", f"at most {count} entries, found {len(value)}")
+        return value
+
+    return BeforeValidator(check_length)
+
+
+async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The body as a JSON object."""
+    _check_media_type(request.headers.get("content-type"))
+    raw = await _read(request, max_bytes)
+    return _parse(raw) if len(raw) <= LARGE_BODY else await asyncio.to_thread(_parse, raw)
+
+
+def validate(model: type[B], value: dict[str, Any]) -> B:
+    """``value`` as a ``model``; an error names the first wrong field."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        param = ".".join(str(part) for part in first["loc"])[:MAX_PARAM_LENGTH]
+        raise InvalidRequestError(f"{param}: {first['msg']}" if param else first["msg"], param or None) from error
+
+
+def openapi_body(*models: type[Body]) -> dict[str, Any]:
+    """What /openapi.json says about a body that is one of ``models``."""
+    schemas = [_without_references(model.model_json_schema()) for model in models]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _without_references(schema: dict[str, Any]) -> Any:
+    """Replace references by their definitions: they would not resolve in /openapi.json."""
+    definitions = schema.pop("$defs", {})
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return inlined(definitions[node["$ref"].rpartition("/")[2]])
+        return {key: inlined(item) for key, item in node.items()}
+
+    return inlined(schema)
+
+
+def _check_media_type(content_type: str | None) -> None:
+    kind, _, rest = (content_type or "").lower().partition(";")
+    charset = rest.partition("charset=")[2].strip().strip('"')
+    if kind.strip() != "application/json" or charset not in ("", "utf-8", "utf8"):
+        raise MediaTypeError("the body must be application/json in UTF-8; set the header Content-Type")
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    check_json_size(raw)
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    return value
+
+
+def check_json_size(raw: bytes) -> None:
+    """Refuse JSON that would take long to parse. Strings are only removed where the raw counts are over the limits."""
+    if len(raw) <= LARGE_BODY:
+        return
+    if raw.count(b'"') + _openings(raw) <= MAX_PARTS and raw.count(b",") <= MAX_VALUES:
+        return
+    bare = raw.replace(rb"\\", b"").replace(rb"\"", b"")  # now every quote begins or ends a string
+    strings = bare.count(b'"') // 2
+    if strings <= MAX_PARTS:
+        bare = _STRING.sub(b"", bare)
+    if strings + _openings(bare) > MAX_PARTS:
+        raise InvalidRequestError(f"the body has more than {MAX_PARTS} strings, lists and objects")
+    if bare.count(b",") > MAX_VALUES:
+        raise InvalidRequestError(f"the body has more than {MAX_VALUES} values")
+
+
+def _openings(raw: bytes) -> int:
+    return raw.count(b"[") + raw.count(b"{")
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length) > max_bytes:
+        raise BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > max_bytes:
+                    raise BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
+                chunks.append(chunk)
+    except TimeoutError as error:
+        raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
+    except ClientDisconnect as error:
+        raise ClientDisconnectedError("the client closed the connection") from error
+    return b"".join(chunks)

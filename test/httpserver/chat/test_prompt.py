@@ -1,0 +1,157 @@
+"""What a chat template is given, seen through a template that writes its variables as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from test.httpserver.openai_server import Server, rows, running, with_template
+from test.real_model import smollm2_tokenizer as smol
+
+USER = {"role": "user", "content": "Hi"}
+SHOW = (
+    "{{ {'messages': messages, 'tools': tools, 'turn': add_generation_prompt, 'thinks': enable_thinking | default(0),"
+    " 'effort': reasoning_effort | default(0)} | tojson }}"
+)
+
+
+@pytest.fixture(scope="module")
+def showing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("run"), with_template(SHOW)) as server:
+        server.engine.script = rows("ok")
+        yield server
+
+
+def prompt_of(server: Server, *messages: dict[str, Any], **fields: Any) -> str:
+    response = server.chat(messages=list(messages), **fields)
+    assert response.status_code == 200, response.text
+    return smol().decode(server.engine.received[-1].prompt_ids, skip_special_tokens=False)
+
+
+def shown(server: Server, *messages: dict[str, Any], **fields: Any) -> Any:
+    return json.loads(prompt_of(server, *messages, **fields))
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "developer", "content": "Be brief."}, {"role": "system", "content": "Be brief."}),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "user", "content": "a\nb"},
+        ),
+        ({"role": "user", "name": "Ann", "content": "a"}, {"role": "user", "content": "a", "name": "Ann"}),
+        (
+            {"role": "tool", "content": "4", "tool_call_id": "c1"},
+            {"role": "tool", "content": "4", "tool_call_id": "c1"},
+        ),
+        (
+            {"role": "assistant", "content": "4", "reasoning": "2+2", "tool_calls": [], "refusal": None, "audio": None},
+            {"role": "assistant", "content": "4", "reasoning_content": "2+2"},
+        ),
+    ],
+)
+def test_a_message_reaches_the_template(showing: Server, message: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert shown(showing, message, USER)["messages"] == [expected, USER]
+
+
+def test_tool_calls_of_the_history_reach_the_template_with_their_arguments_as_objects(showing: Server) -> None:
+    function = {"name": "add", "arguments": '{"a": 2, "b": [1]}'}
+    call = {"id": "c1", "type": "function", "function": function}
+
+    found = shown(showing, USER, {"role": "assistant", "content": None, "tool_calls": [call]}, USER)
+
+    parsed = {"name": "add", "arguments": {"a": 2, "b": [1]}}
+    expected = {"id": "c1", "type": "function", "function": parsed}
+    assert found["messages"][1] == {"role": "assistant", "content": None, "tool_calls": [expected]}
+
+
+def test_template_variables_reach_the_template_but_not_those_of_the_server(showing: Server) -> None:
+    kwargs = {
+        "enable_thinking": False,
+        "messages": [],
+        "tools": ["x"],
+        "add_generation_prompt": False,
+        "chat_template": "x",
+        "tokenize": True,
+        "self": 1,
+        "continue_final_message": True,
+        "raise_exception": "x",
+        "namespace": "x",
+        "range": 1,
+        "eos_token": "x",
+    }
+
+    found = shown(showing, USER, chat_template_kwargs=kwargs, reasoning_effort="low")
+
+    assert found == {"messages": [USER], "tools": None, "turn": True, "thinks": False, "effort": "low"}
+
+
+def test_add_generation_prompt_false_leaves_out_the_assistants_turn(showing: Server) -> None:
+    assert shown(showing, USER, add_generation_prompt=False)["turn"] is False
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("run")) as server:
+        server.engine.script = rows("ok")
+        yield server
+
+
+@pytest.mark.parametrize("text", ["The answer ", "m", "", "<|im_end|>"])
+def test_the_final_message_can_be_continued(real: Server, text: str) -> None:
+    prompt = prompt_of(real, USER, {"role": "assistant", "content": text}, continue_final_message=True)
+
+    assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n" + text)
+
+
+def test_a_chat_adds_special_tokens_only_on_request(real: Server) -> None:
+    prompt_of(real, USER)
+
+    expected = smol().encode(smol().apply_chat_template([USER]), add_special_tokens=False)
+    assert real.engine.received[-1].prompt_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[7].content.x }}", "chat template"),
+        ("", "gives an empty prompt for these messages"),
+        (None, "no chat template"),
+    ],
+)
+def test_an_error_of_the_chat_template_is_a_status_400_with_its_message(
+    tmp_path_factory: pytest.TempPathFactory, template: str | None, expected: str
+) -> None:
+    with running(tmp_path_factory.mktemp("run"), with_template(template)) as server:
+        response = server.chat()
+
+    assert response.status_code == 400
+    assert expected in response.json()["error"]["message"]
+
+
+def test_values_nested_too_deeply_for_a_template_are_a_bad_request(showing: Server) -> None:
+    depth = 1000  # of the 1,024 that the body may have
+    nested = b"[" * depth + b"]" * depth
+    body = (
+        b'{"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"enable_thinking": %b}}' % nested
+    )
+
+    response = showing.http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+
+    assert response.status_code == 400
+    assert "recursion" in response.json()["error"]["message"]
+
+
+def test_arguments_that_would_take_long_to_parse_are_refused(showing: Server) -> None:
+    call = {"function": {"name": "f", "arguments": "[" + "[]," * 50_000 + "0]"}}
+    messages = [{"role": "assistant", "tool_calls": [call]}] * 3
+
+    response = showing.chat(messages=messages)
+
+    assert response.status_code == 400
+    assert "strings, lists and objects" in response.json()["error"]["message"]

@@ -1,0 +1,452 @@
+"""Tools and reasoning in chats, through the openai client and as the events of a stream."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import tokenizers
+
+from lightserve.config import HttpConfig
+from lightserve.grammar.compiler import GrammarCompiler
+from lightserve.httpserver.chat.prompt import for_template
+from lightserve.httpserver.chat.request import Function, Message, ToolCall
+from lightserve.io_struct import FinishReason
+from lightserve.model_files import Tokenizer
+from lightserve.model_files.special_tokens import SpecialTokens
+from test.httpserver.chat.tool_chats import TWO_CALLS, WEATHER
+from test.httpserver.fake_engine import Script
+from test.httpserver.openai_server import Server, events, rows, running, with_template
+from test.output_parsing.corpus import CORPUS, PARIS, call, cut, tagged
+from test.real_model import smollm2_tokenizer as smol
+
+USER: dict[str, Any] = {"role": "user", "content": "Hi"}
+# what a template shows of a model that thinks and calls tools: <tool_call> </think>
+SHOW = (
+    "{{ {'messages': messages, 'tools': tools, 'thinks': enable_thinking | default(1), 'old': thinking | default(1)}"
+    " | tojson }}{# <tool_call> </think> #}{% if begins_thinking %}<think>\n{% endif %}"
+)
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "Rain?", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("run"), with_template(SHOW)) as server:
+        yield server
+
+
+@contextmanager
+def named(
+    tmp_path_factory: pytest.TempPathFactory, parser: str, tokenizer: Tokenizer | None = None
+) -> Iterator[Server]:
+    config = HttpConfig(tool_call_parser=parser)
+    with running(tmp_path_factory.mktemp("run"), tokenizer or with_template("{{ messages }}"), config) as server:
+        yield server
+
+
+def pieces(text: str, size: int = 5) -> Script:
+    return rows(*(text[at : at + size] for at in range(0, len(text), size)))
+
+
+def fold(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The choices of a stream as a client puts them together."""
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for piece in chunk["choices"]:
+            whole = choices.setdefault(piece["index"], {"content": "", "reasoning": "", "calls": [], "logprobs": []})
+            delta = piece["delta"]
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            whole["content"] += delta.get("content") or ""
+            whole["reasoning"] += delta.get("reasoning") or ""
+            for one in delta.get("tool_calls", ()):
+                fold_call(whole["calls"], one)
+            whole["logprobs"] += (piece["logprobs"] or {"content": []})["content"]
+            whole["finish_reason"] = piece["finish_reason"]
+    return choices
+
+
+def fold_call(calls: list[list[str]], delta: dict[str, Any]) -> None:
+    """A name comes once, with an id and no arguments yet."""
+    if "id" in delta:
+        assert (delta["index"], delta["type"]) == (len(calls), "function")
+        assert delta["function"]["arguments"] == ""
+        calls.append([delta["function"]["name"], ""])
+    else:
+        assert set(delta) == {"index", "function"}
+        calls[delta["index"]][1] += delta["function"]["arguments"]
+
+
+def whole_choices(response: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    choices = {}
+    for choice in response["choices"]:
+        message = choice["message"]
+        functions = [one["function"] for one in message.get("tool_calls", ())]
+        assert message.get("reasoning") == message.get("reasoning_content")
+        choices[choice["index"]] = {
+            "content": message["content"] or "",
+            "reasoning": message.get("reasoning", ""),
+            "calls": [[function["name"], function["arguments"]] for function in functions],
+            "logprobs": (choice["logprobs"] or {"content": []})["content"],
+            "finish_reason": choice["finish_reason"],
+        }
+    return choices
+
+
+def test_tools_are_called_in_a_whole_response(server: Server) -> None:
+    server.engine.script = pieces(TWO_CALLS)
+
+    response = server.openai.chat.completions.create(model="tiny", messages=[USER], tools=TOOLS)  # type: ignore[list-item]
+
+    [choice] = response.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+    calls: list[Any] = choice.message.tool_calls or []
+    assert [(one.type, one.function.name, one.function.arguments) for one in calls] == [
+        ("function", "weather", PARIS),
+        ("function", "now", "{}"),
+    ]
+    assert len({one.id for one in calls}) == 2
+
+
+def test_tools_are_called_in_a_stream(server: Server) -> None:
+    server.engine.script = pieces(TWO_CALLS)
+
+    with server.openai.chat.completions.stream(model="tiny", messages=[USER], tools=TOOLS) as stream:  # type: ignore[list-item]
+        kinds = [event.type for event in stream]
+        final: Any = stream.get_final_completion().choices[0]
+
+    assert kinds.count("tool_calls.function.arguments.done") == 2
+    assert kinds.count("tool_calls.function.arguments.delta") > 3
+    assert (final.finish_reason, final.message.content) == ("tool_calls", "Let me see.")
+    assert [(one.function.name, one.function.arguments) for one in final.message.tool_calls] == [
+        ("weather", PARIS),
+        ("now", "{}"),
+    ]
+
+
+def test_content_is_null_where_there_are_calls_only(server: Server) -> None:
+    server.engine.script = pieces(tagged(call("now", "{}")))
+
+    message = server.chat(tools=TOOLS).json()["choices"][0]["message"]
+
+    assert list(message) == ["role", "content", "refusal", "tool_calls"]
+    assert message["content"] is None
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "choices": {"n": 3},
+    "logprobs": {"logprobs": True, "top_logprobs": 1},
+    "hidden": {"include_reasoning": False, "logprobs": True},
+    "thinking": {"chat_template_kwargs": {"begins_thinking": True}, "n": 2},
+    "usage": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_folding_a_stream_gives_the_whole_response(server: Server, option: str) -> None:
+    rng = random.Random(option)
+    texts = [one.text for one in CORPUS["hermes"] if one.text]
+    for _ in range(15):
+        text = rng.choice(["", "<think>\nHm,\n 日本\n</think>\n\n", "Hm.</think>"]) + rng.choice(texts)
+        server.engine.script = rows(*cut(text, rng))
+        whole = {name: value for name, value in OPTIONS[option].items() if name != "stream_options"}
+
+        response = server.chat(tools=TOOLS, **whole).json()
+        chunks = events(server.chat(tools=TOOLS, stream=True, **OPTIONS[option]))
+
+        assert fold(chunks) == whole_choices(response)
+        if option == "usage":
+            assert chunks[-1]["usage"] == response["usage"]
+
+
+def test_a_call_that_max_tokens_truncates_has_finish_reason_length(server: Server) -> None:
+    text = tagged(call("weather", PARIS))[:-30]
+    server.engine.script = rows(text, finish=FinishReason.LENGTH)
+
+    [choice] = server.chat(tools=TOOLS).json()["choices"]
+
+    assert choice["finish_reason"] == "length"
+    assert PARIS.startswith(choice["message"]["tool_calls"][0]["function"]["arguments"])
+
+
+def test_parallel_tool_calls_false_gives_one_call(server: Server) -> None:
+    server.engine.script = pieces(TWO_CALLS)
+
+    message = server.chat(tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]["message"]
+
+    assert [one["function"]["name"] for one in message["tool_calls"]] == ["weather"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_without_tools_a_call_is_content_and_the_template_gets_none(server: Server, fields: dict[str, Any]) -> None:
+    server.engine.script = pieces(TWO_CALLS)
+
+    [choice] = server.chat(**fields).json()["choices"]
+
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", TWO_CALLS)
+    assert shown(server)["tools"] is None
+
+
+def shown(server: Server) -> Any:
+    """What the template was given for the last request."""
+    text = smol().decode(server.engine.received[-1].prompt_ids, skip_special_tokens=False)
+    return json.loads(text.removesuffix("<think>\n"))
+
+
+def test_tools_reach_the_template_as_they_were_sent_in_one_order(server: Server) -> None:
+    parameters = {"type": "object", "properties": {"a": {"default": None}}}
+    function = {"strict": False, "parameters": parameters, "description": "d", "name": "f", "extra": 1}
+
+    server.chat(tools=[{"function": function, "type": "function"}])
+
+    [tool] = shown(server)["tools"]
+    assert tool == {"type": "function", "function": function}
+    assert list(tool["function"]) == ["name", "description", "parameters", "strict", "extra"]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ call.arguments | tojson }}", '{"a": "é"}'),
+        ("{{ call.arguments }}", '{"a": "é"}'),
+        ("{{ 'x' + call.arguments + 'y' }}", 'x{"a": "é"}y'),
+        ("{{ 'x' ~ call.arguments }}", 'x{"a": "é"}'),
+        ("{% for k, v in call.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "a=é"),
+        ("{% if call.arguments is string %}s{% elif call.arguments is mapping %}m{% endif %}", "m"),
+    ],
+)
+@pytest.mark.parametrize("arguments", ['{"a":"é"}', {"a": "é"}])
+def test_templates_may_take_arguments_as_an_object_or_as_text(template: str, expected: str, arguments: Any) -> None:
+    whole = "{% for call in messages[0].tool_calls %}{% set call = call.function %}" + template + "{% endfor %}"
+    history = Message(role="assistant", tool_calls=[ToolCall(function=Function(name="f", arguments=arguments))])
+
+    assert with_template(whole).apply_chat_template([for_template(history)]) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% if message.content is none %}none{% endif %}", "none"),
+        ("x{{ message.content }}y", "xy"),
+        ("{{ 'x' + message.content + 'y' }}", "xy"),
+        ("x{% if '</think>' in message.content %}{% endif %}{% for part in message.content %}{% endfor %}", "x"),
+    ],
+)
+def test_templates_may_take_no_content_as_none_or_as_an_empty_text(
+    tmp_path_factory: pytest.TempPathFactory, template: str, expected: str
+) -> None:
+    history = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    whole = with_template("{% set message = messages[0] %}" + template)
+    with running(tmp_path_factory.mktemp("run"), whole) as server:
+        server.chat(messages=[history])
+
+    assert smol().decode(server.engine.received[-1].prompt_ids) == expected
+
+
+def test_arguments_that_are_not_json_reach_the_template_unchanged(server: Server) -> None:
+    calls = [{"id": "c1", "function": {"name": "f", "arguments": "{'a"}}]
+    result = {"role": "tool", "tool_call_id": "c1", "content": "not JSON"}
+
+    server.chat(messages=[USER, {"role": "assistant", "content": None, "tool_calls": calls}, result])
+
+    assert shown(server)["messages"][1]["tool_calls"][0]["function"]["arguments"] == "{'a"
+
+
+def test_tools_are_refused_for_a_model_without_a_known_format(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with running(tmp_path_factory.mktemp("run"), with_template("{{ tools }}")) as server:
+        error = server.chat(tools=TOOLS).json()["error"]
+
+    assert error["param"] == "tools"
+    assert "--tool_call_parser" in error["message"]
+
+
+def test_the_operator_can_set_the_tool_call_parser(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with named(tmp_path_factory, "pythonic") as server:
+        server.engine.script = pieces('[weather(city="Paris", days=2)]')
+        message = server.chat(tools=TOOLS).json()["choices"][0]["message"]
+
+    assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": PARIS}
+
+
+# special tokens
+
+
+def with_special(template: str, *markers: str) -> Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(smol().to_json())
+    backend.add_special_tokens(list(markers))
+    return Tokenizer(backend, SpecialTokens(), template)
+
+
+def test_markers_that_are_special_tokens_stay_in_the_text_for_the_parsers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    tokenizer = with_special("{# [TOOL_CALLS] #}{{ messages }}", "[TOOL_CALLS]")  # the engine has no row for it
+    with running(tmp_path_factory.mktemp("run"), tokenizer) as server:
+        server.chat(tools=TOOLS)
+        server.chat()
+
+    with_tools, without = (req.params.text for req in server.engine.received)
+    assert with_tools.shown_special_ids == (tokenizer.token_to_id("[TOOL_CALLS]"),)
+    assert with_tools.skip_special_tokens
+    assert without.shown_special_ids == ()
+
+
+# forced calls
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed", "refused"),
+    [
+        ({"tool_choice": "required"}, TWO_CALLS.removeprefix("Let me see.\n"), "Hello"),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            tagged(call("now", "{}")),
+            TWO_CALLS.removeprefix("Let me see.\n"),
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+            tagged(call("weather", PARIS)),
+            tagged(call("now", "{}")),
+        ),
+        (
+            {"tool_choice": "required", "chat_template_kwargs": {"begins_thinking": True}},
+            "Hm.\n</think>\n\n" + tagged(call("now", "{}")),
+            tagged(call("now", "{}")),
+        ),
+    ],
+)
+def test_a_call_is_forced_by_a_grammar(server: Server, fields: dict[str, Any], allowed: str, refused: str) -> None:
+    server.engine.script = pieces(allowed)
+
+    [choice] = server.chat(tools=TOOLS, **fields).json()["choices"]
+
+    assert choice["finish_reason"] == "tool_calls"
+    assert not choice["message"]["content"]
+    assert is_allowed(server, allowed)
+    assert not is_allowed(server, refused)
+
+
+@functools.cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(smol())
+
+
+def is_allowed(server: Server, text: str) -> bool:
+    grammar = server.engine.received[-1].params.sampling.grammar
+    assert grammar is not None
+    matcher = compiler().compile(grammar)
+    return all(matcher.consume_token(token) for token in smol().encode(text)) and bool(matcher.is_accepting())
+
+
+def test_auto_forces_nothing(server: Server) -> None:
+    server.chat(tools=TOOLS, tool_choice="auto")
+
+    assert server.engine.received[-1].params.sampling.grammar is None
+
+
+def test_a_forced_call_does_not_combine_with_another_grammar(server: Server) -> None:
+    error = server.chat(tools=TOOLS, tool_choice="required", response_format={"type": "json_object"}).json()["error"]
+
+    assert error["param"] == "tool_choice"
+    assert "response_format" in error["message"]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"items": nested(depth - 1)} if depth else {}
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [({"type": "nothing"}, "nothing"), (nested(200), "nested")],
+)
+def test_a_schema_that_cannot_be_forced_is_refused(server: Server, schema: dict[str, Any], reason: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+
+    response = server.chat(tools=tools, tool_choice="required")
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tool_choice"
+    assert reason in response.json()["error"]["message"]
+    assert server.chat(tools=tools).status_code == 200
+
+
+def test_a_format_without_a_grammar_is_forced_in_json(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with named(tmp_path_factory, "glm45") as server:
+        server.engine.script = pieces(f'{{"name": "weather", "parameters": {PARIS}}}')
+        message = server.chat(tools=TOOLS, tool_choice="required").json()["choices"][0]["message"]
+
+    assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": PARIS}
+
+
+# reasoning
+
+THOUGHT = ["<think>", "\nHm", ", hm.\n", "</think>", "\n\n", "It is", " 4."]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_reasoning_is_separated_and_its_tokens_are_counted(server: Server, is_stream: bool) -> None:
+    server.engine.script = rows(*THOUGHT)
+    options = {"stream": True, "stream_options": {"include_usage": True}} if is_stream else {}
+
+    response = server.chat(**options)
+
+    if is_stream:
+        chunks = events(response)
+        choice, usage = fold(chunks)[0], chunks[-1]["usage"]
+        assert [chunk["choices"][0]["delta"] for chunk in chunks[1:3]] == [
+            {"reasoning_content": "Hm", "reasoning": "Hm"},
+            {"reasoning_content": ", hm.", "reasoning": ", hm."},
+        ]
+    else:
+        choice, usage = whole_choices(response.json())[0], response.json()["usage"]
+    assert (choice["reasoning"], choice["content"], choice["finish_reason"]) == ("Hm, hm.", "It is 4.", "stop")
+    assert usage["completion_tokens"] == 7
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 4}
+
+
+def test_an_output_may_begin_inside_reasoning(server: Server) -> None:
+    server.engine.script = rows(*THOUGHT[1:])
+
+    response = server.chat(chat_template_kwargs={"begins_thinking": True}).json()
+
+    message = response["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("Hm, hm.", "It is 4.")
+    assert response["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+
+
+def test_include_reasoning_false_leaves_out_reasoning_and_its_logprobs(server: Server) -> None:
+    server.engine.script = rows(*THOUGHT)
+
+    response = server.chat(include_reasoning=False, logprobs=True).json()
+
+    [choice] = response["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "It is 4.", "refusal": None}
+    assert len(choice["logprobs"]["content"]) == 3
+    assert response["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
+
+
+def test_separate_reasoning_false_leaves_reasoning_in_the_content(server: Server) -> None:
+    server.engine.script = rows(*THOUGHT)
+
+    response = server.chat(separate_reasoning=False).json()
+
+    assert response["choices"][0]["message"]["content"] == "".join(THOUGHT)
+
+
+def test_reasoning_effort_none_disables_thinking_in_the_template(server: Server) -> None:
+    server.chat(reasoning_effort="none")
+    assert (shown(server)["thinks"], shown(server)["old"]) == (False, False)
+
+    server.chat(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+    assert shown(server)["thinks"] is True
+
+    server.chat(reasoning_effort="low")
+    assert shown(server)["thinks"] == 1

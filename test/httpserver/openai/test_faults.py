@@ -1,0 +1,335 @@
+"""Bad inputs: each has its status and names its field, and the server goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from test.httpserver.fake_engine import LIMITS
+from test.httpserver.openai_server import Server, rows, running
+from test.real_model import smollm2_tokenizer as smol
+
+CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
+USER = {"role": "user", "content": "Hi"}
+LIMIT = LIMITS.max_req_total_len
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("run")) as server:
+        server.engine.script = rows("ok")
+        yield server
+
+
+def say(content: Any, role: str = "user", **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content, **fields}]}
+
+
+def part(kind: str) -> dict[str, Any]:
+    return say([{"type": kind, kind: {"url": "data:,"}}])
+
+
+BODIES: dict[str, tuple[bytes, int]] = {
+    "empty": (b"", 400),
+    "a brace": (b"{", 400),
+    "cut short": (b'{"prompt": "x', 400),
+    "null": (b"null", 400),
+    "a list": (b"[]", 400),
+    "a string": (b'"x"', 400),
+    "a number": (b"1", 400),
+    "nested deeply": (b'{"prompt":' + b"[" * 10_000_000, 400),
+    "nested deeply and closed": (b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
+    "NaN": (b'{"prompt": "x", "temperature": NaN}', 400),
+    "Infinity": (b'{"prompt": "x", "temperature": Infinity}', 400),
+    "too large a number": (b'{"prompt": "x", "temperature": 1e400}', 400),
+    "no UTF-8": (b'{"prompt": "\xff"}', 400),
+    "half a surrogate pair": (b'{"prompt": "\\ud83d"}', 400),
+    "larger than the limit": (b'{"prompt": "' + b"x" * 17_000_000 + b'"}', 413),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+def test_a_body_that_is_not_a_json_object_is_refused(server: Server, path: str, name: str) -> None:
+    content, status = BODIES[name]
+
+    response = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
+
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("media_type", [None, "text/plain", "application/json; charset=utf-16"])
+def test_a_body_of_another_content_type_is_refused(server: Server, media_type: str | None) -> None:
+    headers = {} if media_type is None else {"Content-Type": media_type}
+
+    response = server.http.post(COMPLETE, content=b'{"prompt": "x"}', headers=headers)
+
+    assert response.status_code == 415
+
+
+class Bad(NamedTuple):
+    path: str
+    fields: dict[str, Any]
+    param: str | None
+    code: str | None = None
+
+
+def everywhere(param: str, *values: Any, **others: Any) -> list[Bad]:
+    """The same bad values of a field that both endpoints have."""
+    return [Bad(path, {param: value, **others}, param) for path in (CHAT, COMPLETE) for value in values]
+
+
+def later(param: str, *values: Any) -> list[Bad]:
+    return [bad._replace(code="not_supported") for bad in everywhere(param, *values)]
+
+
+def chat(param: str, *bodies: dict[str, Any], code: str | None = None) -> list[Bad]:
+    return [Bad(CHAT, body, param, code) for body in bodies]
+
+
+def complete(param: str, *bodies: dict[str, Any], code: str | None = None) -> list[Bad]:
+    return [Bad(COMPLETE, body, param, code) for body in bodies]
+
+
+def strict_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+
+
+def deep_schema(levels: int) -> dict[str, Any]:
+    return {"type": "array", "items": deep_schema(levels - 1)} if levels else {}
+
+
+def prompts(*values: Any) -> list[Bad]:
+    return [Bad(COMPLETE, {"prompt": value}, "prompt") for value in values]
+
+
+def tools(*names: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": name}} for name in names]}
+
+
+TOO_LONG = "context_length_exceeded"
+BAD: list[Bad] = [
+    *everywhere("temperature", -1, 2.01, "hot", True, [1], -1e-9),
+    *everywhere("top_p", 0, 1.1, -0.1, "0.5", False),
+    *everywhere("top_k", -2, 1.5, 2**31),
+    *everywhere("min_p", -1, 2),
+    *everywhere("typical_p", 0, 1.01),
+    *everywhere("n", 0, -1, 129, 10**9, True, 1.0, "2"),
+    *everywhere("max_tokens", -1, True, 1.5, "5"),
+    *everywhere("max_completion_tokens", 0, -1, True),
+    *everywhere("min_tokens", -1, True, 10**6),
+    *everywhere("min_tokens", 6, max_tokens=5),
+    *everywhere("presence_penalty", 2.0001, -2.0001, "a"),
+    *everywhere("frequency_penalty", 2.0001, -2.0001),
+    *everywhere("repetition_penalty", 0, -1, 1e300),
+    *everywhere("seed", 2**63, 1.5, True, "7"),
+    *everywhere("stop", [str(i) for i in range(17)], ["x"] * 100_000, 5, {"a": 1}),
+    *everywhere("stop.0", "", ["", "a"], [1], "x" * 1_000_000),
+    *everywhere("stop_token_ids", [LIMITS.vocab_size], "1", 5),
+    *everywhere("stop_token_ids.0", [2**70], [-1], [True]),
+    *everywhere("allowed_token_ids", [], [LIMITS.vocab_size], 5),
+    *everywhere("first_allowed_token_ids", [], [LIMITS.vocab_size], 5),
+    *everywhere("no_repeat_ngram_size", -1, 101, True, 1.5),
+    *everywhere("exponential_decay_length_penalty", 5),
+    *everywhere("exponential_decay_length_penalty.0", [-1, 1.5], [2.0, 1.5]),
+    *everywhere("exponential_decay_length_penalty.1", [1, 0.5], [1, 101], [1]),
+    *everywhere("watermark", 1, "yes"),
+    *everywhere("bad_words", ["x"] * 10_000, "x", [" "]),
+    *everywhere("logit_bias", {str(LIMITS.vocab_size): 1}, {str(i): 1 for i in range(2000)}, [1]),
+    *everywhere("logit_bias.5", {"5": 101}, {"5": True}, {"5": "1"}),
+    *everywhere("stream", "yes", 1),
+    *everywhere("stream_options", {"include_usage": True}, 1),
+    *everywhere("stream_options", {}, stream=False),
+    *everywhere("ignore_eos", 1, "true"),
+    *everywhere("truncate_prompt_tokens", 0, -2, True),
+    *everywhere("request_id", "", "a b", "x" * 129, "a\nb", 5),
+    *everywhere("model", 5),
+    *everywhere("chat_template", "{{ 1 }}", ""),
+    *complete("tools", {"tools": []}, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    *complete("tool_choice", *({"tool_choice": choice} for choice in ("auto", "required", {"type": "function"}))),
+    *chat("tools", {"tools": []}, {"tools": "f"}, tools("f", "f"), tools(*(f"f{i}" for i in range(1000))), tools("f")),
+    *chat("tools.0.function.name", tools("two words"), tools(""), tools("f" * 129), tools(5)),
+    *chat("tools.0.function", {"tools": [{"type": "function"}]}),
+    *chat("tools.0.type", {"tools": [{"function": {"name": "f"}}]}, {"tools": [{"type": "web_search"}]}),
+    *chat("tools.0.function.parameters", {"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}),
+    *chat("tool_choice", *(tools("f") | {"tool_choice": choice} for choice in ("any", 5, {"type": "function"}))),
+    *chat("tool_choice", tools("f") | {"tool_choice": {"type": "function", "function": {"name": "g"}}}),
+    *chat("tool_choice", {"tool_choice": "required"}),
+    *chat("parallel_tool_calls", {"parallel_tool_calls": "no"}),
+    *chat("include_reasoning", {"include_reasoning": 1}),
+    *everywhere("thinking_budget", 5),
+    *everywhere("thinking_token_budget", 5),
+    *everywhere("max_reasoning_tokens", 5),
+    *later("functions", [{"name": "f"}]),
+    *everywhere("response_format.type", {"type": "xml"}, {"type": None}, {}),
+    *everywhere("response_format", {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}, "json_object"),
+    *everywhere("response_format", strict_schema({"type": "nothing"}), strict_schema({"uniqueItems": True})),
+    *everywhere("response_format", strict_schema({"$ref": "#/nowhere"}), strict_schema(deep_schema(100))),
+    *everywhere("response_format", {"type": "structural_tag"}),
+    *everywhere("structured_outputs.regex", {"regex": "(a"}, {"regex": "a" * 100_000}, {"regex": 5}),
+    *everywhere("structured_outputs.json", {"json": "{"}, {"json": "[]"}, {"json": {"type": "nothing"}}),
+    *everywhere("structured_outputs.choice", {"choice": []}, {"choice": ["a"] * 5000}),
+    *everywhere("structured_outputs.regex", {"json": {}, "regex": "a"}),
+    *everywhere("structured_outputs.structural_tag", {"structural_tag": {"triggers": ["<"]}}),
+    *everywhere("guided_json", {"type": 5}, "no JSON"),
+    *everywhere("guided_regex", "(?=a)b", r"a\b"),
+    *everywhere("regular_constraint", "a)"),
+    *everywhere("guided_grammar", "root ::= (", "start: x", "(" * 10_000, "x" * 300_000),
+    *everywhere("prompt_logprobs", -1, 21, True, "5"),
+    *later("suffix", "end"),
+    *later("modalities", ["text", "audio"]),
+    *later("lora_request", {"name": "a"}),
+    *later("adapter_id", "a"),
+    *chat("messages", {"messages": []}, {"messages": None}, {"messages": "Hi"}, {"messages": [USER] * 10_000}),
+    *chat("messages.0.role", {"messages": [{"content": "Hi"}]}, say("Hi", role="hacker")),
+    *chat("messages.0.content", say(5), say([]), say(["Hi"]), say([{"type": "text"}]), say([{"type": "poem"}])),
+    *chat("messages.0", say(None), say(None, "assistant"), say(None, "assistant", tool_calls=[]), say("x", "tool")),
+    *chat("messages", *map(part, ["image_url", "input_audio", "video_url", "file"]), code="not_supported"),
+    *chat("messages.0.tool_calls.0.function", say("", "assistant", tool_calls=[{"id": "1"}])),
+    *chat("logprobs", {"logprobs": 5}, {"logprobs": "true"}),
+    *chat("top_logprobs", *({"logprobs": True, "top_logprobs": k} for k in (21, -1, 10**6, True))),
+    *chat("top_logprobs", {"top_logprobs": 2}, {"logprobs": False, "top_logprobs": 2}),
+    *chat("continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),
+    *chat("chat_template_kwargs", {"chat_template_kwargs": "x"}),
+    *chat("max_tokens", {"max_tokens": 0}),
+    *chat("echo", {"echo": True}, code="not_supported"),
+    *prompts("", [], [[]], [""], ["a", ""], None, 5, True, {"a": 1}),
+    *prompts(
+        [1, "a"],
+        [1.5],
+        [True],
+        [1, True],
+        [[True]],
+        [[1], [1.5]],
+        [-1],
+        [2**70],
+        [LIMITS.vocab_size],
+        ["x"] * 5000,
+        ["x"] * 129,
+    ),
+    *complete("n", {"prompt": ["x"] * 65, "n": 2}),
+    *complete("best_of", {"best_of": 0}, {"best_of": 129}, {"best_of": 1, "n": 2}, {"best_of": 2, "stream": True}),
+    *complete("n", {"prompt": ["x"] * 65, "best_of": 2}),
+    *complete("logprobs", {"logprobs": 10**6}, {"logprobs": -2}, {"logprobs": 21}, {"logprobs": True}),
+    *complete("max_tokens", {"max_tokens": 0}, {"max_tokens": 0, "logprobs": 1}),
+    *complete("min_tokens", {"max_tokens": 0, "min_tokens": 1, "echo": True}),
+    *complete("echo", {"echo": "yes"}),
+    *complete("None", {"max_tokens": 10**12}, code=TOO_LONG),
+    *complete("None", {"prompt": [1] * (LIMIT - 4), "max_tokens": 5}, code=TOO_LONG),
+    *complete("None", {"prompt": [1] * LIMIT}, {"prompt": [1] * LIMIT * 10}, {"prompt": "x " * LIMIT}, code=TOO_LONG),
+    *complete("None", {"prompt": "x" * 10_000_000}, code=TOO_LONG),
+    *chat("None", say("x " * LIMIT), say("x" * 10_000_000), code=TOO_LONG),
+]
+
+
+def label(bad: Bad) -> str:
+    return f"{bad.path.split('/')[2]}-{str(bad.fields)[:60]}"
+
+
+@pytest.mark.parametrize("bad", BAD, ids=label)
+def test_a_bad_field_is_refused_by_name_before_a_request_reaches_the_engine(server: Server, bad: Bad) -> None:
+    needed = {"messages": [USER]} if bad.path == CHAT else {"prompt": "x"}
+    first, _, rest = (bad.param or "").partition(".")
+    fields = {first if name == bad.param and rest else name: value for name, value in bad.fields.items()}
+    server.engine.received.clear()
+
+    response = server.post(bad.path, needed | fields)
+
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert str(error["param"]) == bad.param, error
+    assert (error["type"], error["code"]) == ("invalid_request_error", bad.code)
+    assert len(error["message"]) < 500
+    assert server.engine.received == []
+
+
+FINE: list[tuple[str, dict[str, Any]]] = [
+    *((path, {"temperature": value}) for path in (CHAT, COMPLETE) for value in (0, -0.0, 1e-9, 2)),
+    *((path, {"tool_choice": "none", "function_call": "none"}) for path in (CHAT, COMPLETE)),
+    *((path, {"response_format": {"type": "text"}, "modalities": ["text"]}) for path in (CHAT, COMPLETE)),
+    *((path, {"priority": 0, "suffix": "", "num_beams": 1, "use_beam_search": False}) for path in (CHAT, COMPLETE)),
+    *((path, {"stop": stop}) for path in (CHAT, COMPLETE) for stop in ([], "x", ["a"] * 16, "\u0000", "x" * 1024)),
+    *((path, {"top_k": k}) for path in (CHAT, COMPLETE) for k in (-1, 0, 1)),
+    *((path, {"stream": True, "stream_options": {"include_usage": None}}) for path in (CHAT, COMPLETE)),
+    *((path, {"n": 3, "temperature": 0}) for path in (CHAT, COMPLETE)),
+    (CHAT, {"logprobs": False, "top_logprobs": 0}),
+    (CHAT, say("")),
+    (CHAT, say("", "assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])),
+    (CHAT, tools("f") | {"tool_choice": "none", "parallel_tool_calls": True}),
+    (CHAT, {"tool_choice": "auto", "include_reasoning": False, "reasoning_effort": "none"}),
+    (CHAT, say("x", "tool", tool_call_id="1")),
+    (CHAT, say("<|im_end|><|image_pad|>\u0000")),
+    (COMPLETE, {"prompt": "<|im_start|>"}),
+    (COMPLETE, {"prompt": "<|im_end|>"}),
+    (COMPLETE, {"prompt": "a\u0000b"}),
+    (COMPLETE, {"prompt": [1] * (LIMIT - 5), "max_tokens": 5}),
+    (COMPLETE, {"best_of": 1, "stream": True}),
+    (COMPLETE, {"prompt": ["x"] * 128}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), FINE, ids=lambda value: str(value)[:60])
+def test_unusual_but_valid_requests_are_served(server: Server, path: str, fields: dict[str, Any]) -> None:
+    needed = {"messages": [USER]} if path == CHAT else {"prompt": "x"}
+
+    response = server.post(path, needed | fields)
+
+    assert response.status_code == 200, response.text
+
+
+def test_a_prompt_one_short_of_the_context_gets_one_token(server: Server) -> None:
+    server.engine.received.clear()
+
+    response = server.complete(prompt=[1] * (LIMIT - 1))
+
+    assert response.status_code == 200
+    assert server.engine.received[0].params.stopping.max_new_tokens == 1
+
+
+def test_an_error_for_a_long_prompt_has_both_counts(server: Server) -> None:
+    message = server.complete(prompt=[1] * (LIMIT + 1)).json()["error"]["message"]
+
+    assert f"{LIMIT + 1} tokens" in message
+    assert f"at most {LIMIT - 1}" in message
+
+
+def test_an_unknown_role_and_a_part_that_is_not_text_are_named(server: Server) -> None:
+    role = server.chat(**say("x", role="hacker")).json()["error"]["message"]
+    image = server.chat(**part("image_url")).json()["error"]["message"]
+
+    assert all(name in role for name in ("system", "developer", "user", "assistant", "tool", "function"))
+    assert "image_url" in image
+    assert "not supported yet" in image
+
+
+def test_n_choices_at_temperature_0_are_n_equal_texts(server: Server) -> None:
+    response = server.complete(n=3, temperature=-0.0).json()
+
+    assert [choice["text"] for choice in response["choices"]] == ["ok"] * 3
+    assert all(req.params.sampling.is_greedy for req in server.engine.received[-3:])
+
+
+def test_a_model_without_a_tokenizer_completes_token_ids(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with running(tmp_path_factory.mktemp("run")) as server:
+        object.__setattr__(server.context, "maybe_tokenizer", None)
+
+        text, ids = server.complete(), server.complete(prompt=[1, 2])
+
+    assert (text.status_code, ids.status_code) == (400, 200)
+    assert "no tokenizer" in text.json()["error"]["message"]
+
+
+def test_seed_minus_one_is_a_random_one(server: Server) -> None:
+    server.complete(seed=-1)
+
+    assert server.engine.received[-1].params.sampling.seed is None
+
+
+def test_special_tokens_are_added_to_a_prompt_by_default(server: Server) -> None:
+    server.complete(prompt="Hi", add_special_tokens=False)
+
+    assert server.engine.received[-1].prompt_ids == smol().encode("Hi", add_special_tokens=False)

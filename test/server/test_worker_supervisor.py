@@ -1,0 +1,210 @@
+"""Workers that die are replaced; processes that hang are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightserve.config import LaunchConfig
+from lightserve.io_struct import WorkersLost
+from lightserve.server import worker_supervisor
+from lightserve.server.worker_supervisor import MAX_FAILED_RESTARTS, WorkerSupervisor
+from test.server.launcher_process import LauncherProcess, start_launcher, wait_until
+from test.waiting import until as until_in_loop
+
+WORKER = """
+    def main(boot, parent):
+        note(f"rank {boot.index} of {boot.config.worker.tp}, {boot.config.worker.max_total_token_num} tokens")
+        Path(boot.path(f"tp")).touch(exist_ok=False) if boot.index == 0 else None
+        if Path(__file__).with_name("broken").exists():
+            raise RuntimeError("no memory is left")
+        if Path(__file__).with_name("broken_once").exists():
+            Path(__file__).with_name("broken_once").unlink()
+            raise RuntimeError("no memory is left yet")
+        parent.send(EngineReady(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1))
+        signal.pause()
+    run_child("model worker", main)
+"""
+ROUTER = """
+    async def main(boot, parent):
+        while True:
+            note(type(await parent.recv()).__name__)
+            parent.send(Ready())
+    run_child("router", main)
+"""
+REPORTING_ROUTER = """
+    async def main(boot, parent):
+        await parent.recv()
+        parent.send(Ready())
+        generation = 0
+        while True:
+            await asyncio.to_thread(Path(__file__).with_name("go").read_text)  # until the fifo is opened
+            parent.send(WorkersLost(generation, "a step has been running for 61 s", False))
+            last, generation = generation, (await parent.recv()).generation
+            parent.send(WorkersLost(last, "this report is about the previous worker", False))
+            note(f"new workers {generation}")
+    run_child("router", main)
+"""
+IS_BACK = "a new model worker is ready, "
+
+
+def kill_worker(server: LauncherProcess, times_before: int = 0) -> None:
+    """Kill the worker once ``times_before`` workers have been replaced."""
+    wait_until(lambda: server.stderr().count(IS_BACK) == times_before, "the last worker is replaced")
+    server.signal_child("ls-worker", signal.SIGKILL)
+
+
+def test_a_worker_that_dies_is_replaced_by_one_of_the_same_size_and_the_router_is_informed(tmp_path: Path) -> None:
+    with start_launcher(tmp_path, worker=WORKER, router=ROUTER) as server:
+        server.wait_ready()
+
+        kill_worker(server)
+
+        server.wait_for_output(IS_BACK)
+        wait_until(lambda: server.received("router") == ["EngineReady", "NewWorkers"], "the router is informed")
+        assert "lightserve: model worker 0 died (signal 9); starting another" in server.stderr()
+        assert server.received("worker") == ["rank 0 of 1, None tokens", "rank 0 of 1, 4096 tokens"]
+        assert server.received("httpserver")[1:] == ["EngineReady"]
+        assert sorted(server.children().values()) == ["ls-detokenizer", "ls-httpserver", "ls-router", "ls-worker"]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        assert not server.children()
+
+
+def test_when_one_rank_dies_all_are_replaced(tmp_path: Path) -> None:
+    with start_launcher(tmp_path, "--tp=2", worker=WORKER, router=ROUTER) as server:
+        server.wait_ready()
+        before = {pid for pid, name in server.children().items() if "worker" in name}
+
+        server.signal_child("ls-worker-1", signal.SIGKILL)
+
+        server.wait_for_output(IS_BACK)
+        after = {pid for pid, name in server.children().items() if "worker" in name}
+        assert len(after) == 2
+        assert not after & before
+        assert "model worker 1 died (signal 9); starting another" in server.stderr()
+
+
+def test_workers_that_die_again_and_again_end_the_server(tmp_path: Path) -> None:
+    with start_launcher(tmp_path, worker=WORKER, router=ROUTER) as server:
+        server.wait_ready()
+        (tmp_path / "broken").touch()
+
+        kill_worker(server)
+
+        assert server.exit_code() == 1
+        assert server.stderr().count("starting another") == MAX_FAILED_RESTARTS
+        assert "3 new workers in a row died within 60 s: giving up" in server.stderr()
+        assert server.last_line() == "lightserve: model worker 0 died (exit code 1): RuntimeError: no memory is left"
+        assert server.received("httpserver")[-2:] == ["EngineDied", "Drain"]
+        assert not server.children()
+        assert server.has_cleaned_up()
+
+
+def test_a_worker_that_the_router_reports_is_killed_and_replaced_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "go")
+    with start_launcher(tmp_path, worker=WORKER, router=REPORTING_ROUTER) as server:
+        server.wait_ready()
+        (tmp_path / "broken_once").touch()  # the first replacement dies before the router is informed
+
+        (tmp_path / "go").write_text("x")
+        wait_until(lambda: server.received("router") == ["new workers 2"], "the router is informed")
+        (tmp_path / "go").write_text("x")
+        wait_until(lambda: server.received("router")[1:] == ["new workers 3"], "the router is informed again")
+
+        assert server.stderr().count("it was killed: a step has been running for 61 s; starting another") == 2
+        assert server.stderr().count("RuntimeError: no memory is left yet; starting another") == 1
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        assert server.stderr().count("starting another") == 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ls-router",
+        pytest.param("ls-detokenizer", marks=pytest.mark.long),
+        pytest.param("ls-httpserver", marks=pytest.mark.long),
+    ],
+)
+def test_a_process_that_hangs_is_killed_and_ends_the_server(tmp_path: Path, name: str) -> None:
+    with start_launcher(tmp_path, "--process_timeout=1", router=ROUTER) as server:
+        server.wait_ready()
+
+        server.signal_child(name, signal.SIGSTOP)
+
+        assert server.exit_code() == 1
+        assert "died (signal 9): it was killed: it did not answer for 1 s" in server.last_line()
+        assert not server.children()
+
+
+@pytest.mark.long
+def test_a_worker_that_hangs_is_replaced_and_processes_that_wait_for_it_survive(tmp_path: Path) -> None:
+    with start_launcher(tmp_path, "--process_timeout=4", worker=WORKER, router=ROUTER) as server:
+        server.wait_ready()
+
+        server.signal_child("ls-worker", signal.SIGSTOP)
+
+        server.wait_for_output(IS_BACK)
+        assert "model worker 0 died (signal 9): it was killed: it did not answer for 2 s; starting" in server.stderr()
+        assert server.process.poll() is None
+
+
+class CrashingProcesses:
+    """Workers that die as soon as they are ready."""
+
+    def __init__(self, explained: set[int]) -> None:
+        self.router = SimpleNamespace(worker_failures=asyncio.Queue[WorkersLost](), send=lambda message: None)
+        self.engine = "engine"
+        self.ready_s = 0.0
+        self.generation = 0
+        self._explained = explained
+
+    async def wait_worker_death(self) -> Any:
+        await asyncio.sleep(0.01)
+        is_explained = self.generation in self._explained
+        self.router.worker_failures.put_nowait(WorkersLost(self.generation, "it hung up", is_explained))
+        await asyncio.sleep(0)  # the router's report arrives before the process exits
+        return RuntimeError(f"death {self.generation}")
+
+    async def reap_workers(self, timeout_s: float) -> bool:
+        self.generation += 1
+        return True
+
+    async def start_workers(self) -> None: ...
+
+    async def wait_workers_ready(self) -> str:
+        return self.engine
+
+    def kill_workers(self, reason: str | None = None) -> None: ...
+
+
+def deaths_until_it_gives_up(explained: set[int]) -> int:
+    async def run() -> int:
+        processes: Any = CrashingProcesses(explained)
+        supervisor = WorkerSupervisor(processes, LaunchConfig())
+        handling = asyncio.create_task(supervisor.handle_router_reports())
+        with pytest.raises(RuntimeError, match="death"):
+            await supervisor.run()
+        await until_in_loop(lambda: processes.router.worker_failures.empty())
+        handling.cancel()
+        return int(processes.generation)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("exit_grace_s", [0.0, 600.0])
+def test_a_crash_caused_by_a_request_does_not_count_as_a_failed_restart(
+    monkeypatch: pytest.MonkeyPatch, exit_grace_s: float
+) -> None:
+    """This holds however long the workers of an earlier report may take to exit."""
+    monkeypatch.setattr(worker_supervisor, "EXIT_GRACE_S", exit_grace_s)
+
+    assert deaths_until_it_gives_up(set()) == 3
+    assert deaths_until_it_gives_up({1, 3, 5}) == 8
