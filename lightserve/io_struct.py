@@ -52,9 +52,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
     kind: GrammarKind
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""
-    before: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = (
-        ""  # Lark rules around it, which name it @answer
-    )
+    before: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""  # Lark rules around it, which name it @answer
 
 
 class ThinkingLimit(msgspec.Struct, frozen=True):
