@@ -1,4 +1,4 @@
-"""A model without a server: prompts in, texts out, on the runtime that the server runs."""
+"""A model without a server: it runs the server's scheduler and worker in this process."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
 from lightserve.httpserver.beam_search.algorithm import BeamBatch, BeamParams, BeamResult, BeamSearch
 from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
-from lightserve.io_struct import FinishReason, GenerationParams, ReqFailed, TokenOut
+from lightserve.io_struct import FinishReason, GenerationParams, ReqFailed, StepResult, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.router.kv_pool import KvPool
-from lightserve.router.limits import limits_of
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import Scheduler, limits_of
 from lightserve.worker.rpc import Collect
 from lightserve.worker.worker import ModelWorker
 
@@ -34,18 +33,18 @@ class StreamOut:
     """One token of one prompt. The texts of a prompt's tokens add up to its whole text."""
 
     index: int  # of the prompt
-    token_id: int | None  # None: the request failed before a token was chosen
-    logprob: float | None  # where asked for
+    token_id: int | None  # None: the request failed before a token was sampled
+    logprob: float | None  # if requested
     text: str
     finish_reason: FinishReason | None
-    top: list[tuple[int, float]] | None = None  # the likeliest tokens and their logprobs, where asked for
+    top: list[tuple[int, float]] | None = None  # the most likely tokens and their logprobs, if requested
     error: str | None = None  # why it was aborted
-    prompt: list[PromptToken] | None = None  # with the first token, where prompt_logprobs were asked for
+    prompt: list[PromptToken] | None = None  # with the first token, if prompt_logprobs were requested
 
 
 @dataclass(slots=True)
 class Generation:
-    """What became of one prompt."""
+    """The result of one prompt."""
 
     prompt_ids: list[int]
     text: str = ""
@@ -54,11 +53,11 @@ class Generation:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # (token id, logprob), most likely first
     finish_reason: FinishReason | None = None
     error: str | None = None  # why it was aborted
-    prompt_logprobs: list[PromptToken] | None = None  # where asked for
+    prompt_logprobs: list[PromptToken] | None = None  # if requested
 
 
 class LLM:
-    """``LLM()`` is the default model; options are the fields of WorkerConfig. For one thread."""
+    """``LLM()`` loads the default model. Options are the fields of WorkerConfig. Use it from one thread."""
 
     def __init__(self, model_dir: str | None = None, **options: Any) -> None:
         self.config = WorkerConfig(model_dir=model_dir, **options)
@@ -67,14 +66,14 @@ class LLM:
         is_dummy = self.config.load_format == "dummy"
         source = resolve(model_dir, needs_weights=not is_dummy)
         self._tokenizer = None if is_dummy and not has_tokenizer(source) else load_tokenizer(source)
-        self.worker = ModelWorker(self.config, source, TpGroup())
+        self.worker = ModelWorker(self.config, source, Parallel())
         self.worker.capture()
         vocab_size = self.worker.model_config.vocab_size
         self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
         limits = limits_of(self.config, RouterConfig(), self.worker.step_limits)
         self._scheduler = Scheduler(KvPool(self.worker.max_total_token_num), limits)
-        self._open: dict[int, _Open] = {}
-        self._under_way: deque[Collect] = deque()  # steps that were launched, the oldest first
+        self._open: dict[int, _OpenStream] = {}
+        self._in_flight: deque[Collect] = deque()  # steps that were launched, oldest first
         self._ids = itertools.count()
 
     @property
@@ -89,8 +88,10 @@ class LLM:
         params: Params = None,
         **fields: Any,
     ) -> list[Generation]:
-        """Complete every prompt, text or token ids. Parameters are keywords (``max_new_tokens=16``), or ``params`` for
-        all prompts or one each."""
+        """Complete every prompt (text or token ids).
+
+        Parameters are keywords (``max_new_tokens=16``), or ``params`` for all prompts or one for each.
+        """
         requests = self._requests(prompts, params, fields)
         generations = [Generation(req.prompt_ids) for req in requests]
         for out in self._run(requests):
@@ -111,20 +112,20 @@ class LLM:
         params: Params = None,
         **fields: Any,
     ) -> Iterator[StreamOut]:
-        """The same, token by token as they come; prompts take turns."""
+        """Like ``generate``, but yields every token as it comes. The tokens of several prompts alternate."""
         return self._run(self._requests(prompts, params, fields))
 
     def chat(
         self, messages: Sequence[dict[str, Any]], params: GenerationParams | None = None, **fields: Any
     ) -> Iterator[StreamOut]:
-        """Answer a conversation, token by token."""
+        """Answer a conversation, and yield every token as it comes."""
         prompt = self.tokenizer.apply_chat_template(messages)
         return self.stream([self.tokenizer.encode(prompt, add_special_tokens=False)], params, **fields)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None
     ) -> list[list[BeamResult]]:
-        """The likeliest continuations that a search with several beams finds, of every prompt, the best first."""
+        """The most likely continuations of every prompt that beam search finds, best first."""
         params = params or BeamParams()
         self._check_ids("stop_token_ids", params.stop_token_ids)
         starts = [req.prompt_ids for req in self._requests(prompts, None, {})]
@@ -165,11 +166,11 @@ class LLM:
             raise InvalidRequestError(f"{what} must be integers in 0..{vocab_size - 1}")
 
     def _run(self, requests: Sequence[Req]) -> Iterator[StreamOut]:
-        """Run steps until these requests end; other streams may be under way, and share the steps."""
+        """Run steps until these requests end. Other open streams share the steps."""
         outs: deque[StreamOut] = deque()
         decoder = None if self._tokenizer is None else self._tokenizer.decoder
         for i, req in enumerate(requests):
-            self._open[req.req_id] = _Open(i, ReqText(decoder, req.params.text), outs)
+            self._open[req.req_id] = _OpenStream(i, ReqText(decoder, req.params.text), outs)
             self._scheduler.add(req)
         pending = len(requests)
         try:
@@ -179,37 +180,51 @@ class LLM:
                 out = outs.popleft()
                 pending -= out.finish_reason is not None
                 yield out
-        finally:  # the caller may leave in the middle
+        finally:  # the caller may stop iterating
             for req in requests:
                 if self._open.pop(req.req_id, None) is not None:
                     self._scheduler.abort(req.req_id)
 
     def _step(self) -> None:
-        """Keep the worker busy, and hand out the tokens of the oldest step to all streams."""
+        """Keep the worker busy, and give the tokens of the oldest step to their streams."""
         try:
-            while len(self._under_way) < self.worker.pipeline_depth and (step := self._scheduler.next_step()):
-                self._under_way.append(self.worker.launch(step))
-            if not self._under_way:
+            while len(self._in_flight) < self.worker.pipeline_depth and (step := self._scheduler.next_step()):
+                self._in_flight.append(self.worker.launch(step))
+            if not self._in_flight:
                 raise ServerError("the request was dropped: a step that it shared with others failed")
-            result = self._under_way.popleft()()
+            result = self._in_flight.popleft()()
+            self._scheduler.complete_step()
+            self._distribute(result)
         except Exception:
-            self._scheduler.abort_all()  # what the step computed of any request is unknown
-            self._open.clear()
-            self._under_way.clear()
+            self._drop_requests()
+            self._scheduler.cancel_steps()
             raise
+        except BaseException:  # an interrupt may have stopped the scheduler in the middle of a change
+            self._drop_requests()
+            self._scheduler.reset()
+            raise
+
+    def _drop_requests(self) -> None:
+        """End all streams. The worker has no step in flight and no request afterwards."""
+        self._open.clear()
+        self._in_flight.clear()
+        self.worker.reset()
+
+    def _distribute(self, result: StepResult) -> None:
+        """Give the tokens of a step to their streams."""
         for failure in result.failed:
             if self._scheduler.fail(failure) is not None:
                 self._fail(failure)
         for out in result.tokens:
-            req = self._scheduler.take_one(out)
+            req = self._scheduler.process_token(out)
             if req is not None:
-                self._hand_out(req, out)
+                self._push_token(req, out)
 
     def _fail(self, failure: ReqFailed) -> None:
         stream = self._open.pop(failure.req_id)
         stream.outs.append(StreamOut(stream.index, None, None, "", FinishReason.ABORT, error=failure.message))
 
-    def _hand_out(self, req: Req, out: TokenOut) -> None:
+    def _push_token(self, req: Req, out: TokenOut) -> None:
         stream, token = self._open[req.req_id], out.token
         text = stream.text.push(token.id, req.finish_reason, req.ends_in_text)
         finish_reason = req.finish_reason
@@ -227,8 +242,8 @@ class LLM:
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
-    """A request under way."""
+class _OpenStream:
+    """The stream of a request that has not ended."""
 
     index: int  # of its prompt
     text: ReqText

@@ -12,7 +12,7 @@ import torch
 from lightserve.httpserver.logprobs import PromptToken
 from lightserve.io_struct import GenerationParams
 from lightserve.llm import LLM, Generation
-from lightserve.worker.sampling.prompt_logprobs import scores_of
+from lightserve.worker.sampling.logprobs import ranked_logprobs
 
 CONFIG = {
     "model_type": "llama",
@@ -98,9 +98,9 @@ def test_nothing_beside_a_request_changes_a_bit_of_its_logprobs(tmp_path: Path, 
 def test_how_likely_a_prompts_token_is_depends_on_no_other_row(device: str) -> None:
     logits = torch.randn(200, 4096, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16) * 3
     targets = torch.arange(200, device=device)
-    together = scores_of(logits, targets, 2)
+    together = ranked_logprobs(logits, targets, 2)
 
     for begin, end in ((0, 1), (1, 3), (3, 67), (67, 200)):
-        apart = scores_of(logits[begin:end], targets[begin:end], 2)
+        apart = ranked_logprobs(logits[begin:end], targets[begin:end], 2)
         for part, whole in zip(apart, together, strict=True):
             torch.testing.assert_close(part, whole[begin:end], rtol=0, atol=0)

@@ -27,8 +27,8 @@ def test_a_stop_token_beyond_the_vocabulary_is_refused(llm: LLM) -> None:
 @pytest.fixture(autouse=True)
 def _all_rows_come_back(llm: LLM) -> Iterator[None]:
     yield
-    llm.generate([1], GenerationParams.of(max_new_tokens=1))  # its step makes the worker forget whatever was aborted
-    assert llm.worker.model.req_manager.num_free == 5  # its own row goes with the step that follows
+    llm.generate([1], GenerationParams.of(max_new_tokens=1))  # its step frees the rows of aborted requests
+    assert llm.worker.model.req_manager.num_free == 5  # the next step frees its own row
 
 
 def test_a_prompt_has_the_same_text_alone_and_among_others(llm: LLM) -> None:
@@ -66,7 +66,7 @@ def test_streamed_pieces_add_up_to_the_text(llm: LLM) -> None:
         assert [out.finish_reason for out in pieces] == [None] * 29 + [FinishReason.LENGTH]
 
 
-def test_streams_under_way_at_once_do_not_disturb_each_other(llm: LLM) -> None:
+def test_open_streams_do_not_disturb_each_other(llm: LLM) -> None:
     prompts = ["The capital of France is", "Water boils at", "1, 2, 3, 4,"]
     alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
 
@@ -143,20 +143,20 @@ def test_a_repetition_penalty_breaks_a_loop(llm: LLM) -> None:
     assert free.count("cat") < loop.count("cat")
 
 
-def test_logprobs_are_those_of_the_chosen_tokens(llm: LLM) -> None:
-    asking = GenerationParams.of(max_new_tokens=12, temperature=0, logprobs=2)
+def test_logprobs_belong_to_the_sampled_tokens(llm: LLM) -> None:
+    params = GenerationParams.of(max_new_tokens=12, temperature=0, logprobs=2)
 
-    silent, told = llm.generate(["The capital of France is"] * 2, [GREEDY, asking])
+    without, requested = llm.generate(["The capital of France is"] * 2, [GREEDY, params])
 
-    assert not silent.logprobs
-    assert len(told.logprobs) == len(told.token_ids)
-    assert all(-10 < logprob <= 0 for logprob in told.logprobs)
-    assert told.logprobs[0] == pytest.approx(-0.5, abs=0.5)  # " Paris" is likely, not certain
-    assert [top[0] for top in told.top_logprobs] == list(zip(told.token_ids, told.logprobs, strict=True))
-    assert all(len(top) == 2 and top[0][1] >= top[1][1] for top in told.top_logprobs)
+    assert not without.logprobs
+    assert len(requested.logprobs) == len(requested.token_ids)
+    assert all(-10 < logprob <= 0 for logprob in requested.logprobs)
+    assert requested.logprobs[0] == pytest.approx(-0.5, abs=0.5)  # " Paris" is likely, not certain
+    assert [top[0] for top in requested.top_logprobs] == list(zip(requested.token_ids, requested.logprobs, strict=True))
+    assert all(len(top) == 2 and top[0][1] >= top[1][1] for top in requested.top_logprobs)
 
 
-def test_a_caller_who_leaves_in_the_middle_leaves_nothing_behind(llm: LLM) -> None:
+def test_a_closed_stream_frees_its_memory(llm: LLM) -> None:
     stream = llm.stream(["Hello", "The sky is", "A long " * 60], GenerationParams.of(max_new_tokens=50, temperature=0))
     next(stream)
 

@@ -91,7 +91,7 @@ def test_rope_scaling_stretches_the_longest_request(folder: Path, tmp_path: Path
 def test_a_model_that_nobody_holds_is_gone_at_once(folder: Path) -> None:
     llm = LLM(str(folder), device="cpu", max_total_token_num=512)
     llm.generate([PROMPTS[0]], GenerationParams.of(max_new_tokens=2))
-    kv_buffer = weakref.ref(llm.worker.model.mem_manager.kv_buffer)
+    kv_buffer = weakref.ref(llm.worker.model.mem_manager.buffers[0])
 
     del llm  # without waiting for the garbage collector: a GPU's memory is needed for the next model
 
@@ -101,7 +101,7 @@ def test_a_model_that_nobody_holds_is_gone_at_once(folder: Path) -> None:
 def test_a_pool_that_holds_no_whole_request_is_refused_with_the_number_that_fits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightserve.common.device.free_ram", lambda: 100_000)  # the model takes 256 bytes a token
+    monkeypatch.setattr("lightserve.common.device.cpu.free_ram", lambda: 100_000)  # the model takes 256 bytes a token
 
     with pytest.raises(ServerError, match=r"holds 97 tokens of KV, fewer than one request of 128; set .* to 97"):
         LLM(str(folder), device="cpu")
@@ -115,5 +115,5 @@ def test_the_kv_pool_of_a_gpu_comes_from_its_free_memory(folder: Path) -> None:
 
     llm = LLM(str(folder), device="cuda", mem_fraction=0.5, running_max_req_size=8)
 
-    assert llm.worker.max_total_token_num == 8 * llm.worker.max_req_total_len  # the pool needs no more than that
+    assert llm.worker.max_total_token_num > 8 * llm.worker.max_req_total_len  # the prefix cache uses the rest
     assert torch.cuda.mem_get_info()[0] > free * 0.4

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from lightserve.io_struct import GenerationParams
+from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
+from lightserve.worker.rpc import Collect
 from test.models.tiny import build_hf
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -51,7 +52,7 @@ def sampling(seed: int, count: int) -> GenerationParams:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_requests_that_were_paused_say_what_they_would_have_said(folder: str, device: str) -> None:
+def test_preempted_requests_generate_the_same_text(folder: str, device: str) -> None:
     rng = random.Random(0)
     prompts = [[rng.randrange(128) for _ in range(rng.randint(3, 30))] for _ in range(50)]
     wanted = [sampling(i, rng.randint(150, 200)) for i in range(50)]
@@ -61,12 +62,12 @@ def test_requests_that_were_paused_say_what_they_would_have_said(folder: str, de
             [[i] for i in range(40)], GenerationParams.of(max_new_tokens=4, ignore_eos=True)
         )  # a wrong idea of what comes
 
-    paused = small.generate(prompts, wanted)
-    unpaused = large.generate(prompts, wanted)
+    preempted = small.generate(prompts, wanted)
+    undisturbed = large.generate(prompts, wanted)
 
-    assert small._scheduler.num_pauses > 10
-    assert large._scheduler.num_pauses == 0
-    assert [one.token_ids for one in paused] == [one.token_ids for one in unpaused]
+    assert small._scheduler.num_preemptions > 10
+    assert large._scheduler.num_preemptions == 0
+    assert [one.token_ids for one in preempted] == [one.token_ids for one in undisturbed]
     assert small._scheduler.pool.used == 0
 
 
@@ -87,3 +88,33 @@ def test_what_is_cached_changes_no_text(folder: str, device: str) -> None:
     assert [one.token_ids for one in first] == alone
     assert [one.token_ids for one in again] == alone
     assert llm._scheduler.pool.cached_tokens >= 100
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("failing_step", [1, 2, 3])
+def test_a_prompt_generates_the_same_text_after_its_step_failed(
+    folder: str, device: str, error: type[BaseException], failing_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make(folder, device, 4000)
+    system = [i % 128 for i in range(7, 107)]
+    prompts = [[*system, *range(i, i + 100)] for i in range(3)]  # more than a step computes
+    expected = [one.token_ids for one in make(folder, device, 4000).generate(prompts, sampling(0, 12))]
+    cached = llm.generate([system], sampling(0, 1))[0].token_ids
+    launch, steps = llm.worker.launch, []
+
+    def fail_at_last(step: Step) -> Collect:
+        steps.append(step)
+        if len(steps) == failing_step:
+            raise error
+        return launch(step)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.worker, "launch", fail_at_last)
+        with pytest.raises(error):
+            llm.generate(prompts, sampling(0, 12))
+
+    assert [one.token_ids for one in llm.generate(prompts, sampling(0, 12))] == expected
+    assert llm.generate([system], sampling(0, 1))[0].token_ids == cached
+    assert llm._scheduler.pool.used == 0
+    assert llm.worker.model.req_manager.num_free >= 50 - 3

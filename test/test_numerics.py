@@ -93,6 +93,6 @@ def test_a_row_that_was_spoilt_in_one_step_is_used_again(llm: LLM) -> None:
 
     for _ in range(3):
         llm.generate([BAD] * 4, params(repetition_penalty=1.2))
-        assert torch.isnan(llm.worker.model.mem_manager.kv_buffer).any(), "or this shows nothing"
+        assert torch.isnan(llm.worker.model.mem_manager.buffers[0]).any(), "or this shows nothing"
         healthy = llm.generate([GOOD] * 4, params(repetition_penalty=1.2))
         assert [one.token_ids for one in healthy] == [alone.token_ids] * 4

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
-from lightserve.worker.sampling import prompt_logprobs as worker_prompt_logprobs
+from lightserve.worker.sampling import logprobs as worker_logprobs
 from test.models.tiny import build_hf
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -103,7 +103,7 @@ def test_requests_that_were_paused_while_they_decoded(folder: str, hf: Any) -> N
 
     found = llm.generate(prompts, SCORED.replace(max_new_tokens=40))
 
-    assert llm._scheduler.num_pauses > 0
+    assert llm._scheduler.num_preemptions > 0
     for one in found:
         assert_true(one.prompt_logprobs, one.prompt_ids, hf)
 
@@ -119,13 +119,13 @@ def test_a_request_that_was_paused_in_its_prompt(
     def pausing() -> Step | None:
         steps.append(next_step())
         if len(steps) == paused_after:
-            scheduler._pause(scheduler._newest())
+            scheduler.preempt_newest()
         return steps[-1]
 
     monkeypatch.setattr(scheduler, "next_step", pausing)
     found = llm.generate(prompt(0, 90), SCORED)[0]
 
-    assert scheduler.num_pauses == 1
+    assert scheduler.num_preemptions == 1
     assert_true(found.prompt_logprobs, found.prompt_ids, hf)
     assert found.token_ids == make(folder).generate(prompt(0, 90), PLAIN)[0].token_ids
 
@@ -143,15 +143,15 @@ def test_every_request_of_a_step_gets_as_many_of_the_likeliest_as_it_asks_for(fo
 def test_no_more_logits_are_there_at_once_than_a_piece_has(
     folder: str, hf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_prompt_logprobs, "PIECE", 7 * VOCAB)
+    monkeypatch.setattr(worker_logprobs, "PIECE", 7 * VOCAB)
     shapes: list[tuple[int, ...]] = []
-    scores = worker_prompt_logprobs.scores_of
+    ranked_logprobs = worker_logprobs.ranked_logprobs
 
-    def watched(logits: torch.Tensor, targets: torch.Tensor, k: int) -> worker_prompt_logprobs.Scores:
+    def watched(logits: torch.Tensor, targets: torch.Tensor, k: int) -> worker_logprobs.RankedLogprobs:
         shapes.append(logits.shape)
-        return scores(logits, targets, k)
+        return ranked_logprobs(logits, targets, k)
 
-    monkeypatch.setattr(worker_prompt_logprobs, "scores_of", watched)
+    monkeypatch.setattr(worker_logprobs, "ranked_logprobs", watched)
     found = make(folder).generate([prompt(0, 90), prompt(1, 3)], SCORED)
 
     for one in found:

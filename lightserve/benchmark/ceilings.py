@@ -1,4 +1,4 @@
-"""How fast a device is at best, and how long a call takes on it: what the other benchmarks are held against."""
+"""The memory bandwidth and matmul rate of a device, and the time of a call on it, for the other benchmarks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ceilings:
     flops_per_s: float  # of a large matmul
 
     def floor_s(self, num_bytes: float, flops: float) -> float:
-        """The least time for so much of both, of which one hides behind the other."""
+        """The least time for both: the shorter one hides behind the longer one."""
         return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
 
     def __str__(self) -> str:
@@ -29,7 +29,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Of a copy of 1 GiB and a matmul of 8192 x 8192 x 8192; of a hundredth of it on a CPU."""
+    """Measured with a copy of 1 GiB and a matmul of 8192 x 8192 x 8192; with a hundredth of that on a CPU."""
     is_gpu = device.type != "cpu"
     count, side = (2**29, 8192) if is_gpu else (2**22, 512)
     source = torch.zeros(count, dtype=torch.bfloat16, device=device)
@@ -43,8 +43,8 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 def seconds_a_call(calls: Sequence[Call], device: torch.device, repeats: int = REPEATS) -> float:
     """The median time of one of ``calls``, which run one after the other.
 
-    They should do the same with different tensors, more of them than the cache holds. On a GPU they are replayed as
-    one CUDA graph: what Python needs to launch them is not counted.
+    They should compute the same with different tensors, which together exceed the cache. On a GPU they are replayed as
+    one CUDA graph, so the launch time of Python is not counted.
     """
     run = _graph_of(calls) if device.type != "cpu" else lambda: _run_all(calls)
     clock = _event_seconds if device.type != "cpu" else _wall_seconds
@@ -62,7 +62,7 @@ def _graph_of(calls: Sequence[Call]) -> Call:
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        _run_all(calls)  # compiles what must be compiled, which a capture does not allow
+        _run_all(calls)  # compiles the kernels, which a capture does not allow
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

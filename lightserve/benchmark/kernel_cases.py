@@ -1,4 +1,4 @@
-"""The ops of a step at the shapes of a model: inputs, what they cost at the least, and how torch does the same."""
+"""The ops of a step at the shapes of a model: inputs, minimal cost, and the same computation by torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FEW_ROWS = (1, 2, 4)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model, and the loads that it is measured at."""
+    """A model, and the loads of the measurement."""
 
     hidden: int
     ffn: int
@@ -32,8 +32,8 @@ class Shape:
     vocab: int
     batches: tuple[int, ...]  # requests of a decode step
     context: tuple[int, int]  # tokens of each, of its prompt and of its output so far
-    prompts: tuple[tuple[int, int], ...]  # tokens of a prompt, and how many are cached before them
-    shared: tuple[int, int, int]  # requests of a decode step that share a prefix, its tokens, and those behind it
+    prompts: tuple[tuple[int, int], ...]  # new tokens of a prompt, and tokens cached before them
+    shared: tuple[int, int, int]  # requests of a decode step that share a prefix, tokens of the prefix, and behind it
 
 
 LLAMA3_8B = Shape(
@@ -63,7 +63,7 @@ TINY = Shape(
 
 
 class Lab:
-    """Makes inputs, other ones at every call."""
+    """Makes new inputs at every call."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
@@ -84,7 +84,7 @@ class Lab:
         return torch.tensor(values, device=self.device, dtype=torch.int32)
 
     def table(self, vocab: int, hidden: int) -> Tensor:
-        """The same at every call: it is far larger than what is read of it."""
+        """The same table at every call: only a small part of it is read."""
         if self._table is None:
             self._table = self.randn(vocab, hidden)
         return self._table
@@ -95,7 +95,7 @@ Inputs = Callable[[Lab], tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An op at one shape: what it reads, writes and multiplies at the least, and how torch does the same."""
+    """An op at one shape: the bytes and flops it needs at least, and the same computation by torch."""
 
     op: str
     load: str
@@ -104,7 +104,7 @@ class Case:
     torch: Callable[..., object] | None
     num_bytes: float
     flops: float = 0.0
-    torch_inputs: Inputs | None = None  # where they differ
+    torch_inputs: Inputs | None = None  # if they differ
 
 
 def linear_cases(shape: Shape, item: int) -> Iterator[Case]:
@@ -127,7 +127,7 @@ def linear_cases(shape: Shape, item: int) -> Iterator[Case]:
 
 
 def norm_linear_cases(shape: Shape, item: int) -> Iterator[Case]:
-    """For few rows; beside them, instead of torch, our own ops one by one, which they have to beat."""
+    """For few rows. They are compared with our own separate ops instead of torch."""
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.dim
     for rows in FEW_ROWS:
         for name, ours, apart, out in (
@@ -140,7 +140,7 @@ def norm_linear_cases(shape: Shape, item: int) -> Iterator[Case]:
 
 
 def elementwise_cases(shape: Shape, item: int) -> Iterator[Case]:
-    """Norms, activations, the embedding, and what happens to q, k and v before attention."""
+    """Norms, activations, the embedding, rotary and the KV write."""
     for rows in (*shape.batches, *_fresh(shape)):
         load = f"{rows}"
         hidden = rows * shape.hidden * item
@@ -178,7 +178,7 @@ def attention_cases(shape: Shape, item: int) -> Iterator[Case]:
 
 
 def shared_prefix_cases(shape: Shape, kv_token: int, q_token: int) -> Iterator[Case]:
-    """With the hint that a prefix is shared, and without."""
+    """With and without the hint that a prefix is shared."""
     batch, prefix, own = shape.shared
     flops = 4.0 * shape.heads * shape.dim * batch * (prefix + own)
     num_bytes = (prefix + batch * own) * kv_token + 2 * batch * q_token
@@ -190,15 +190,16 @@ def shared_prefix_cases(shape: Shape, kv_token: int, q_token: int) -> Iterator[C
 
 
 def sampling_cases(shape: Shape, item: int) -> Iterator[Case]:
-    """A token for each request: from the logits as the head leaves them, or from float32 ones that were changed."""
+    """Sampling from the logits of the head, and ops that change float32 logits before it."""
     for batch in shape.batches:
         load = f"{batch}"
-        for name, temperature, call in (("greedy", 0.0, _torch_argmax), ("drawn", 0.8, _torch_draw)):
-            chosen = partial(_choose_inputs, shape, batch, temperature)
-            yield Case(f"choose {name}", load, chosen, ops.choose, call, batch * shape.vocab * item)
+        for name, temperature, call in (("greedy", 0.0, _torch_argmax), ("random", 0.8, _torch_sample)):
+            inputs = partial(_sample_inputs, shape, batch, temperature)
+            yield Case(f"sample {name}", load, inputs, ops.sample, call, batch * shape.vocab * item)
         once = batch * shape.vocab * LOGIT_BYTES
-        cut = partial(_cut_inputs, shape, batch)
-        yield Case("cut_logits", load, cut, ops.cut_logits, ops.cut_logits.impls[ops.REFERENCE], 2 * once)
+        limits = partial(_limit_inputs, shape, batch)
+        definition = ops.top_k_top_p_min_p.impls[ops.REFERENCE]
+        yield Case("top_k_top_p_min_p", load, limits, ops.top_k_top_p_min_p, definition, 2 * once)
         seen = partial(_penalty_inputs, shape, batch)  # torch waits for the host here, which no graph can hold
         yield Case("apply_penalties", load, seen, ops.apply_penalties, None, 3 * once)
 
@@ -287,7 +288,7 @@ def _write_inputs(shape: Shape, rows: int, lab: Lab) -> tuple[Tensor, Tensor, Te
 
 
 def _decode_inputs(shape: Shape, batch: int, lab: Lab) -> tuple[Any, ...]:
-    """Slots as a scheduler gives them: those of a prompt are neighbours, those of a decode step are."""
+    """Slots as a scheduler assigns them: those of a prompt are neighbours, and those of a decode step are."""
     prompt, output = shape.context
     prompts = torch.arange(batch * prompt, device=lab.device).view(batch, prompt)
     outputs = torch.arange(batch * output, device=lab.device).view(output, batch).T + batch * prompt
@@ -304,7 +305,7 @@ def _shared_inputs(shape: Shape, has_hint: bool, lab: Lab) -> tuple[Any, ...]:
 
 
 def _last_tokens(shape: Shape, slots: Tensor, shared_prefixes: Tensor | None, lab: Lab) -> tuple[Any, ...]:
-    """Of requests that have ``slots`` ``[batch, tokens]``, neighbours from 0 on: attention of each one's last token."""
+    """Attention of the last token of each request; ``slots`` ``[batch, tokens]`` are theirs, without gaps from 0 on."""
     batch, length = slots.shape
     lengths = lab.ints([length] * batch)
     attn = ops.AttnBatch(
@@ -316,7 +317,7 @@ def _last_tokens(shape: Shape, slots: Tensor, shared_prefixes: Tensor | None, la
         shared_prefixes=shared_prefixes,
     )
     kv_cache = lab.randn(int(slots.max()) + 2, 2 * shape.kv_heads, shape.dim)
-    return lab.randn(batch, shape.heads, shape.dim), kv_cache, attn, shape.dim**-0.5
+    return lab.randn(batch, shape.heads, shape.dim), kv_cache, attn, ops.AttnOptions(shape.dim**-0.5)
 
 
 def _prompt_inputs(shape: Shape, new: int, cached: int, lab: Lab) -> tuple[Any, ...]:
@@ -330,7 +331,7 @@ def _prompt_inputs(shape: Shape, new: int, cached: int, lab: Lab) -> tuple[Any, 
     )
     kv_cache = lab.randn(length + 1, 2 * shape.kv_heads, shape.dim)
     q = lab.randn(new, shape.heads, shape.dim)
-    return q, kv_cache[cached:length].clone(), kv_cache, attn, shape.dim**-0.5
+    return q, kv_cache[cached:length].clone(), kv_cache, attn, ops.AttnOptions(shape.dim**-0.5)
 
 
 def _sdpa_decode_inputs(shape: Shape, batch: int, length: int, lab: Lab) -> tuple[Tensor, Tensor, Tensor]:
@@ -358,7 +359,7 @@ def _logits(shape: Shape, batch: int, lab: Lab) -> tuple[Tensor]:
     return (lab.randn(batch, shape.vocab, dtype=torch.float32),)
 
 
-def _choose_inputs(shape: Shape, batch: int, temperature: float, lab: Lab) -> tuple[Tensor, ...]:
+def _sample_inputs(shape: Shape, batch: int, temperature: float, lab: Lab) -> tuple[Tensor, ...]:
     seeds, positions = lab.below(2**62, batch), lab.below(10_000, batch, dtype=torch.int32)
     return lab.randn(batch, shape.vocab), lab.full(temperature, batch), seeds, positions
 
@@ -367,12 +368,14 @@ def _torch_argmax(logits: Tensor, *_: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def _torch_draw(logits: Tensor, temperature: Tensor, *_: Tensor) -> Tensor:
+def _torch_sample(logits: Tensor, temperature: Tensor, *_: Tensor) -> Tensor:
     probs = (logits.float() / temperature[:, None]).softmax(-1)
-    return (probs / torch.empty_like(probs).exponential_()).argmax(-1)  # as torch.multinomial, which asks the host
+    return (probs / torch.empty_like(probs).exponential_()).argmax(
+        -1
+    )  # as torch.multinomial, which synchronises with the host
 
 
-def _cut_inputs(shape: Shape, batch: int, lab: Lab) -> tuple[Tensor, ...]:
+def _limit_inputs(shape: Shape, batch: int, lab: Lab) -> tuple[Tensor, ...]:
     top_k = lab.full(50, batch, dtype=torch.int32)
     return *_logits(shape, batch, lab), top_k, lab.full(0.9, batch), lab.full(0.02, batch)
 

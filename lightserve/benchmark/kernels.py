@@ -1,9 +1,9 @@
-"""What each op reaches of the device's ceiling at the shapes of a model's steps, with torch beside it.
+"""How close each op comes to the limits of the device at the shapes of a model's steps, compared with torch.
 
     python -m lightserve.benchmark.kernels [--ops token_attention linear]
 
-The shapes are those of Llama-3-8B; on a CPU (--device cpu) they are tiny, to try the program. The ceilings are measured
-first, in the same run. Calls rotate over more memory than the cache holds, and are replayed as a CUDA graph.
+The shapes are those of Llama-3-8B. On a CPU (--device cpu) they are tiny, to try the program. The limits are measured
+first, in the same run. Calls rotate over more memory than the cache holds and are replayed as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightserve.common.device import pick_device
 from lightserve.errors import ServerError
 
 ROTATED_BYTES = 256 * 2**20  # over five times the L2 cache of an H200
-MAX_COPIES = 128  # of the inputs; those of the smallest ops stay in the cache, as in a step
+MAX_COPIES = 128  # of the inputs; the inputs of the smallest ops stay in the cache, as in a step
 
 
 def seconds_of(case: Case, lab: Lab, call: Callable[..., object], inputs: Inputs) -> float:
@@ -48,8 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     kind = pick_device(args.device)
     if kind.name == "cpu" and args.device is None:
-        raise ServerError("a kernel table needs a GPU; --device cpu tries the program on tiny shapes")
-    device, dtype = kind.device(0), kind.dtypes[0]
+        raise ServerError("the kernel benchmark needs a GPU; --device cpu tries the program on tiny shapes")
+    device, dtype = kind.torch_device(0), kind.dtypes[0]
     kind.bind(device)
     ceilings = measure_ceilings(device, dtype)
     cases = cases_of(TINY if kind.name == "cpu" else LLAMA3_8B, dtype)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from lightserve.benchmark.ceilings import Ceilings
 from lightserve.common.basemodel import TpPartBaseModel
-from lightserve.common.kv.mem_manager import kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +43,14 @@ class ModelCost:
 
     @classmethod
     def of(cls, model: TpPartBaseModel) -> ModelCost:
-        config, head = model.config, model.pre_post_weight.lm_head.tensor
+        config = model.config
         pieces = [piece.into for layer in model.layer_weights for piece in layer.pieces() if piece.into is not None]
+        head = [piece.into for piece in model.pre_post_weight.lm_head.pieces() if piece.into is not None]
         return cls(
-            weight_bytes=sum(piece.nbytes for piece in pieces) + head.nbytes,
+            weight_bytes=sum(piece.nbytes for piece in [*pieces, *head]),
             layer_params=sum(piece.numel() for piece in pieces if piece.ndim == 2),
-            head_params=head.numel(),
-            kv_token_bytes=kv_bytes_per_token(config, model.tp.size, model.args.dtype),
+            head_params=sum(piece.numel() for piece in head),
+            kv_token_bytes=model.kv_layout.bytes_per_token,
             pair_flops=4 * config.num_layers * config.num_heads // model.tp.size * config.head_dim,
         )
 

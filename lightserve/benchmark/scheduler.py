@@ -2,8 +2,8 @@
 
     python -m lightserve.benchmark.scheduler [--running 1 64 256 512] [--cached 0 1000000] [--policy cache_aware]
 
-All requests decode, one token each a step, two steps under way. ``waiting`` says who stands before the door: nobody,
-64 requests while all seats are taken, or 64 requests while there are seats but no memory.
+All requests decode, one token each a step, two steps in flight. ``waiting`` says what the queue holds: nothing, 64
+requests while the batch is full, or 64 requests that the batch has room for and the KV pool has not.
 """
 
 from __future__ import annotations
@@ -11,64 +11,47 @@ from __future__ import annotations
 import argparse
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import numpy as np
 
-from lightserve.io_struct import GenerationParams, Step, StepRow, Token, TokenOut
+from lightserve.io_struct import GenerationParams, Token, TokenOut
 from lightserve.router.kv_pool import KvPool
-from lightserve.router.limits import Limits
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import Limits, Scheduler
 
-PARTS = ("_make_room", "_admit", "_rows", "next_step", "take")
+PARTS = ("make_room", "admit", "_plan_rows", "next_step", "process_tokens")
 PROMPT_LEN = 1000
 NUM_WAITING = 64
 VOCAB_SIZE = 32_000
-WAITING = ("none", "seats", "memory")
+WAITING = ("none", "batch", "memory")
 
 
 class TimedScheduler(Scheduler):
-    """Notes how long its parts take."""
+    """Measures how long its parts take."""
 
     def __init__(self, pool: KvPool, limits: Limits, policy: str) -> None:
         super().__init__(pool, limits, make_policy(policy))
         self.times: dict[str, list[float]] = {part: [] for part in PARTS}
+        for owner, part in zip((self._preemption, self._admission, self, self, self), PARTS, strict=True):
+            setattr(owner, part, _timed(getattr(owner, part), self.times[part]))
 
-    def next_step(self, now_s: float = 0.0) -> Step | None:
-        begin = time.thread_time()
-        step = super().next_step(now_s)
-        self.times["next_step"].append(time.thread_time() - begin)
-        return step
 
-    def take(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
+def _timed(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
+    def timed(*args: object) -> Any:
         begin = time.thread_time()
-        taken = super().take(outs)
-        self.times["take"].append(time.thread_time() - begin)
-        return taken
+        result = call(*args)
+        times.append(time.thread_time() - begin)
+        return result
 
-    def _make_room(self) -> None:
-        begin = time.thread_time()
-        super()._make_room()
-        self.times["_make_room"].append(time.thread_time() - begin)
-
-    def _admit(self, now_s: float) -> list[Req]:
-        begin = time.thread_time()
-        admitted = super()._admit(now_s)
-        self.times["_admit"].append(time.thread_time() - begin)
-        return admitted
-
-    def _rows(self) -> list[StepRow]:
-        begin = time.thread_time()
-        rows = super()._rows()
-        self.times["_rows"].append(time.thread_time() - begin)
-        return rows
+    return timed
 
 
 def fill_cache(pool: KvPool, tokens: int, rng: np.random.Generator) -> None:
-    """As if requests of PROMPT_LEN tokens had come and gone."""
+    """Fill the cache as requests of PROMPT_LEN tokens would."""
     sampling = GenerationParams.of(seed=0)
     for _ in range(tokens // PROMPT_LEN):
         req = Req(0, rng.integers(0, VOCAB_SIZE, PROMPT_LEN).tolist(), sampling, 1, ())
@@ -79,14 +62,14 @@ def fill_cache(pool: KvPool, tokens: int, rng: np.random.Generator) -> None:
 
 
 def loaded(running: int, cached: int, waiting: str, policy: str) -> TimedScheduler:
-    """A scheduler with so many requests that decode, and so many cached tokens."""
+    """A scheduler with ``running`` decoding requests and ``cached`` cached tokens."""
     rng = np.random.default_rng(0)
     most = 100_000
     need = running * (PROMPT_LEN + most)
     pool = KvPool(need + cached)
     fill_cache(pool, cached, rng)
-    seats = running + (waiting == "memory")
-    scheduler = TimedScheduler(pool, Limits(seats, 1 << 20, None), policy)
+    max_running = running + (waiting == "memory")
+    scheduler = TimedScheduler(pool, Limits(max_running, 1 << 20, None), policy)
     sampling = GenerationParams.of(max_new_tokens=most, seed=0)
     num_waiting = 0 if waiting == "none" else NUM_WAITING
     for req_id in range(running + num_waiting):
@@ -97,15 +80,15 @@ def loaded(running: int, cached: int, waiting: str, policy: str) -> TimedSchedul
 
 
 def measure(scheduler: TimedScheduler, steps: int) -> dict[str, float]:
-    """Microseconds a part; the first steps, which prefill, do not count."""
-    under_way: deque[list[TokenOut]] = deque()
+    """Microseconds of each part, without the first steps, which prefill."""
+    in_flight: deque[list[TokenOut]] = deque()
     for number in range(steps + 4):
-        while len(under_way) < 2 and (step := scheduler.next_step()):
-            under_way.append([TokenOut(row.req_id, Token(1)) for row in step.rows])
+        while len(in_flight) < 2 and (step := scheduler.next_step()):
+            in_flight.append([TokenOut(row.req_id, Token(1)) for row in step.rows])
         if number == 4:
             for times in scheduler.times.values():
                 times.clear()
-        scheduler.take(under_way.popleft())
+        scheduler.process_tokens(in_flight.popleft())
     return {part: 1e6 * median(times) for part, times in scheduler.times.items()}
 
 
@@ -120,16 +103,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     print(
-        f"{'running':>7} {'cached':>8} {'waiting':>8} "
-        + " ".join(f"{part:>10}" for part in PARTS)
-        + f" {'step+take':>10}"
+        f"{'running':>7} {'cached':>8} {'waiting':>8} " + " ".join(f"{part:>14}" for part in PARTS) + f" {'total':>10}"
     )
     for running in args.running:
         for cached in args.cached:
             for waiting in args.waiting:
                 us = measure(loaded(running, cached, waiting, args.policy), args.steps)
-                total = us["next_step"] + us["take"]
-                parts = " ".join(f"{us[part]:10.0f}" for part in PARTS)
+                total = us["next_step"] + us["process_tokens"]
+                parts = " ".join(f"{us[part]:14.0f}" for part in PARTS)
                 print(f"{running:7} {cached:8} {waiting:>8} {parts} {total:10.0f}", flush=True)
 
 

@@ -26,7 +26,7 @@ from lightserve.benchmark.ceilings import Ceilings, measure_ceilings
 from lightserve.benchmark.model_cost import ModelCost, Work
 from lightserve.benchmark.step_profile import profile_steps
 from lightserve.common.device import pick_device
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
@@ -234,9 +234,9 @@ def main(argv: list[str] | None = None) -> None:
     kind = pick_device(config.device)
     if args.profile and kind.name == "cpu":
         raise ServerError("--profile needs a GPU")
-    device = kind.device(0)
+    device = kind.torch_device(0)
     ceilings = measure_ceilings(device, kind.dtypes[0])
-    worker = ModelWorker(config, resolve(config.model_dir, needs_weights=config.load_format == "auto"), TpGroup())
+    worker = ModelWorker(config, resolve(config.model_dir, needs_weights=config.load_format == "auto"), Parallel())
     worker.warm_up()
     bench = StaticBench(worker, config.batch_max_tokens)
     print(f"{worker.model_config.model_type} {worker.computed_in}; {ceilings}")

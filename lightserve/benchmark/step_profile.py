@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the GPU's by kernel group and by gap, the host's by function."""
+"""Where the time of a step goes: on the GPU by kernel group and by gap, on the host by function."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-GROUPS = {  # the first whose pattern is found in a kernel's name
+GROUPS = {  # a kernel belongs to the first group whose pattern its name contains
     "attention": r"attention|attend|flash|fmha",
     "matmul": r"gemm|gemv|nvjet|cutlass|xmma|splitk|_linear|matmul|cublas",
     "rotary and KV write": r"rotary|write_kv",
     "norm": r"norm",
     "activation": r"silu|gelu",
-    "sampling": r"argmax|choose|sample|penalt|cut_logits|cut_atypical|softmax|topk|sort",
+    "sampling": r"argmax|sample|penalt|top_k|top_p|typical_p|softmax|topk|sort",
     "embedding": r"embedding",
     "copy": r"memcpy|memset",
 }
@@ -50,7 +50,7 @@ class GpuTime:
     """What a GPU did from its first kernel to its last. Times are microseconds."""
 
     span: float = 0.0
-    idle: float = 0.0  # no kernel ran
+    idle: float = 0.0  # while no kernel ran
     groups: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     kernels: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     counts: Counter[str] = field(default_factory=Counter)  # of kernels
@@ -83,7 +83,7 @@ def gpu_time(kernels: Sequence[Kernel]) -> GpuTime:
 
 
 def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
-    """Of a trace as torch.profiler writes it."""
+    """The kernels of a trace that torch.profiler has written."""
     return [
         Kernel(event["name"], event["ts"], event["ts"] + event["dur"])
         for event in trace["traceEvents"]
@@ -92,7 +92,7 @@ def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
 
 
 def profile_steps(run: Callable[[], float], steps: int) -> str:
-    """Make ``steps`` steps as they are, under torch.profiler and under cProfile; ``run`` returns the seconds of one."""
+    """Run ``steps`` steps unprofiled, under torch.profiler and under cProfile; ``run`` returns seconds a step."""
     run()
     plain = f"{run() * 1e6:.0f} us a step unprofiled"
     return "\n".join([plain, gpu_table(_traced(run), steps), _host_table(run, steps)])
@@ -130,7 +130,7 @@ def _traced(run: Callable[[], object]) -> GpuTime:
 def _host_table(run: Callable[[], object], steps: int) -> str:
     profile = cProfile.Profile()
     profile.runcall(run)
-    lines = ["host, under cProfile, which costs a good part of it: us a step with callees, alone, calls a step"]
+    lines = ["host, under cProfile, which adds much of its own: us a step with callees, without, calls a step"]
     entries = sorted(profile.getstats(), key=lambda entry: -entry.totaltime)
     for entry in [entry for entry in entries if _is_ours(entry.code)][:SHOWN_FUNCTIONS]:
         with_callees, alone = (seconds * 1e6 / steps for seconds in (entry.totaltime, entry.inlinetime))

@@ -1,4 +1,4 @@
-"""A model's ``config.json``, read once into names that the code uses everywhere. The launcher reads it: no torch."""
+"""A model's ``config.json``, read once into typed fields. The launcher uses it too, so there is no torch here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from lightserve.errors import ModelFilesError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-# A config.json that wants more is damaged, and what it asks for would be built before that shows.
+QUANT_METHODS: set[str] = set()  # supported formats: the names in common/quantization/choice.py
+# A config.json with larger values is damaged. These limits refuse it before anything of that size is built.
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**24  # rows and columns: the largest vocabularies have 2**18
 MAX_POSITION = 2**30
@@ -28,7 +29,7 @@ _OPTIONAL_ROPE = (
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary positions: the base and how it is stretched past the length the model was trained on."""
+    """Rotary positions: the base, and how it is scaled past the trained length."""
 
     rope_type: str = "default"
     theta: float = 10000.0
@@ -92,14 +93,11 @@ class ModelConfig:
     max_position: int
     tie_word_embeddings: bool
     rope: RopeConfig
-    hf: Mapping[str, Any]  # the whole config.json, for what only one model reads
+    hf: Mapping[str, Any]  # the whole config.json, for fields that only one model reads
+    quantization: Mapping[str, Any] | None = None  # its quantization_config; None: the weights are plain floats
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        if hf.get("quantization_config"):
-            raise ModelFilesError(
-                "config.json: quantised checkpoints are not supported yet; give the float one or a GGUF"
-            )
         num_heads = _count(hf, "num_attention_heads", "n_head")
         hidden_size = _count(hf, "hidden_size", "n_embed")
         config = cls(
@@ -116,6 +114,7 @@ class ModelConfig:
             tie_word_embeddings=_flag(hf, "tie_word_embeddings"),
             rope=RopeConfig.from_hf(hf),
             hf=hf,
+            quantization=_quantization(hf),
         )
         config._check()
         return config
@@ -128,17 +127,17 @@ class ModelConfig:
                 f"config.json: hidden_size {self.hidden_size} does not divide among {self.num_heads} heads"
             )
         if int(self.head_dim * self.rope.partial_rotary_factor) % 2:
-            raise ModelFilesError(f"config.json: head_dim {self.head_dim} is odd, and rotary turns pairs")
+            raise ModelFilesError(f"config.json: head_dim {self.head_dim} is odd, and rotary positions need pairs")
         if self.rope.rope_type == "dynamic" and int(self.head_dim * self.rope.partial_rotary_factor) == 2:
-            raise ModelFilesError("config.json: a dynamic rope needs more than one pair to turn")
+            raise ModelFilesError("config.json: a dynamic rope needs more than one rotary pair")
 
     @property
     def longest_position(self) -> int:
-        """Tokens a request may have: what the model was trained on, or what its rope scaling stretches that to."""
+        """The most tokens of a request: the trained length, or the length that rope scaling extends it to."""
         return max(self.max_position, int(self.rope.factor * self.rope.original_max_position))
 
     def request_len(self, wanted: int | None) -> int:
-        """The longest request: what the operator wants, or what the model was made for."""
+        """The most tokens of a request: the operator's limit, or the trained length."""
         if wanted is not None and wanted > self.longest_position:
             raise ModelFilesError(
                 f"max_req_total_len={wanted}, but the model reaches {self.longest_position} tokens; lower it"
@@ -146,7 +145,7 @@ class ModelConfig:
         return wanted or self.max_position
 
     def check_tp(self, size: int) -> None:
-        """The shapes that every model needs to divide among the ranks."""
+        """Check that the ranks can split the shapes that every model has."""
         for what, count in (("attention heads", self.num_heads), ("FFN rows", self.intermediate_size)):
             if count % size:
                 raise ModelFilesError(
@@ -156,44 +155,57 @@ class ModelConfig:
             raise ModelFilesError(f"{self.num_kv_heads} KV heads and tp={size}: one must divide the other")
 
     def kv_heads_of_rank(self, tp_size: int) -> int:
-        """KV heads that each of ``tp_size`` ranks holds; ranks share a head when there are too few."""
+        """KV heads on each of ``tp_size`` ranks. Ranks hold copies of a head when there are too few."""
         return max(self.num_kv_heads // tp_size, 1)
+
+
+def _quantization(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    table = _table(hf, "quantization_config")
+    if not table:
+        return None
+    if table.get("quant_method") not in QUANT_METHODS:
+        found = reprlib.repr(table.get("quant_method"))
+        raise ModelFilesError(
+            f"config.json: quantised checkpoints are not supported yet (quant_method {found}); "
+            "use the unquantised checkpoint or a GGUF file"
+        )
+    return table
 
 
 def _table(hf: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = hf.get(key) or {}
     if not isinstance(value, dict):
-        raise _unfit((key,), value, "an object")
+        raise _bad_value((key,), value, "an object")
     return value
 
 
 def _count(hf: Mapping[str, Any], *keys: str, default: int | None = None, most: int = MAX_SIZE) -> int:
     value = _first(hf, *keys, default=default)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise _unfit(keys, value, f"a positive integer of at most {most}")
+        raise _bad_value(keys, value, f"a positive integer of at most {most}")
     return value
 
 
 def _number(hf: Mapping[str, Any], *keys: str, default: float | None = None) -> float:
     value = _first(hf, *keys, default=default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < MAX_NUMBER:
-        raise _unfit(keys, value, "a positive number")
+        raise _bad_value(keys, value, "a positive number")
     return value
 
 
 def _flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
     value = _first(hf, key, default=default)
     if not isinstance(value, bool):
-        raise _unfit((key,), value, "true or false")
+        raise _bad_value((key,), value, "true or false")
     return value
 
 
-def _unfit(keys: tuple[str, ...], value: Any, wanted: str) -> ModelFilesError:
+def _bad_value(keys: tuple[str, ...], value: Any, wanted: str) -> ModelFilesError:
     return ModelFilesError(f"config.json: {keys[0]} is {reprlib.repr(value)}, wanted {wanted}; correct it")
 
 
 def _first(hf: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
-    """A null is as good as absent."""
+    """The first key that has a value other than null."""
     for key in keys:
         if hf.get(key) is not None:
             return hf[key]

@@ -1,6 +1,6 @@
-"""``model_type`` of config.json -> where the model's class is. A model's module is imported only when it is served.
+"""The class of every supported ``model_type``. Its module is imported only when the model is served.
 
-The launcher reads the names: no torch.
+The launcher reads the names, so there is no torch here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The KV memory as the scheduler spends it: slots that are free, private to a request, or shared in the prefix cache.
+"""The KV memory that the scheduler allocates: slots are free, private to a request, or shared in the prefix cache.
 
-A request holds the slots of its tokens in order. The first of them, up to ``shared_len``, belong to the cache and are
-locked there; the rest are the request's own. What a request computes of its prompt moves into the cache as soon as it
-is planned, so that others may share it while it still prefills: workers run steps in order.
+A request holds the slots of its tokens in order. The first ``shared_len`` slots belong to the cache and are locked
+there; the others are private. A prompt's tokens move into the cache as soon as a step that computes them is planned, so
+that other requests can share them while the prompt still prefills: workers run steps in order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from lightserve.router.req import Req
 class KvPool:
     def __init__(self, size: int) -> None:
         self.slots = TokenSlots(size)
-        self.num_evicted = 0  # tokens that the cache lost to make room
+        self.num_evicted = 0  # tokens that the cache has evicted to make room
+        self._cache = RadixCache()
+
+    def reset(self) -> None:
+        """All KV is lost."""
+        self.slots = TokenSlots(self.size)
         self._cache = RadixCache()
 
     @property
@@ -26,7 +31,7 @@ class KvPool:
 
     @property
     def available(self) -> int:
-        """Tokens that can be had, by evicting what nobody uses."""
+        """Tokens that can be allocated, if need be by evicting cached tokens that no request uses."""
         return self.slots.num_free + self.cached_tokens
 
     @property
@@ -35,16 +40,16 @@ class KvPool:
 
     @property
     def cached_tokens(self) -> int:
-        """Kept for those to come, and held by nobody."""
+        """Tokens in the cache that no request uses."""
         return self._cache.evictable_tokens
 
     @property
     def shared_tokens(self) -> int:
-        """In the cache, and held by requests."""
+        """Tokens in the cache that requests use."""
         return self._cache.referenced_tokens
 
     def alloc(self, count: int) -> list[int]:
-        """The caller has made sure that ``count`` is available."""
+        """The caller has checked that ``count`` tokens are available."""
         short = count - self.slots.num_free
         if short > 0:
             evicted = self._cache.evict(short)
@@ -57,14 +62,14 @@ class KvPool:
         return self._cache.match_len(_cacheable(req), req.salt)
 
     def open(self, req: Req) -> None:
-        """Give a request what is cached of its tokens, all but the last, which must be computed to go on."""
+        """Give a request its cached tokens, except the last token: it must be computed to sample the next."""
         req.node, slots = self._cache.match(_cacheable(req), req.salt)
         self._cache.lock(req.node)
         req.slots = slots.tolist()
         req.shared_len = len(req.slots)
 
     def share(self, req: Req) -> None:
-        """Move what is planned of the request's known tokens into the cache, unless another was faster."""
+        """Move the planned tokens of the prompt into the cache, unless another request's tokens are there already."""
         end = min(req.planned_len, len(req.prompt_ids))
         if req.node is None or end <= req.shared_len:
             return
@@ -78,9 +83,9 @@ class KvPool:
         req.node, req.shared_len = grown, end
 
     def close(self, req: Req) -> None:
-        """Take everything back; what is known and computed of it stays cached."""
-        kept = req.shared_len  # tokens from here on are the request's own
-        known = min(req.planned_len, req.total_len)
+        """Take all slots of a request back. Its known tokens with planned KV stay in the cache, if it leaves any."""
+        kept = req.shared_len  # slots from here on are private
+        known = min(req.planned_len, req.total_len) if req.leaves_cache else 0
         if known > kept:
             _, spare = self._cache.insert(_array(req.token_ids[:known]), _array(req.slots[:known]), req.salt)
             self._free(spare)
@@ -88,13 +93,21 @@ class KvPool:
         self._free(_array(req.slots[kept:]))
         if req.node is not None:
             self._cache.unlock(req.node)
-        req.node, req.slots, req.shared_len, req.planned_len = None, [], 0, 0
+            if not req.leaves_cache:  # other choices of the same request may still use it
+                self._free(self._cache.drop(req.node))
+        req.node, req.slots, req.shared_len, req.planned_len, req.certain_len = None, [], 0, 0, 0
 
     def discard(self, req: Req) -> None:
-        """Take everything back and keep nothing cached that only this request knows: it may be spoilt."""
-        self.close(req)
+        """Remove the tokens of a closed request from the cache, unless another request shares them.
+
+        Their KV may contain numbers that are not finite.
+        """
         node, _ = self._cache.match(_array(req.token_ids), req.salt)
         self._free(self._cache.drop(node))
+
+    def take_back(self, slots: list[int]) -> None:
+        """Remove all tokens from the cache whose KV steps that failed were to compute into these slots."""
+        self._free(self._cache.drop_slots(_array(slots)))
 
     def _free(self, slots: Slots) -> None:
         if len(slots):
@@ -102,11 +115,11 @@ class KvPool:
 
 
 def _cacheable(req: Req) -> Ids:
-    """The tokens whose KV it may take from the cache."""
+    """The tokens whose KV the request may take from the cache."""
     if req.needs_prompt_computed:
         return req.prompt[:0]
     if not req.output_ids:
-        return req.prompt[:-1]  # no copy: a policy may ask this of the whole queue at every step
+        return req.prompt[:-1]  # no copy: a policy may look up the whole queue at every step
     return _array(req.token_ids[:-1])
 
 

@@ -1,4 +1,4 @@
-"""A stream of rpyc that never waits for who should read it."""
+"""An rpyc stream whose sends never block the event loop."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from rpyc.core.stream import SocketStream
 
 
 class LoopStream(SocketStream):  # type: ignore[misc]  # rpyc is untyped
-    """What the socket does not take at once waits here, and the event loop sends it when there is room.
+    """Keeps what the socket does not take at once; the event loop sends it as soon as there is room.
 
-    A worker reads while it launches nothing, and the step of a long prompt is larger than what a socket holds: rpyc
-    would stop the router until then, and after the seconds that connecting may take count the worker as gone.
+    A worker does not read while it launches a step, and the step of a long prompt is larger than a socket's buffer.
+    rpyc would block the router until then, and would count the worker as lost after the timeout for connecting.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.settimeout(None)  # that of connecting; no send waits, and what is read has begun to come
+        sock.settimeout(None)  # rpyc's timeout is for connecting; sends do not block, reads happen when data is there
         super().__init__(sock)
         self._loop = asyncio.get_running_loop()
         self._unsent = b""
 
     def write(self, data: bytes) -> None:
-        if self._unsent:  # in order
+        if self._unsent:  # keeps the order
             self._unsent += data
             return
         try:
@@ -34,26 +34,26 @@ class LoopStream(SocketStream):  # type: ignore[misc]  # rpyc is untyped
             self._loop.add_writer(self.sock.fileno(), self._send_rest)
 
     def close(self) -> None:
-        self._forget_rest()
+        self._discard_rest()
         super().close()
 
     def _send_rest(self) -> None:
         try:
-            left = self._unsent[self._send(self._unsent) :]
-        except OSError:  # who reads finds out as well, and knows whom to tell
-            left = b""
-        if left:
-            self._unsent = left
+            rest = self._unsent[self._send(self._unsent) :]
+        except OSError:  # the reader of this connection notices the error too, and handles it
+            rest = b""
+        if rest:
+            self._unsent = rest
         else:
-            self._forget_rest()
+            self._discard_rest()
 
-    def _forget_rest(self) -> None:
+    def _discard_rest(self) -> None:
         if self._unsent:
             self._loop.remove_writer(self.sock.fileno())
             self._unsent = b""
 
     def _send(self, data: bytes) -> int:
-        """How much of it the socket took."""
+        """Returns how many bytes the socket took."""
         try:
             sent: int = self.sock.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:

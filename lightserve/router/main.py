@@ -10,11 +10,10 @@ import msgspec
 
 from lightserve.io_struct import EngineReady, NewWorkers, Ready, ToDetokenization, ToRouter, WorkersLost
 from lightserve.router.kv_pool import KvPool
-from lightserve.router.limits import limits_of
 from lightserve.router.manager import RouterManager
 from lightserve.router.model_client import RpycModelClient
 from lightserve.router.policy import make_policy
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import Scheduler, limits_of
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger
@@ -27,7 +26,7 @@ async def main(boot: Boot, parent: Parent) -> None:
     config = boot.config
     inbox: Receiver[ToRouter] = Receiver(boot.address("router"), ToRouter)
     to_detokenization: Sender[ToDetokenization] = Sender(boot.address("detokenization"))
-    policy = make_policy(config.router.router_policy)  # while the workers load: a wrong name ends them early
+    policy = make_policy(config.router.router_policy)  # a wrong name fails the start before the weights are loaded
     engine = await parent.recv()
     if not isinstance(engine, EngineReady):
         raise TypeError(f"the first message must be EngineReady, not {engine!r}")
@@ -38,25 +37,27 @@ async def main(boot: Boot, parent: Parent) -> None:
 
     def connect(generation: int) -> RpycModelClient:
         paths = [boot.worker_path(rank, generation) for rank in range(config.worker.tp)]
-        return RpycModelClient(paths, lambda why, explained: parent.send(WorkersLost(generation, why, explained)))
+        return RpycModelClient(paths, lambda reason, explained: parent.send(WorkersLost(generation, reason, explained)))
 
     manager = RouterManager(scheduler, connect(0), engine, inbox, to_detokenization, config.router)
     parent.send(Ready())
-    gc.freeze()  # what is alive now lives for ever: no collection need look at it
+    gc.freeze()  # what exists now is never freed, so no collection has to visit it
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(manager.run(ThroughputLog(manager.metrics, config.router.log_stats_interval)))
-        tasks.create_task(_take_new_workers(parent, manager, connect))
+        tasks.create_task(_use_new_workers(parent, manager, connect))
 
 
-async def _take_new_workers(parent: Parent, manager: RouterManager, connect: Callable[[int], RpycModelClient]) -> None:
-    """Whenever the launcher has replaced those that were lost."""
+async def _use_new_workers(parent: Parent, manager: RouterManager, connect: Callable[[int], RpycModelClient]) -> None:
+    """Connect whenever the launcher has replaced lost workers."""
     while True:
         message = await parent.recv()
         if isinstance(message, NewWorkers):
             try:
-                manager.use(connect(message.generation))
-            except (EOFError, OSError) as error:  # lost already: the launcher knows, and more will come
-                logger.warning("new workers are gone before they could be reached: %s", error)
+                manager.use_workers(connect(message.generation))
+            except (EOFError, OSError) as error:  # the launcher notices this too, and starts others
+                logger.warning(
+                    "the new workers of generation %d died before the router connected: %s", message.generation, error
+                )
 
 
 if __name__ == "__main__":

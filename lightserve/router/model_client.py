@@ -1,4 +1,4 @@
-"""The model workers as the router sees them: one step command to all ranks, one list of tokens back."""
+"""The model workers as the router sees them: one step goes to all ranks, one list of tokens comes back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rpyc.core.channel import Channel
 from rpyc.utils.factory import connect_channel
 
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import Step, StepResult
+from lightserve.io_struct import GrammarSpec, Step, StepResult
+from lightserve.router.grammar_client import GrammarClient
 from lightserve.router.loop_stream import LoopStream
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "include_local_version": False}
@@ -23,67 +24,79 @@ _decode_result = msgspec.msgpack.Decoder(StepResult).decode
 
 
 class ModelClient(Protocol):
-    """Runs steps in the order in which they are given; more than one may be under way."""
+    """Runs steps in the order in which they are given; several may be in flight."""
 
     @property
     def is_lost(self) -> bool:
-        """A worker is gone. Steps that were under way fail with WorkerDiedError."""
+        """A worker died. The steps in flight fail with WorkerDiedError."""
 
     def run(self, step: Step) -> asyncio.Future[StepResult]: ...
 
-    def give_up(self, why: str, is_explained: bool) -> None:
-        """Have the workers replaced: they are lost, or a step does not end."""
+    def request_restart(self, reason: str, is_explained: bool) -> None:
+        """Close the connections and have the workers replaced: they are lost, or a step does not end.
+
+        ``is_explained``: a request caused it.
+        """
 
     def close(self) -> None: ...
 
 
 class RpycModelClient:
-    """All ranks of one model behind rpyc: every rank runs every step, and rank 0 answers.
+    """All ranks of one model behind rpyc: every rank runs every step, and rank 0 returns the tokens.
 
-    Commands and answers cross as bytes: an object would cross as a proxy, one round trip a field. Replies are read by
-    the event loop when a socket has them, so that a step under way blocks nobody. ``on_give_up`` is told why, and
-    whether a request was to blame.
+    Steps and tokens cross as bytes: rpyc would send an object as a proxy, with one round trip a field. The event loop
+    reads a reply when the socket has it, so a step in flight blocks nothing. ``on_restart`` gets the arguments of
+    ``request_restart``.
     """
 
-    def __init__(self, socket_paths: Sequence[str], on_give_up: Callable[[str, bool], None]) -> None:
+    def __init__(self, socket_paths: Sequence[str], on_restart: Callable[[str, bool], None]) -> None:
         self.is_lost = False
-        self._on_give_up = on_give_up
+        self._on_restart = on_restart
         self._loop = asyncio.get_running_loop()
-        self._under_way: set[asyncio.Future[StepResult]] = set()
+        self._in_flight: set[asyncio.Future[StepResult]] = set()
         self._connections: list[Any] = [_connect(path) for path in socket_paths]
-        self._filenos = [connection.fileno() for connection in self._connections]  # rpyc forgets that of a lost one
+        self._filenos = [connection.fileno() for connection in self._connections]  # a lost connection has none
         self._runs = [rpyc.async_(connection.root.run) for connection in self._connections]
         for rank, fileno in enumerate(self._filenos):
             self._loop.add_reader(fileno, self._read, rank)
+        self._grammars = GrammarClient(socket_paths)
+
+    def prepare(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
+        """Have all ranks compile a grammar, so that the first step of a request with it does not wait.
+
+        It resolves in any case, and also if the grammar is wrong or a worker is lost: see GrammarClient.
+        """
+        return self._grammars.prepare(grammar, eos_ids)
 
     def run(self, step: Step) -> asyncio.Future[StepResult]:
         future: asyncio.Future[StepResult] = self._loop.create_future()
-        self._under_way.add(future)
+        self._in_flight.add(future)
         command = _encode_step(step)
         for rank, run in enumerate(self._runs):
             try:
                 reply = run(command)
-            except EOFError:  # rpyc has closed the socket: its number may be another's soon
+            except EOFError:  # rpyc has closed the socket: another one may get its number soon
                 self._loop.remove_reader(self._filenos[rank])
-                self._lose(f"model worker {rank} is gone")
+                self._mark_lost(f"model worker {rank} closed its connection")
                 break
             if rank == 0:
-                reply.add_callback(partial(self._answered, future))
+                reply.add_callback(partial(self._on_reply, future))
         return future
 
-    def give_up(self, why: str, is_explained: bool) -> None:
-        self._lose(why)
+    def request_restart(self, reason: str, is_explained: bool) -> None:
+        self._mark_lost(reason)
         self.close()
-        self._on_give_up(why, is_explained)
+        self._on_restart(reason, is_explained)
 
     def close(self) -> None:
-        """Hang up without a word, which rpyc would have answered: a worker that hangs would never do that."""
+        """Close the sockets first: rpyc's own close waits for an answer, which a worker that hangs never sends."""
         for fileno, connection in zip(self._filenos, self._connections, strict=True):
             if not connection.closed:
                 if not connection._channel.closed:
                     self._loop.remove_reader(fileno)
                     connection._channel.close()
                 connection.close()
+        self._grammars.close()
 
     def _read(self, rank: int) -> None:
         connection = self._connections[rank]
@@ -92,23 +105,23 @@ class RpycModelClient:
                 pass
         except EOFError:
             self._loop.remove_reader(self._filenos[rank])
-            self._lose(f"model worker {rank} is gone")
+            self._mark_lost(f"model worker {rank} closed its connection")
 
-    def _answered(self, future: asyncio.Future[StepResult], reply: Any) -> None:
-        """Rank 0 is done with a step; replies may pass each other."""
-        self._under_way.discard(future)
+    def _on_reply(self, future: asyncio.Future[StepResult], reply: Any) -> None:
+        """Rank 0 finished a step. Replies may overtake each other."""
+        self._in_flight.discard(future)
         if not future.done():
             future.set_result(_decode_result(reply.value))
 
-    def _lose(self, why: str) -> None:
-        """A worker that fails hangs up; why, it has told the launcher."""
+    def _mark_lost(self, reason: str) -> None:
+        """A worker that fails closes its connection. It reports the error to the launcher, not to the router."""
         self.is_lost = True
-        for future in self._under_way:
+        for future in self._in_flight:
             if not future.done():
-                future.set_exception(WorkerDiedError(why))
-                future.exception()  # counts as seen: not all of them are waited for
+                future.set_exception(WorkerDiedError(reason))
+                future.exception()  # marks it as retrieved: not every future is awaited
 
 
 def _connect(socket_path: str) -> Any:
-    """Uncompressed: rpyc would spend 1.5 ms on the step of a prompt of 8,000 tokens, and some on every large batch."""
+    """Without compression: rpyc would spend 1.5 ms on the step of an 8,000-token prompt, and some on large batches."""
     return connect_channel(Channel(LoopStream.unix_connect(socket_path), compress=False), config=RPYC_CONFIG)

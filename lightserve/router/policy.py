@@ -1,4 +1,4 @@
-"""Who of the waiting is next. A policy is a small class; --router_policy takes it by its name."""
+"""Which waiting request is admitted next. A policy is a small class; --router_policy selects it by its name."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ from collections.abc import Callable
 from lightserve.errors import ServerError
 from lightserve.router.req import Req
 
-AGING_S = 30.0  # waiting this long is worth one step of priority: nobody starves
-LOOK_AHEAD = 64  # waiting requests that a policy may choose among
+AGING_S = 30.0  # waiting this long counts as much as one step of priority, so no request starves
+LOOK_AHEAD = 64  # waiting requests that a policy may reorder
 
 CachedLen = Callable[[Req], int]  # tokens of a request's prompt that are in the prefix cache now
 
 
 class Policy(ABC):
-    """Places a request in the queue when it comes, and may reorder the first of the queue when there is room."""
+    """Places a request in the queue when it arrives, and may reorder the head of the queue before an admission."""
 
     name: str
 
     def rank(self, req: Req) -> float:
-        """The lowest goes first; equal ones in the order in which they came. Fixed on arrival."""
+        """The lowest rank goes first; equal ranks keep the order of arrival. Computed once, on arrival."""
         return 0.0
 
     def order(self, first: list[Req], cached_len: CachedLen) -> list[Req]:
-        """In which order to admit the first of the queue (at most LOOK_AHEAD)."""
+        """In which order to admit the head of the queue (at most LOOK_AHEAD requests)."""
         return first
+
+    def priority(self, req: Req) -> int:
+        """After admission: lower numbers get the prompt tokens of a step first, and are preempted last."""
+        return 0
 
 
 class Fifo(Policy):
@@ -35,10 +39,10 @@ class Fifo(Policy):
 
 
 class Priority(Policy):
-    """Lower numbers first, as in vLLM; the longer a request waits, the lower its number counts.
+    """Lower numbers go first, as in vLLM; a request's number counts as lower the longer it waits.
 
-    A request of priority p that came at t goes before all that come later than t + AGING_S * (difference of priority),
-    so its rank is fixed: time passes for all of them alike.
+    A request of priority p that arrived at t goes before every request that arrives later than
+    t + AGING_S * (difference of priority). Waiting changes all ranks alike, so a rank can be computed on arrival.
     """
 
     name = "priority"
@@ -46,9 +50,12 @@ class Priority(Policy):
     def rank(self, req: Req) -> float:
         return req.priority + req.arrived_s / AGING_S
 
+    def priority(self, req: Req) -> int:
+        return req.priority
+
 
 class CacheAware(Priority):
-    """Of the first in line the one with the longest cached prefix, so that what is cached is used before it is evicted.
+    """The longest cached prefix goes first, so that cached tokens are used before they are evicted.
 
     A request that was passed over MAX_PASSED times goes first.
     """

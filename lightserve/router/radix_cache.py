@@ -1,11 +1,10 @@
-"""The radix prefix cache: which KV slots hold the tokens of which prefix, and who still reads them. No torch.
+"""The radix prefix cache: which KV slots hold which prefix, and which prefixes requests still use. No torch.
 
-A node holds a run of tokens and their slots; the path from a root down to it spells a prefix. There is a root a salt,
-and prefixes of different salts never meet. Tokens are compared by numpy, never one by one.
+A node holds a run of tokens and their slots; the path from a root down to it is a prefix. Every salt has its own root,
+so prefixes of different salts are never shared. numpy compares tokens, never one by one.
 
-A node from ``match``, ``insert`` or ``extend`` is good until the next change of the cache; a locked one until it is
-unlocked. A locked node keeps its end whatever happens around it: a split leaves it as the lower part, and it grows only
-when the one who locked it extends it.
+A node from ``match``, ``insert`` or ``extend`` is valid until the cache changes; a locked node is valid until it is
+unlocked. A locked node keeps its end: a split leaves it as the lower part, and only its owner can extend it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def common_len(a: Ids, b: Ids) -> int:
 
 
 class RadixNode:
-    """A run of tokens below another; ``end`` counts the tokens from the root to its own end. Roots hold none."""
+    """A run of tokens below another; ``end`` counts the tokens from the root to its own end. Roots hold no tokens."""
 
     __slots__ = ("_room", "children", "end", "ids", "is_queued", "locks", "parent", "refs", "salt", "slots", "used_at")
 
@@ -48,16 +47,16 @@ class RadixNode:
         self.parent = parent  # None: a root, or evicted
         self.end: int = room.shape[1] + (parent.end if parent else 0)
         self.salt = salt  # of a root
-        self.children: dict[int, RadixNode] = {}  # by their first token
+        self.children: dict[int, RadixNode] = {}  # by first token
         self.locks = 0  # on this very node
-        self.refs = 0  # locks on it and on all below
-        self.used_at = 0  # never before a child's
-        self.is_queued = False  # for eviction; at most once
+        self.refs = 0  # locks on it and on all nodes below
+        self.used_at = 0  # never earlier than a child's
+        self.is_queued = False  # is in the eviction queue, at most once
         self._keep(room, room.shape[1])
 
     @property
-    def may_go(self) -> bool:
-        """A leaf that nobody references."""
+    def is_evictable(self) -> bool:
+        """A leaf that no request references."""
         return not self.refs and not self.children
 
     def path(self) -> Iterator[RadixNode]:
@@ -68,7 +67,7 @@ class RadixNode:
             node = node.parent
 
     def append(self, ids: Ids, slots: Slots) -> None:
-        """Amortised O(len(ids)): room doubles."""
+        """Amortised O(len(ids)): the capacity doubles."""
         old, new = len(self.ids), len(self.ids) + len(ids)
         room = self._room
         if new > room.shape[1]:
@@ -80,12 +79,12 @@ class RadixNode:
         self._keep(room, new)
 
     def pop(self, count: int) -> Slots:
-        """Drop the last tokens; their slots."""
+        """Drop the last tokens, and return their slots."""
         kept = len(self.ids) - count
         popped = self.slots[kept:]
         room = self._room
         whole = room if room.base is None else cast(Slots, room.base)
-        if 2 * kept < whole.shape[1]:  # a stub must not keep a long run's memory
+        if 2 * kept < whole.shape[1]:  # a short node must not keep a long array alive
             room = room[:, :kept].copy()
         self.end -= count
         self._keep(room, kept)
@@ -109,13 +108,13 @@ class RadixNode:
 
 
 class RadixCache:
-    """Owns the slots of the prefixes it holds. Time is a count of its calls, so the least recently used is exact."""
+    """Owns the slots of its prefixes. Time is a count of calls, so eviction is exactly least recently used."""
 
     def __init__(self) -> None:
-        self.total_tokens = 0  # whose slots it owns
-        self.referenced_tokens = 0  # of them, those on the path of a locked node
-        self._roots: dict[str, RadixNode] = {}  # those with tokens or locks
-        self._queue: list[tuple[int, int, RadixNode]] = []  # a heap: time it was queued with, id, node
+        self.total_tokens = 0  # tokens whose slots it owns
+        self.referenced_tokens = 0  # so many of them are on the path of a locked node
+        self._roots: dict[str, RadixNode] = {}  # roots with tokens or locks
+        self._queue: list[tuple[int, int, RadixNode]] = []  # a heap of (used_at when queued, id, node)
         self._now = 0
 
     @property
@@ -123,7 +122,7 @@ class RadixCache:
         return self.total_tokens - self.referenced_tokens
 
     def match(self, ids: Ids, salt: str = "") -> tuple[RadixNode, Slots]:
-        """The longest cached prefix of ids: the node that ends there, and its slots. It counts as used now."""
+        """Return the node at the end of the longest cached prefix of ids, and the prefix's slots. Marks it as used."""
         path, found = self._find(ids, salt)
         last = path[-1]
         if found < last.end:
@@ -134,12 +133,12 @@ class RadixCache:
         return path[-1], np.concatenate([node.slots for node in path])
 
     def match_len(self, ids: Ids, salt: str = "") -> int:
-        """How many tokens ``match`` would find; changes nothing."""
+        """How many tokens ``match`` would find. Changes nothing."""
         return self._find(ids, salt)[1]
 
     def lock(self, node: RadixNode) -> None:
-        """Keep the prefix that ends at node from eviction, until as many unlocks."""
-        self._enter(node)
+        """Protect the prefix that ends at node from eviction, until ``unlock`` is called as often."""
+        self._register_root(node)
         node.locks += 1
         for part in node.path():
             if not part.refs:
@@ -154,16 +153,16 @@ class RadixCache:
             part.refs -= 1
             if not part.refs:
                 self.referenced_tokens -= len(part.ids)
-        self._settle(node)
+        self._queue_if_evictable(node)
 
     def extend(self, node: RadixNode, ids: Ids, slots: Slots) -> RadixNode | None:
-        """Append ids right below node and own their slots; None, and nothing owned, if their first token is there.
+        """Append ids below node and own their slots. None, without owning them, if node has a child with the first id.
 
-        The caller holds one lock on node, or nobody does. If nobody else does either and node is a leaf, it grows and
-        is returned itself; else a new node is. The lock stays on node: move it to keep what was appended.
+        Node has no lock except perhaps the caller's. A leaf without other locks grows and is returned itself; otherwise
+        a new node is returned. The lock stays on node: move it to protect what was appended.
         """
         _check_lengths(ids, slots)
-        self._enter(node)
+        self._register_root(node)
         if not len(ids):
             return node
         if ids.item(0) in node.children:
@@ -174,47 +173,70 @@ class RadixCache:
         return self._append(node, ids, slots, own_locks=1)
 
     def insert(self, ids: Ids, slots: Slots, salt: str = "") -> tuple[RadixNode, Slots]:
-        """Hold ids: own the slots of what is new; the node that ends there, and slots that the caller has to free.
+        """Add ids and own the slots of the new part. Returns the node at the end, and slots the caller has to free.
 
-        Those are the given ones of the part that was cached, where they differ from the cached ones.
+        Those are the given slots of the part that was cached, if they differ from the cached ones.
         """
         _check_lengths(ids, slots)
         node, cached = self.match(ids, salt)
         found = len(cached)
         duplicates = slots[:found][slots[:found] != cached]
         if found < len(ids):
-            self._enter(node)
+            self._register_root(node)
             node = self._append(node, ids[found:], slots[found:], own_locks=0)
         return node, duplicates
 
     def evict(self, count: int) -> Slots:
-        """Drop the ``count`` least recently used tokens, or all that may go; the slots, now the caller's.
+        """Drop the ``count`` least recently used tokens, or all unreferenced ones. Returns their slots to the caller.
 
-        Only from the ends of leaves that nobody references; the last leaf loses no more than is wanted.
+        Tokens are dropped from the ends of unreferenced leaves. The last leaf is cut if a part is enough.
         """
         missing = min(count, self.evictable_tokens)
         evicted = [np.empty(0, dtype=np.int32)]
         while missing > 0:
             leaf = self._pop_oldest_leaf()
-            evicted.append(self._take_from(leaf, missing))
+            evicted.append(self._drop_from(leaf, missing))
             missing -= len(evicted[-1])
         return np.concatenate(evicted)
 
     def drop(self, node: RadixNode) -> Slots:
-        """Drop the prefix that ends at node, but for what another continues or references; the slots."""
+        """Drop the prefix that ends at node, up to the part that others continue or reference. Returns the slots."""
         dropped = [np.empty(0, dtype=np.int32)]
-        while node.parent is not None and node.may_go:
+        while node.parent is not None and node.is_evictable:
             parent = node.parent
-            dropped.append(self._take_from(node, len(node.ids)))
+            dropped.append(self._drop_from(node, len(node.ids)))
             node = parent
         return np.concatenate(dropped)
 
+    def drop_slots(self, slots: Slots) -> Slots:
+        """Drop every prefix from its first token in one of ``slots`` on. Nothing may be locked. Returns what it owned.
+
+        It visits the whole cache.
+        """
+        if self.referenced_tokens:
+            raise ValueError(f"{self.referenced_tokens} tokens of the prefix cache are locked: unlock them first")
+        dropped = [np.empty(0, dtype=np.int32)]
+        for node in self._nodes_below(*self._roots.values()):
+            hits = np.flatnonzero(np.isin(node.slots, slots)) if node.parent is not None else []  # None: dropped
+            if len(hits):
+                below = self._nodes_below(node)
+                dropped += [self._drop_from(one, len(one.ids)) for one in reversed(below)]  # leaves first
+                dropped.append(self._drop_from(node, len(node.ids) - int(hits[0])))
+        return np.concatenate(dropped)
+
+    def _nodes_below(self, *tops: RadixNode) -> list[RadixNode]:
+        """All descendants, a parent before its children."""
+        found = [child for top in tops for child in top.children.values()]
+        for node in found:  # the list grows
+            found += node.children.values()
+        return found
+
     def clear(self) -> Slots:
-        """Drop everything that nobody references; the slots, now the caller's."""
+        """Drop everything that no request references. Returns the slots to the caller."""
         return self.evict(self.evictable_tokens)
 
     def _find(self, ids: Ids, salt: str) -> tuple[list[RadixNode], int]:
-        """The nodes along ids, root first, and how many of ids they spell: the last node perhaps only in part."""
+        """The nodes along ids, root first, and how many of ids they match. The last node may match in part."""
         node = self._roots.get(salt) or RadixNode(None, np.empty((2, 0), dtype=np.int32), salt)
         path = [node]
         found = 0
@@ -237,17 +259,17 @@ class RadixCache:
         child = RadixNode(node, np.stack((ids, slots)))
         child.used_at = self._now
         node.children[child.ids.item(0)] = child
-        self._settle(child)
+        self._queue_if_evictable(child)
         return child
 
-    def _enter(self, node: RadixNode) -> None:
-        """Know a root from its first use on, so that salts that were only looked for leave nothing behind."""
+    def _register_root(self, node: RadixNode) -> None:
+        """Keep a root from its first use on, so that a salt that was only looked up leaves nothing behind."""
         if node.parent is None and (node.end or self._roots.setdefault(node.salt, node) is not node):
             raise ValueError("a node of the prefix cache was used after it was evicted: lock it first")
 
-    def _settle(self, node: RadixNode) -> None:
-        """Queue a node for eviction if it may go now; forget it if it is a root."""
-        if not node.may_go:
+    def _queue_if_evictable(self, node: RadixNode) -> None:
+        """Queue a node for eviction if it is evictable now; remove it if it is a root."""
+        if not node.is_evictable:
             return
         if node.parent is None:
             del self._roots[node.salt]
@@ -256,27 +278,27 @@ class RadixCache:
             heapq.heappush(self._queue, (node.used_at, id(node), node))
 
     def _pop_oldest_leaf(self) -> RadixNode:
-        """Nodes stay queued when they are locked, used, dropped or given children: those are sorted out here."""
+        """Nodes stay queued when they are locked, used, dropped or get children. Such nodes are skipped here."""
         while True:
             queued_at, _, node = heapq.heappop(self._queue)
             node.is_queued = False
             if node.parent is None:  # dropped: roots are never queued
                 continue
-            if queued_at == node.used_at and node.may_go:
+            if queued_at == node.used_at and node.is_evictable:
                 return node
-            self._settle(node)
+            self._queue_if_evictable(node)
 
-    def _take_from(self, leaf: RadixNode, count: int) -> Slots:
-        """The slots of its last ``count`` tokens, or all it has: then it is gone."""
+    def _drop_from(self, leaf: RadixNode, count: int) -> Slots:
+        """Drop the last ``count`` tokens of a leaf, or the whole leaf, and return the slots."""
         if count < len(leaf.ids):
             slots = leaf.pop(count)
-            self._settle(leaf)
+            self._queue_if_evictable(leaf)
         else:
             slots = leaf.slots
             parent = cast(RadixNode, leaf.parent)
             del parent.children[leaf.ids.item(0)]
             leaf.parent = None
-            self._settle(parent)
+            self._queue_if_evictable(parent)
         self.total_tokens -= len(slots)
         return slots
 

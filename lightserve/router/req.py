@@ -13,35 +13,38 @@ from lightserve.router.radix_cache import Ids, RadixNode
 
 @dataclass(slots=True, eq=False)
 class Req:
-    """Lengths run ahead of tokens: a step is planned before the tokens of the one before it are back."""
+    """Planned lengths are ahead of known tokens: a step is planned before the tokens of the last step are back."""
 
     req_id: int
     prompt_ids: list[int]
     params: GenerationParams
-    max_new_tokens: int  # what the request asks for, cut to what the context holds
+    max_new_tokens: int  # what the client wants, limited by the context length
     eos_ids: tuple[int, ...]
     arrived_s: float = 0.0
     priority: int = 0  # lower goes first
-    deadline_s: float | None = None  # when it ends with an error, wherever it is
-    salt: str = ""  # prefixes are shared with requests of the same salt only
+    deadline_s: float | None = None  # time at which the request fails, whether it waits or runs
+    salt: str = ""  # only requests of the same salt share cached prefixes
+    leaves_cache: bool = True  # its KV stays in the prefix cache when it leaves the workers
 
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    error: str | None = None  # why it could not go on: it is aborted, without a last token
-    error_status: int = 400  # what HTTP says then
-    ends_in_text: bool = False  # its last token is no end token
-    stop_token: int | None = None  # the one of stop_token_ids that ended it
+    error: str | None = None  # why it failed; it has no last token then
+    error_status: int = 400  # HTTP status of the error
+    ends_in_text: bool = False  # its last token is text, not an end token
+    stop_token: int | None = None  # which of stop_token_ids ended it
     seed: int = field(init=False)
-    prompt: Ids = field(init=False)  # prompt_ids, to be compared
+    prompt: Ids = field(init=False)  # prompt_ids as an array
 
-    slots: list[int] = field(default_factory=list)  # of the tokens whose KV is computed or planned
-    node: RadixNode | None = None  # of the prefix cache, locked
-    shared_len: int = 0  # the first of ``slots``, which belong to the cache
-    planned_len: int = 0  # tokens whose KV is there or computed by the steps so far
-    planned_outputs: int = 0  # tokens that the steps so far bring, as far as is known
+    slots: list[int] = field(default_factory=list)  # KV slots of the first tokens, computed or planned
+    node: RadixNode | None = None  # node of the prefix cache that it has locked
+    shared_len: int = 0  # so many of ``slots`` belong to the cache
+    planned_len: int = 0  # tokens whose KV the steps planned so far compute or find in the cache
+    certain_len: int = 0  # so many of them were computed by steps that are back; the others can be taken back
+    planned_outputs: int = 0  # output tokens after the steps planned so far, as far as is known
 
-    cached_len: int = 0  # tokens of the prompt whose KV was there on first admission
-    times_passed: int = 0  # others were admitted before it although it came first
+    num_admissions: int = 0
+    cached_len: int = 0  # prompt tokens that were cached on first admission
+    times_passed: int = 0  # how often a later request was admitted first
     admitted_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
@@ -61,19 +64,19 @@ class Req:
 
     @property
     def in_flight(self) -> int:
-        """Tokens that steps under way will bring."""
+        """Output tokens that steps in flight will return."""
         return self.planned_outputs - len(self.output_ids)
 
     @property
     def unplanned(self) -> int:
-        """Tokens that are known, or will be after the steps so far, and whose KV no step computes yet."""
+        """Tokens without planned KV, among those that are known after the steps planned so far."""
         if self.planned_outputs >= self.max_new_tokens:
-            return 0  # its last token is sampled already; nobody needs that one's KV
+            return 0  # a planned step samples the last token, whose KV is never needed
         return len(self.prompt_ids) + self.planned_outputs - self.planned_len
 
     @property
     def needs_prompt_computed(self) -> bool:
-        """Whether nothing that is cached may stand for its prompt, whose logprobs are yet to come."""
+        """Whether its whole prompt must be computed, because the client wants the prompt's logprobs."""
         return self.params.sampling.prompt_logprobs is not None and not self.output_ids
 
     @property
@@ -81,30 +84,37 @@ class Req:
         return self.unplanned > 1
 
     def plan(self, slots: list[int]) -> None:
-        """The next step computes len(slots) more of its tokens."""
+        """The next step computes KV of len(slots) more tokens."""
         self.slots += slots
         self.planned_len += len(slots)
         if self.planned_len == len(self.prompt_ids) + self.planned_outputs:
             self.planned_outputs += 1
 
     def begin(self) -> None:
-        """On admission, with the slots of what is cached: the workers know nothing of it yet."""
+        """Called on admission, when ``slots`` are those of the cached tokens."""
         self.planned_len = len(self.slots)
+        self.certain_len = 0  # a step in flight may compute the cached tokens
+        self.planned_outputs = len(self.output_ids)
+        self.num_admissions += 1
+
+    def take_back(self) -> None:
+        """Steps in flight failed: plan again from the tokens whose KV is certain."""
+        self.planned_len = self.certain_len
         self.planned_outputs = len(self.output_ids)
 
-    def lose_kv(self) -> None:
-        """The workers are gone: what is left of it are its tokens."""
-        self.slots, self.node, self.shared_len, self.planned_len = [], None, 0, 0
+    def reset_kv(self) -> None:
+        """The workers died. Only the tokens are left."""
+        self.slots, self.node, self.shared_len, self.planned_len, self.certain_len = [], None, 0, 0, 0
         self.planned_outputs = len(self.output_ids)
 
     def fail(self, failure: ReqFailed) -> None:
         self.error, self.error_status, self.finish_reason = failure.message, failure.status, FinishReason.ABORT
 
-    def take(self, out: TokenOut) -> None:
+    def add_token(self, out: TokenOut) -> None:
         token_id = out.token.id
         self.output_ids.append(token_id)
         count = len(self.output_ids)
-        # a step under way that was to sample after fewer tokens samples nothing: it computes one of the forced ones
+        # a step in flight that was planned with fewer tokens samples nothing: it computes one of the forced tokens
         self.planned_outputs = max(self.planned_outputs, count)
         if count > self.params.stopping.min_new_tokens and self._is_end(token_id):
             self.finish_reason = FinishReason.STOP
@@ -121,7 +131,7 @@ class Req:
         return token_id in self.eos_ids and not self.params.stopping.ignore_eos
 
     def as_new(self) -> NewReq:
-        """What the workers are told of it when it enters, or enters again."""
+        """The message by which it enters the workers, for the first time or after a preemption."""
         return NewReq(
             self.req_id,
             self.token_ids,

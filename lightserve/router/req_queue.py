@@ -10,34 +10,38 @@ from lightserve.router.req import Req
 
 
 class ReqQueue:
-    """Paused requests go before all others, oldest first: they have begun, and somebody is reading."""
+    """Preempted requests go before all others, oldest first: they have begun, and a client is reading."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._waiting: list[tuple[float, int, Req]] = []  # sorted by rank, then by arrival
-        self._paused: list[Req] = []  # sorted by arrival
+        self._preempted: list[Req] = []  # sorted by arrival
         self._arrivals = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._paused)
+        return len(self._waiting) + len(self._preempted)
+
+    def __iter__(self) -> itertools.chain[Req]:
+        return itertools.chain(self._preempted, (req for _, _, req in self._waiting))
 
     def add(self, req: Req) -> None:
         bisect.insort(self._waiting, (self._policy.rank(req), next(self._arrivals), req), key=lambda entry: entry[:2])
 
-    def add_paused(self, req: Req) -> None:
-        bisect.insort(self._paused, req, key=lambda one: one.arrived_s)
+    def add_preempted(self, req: Req) -> None:
+        bisect.insort(self._preempted, req, key=lambda one: one.arrived_s)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._preempted.clear()
 
     def candidates(self, cached_len: CachedLen) -> list[Req]:
-        """Who may be admitted now, the first choice first; they stay in the queue until they are removed."""
+        """The requests that may be admitted now, in order. They stay in the queue until ``remove``."""
         first = [req for _, _, req in self._waiting[:LOOK_AHEAD]]
-        return self._paused + self._policy.order(first, cached_len)
-
-    def paused(self, req_id: int) -> Req | None:
-        return next((req for req in self._paused if req.req_id == req_id), None)
+        return self._preempted + self._policy.order(first, cached_len)
 
     def remove(self, req: Req) -> None:
-        if req in self._paused:
-            self._paused.remove(req)
+        if req in self._preempted:
+            self._preempted.remove(req)
             return
         index = next(i for i, (_, _, one) in enumerate(self._waiting) if one is req)
         del self._waiting[index]
@@ -47,5 +51,5 @@ class ReqQueue:
     def find(self, req_id: int) -> Req | None:
         return next((req for req in self if req.req_id == req_id), None)
 
-    def __iter__(self) -> itertools.chain[Req]:
-        return itertools.chain(self._paused, (req for _, _, req in self._waiting))
+    def find_preempted(self, req_id: int) -> Req | None:
+        return next((req for req in self._preempted if req.req_id == req_id), None)

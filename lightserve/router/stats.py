@@ -1,4 +1,4 @@
-"""What the router counts, and the line about it in the log. The clock is the caller's."""
+"""The router's metrics, and the throughput line in the log. The caller passes the time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from lightserve.utils.metrics import Recorder
 
 
 class RouterMetrics:
-    """One method an event of a request's life. All times are in seconds."""
+    """One method for each event in the life of a request. All times are in seconds."""
 
     def __init__(self) -> None:
         self._recorder = Recorder()
-        self.values = self._recorder.values  # counters and gauges as they stand, for the log
+        self.values = self._recorder.values  # present values of counters and gauges, for the log
         self._ended = self._recorder.labelled["request_success_total"]
         histograms = self._recorder.histograms
         self._first_token = histograms["time_to_first_token_seconds"]
@@ -28,7 +28,7 @@ class RouterMetrics:
         self._step_tokens = histograms["iteration_tokens_total"]
 
     def admitted(self, queue_s: float, prompt_tokens: int, cached_tokens: int) -> None:
-        """Once a request, also if it is paused and resumed."""
+        """Called once for a request, even if it is preempted and admitted again."""
         self._queue.observe(queue_s)
         self.values["prompt_tokens_total"] += prompt_tokens
         self.values["prefix_cache_queries_total"] += prompt_tokens
@@ -40,15 +40,15 @@ class RouterMetrics:
         self.values["generation_tokens_total"] += 1
 
     def next_tokens(self, itl_s: float, count: int = 1) -> None:
-        """A further token of ``count`` requests whose last one is equally long ago."""
+        """``count`` requests got a further token, each ``itl_s`` after its last one."""
         self._next_token.observe(itl_s, count)
         self.values["generation_tokens_total"] += count
 
     def forced(self, count: int = 1) -> None:
-        """Of the tokens that were counted as next ones."""
+        """So many of the tokens counted by ``next_tokens`` were forced by a grammar."""
         self.values["forced_tokens_total"] += count
 
-    def finished(  # noqa: PLR0913  once a request, all plain numbers
+    def finished(  # noqa: PLR0913  called once a request with plain numbers
         self,
         reason: str,
         e2e_s: float,
@@ -58,7 +58,7 @@ class RouterMetrics:
         output_tokens: int,
         max_new_tokens: int,
     ) -> None:
-        """A request ended, aborted ones too. Without a token it has no ``decode_s`` and ``inference_s``."""
+        """A request ended or was aborted. ``decode_s`` and ``inference_s`` count only if it has a token."""
         self._ended[reason] = self._ended.get(reason, 0.0) + 1
         self._e2e.observe(e2e_s)
         self._prompt_tokens.observe(prompt_tokens)
@@ -76,11 +76,11 @@ class RouterMetrics:
     def failed(self, count: int = 1) -> None:
         self.values["request_failed_total"] += count
 
-    def not_numbers(self, count: int) -> None:
-        """Requests that failed, too, because their logits were no numbers."""
+    def numerical_errors(self, count: int) -> None:
+        """So many of the failed requests failed because their logits were not finite numbers."""
         self.values["request_numerical_error_total"] += count
 
-    def restarted(self) -> None:
+    def workers_restarted(self) -> None:
         self.values["worker_restarts_total"] += 1
 
     def preempted(self, count: int = 1) -> None:
@@ -102,22 +102,27 @@ class RouterMetrics:
         return self._recorder.snapshot()
 
 
-COUNTED = ("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total")
+RATE_COUNTERS = (
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+)
 
 
 class ThroughputLog:
-    """A line every ``interval_s`` while there is work; 0: none."""
+    """Makes a line every ``interval_s`` while there is work; 0: never."""
 
     def __init__(self, metrics: RouterMetrics, interval_s: float) -> None:
         self._metrics = metrics
         self._interval_s = interval_s
         self._since_s: float | None = None
-        self._before = dict.fromkeys(COUNTED, 0.0)
+        self._before = dict.fromkeys(RATE_COUNTERS, 0.0)
 
     def line(self, now: float) -> str | None:
-        """To be asked more often than the interval, so that idle time before the work does not count as its time."""
+        """Call this more often than the interval, so that idle time before the work does not lower the rates."""
         values = self._metrics.values
-        counts = {name: values[name] - self._before[name] for name in COUNTED}
+        counts = {name: values[name] - self._before[name] for name in RATE_COUNTERS}
         is_idle = not (any(counts.values()) or values["num_requests_running"] or values["num_requests_waiting"])
         if self._since_s is None or is_idle:
             self._since_s = now
@@ -125,7 +130,7 @@ class ThroughputLog:
         if self._interval_s == 0 or elapsed_s < self._interval_s:
             return None
         self._since_s = now
-        self._before = {name: values[name] for name in COUNTED}
+        self._before = {name: values[name] for name in RATE_COUNTERS}
         return self._text(counts, elapsed_s)
 
     def _text(self, counts: dict[str, float], elapsed_s: float) -> str:

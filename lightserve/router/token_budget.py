@@ -1,4 +1,4 @@
-"""How much memory requests will need: the peak of what they hold, and a guess of how long they will go on."""
+"""How much KV memory requests will need: the peak of what they hold, and an estimate of their output lengths."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy.typing as npt
 
 Lengths = npt.NDArray[np.int64]
 
-HISTORY = 2048  # outputs that the guess remembers
-FEW = 32  # outputs below which there is no telling
-QUANTILE = 0.7  # of the outputs that went on at least as long: 8 to 13 % more tokens/s than 0.9, lightserve/simulate
+HISTORY = 2048  # output lengths that the estimate keeps
+MIN_HISTORY = 32  # with fewer lengths there is no estimate
+QUANTILE = 0.7  # of the outputs that were longer: 8 to 13 % more tokens/s than 0.9 in lightserve/simulate
 
 
 def peak_tokens(held: Sequence[int] | Lengths, remaining: Sequence[int] | Lengths) -> int:
     """The most tokens held at once, if each request holds ``held`` now and ends after ``remaining`` more.
 
-    All grow by one token a step and give everything back at their end, so the peak is at the end of one of them: when
-    the one with the k-th most remaining ends, k requests are left and each has grown by what that one had remaining.
+    Every request grows by one token a step and frees all its tokens at its end. So the peak is at the end of a request:
+    when the request with the k-th most remaining tokens ends, k requests are left, and each has grown by that number.
     """
     if not len(held):
         return 0
@@ -31,7 +31,7 @@ def peak_tokens(held: Sequence[int] | Lengths, remaining: Sequence[int] | Length
 
 
 class OutputEstimate:
-    """How many more tokens a request will make, from the distribution of recent outputs."""
+    """Estimates how many more tokens a request will generate from the lengths of recent outputs."""
 
     def __init__(self, quantile: float = QUANTILE) -> None:
         self._quantile = quantile
@@ -42,15 +42,15 @@ class OutputEstimate:
         self._recent.append(output_len)
         self._sorted = None
 
-    def remaining(self, made: Lengths, most: Lengths) -> Lengths:
-        """For requests that have ``made`` so many tokens and may make ``most``: the guess, at most what is left."""
-        left = most - made
-        if len(self._recent) < FEW:
+    def remaining(self, generated: Lengths, max_new_tokens: Lengths) -> Lengths:
+        """The estimate for requests that have ``generated`` tokens: 1 at least, what max_new_tokens leaves at most."""
+        left = max_new_tokens - generated
+        if len(self._recent) < MIN_HISTORY:
             return left
         if self._sorted is None:
             self._sorted = np.sort(np.fromiter(self._recent, dtype=np.int64, count=len(self._recent)))
         lengths = self._sorted
-        first = np.searchsorted(lengths, made, side="right")  # outputs from here on were longer than what is made
+        first = np.searchsorted(lengths, generated, side="right")  # outputs from here on were longer than ``generated``
         index = first + ((len(lengths) - first) * self._quantile).astype(np.int64)
-        guess = lengths[np.minimum(index, len(lengths) - 1)] - made
+        guess = lengths[np.minimum(index, len(lengths) - 1)] - generated
         return np.where(first == len(lengths), left, np.clip(guess, 1, left))

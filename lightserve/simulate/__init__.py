@@ -1,4 +1,4 @@
-"""The real scheduler against a model of a GPU, on a virtual clock: what a policy or a limit does, in seconds.
+"""Run the real scheduler against a cost model of a GPU on a virtual clock, to compare policies and limits.
 
-There are no processes and no torch; a step takes as long as the cost model says. Every policy meets the same requests.
+It uses neither processes nor torch. A step takes as long as the cost model says. Every policy gets the same requests.
 """

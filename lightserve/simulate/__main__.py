@@ -1,4 +1,4 @@
-"""The real scheduler against a model of a GPU, on a virtual clock: what a policy or a limit does, in seconds.
+"""Run the real scheduler against a cost model of a GPU on a virtual clock, to compare policies and limits.
 
 python -m lightserve.simulate --load shared --policies fifo cache_aware --batch_max_tokens 512 2048
 """
@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightserve.router.limits import Limits
 from lightserve.router.policy import POLICIES
+from lightserve.router.scheduler import Limits
 from lightserve.router.token_budget import QUANTILE
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed
 from lightserve.simulate.report import COLUMNS, plot, row_of
@@ -22,8 +22,8 @@ from lightserve.simulate.simulation import LIMITS, Setup, simulate
 
 
 def setups(args: argparse.Namespace) -> Iterator[Setup]:
-    knobs = itertools.product(args.policies, args.token_ratio, args.quantile, args.batch_max_tokens, args.chunk)
-    for policy, ratio, share, batch, chunk in knobs:
+    combinations = itertools.product(args.policies, args.token_ratio, args.quantile, args.batch_max_tokens, args.chunk)
+    for policy, ratio, share, batch, chunk in combinations:
         limits = Limits(args.max_running, batch, None if chunk < 0 else chunk or batch, tuple(args.sizes), ratio)
         yield Setup(policy, limits, share, args.pool, args.depth)
 
@@ -46,18 +46,24 @@ def arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--load", choices=LOADS, default="sharegpt")
     add("--requests", type=int, default=2000)
-    add("--rate", type=float, help="requests a second, at random; omitted: --streams")
-    add("--streams", type=int, default=256, help="clients that ask one request after the other")
+    add("--rate", type=float, help="requests a second, at random times; omitted: --streams")
+    add("--streams", type=int, default=256, help="clients that send one request after the other")
     add("--prompt_len", type=int, help="instead of the load's lengths")
     add("--output_len", type=int, help="instead of the load's lengths")
-    add("--max_new_tokens", type=int, help="what clients ask for")
+    add("--max_new_tokens", type=int, help="limit of every request")
     add("--num_prefixes", type=int, help="distinct system prompts")
     add("--prefix_len", type=int, help="tokens of each")
     add("--urgent", type=float, default=0.0, help=f"share of requests with priority {URGENT}")
     add("--seed", type=int, default=0)
     add("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     add("--token_ratio", type=float, nargs="+", default=[0.85], help="router_token_ratio")
-    add("--quantile", type=float, nargs="+", default=[QUANTILE], help="of recent outputs, taken as the guess")
+    add(
+        "--quantile",
+        type=float,
+        nargs="+",
+        default=[QUANTILE],
+        help="of recent output lengths: the estimate",
+    )
     add("--batch_max_tokens", type=int, nargs="+", default=[LIMITS.batch_max_tokens])
     add(
         "--chunk",
@@ -69,7 +75,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--sizes", type=int, nargs="*", default=LIMITS.sizes, help="tokens that a step with prompts may have")
     add("--max_running", type=int, default=256, help="running_max_req_size")
     add("--pool", type=int, default=900_000, help="max_total_token_num")
-    add("--depth", type=int, default=2, help="steps under way at once")
+    add("--depth", type=int, default=2, help="steps in flight at once")
     add("--plots", type=Path, metavar="DIR", help="write ttft.png and itl.png there")
     return parser
 

@@ -1,4 +1,4 @@
-"""A GPU that is not there: what a step costs, and what the model says."""
+"""The simulated GPU: how long a step takes, and which tokens it returns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightserve.io_struct import Step, Token, TokenOut
 
-EOS, OTHER = 0, 1  # what the simulated model says
+EOS, OTHER = 0, 1  # token ids that the simulated model returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,17 @@ class CostModel:
     kv_bytes: int = 131_072  # of a token: 32 layers, K and V, 8 heads of 128, 2 bytes
     bytes_per_s: float = 4.15e12
     pairs_per_s: float = 32e6 / 31e-3
-    rest_s: tuple[float, float] = (0.5e-3, 2.1e-6)  # all that is neither: of a step, and of each of its tokens
+    rest_s: tuple[float, float] = (0.5e-3, 2.1e-6)  # everything else: per step, per token
 
     def matmul_s(self, tokens: int) -> float:
-        """Between the measured sizes, and beyond them, a straight line."""
+        """Interpolates linearly between the measured sizes, and extrapolates beyond them."""
         table = self.matmul_ms
         at = min(max(bisect_left(table, (tokens, 0.0)), 1), len(table) - 1)
         (x0, y0), (x1, y1) = table[at - 1], table[at]
         return (y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)) / 1000
 
     def step_s(self, tokens: int, kv_read: int, pairs: float) -> float:
-        """``kv_read``: tokens whose KV the decoding rows read; ``pairs``: of query and key in the prompts' rows."""
+        """``kv_read``: tokens whose KV the decoding rows read. ``pairs``: query-key pairs of the prompt rows."""
         if not tokens:
             return 0.0
         rest_s = self.rest_s[0] + self.rest_s[1] * tokens
@@ -49,22 +49,22 @@ H200 = CostModel()
 
 
 class Sequence:
-    """A request as the worker knows it."""
+    """A request in the simulated worker."""
 
     __slots__ = ("computed", "end", "left", "todo", "token")
 
     def __init__(self, req_id: int, output_len: int) -> None:
         self.token, self.end = TokenOut(req_id, Token(OTHER)), TokenOut(req_id, Token(EOS))  # the same in all steps
-        self.left = output_len  # tokens it will still say
+        self.left = output_len  # output tokens to come
         self.computed = 0
         self.todo = 0  # known tokens without KV
 
 
 class Worker:
-    """Answers steps as a model would, and says how long it took."""
+    """Runs steps like a model worker, and returns how long each takes."""
 
     def __init__(self, cost: CostModel) -> None:
-        self.seqs: dict[int, Sequence] = {}  # all that have come and not ended; they outlive a pause
+        self.seqs: dict[int, Sequence] = {}  # all requests that have not ended; they stay while preempted
         self._cost = cost
 
     def run(self, step: Step) -> tuple[float, list[TokenOut]]:

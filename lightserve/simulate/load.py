@@ -1,4 +1,4 @@
-"""What clients ask of a simulated server, and when."""
+"""The requests that clients send to a simulated server, and when."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import numpy as np
 import numpy.typing as npt
 
 VOCAB_SIZE = 32_000
-FIRST_ID = 2  # of prompts: what is below, only the simulated model says
-URGENT = -1  # the priority of urgent requests; that of the others is 0
+FIRST_ID = 2  # smallest id in prompts: the simulated model generates the ids below
+URGENT = -1  # priority of urgent requests; the others have 0
 
 Lengths = npt.NDArray[np.int64]
-DrawLengths = Callable[[np.random.Generator, int], Lengths]
+SampleLengths = Callable[[np.random.Generator, int], Lengths]
 
 
-class Ask(NamedTuple):
+class SimulatedRequest(NamedTuple):
     prompt_ids: list[int]
-    output_len: int  # after so many tokens the model says EOS
+    output_len: int  # the model returns EOS after so many tokens
     priority: int
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What clients ask for, and when: ``rate`` requests a second at random, or ``streams`` that ask one by one."""
+    """``count`` requests: ``rate`` a second at random times, or one after another from ``streams`` clients."""
 
-    prompt_len: DrawLengths
-    output_len: DrawLengths
+    prompt_len: SampleLengths
+    output_len: SampleLengths
     count: int = 1000
     rate: float | None = None
-    streams: int = 64  # without a rate
-    max_new_tokens: int = 2048  # what every client asks for; outputs are shorter
-    num_prefixes: int = 0  # system prompts, each as likely
+    streams: int = 64  # used without a rate
+    max_new_tokens: int = 2048  # limit of every request; outputs are shorter
+    num_prefixes: int = 0  # system prompts, all equally likely
     prefix_len: int = 0
     urgent: float = 0.0  # share of the requests that are urgent
     seed: int = 0
 
-    def asks(self) -> Iterator[Ask]:
-        """Made one by one: a million prompts need not be in memory. No two share more than a system prompt."""
+    def requests(self) -> Iterator[SimulatedRequest]:
+        """Generated one by one, to save memory. Two requests share at most a system prompt."""
         rng = np.random.default_rng(self.seed)
         text: list[int] = rng.integers(FIRST_ID, VOCAB_SIZE, 1 << 17).tolist()
         prefixes = [rng.integers(FIRST_ID, VOCAB_SIZE, self.prefix_len).tolist() for _ in range(self.num_prefixes)] or [
@@ -56,10 +56,10 @@ class Load:
         )
         for number, (prompt_len, output_len, at, prefix, is_urgent) in enumerate(rows):
             own = [VOCAB_SIZE + number, *text[at : at + prompt_len - 1]]
-            yield Ask(prefixes[prefix] + own, output_len, URGENT if is_urgent else 0)
+            yield SimulatedRequest(prefixes[prefix] + own, output_len, URGENT if is_urgent else 0)
 
     def arrivals(self) -> Iterator[float]:
-        """When requests come by themselves."""
+        """Arrival times. With streams, only those of the first request of each stream."""
         if self.rate is None:
             return itertools.repeat(0.0, min(self.streams, self.count))
         gaps = np.random.default_rng(self.seed + 1).exponential(1 / self.rate, self.count)
@@ -67,16 +67,16 @@ class Load:
         return times
 
 
-def fixed(length: int) -> DrawLengths:
+def fixed(length: int) -> SampleLengths:
     return lambda rng, count: np.full(count, length)
 
 
-def lognormal(median: float, sigma: float, most: int) -> DrawLengths:
+def lognormal(median: float, sigma: float, most: int) -> SampleLengths:
     return lambda rng, count: np.clip(rng.lognormal(np.log(median), sigma, count), 1, most).astype(np.int64)
 
 
-def mixed(common: DrawLengths, rare: DrawLengths, share: float) -> DrawLengths:
-    """``share`` of the lengths are drawn from ``rare``."""
+def mixed(common: SampleLengths, rare: SampleLengths, share: float) -> SampleLengths:
+    """``share`` of the lengths are sampled from ``rare``."""
     return lambda rng, count: np.where(rng.random(count) < share, rare(rng, count), common(rng, count))
 
 

@@ -1,4 +1,4 @@
-"""What came of a simulation: a row of a table, and plots."""
+"""The result of a simulation as a row of a table and as plots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightserve.simulate.simulation import Result, Setup
 
 COLUMNS = (
     f"{'policy':12} {'ratio':>5} {'quant':>5} {'batch':>5} {'chunk':>5} | {'tok/s':>7} {'req/s':>6} {'TTFT p50':>9} "
-    f"{'p99 ms':>8} {'ITL p50':>8} {'p99':>7} {'max ms':>7} {'KV %':>5} {'pauses':>6} {'hit %':>5} {'sim req/s':>9}"
+    f"{'p99 ms':>8} {'ITL p50':>8} {'p99':>7} {'max ms':>7} {'KV %':>5} {'preempt':>7} {'hit %':>5} {'sim req/s':>9}"
 )
 
 
@@ -24,7 +24,7 @@ def row_of(setup: Setup, result: Result) -> str:
         f"{limits.chunk_size or 'whole':>5} | {result.output_tokens / result.seconds:7.0f} "
         f"{result.requests / result.seconds:6.1f} {p50:9.1f} {p99:8.1f} {result.itl(0.5) * 1000:8.2f} "
         f"{result.itl(0.99) * 1000:7.1f} {result.itl(1.0) * 1000:7.1f} "
-        f"{100 * result.peak_used / setup.pool_size:5.1f} {result.pauses:6} "
+        f"{100 * result.peak_used / setup.pool_size:5.1f} {result.preemptions:7} "
         f"{100 * result.hit_rate:5.1f} {result.requests / result.cpu_s:9.0f}"
     )
     if result.urgent_ttft:
@@ -34,7 +34,7 @@ def row_of(setup: Setup, result: Result) -> str:
 
 
 def plot(folder: Path, figures: Any, runs: list[tuple[Setup, Result]]) -> None:
-    """One PNG a figure of the table that is a distribution: the share of requests, or of tokens, that waited less."""
+    """Write the distributions of TTFT and ITL as PNG files: the share of requests or tokens that waited less."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("ttft", "itl"):
         figure = figures.Figure(figsize=(8, 5), layout="constrained")
@@ -42,10 +42,10 @@ def plot(folder: Path, figures: Any, runs: list[tuple[Setup, Result]]) -> None:
         shares = np.linspace(0.005, 0.999, 200)
         for setup, result in runs:
             limits = setup.limits
-            knobs = (setup.policy, limits.token_ratio, setup.quantile, limits.batch_max_tokens, limits.chunk_size)
+            options = (setup.policy, limits.token_ratio, setup.quantile, limits.batch_max_tokens, limits.chunk_size)
             ttft = np.array(result.ttft + result.urgent_ttft)
             waits = np.quantile(ttft, shares) if name == "ttft" else [result.itl(share) for share in shares]
-            axes.plot(np.array(waits) * 1000, shares, label=" ".join(map(str, knobs)))
+            axes.plot(np.array(waits) * 1000, shares, label=" ".join(map(str, options)))
         axes.set(xlabel=f"{name.upper()} ms", xscale="log", ylabel="share")
         axes.legend(title="policy, ratio, quantile, batch, chunk")
         figure.savefig(folder / f"{name}.png")

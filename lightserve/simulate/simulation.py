@@ -1,4 +1,4 @@
-"""The router's loop without processes, on a clock that steps and arrivals move."""
+"""The router's loop without processes, on a virtual clock that steps and arrivals advance."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import numpy.typing as npt
 
 from lightserve.io_struct import GenerationParams, TokenOut
 from lightserve.router.kv_pool import KvPool
-from lightserve.router.limits import Limits
-from lightserve.router.pace import LEAD_S
 from lightserve.router.policy import make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import Limits, Scheduler
+from lightserve.router.step_pacer import LEAD_S
 from lightserve.router.token_budget import QUANTILE, OutputEstimate
 from lightserve.simulate.gpu import EOS, H200, CostModel, Sequence, Worker
 from lightserve.simulate.load import URGENT, Load
@@ -28,48 +27,48 @@ LIMITS = Limits(256, 8192, 256, sizes=(256, 384, 512, 768, 1024, 1280, 1536), to
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A server: the scheduler's knobs, and the machine."""
+    """A server: the scheduler's options, and the machine."""
 
     policy: str = "priority"
     limits: Limits = LIMITS
     quantile: float = QUANTILE
     pool_size: int = 900_000  # tokens: 0.9 of an H200's memory less the weights
-    depth: int = 2  # steps under way at once
-    lead_s: float = LEAD_S  # before the end of a step the next one is sent
+    depth: int = 2  # steps in flight at once
+    lead_s: float = LEAD_S  # the next step is sent so long before the end of a step
     cost: CostModel = H200
 
     def scheduler(self) -> Scheduler:
-        estimate = OutputEstimate(self.quantile)  # a constant of the server, a knob only here
+        estimate = OutputEstimate(self.quantile)  # a constant in the server, an option here
         return Scheduler(KvPool(self.pool_size), self.limits, make_policy(self.policy), estimate)
 
 
 @dataclass(slots=True)
 class Result:
     seconds: float = 0.0  # simulated
-    cpu_s: float = 0.0  # that the simulation took
+    cpu_s: float = 0.0  # real time that the simulation took
     steps: int = 0
-    requests: int = 0  # that ended
+    requests: int = 0  # finished requests
     output_tokens: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of them, found in the cache
+    cached_tokens: int = 0  # prompt tokens that were in the prefix cache
     peak_used: int = 0
-    pauses: int = 0
+    preemptions: int = 0
     ttft: array[float] = field(default_factory=lambda: array("d"))
     urgent_ttft: array[float] = field(default_factory=lambda: array("d"))
-    gaps: array[float] = field(default_factory=lambda: array("d"))  # between tokens of a request
-    gap_counts: array[int] = field(default_factory=lambda: array("q"))  # how often: most of a step's are the same
+    gaps: array[float] = field(default_factory=lambda: array("d"))  # seconds between two tokens of a request
+    gap_counts: array[int] = field(default_factory=lambda: array("q"))  # requests with that gap
 
     @property
     def hit_rate(self) -> float:
         return self.cached_tokens / max(self.prompt_tokens, 1)
 
     def itl(self, share: float) -> float:
-        """So many of the gaps between tokens are no longer than this."""
+        """The inter-token latency that ``share`` of the gaps do not exceed."""
         return quantile(np.array(self.gaps), np.array(self.gap_counts), share)
 
 
 def quantile(values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64], share: float) -> float:
-    """Of values that occur ``counts`` times; the smallest one that ``share`` of them do not exceed; 0 of none."""
+    """The smallest of the values, which occur ``counts`` times, that ``share`` of them do not exceed; 0 if empty."""
     if not len(values):
         return 0.0
     order = np.argsort(values)
@@ -85,76 +84,76 @@ class Simulation:
         self._depth = setup.depth
         self._lead_s = setup.lead_s
         self._was_full = False
-        self._asks = load.asks()
+        self._requests = load.requests()
         self._arrivals = load.arrivals()
         self._next_s = next(self._arrivals, None)
-        self._is_closed = load.rate is None  # who has an answer asks again
+        self._is_closed = load.rate is None  # a client sends its next request when the last one ends
         self._ids = itertools.count()
         self._params = GenerationParams.of(max_new_tokens=load.max_new_tokens, seed=0)
 
     def run(self) -> Result:
         begin = time.thread_time()
-        now = free_s = 0.0  # free_s: when the worker has done all it was given
-        under_way: deque[tuple[float, list[TokenOut]]] = deque()
+        now = free_s = 0.0  # free_s: when the worker finishes its last step
+        in_flight: deque[tuple[float, list[TokenOut]]] = deque()
         while True:
             self._arrive(now)
-            while len(under_way) < self._depth and not self._is_early(now, free_s, under_way):
+            while len(in_flight) < self._depth and not self._is_early(now, free_s, in_flight):
                 step = self.scheduler.next_step(now)
                 if step is None:
                     break
                 seconds, outs = self._worker.run(step)
                 free_s = max(now, free_s) + seconds
-                under_way.append((free_s, outs))
+                in_flight.append((free_s, outs))
                 self._was_full = self.scheduler.num_waiting > 0
                 self.result.steps += 1
                 self.result.peak_used = max(self.result.peak_used, self.scheduler.pool.used)
-            events = [under_way[0][0]] if under_way else []
-            if len(under_way) < self._depth:
-                due_s = free_s - self._lead_s if self._is_early(now, free_s, under_way) else self._next_s
+            events = [in_flight[0][0]] if in_flight else []
+            if len(in_flight) < self._depth:
+                due_s = free_s - self._lead_s if self._is_early(now, free_s, in_flight) else self._next_s
                 events += [] if due_s is None else [due_s]
             if not events:
                 break
             now = min(events)
-            if under_way and under_way[0][0] == now:
-                self._take(under_way.popleft()[1], now)
+            if in_flight and in_flight[0][0] == now:
+                self._process(in_flight.popleft()[1], now)
         if self.scheduler.num_waiting or self.scheduler.num_running:
-            raise RuntimeError("the scheduler has requests and plans nothing")
-        self.result.seconds, self.result.pauses = now, self.scheduler.num_pauses
+            raise RuntimeError("the scheduler has requests but plans no step")
+        self.result.seconds, self.result.preemptions = now, self.scheduler.num_preemptions
         self.result.cpu_s = time.thread_time() - begin
         return self.result
 
-    def _is_early(self, now: float, free_s: float, under_way: Sized) -> bool:
-        """Whether the next step can wait: see Pace, which has to guess what is known here."""
-        return len(under_way) > 0 and not self._was_full and now < free_s - self._lead_s
+    def _is_early(self, now: float, free_s: float, in_flight: Sized) -> bool:
+        """Whether it is too early for the next step: the simulator knows what StepPacer estimates."""
+        return len(in_flight) > 0 and not self._was_full and now < free_s - self._lead_s
 
     def _arrive(self, now: float) -> None:
         while self._next_s is not None and self._next_s <= now:
-            self._ask(self._next_s)
+            self._send(self._next_s)
             self._next_s = next(self._arrivals, None)
 
-    def _ask(self, now: float) -> None:
-        ask = next(self._asks, None)
-        if ask is None:
+    def _send(self, now: float) -> None:
+        request = next(self._requests, None)
+        if request is None:
             return
         most = self._params.stopping.max_new_tokens
-        req = Req(next(self._ids), ask.prompt_ids, self._params, most, (EOS,), now, ask.priority)
-        self._worker.seqs[req.req_id] = Sequence(req.req_id, ask.output_len)
+        req = Req(next(self._ids), request.prompt_ids, self._params, most, (EOS,), now, request.priority)
+        self._worker.seqs[req.req_id] = Sequence(req.req_id, request.output_len)
         self.scheduler.add(req)
 
-    def _take(self, outs: list[TokenOut], now: float) -> None:
-        since: dict[float, int] = {}  # when the last token was -> how many requests
-        for req, _ in self.scheduler.take(outs):
+    def _process(self, outs: list[TokenOut], now: float) -> None:
+        since: dict[float, int] = {}  # time of the last token -> requests
+        for req, _ in self.scheduler.process_tokens(outs):
             if req.first_token_s:
                 since[req.last_token_s] = since.get(req.last_token_s, 0) + 1
             else:
                 req.first_token_s = now
             req.last_token_s = now
             if req.finish_reason is not None:
-                self._end(req, now)
+                self._record_finished(req, now)
         self.result.gaps.extend([now - last_s for last_s in since])
         self.result.gap_counts.extend(since.values())
 
-    def _end(self, req: Req, now: float) -> None:
+    def _record_finished(self, req: Req, now: float) -> None:
         result = self.result
         result.requests += 1
         result.output_tokens += len(req.output_ids)
@@ -164,7 +163,7 @@ class Simulation:
         (result.urgent_ttft if req.priority == URGENT else result.ttft).append(ttft)
         del self._worker.seqs[req.req_id]
         if self._is_closed:
-            self._ask(now)
+            self._send(now)
 
 
 def simulate(setup: Setup, load: Load) -> Result:

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightserve.common.basemodel import ModelInput, TpPartBaseModel
 from lightserve.common.basemodel.hooks import recorded
 from lightserve.common.ops import AttnBatch
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.model_files.source import resolve
@@ -32,18 +32,18 @@ from lightserve.worker.worker import ModelWorker
 @dataclass(frozen=True, slots=True)
 class Difference:
     name: str
-    relative: float  # largest difference over the largest value of transformers
+    relative: float  # the largest difference, divided by the largest value of transformers
 
 
 def compare(model: TpPartBaseModel, hf: Any, ids: Sequence[int]) -> list[Difference]:
-    """How far each hidden state and the logits of a prompt are from transformers', in the order of computation."""
+    """The differences of each hidden state and of the logits from transformers, in the order of computation."""
     if not 0 < len(ids) <= model.req_manager.max_len:
-        raise InvalidRequestError(f"the prompt has {len(ids)} tokens, wanted 1 to {model.req_manager.max_len}")
+        raise InvalidRequestError(f"the prompt has {len(ids)} tokens; 1 to {model.req_manager.max_len} are allowed")
     with recorded(model) as ours:
         model.forward(_prefill(model, ids))
     with torch.inference_mode():
         out = hf(torch.tensor([list(ids)]), output_hidden_states=True)
-    last = model.config.num_layers - 1  # transformers norms the last hidden state, so it shows in the logits
+    last = model.config.num_layers - 1  # transformers applies the final norm to the last one, so the logits cover it
     theirs = {"embedding": out.hidden_states[0][0]}
     theirs |= {f"layers.{i}": out.hidden_states[i + 1][0] for i in range(last)}
     theirs["logits"] = out.logits[0, -1:]
@@ -59,7 +59,7 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _prefill(model: TpPartBaseModel, ids: Sequence[int]) -> ModelInput:
-    """The prompt alone, in the first row; position i is in slot i."""
+    """A step with the prompt alone, in the first row, with position i in slot i."""
     count, device = len(ids), model.device
     slots = torch.arange(count, dtype=torch.int32, device=device)
     model.req_manager.req_to_token[0, :count] = slots
@@ -79,7 +79,7 @@ def main() -> None:
     try:
         source = resolve(args.model_dir)
         config = WorkerConfig(model_dir=args.model_dir, data_type="float32", max_total_token_num=4096)
-        model = ModelWorker(config, source, TpGroup()).model
+        model = ModelWorker(config, source, Parallel()).model
         differences = compare(model, load_transformers(source), load_tokenizer(source).encode(args.prompt))
     except LightserveError as error:
         print(error, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The same model in transformers, in float32: what ours is compared with."""
+"""The same model in transformers and float32, as a reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightserve.model_files.source import GgufSource, ModelSource
 
 
 def load_transformers(source: ModelSource) -> Any:
-    from transformers import AutoModelForCausalLM  # takes seconds to import, and serving does not need it
+    from transformers import AutoModelForCausalLM  # takes seconds to import, and only this needs it
 
     if isinstance(source, GgufSource):
         folder, file = source.path.parent, source.path.name

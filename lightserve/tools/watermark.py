@@ -1,9 +1,9 @@
-"""Tell whether a text was written with a watermark.
+"""Detect the watermark in a text.
 
 python -m lightserve.tools.watermark [--model_dir DIR] < TEXT
 
-Prints how many of the text's tokens are green, and by how many standard deviations that is more than chance: a text
-of 0 to 2 has no watermark, one of 4 or more has one. The model must be the one that wrote the text.
+Prints how many tokens of the text are green, and how many standard deviations this is above chance. A text with 0 to 2
+has no watermark, a text with 4 or more has one. The model must be the one that wrote the text.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lightserve.model_files.tokenizer import load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    tokens: int  # with one before them
+    tokens: int  # that follow another token
     green: int
 
     @property
     def z_score(self) -> float:
-        """Standard deviations above what a text without a watermark has on average."""
+        """Standard deviations above the average of texts without a watermark."""
         expected = GREEN_SHARE * self.tokens
         return float((self.green - expected) / max(expected * (1 - GREEN_SHARE), 1e-9) ** 0.5)
 

@@ -75,7 +75,7 @@ CATALOGUE = (
     _counter("request_failed_total", "Requests that ended with an error after they were accepted."),
     _counter("request_numerical_error_total", "Requests that failed because their logits were not finite numbers."),
     _counter("worker_restarts_total", "Times that the model workers died and were replaced."),
-    _counter("num_preemptions_total", "Times a running request was paused to make room."),
+    _counter("num_preemptions_total", "Times a running request was preempted to make room."),
     _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
     _counter("prefix_cache_evicted_tokens_total", "Tokens dropped from the prefix cache to make room."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,14 +11,14 @@ import torch
 
 from lightserve.common.device import to_device
 from lightserve.common.kv.req_manager import ReqManager
-from lightserve.common.ops.step import CHOSEN
+from lightserve.common.ops.step import LAST_SAMPLED
 from lightserve.io_struct import NewReq, SamplingParams, StepRow, StoppingParams
-from lightserve.worker.sampling.grammar import ReqGrammar
-from lightserve.worker.sampling.prompt_logprobs import PromptPart, StepScores
+from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
+from lightserve.worker.sampling.logprobs import PromptChunk, StepPromptLogprobs
 from lightserve.worker.sampling.req_rules import ReqRules
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.shared_prefixes import SharedPrefixes, SharedRows
-from lightserve.worker.step_input import StepColumns, StepShape, columns_of, input_size
+from lightserve.worker.step_input import Padding, StepShape, pack, padded_input
 
 MIN_SHARING = 16  # requests of a step; smaller ones take little more than reading the weights does
 
@@ -28,11 +28,11 @@ DEFAULT_STOPPING = StoppingParams()
 
 @dataclass(slots=True, eq=False)
 class InferReq:
-    """A request in the worker: its tokens, and how many of them are in the KV cache."""
+    """A request in the worker. The thread that launches steps owns it; only ``output`` belongs to the collector."""
 
     req_id: int
     row: int  # of req_to_token
-    token_ids: list[int]  # that the host knows; the one chosen last may be known to the device alone
+    token_ids: list[int]  # without the sampled token that is still in flight
     prompt_len: int
     sampling: SamplingParams
     seed: int
@@ -40,24 +40,26 @@ class InferReq:
     stopping: StoppingParams = DEFAULT_STOPPING
     grammar: ReqGrammar | None = None
     thinking: ThinkingBudget | None = None
-    cache_len: int = 0
+    cache_len: int = 0  # tokens in the KV cache, with those of the step that was packed last
     counted_len: int = 0  # tokens that SeenTokens has counted
+    output: GrammarOutput | None = None  # None: no grammar
     # [tokens known as it entered] int32; those up to cache_len are filled, by which others may share them
     leading_slots: np.ndarray = field(init=False)
-    total_len: int = field(init=False)  # tokens, known to the host or not
-    obeys_grammar: bool = field(init=False)  # one says what may come after token_ids, as far as is known
-    temperature: float = field(init=False)  # by which the step chooses; 0: greedily
+    total_len: int = field(init=False)  # tokens, with the one in flight
+    is_constrained: bool = field(init=False)  # a grammar limits what may follow token_ids
+    temperature: float = field(init=False)  # by which the step itself samples; 0: greedily
     rules: ReqRules = field(init=False)
-    prompt_parts: list[PromptPart] | None = field(init=False)  # None: nobody asks for the prompt's logprobs (any more)
+    prompt_chunks: list[PromptChunk] | None = field(init=False)  # None: the prompt's logprobs are not wanted, or done
 
     def __post_init__(self) -> None:
         self.rules = ReqRules(self.sampling, self.stopping, self.eos_ids)
         self.total_len = len(self.token_ids)
-        self.obeys_grammar = self.grammar is not None
+        self.is_constrained = self.grammar is not None
         self.leading_slots = np.empty(self.total_len, dtype=np.int32)
-        is_asked = self.sampling.prompt_logprobs is not None and self.output_len == 0  # else they were told
-        self.prompt_parts = [] if is_asked else None
-        is_greedy = self.sampling.is_greedy or self.rules.is_special  # to draw what is chosen again would be a waste
+        has_first_token = self.output_len > 0  # the prompt's logprobs came with it
+        is_wanted = self.sampling.prompt_logprobs is not None and not has_first_token
+        self.prompt_chunks = [] if is_wanted else None
+        is_greedy = self.sampling.is_greedy or self.rules.is_special  # Sampler samples special ones: no noise for them
         self.temperature = 0.0 if is_greedy else self.sampling.temperature
 
     @property
@@ -65,35 +67,35 @@ class InferReq:
         return self.total_len - self.prompt_len
 
     @property
-    def is_due(self) -> bool:
-        """Whether the step that was packed last computes its last token, so that the next can be chosen."""
+    def is_fully_computed(self) -> bool:
+        """Whether the step that was packed last computes its last token, so that the next one can be sampled."""
         return self.cache_len == self.total_len
 
     @property
-    def is_known(self) -> bool:
-        """Whether the host knows all of its tokens."""
-        return len(self.token_ids) == self.total_len
+    def has_token_in_flight(self) -> bool:
+        """Whether a step has sampled a token that the launching thread does not know yet."""
+        return len(self.token_ids) < self.total_len
 
     @property
     def may_be_forced(self) -> bool:
         """Whether thinking that lasts too long may force the next token."""
         return self.thinking is not None and self.thinking.may_force(self.output_len)
 
-    def append(self, chosen: int, forced: list[int]) -> None:
-        """The host learns a token that counts in ``total_len`` already, and those that come after it in any case.
+    def add_sampled(self) -> list[PromptChunk] | None:
+        """Count a token that the device has sampled. Returns the logprobs of the prompt with the first one."""
+        self.total_len += 1
+        parts, self.prompt_chunks = self.prompt_chunks, None
+        return parts
 
-        A step may be packed meanwhile, so its length is known first: who finds the tokens may ask what follows. Where
-        nothing is forced, the length is not touched: it may be counted up by the next step just now. That a grammar is
-        over is told last: a step that knows it does not wait for the tokens with which it ended.
-        """
-        if forced:
-            self.total_len += len(forced)
-        self.token_ids += [chosen, *forced]
-        self.obeys_grammar = self.grammar is not None and not self.grammar.is_over
+    def apply(self, update: TokenUpdate) -> None:
+        """Append a token that counts in ``total_len`` already, and the tokens that were forced after it."""
+        self.token_ids += update.token_ids
+        self.total_len += len(update.token_ids) - 1
+        self.is_constrained = update.is_constrained
 
-    def scored_next(self, count: int) -> list[int]:
-        """Tokens of the prompt whose logprobs come of computing its next ``count`` tokens, where they are asked for."""
-        if self.prompt_parts is None:
+    def prompt_targets(self, count: int) -> list[int]:
+        """The prompt tokens whose logprobs follow from computing the next ``count`` tokens, if they are wanted."""
+        if self.prompt_chunks is None:
             return []
         return self.token_ids[self.cache_len + 1 : min(self.cache_len + 1 + count, self.prompt_len)]
 
@@ -107,37 +109,45 @@ class InferReq:
         return self.thinking.forced_after(self.token_ids[self.prompt_len :])
 
 
-class Scored(NamedTuple):
-    """Of the prompt of a request in a step."""
+class TokenUpdate(NamedTuple):
+    """Tokens of a request that the collector has got."""
 
     req: InferReq
-    start: int  # the token of the step from which on its tokens say how likely the next is
-    targets: list[int]  # those next tokens
+    token_ids: list[int]  # the sampled token, and those that the grammar forces after it
+    is_constrained: bool = False  # the grammar limits what may follow
+
+
+class PromptTargets(NamedTuple):
+    """The tokens of a request's prompt whose logprobs a step computes."""
+
+    req: InferReq
+    start: int  # the row of the step whose logits are those of the first target; the others follow
+    targets: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
     """A step as one array of integers, padded to a shape."""
 
-    inputs: np.ndarray  # int32: see columns_of
+    inputs: np.ndarray  # int32: see step_input.py
     shape: StepShape
     reqs: list[InferReq]
-    scored: list[Scored]
+    prompt_targets: list[PromptTargets]
 
-    def open_scores(self, device: torch.device) -> StepScores | None:
-        """For the logprobs of prompts, of which each request gets its part."""
-        if not self.scored:
+    def prompt_logprobs(self, device: torch.device) -> StepPromptLogprobs | None:
+        """The logprobs of prompts that the step computes. Each request gets its chunk of them."""
+        if not self.prompt_targets:
             return None
-        rows = [row for one in self.scored for row in range(one.start, one.start + len(one.targets))]
-        targets = [target for one in self.scored for target in one.targets]
-        k = max(one.req.sampling.prompt_logprobs or 0 for one in self.scored)
-        scores = StepScores(rows, targets, k, device)
+        rows = [row for one in self.prompt_targets for row in range(one.start, one.start + len(one.targets))]
+        targets = [target for one in self.prompt_targets for target in one.targets]
+        k = max(one.req.sampling.prompt_logprobs or 0 for one in self.prompt_targets)
+        logprobs = StepPromptLogprobs(rows, targets, k, device)
         begin = 0
-        for req, _, own in self.scored:
-            assert req.prompt_parts is not None
-            req.prompt_parts.append(PromptPart(scores, slice(begin, begin + len(own))))
+        for req, _, own in self.prompt_targets:
+            assert req.prompt_chunks is not None
+            req.prompt_chunks.append(PromptChunk(logprobs, slice(begin, begin + len(own))))
             begin += len(own)
-        return scores
+        return logprobs
 
 
 class InferBatch:
@@ -174,9 +184,15 @@ class InferBatch:
             grammar,
             thinking,
             cache_len=len(cached),
+            output=None if grammar is None else GrammarOutput(new, grammar),
         )
         req.leading_slots[: len(cached)] = cached
         self._reqs[new.req_id] = req
+
+    def apply(self, updates: Iterable[TokenUpdate]) -> None:
+        """Give the requests the tokens that were collected. Some may have left the batch meanwhile."""
+        for update in updates:
+            update.req.apply(update)
 
     def remove(self, req_id: int) -> None:
         req = self._reqs.pop(req_id, None)  # a step that failed may not have let it in
@@ -184,10 +200,17 @@ class InferBatch:
             self._req_manager.free(req.row)
             self._prefixes.discard(req)
 
-    def pack(self, rows: Sequence[StepRow], fit: Callable[[StepShape], StepShape]) -> PackedStep:
-        """The input of a step, whose tokens count as cached from here on; ``fit`` may want it larger.
+    def clear(self) -> None:
+        """Remove all requests, also one that an interrupt stopped on its way in."""
+        self._reqs.clear()
+        self._prefixes = SharedPrefixes()
+        self._req_manager.free_all()
 
-        It is not asked where prompts are scored: no captured step does that. The requests may come in another order.
+    def pack(self, rows: Sequence[StepRow], fit: Callable[[StepShape], StepShape]) -> PackedStep:
+        """The input of a step. Its tokens count as cached from now on, and its requests may be in another order.
+
+        ``fit`` returns the padded shape. A step that computes logprobs of prompts keeps its shape: no captured step
+        does that.
         """
         self._note_prompts(rows)
         rows, groups = self._arranged(rows)
@@ -195,26 +218,26 @@ class InferBatch:
         q_len = np.array([len(row.slots) for row in rows], dtype=np.int32)
         count = int(q_len.sum())
         start = np.cumsum(q_len, dtype=np.int32) - q_len
-        scored = _scored(reqs, start.tolist(), q_len.tolist())
+        prompt_targets = _prompt_targets(reqs, start.tolist(), q_len.tolist())
         shape = StepShape(count, len(rows), bool((q_len == 1).any()), bool((q_len > 1).any()), bool(groups))
-        shape = shape if scored else fit(shape)
-        inputs, columns = self._padded(shape)
+        shape = shape if prompt_targets else fit(shape)
+        inputs, columns = padded_input(shape, self._padding)
 
         table_rows = np.array([req.row for req in reqs], dtype=np.int32)
         ready = np.array([req.cache_len for req in reqs], dtype=np.int32)
-        positions = np.arange(count) + np.repeat(ready - start, q_len)
-        slots = [slot for row in rows for slot in row.slots]
-        ids = [token for req, row in zip(reqs, rows, strict=True) for token in _ids(req, len(row.slots))]
-        _fill(columns.tokens, (np.repeat(table_rows, q_len), positions, slots, ids))
-        _fill(columns.requests, (table_rows, start, ready + q_len, ready))
-        columns.temperature[: len(reqs)] = [req.temperature for req in reqs]
-        columns.seed[: len(reqs)] = [req.seed for req in reqs]
+        tokens = {
+            "row": np.repeat(table_rows, q_len),
+            "position": np.arange(count) + np.repeat(ready - start, q_len),
+            "slot": [slot for row in rows for slot in row.slots],
+            "token_id": [token for req, row in zip(reqs, rows, strict=True) for token in _ids(req, len(row.slots))],
+        }
+        pack(columns, tokens, reqs, {"row": table_rows, "start": start, "seq_len": ready + q_len, "ready_len": ready})
         if groups:
             columns.groups[: len(groups), : len(SharedRows._fields)] = groups
 
         for req, row in zip(reqs, rows, strict=True):
             req.cache_len += len(row.slots)
-        return PackedStep(inputs, shape, reqs, scored)
+        return PackedStep(inputs, shape, reqs, prompt_targets)
 
     def _note_prompts(self, rows: Sequence[StepRow]) -> None:
         """The slots of prompts, which others may share from the next step on."""
@@ -235,37 +258,21 @@ class InferBatch:
         return [rows[place] for place in order], groups
 
     def padding(self, shape: StepShape) -> np.ndarray:
-        """The input of a step that computes nothing."""
-        return self._padded(shape)[0]
+        """The input of a step that computes only padding."""
+        return padded_input(shape, self._padding)[0]
 
-    def _padded(self, shape: StepShape) -> tuple[np.ndarray, StepColumns]:
-        """Input whose tokens go to a slot and a row that nobody reads, of requests of one token each, or none.
-
-        With its columns, where what is computed goes.
-        """
-        inputs = np.zeros(input_size(shape), dtype=np.int32)
-        columns = columns_of(inputs, shape, np.float32, np.int64)
-        rows, _, slots, _ = columns.tokens
-        req_rows, start, seq_len, _ = columns.requests
-        rows[:] = req_rows[:] = self._req_manager.padding_row
-        slots[:] = self.padding_slot
-        start[:] = shape.tokens if shape.has_prompts else np.arange(shape.requests)
-        seq_len[:] = 0 if shape.has_prompts else 1
-        return inputs, columns
+    @property
+    def _padding(self) -> Padding:
+        return Padding(self._req_manager.padding_row, self.padding_slot)
 
 
-def _scored(reqs: Sequence[InferReq], starts: Sequence[int], counts: Sequence[int]) -> list[Scored]:
-    asking = [entry for entry in zip(reqs, starts, counts, strict=True) if entry[0].prompt_parts is not None]
-    scored = [Scored(req, start, req.scored_next(count)) for req, start, count in asking]
-    return [one for one in scored if one.targets]
+def _prompt_targets(reqs: Sequence[InferReq], starts: Sequence[int], counts: Sequence[int]) -> list[PromptTargets]:
+    wanted = [entry for entry in zip(reqs, starts, counts, strict=True) if entry[0].prompt_chunks is not None]
+    found = [PromptTargets(req, start, req.prompt_targets(count)) for req, start, count in wanted]
+    return [one for one in found if one.targets]
 
 
 def _ids(req: InferReq, count: int) -> list[int]:
-    """Of the next tokens to compute."""
+    """The ids of the next ``count`` tokens to compute. The last one may be in flight."""
     known = req.token_ids[req.cache_len : req.cache_len + count]
-    return known if len(known) == count else [*known, CHOSEN]
-
-
-def _fill(columns: Sequence[np.ndarray], values: Sequence[np.ndarray | list[int]]) -> None:
-    for column, value in zip(columns, values, strict=True):
-        column[: len(value)] = value
+    return known if len(known) == count else [*known, LAST_SAMPLED]

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lightserve.common.basemodel import TpPartBaseModel
-from lightserve.common.device import DeviceKind
-from lightserve.common.kv.mem_manager import kv_bytes_per_token
+from lightserve.common.device import Device
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.worker.infer_batch import InferBatch
@@ -18,17 +17,18 @@ from lightserve.worker.step_runner import StepRunner
 # what captured steps keep. More than was ever seen: 1.4 GB of Llama-3-8B's 256 x 128,256 logits.
 COPIES_OF_LOGITS = 12
 FLOAT32_BYTES = 4
+# The router keeps 9 bytes per slot. Only toy models reach this limit: the KV of SmolLM2-135M takes 23 kB per token.
+MAX_SLOTS = 2**24
 
 
-def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind, rehearse: Callable[[], None]) -> int:
+def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: Device, rehearse: Callable[[], None]) -> int:
     """``model`` has its weights, and no KV to speak of yet.
 
     What ``rehearse`` launches is compiled beside the kernels of the largest step, which takes as long as they alone.
     """
     max_len, max_reqs = model.req_manager.max_len, model.req_manager.max_reqs
-    most = max_reqs * max_len  # more could never be used
     if config.max_total_token_num is not None:
-        return min(config.max_total_token_num, most)
+        return config.max_total_token_num
     largest_step = partial(_largest_step, config, model, kind)
 
     def launch_all() -> None:
@@ -39,8 +39,8 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind, rehe
     peak = kind.peak_bytes(model.device, largest_step)
     peak += COPIES_OF_LOGITS * FLOAT32_BYTES * max_reqs * model.config.vocab_size if peak else 0
     budget = max(kind.kv_budget(model.device, config.mem_fraction) - peak, 0)
-    fits = budget // kv_bytes_per_token(model.config, model.tp.size, model.args.dtype)
-    fits = min(model.tp.min_of_ranks(fits, model.device), most)
+    fits = budget // model.kv_layout.bytes_per_token
+    fits = min(model.tp.min_of_ranks(fits, model.device), MAX_SLOTS)
     if fits < max_len:
         remedy = f"set max_req_total_len to {fits} or less" if fits else "use a smaller model or more ranks"
         raise ServerError(
@@ -49,10 +49,10 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind, rehe
     return fits
 
 
-def _largest_step(config: WorkerConfig, model: TpPartBaseModel, kind: DeviceKind) -> None:
+def _largest_step(config: WorkerConfig, model: TpPartBaseModel, kind: Device) -> None:
     """As many tokens as a step may have, and as many requests beside: of padding, which takes as much memory."""
     batch = InferBatch(model.req_manager, model.mem_manager.padding_slot, model.device)
-    tokens = config.batch_max_tokens or kind.step_limits.batch_max_tokens
+    tokens = config.batch_max_tokens or kind.profile(model.device).step_limits.batch_max_tokens
     beside = model.req_manager.max_reqs - 1
     shape = StepShape(tokens + beside, beside + 1, has_decodes=True, has_prompts=True)
     StepRunner(model, batch, kind).run(batch.padding(shape), shape)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 
 from lightserve.common.compile.cache import use_writable_cache
-from lightserve.common.compile.processes import kernel_compiler
+from lightserve.common.compile.processes import compile_server
 from lightserve.io_struct import EngineReady, Phase
 from lightserve.model_files.source import resolve
 from lightserve.utils.process import Boot, Parent, run_child
@@ -24,14 +24,15 @@ def main(boot: Boot, parent: Parent) -> None:
     with _compilers(config.device, boot.path(f"compiler-{boot.index}-{boot.generation}")):
         with _phase(parent, "import torch"):
             from lightserve.common.device import pick_device
-            from lightserve.common.tp import init_tp
+            from lightserve.common.parallel import ParallelSizes, connect_ranks
             from lightserve.worker.worker import ModelWorker
         server = StepServer(boot.worker_path(boot.index, boot.generation))
         kind = pick_device(config.device)
         with _phase(parent, "load and compile"):
             source = resolve(config.model_dir, needs_weights=config.load_format == "auto")
-            tp = init_tp(boot.index, config.tp, f"file://{boot.path('tp')}", kind.comm)
-            worker = ModelWorker(config, source, tp)
+            store = f"file://{boot.path('tp')}"
+            parallel = connect_ranks(boot.index, ParallelSizes(tp=config.tp), store, kind.comm_backend)
+            worker = ModelWorker(config, source, parallel)
         with _phase(parent, "warm up"):
             worker.warm_up()
     vocab_size = worker.model_config.vocab_size
@@ -47,13 +48,13 @@ def main(boot: Boot, parent: Parent) -> None:
             step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
         )
     )
-    server.serve(worker.launch, worker.pipeline_depth)
+    server.serve(worker.launch, worker.pipeline_depth, worker.prepare)
 
 
 def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:
     """Processes that compile kernels, where there will be some to compile."""
     has_kernels = device != "cpu" and os.path.exists(GPU) and find_spec("triton") is not None
-    return kernel_compiler(path) if has_kernels else nullcontext()
+    return compile_server(path) if has_kernels else nullcontext()
 
 
 @contextmanager

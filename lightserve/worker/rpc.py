@@ -5,34 +5,38 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import rpyc
 from rpyc.core import Channel, SocketStream
 
-from lightserve.io_struct import Step, StepResult
+from lightserve.io_struct import GrammarSpec, Step, StepResult
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "log_exceptions": False}
 
 Collect = Callable[[], StepResult]
-Launch = Callable[[Step], Collect]  # begins a step; what it returns waits for the tokens
+Launch = Callable[[Step], Collect]  # starts a step; what it returns waits for the result
+Prepare = Callable[[GrammarSpec, tuple[int, ...]], None]  # compiles a grammar, for these end tokens
 
 _decode_step = msgspec.msgpack.Decoder(Step).decode
 _encode_result = msgspec.msgpack.Encoder().encode
+_decode_grammar = msgspec.msgpack.Decoder(tuple[GrammarSpec, tuple[int, ...]]).decode
 
 
 class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
-    """As many threads serve the connection as steps may be under way: one waits for its tokens, another reads on.
+    """Serves the connection for steps with as many threads as steps may be in flight.
 
-    Only the thread that holds ``_turn`` reads and launches, so steps are launched in the order in which they come.
+    One thread waits for a result while another reads the next step. Only the thread that holds ``_launching`` reads and
+    launches, so steps are launched in the order in which they come.
     """
 
     def __init__(self, launch: Launch) -> None:
         self.failure: BaseException | None = None
         self._launch = launch
-        self._turn = threading.Lock()
-        self._has_turn = threading.local()
+        self._launching = threading.Lock()
+        self._thread = threading.local()
 
     def on_connect(self, connection: Any) -> None:
         self._connection = connection
@@ -40,50 +44,75 @@ class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
     def exposed_run(self, command: bytes) -> bytes:
         try:
             collect = self._launch(_decode_step(command))
-            self._pass_turn()
+            self._let_others_launch()
             return _encode_result(collect())
-        except BaseException as error:  # this process's to tell; rpyc would raise it in the router
+        except BaseException as error:  # this process reports it; rpyc would raise it in the router
             self.failure = self.failure or error
             self._connection.close()
             return b""
 
     def serve(self) -> None:
-        """Until the router hangs up or a step fails."""
+        """Until the router closes the connection or a step fails."""
         try:
             while not self._connection.closed:
-                self._turn.acquire()
-                self._has_turn.value = True
+                self._launching.acquire()
+                self._thread.is_launching = True
                 try:
                     self._connection.serve(None)
                 finally:
-                    self._pass_turn()
-        except EOFError:  # either side hung up
+                    self._let_others_launch()
+        except EOFError:  # either side has closed it
             pass
 
-    def _pass_turn(self) -> None:
-        if self._has_turn.value:
-            self._has_turn.value = False
-            self._turn.release()
+    def _let_others_launch(self) -> None:
+        if self._thread.is_launching:
+            self._thread.is_launching = False
+            self._launching.release()
+
+
+class GrammarRpc(rpyc.Service):  # type: ignore[misc]
+    """Serves the connection for grammars."""
+
+    def __init__(self, prepare: Prepare) -> None:
+        self._prepare = prepare
+
+    def exposed_prepare(self, command: bytes) -> None:
+        self._prepare(*_decode_grammar(command))
+
+
+def prepare_nothing(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+    """For workers without grammars."""
 
 
 class StepServer:
-    """Listens on a unix socket for the one router there is."""
+    """Listens on a unix socket for the only router. Its first connection is for steps, its second for grammars."""
 
     def __init__(self, path: str) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
-        self._listener.listen(1)
+        self._listener.listen(2)
 
-    def serve(self, launch: Launch, depth: int = 1) -> None:
-        """Run the router's steps, ``depth`` under way at once, until it hangs up or a step fails."""
+    def serve(self, launch: Launch, depth: int = 1, prepare: Prepare = prepare_nothing) -> None:
+        """Run the router's steps, up to ``depth`` in flight, until it closes the connection or a step fails."""
         connected, _ = self._listener.accept()
         rpc = ModelRpc(launch)
         rpc._connect(Channel(SocketStream(connected), compress=False), RPYC_CONFIG)
-        helpers = [threading.Thread(target=rpc.serve, daemon=True) for _ in range(depth - 1)]
-        for helper in helpers:
-            helper.start()
+        threads = [threading.Thread(target=rpc.serve, daemon=True) for _ in range(depth - 1)]
+        grammars = threading.Thread(target=self.serve_grammars, args=(prepare,), daemon=True)
+        for thread in (*threads, grammars):
+            thread.start()
         rpc.serve()
-        for helper in helpers:
-            helper.join()
+        for thread in threads:
+            thread.join()
+        with suppress(OSError):  # not every system can shut a listener down
+            self._listener.shutdown(socket.SHUT_RDWR)  # the thread for grammars may still wait for its connection
         if rpc.failure is not None:
             raise rpc.failure
+
+    def serve_grammars(self, prepare: Prepare) -> None:
+        """In a thread of its own: a step never waits behind a compilation."""
+        try:
+            connected, _ = self._listener.accept()
+        except OSError:  # shut down
+            return
+        GrammarRpc(prepare)._connect(Channel(SocketStream(connected), compress=False), RPYC_CONFIG).serve_all()

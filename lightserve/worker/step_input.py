@@ -1,15 +1,27 @@
-"""The input of a step as one array of integers: one copy takes it to the device."""
+"""The input of a step as one int32 array: one copy brings it to the device.
+
+The array is made of columns, with one value per token or per request. A column is declared once, in TOKEN_COLUMNS or
+REQ_COLUMNS, with its name, type and the default for padding. ``pack`` and ``columns_of`` follow the declaration. A
+request column whose values the batch does not compute is read from the attribute of the same name of InferReq, so a new
+column is one line here and a field there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from lightserve.worker.shared_prefixes import MAX_GROUPS
 
-TOKEN_COLUMNS = 4  # of int32: see StepColumns
-REQUEST_COLUMNS = 7  # four of int32, one of float32, one of int64
 GROUP_FIELDS = 4  # of int32: see ops.AttnBatch.shared_prefixes
 ALIGNED = 4  # every column begins at a multiple of 16 bytes: Triton compiles a kernel again for one that does not
+WORD_BYTES = 4
+
+Values = Sequence[float] | np.ndarray
 
 
 class StepShape(NamedTuple):
@@ -22,41 +34,100 @@ class StepShape(NamedTuple):
     has_shared: bool = False  # requests with one, in groups that share a prefix
 
 
+class Padding(NamedTuple):
+    """Where the padding of a step goes. Nothing reads it."""
+
+    row: int  # of req_to_token
+    slot: int  # of the KV cache
+
+
+class Column(NamedTuple):
+    name: str
+    dtype: str  # a name that numpy and torch share, of 4 or 8 bytes
+    default: float | Callable[[StepShape, Padding], Any]  # the value of padding
+
+    @property
+    def words(self) -> int:
+        return np.dtype(self.dtype).itemsize // WORD_BYTES
+
+
+def _padding_start(shape: StepShape, padding: Padding) -> Any:
+    """Padding requests of a decode step have one token each; those of other steps have none."""
+    return shape.tokens if shape.has_prompts else np.arange(shape.requests)
+
+
+TOKEN_COLUMNS = (
+    Column("row", "int32", lambda shape, padding: padding.row),  # of req_to_token
+    Column("position", "int32", 0),
+    Column("slot", "int32", lambda shape, padding: padding.slot),  # of the KV cache
+    Column("token_id", "int32", 0),  # or ops.step.LAST_SAMPLED
+)
+REQ_COLUMNS = (
+    Column("row", "int32", lambda shape, padding: padding.row),  # of req_to_token
+    Column("start", "int32", _padding_start),  # its first token in the step
+    Column("seq_len", "int32", lambda shape, padding: 0 if shape.has_prompts else 1),  # after the step
+    Column("ready_len", "int32", 0),  # before the step
+    Column("temperature", "float32", 0.0),  # by which the step samples; 0: greedily
+    Column("seed", "int64", 0),
+)
+
+
 class StepColumns(NamedTuple):
-    """The input of a step, on the host or the device: ``[tokens]`` and ``[requests]`` each."""
+    """Views of the input of a step, on the host or the device."""
 
-    tokens: tuple[Any, Any, Any, Any]  # row of req_to_token, position, slot, id
-    requests: tuple[Any, Any, Any, Any]  # row, first token, length, length that is cached before the step
-    temperature: Any  # float32
-    seed: Any  # int64
-    groups: Any = None  # [MAX_GROUPS, GROUP_FIELDS] of shared prefixes, where there may be some
+    tokens: dict[str, Any]  # column name: [tokens]
+    reqs: dict[str, Any]  # column name: [requests]
+    groups: Any = None  # [MAX_GROUPS, GROUP_FIELDS] int32 of shared prefixes, if the shape has them
 
 
-def columns_of(inputs: Any, shape: StepShape, float32: Any, int64: Any) -> StepColumns:
-    """Views of ``inputs``, a tensor or an array; the types are torch's or numpy's."""
-    tokens, requests = shape.tokens, shape.requests
-    width, req_width = _aligned(tokens), _aligned(requests)
-    first = TOKEN_COLUMNS * width
-    row, position, slot, token_id = (inputs[i * width : i * width + tokens] for i in range(TOKEN_COLUMNS))
-    req_row, start, seq_len, ready, temperature, seed = (first + i * req_width for i in range(REQUEST_COLUMNS - 1))
-    return StepColumns(
-        (row, position, slot, token_id),
-        (
-            inputs[req_row : req_row + requests],
-            inputs[start : start + requests],
-            inputs[seq_len : seq_len + requests],
-            inputs[ready : ready + requests],
-        ),
-        inputs[temperature : temperature + requests].view(float32),
-        inputs[seed : seed + 2 * requests].view(int64),
-        inputs[first + REQUEST_COLUMNS * req_width :].reshape(MAX_GROUPS, GROUP_FIELDS) if shape.has_shared else None,
-    )
+def columns_of(inputs: np.ndarray | Tensor, shape: StepShape) -> StepColumns:
+    tokens, first = _views(inputs, 0, TOKEN_COLUMNS, shape.tokens)
+    reqs, first = _views(inputs, first, REQ_COLUMNS, shape.requests)
+    return StepColumns(tokens, reqs, inputs[first:].reshape(MAX_GROUPS, GROUP_FIELDS) if shape.has_shared else None)
 
 
-def input_size(shape: StepShape) -> int:
+def padded_input(shape: StepShape, padding: Padding) -> tuple[np.ndarray, StepColumns]:
+    """The input of a step that computes only padding, and its columns, where values can be written."""
+    inputs = np.zeros(_input_size(shape), dtype=np.int32)
+    columns = columns_of(inputs, shape)
+    for declared, views in ((TOKEN_COLUMNS, columns.tokens), (REQ_COLUMNS, columns.reqs)):
+        for column in declared:
+            value = column.default(shape, padding) if callable(column.default) else column.default
+            views[column.name][:] = value
+    return inputs, columns
+
+
+def pack(
+    columns: StepColumns, tokens: Mapping[str, Values], reqs: Sequence[Any], computed: Mapping[str, Values]
+) -> None:
+    """Write the values of the first tokens and requests; the rest stays padding.
+
+    ``tokens`` and ``computed`` have values by the name of a column. Other columns are attributes of ``reqs``.
+    """
+    for name, view in columns.tokens.items():
+        view[: len(tokens[name])] = tokens[name]
+    for name, view in columns.reqs.items():
+        view[: len(reqs)] = computed[name] if name in computed else [getattr(req, name) for req in reqs]
+
+
+def _views(
+    inputs: np.ndarray | Tensor, first: int, columns: Iterable[Column], count: int
+) -> tuple[dict[str, Any], int]:
+    """The columns that begin at ``first``, and where the next ones begin."""
+    types: Any = torch if isinstance(inputs, Tensor) else np
+    views: dict[str, Any] = {}
+    for column in columns:
+        view: Any = inputs[first : first + column.words * count]
+        views[column.name] = view if column.dtype == "int32" else view.view(getattr(types, column.dtype))
+        first += column.words * _aligned(count)
+    return views, first
+
+
+def _input_size(shape: StepShape) -> int:
     """Integers in the input of a step."""
-    groups = MAX_GROUPS * GROUP_FIELDS if shape.has_shared else 0
-    return TOKEN_COLUMNS * _aligned(shape.tokens) + REQUEST_COLUMNS * _aligned(shape.requests) + groups
+    tokens = sum(column.words for column in TOKEN_COLUMNS) * _aligned(shape.tokens)
+    reqs = sum(column.words for column in REQ_COLUMNS) * _aligned(shape.requests)
+    return tokens + reqs + (MAX_GROUPS * GROUP_FIELDS if shape.has_shared else 0)
 
 
 def _aligned(count: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 import torch
@@ -11,21 +12,22 @@ from torch import Tensor
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig
 from lightserve.common.checkpoint.reader import open_checkpoint, outline, total_bytes
-from lightserve.common.device import DeviceKind, enough_memory, pick_device
-from lightserve.common.tp import TpGroup
+from lightserve.common.device import Device, explain_out_of_memory, pick_device
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
-from lightserve.errors import ServerError
-from lightserve.io_struct import NewReq, SamplingParams, Step, StepLimits, StepResult, StepRow
+from lightserve.errors import InvalidRequestError, ServerError
+from lightserve.io_struct import GrammarSpec, KvCopy, NewReq, SamplingParams, Step, StepLimits, StepResult, StepRow
 from lightserve.model_files.source import ModelSource
 from lightserve.models.registry import get_model_class
 from lightserve.utils.progress import Progress
-from lightserve.worker.infer_batch import InferBatch, PackedStep
+from lightserve.worker.collector import PendingStep, SampledRow, StepCollector
+from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.kv_size import kv_size
-from lightserve.worker.pending_step import PendingStep
 from lightserve.worker.rpc import Collect
 from lightserve.worker.sampling.grammar import Grammars
-from lightserve.worker.sampling.plan import int64s
-from lightserve.worker.sampling.sampler import Sampler, StepLogprobs
+from lightserve.worker.sampling.logits import int64s
+from lightserve.worker.sampling.logprobs import SampledLogprobs
+from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import MaskMaker, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.step_runner import StepOut, StepRunner
@@ -48,25 +50,27 @@ WARM_UP_SAMPLING = (
 
 
 class ModelWorker:
-    def __init__(self, config: WorkerConfig, source: ModelSource, tp: TpGroup) -> None:
+    def __init__(self, config: WorkerConfig, source: ModelSource, parallel: Parallel) -> None:
+        tp = parallel.tp
         kind = pick_device(config.device)
-        device = kind.device(tp.rank)
+        device = kind.torch_device(tp.rank)
         kind.bind(device, config.deterministic)
         self.model_config = ModelConfig.from_hf(source.hf_config())
+        kind.check_head_dim(self.model_config.head_dim)
         self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
         dtype = _dtype(config, self.model_config, kind)
         args = ModelArgs(
             config=self.model_config,
             dtype=dtype,
             device=device,
-            tp=tp,
+            parallel=parallel,
             checkpoint=_with_progress(source) if config.load_format == "auto" else None,
             max_total_token_num=REHEARSED_TOKENS,
             max_reqs=config.running_max_req_size,
             max_req_total_len=self.max_req_total_len,
             outline=outline(source) if config.load_format == "auto" else (),
         )
-        with enough_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
+        with explain_out_of_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
             self.model = get_model_class(self.model_config.model_type)(args)
         self._kind, self._device = kind, device
         ranks = f", {tp.size} ranks" if tp.size > 1 else ""
@@ -79,16 +83,16 @@ class ModelWorker:
         )
         self._runner = StepRunner(self.model, self._batch, kind)
         self._grammars = Grammars(source, self.model_config.vocab_size, device)
-        self._masks = MaskMaker(self._grammars, device, kind.computes_apart)
+        self._masks = MaskMaker(self._grammars, device, kind.launches_async)
         self._sampler = Sampler(self.model_config.vocab_size, device, self._batch.last_ids)
-        self._launched: PendingStep | None = None  # the last one
-        with enough_memory("lower max_total_token_num or mem_fraction"):
+        self._collector = StepCollector()
+        with explain_out_of_memory("lower max_total_token_num or mem_fraction"):
             self.model.set_kv_size(kv_size(config, self.model, kind, self._rehearse))
         self._batch.padding_slot = self.model.mem_manager.padding_slot
 
     @property
     def step_limits(self) -> StepLimits:
-        return self._kind.step_limits
+        return self._kind.profile(self._device).step_limits
 
     @property
     def step_timeout_s(self) -> float:
@@ -155,47 +159,69 @@ class ModelWorker:
         """Run a step; tokens come back for every row that reaches the end of its request's known tokens."""
         return self.launch(step)()
 
+    def reset(self) -> None:
+        """Free all requests and forget the steps in flight. The device finishes those before it begins another."""
+        self._launched = None
+        self._batch.clear()
+
     def launch(self, step: Step) -> Collect:
-        """Begin a step without waiting for the one before. What is returned waits for its tokens."""
+        """Start a step without waiting for the one before. Call from one thread; what is returned, from any.
+
+        The function that is returned waits for the step's result.
+        """
         self._kind.enter(self._device)
+        self._batch.apply(self._collector.take_updates())
+        self._update_batch(step)
+        if not step.rows:
+            return StepResult
+        packed = self._batch.pack(step.rows, self._runner.fit)
+        plan = self._sampler.prepare(packed.reqs)
+        masks = self._masks.begin(plan.constrained, self._wait_for_tokens)
+        out = self._runner.run(packed.inputs, packed.shape, packed.prompt_logprobs(self._device), masks)
+        tokens, logprobs = self._sample(plan, out, masks)
+        # only now: a grammar may have forced tokens meanwhile, so that this step does not compute a request's last one
+        computed = [(row, req) for row, req in enumerate(packed.reqs) if req.is_fully_computed]
+        sampled = [SampledRow(row, req, req.add_sampled()) for row, req in computed]
+        return self._collector.add(PendingStep(tokens, sampled, logprobs))
+
+    def prepare(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+        """Compile a grammar before a request with it enters. From any thread."""
+        with suppress(InvalidRequestError):  # the request fails with the error when it enters
+            self._grammars.prepare(grammar, eos_ids)
+
+    def _update_batch(self, step: Step) -> None:
         for req_id in step.free:
             self._batch.remove(req_id)
         for new in step.new:
             limit = new.sampling.thinking
             thinking = None if limit is None else ThinkingBudget(limit, self._grammars.token_bytes)
             self._batch.add(new, self._grammars.open(new), thinking)
-        if not step.rows:
-            return StepResult
-        packed = self._batch.pack(step.rows, self._runner.fit)
-        self._sampler.look_back(packed.reqs)
-        masks = self._begin_masks(packed)
-        out = self._runner.run(packed.inputs, packed.shape, packed.open_scores(self._device), masks)
-        tokens, logprobs = self._sample(packed, out, masks)
-        # only now: the step before may turn out to force tokens, so that this one computes the last no more
-        chosen = [(i, req) for i, req in enumerate(packed.reqs) if req.is_due]
-        for _, req in chosen:
-            req.total_len += 1
-        self._launched = PendingStep(tokens, chosen, logprobs, before=self._launched)
-        return self._launched.collect
-
-    def _begin_masks(self, packed: PackedStep) -> StepMasks | None:
-        constrained = self._sampler.plan_of(packed.reqs).constrained
-        if constrained is None or not any(req.obeys_grammar for req in constrained.reqs):
-            return None
-        return self._masks.begin(constrained, StepResult if self._launched is None else self._launched.collect)
+        for copy in step.copies:
+            self._copy_kv(copy)
 
     @torch.inference_mode()
-    def _sample(self, packed: PackedStep, out: StepOut, masks: StepMasks | None) -> tuple[Tensor, StepLogprobs | None]:
-        """A token for each request of the step, and where asked for its log-probability."""
-        plan = self._sampler.plan_of(packed.reqs)
-        tokens, logits = out.tokens[: len(packed.reqs)], out.logits[: len(packed.reqs)]
+    def _copy_kv(self, copy: KvCopy) -> None:
+        source, target = (int64s(slots, self._device) for slots in (copy.source, copy.target))
+        self.model.mem_manager.copy(source, target)
+
+    def _wait_for_tokens(self) -> None:
+        """Wait for all steps in flight, and apply their tokens."""
+        self._collector.collect_all()
+        self._batch.apply(self._collector.take_updates())
+
+    @torch.inference_mode()
+    def _sample(
+        self, plan: SamplingPlan, out: StepOut, masks: StepMasks | None
+    ) -> tuple[Tensor, SampledLogprobs | None]:
+        """A token for each request of the step, and the logprobs that are wanted."""
+        count = len(plan.reqs)
+        tokens, logits = out.tokens[:count], out.logits[:count]
         if plan.special:
-            if plan.needs_last_tokens and self._launched is not None:
-                self._launched.collect()
-            tokens = self._sampler.sample(logits, packed.reqs, tokens, masks)
-            rows = int64s([req.row for req in packed.reqs], self._device)
-            self._batch.last_ids.index_copy_(0, rows, tokens)
-        return tokens, self._sampler.logprobs(tokens, logits, packed.reqs)
+            if plan.needs_tokens_in_flight:
+                self._wait_for_tokens()
+            tokens = self._sampler.sample(plan, logits, tokens, masks)
+            self._batch.last_ids.index_copy_(0, out.columns.reqs["row"][:count].long(), tokens)
+        return tokens, self._sampler.logprobs(plan, tokens, logits)
 
 
 def _with_cached_prompt(req: NewReq) -> NewReq:
@@ -203,7 +229,7 @@ def _with_cached_prompt(req: NewReq) -> NewReq:
     return msgspec.structs.replace(req, cached_slots=list(range(len(req.prompt_ids) - 1)))
 
 
-def _dtype(config: WorkerConfig, model: ModelConfig, kind: DeviceKind) -> torch.dtype:
+def _dtype(config: WorkerConfig, model: ModelConfig, kind: Device) -> torch.dtype:
     if config.data_type == "auto":
         return kind.dtype_for(model.hf.get("dtype") or model.hf.get("torch_dtype"))
     dtype: torch.dtype = getattr(torch, config.data_type)

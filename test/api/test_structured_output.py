@@ -204,7 +204,7 @@ def test_pauses_and_steps_among_others_change_no_answer() -> None:
 
     generations = small.generate(prompts, wanted)
 
-    assert small._scheduler.num_pauses > 0
+    assert small._scheduler.num_preemptions > 0
     large = LLM(max_total_token_num=8000, device="cpu").generate(prompts, wanted)
     assert [one.token_ids for one in generations] == [one.token_ids for one in large]
     for schema, generation in zip(schemas, generations, strict=True):

@@ -29,10 +29,10 @@ def test_every_op_of_a_step_has_a_case_at_the_shapes_of_the_loads() -> None:
     found = {case.op.split()[0] for case in cases_of(LLAMA3_8B, torch.bfloat16)}
 
     assert found <= set(ops.OPS)
-    assert {"linear", "token_attention", "context_attention", "add_rms_norm", "silu_and_mul", "choose"} <= found
+    assert {"linear", "token_attention", "context_attention", "add_rms_norm", "silu_and_mul", "sample"} <= found
 
 
-def test_the_table_holds_an_op_against_the_ceilings_and_torch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_compares_an_op_with_the_limits_and_torch(capsys: pytest.CaptureFixture[str]) -> None:
     kernels.main(["--device", "cpu", "--ops", "silu"])
 
     lines = capsys.readouterr().out.splitlines()
@@ -58,7 +58,7 @@ def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
     assert ceilings.floor_s(num_bytes=50, flops=1000) == 10
 
 
-def test_the_time_of_a_call_is_that_of_one_of_them() -> None:
+def test_the_time_of_a_call_is_the_time_of_one_of_them() -> None:
     calls: list[int] = []
 
     seconds = seconds_a_call([lambda: calls.append(0), lambda: calls.append(1)], CPU, repeats=2)

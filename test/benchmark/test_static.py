@@ -10,7 +10,7 @@ from lightserve.benchmark import static
 from lightserve.benchmark.ceilings import Ceilings
 from lightserve.benchmark.model_cost import ModelCost, Work
 from lightserve.benchmark.static import StaticBench, decode_work, prefill_work
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.model_files.source import resolve
@@ -42,7 +42,7 @@ def bench(folder: Path) -> StaticBench:
     config = WorkerConfig(
         model_dir=str(folder), load_format="dummy", device="cpu", max_total_token_num=400, running_max_req_size=4
     )
-    return StaticBench(ModelWorker(config, resolve(str(folder), needs_weights=False), TpGroup()), batch_max_tokens=16)
+    return StaticBench(ModelWorker(config, resolve(str(folder), needs_weights=False), Parallel()), batch_max_tokens=16)
 
 
 def test_a_load_is_a_batch_of_tokens_behind_cached_ones() -> None:

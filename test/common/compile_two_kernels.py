@@ -1,6 +1,6 @@
-"""Compile two kernels ahead for an H200 that is not there; prints as JSON what came of it. A process of its own.
+"""Compile two kernels ahead for an H200 that is not there; print the result as JSON. A process of its own.
 
-With a path as argument, other processes compile, which are asked there.
+With a path as argument, a compile server that listens there compiles.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from triton import knobs
 from triton.runtime import driver
 
 from lightserve.common.compile.ahead import compile_ahead
-from lightserve.common.compile.processes import kernel_compiler
+from lightserve.common.compile.processes import compile_server
 from lightserve.common.triton_kernel import activation
-from test.ops.compile_kernels import AbsentH200
+from test.ops.compile_kernels import AbsentCard
 
 if __name__ == "__main__":
-    driver.set_active(AbsentH200())
+    driver.set_active(AbsentCard(90))
     entered: list[int] = []
     compiled_here: list[bool] = []
 
@@ -29,7 +29,7 @@ if __name__ == "__main__":
         compiled_here.append(not cache_hit)
 
     knobs.compilation.listener = note
-    with kernel_compiler(sys.argv[1]) if len(sys.argv) > 1 else nullcontext(), compile_ahead(lambda: entered.append(1)):
+    with compile_server(sys.argv[1]) if len(sys.argv) > 1 else nullcontext(), compile_ahead(lambda: entered.append(1)):
         outs = [activation.silu_and_mul(torch.ones(2, width)) for width in (64, 64, 6)]
     found = {
         "compiled": len(activation._activation_kernel.device_caches[0][0]),

@@ -42,7 +42,7 @@ def test_one_safetensors_file_gives_the_models_tensors(model_type: str, tmp_path
     assert total_bytes(source) == sum(entry.tensor.nbytes for entry in found)
 
 
-def test_a_tied_head_is_given_once_as_the_embedding(tmp_path: Path) -> None:
+def test_a_tied_head_comes_once_as_the_embedding(tmp_path: Path) -> None:
     model = tiny_model("llama", tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
     expected = dict(model.state_dict())
@@ -65,7 +65,7 @@ def test_shards_are_streamed_one_after_the_other(tmp_path: Path) -> None:
     assert total_bytes(source) == sum(entry.tensor.nbytes for entry in found)
 
 
-def test_a_shard_is_let_go_before_the_next_is_opened(tmp_path: Path) -> None:
+def test_a_shard_is_closed_before_the_next_is_opened(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path, max_shard_size="100KB")
 
     for _, _, file in open_checkpoint(resolve(str(tmp_path))):
@@ -94,7 +94,7 @@ def test_a_tensor_is_a_view_of_the_mapped_file(suffix: str, tmp_path: Path) -> N
 
 
 class Payload:
-    """What a hostile file holds: unpickling it would call ``os.mkdir``."""
+    """Content of a hostile file: unpickling it would call ``os.mkdir``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -114,7 +114,7 @@ def test_a_bin_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [torch.zeros(1), {"weight": 3}], ids=["a tensor", "a number"])
-def test_a_bin_file_of_something_else_is_refused(content: object, tmp_path: Path) -> None:
+def test_a_bin_file_without_a_dict_of_tensors_is_refused(content: object, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin: .*convert it"):
         list(open_checkpoint(save_as_bin(tmp_path, content)))
 

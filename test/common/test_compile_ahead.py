@@ -12,7 +12,7 @@ import pytest
 
 from lightserve.common import ops
 from lightserve.common.compile import processes
-from lightserve.common.compile.processes import KernelCompiler, running_compiler
+from lightserve.common.compile.processes import CompileServer, running_server
 from lightserve.common.triton_kernel import place_tokens
 from lightserve.worker import main as worker
 from test.waiting import wait_until
@@ -39,7 +39,7 @@ def test_kernels_are_compiled_and_not_launched() -> None:
 
 
 @pytest.mark.slow
-def test_other_processes_compile_where_nothing_was_compiled_before(tmp_path: Path) -> None:
+def test_the_compile_server_compiles_if_the_cache_is_empty(tmp_path: Path) -> None:
     found = compile_two_kernels(str(tmp_path / "line"), TRITON_CACHE_DIR=str(tmp_path / "cache"))
 
     assert found["compiled"] == 2
@@ -48,9 +48,9 @@ def test_other_processes_compile_where_nothing_was_compiled_before(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_process_compiles_itself_what_others_could_not(tmp_path: Path) -> None:
+def test_a_worker_compiles_kernels_itself_if_the_server_fails(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nif 'compile_server' in ' '.join(sys.orig_argv): sys.exit('no memory')\n"
+        "import sys\nif 'compile.server' in ' '.join(sys.orig_argv): sys.exit('no memory')\n"
     )
 
     found = compile_two_kernels(
@@ -61,19 +61,17 @@ def test_a_process_compiles_itself_what_others_could_not(tmp_path: Path) -> None
     assert found["compiled_here"] == 2
 
 
-def test_no_process_is_started_where_kernels_were_compiled_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_compile_server_is_started_if_the_cache_has_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     (tmp_path / "some").mkdir()
-    (tmp_path / "some" / f"{processes.A_KERNEL}.json").touch()
+    (tmp_path / "some" / f"{processes.EVERY_STEP_KERNEL}.json").touch()
 
-    with processes.kernel_compiler(str(tmp_path / "line")):
-        assert running_compiler() is None
+    with processes.compile_server(str(tmp_path / "line")):
+        assert running_server() is None
 
 
-def test_what_tells_that_kernels_were_compiled_is_launched_in_every_mode() -> None:
-    assert hasattr(place_tokens, processes.A_KERNEL)
+def test_the_kernel_that_marks_a_used_cache_is_launched_in_every_mode() -> None:
+    assert hasattr(place_tokens, processes.EVERY_STEP_KERNEL)
     assert ops.fixed_order("triton") not in ops.place_tokens.impls
 
 
@@ -87,7 +85,7 @@ def test_what_tells_that_kernels_were_compiled_is_launched_in_every_mode() -> No
         (None, True, False, False),
     ],
 )
-def test_a_worker_has_kernels_compiled_only_where_it_will_launch_some(
+def test_a_worker_starts_a_compile_server_only_if_it_will_launch_kernels(
     device: str | None, has_gpu: bool, has_triton: bool, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
@@ -95,13 +93,13 @@ def test_a_worker_has_kernels_compiled_only_where_it_will_launch_some(
     monkeypatch.setattr(worker, "find_spec", lambda name: has_triton or None)
 
     with worker._compilers(device, str(tmp_path / "line")):
-        assert (running_compiler() is not None) == starts
-    assert running_compiler() is None
+        assert (running_server() is not None) == starts
+    assert running_server() is None
 
 
 @pytest.mark.slow
-def test_who_compiles_ends_with_who_asks(tmp_path: Path) -> None:
-    start = f"from {KernelCompiler.__module__} import KernelCompiler as K; k = K({str(tmp_path / 'line')!r});"
+def test_a_compile_server_ends_with_its_worker(tmp_path: Path) -> None:
+    start = f"from {CompileServer.__module__} import CompileServer as K; k = K({str(tmp_path / 'line')!r});"
     ask = "print(k._process.pid, flush=True); k.compile('no:kernel', '{}', ['cuda', 90, 32], None); input()"
     process = subprocess.Popen(
         [sys.executable, "-c", start + ask], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+
 import pytest
 import torch
 
-from lightserve.common.device import KINDS, host_memory
+from lightserve.common import ops
+from lightserve.common.device import device_named, explain_out_of_memory, host_memory, pick_device, registry
+from lightserve.common.device.cpu import CpuDevice
+from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
 from lightserve.errors import ServerError
 
 
 @pytest.mark.parametrize(
-    ("kind", "model_dtype", "wanted"),
+    ("name", "model_dtype", "wanted"),
     [
         ("cpu", "bfloat16", torch.float32),
         ("cpu", None, torch.float32),
@@ -19,26 +25,35 @@ from lightserve.errors import ServerError
     ],
 )
 def test_a_gpu_keeps_the_dtype_of_a_half_precision_model(
-    kind: str, model_dtype: str | None, wanted: torch.dtype
+    name: str, model_dtype: str | None, wanted: torch.dtype
 ) -> None:
-    assert KINDS[kind].dtype_for(model_dtype) is wanted
+    assert device_named(name).dtype_for(model_dtype) is wanted
 
 
 def test_a_gpu_without_bfloat16_computes_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
 
-    assert KINDS["cuda"].dtype_for("bfloat16") is torch.float16
-    assert not KINDS["cuda"].has_dtype(torch.bfloat16)
-    assert KINDS["cpu"].has_dtype(torch.bfloat16)
+    assert device_named("cuda").dtype_for("bfloat16") is torch.float16
+    assert not device_named("cuda").has_dtype(torch.bfloat16)
+    assert device_named("cpu").has_dtype(torch.bfloat16)
 
 
-def test_more_ranks_than_devices_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_refused_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
-    assert KINDS["cuda"].device(1).index == 1
-    with pytest.raises(ServerError, match="rank 2 has no device of its own: 2 found; lower tp to 2"):
-        KINDS["cuda"].device(2)
+    assert device_named("cuda").torch_device(1).index == 1
+    with pytest.raises(ServerError, match="rank 2 has no GPU of its own: 2 found; lower tp to 2"):
+        device_named("cuda").torch_device(2)
+
+
+def test_a_head_dim_over_the_limit_of_the_attention_kernels_is_refused() -> None:
+    assert device_named("cuda").max_head_dim == MAX_HEAD_DIM
+
+    device_named("cuda").check_head_dim(MAX_HEAD_DIM)
+    device_named("cpu").check_head_dim(4096)
+    with pytest.raises(ServerError, match="the model's head_dim is 576; attention on cuda takes up to 512; use the"):
+        device_named("cuda").check_head_dim(576)
 
 
 @pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -50,3 +65,85 @@ def test_a_device_copies_what_is_written_into_memory_of_the_host(name: str) -> N
 
     assert memory.is_pinned() == (name == "cuda")
     assert memory.to(device, non_blocking=True).tolist() == [[7] * 5] * 3
+
+
+@pytest.mark.parametrize("is_available", [False, True])
+def test_the_best_device_is_an_accelerator_if_there_is_one(is_available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+
+    assert pick_device().name == ("cuda" if is_available else "cpu")
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    with pytest.raises(ServerError, match=r"no CUDA device is usable here: .* use the device cpu"):
+        pick_device("cuda")
+
+
+class FakeNpu(CpuDevice):
+    """A device of another package; its tensors are on the CPU for want of the hardware."""
+
+    name = "npu"
+
+
+class NoDevice:
+    pass
+
+
+@pytest.fixture
+def other_packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Packages that register devices, as pip would have installed them."""
+    found = [EntryPoint(name, f"{__name__}:{value}", registry.ENTRY_POINTS) for name, value in PACKAGES.items()]
+    monkeypatch.setattr(registry, "entry_points", lambda group: found if group == "lightserve.devices" else [])
+    registry._loaded.cache_clear()
+    yield
+    registry._loaded.cache_clear()
+
+
+PACKAGES = {"npu": "FakeNpu", "broken": "NoDevice"}
+
+
+@pytest.mark.usefixtures("other_packages")
+def test_a_device_of_another_package_is_found_by_its_entry_point() -> None:
+    device = pick_device("npu")
+
+    assert type(device).__name__ == "FakeNpu"
+    device.bind(device.torch_device(0))
+    ops.use_backend(ops.REFERENCE)
+
+
+@pytest.mark.usefixtures("other_packages")
+def test_a_device_of_another_package_is_preferred_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    assert pick_device().name == "npu"
+
+
+@pytest.mark.usefixtures("other_packages")
+def test_an_unknown_device_is_refused_with_the_names_that_are_known() -> None:
+    with pytest.raises(ServerError, match=r"'tpu' is not supported; supported: \['broken', 'cpu', 'cuda', 'npu'\]"):
+        pick_device("tpu")
+    with pytest.raises(ServerError, match=r"device 'broken': .*:NoDevice is no subclass of .*Device"):
+        pick_device("broken")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[enforce fail] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8",
+        "[enforce fail] posix_memalign. DefaultCPUAllocator: not enough memory: you tried to allocate 8",
+    ],
+    ids=["x86_64", "aarch64"],
+)
+def test_a_failed_allocation_on_a_cpu_is_explained(message: str) -> None:
+    with (
+        pytest.raises(ServerError, match=r"^not enough memory \(.*allocate 8\); buy some$"),
+        explain_out_of_memory("buy some"),
+    ):
+        raise RuntimeError(f"{message}\nmore")
+
+
+def test_another_error_is_passed_on() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), explain_out_of_memory("buy some"):
+        raise RuntimeError("shapes do not match")

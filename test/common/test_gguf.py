@@ -17,7 +17,7 @@ from lightserve.model_files.source import GgufSource
 from test.model_files.files import finish, save_as_gguf, start_gguf, tiny_model
 from test.real_model import smollm2
 
-# the bytes of a block that are a float16 scale: any other byte may be random, these must be finite
+# where in a block the float16 scales are: they must be finite, all other bytes may be random
 SCALES = {"F32": [], "F16": [], "BF16": [], "Q4_0": [0], "Q4_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}
 
 
@@ -77,7 +77,7 @@ def test_a_model_comes_back_from_gguf_as_transformers_had_it(model_type: str, is
     assert total_bytes(source) == sum(tensor.nbytes for tensor in found.values())
 
 
-def test_a_bloom_head_that_a_converter_copied_is_left_out(tmp_path: Path) -> None:
+def test_a_copied_bloom_head_is_skipped(tmp_path: Path) -> None:
     model = tiny_model("bloom")
     copy = model.state_dict()["lm_head.weight"].numpy()
     source = resolve(str(save_as_gguf(model, tmp_path / "model.gguf", {"output.weight": copy})))
@@ -100,7 +100,7 @@ def test_a_tensor_no_model_has_is_named_with_its_file(tmp_path: Path) -> None:
         list(open_checkpoint(resolve(str(path))))
 
 
-def test_an_encoding_nobody_decodes_is_named_with_tensor_and_file(tmp_path: Path) -> None:
+def test_an_unsupported_encoding_is_named_with_tensor_and_file(tmp_path: Path) -> None:
     raw = np.zeros((4, GGML_QUANT_SIZES[GGMLQuantizationType.IQ2_XXS][1]), dtype=np.uint8)
     path = save_embedding(tmp_path / "model.gguf", GGMLQuantizationType.IQ2_XXS, raw)
 
@@ -108,7 +108,7 @@ def test_an_encoding_nobody_decodes_is_named_with_tensor_and_file(tmp_path: Path
         resolve(str(path))
 
 
-def test_rows_that_no_head_divides_are_told(tmp_path: Path) -> None:
+def test_rows_that_the_heads_do_not_divide_are_refused(tmp_path: Path) -> None:
     source = resolve(str(save_as_gguf(tiny_model("llama"), tmp_path / "model.gguf")))
     assert isinstance(source, GgufSource)
 

@@ -9,7 +9,7 @@ from lightserve.common.kv.token_slots import TokenSlots
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_slots_have_one_owner_whatever_is_taken_and_given_back(seed: int) -> None:
+def test_a_slot_has_one_owner_after_any_sequence_of_allocations(seed: int) -> None:
     rng = random.Random(seed)
     slots = TokenSlots(97)
     owned: list[np.ndarray] = []
@@ -34,7 +34,7 @@ def test_fresh_slots_are_an_ascending_run() -> None:
     assert slots.alloc(2).tolist() == [3, 4]
 
 
-def test_more_than_is_free_is_refused_and_takes_nothing() -> None:
+def test_an_allocation_that_does_not_fit_is_refused_and_takes_nothing() -> None:
     slots = TokenSlots(4)
     slots.alloc(3)
 
@@ -45,7 +45,7 @@ def test_more_than_is_free_is_refused_and_takes_nothing() -> None:
 
 
 @pytest.mark.parametrize("freed", [[0, 0], [3], [0, 1, 1]])
-def test_a_slot_freed_twice_is_noticed(freed: list[int]) -> None:
+def test_a_slot_freed_twice_is_refused(freed: list[int]) -> None:
     slots = TokenSlots(4)
     slots.alloc(2)
 

@@ -10,7 +10,7 @@ SHAPES = [(1,), (0, 8), (37, 129), (3 * BUFFER_BYTES // 4096, 1024), (2, BUFFER_
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_all_tensors_are_there_at_the_end(device: str) -> None:
+def test_all_tensors_are_copied_on_exit(device: str) -> None:
     tensors = [torch.arange(torch.Size(shape).numel()).float().view(shape) for shape in SHAPES * 5]
     targets = [torch.empty_like(tensor, device=device) for tensor in tensors]
 
@@ -22,7 +22,7 @@ def test_all_tensors_are_there_at_the_end(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_part_of_a_tensor_in_another_data_type_goes_into_a_part_of_a_weight(device: str) -> None:
+def test_part_of_a_tensor_in_another_dtype_is_copied_into_part_of_a_weight(device: str) -> None:
     tensor, weight = torch.arange(8000.0).view(80, 100), torch.zeros(120, 25, device=device, dtype=torch.bfloat16)
 
     with Upload() as upload:
@@ -33,17 +33,17 @@ def test_a_part_of_a_tensor_in_another_data_type_goes_into_a_part_of_a_weight(de
 
 
 @pytest.mark.gpu
-def test_a_copy_that_fails_is_told() -> None:
+def test_a_failed_copy_raises_on_exit() -> None:
     with pytest.raises(RuntimeError, match="size"), Upload() as upload:
         upload.copy(torch.empty(4, 5, device="cuda"), torch.empty(4, 6))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_error_of_the_reader_comes_through(device: str) -> None:
+def test_an_error_of_the_reader_is_raised(device: str) -> None:
     def read() -> None:
         with Upload() as upload:
             upload.copy(torch.empty(4, device=device), torch.zeros(4))
-            raise OSError("the file is gone")
+            raise OSError("the file was deleted")
 
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(OSError, match="deleted"):
         read()

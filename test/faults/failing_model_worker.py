@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+from lightserve.common.quantization import UnquantizedLinear
 from lightserve.io_struct import Step
 from lightserve.models.llama.model import LlamaPreAndPostLayerWeight
 from lightserve.utils.process import Boot, Parent, run_child
@@ -25,10 +26,14 @@ class FailingModelWorker(worker.ModelWorker):
         """The model can read the token, and never says it; a head that is the embedding becomes another tensor."""
         weights = self.model.pre_post_weight
         assert isinstance(weights, LlamaPreAndPostLayerWeight)
+        head, embedding = copy.copy(weights.lm_head.method), weights.embedding.method
+        assert isinstance(head, UnquantizedLinear)
+        assert isinstance(embedding, UnquantizedLinear)
         weights.lm_head = copy.copy(weights.lm_head)
-        weights.lm_head.tensor = weights.lm_head.tensor.clone()
-        weights.lm_head.tensor[SPOILT_ID] = 0
-        weights.embedding.tensor[SPOILT_ID] = float("nan")
+        weights.lm_head.method = head
+        head.weight = head.weight.clone()
+        head.weight[SPOILT_ID] = 0
+        embedding.weight[SPOILT_ID] = float("nan")
 
 
 def main(boot: Boot, parent: Parent) -> None:

@@ -1,4 +1,4 @@
-"""Requests fed to a model as a worker feeds them: slots anywhere, lengths unequal, tokens in pieces."""
+"""Runs requests on a model as a worker does: scattered slots, unequal lengths, prompts in chunks."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightserve.common.basemodel import ModelInput, TpPartBaseModel
+from lightserve.common.basemodel import LogitRows, ModelInput, TpPartBaseModel
 from lightserve.common.kv.token_slots import TokenSlots
 from lightserve.common.ops import AttnBatch
 
 
 class Session:
-    """Slots come in random order, and a slot that holds no token holds NaN, so that reading it shows."""
+    """Slots come in random order. A slot without a token contains NaN, so that reading it shows in the logits."""
 
     def __init__(self, model: TpPartBaseModel) -> None:
         self.model = model
         self.device = model.device
         self.free_slots = TokenSlots(model.mem_manager.size)
         self._place = np.random.default_rng(1).permutation(model.mem_manager.size).astype(np.int32)
-        self._slots: dict[int, list[int]] = {}  # by row, as the allocator names them
-        model.mem_manager.kv_buffer.fill_(float("nan"))
+        self._slots: dict[int, list[int]] = {}  # by row, as numbered by the allocator
+        for buffer in model.mem_manager.buffers:
+            buffer.fill_(float("nan"))
 
-    def step(self, new_tokens: dict[int, list[int]], *, all_logits: bool = False) -> Tensor:
-        """Append tokens to the requests in the given rows; logits of each request's last token."""
+    def step(self, new_tokens: dict[int, list[int]], *, logit_rows: LogitRows | Tensor = LogitRows.LAST) -> Tensor:
+        """Append tokens to the requests in the given rows; the logits of ``logit_rows``."""
+        return self.model.forward(self.input_of(new_tokens, logit_rows)).cpu()
+
+    def input_of(self, new_tokens: dict[int, list[int]], logit_rows: LogitRows | Tensor = LogitRows.LAST) -> ModelInput:
         ready = {row: len(self._slots.setdefault(row, [])) for row in new_tokens}
         for row, tokens in new_tokens.items():
             self._slots[row] += self.free_slots.alloc(len(tokens)).tolist()
@@ -39,19 +43,19 @@ class Session:
         )
         ids = torch.tensor([t for tokens in new_tokens.values() for t in tokens], device=self.device)
         positions = [ready[row] + i for row, tokens in new_tokens.items() for i in range(len(tokens))]
-        step = ModelInput(ids, self._ints(positions), self._ints(slots), attn, max(q_len) > 1, all_logits)
-        return self.model.forward(step).cpu()
+        return ModelInput(ids, self._ints(positions), self._ints(slots), attn, max(q_len) > 1, logit_rows)
 
     def share_prefix(self, donor: int, row: int, length: int) -> None:
-        """The request in ``row`` starts with the first tokens of another, in the same slots."""
+        """Start the request in ``row`` with the first tokens of another, in the same slots."""
         self._slots[row] = self._slots[donor][:length]
         self._write_row(row)
 
     def finish(self, row: int) -> None:
-        """The request leaves; its slots are free and hold garbage."""
+        """Remove the request and free its slots."""
         slots = np.array(self._slots.pop(row), dtype=np.int32)
         self.free_slots.free(slots)
-        self.model.mem_manager.kv_buffer[:, self._place[slots]] = float("nan")
+        for buffer in self.model.mem_manager.buffers:
+            buffer[:, self._place[slots]] = float("nan")
 
     def _write_row(self, row: int) -> None:
         places = torch.from_numpy(self._place[self._slots[row]])

@@ -14,7 +14,7 @@ from test.models.tiny import build_hf, build_ours
 PROMPT = [5, 17, 3, 99, 42]
 
 
-def test_a_callback_sees_the_intermediate_it_asked_for_in_prefill_and_decode() -> None:
+def test_a_callback_receives_its_intermediate_in_prefill_and_decode() -> None:
     model = build_ours(build_hf("llama-gqa"))
     seen: list[tuple[str, tuple[int, ...]]] = []
     hooks = hooks_of(model)
@@ -29,17 +29,17 @@ def test_a_callback_sees_the_intermediate_it_asked_for_in_prefill_and_decode() -
     assert seen == [*prefill, ("layers.0.ffn", (1, 64)), ("layers.1.ffn", (1, 64)), ("logits", (1, 131))]
 
 
-def test_a_model_without_hooks_runs_its_own_methods() -> None:
+def test_a_model_without_callbacks_has_no_observer() -> None:
     model = build_ours(build_hf("llama-gqa"))
     remove = hooks_of(model).register("*", lambda name, value: pytest.fail("called after it was removed"))
 
     remove()
 
-    assert "_ffn" not in vars(model.layers_infer[0])
+    assert model.observer is None
     Session(model).step({0: PROMPT})
 
 
-def test_hooks_come_and_go_without_disturbing_one_another() -> None:
+def test_removing_a_callback_leaves_the_others() -> None:
     model = build_ours(build_hf("llama-gqa"))
     seen: list[str] = []
     remove_first = hooks_of(model).register("logits", lambda name, value: seen.append("first"))
@@ -57,7 +57,7 @@ def test_hooks_come_and_go_without_disturbing_one_another() -> None:
     assert seen == ["first", "second", "second"]
 
 
-def test_a_name_that_no_intermediate_has_is_refused() -> None:
+def test_an_unknown_intermediate_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"layers\.9\.ffn"):
         hooks_of(build_ours(build_hf("llama-gqa"))).register("layers.9.ffn", print)
 
@@ -72,7 +72,7 @@ def test_recorded_layers_are_the_hidden_states_of_transformers(name: str) -> Non
     assert first_difference(differences, 1e-4) is None
 
 
-def test_the_dump_names_the_first_layer_that_differs() -> None:
+def test_the_comparison_names_the_first_layer_that_differs() -> None:
     hf = build_hf("llama-gqa")
     model = build_ours(hf)
     _break_second_norm(model)
@@ -87,7 +87,7 @@ def _break_second_norm(model: Any) -> None:
     model.layer_weights[0].ffn_norm.tensor += 0.1
 
 
-def test_recording_copies_what_the_layers_change_in_place() -> None:
+def test_recorded_values_are_copies() -> None:
     hf = build_hf("llama-gqa")
     model = build_ours(hf)
 

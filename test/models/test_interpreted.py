@@ -1,4 +1,4 @@
-"""Whole models on the Triton kernels where there is no GPU; where there is one, test_parity.py runs them."""
+"""Whole models on the Triton kernels without a GPU. On a GPU test_parity.py runs the kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test.models.tiny import build_hf, build_ours, hf_logits
 
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All of them: norm and product of few rows are one kernel in bfloat16, which the interpreter cannot multiply."""
+    """Include the fused norm and linear: it serves bfloat16, which the interpreter cannot multiply."""
     monkeypatch.setattr(norm_linear, "DTYPES", (torch.float32,))
     ops.use_backend("triton")
     yield

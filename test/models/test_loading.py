@@ -1,4 +1,4 @@
-"""One pass over a checkpoint, and every mistake in it named with its file."""
+"""Loading is one pass over a checkpoint, and every error names the tensor and its file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.errors import CheckpointError, ModelFilesError
 from lightserve.models.registry import get_model_class
 from test.models.session import Session
@@ -27,7 +27,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 def build(hf: Any, checkpoint: Tensors | None) -> TpPartBaseModel:
     config = ModelConfig.from_hf(hf.config.to_dict())
-    args = ModelArgs(config, torch.float32, torch.device("cpu"), TpGroup(), checkpoint, 64, 4, 64)
+    args = ModelArgs(config, torch.float32, torch.device("cpu"), Parallel(), checkpoint, 64, 4, 64)
     return get_model_class(config.model_type)(args)
 
 
@@ -61,7 +61,7 @@ def test_a_wrongly_typed_tensor_is_named_with_its_file() -> None:
         build(hf, checkpoint)
 
 
-def test_an_8_bit_float_is_refused_since_its_scale_would_be_ignored() -> None:
+def test_an_8_bit_float_is_refused_because_its_scale_would_be_ignored() -> None:
     hf = build_hf("llama-gqa")
     checkpoint = changed(hf, lambda t: t._replace(tensor=t.tensor.to(torch.float8_e4m3fn)) if t.name == NORM else t)
 
@@ -78,7 +78,7 @@ def test_a_misshapen_fused_projection_is_named_with_its_file() -> None:
         build(hf, checkpoint)
 
 
-def test_extra_tensors_are_named_with_their_file_and_the_model_loads(log: pytest.LogCaptureFixture) -> None:
+def test_unused_tensors_are_named_with_their_file_and_the_model_loads(log: pytest.LogCaptureFixture) -> None:
     hf = build_hf("llama-gqa")
 
     def with_extra() -> Tensors:
@@ -90,7 +90,47 @@ def test_extra_tensors_are_named_with_their_file_and_the_model_loads(log: pytest
     assert "model.layers.0.vision.weight (shard-7.safetensors)" in log.text
 
 
-def test_a_tied_head_that_the_checkpoint_repeats_is_no_mistake(log: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("name", "layer"), [("llama-gqa", "model.layers.1"), ("bloom-8-heads", "h.1")])
+def test_a_checkpoint_with_more_layers_than_the_config_is_refused(name: str, layer: str) -> None:
+    hf = build_hf(name)
+    checkpoint = [tensor._replace(file="shard-7.safetensors") for tensor in checkpoint_of(hf)]
+    hf.config.num_hidden_layers = 1
+
+    with pytest.raises(CheckpointError, match=rf"has layers 0 to 1, .* says 1: {layer}\..* \(shard-7\.safetensors\)"):
+        build(hf, iter(checkpoint))
+
+
+def test_layers_of_another_kind_behind_the_last_are_a_warning(log: pytest.LogCaptureFixture) -> None:
+    """DeepSeek and GLM store layers for multi-token prediction there: decoder layers with more tensors."""
+    hf = build_hf("llama-gqa")
+
+    def with_mtp_layer() -> Tensors:
+        for tensor in checkpoint_of(hf):
+            yield tensor
+            if ".layers.1." in tensor.name:
+                yield tensor._replace(name=tensor.name.replace(".layers.1.", ".layers.2."))
+        yield CheckpointTensor("model.layers.2.eh_proj.weight", torch.ones(3), "memory")
+
+    build(hf, with_mtp_layer())
+
+    assert "not used: 10 tensors: model.layers.2.self_attn.q_proj.weight (memory), " in log.text
+    assert "and 2 more" in log.text
+
+
+def test_part_of_a_layer_behind_the_last_is_a_warning(log: pytest.LogCaptureFixture) -> None:
+    hf = build_hf("llama-gqa")
+
+    def with_leftover() -> Tensors:
+        yield from checkpoint_of(hf)
+        yield CheckpointTensor("model.layers.2.input_layernorm.weight", torch.ones(64), "memory")
+        yield CheckpointTensor("vision.layers.0.self_attn.q_proj.weight", torch.ones(64), "memory")
+
+    build(hf, with_leftover())
+
+    assert "not used: 2 tensors: model.layers.2.input_layernorm.weight (memory), vision.layers.0" in log.text
+
+
+def test_a_tied_head_in_the_checkpoint_is_not_reported(log: pytest.LogCaptureFixture) -> None:
     hf = build_hf("qwen2-tied")
     assert "lm_head.weight" in hf.state_dict()
 
@@ -129,7 +169,7 @@ def test_dummy_weights_have_the_shape_of_the_config_and_give_finite_logits(name:
         ({"rope_scaling": {"type": "linear"}}, "rope type 'linear' needs a factor"),
     ],
 )
-def test_a_config_that_asks_for_what_we_do_not_do_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_an_unsupported_config_is_refused(changes: dict[str, Any], message: str) -> None:
     hf = build_hf("llama-gqa")
     hf_config = {**hf.config.to_dict(), "rope_parameters": None, **changes}
     hf.config.to_dict = lambda: hf_config
@@ -142,7 +182,7 @@ MEASURE = """
 import json, resource, sys, torch
 from lightserve.common.basemodel import ModelArgs, ModelConfig
 from lightserve.common.checkpoint.reader import open_checkpoint
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel, RankGroup
 from lightserve.model_files.source import resolve
 from lightserve.models.llama.model import LlamaTpPartModel
 
@@ -152,7 +192,8 @@ def peak():
 source = resolve(sys.argv[1])
 config = ModelConfig.from_hf(source.hf_config())
 before = peak()
-args = ModelArgs(config, torch.float32, torch.device("cpu"), TpGroup(1, 2), open_checkpoint(source), 64, 4, 64)
+parallel = Parallel(tp=RankGroup(1, 2))
+args = ModelArgs(config, torch.float32, torch.device("cpu"), parallel, open_checkpoint(source), 64, 4, 64)
 model = LlamaTpPartModel(args)
 layers = [model.pre_post_weight, *model.layer_weights]
 own = sum(p.into.nbytes for layer in layers for p in layer.pieces() if p.into is not None)

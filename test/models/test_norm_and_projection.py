@@ -1,8 +1,8 @@
-"""Norm and product are one op in a plain model, and two steps for whoever listens to them or overrides one."""
+"""A norm and the linear behind it are one op in a plain layer, and two with an observer or an overridden hook."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightserve.common import basemodel as bm, ops
 from lightserve.common.basemodel.hooks import recorded
-from lightserve.models.llama.model import LlamaTransformerLayerInfer
 from test.models.session import Session
 from test.models.tiny import build_hf, build_ours
 
@@ -21,10 +20,10 @@ FUSED = ("add_rms_norm_linear", "add_rms_norm_gate_up")
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The fused ops that were called; the coarser one calls the finer."""
+    """The fused ops that were called; add_rms_norm_gate_up calls add_rms_norm_linear."""
     names: list[str] = []
 
-    def noting(name: str) -> Any:
+    def counting(name: str) -> Any:
         def call(*args: Any) -> Any:
             names.append(name)
             return ops.OPS[name].impls[ops.REFERENCE](*args)
@@ -32,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     for name in FUSED:
-        monkeypatch.setattr(ops.OPS[name], "_active", noting(name))
+        monkeypatch.setattr(ops.OPS[name], "_active", counting(name))
     return names
 
 
@@ -43,23 +42,23 @@ def logits_of(model: bm.TpPartBaseModel) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "linear", "gate_up"), [("llama-gqa", 3, 2), ("qwen2-tied", 3, 2), ("qwen3", 2, 2), ("bloom-8-heads", 0, 0)]
 )
-def test_plain_layers_compute_norm_and_product_at_once(name: str, linear: int, gate_up: int, calls: list[str]) -> None:
+def test_plain_layers_compute_norm_and_linear_in_one_op(name: str, linear: int, gate_up: int, calls: list[str]) -> None:
     logits_of(build_ours(build_hf(name)))
 
     assert (calls.count(FUSED[0]), calls.count(FUSED[1])) == (linear, gate_up)
 
 
-def test_whoever_listens_gets_the_norms_too(calls: list[str]) -> None:
+def test_an_observer_receives_the_norms_too(calls: list[str]) -> None:
     model = build_ours(build_hf("llama-gqa"))
     plain = logits_of(model)
     calls.clear()
 
     with recorded(model) as values:
-        listened = logits_of(model)
+        observed = logits_of(model)
 
     assert calls == []
     assert {"layers.1.att_norm", "layers.1.ffn_norm", "layers.1.ffn"} <= values.keys()
-    torch.testing.assert_close(listened, plain)
+    torch.testing.assert_close(observed, plain)
 
 
 @pytest.mark.parametrize("hook", ["_att_norm", "_get_qkv", "_ffn_norm", "_ffn"])
@@ -72,15 +71,21 @@ def test_a_hook_that_a_subclass_overrides_runs_in_every_layer(hook: str) -> None
         layers.append(self.layer_num)
         return getattr(super(layer_class, self), hook)(*args)
 
-    layer_class = type("Noting", (LlamaTransformerLayerInfer,), {hook: noting})
+    layer_class = type("Noting", (bm.RotaryDecoderLayerInferTpl,), {hook: noting})
     model.layers_infer = [layer_class(i, model.config, model.tp) for i in range(2)]
 
     assert torch.equal(logits_of(model), plain)
     assert layers == [0, 1]
 
 
-class NormOfOnePlus(bm.RmsNormWeight):
-    """The checkpoint holds the weight less one."""
+class NormOfOnePlus(bm.NormWeight):
+    """The checkpoint holds the weight minus one."""
+
+    def __init__(self, norm: bm.RmsNormWeight) -> None:
+        self.tensor, self.eps = norm.tensor - 1, norm.eps
+
+    def pieces(self) -> Iterator[bm.Piece]:
+        yield from ()
 
     def norm(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.tensor + 1, self.eps)
@@ -89,31 +94,39 @@ class NormOfOnePlus(bm.RmsNormWeight):
         return ops.add_rms_norm(x, residual, self.tensor + 1, self.eps)
 
 
-class Halved(bm.ColumnWeight):
+class HalvedLinear(bm.LinearMethod):
+    """Stores half of the weight; offers no fused op."""
+
+    def __init__(self, method: bm.UnquantizedLinear) -> None:
+        self.half = method.weight / 2
+
+    def pieces(self) -> Iterator[bm.Piece]:
+        yield from ()
+
     def mm(self, x: Tensor) -> Tensor:
-        return 2 * super().mm(x)
+        return 2 * ops.linear(x, self.half)
 
 
-def of_one_plus(norm: Any) -> None:
-    norm.__class__ = NormOfOnePlus
-    norm.tensor -= 1
+def use_norm_of_one_plus(layer: Any) -> None:
+    layer.att_norm, layer.ffn_norm = NormOfOnePlus(layer.att_norm), NormOfOnePlus(layer.ffn_norm)
 
 
-def halved(projection: Any) -> None:
-    projection.__class__ = Halved
-    projection.tensor /= 2
+def use_halved_linear(layer: Any) -> None:
+    for weight in (layer.qkv_proj, layer.gate_up_proj):
+        weight.method = HalvedLinear(weight.method)
 
 
-@pytest.mark.parametrize(
-    ("change", "names"), [(of_one_plus, ("att_norm", "ffn_norm")), (halved, ("qkv_proj", "gate_up_proj"))]
-)
-def test_a_weight_that_computes_otherwise_is_asked(change: Callable[[Any], None], names: tuple[str, str]) -> None:
+@pytest.mark.parametrize("change", [use_norm_of_one_plus, use_halved_linear])
+def test_a_norm_or_linear_that_offers_no_fused_op_computes_its_own_way(
+    change: Callable[[Any], None], calls: list[str]
+) -> None:
     model = build_ours(build_hf("llama-gqa"))
     plain = logits_of(model)
     for weights in model.layer_weights:
-        for name in names:
-            change(getattr(weights, name))
+        change(weights)
+    calls.clear()
 
     changed = logits_of(model)
 
+    assert calls == []
     torch.testing.assert_close(changed, plain)

@@ -1,4 +1,4 @@
-"""Every model gives the logits of its counterpart in transformers, however the tokens arrive."""
+"""Every model gives the logits of transformers, for any split of the tokens into steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from lightserve.common import (
     ops,
     triton_kernel,  # noqa: F401  registers its backend
 )
+from lightserve.common.basemodel import LogitRows
 from test.models.session import Session
 from test.models.tiny import HF_CONFIGS, LLAMA, build_hf, build_ours, hf_logits
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-# of the largest logit: what rounding explains through two layers, measured at about a third of it
+# relative to the largest logit; rounding through two layers was measured at about a third of this
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 PROMPTS = [[5, 17, 3, 99, 42, 8, 1, 77, 23, 64, 11, 9, 30], [77, 2, 130], [64], [1, 2, 3, 4, 5, 6, 7, 8]]
 
@@ -52,11 +53,50 @@ def test_ragged_prompts_prefill_into_scattered_slots(name: str) -> None:
 def test_every_position_of_a_prompt_has_its_logits(name: str) -> None:
     hf = build_hf(name)
 
-    ours = Session(build_ours(hf, device=DEVICE)).step({0: PROMPTS[0], 1: PROMPTS[1]}, all_logits=True)
+    ours = Session(build_ours(hf, device=DEVICE)).step({0: PROMPTS[0], 1: PROMPTS[1]}, logit_rows=LogitRows.ALL)
 
     with torch.inference_mode():
         theirs = [hf(torch.tensor([prompt])).logits[0] for prompt in PROMPTS[:2]]
     assert_same(ours, torch.cat(theirs))
+
+
+@pytest.mark.parametrize("rows", [[0], [4, 1, 1, 15], []])
+def test_any_rows_of_a_step_can_have_logits(rows: list[int]) -> None:
+    hf = build_hf("llama-gqa")
+    model = build_ours(hf, device=DEVICE)
+
+    ours = Session(model).step({0: PROMPTS[0], 1: PROMPTS[1]}, logit_rows=torch.tensor(rows, device=DEVICE).long())
+
+    with torch.inference_mode():
+        theirs = torch.cat([hf(torch.tensor([prompt])).logits[0] for prompt in PROMPTS[:2]])[rows]
+    assert ours.shape == theirs.shape
+    if rows:
+        assert_same(ours, theirs)
+
+
+def test_a_decode_step_can_have_the_logits_of_some_requests() -> None:
+    hf = build_hf("llama-gqa")
+    session = Session(build_ours(hf, device=DEVICE))
+    session.step(dict(enumerate(PROMPTS)))
+
+    ours = session.step({i: [40 + i] for i in range(4)}, logit_rows=torch.tensor([2, 0], device=DEVICE))
+
+    assert_same(ours, hf_logits(hf, [[*PROMPTS[2], 42], [*PROMPTS[0], 40]]))
+
+
+def test_logits_can_be_computed_a_few_rows_at_a_time() -> None:
+    hf = build_hf("llama-gqa")
+    session = Session(build_ours(hf, device=DEVICE))
+    step = session.input_of({0: PROMPTS[0], 1: PROMPTS[1]})
+    hidden = session.model.hidden_states(step)
+
+    pieces = [session.model.logits(hidden, torch.arange(i, i + 4, device=DEVICE)) for i in range(0, 16, 4)]
+    last = session.model.logits(hidden)
+
+    with torch.inference_mode():
+        theirs = torch.cat([hf(torch.tensor([prompt])).logits[0] for prompt in PROMPTS[:2]])
+    assert_same(torch.cat(pieces).cpu(), theirs)
+    assert_same(last.cpu(), theirs[[12, 15]])
 
 
 def test_uneven_chunks_mixed_with_decode_rows(name: str) -> None:

@@ -5,14 +5,14 @@ import torch
 
 from lightserve.common.basemodel.hooks import hooks_of
 from lightserve.common.basemodel.layer_weights.weights import RmsNormWeight, WeightContext
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from test.models.session import Session
 from test.models.tiny import build_hf, build_ours
 
 PROMPT = [5, 17, 3, 99, 42]
 
 
-def test_a_rehearsal_runs_one_layer_of_each_kind_and_then_all_again() -> None:
+def test_one_layer_of_each_kind_runs_inside_the_context_and_all_layers_after_it() -> None:
     model = build_ours(build_hf("llama-gqa"))
     seen: list[str] = []
     hooks_of(model).register("layers.*.ffn", lambda name, value: seen.append(name))
@@ -22,18 +22,18 @@ def test_a_rehearsal_runs_one_layer_of_each_kind_and_then_all_again() -> None:
 
     with model.one_layer_of_each_kind():
         session.step({1: PROMPT})
-    rehearsed = seen[len(everything) :]
+    reduced = seen[len(everything) :]
     again = session.step({2: PROMPT})
 
     assert len(everything) > 1
-    assert len(rehearsed) == 1
+    assert len(reduced) == 1
     assert seen[len(everything) + 1 :] == everything
     torch.testing.assert_close(again, expected, rtol=0, atol=0)
 
 
 def test_layers_with_other_weights_are_of_another_kind() -> None:
     model = build_ours(build_hf("llama-gqa"))
-    context = WeightContext(TpGroup(), torch.float32, model.device)
+    context = WeightContext(Parallel(), torch.float32, model.device)
     first, second = model.layer_weights
 
     assert first.kind() == second.kind()
@@ -44,7 +44,7 @@ def test_layers_with_other_weights_are_of_another_kind() -> None:
         assert model.layer_weights == [first, second]
 
 
-def test_a_rehearsal_that_fails_leaves_all_layers() -> None:
+def test_an_error_inside_the_context_restores_all_layers() -> None:
     model = build_ours(build_hf("llama-gqa"))
     layers = model.layers_infer
 

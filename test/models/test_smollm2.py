@@ -1,4 +1,4 @@
-"""The real default model says what transformers makes it say."""
+"""The default model generates the same text as in transformers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightserve.common.basemodel import LogitRows
 from lightserve.io_struct import FinishReason, GenerationParams
 from lightserve.llm import LLM
 from test.models.session import Session
@@ -53,7 +54,9 @@ def test_perplexity_is_that_of_transformers(llm: LLM, hf: Any) -> None:
     assert len(ids) == 2600
 
     session = Session(llm.worker.model)
-    logits = torch.cat([session.step({0: ids[i : i + 1300]}, all_logits=True) for i in range(0, len(ids), 1300)])
+    logits = torch.cat(
+        [session.step({0: ids[i : i + 1300]}, logit_rows=LogitRows.ALL) for i in range(0, len(ids), 1300)]
+    )
     session.finish(0)
     with torch.inference_mode():
         theirs = hf(torch.tensor([ids])).logits[0]
@@ -65,7 +68,7 @@ def _perplexity(logits: torch.Tensor, ids: list[int]) -> float:
     return math.exp(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])))
 
 
-def test_it_answers_in_english_and_stops_by_itself(llm: LLM) -> None:
+def test_it_answers_in_english_and_stops_at_its_end_token(llm: LLM) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
 
     outs = list(llm.chat(question, GenerationParams.of(max_new_tokens=40, temperature=0)))

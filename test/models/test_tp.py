@@ -1,4 +1,4 @@
-"""Ranks that share a model give the logits of one."""
+"""Tensor parallel ranks give the logits of a single rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from lightserve.common.device import KINDS
-from lightserve.common.tp import TpGroup, init_tp
+from lightserve.common.device import device_named
+from lightserve.common.parallel import ParallelSizes, RankGroup, connect_ranks
 from lightserve.errors import ModelFilesError
 from test.models.session import Session
 from test.models.tiny import HF_CONFIGS, build_hf, build_ours, hf_logits
@@ -25,8 +25,8 @@ def _logits(session: Session) -> torch.Tensor:
 
 def _run_rank(rank: int, size: int, store: str, folder: str) -> None:
     torch.set_num_threads(1)
-    KINDS["cpu"].bind(torch.device("cpu"))
-    tp = init_tp(rank, size, f"file://{store}", "gloo")
+    device_named("cpu").bind(torch.device("cpu"))
+    tp = connect_ranks(rank, ParallelSizes(tp=size), f"file://{store}", "gloo").tp
     for name in HF_CONFIGS:
         ours = _logits(Session(build_ours(build_hf(name), tp)))
         torch.save(ours, f"{folder}/{name}.{rank}.pt")
@@ -35,7 +35,7 @@ def _run_rank(rank: int, size: int, store: str, folder: str) -> None:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    """The logits of every model on every rank, as files; one start of the ranks serves all models."""
+    """The logits of every model on every rank, as files. The ranks start once for all models."""
     folder = tmp_path_factory.mktemp(f"tp{request.param}")
     spawn(_run_rank, args=(request.param, str(folder / "store"), str(folder)), nprocs=request.param)  # type: ignore[no-untyped-call]
     return request.param, folder
@@ -60,4 +60,4 @@ def test_every_rank_has_the_logits_of_one_rank_and_of_transformers(name: str, ra
 @pytest.mark.parametrize(("name", "size"), [("llama-gqa", 3), ("bloom-12-heads", 8)])
 def test_heads_that_do_not_divide_among_the_ranks_are_refused_before_loading(name: str, size: int) -> None:
     with pytest.raises(ModelFilesError, match=f"do not divide among tp={size} ranks"):
-        build_ours(build_hf(name), TpGroup(0, size))
+        build_ours(build_hf(name), RankGroup(0, size))

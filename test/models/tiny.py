@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel, RankGroup
 from lightserve.models.registry import get_model_class
 
 MAX_LEN = 128
@@ -54,7 +54,7 @@ HF_CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def build_hf(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The model in float32, its weights rounded to ``dtype``; biases and norms random, for 0 and 1 hide mistakes."""
+    """The model in float32, weights rounded to ``dtype``. Biases and norms are random, since 0 and 1 hide errors."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(HF_CONFIGS[name]()).float().eval()
     for parameter in model.parameters():
@@ -68,18 +68,18 @@ def checkpoint_of(hf: Any) -> Iterator[CheckpointTensor]:
         yield CheckpointTensor(name, tensor, "memory")
 
 
-ONE_RANK = TpGroup()
+ONE_RANK = RankGroup()
 
 
 def build_ours(
-    hf: Any, tp: TpGroup = ONE_RANK, dtype: torch.dtype = torch.float32, device: str = "cpu", max_len: int = MAX_LEN
+    hf: Any, tp: RankGroup = ONE_RANK, dtype: torch.dtype = torch.float32, device: str = "cpu", max_len: int = MAX_LEN
 ) -> TpPartBaseModel:
     config = ModelConfig.from_hf(hf.config.to_dict())
     args = ModelArgs(
         config=config,
         dtype=dtype,
         device=torch.device(device),
-        tp=tp,
+        parallel=Parallel(tp=tp),
         checkpoint=checkpoint_of(hf),
         max_total_token_num=NUM_SLOTS,
         max_reqs=8,

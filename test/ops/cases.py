@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVarTuple, cast
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ import lightserve.common.cpu_kernel
 import lightserve.common.triton_kernel  # noqa: F401  both register what they implement
 from lightserve.common import ops
 from lightserve.common.ops.registry import Op
+
+Ts = TypeVarTuple("Ts")
 
 
 class Tolerance(TypedDict):
@@ -34,7 +36,7 @@ TOLERANCE: dict[
 }
 NAN = float("nan")
 EPS = 1e-5
-HEAD_DIMS = [64, 80, 96, 128, 256]
+HEAD_DIMS = [64, 80, 96, 128, 256, 320, 512]
 
 
 def backends_of(op: Op[Any, Any]) -> list[str]:
@@ -107,13 +109,19 @@ def ints(values: list[int], device: str, dtype: torch.dtype = torch.int32) -> Te
     return torch.tensor(values, dtype=dtype, device=device)
 
 
+def with_alibi(args: tuple[*Ts, ops.AttnOptions], slopes: Tensor | None) -> tuple[*Ts, ops.AttnOptions]:
+    """Arguments of an attention op, whose last one is its options, with these slopes."""
+    *others, options = args
+    return cast("tuple[*Ts, ops.AttnOptions]", (*others, replace(options, alibi_slopes=slopes)))
+
+
 def alibi_slopes(heads: int, device: str) -> Tensor:
     return torch.tensor([2.0 ** -(1 + i % 8) for i in range(heads)], device=device)
 
 
 def attention_args(
     lens: list[tuple[int, int]], heads: tuple[int, int], dim: int, dtype: torch.dtype, device: str
-) -> tuple[Tensor, Tensor, ops.AttnBatch, float]:
+) -> tuple[Tensor, Tensor, ops.AttnBatch, ops.AttnOptions]:
     """``lens``: (tokens in the cache, new tokens) of each request; ``heads``: of queries, of keys.
 
     The queries are a part of a fused qkv, the cache a layer of a bigger one, the slots scattered. All else is NaN, and
@@ -135,7 +143,7 @@ def attention_args(
     fused = torch.full((tokens, q_heads + 2 * kv_heads, dim), NAN, dtype=dtype, device=device)
     q = fused[:, :q_heads]
     q.copy_(randn(tokens, q_heads, dim, dtype=dtype, device=device, seed=2))
-    return q, cache, batch_of(lens, table, req_idx), dim**-0.5
+    return q, cache, batch_of(lens, table, req_idx), ops.AttnOptions(dim**-0.5)
 
 
 def batch_of(lens: list[tuple[int, int]], table: Tensor, req_idx: list[int]) -> ops.AttnBatch:
@@ -166,16 +174,16 @@ def share_prefixes(cache: Tensor, batch: ops.AttnBatch, groups: Groups) -> ops.A
 
 def context_attention_args(
     lens: list[tuple[int, int]], heads: tuple[int, int], dim: int, dtype: torch.dtype, device: str
-) -> tuple[Tensor, Tensor, Tensor, ops.AttnBatch, float]:
+) -> tuple[Tensor, Tensor, Tensor, ops.AttnBatch, ops.AttnOptions]:
     """As attention_args, with the keys and values of the step's own tokens beside its queries."""
-    q, cache, batch, scale = attention_args(lens, heads, dim, dtype, device)
+    q, cache, batch, options = attention_args(lens, heads, dim, dtype, device)
     fused = torch.cat((q, q.new_empty(len(q), cache.shape[1], dim)), dim=1)
     kv = fused[:, q.shape[1] :]
     row = 0
     for req_idx, (ready, new) in zip(batch.b_req_idx.tolist(), lens, strict=True):
         kv[row : row + new] = cache[batch.req_to_token[req_idx, ready : ready + new].long()]
         row += new
-    return fused[:, : q.shape[1]], kv, cache, batch, scale
+    return fused[:, : q.shape[1]], kv, cache, batch, options
 
 
 def penalties_of(entries: list[tuple[int, int, int]], shape: tuple[int, int], device: str) -> ops.Penalties:
@@ -277,7 +285,7 @@ def _penalties_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return logits, penalties_of([(row, row + 1, row) for row in range(tokens)], (tokens, logits.shape[1]), device)
 
 
-def _cut_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+def _top_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     b_floats = [torch.full((tokens,), value, device=device) for value in (0.9, 0.01)]
     return (_logits(tokens, device), ints([5] * tokens, device), *b_floats)
 
@@ -286,7 +294,7 @@ def _typical_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return _logits(tokens, device), torch.full((tokens,), 0.5, device=device)
 
 
-def _choose_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+def _sample_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     b_seed, b_position = ints([7] * tokens, device, torch.int64), ints([3] * tokens, device)
     logits, rows, bitmask = _mask_args(tokens, dtype, device)
     return logits.to(dtype), torch.arange(tokens, device=device) / 2, b_seed, b_position, ops.TokenMasks(rows, bitmask)
@@ -314,10 +322,10 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "add_rms_norm_linear": _norm_linear_args,
     "add_watermark": _watermark_args,
     "apply_penalties": _penalties_args,
-    "choose": _choose_args,
+    "sample": _sample_args,
     "context_attention": _context_attention_args,
-    "cut_atypical": _typical_args,
-    "cut_logits": _cut_args,
+    "typical_p": _typical_args,
+    "top_k_top_p_min_p": _top_args,
     "gelu": _activation_args,
     "gelu_and_mul": _activation_args,
     "gelu_tanh": _activation_args,

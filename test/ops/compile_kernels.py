@@ -1,13 +1,18 @@
-"""Compile for an H200, without a GPU, all that the wrappers would launch; prints what came of it as JSON.
+"""Compile all that the wrappers launch, for a GPU that is not there; print the result as JSON.
 
-The wrappers run on CPU tensors with Triton told that an sm_90 is there, and each launch stops after the compiler: so a
-kernel is compiled with the very types, constants and alignments its wrapper passes. Runs as a process of its own,
-because Triton decides on import whether it interprets.
+    python -m test.ops.compile_kernels 89 heavy
+
+The arguments are a compute capability and which kernels: ``all``, those and ``every head_dim``, or ``heavy``, which use
+much shared memory. The wrappers run on CPU tensors while Triton is told that such a GPU is there, and each launch stops
+after the compiler. So a kernel is compiled with the very types, constants and alignments that its wrapper passes. This
+runs as a process of its own, because Triton decides on import whether it interprets.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,25 +20,30 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from lightserve.common import ops
+from lightserve.common import ops, triton_kernel
 from lightserve.common.compile.server import AbsentGpu
-from lightserve.common.triton_kernel import linear, norm_linear
-from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args, share_prefixes
+from lightserve.common.device.profile import KIB, gpu_profile
+from lightserve.common.triton_kernel import fixed_order, linear, norm_linear
+from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
+from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args, share_prefixes, with_alibi
 
 BACKENDS = ("triton", ops.fixed_order("triton"))
-HEAD_DIMS = (80, 128, 256)  # padded, the usual, and the largest; ARGS holds 64
+HEAD_DIMS = (80, 128, 256)  # padded, the usual, and large; ARGS holds 64
+HEAVY_HEAD_DIMS = {torch.float32: (256,), torch.bfloat16: (128, 512)}  # where tiles take most of shared memory
+# multiprocessors, KiB of shared memory a thread block: A100, L4, H200, B200
+CARDS = {80: (108, 163), 89: (58, 99), 90: (132, 227), 100: (148, 227)}
 
 
-class AbsentH200(AbsentGpu):
-    def __init__(self) -> None:
-        super().__init__(GPUTarget("cuda", 90, 32))
+class AbsentCard(AbsentGpu):
+    def __init__(self, capability: int) -> None:
+        super().__init__(GPUTarget("cuda", capability, 32))
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 class Compiler:
-    """Stands in for ``JITFunction.run``; notes of each kernel in each dtype the shared memory, or what went wrong."""
+    """Replaces ``JITFunction.run``; records the shared memory of each kernel in each dtype, or the error."""
 
     def __init__(self) -> None:
         self.dtype = ""
@@ -41,8 +51,8 @@ class Compiler:
         self.errors: dict[str, str] = {}
         self._run = JITFunction.run
 
-    def install(self) -> None:
-        driver.set_active(AbsentH200())
+    def install(self, capability: int) -> None:
+        driver.set_active(AbsentCard(capability))
         JITFunction.run = lambda *args, **kwargs: self.compile(*args, **kwargs)
 
     def compile(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -56,22 +66,34 @@ class Compiler:
         by_dtype[self.dtype] = max(by_dtype.get(self.dtype, 0), compiled.metadata.shared)
 
 
-def call_every_wrapper(dtype: torch.dtype) -> None:
+def compile_every_wrapper(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
     for backend in BACKENDS:
         for name, op in ops.OPS.items():
             if backend in op.impls:
                 op.impls[backend](*ARGS[name](16, dtype, "cpu"))
-        for dim in HEAD_DIMS:
-            shape = ([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
-            ops.context_attention.impls[backend](*context_attention_args(*shape), torch.ones(8))
-            ops.token_attention.impls[backend](*attention_args(*shape), torch.ones(8))
-    q, cache, batch, scale = attention_args([(700, 1), (800, 1)], (8, 2), HEAD_DIMS[-1], dtype, "cpu")
-    ops.token_attention.impls["triton"](q, cache, share_prefixes(cache, batch, [(0, 2, 600)]), scale)
-    ops.choose.impls["triton"](*ARGS["choose"](16, dtype, "cpu")[:4])  # without masks
+    ops.sample.impls["triton"](*ARGS["sample"](16, dtype, "cpu")[:4])  # without masks
+    compile_heavy(dtype, head_dims)
+
+
+def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
+    """The kernels with large tiles, at the largest number of rows that their rules allow."""
+    for dim in head_dims:
+        shape = ([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
+        for backend in BACKENDS:
+            ops.context_attention.impls[backend](*with_alibi(context_attention_args(*shape), torch.ones(8)))
+            ops.token_attention.impls[backend](*with_alibi(attention_args(*shape), torch.ones(8)))
+    q, cache, batch, options = attention_args([(700, 1), (800, 1)], (8, 2), head_dims[-1], dtype, "cpu")
+    ops.token_attention.impls["triton"](q, cache, share_prefixes(cache, batch, [(0, 2, 600)]), options)
+    compile_linear(dtype)
+    compile_norm_linear(dtype)
+
+
+def compile_linear(dtype: torch.dtype) -> None:
+    weight = torch.ones(128, 2048, dtype=dtype)
     for config in (linear.NARROW, linear.WIDE):
         for rows in (8, 32):
-            linear.multiply(torch.ones(rows, 2048, dtype=dtype), torch.ones(128, 2048, dtype=dtype), None, config)
-    compile_norm_linear(dtype)
+            linear.multiply(torch.ones(rows, 2048, dtype=dtype), weight, None, config)
+    fixed_order.linear(torch.ones(64, 2048, dtype=dtype), weight)
 
 
 def compile_norm_linear(dtype: torch.dtype) -> None:
@@ -82,10 +104,19 @@ def compile_norm_linear(dtype: torch.dtype) -> None:
         norm_linear.multiply(x, x, norm_weight, 1e-5, weight, None, config=config, is_gated=is_gated)
 
 
-if __name__ == "__main__":
+def main(capability: int, which: str) -> None:
     compiler = Compiler()
-    compiler.install()
+    compiler.install(capability)
+    multiprocessors, shared_kib = CARDS[capability]
+    triton_kernel.use_profile(gpu_profile(f"sm_{capability}", multiprocessors, shared_kib * KIB))
     for dtype in FLOATS:
         compiler.dtype = str(dtype).removeprefix("torch.")
-        call_every_wrapper(dtype)
+        if which == "heavy" and dtype in HEAVY_HEAD_DIMS:
+            compile_heavy(dtype, HEAVY_HEAD_DIMS[dtype])
+        elif which != "heavy":
+            compile_every_wrapper(dtype, (*HEAD_DIMS, MAX_HEAD_DIM) if which == "every head_dim" else HEAD_DIMS)
     print(json.dumps({"shared_bytes": compiler.shared_bytes, "errors": compiler.errors}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

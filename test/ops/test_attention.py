@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import _token_items, token_attention
+from lightserve.common.device.profile import H200
+from lightserve.common.triton_kernel import _card, _token_splits, token_attention
 from test.ops.cases import (
     HEAD_DIMS,
     NAN,
@@ -32,11 +33,11 @@ DECODE = [(length - 1, 1) for length in (1, 2, 32, 33, 129, 300)]
 @each_backend_and_dtype(ops.token_attention)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_token_attention_matches_its_definition_at_every_head_dim(backend: str, dtype: torch.dtype, dim: int) -> None:
-    q, cache, batch, scale = attention_args(DECODE, (2, 1), dim, dtype, device_of(backend))
+    q, cache, batch, options = attention_args(DECODE, (2, 1), dim, dtype, device_of(backend))
 
-    out = ops.token_attention.impls[backend](q, cache, batch, scale)
+    out = ops.token_attention.impls[backend](q, cache, batch, options)
 
-    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale), dtype)
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), dtype)
 
 
 @each_backend_and_dtype(ops.token_attention)
@@ -45,21 +46,21 @@ def test_token_attention_matches_its_definition_at_every_head_dim(backend: str, 
 def test_token_attention_shares_kv_heads_among_a_group(
     backend: str, dtype: torch.dtype, heads: tuple[int, int], has_alibi: bool
 ) -> None:
-    q, cache, batch, scale = attention_args([(139, 1), (6, 1)], heads, 64, dtype, device_of(backend))
-    slopes = alibi_slopes(heads[0], device_of(backend)) if has_alibi else None
+    q, cache, batch, options = attention_args([(139, 1), (6, 1)], heads, 64, dtype, device_of(backend))
+    options = replace(options, alibi_slopes=alibi_slopes(heads[0], device_of(backend)) if has_alibi else None)
 
-    out = ops.token_attention.impls[backend](q, cache, batch, scale, slopes)
+    out = ops.token_attention.impls[backend](q, cache, batch, options)
 
-    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale, slopes), dtype)
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), dtype)
 
 
 @each_backend_and_dtype(ops.token_attention)
 def test_token_attention_reads_a_context_longer_than_all_its_splits(backend: str, dtype: torch.dtype) -> None:
-    q, cache, batch, scale = attention_args([(4999, 1)], (1, 1), 64, dtype, device_of(backend))
+    q, cache, batch, options = attention_args([(4999, 1)], (1, 1), 64, dtype, device_of(backend))
 
-    out = ops.token_attention.impls[backend](q, cache, batch, scale)
+    out = ops.token_attention.impls[backend](q, cache, batch, options)
 
-    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale), dtype)
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), dtype)
 
 
 @each_backend_and_dtype(ops.token_attention)
@@ -67,57 +68,65 @@ def test_token_attention_reads_a_context_longer_than_all_its_splits(backend: str
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_token_attention_of_a_ragged_batch(backend: str, dtype: torch.dtype, dim: int, group: int) -> None:
     lens = [(length - 1, 1) for length in (190, 1, 64, 65)]
-    q, cache, batch, scale = attention_args(lens, (2 * group, 2), dim, dtype, device_of(backend))
-    slopes = alibi_slopes(2 * group, device_of(backend))
+    q, cache, batch, options = attention_args(lens, (2 * group, 2), dim, dtype, device_of(backend))
+    options = replace(options, alibi_slopes=alibi_slopes(2 * group, device_of(backend)))
 
-    out = ops.token_attention.impls[backend](q, cache, batch, scale, slopes)
+    out = ops.token_attention.impls[backend](q, cache, batch, options)
 
-    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale, slopes), dtype)
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), dtype)
 
 
 @each_backend_and_dtype(ops.token_attention)
 def test_token_attention_of_padded_rows_leaves_the_others_as_they_are(backend: str, dtype: torch.dtype) -> None:
-    q, cache, batch, scale = attention_args([(299, 1), (6, 1), *[(0, 1)] * 6], (4, 2), 64, dtype, device_of(backend))
+    q, cache, batch, options = attention_args([(299, 1), (6, 1), *[(0, 1)] * 6], (4, 2), 64, dtype, device_of(backend))
     batch.b_req_idx[2:] = 0  # one row of the table for all that pad
     batch.req_to_token[0] = batch.req_to_token[batch.b_req_idx[0], 0]
 
-    out = ops.token_attention.impls[backend](q, cache, batch, scale)
+    out = ops.token_attention.impls[backend](q, cache, batch, options)
 
-    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale), dtype)
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), dtype)
 
 
 @each_backend_and_dtype(ops.token_attention)
 def test_token_attention_of_a_step_gives_each_layer_its_own(backend: str, dtype: torch.dtype) -> None:
-    q, cache, batch, scale = attention_args([(299, 1), (6, 1)], (4, 2), 64, dtype, device_of(backend))
+    q, cache, batch, options = attention_args([(299, 1), (6, 1)], (4, 2), 64, dtype, device_of(backend))
 
-    outs = [ops.token_attention.impls[backend](q, layer, batch, scale) for layer in (cache, -cache, cache)]
+    outs = [ops.token_attention.impls[backend](q, layer, batch, options) for layer in (cache, -cache, cache)]
 
-    assert_close(outs[1], ops.token_attention(wide(q), -wide(cache), batch, scale), dtype)
+    assert_close(outs[1], ops.token_attention(wide(q), -wide(cache), batch, options), dtype)
     assert torch.equal(outs[0], outs[2])
 
 
 def test_triton_refuses_heads_that_cannot_share_the_cache() -> None:
-    q, cache, batch, scale = attention_args([(3, 1)], (4, 2), 64, torch.float32, device_of("triton"))
+    q, cache, batch, options = attention_args([(3, 1)], (4, 2), 64, torch.float32, device_of("triton"))
 
     with pytest.raises(ValueError, match="3 heads of 64 cannot share the cache's 2 of 64"):
-        ops.token_attention.impls["triton"](q[:, :3], cache, batch, scale)
+        ops.token_attention.impls["triton"](q[:, :3], cache, batch, options)
     with pytest.raises(ValueError, match="the last dimension of q must be contiguous"):
-        ops.token_attention.impls["triton"](q.mT.contiguous().mT, cache, batch, scale)
+        ops.token_attention.impls["triton"](q.mT.contiguous().mT, cache, batch, options)
+
+
+@pytest.mark.parametrize("backend", ["triton", ops.fixed_order("triton")])
+def test_triton_refuses_a_head_dim_over_its_limit(backend: str) -> None:
+    args = attention_args([(3, 1)], (1, 1), 520, torch.float32, device_of("triton"))
+
+    with pytest.raises(ValueError, match="head_dim 520 is over the limit 512 of the Triton attention kernels; use the"):
+        ops.token_attention.impls[backend](*args)
 
 
 def test_triton_refuses_a_batch_with_gaps() -> None:
-    q, cache, batch, scale = attention_args([(3, 1), (4, 1)], (4, 2), 64, torch.float32, device_of("triton"))
+    q, cache, batch, options = attention_args([(3, 1), (4, 1)], (4, 2), 64, torch.float32, device_of("triton"))
     gapped = replace(batch, b_seq_len=torch.stack((batch.b_seq_len, batch.b_seq_len), dim=1)[:, 0])
 
     with pytest.raises(ValueError, match="the last dimension of b_seq_len must be contiguous"):
-        ops.token_attention.impls["triton"](q, cache, gapped, scale)
+        ops.token_attention.impls["triton"](q, cache, gapped, options)
 
 
 MIXED = {
     "decodes first": [(140, 1), (5, 1), (0, 37), (70, 13)],
     "decodes last": [(0, 37), (70, 13), (0, 0), (140, 1), (5, 1)],
     "in any order": [(9, 2), (300, 1), (0, 0), (0, 1), (33, 20), (0, 0), (64, 1)],
-    "one of several items between prompts": [(90, 60), (900, 1), (0, 3)],
+    "one of several splits between prompts": [(90, 60), (900, 1), (0, 3)],
     "no decodes": [(0, 5), (0, 0), (70, 13)],
     "nothing": [(0, 0), (0, 0)],
 }
@@ -125,30 +134,30 @@ MIXED = {
 
 @pytest.mark.parametrize("lens", MIXED.values(), ids=MIXED.keys())
 def test_a_launch_fills_the_rows_of_requests_with_one_and_no_others(lens: list[tuple[int, int]]) -> None:
-    q, cache, batch, scale = attention_args(lens, (6, 2), 64, torch.float32, device_of("triton"))
-    slopes = alibi_slopes(6, device_of("triton"))
+    q, cache, batch, options = attention_args(lens, (6, 2), 64, torch.float32, device_of("triton"))
+    options = replace(options, alibi_slopes=alibi_slopes(6, device_of("triton")))
     expected = torch.full(q.shape, NAN, device=q.device)
     rows = [sum(new for _, new in lens[:i]) for i, (_, new) in enumerate(lens) if new == 1]
-    expected[rows] = ops.context_attention(wide(q), wide(q), wide(cache), batch, scale, slopes)[rows]
+    expected[rows] = ops.context_attention(wide(q), wide(q), wide(cache), batch, options)[rows]
     out = torch.full(q.shape, NAN, device=q.device)
 
     for _ in range(2):  # the second finds the plan as the first left it
-        token_attention.launch(q, cache, batch, scale, slopes, out)
+        token_attention.launch(q, cache, batch, options, out)
         torch.testing.assert_close(out, expected, **TOLERANCE[torch.float32], equal_nan=True)
 
 
 @pytest.mark.parametrize("count", [4, 5, 7])
 def test_token_attention_in_waves_matches_its_definition(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two programs a kv head run at once; one request is longer than its share."""
-    monkeypatch.setattr(_token_items, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(_card, "active", replace(H200, multiprocessors=1))
     lens = [(140, 1), (5, 1), (0, 9), (900, 1), (70, 1), (0, 1), (30, 2), (300, 1), (450, 1)][: count + 2]
-    q, cache, batch, scale = attention_args(lens, (6, 2), 64, torch.float32, device_of("triton"))
+    q, cache, batch, options = attention_args(lens, (6, 2), 64, torch.float32, device_of("triton"))
     rows = [sum(new for _, new in lens[:i]) for i, (_, new) in enumerate(lens) if new == 1]
-    expected = ops.context_attention(wide(q), wide(q), wide(cache), batch, scale)[rows]
+    expected = ops.context_attention(wide(q), wide(q), wide(cache), batch, options)[rows]
     out = torch.full(q.shape, NAN, device=q.device)
 
     for _ in range(2):
-        token_attention.launch(q, cache, batch, scale, None, out)
+        token_attention.launch(q, cache, batch, options, out)
         torch.testing.assert_close(out[rows], expected, **TOLERANCE[torch.float32])
 
 
@@ -165,8 +174,8 @@ LENGTHS: dict[str, Callable[[random.Random], int]] = {
 def test_items_cover_all_keys_and_leave_no_multiprocessor_idle_for_long(
     lengths: Callable[[random.Random], int], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Brute force: 66 programs a kv head take the items in their order."""
-    monkeypatch.setattr(_token_items, "MULTIPROCESSORS", 132)
+    """Brute force: 66 programs a kv head take the splits in their order."""
+    monkeypatch.setattr(_card, "active", H200)
     chance = random.Random(count)
     keys = [lengths(chance) for _ in range(count)]
     lens = [(length - 1, 1) for length in keys]
@@ -174,26 +183,26 @@ def test_items_cover_all_keys_and_leave_no_multiprocessor_idle_for_long(
         lens.insert(chance.randrange(len(lens)), (30, 7))
     batch = batch_of(lens, torch.zeros(1, 1, dtype=torch.int32, device=device_of("triton")), [0] * len(lens))
 
-    items = _token_items.plan(batch, (32, 8), 128, block_n=32, at_once=4).items.tolist()
+    splits = _token_splits.plan_splits(batch, (32, 8), 128, block_n=32, programs_per_sm=4).splits.tolist()
 
-    items = items[: sum(item[6] > 0 for item in items)]
-    assert all(item[6] for item in items)
+    splits = splits[: sum(split[6] > 0 for split in splits)]
+    assert all(split[6] for split in splits)
     spans: dict[int, list[tuple[int, int]]] = {}  # of the requests, by their first rows
     places: dict[int, set[tuple[int, int]]] = {}
-    for row, _, begin, end, _, first, parts, _ in items:
+    for row, _, begin, end, _, first, parts, _ in splits:
         spans.setdefault(row, []).append((begin, end))
         places.setdefault(row, set()).add((first, parts))
     starts = [sum(new for _, new in lens[:i]) for i in range(len(lens))]
     assert sorted(spans) == [start for start, (_, new) in zip(starts, lens, strict=True) if new == 1]
-    for row, own in spans.items():
+    for row, own in spans.splits():
         length = lens[starts.index(row)][0] + 1
         assert own == [(begin, min(begin + own[0][1], length)) for begin in range(0, length, own[0][1])]
-        first = next(i for i, item in enumerate(items) if item[0] == row)
+        first = next(i for i, split in enumerate(splits) if split[0] == row)
         assert places[row] == {(first, len(own))}
 
     free_at = [0] * 66
-    for item in items:
-        heapq.heappushpop(free_at, free_at[0] + item[3] - item[2])
+    for split in splits:
+        heapq.heappushpop(free_at, free_at[0] + split[3] - split[2])
     assert max(free_at) <= 1.7 * sum(keys) / 66 + 96
 
 
@@ -201,8 +210,8 @@ def test_a_plan_takes_the_same_room_for_any_lengths() -> None:
     shapes = set()
     for lens in ([(0, 1)] * 3, [(5000, 1), (3, 1), (70, 1)], [(0, 0), (0, 40), (3, 1)]):
         _, _, batch, _ = attention_args(lens, (4, 2), 64, torch.float32, device_of("triton"))
-        plan = _token_items.plan(batch, (4, 2), 64, block_n=32, at_once=4)
-        shapes.add((plan.items.shape, plan.arrivals.shape, plan.partials.shape))
+        plan = _token_splits.plan_splits(batch, (4, 2), 64, block_n=32, programs_per_sm=4)
+        shapes.add((plan.splits.shape, plan.done_counts.shape, plan.partials.shape))
 
     assert len(shapes) == 1
 

@@ -18,6 +18,7 @@ from test.ops.cases import (
     ints,
     randn,
     wide,
+    with_alibi,
 )
 
 HEADS = [(1, 1), (3, 3), (6, 2), (5, 1), (20, 1)]
@@ -25,10 +26,8 @@ MIXED = [(0, 1), (0, 37), (5, 1), (70, 13), (33, 1), (0, 66)]  # (tokens in the 
 Lens = list[tuple[int, int]]
 
 
-def defined(
-    q: Tensor, kv: Tensor, cache: Tensor, batch: ops.AttnBatch, scale: float, slopes: Tensor | None = None
-) -> Tensor:
-    return ops.context_attention(wide(q), wide(kv), wide(cache), batch, scale, slopes)
+def defined(q: Tensor, kv: Tensor, cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
+    return ops.context_attention(wide(q), wide(kv), wide(cache), batch, options)
 
 
 @each_backend_and_dtype(ops.context_attention)
@@ -47,35 +46,35 @@ def test_context_attention_matches_its_definition_at_every_head_dim(backend: str
 def test_context_attention_shares_kv_heads_among_a_group(
     backend: str, dtype: torch.dtype, heads: tuple[int, int], has_alibi: bool
 ) -> None:
-    args = context_attention_args([(3, 20), (0, 9), (80, 4)], heads, 64, dtype, device_of(backend))
     slopes = alibi_slopes(heads[0], device_of(backend)) if has_alibi else None
+    args = with_alibi(context_attention_args([(3, 20), (0, 9), (80, 4)], heads, 64, dtype, device_of(backend)), slopes)
 
-    out = ops.context_attention.impls[backend](*args, slopes)
+    out = ops.context_attention.impls[backend](*args)
 
-    assert_close(out, defined(*args, slopes), dtype)
+    assert_close(out, defined(*args), dtype)
 
 
 @each_backend_and_dtype(ops.context_attention)
 @pytest.mark.parametrize("lens", [[(0, 1)], [(0, 150)], [(0, 128)], [(129, 64)], [(64, 1), (0, 65)], [(300, 200)]])
 @pytest.mark.parametrize("heads", [(2, 1), (1, 1)])
 def test_context_attention_crosses_tiles(backend: str, dtype: torch.dtype, lens: Lens, heads: tuple[int, int]) -> None:
-    args = context_attention_args(lens, heads, 64, dtype, device_of(backend))
     slopes = alibi_slopes(heads[0], device_of(backend))
+    args = with_alibi(context_attention_args(lens, heads, 64, dtype, device_of(backend)), slopes)
 
-    out = ops.context_attention.impls[backend](*args, slopes)
+    out = ops.context_attention.impls[backend](*args)
 
-    assert_close(out, defined(*args, slopes), dtype)
+    assert_close(out, defined(*args), dtype)
 
 
 @each_backend_and_dtype(ops.context_attention)
 def test_context_attention_survives_scores_that_overflow_an_exponential(backend: str, dtype: torch.dtype) -> None:
-    q, kv, cache, batch, scale = context_attention_args([(40, 30)], (2, 1), 64, dtype, device_of(backend))
+    q, kv, cache, batch, options = context_attention_args([(40, 30)], (2, 1), 64, dtype, device_of(backend))
     q = q * 40  # scores past 88, where the exponential of float32 ends
 
-    out = ops.context_attention.impls[backend](q, kv, cache, batch, scale)
+    out = ops.context_attention.impls[backend](q, kv, cache, batch, options)
 
     rounded = torch.float16 if dtype == torch.float32 else dtype  # the last bit of such a score is 1e-5 of its weight
-    assert_close(out.to(rounded), defined(q, kv, cache, batch, scale), rounded)
+    assert_close(out.to(rounded), defined(q, kv, cache, batch, options), rounded)
 
 
 @each_backend_and_dtype(ops.context_attention)
@@ -115,28 +114,28 @@ def test_a_batch_of_many_requests_lists_every_tile(backend: str, dtype: torch.dt
 def test_the_decodes_of_a_mixed_step_match_the_definition(
     backend: str, dtype: torch.dtype, lens: Lens, has_alibi: bool
 ) -> None:
-    q, kv, cache, batch, scale = context_attention_args(lens, (6, 2), 64, dtype, device_of(backend))
-    slopes = alibi_slopes(6, device_of(backend)) if has_alibi else None
-    expected = defined(q, kv, cache, batch, scale, slopes)
+    q, kv, cache, batch, options = context_attention_args(lens, (6, 2), 64, dtype, device_of(backend))
+    options = replace(options, alibi_slopes=alibi_slopes(6, device_of(backend)) if has_alibi else None)
+    expected = defined(q, kv, cache, batch, options)
 
     for has_decodes in (False, True):
         mixed = replace(batch, has_decodes=has_decodes, plans={})
-        out = ops.context_attention.impls[backend](q, kv, cache, mixed, scale, slopes)
+        out = ops.context_attention.impls[backend](q, kv, cache, mixed, options)
         assert_close(out, expected, dtype)
 
 
 @each_backend_and_dtype(ops.context_attention)
 def test_rows_of_no_request_may_hold_anything(backend: str, dtype: torch.dtype) -> None:
     lens = [(0, 20), (0, 30), (5, 70), (0, 9)]
-    q, kv, cache, batch, scale = context_attention_args(lens, (2, 1), 64, dtype, device_of(backend))
+    q, kv, cache, batch, options = context_attention_args(lens, (2, 1), 64, dtype, device_of(backend))
     columns = ("b_req_idx", "b_start_loc", "b_seq_len", "b_ready_cache_len")
     kept = replace(batch, **{name: getattr(batch, name)[::2].contiguous() for name in columns})
     for rows in (slice(20, 50), slice(120, 129)):
         q[rows] = kv[rows] = NAN
 
-    out = ops.context_attention.impls[backend](q, kv, cache, kept, scale)
+    out = ops.context_attention.impls[backend](q, kv, cache, kept, options)
 
-    expected = defined(q, kv, cache, kept, scale)
+    expected = defined(q, kv, cache, kept, options)
     for rows in (slice(0, 20), slice(50, 120)):
         assert_close(out[rows], expected[rows], dtype)
 
@@ -144,26 +143,26 @@ def test_rows_of_no_request_may_hold_anything(backend: str, dtype: torch.dtype) 
 @each_backend_and_dtype(ops.context_attention)
 @pytest.mark.parametrize("lens", [[(0, 150)], [(70, 13), (0, 66)]])
 def test_keys_and_values_need_no_alignment(backend: str, dtype: torch.dtype, lens: Lens) -> None:
-    q, kv, cache, batch, scale = context_attention_args(lens, (2, 1), 64, dtype, device_of(backend))
+    q, kv, cache, batch, options = context_attention_args(lens, (2, 1), 64, dtype, device_of(backend))
     apart = kv.new_full((len(kv), kv[0].numel() + 1), NAN)
     shifted = apart[:, 1:].view(kv.shape)
     shifted.copy_(kv)
 
-    out = ops.context_attention.impls[backend](q, shifted, cache, batch, scale)
+    out = ops.context_attention.impls[backend](q, shifted, cache, batch, options)
 
-    assert_close(out, defined(q, kv, cache, batch, scale), dtype)
+    assert_close(out, defined(q, kv, cache, batch, options), dtype)
 
 
 @each_backend_and_dtype(ops.context_attention)
 def test_layers_of_a_step_share_what_was_derived_for_the_first(backend: str, dtype: torch.dtype) -> None:
-    q, kv, cache, batch, scale = context_attention_args([(8, 1), (3, 40)], (4, 2), 64, dtype, device_of(backend))
+    q, kv, cache, batch, options = context_attention_args([(8, 1), (3, 40)], (4, 2), 64, dtype, device_of(backend))
     batch = replace(batch, has_decodes=True, plans={})
-    ops.context_attention.impls[backend](q, kv, cache, batch, scale)
+    ops.context_attention.impls[backend](q, kv, cache, batch, options)
     derived = dict(batch.plans)
 
-    out = ops.context_attention.impls[backend](-q, kv, cache, batch, scale)
+    out = ops.context_attention.impls[backend](-q, kv, cache, batch, options)
 
-    assert_close(out, defined(-q, kv, cache, batch, scale), dtype)
+    assert_close(out, defined(-q, kv, cache, batch, options), dtype)
     assert derived.keys() == batch.plans.keys()
     assert all(batch.plans[name] is plan for name, plan in derived.items())
 
@@ -177,20 +176,20 @@ def test_slots_that_are_neighbours_or_nearly_so_are_read_in_their_order(
     backend: str, dtype: torch.dtype, slots: list[int], new: int
 ) -> None:
     device = device_of(backend)
-    q, kv, cache, batch, scale = context_attention_args([(5 - new, new)], (4, 2), 64, dtype, device)
+    q, kv, cache, batch, options = context_attention_args([(5 - new, new)], (4, 2), 64, dtype, device)
     cache.copy_(randn(*cache.shape, dtype=dtype, device=device, seed=7))
     batch.req_to_token[batch.b_req_idx, :5] = ints(slots, device)
     kv.copy_(cache[slots[5 - new :]])
-    slopes = alibi_slopes(4, device)
+    options = replace(options, alibi_slopes=alibi_slopes(4, device))
 
-    out = ops.context_attention.impls[backend](q, kv, cache, batch, scale, slopes)
+    out = ops.context_attention.impls[backend](q, kv, cache, batch, options)
 
-    assert_close(out, defined(q, kv, cache, batch, scale, slopes), dtype)
+    assert_close(out, defined(q, kv, cache, batch, options), dtype)
 
 
 def test_triton_refuses_heads_that_are_not_side_by_side() -> None:
-    q, kv, cache, batch, scale = context_attention_args([(3, 4)], (4, 2), 64, torch.float32, device_of("triton"))
+    q, kv, cache, batch, options = context_attention_args([(3, 4)], (4, 2), 64, torch.float32, device_of("triton"))
     apart = torch.cat((q, q), dim=1)[:, ::2]
 
     with pytest.raises(ValueError, match="the heads of q must lie side by side"):
-        ops.context_attention.impls["triton"](apart, kv, cache, batch, scale)
+        ops.context_attention.impls["triton"](apart, kv, cache, batch, options)

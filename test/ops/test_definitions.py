@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,16 +55,16 @@ def test_rotary_turns_pairs_as_complex_numbers() -> None:
 @pytest.mark.parametrize("has_alibi", [False, True])
 def test_context_attention_is_pytorchs_over_the_gathered_cache(has_alibi: bool) -> None:
     lens = [(0, 7), (5, 1), (4, 3)]
-    q, kv, cache, batch, scale = context_attention_args(lens, (4, 2), 64, torch.float32, "cpu")
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if has_alibi else None
+    q, kv, cache, batch, options = context_attention_args(lens, (4, 2), 64, torch.float32, "cpu")
+    options = replace(options, alibi_slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625]) if has_alibi else None)
 
-    out = ops.context_attention(q, kv, cache, batch, scale, slopes)
+    out = ops.context_attention(q, kv, cache, batch, options)
 
     rows = q.split_with_sizes([new for _, new in lens])
     for i, (actual, part) in enumerate(zip(out.split_with_sizes([new for _, new in lens]), rows, strict=True)):
         seq_len = sum(lens[i])
         k, v = cache[batch.req_to_token[batch.b_req_idx[i], :seq_len]].chunk(2, dim=1)
-        expected = pytorch_attention(part, k, v, slopes)
+        expected = pytorch_attention(part, k, v, options.alibi_slopes)
         torch.testing.assert_close(actual, expected, **CLOSE)
 
 
@@ -109,28 +110,28 @@ def kept_by_brute_force(logits: list[float], top_k: int, top_p: float, min_p: fl
 @pytest.mark.parametrize("top_k", [1, 3, 10, 40, 99])
 @pytest.mark.parametrize(("top_p", "min_p"), [(1.0, 0.0), (0.6, 0.0), (0.95, 0.0), (1.0, 0.2), (0.9, 0.05)])
 @pytest.mark.parametrize("step", [0.0, 0.5])
-def test_cut_keeps_what_brute_force_keeps(top_k: int, top_p: float, min_p: float, step: float) -> None:
+def test_top_k_top_p_min_p_keeps_what_brute_force_keeps(top_k: int, top_p: float, min_p: float, step: float) -> None:
     logits = randn(4, 40) * 2
     if step:
         logits = (logits / step).round() * step  # many equals
     expected = [kept_by_brute_force(values, top_k, top_p, min_p) for values in logits.tolist()]
 
-    ops.cut_logits(logits, ints([top_k] * 4, "cpu"), torch.full((4,), top_p), torch.full((4,), min_p))
+    ops.top_k_top_p_min_p(logits, ints([top_k] * 4, "cpu"), torch.full((4,), top_p), torch.full((4,), min_p))
 
     assert logits.isfinite().tolist() == expected
 
 
-def test_choose_draws_tokens_as_often_as_softmax_says() -> None:
-    draws = 40_000
+def test_sample_takes_tokens_as_often_as_softmax_says() -> None:
+    samples = 40_000
     logits = torch.tensor([0.0, 1.0, -1.0, 3.0, -INF, 2.0, -4.0])
-    seeds = torch.arange(draws) // 100  # 400 requests of 100 tokens each
-    positions = (torch.arange(draws) % 100).int()
+    seeds = torch.arange(samples) // 100  # 400 requests of 100 tokens each
+    positions = (torch.arange(samples) % 100).int()
 
-    tokens = ops.choose(logits.expand(draws, -1), torch.ones(draws), seeds, positions)
+    tokens = ops.sample(logits.expand(samples, -1), torch.ones(samples), seeds, positions)
 
     probs = logits.softmax(-1)
-    error = tokens.bincount(minlength=7) / draws - probs
-    assert (error.abs() <= 4 * (probs * (1 - probs) / draws).sqrt()).all()
+    error = tokens.bincount(minlength=7) / samples - probs
+    assert (error.abs() <= 4 * (probs * (1 - probs) / samples).sqrt()).all()
 
 
 def test_uniforms_fill_their_range_evenly() -> None:

@@ -83,21 +83,23 @@ def test_triton_refuses_a_strided_last_dimension(name: str, backend: str) -> Non
 
 @pytest.mark.parametrize("position", [1, 2, 3])
 def test_triton_refuses_a_strided_sampling_parameter(position: int) -> None:
-    args = list(ARGS["cut_logits"](3, torch.float32, device_of("triton")))
+    args = list(ARGS["top_k_top_p_min_p"](3, torch.float32, device_of("triton")))
     args[position] = every_other(args[position])
 
-    with pytest.raises(ValueError, match=r"cut_logits: the last dimension of b_.* must be contiguous, found stride 2"):
-        ops.cut_logits.impls["triton"](*args)
+    with pytest.raises(
+        ValueError, match=r"top_k_top_p_min_p: the last dimension of b_.* must be contiguous, found stride 2"
+    ):
+        ops.top_k_top_p_min_p.impls["triton"](*args)
 
 
 @pytest.mark.parametrize("field", ["b_req_idx", "b_start_loc", "b_seq_len", "b_ready_cache_len", "req_to_token"])
 @pytest.mark.parametrize("name", ["context_attention", "token_attention"])
 def test_triton_refuses_a_strided_index_of_a_batch(name: str, field: str) -> None:
-    *tensors, batch, scale = ARGS[name](3, torch.float32, device_of("triton"))
+    *tensors, batch, options = ARGS[name](3, torch.float32, device_of("triton"))
     batch = replace(batch, **{field: every_other(getattr(batch, field))})
 
     with pytest.raises(ValueError, match=f"{name}: the last dimension of {field} must be contiguous"):
-        ops.OPS[name].impls["triton"](*tensors, batch, scale)
+        ops.OPS[name].impls["triton"](*tensors, batch, options)
 
 
 def test_triton_refuses_a_residual_it_cannot_write_in_place() -> None:

@@ -1,6 +1,8 @@
-"""In a fixed order a row's result is the same bits, whatever is computed beside it."""
+"""In a fixed order the result of a row has the same bits, whatever is computed beside it."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,16 +40,18 @@ def test_a_product_does_not_depend_on_the_other_rows(
 @pytest.mark.parametrize("has_alibi", [False, True])
 def test_attention_does_not_depend_on_what_was_cached(backend: str, dtype: torch.dtype, has_alibi: bool) -> None:
     length, heads, device = 150, (6, 2), device_of(backend)
-    q, kv, cache, batch, scale = context_attention_args([(0, length)], heads, 64, dtype, device)
-    slopes = torch.tensor([2.0**-i for i in range(6)], device=device) if has_alibi else None
+    q, kv, cache, batch, options = context_attention_args([(0, length)], heads, 64, dtype, device)
+    options = replace(
+        options, alibi_slopes=torch.tensor([2.0**-i for i in range(6)], device=device) if has_alibi else None
+    )
 
     def attend(ready: int, end: int) -> Tensor:
         part = ops.AttnBatch(
             batch.req_to_token, batch.b_req_idx, batch.b_start_loc, ints([end], device), ints([ready], device)
         )
         if end - ready == 1:
-            return ops.token_attention.impls[backend](q[ready:end], cache, part, scale, slopes)
-        return ops.context_attention.impls[backend](q[ready:end], kv[ready:end], cache, part, scale, slopes)
+            return ops.token_attention.impls[backend](q[ready:end], cache, part, options)
+        return ops.context_attention.impls[backend](q[ready:end], kv[ready:end], cache, part, options)
 
     whole = attend(0, length)
 
@@ -58,13 +62,13 @@ def test_attention_does_not_depend_on_what_was_cached(backend: str, dtype: torch
 @each_fixed_order
 def test_a_decode_does_not_depend_on_the_other_requests(backend: str, dtype: torch.dtype) -> None:
     lens = [(5, 1), (200, 1), (64, 1), (0, 1), (33, 1)]
-    q, cache, batch, scale = attention_args(lens, (4, 2), 64, dtype, device_of(backend))
+    q, cache, batch, options = attention_args(lens, (4, 2), 64, dtype, device_of(backend))
     attend = ops.token_attention.impls[backend]
 
-    together = attend(q, cache, batch, scale)
+    together = attend(q, cache, batch, options)
 
     for i in range(len(lens)):
         columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
         req_idx, _, seq_len, ready = (column[i : i + 1] for column in columns)
         alone = ops.AttnBatch(batch.req_to_token, req_idx, torch.zeros_like(req_idx), seq_len, ready)
-        assert torch.equal(attend(q[i : i + 1], cache, alone, scale), together[i : i + 1])
+        assert torch.equal(attend(q[i : i + 1], cache, alone, options), together[i : i + 1])

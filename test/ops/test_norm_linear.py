@@ -17,7 +17,7 @@ IN_INTERPRETER = FLOATS if torch.cuda.is_available() else (torch.float32, torch.
 
 
 def arguments(rows: int, wide_in: int, wide_out: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
-    """With a bias, and a residual that is far larger than what is added to it."""
+    """With a bias, and a residual that is much larger than what is added to it."""
     x, residual = (randn(rows, wide_in, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
     norm_weight, bias = (randn(size, dtype=dtype, device=device, seed=2) for size in (wide_in, wide_out))
     weight = randn(wide_out, wide_in, dtype=dtype, device=device, seed=3) * wide_in**-0.5
@@ -39,7 +39,7 @@ def expected_of(name: str, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 @each_op_backend_and_dtype(*OPS)
 @pytest.mark.parametrize("shape", [(1, 1, 2), (3, 33, 66), (8, 512, 48), (17, 96, 40)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_norm_and_product_are_those_of_the_sum(
+def test_norm_and_product_are_computed_from_the_sum(
     name: str, backend: str, dtype: torch.dtype, shape: tuple[int, int, int], has_bias: bool
 ) -> None:
     *args, bias = arguments(*shape, dtype, device_of(backend))
@@ -81,7 +81,7 @@ def test_the_kernel_reads_every_tile_and_writes_no_further_than_its_rows(
         (3, 6144, None, None),
     ],
 )
-def test_few_rows_in_bfloat16_are_done_at_once(
+def test_few_rows_in_bfloat16_use_the_fused_kernel(
     rows: int, out_size: int, config: linear.Config | None, gated: linear.Config | None
 ) -> None:
     x = torch.empty(rows, 64, dtype=torch.bfloat16, device="meta")
@@ -94,7 +94,7 @@ def test_few_rows_in_bfloat16_are_done_at_once(
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_in_a_fixed_order_norm_and_product_stay_apart(name: str) -> None:
+def test_in_a_fixed_order_norm_and_product_are_separate(name: str) -> None:
     op = ops.OPS[name]
 
     assert op.impls[ops.fixed_order("triton")] is op.impls[ops.REFERENCE]

@@ -24,7 +24,7 @@ def declare_double_and_quadruple() -> tuple[Op[[int], int], Op[[int], int]]:
     return double, quadruple
 
 
-def test_an_op_is_its_reference_until_a_backend_is_chosen() -> None:
+def test_an_op_is_its_reference_until_a_backend_is_selected() -> None:
     double, _ = declare_double_and_quadruple()
     double.impl("fast")(lambda x: -x)
 
@@ -61,7 +61,7 @@ def test_the_first_backend_that_has_an_op_is_taken() -> None:
     assert (double(1), quadruple(1)) == (1, 0)
 
 
-def test_choosing_the_reference_again_undoes_a_backend() -> None:
+def test_selecting_the_reference_again_undoes_a_backend() -> None:
     double, _ = declare_double_and_quadruple()
     double.impl("fast")(lambda x: -x)
 

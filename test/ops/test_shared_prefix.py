@@ -46,12 +46,12 @@ BATCHES: dict[str, tuple[list[tuple[int, int]], Groups]] = {
 @pytest.mark.parametrize("dtype", FLOATS if torch.cuda.is_available() else FLOATS[:1])
 @pytest.mark.parametrize(("lens", "groups"), BATCHES.values(), ids=BATCHES.keys())
 def test_a_shared_prefix_changes_no_result(dtype: torch.dtype, lens: list[tuple[int, int]], groups: Groups) -> None:
-    q, cache, batch, scale = attention_args(lens, (8, 2), 64, dtype, device_of("triton"))
+    q, cache, batch, options = attention_args(lens, (8, 2), 64, dtype, device_of("triton"))
     batch = share_prefixes(cache, batch, groups)
 
-    out = ops.token_attention.impls["triton"](q, cache, batch, scale)
+    out = ops.token_attention.impls["triton"](q, cache, batch, options)
 
-    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale), dtype)
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), dtype)
 
 
 @each_dtype("triton")
@@ -60,64 +60,64 @@ def test_a_shared_prefix_changes_no_result(dtype: torch.dtype, lens: list[tuple[
 def test_a_prefix_is_shared_at_every_shape_of_a_model(
     dtype: torch.dtype, heads: tuple[int, int], dim: int, has_alibi: bool
 ) -> None:
-    q, cache, batch, scale = attention_args(decodes(150, 170, 3, 2), heads, dim, dtype, device_of("triton"))
+    q, cache, batch, options = attention_args(decodes(150, 170, 3, 2), heads, dim, dtype, device_of("triton"))
     batch = share_prefixes(cache, batch, [(0, 2, 140)])
-    slopes = alibi_slopes(heads[0], device_of("triton")) if has_alibi else None
+    options = replace(options, alibi_slopes=alibi_slopes(heads[0], device_of("triton")) if has_alibi else None)
 
-    out = ops.token_attention.impls["triton"](q, cache, batch, scale, slopes)
+    out = ops.token_attention.impls["triton"](q, cache, batch, options)
 
-    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale, slopes), dtype)
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), dtype)
 
 
 @each_backend(ops.token_attention)
 def test_every_backend_takes_the_hint_or_leaves_it(backend: str) -> None:
-    q, cache, batch, scale = attention_args(decodes(90, 7, 80), (4, 2), 64, torch.float32, device_of(backend))
+    q, cache, batch, options = attention_args(decodes(90, 7, 80), (4, 2), 64, torch.float32, device_of(backend))
     batch = share_prefixes(cache, batch, [(0, 1, 70)])
 
-    out = ops.token_attention.impls[backend](q, cache, batch, scale)
+    out = ops.token_attention.impls[backend](q, cache, batch, options)
 
-    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale), torch.float32)
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), torch.float32)
 
 
 def test_requests_with_nothing_behind_the_prefix_have_its_result_alone() -> None:
-    q, cache, batch, scale = attention_args(decodes(128, 128, 131), (4, 2), 64, torch.float32, device_of("triton"))
+    q, cache, batch, options = attention_args(decodes(128, 128, 131), (4, 2), 64, torch.float32, device_of("triton"))
     batch = share_prefixes(cache, batch, [(0, 3, 128)])
 
-    out = ops.token_attention.impls["triton"](q, cache, batch, scale)
+    out = ops.token_attention.impls["triton"](q, cache, batch, options)
 
-    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, scale), torch.float32)
+    assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), torch.float32)
 
 
 def test_each_layer_of_a_step_has_its_own_prefix() -> None:
-    q, cache, batch, scale = attention_args(decodes(150, 160, 20), (4, 2), 64, torch.float32, device_of("triton"))
+    q, cache, batch, options = attention_args(decodes(150, 160, 20), (4, 2), 64, torch.float32, device_of("triton"))
     batch = share_prefixes(cache, batch, [(0, 2, 128)])
 
-    outs = [ops.token_attention.impls["triton"](q, layer, batch, scale) for layer in (cache, -cache, cache)]
+    outs = [ops.token_attention.impls["triton"](q, layer, batch, options) for layer in (cache, -cache, cache)]
 
-    assert_close(outs[1], ops.token_attention(wide(q), -wide(cache), batch, scale), torch.float32)
+    assert_close(outs[1], ops.token_attention(wide(q), -wide(cache), batch, options), torch.float32)
     assert torch.equal(outs[0], outs[2])
 
 
 def test_decodes_beside_prompts_share_a_prefix() -> None:
     lens = [(0, 37), *decodes(150, 170), (70, 13)]
-    q, kv, cache, batch, scale = context_attention_args(lens, (4, 2), 64, torch.float32, device_of("triton"))
+    q, kv, cache, batch, options = context_attention_args(lens, (4, 2), 64, torch.float32, device_of("triton"))
     batch = replace(share_prefixes(cache, batch, [(1, 2, 140)]), has_decodes=True)
 
-    out = ops.context_attention.impls["triton"](q, kv, cache, batch, scale)
+    out = ops.context_attention.impls["triton"](q, kv, cache, batch, options)
 
-    assert_close(out, ops.context_attention(wide(q), wide(kv), wide(cache), batch, scale), torch.float32)
+    assert_close(out, ops.context_attention(wide(q), wide(kv), wide(cache), batch, options), torch.float32)
 
 
 def test_the_keys_of_a_shared_prefix_are_read_in_one_place() -> None:
     """Without the hint every request reads its own row of the table; with it, only the first one's is looked at."""
-    q, cache, batch, scale = attention_args(decodes(150, 160, 155), (4, 2), 64, torch.float32, device_of("triton"))
+    q, cache, batch, options = attention_args(decodes(150, 160, 155), (4, 2), 64, torch.float32, device_of("triton"))
     batch = share_prefixes(cache, batch, [(0, 3, 128)])
-    expected = ops.token_attention(wide(q), wide(cache), batch, scale)
+    expected = ops.token_attention(wide(q), wide(cache), batch, options)
     nan_slot = int(cache.isnan().all(dim=(1, 2)).nonzero()[0])
     batch.req_to_token[batch.b_req_idx[1:].long(), :128] = nan_slot
 
-    out = ops.token_attention.impls["triton"](q, cache, batch, scale)
-    plain = ops.token_attention.impls["triton"](q, cache, replace(batch, shared_prefixes=None, plans={}), scale)
+    out = ops.token_attention.impls["triton"](q, cache, batch, options)
+    plain = ops.token_attention.impls["triton"](q, cache, replace(batch, shared_prefixes=None, plans={}), options)
 
     assert_close(out, expected, torch.float32)
     assert bool(plain[1:].isnan().all())
@@ -142,18 +142,18 @@ def test_items_cover_every_row_and_shared_key_once(sizes: list[tuple[int, int, i
         batch.shared_prefixes[i, :3] = torch.tensor(group)
     keys = tiling_of(q.element_size(), q.shape[2]).keys
 
-    plan = _shared_prefix.plan_shared(batch, q, heads[1], batch.shared_prefixes)
+    plan = _shared_prefix.plan_shared_prefix(batch, q, heads[1], batch.shared_prefixes)
 
     seen: set[tuple[int, int]] = set()  # request, block of keys
     blocks = 0
     tables = batch.b_req_idx.tolist()
-    b_parts = plan.b_parts.tolist()
+    b_splits = plan.b_splits.tolist()
     for req_idx, first, members, begin, end, part, *_ in plan.items.tolist():
         if members == 0:
             continue
         group = next(group for group in groups if group[0] <= first < group[0] + group[1])
         assert req_idx == tables[group[0]]
-        assert 0 <= part < b_parts[first] <= _shared_prefix.MAX_PARTS.value
+        assert 0 <= part < b_splits[first] <= _shared_prefix.MAX_SPLITS.value
         assert begin < end
         assert begin % keys == end % keys == 0
         found = {(r, key) for r in range(first, first + members) for key in range(begin, end, keys)}
@@ -176,13 +176,13 @@ def test_items_cover_every_row_and_shared_key_once(sizes: list[tuple[int, int, i
 def test_what_is_launched_does_not_depend_on_the_groups() -> None:
     shapes = set()
     for groups in BATCHES["no groups"][1], [(0, 4, 240)], [(0, 2, 70), (2, 2, 200)]:
-        q, cache, batch, scale = attention_args(decodes(*[250] * 4), (4, 2), 64, torch.float32, device_of("triton"))
+        q, cache, batch, options = attention_args(decodes(*[250] * 4), (4, 2), 64, torch.float32, device_of("triton"))
         batch = share_prefixes(cache, batch, groups)
         out = torch.full(q.shape, NAN, device=q.device)
-        token_attention.launch(q, cache, batch, scale, None, out)
+        token_attention.launch(q, cache, batch, options, out)
         (plan,) = batch.plans.values()
         assert plan.shared is not None
-        shapes.add((plan.items.shape, plan.shared.items.shape, plan.shared.partials.shape))
-        torch.testing.assert_close(out, ops.token_attention(q, cache, batch, scale), **TOLERANCE[torch.float32])
+        shapes.add((plan.splits.splits.shape, plan.shared.items.shape, plan.shared.partials.shape))
+        torch.testing.assert_close(out, ops.token_attention(q, cache, batch, options), **TOLERANCE[torch.float32])
 
     assert len(shapes) == 1

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightserve.router.limits import Limits
 from lightserve.router.policy import POLICIES, Policy
+from lightserve.router.scheduler import Limits
 from lightserve.simulate.load import Load, fixed, mixed
 from lightserve.simulate.simulation import Setup, simulate
 

@@ -1,4 +1,4 @@
-"""The router's loop over real channels, with a model that answers when the test says so."""
+"""The router's loop over real channels, with a model whose steps end when the test lets them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ from lightserve.io_struct import (
     ToRouter,
 )
 from lightserve.router.kv_pool import KvPool
-from lightserve.router.limits import Limits
 from lightserve.router.manager import RouterManager
-from lightserve.router.pace import Kind, Pace
-from lightserve.router.scheduler import Scheduler
+from lightserve.router.scheduler import Limits, Scheduler
 from lightserve.router.stats import ThroughputLog
+from lightserve.router.step_pacer import StepKind, StepPacer
 from lightserve.utils.channel import Receiver, Sender
 from test.waiting import DEADLINE_S, until
 
@@ -50,12 +49,12 @@ class FakeModel:
         self.steps: list[Step] = []
         self.may_run = asyncio.Event()
         self.may_run.set()
-        self.failing: set[int] = set()  # requests for which no token is left
+        self.failing: set[int] = set()  # requests whose grammar allows no token
         self.failing_status = 400
         self.completes_after: int | None = None
         self.stuck_at: int | None = None  # the step that does not end
         self.is_lost = False
-        self.given_up: list[tuple[str, bool]] = []
+        self.restart_requests: list[tuple[str, bool]] = []
         self.forces = 0  # tokens that come with every one that is sampled
         self._end_after = end_after
         self._missing: dict[int, int] = {}
@@ -67,7 +66,7 @@ class FakeModel:
         if len(self.steps) == self.stuck_at:
             self.may_run.clear()
         task = asyncio.create_task(self._run(step))
-        task.add_done_callback(lambda one: one.cancelled() or one.exception())  # not all of them are waited for
+        task.add_done_callback(lambda one: one.cancelled() or one.exception())  # not every task is awaited
         self._tasks.append(task)
         return task
 
@@ -77,9 +76,9 @@ class FakeModel:
         self.is_lost = True
         self.may_run.set()
 
-    def give_up(self, why: str, is_explained: bool) -> None:
+    def request_restart(self, reason: str, is_explained: bool) -> None:
         self.die()
-        self.given_up.append((why, is_explained))
+        self.restart_requests.append((reason, is_explained))
 
     async def _run(self, step: Step) -> StepResult:
         await self.may_run.wait()
@@ -141,7 +140,7 @@ class Router:
 
     def replace_model(self) -> None:
         self.model = FakeModel()
-        self.manager.use(self.model)
+        self.manager.use_workers(self.model)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -182,7 +181,7 @@ class Router:
     _from_router: Receiver[ToDetokenization]
 
 
-def ask(req_id: int, prompt_len: int = 3, max_new_tokens: int = 4) -> GenerateReq:
+def request(req_id: int, prompt_len: int = 3, max_new_tokens: int = 4) -> GenerateReq:
     sampling = GenerationParams.of(max_new_tokens=max_new_tokens, stop=("x",))
     return GenerateReq(req_id, [5] * prompt_len, sampling, time.monotonic())
 
@@ -195,10 +194,10 @@ def check(scenario: Callable[[Router], Awaitable[None]], run_dir: Path, **option
     asyncio.run(run())
 
 
-def test_requests_get_their_tokens_in_order_whatever_the_depth(tmp_path: Path) -> None:
+def test_requests_get_their_tokens_in_order_at_any_depth(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         for req_id in range(20):
-            router.send(ask(req_id, prompt_len=1 + req_id, max_new_tokens=1 + req_id % 7))
+            router.send(request(req_id, prompt_len=1 + req_id, max_new_tokens=1 + req_id % 7))
 
         await router.until(lambda: router.has_finished(*range(20)))
 
@@ -212,11 +211,11 @@ def test_requests_get_their_tokens_in_order_whatever_the_depth(tmp_path: Path) -
         check(scenario, run_dir, depth=depth)
 
 
-def test_the_tokens_of_a_step_travel_in_one_message(tmp_path: Path) -> None:
+def test_the_tokens_of_a_step_are_sent_in_one_message(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         router.model.may_run.clear()
         for req_id in range(6):
-            router.send(ask(req_id))
+            router.send(request(req_id))
         await until(lambda: router.scheduler.num_waiting + router.scheduler.num_running == 6)
         router.model.may_run.set()
 
@@ -230,7 +229,7 @@ def test_the_tokens_of_a_step_travel_in_one_message(tmp_path: Path) -> None:
 def test_the_next_step_is_sent_before_the_tokens_of_this_one_are_back(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         router.model.may_run.clear()
-        router.send(ask(1))
+        router.send(request(1))
 
         await until(lambda: len(router.model.steps) == 2)
 
@@ -240,27 +239,27 @@ def test_the_next_step_is_sent_before_the_tokens_of_this_one_are_back(tmp_path: 
     check(scenario, tmp_path, depth=2)
 
 
-class HeldPace(Pace):
-    """Every step takes a minute, until the test says that time is up."""
+class HeldPacer(StepPacer):
+    """Every step takes a minute, until the test changes ``wait_s``."""
 
     wait_s = 60.0
 
-    def send_at(self, kind: Kind, sent_s: float) -> float:
+    def send_at(self, kind: StepKind, sent_s: float) -> float:
         return time.monotonic() + self.wait_s
 
 
-def test_who_comes_before_the_next_step_is_due_goes_with_it(tmp_path: Path) -> None:
+def test_a_request_that_arrives_before_the_next_step_is_due_joins_it(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        pace = router.manager._pace = HeldPace()
+        pacer = router.manager._pacer = HeldPacer()
         router.model.may_run.clear()
-        router.send(ask(0))
+        router.send(request(0))
         await until(lambda: len(router.model.steps) == 1)
-        router.send(ask(1))
+        router.send(request(1))
         await until(lambda: router.scheduler.num_waiting == 1)
         assert len(router.model.steps) == 1
 
-        pace.wait_s = -1.0
-        router.send(ask(2))
+        pacer.wait_s = -1.0
+        router.send(request(2))
         await until(lambda: len(router.model.steps) == 2)
         assert [row.req_id for row in router.model.steps[1].rows] == [0, 1, 2]
         router.model.may_run.set()
@@ -269,17 +268,17 @@ def test_who_comes_before_the_next_step_is_due_goes_with_it(tmp_path: Path) -> N
     check(scenario, tmp_path, depth=2)
 
 
-def test_where_some_wait_for_the_step_after_the_next_one_is_not_held_back(tmp_path: Path) -> None:
+def test_the_next_step_is_sent_at_once_if_requests_wait_for_the_one_after(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        pace = router.manager._pace = HeldPace()
-        pace.wait_s = -1.0
+        pacer = router.manager._pacer = HeldPacer()
+        pacer.wait_s = -1.0
         router.model.may_run.clear()
-        router.send(ask(0))
+        router.send(request(0))
         await until(lambda: len(router.model.steps) == 2)
         for req_id in (1, 2, 3):
-            router.send(ask(req_id, prompt_len=60))
+            router.send(request(req_id, prompt_len=60))
         await until(lambda: router.scheduler.num_waiting == 3)
-        pace.wait_s = 60.0
+        pacer.wait_s = 60.0
         router.model.stuck_at = 3  # the first that has some of them, and not all
         router.model.may_run.set()
         await until(lambda: len(router.model.steps) == 4)
@@ -287,35 +286,35 @@ def test_where_some_wait_for_the_step_after_the_next_one_is_not_held_back(tmp_pa
     check(scenario, tmp_path, depth=2)
 
 
-def test_the_next_step_is_sent_when_it_is_due_though_nothing_happens(tmp_path: Path) -> None:
+def test_the_next_step_is_sent_when_it_is_due_without_another_event(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        pace = router.manager._pace = HeldPace()
-        pace.wait_s = 0.05
+        pacer = router.manager._pacer = HeldPacer()
+        pacer.wait_s = 0.05
         router.model.may_run.clear()
-        router.send(ask(0))
+        router.send(request(0))
         await until(lambda: len(router.model.steps) == 1)
         assert len(router.model.steps) == 1
-        pace.wait_s = -1.0
+        pacer.wait_s = -1.0
         await until(lambda: len(router.model.steps) == 2)
 
     check(scenario, tmp_path, depth=2)
 
 
-def test_who_comes_while_one_step_runs_and_no_other_is_needed_starts_at_once(tmp_path: Path) -> None:
+def test_a_request_that_arrives_while_no_further_step_is_planned_starts_at_once(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         router.model.may_run.clear()
-        router.send(ask(0, max_new_tokens=1))
+        router.send(request(0, max_new_tokens=1))
         await until(lambda: len(router.model.steps) == 1)
-        router.send(ask(1))
+        router.send(request(1))
         await until(lambda: len(router.model.steps) == 2)
         assert [row.req_id for row in router.model.steps[1].rows] == [1]
 
     check(scenario, tmp_path, depth=2)
 
 
-def test_a_token_computed_once_too_often_is_dropped(tmp_path: Path) -> None:
+def test_a_token_computed_after_the_end_is_dropped(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        router.send(ask(1, max_new_tokens=50))
+        router.send(request(1, max_new_tokens=50))
 
         await router.until(lambda: router.has_finished(1))
 
@@ -326,9 +325,9 @@ def test_a_token_computed_once_too_often_is_dropped(tmp_path: Path) -> None:
     check(scenario, tmp_path, depth=2, end_after=3)
 
 
-def test_the_first_token_tells_of_the_admission(tmp_path: Path) -> None:
+def test_the_first_token_carries_the_admission(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        router.send(ask(1))
+        router.send(request(1))
 
         await router.until(lambda: router.has_finished(1))
 
@@ -341,11 +340,11 @@ def test_the_first_token_tells_of_the_admission(tmp_path: Path) -> None:
     check(scenario, tmp_path)
 
 
-def test_an_abort_frees_what_the_request_held_and_is_passed_on(tmp_path: Path) -> None:
+def test_an_abort_frees_the_memory_of_the_request_and_is_forwarded(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         router.model.may_run.clear()
-        router.send(ask(1, max_new_tokens=50))
-        router.send(ask(2))
+        router.send(request(1, max_new_tokens=50))
+        router.send(request(2))
         await until(lambda: router.scheduler.num_running + router.scheduler.num_waiting == 2)
         router.send(AbortReq(1))
         await until(lambda: router.scheduler.num_running + router.scheduler.num_waiting == 1)
@@ -363,7 +362,7 @@ def test_a_full_queue_refuses_and_the_others_are_served(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         router.model.may_run.clear()
         for req_id in range(40):
-            router.send(ask(req_id))
+            router.send(request(req_id))
         await router.until(lambda: len(refused(router)) > 0)
         router.model.may_run.set()
 
@@ -380,11 +379,11 @@ def refused(router: Router) -> list[ReqFailed]:
     return [failure for batch in router.batches for failure in batch.failed]
 
 
-def test_a_sign_of_life_comes_even_when_idle_and_tells_how_old_a_step_is(tmp_path: Path) -> None:
+def test_heartbeats_are_sent_even_when_idle_and_carry_the_age_of_a_step(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         await router.until(lambda: any(isinstance(message, RouterStats) for message in router.sent))
         router.model.may_run.clear()
-        router.send(ask(1))
+        router.send(request(1))
 
         await router.until(
             lambda: any(isinstance(message, RouterStats) and message.step_age_s > 0 for message in router.sent)
@@ -393,7 +392,7 @@ def test_a_sign_of_life_comes_even_when_idle_and_tells_how_old_a_step_is(tmp_pat
     check(scenario, tmp_path)
 
 
-def test_an_operators_abort_goes_to_the_http_processes(tmp_path: Path) -> None:
+def test_an_operators_abort_is_forwarded_to_the_http_processes(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         router.send(AbortNamed("abc"))
 
@@ -402,11 +401,11 @@ def test_an_operators_abort_goes_to_the_http_processes(tmp_path: Path) -> None:
     check(scenario, tmp_path)
 
 
-def test_a_request_whose_time_is_over_ends_with_an_error_and_frees_what_it_held(tmp_path: Path) -> None:
+def test_a_request_past_its_deadline_fails_and_frees_its_memory(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         router.model.may_run.clear()
-        router.send(msgspec.structs.replace(ask(1), scheduling=SchedulingParams(timeout_s=0.1)))
-        router.send(ask(2))
+        router.send(msgspec.structs.replace(request(1), scheduling=SchedulingParams(timeout_s=0.1)))
+        router.send(request(2))
 
         await router.until(lambda: len(refused(router)) == 1)
         router.model.may_run.set()
@@ -419,11 +418,11 @@ def test_a_request_whose_time_is_over_ends_with_an_error_and_frees_what_it_held(
     check(scenario, tmp_path)
 
 
-def test_what_the_cache_loses_to_make_room_is_counted(tmp_path: Path) -> None:
+def test_evicted_tokens_are_counted(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         counts = []
         for req_id in range(3):
-            router.send(msgspec.structs.replace(ask(req_id), prompt_ids=[50 + req_id] * 96))
+            router.send(msgspec.structs.replace(request(req_id), prompt_ids=[50 + req_id] * 96))
             await router.until(lambda: router.has_finished(req_id))  # noqa: B023  awaited at once
             counts.append(router.manager.metrics.values["prefix_cache_evicted_tokens_total"])
 
@@ -432,32 +431,37 @@ def test_what_the_cache_loses_to_make_room_is_counted(tmp_path: Path) -> None:
     check(scenario, tmp_path)
 
 
-def test_opting_out_of_the_cache_shares_with_the_same_prompt_only(tmp_path: Path) -> None:
+def test_a_request_that_opts_out_of_the_cache_shares_only_with_its_own_choices(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        prompt = ask(1, prompt_len=60, max_new_tokens=1)
+        prompt = request(1, prompt_len=60, max_new_tokens=2)
         alone = SchedulingParams(use_cache=False)
 
-        for req_id, group, terms in (
-            (1, 1, SchedulingParams()),
-            (2, 2, SchedulingParams()),
-            (3, 3, alone),
-            (4, 3, alone),
-            (5, 5, alone),
-        ):
-            router.send(msgspec.structs.replace(prompt, req_id=req_id, group=group, scheduling=terms))
-            await router.until(lambda: router.has_finished(req_id))  # noqa: B023  awaited at once
+        async def run(group: int, scheduling: SchedulingParams, *req_ids: int) -> None:
+            router.model.may_run.clear()
+            for req_id in req_ids:
+                router.send(msgspec.structs.replace(prompt, req_id=req_id, group=group, scheduling=scheduling))
+            await until(lambda: router.scheduler.num_running + router.scheduler.num_waiting == len(req_ids))
+            router.model.may_run.set()
+            await router.until(lambda: router.has_finished(*req_ids))
+
+        await run(1, SchedulingParams(), 1)
+        await run(2, SchedulingParams(), 2)
+        await run(3, alone, 3, 4)  # two choices of one request, at the same time
+        await run(3, alone, 5)  # when they have ended
+        await run(6, alone, 6)
 
         cached = {out.req_id: out.admission.cached_tokens for out in router.outs if out.admission}
-        assert cached == {1: 0, 2: 59, 3: 0, 4: 59, 5: 0}
+        assert cached == {1: 0, 2: 59, 3: 0, 4: 59, 5: 0, 6: 0}
+        assert router.scheduler.pool.cached_tokens == 61, "of the requests that use the cache"
 
     check(scenario, tmp_path)
 
 
-def test_a_request_without_a_token_left_fails_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_request_without_an_allowed_token_fails_and_the_others_continue(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         router.model.failing.add(1)
-        router.send(ask(1))
-        router.send(ask(2))
+        router.send(request(1))
+        router.send(request(2))
 
         await router.until(lambda: router.has_finished(2))
 
@@ -473,7 +477,7 @@ def test_a_request_without_a_token_left_fails_and_the_others_go_on(tmp_path: Pat
 def test_a_token_that_completes_a_grammar_ends_the_request_and_is_text(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         router.model.completes_after = 2
-        router.send(ask(1))
+        router.send(request(1))
 
         await router.until(lambda: router.has_finished(1))
 
@@ -484,10 +488,10 @@ def test_a_token_that_completes_a_grammar_ends_the_request_and_is_text(tmp_path:
     check(scenario, tmp_path)
 
 
-def test_tokens_that_come_together_each_tell_how_the_request_stood(tmp_path: Path) -> None:
+def test_forced_tokens_carry_the_state_of_the_request_after_each(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         router.model.forces = 3
-        router.send(ask(1, max_new_tokens=6))
+        router.send(request(1, max_new_tokens=6))
 
         await router.until(lambda: router.has_finished(1))
 
@@ -509,10 +513,10 @@ def stats(router: Router) -> list[RouterStats]:
 
 
 async def begin(router: Router, count: int) -> None:
-    """Let as many requests for 40 tokens run together until a step does not end."""
+    """Run ``count`` requests for 40 tokens together until a step does not end."""
     router.model.may_run.clear()
     for req_id in range(count):
-        router.send(ask(req_id, max_new_tokens=40))
+        router.send(request(req_id, max_new_tokens=40))
     await until(lambda: router.scheduler.num_running + router.scheduler.num_waiting == count)
     router.model.stuck_at = len(router.model.steps) + 10
     router.model.may_run.set()
@@ -520,7 +524,7 @@ async def begin(router: Router, count: int) -> None:
     assert router.scheduler.num_running == count
 
 
-def test_requests_go_on_with_new_workers_where_they_stopped(tmp_path: Path) -> None:
+def test_requests_continue_with_new_workers_where_they_stopped(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         await begin(router, 4)
         await router.until(lambda: len(router.tokens_of(0)) >= 5)
@@ -528,9 +532,9 @@ def test_requests_go_on_with_new_workers_where_they_stopped(tmp_path: Path) -> N
         first = router.model
         first.die()
         await router.until(lambda: bool(stats(router)) and not stats(router)[-1].has_workers)
-        router.send(ask(4, max_new_tokens=3))  # waits with the others
+        router.send(request(4, max_new_tokens=3))  # waits with the others
         await until(lambda: router.scheduler.num_waiting == 5)
-        assert first.given_up == [("it hung up", False)]
+        assert first.restart_requests == [("the connection was closed", False)]
         router.replace_model()
 
         await router.until(lambda: router.has_finished(*range(5)))
@@ -547,34 +551,34 @@ def test_requests_go_on_with_new_workers_where_they_stopped(tmp_path: Path) -> N
         check(scenario, run_dir, depth=depth)
 
 
-def test_workers_that_die_while_nothing_runs_are_missed_at_once(tmp_path: Path) -> None:
+def test_workers_that_die_while_idle_are_noticed_at_once(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         router.model.die()
 
         await router.until(lambda: bool(stats(router)) and not stats(router)[-1].has_workers)
 
-        assert router.model.given_up == [("it hung up", False)]
+        assert router.model.restart_requests == [("the connection was closed", False)]
         router.replace_model()
-        router.send(ask(1))
+        router.send(request(1))
         await router.until(lambda: router.has_finished(1))
-        assert not router.scheduler.has_suspects
+        assert not router.scheduler.is_isolating_crash
 
     check(scenario, tmp_path)
 
 
-def test_a_request_that_two_workers_die_of_fails_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_request_that_crashes_two_workers_fails_and_the_others_continue(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         await begin(router, 3)
         router.model.die()
-        await until(lambda: bool(router.model.given_up))
+        await until(lambda: bool(router.model.restart_requests))
 
         router.replace_model()
         router.model.may_run.clear()
         await until(lambda: len(router.model.steps) == 1)
         assert [row.req_id for row in router.model.steps[0].rows] == [0], "it is alone"
         router.model.die()
-        await until(lambda: bool(router.model.given_up))
-        assert router.model.given_up == [("it hung up", True)]
+        await until(lambda: bool(router.model.restart_requests))
+        assert router.model.restart_requests == [("the connection was closed", True)]
         router.replace_model()
 
         await router.until(lambda: router.has_finished(1, 2))
@@ -585,31 +589,31 @@ def test_a_request_that_two_workers_die_of_fails_and_the_others_go_on(tmp_path: 
     check(scenario, tmp_path, depth=2)
 
 
-def test_a_step_that_does_not_end_loses_its_workers(tmp_path: Path) -> None:
+def test_a_step_that_does_not_end_gets_its_workers_replaced(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         hung = router.model
         hung.may_run.clear()
-        router.send(ask(1))
+        router.send(request(1))
 
-        await until(lambda: bool(hung.given_up))
+        await until(lambda: bool(hung.restart_requests))
         router.replace_model()
 
-        assert hung.given_up[0][0].startswith("a step has been running for ")
+        assert hung.restart_requests[0][0].startswith("a step has been running for ")
         await router.until(lambda: router.has_finished(1))
         assert router.tokens_of(1) == [101, 102, 103, 104]
 
     check(scenario, tmp_path, step_timeout_s=0.1)
 
 
-def test_requests_may_leave_while_there_is_no_worker(tmp_path: Path) -> None:
+def test_requests_can_be_aborted_and_expire_while_there_is_no_worker(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         await begin(router, 3)
         router.model.die()
-        await until(lambda: bool(router.model.given_up))
+        await until(lambda: bool(router.model.restart_requests))
 
         router.send(AbortReq(0))
         await router.until(lambda: any(0 in batch.aborted for batch in router.batches))
-        router.send(msgspec.structs.replace(ask(5), scheduling=SchedulingParams(timeout_s=0.1)))
+        router.send(msgspec.structs.replace(request(5), scheduling=SchedulingParams(timeout_s=0.1)))
         await router.until(lambda: [failure.status for failure in refused(router)] == [504])
         router.replace_model()
 
@@ -619,12 +623,12 @@ def test_requests_may_leave_while_there_is_no_worker(tmp_path: Path) -> None:
     check(scenario, tmp_path)
 
 
-def test_a_request_without_numbers_fails_and_is_counted(tmp_path: Path) -> None:
+def test_a_request_with_a_numerical_error_fails_and_is_counted(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
         router.model.failing.add(1)
         router.model.failing_status = 500
-        router.send(ask(1))
-        router.send(ask(2))
+        router.send(request(1))
+        router.send(request(2))
 
         await router.until(lambda: router.has_finished(2))
 
@@ -635,17 +639,17 @@ def test_a_request_without_numbers_fails_and_is_counted(tmp_path: Path) -> None:
     check(scenario, tmp_path)
 
 
-def test_an_answer_that_was_not_looked_at_before_the_workers_were_replaced_is_dropped(tmp_path: Path) -> None:
-    """It is there, and the loop has not come to it: no step is left that it could belong to."""
+def test_tokens_that_were_not_processed_before_the_workers_were_replaced_are_dropped(tmp_path: Path) -> None:
+    """The tokens are back, and the loop has not processed them yet."""
 
     async def scenario(router: Router) -> None:
         router.model.may_run.clear()
-        router.send(ask(1))
+        router.send(request(1))
         await until(lambda: len(router.model.steps) == 2)
-        (answer, _) = router.model._tasks
+        (result, _) = router.model._tasks
         router.model.may_run.set()
         await asyncio.sleep(0)
-        assert answer.done()
+        assert result.done()
         assert not router.outs
 
         router.replace_model()

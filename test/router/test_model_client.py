@@ -18,7 +18,7 @@ from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import GrammarSpec, NewReq, SamplingParams, Step, StepResult, StepRow, Token, TokenOut
 from lightserve.router.model_client import RpycModelClient
 from lightserve.utils.process import Boot
-from lightserve.worker.rpc import Launch, ModelRpc, StepServer
+from lightserve.worker.rpc import Launch, ModelRpc, Prepare, StepServer, prepare_nothing
 from test.waiting import DEADLINE_S, until
 
 
@@ -43,9 +43,9 @@ def served(tmp_path: Path, *runs: Callable[[Step], StepResult]) -> list[str]:
     return paths
 
 
-def client_of(paths: list[str], complaints: list[tuple[str, bool]] | None = None) -> RpycModelClient:
-    told = [] if complaints is None else complaints
-    return RpycModelClient(paths, lambda why, is_explained: told.append((why, is_explained)))
+def client_of(paths: list[str], restart_requests: list[tuple[str, bool]] | None = None) -> RpycModelClient:
+    requests = [] if restart_requests is None else restart_requests
+    return RpycModelClient(paths, lambda reason, is_explained: requests.append((reason, is_explained)))
 
 
 def within_deadline(work: Coroutine[Any, Any, None]) -> None:
@@ -83,7 +83,7 @@ def test_a_step_and_its_tokens_cross_whole(tmp_path: Path) -> None:
     within_deadline(scenario())
 
 
-def test_steps_are_under_way_together_and_run_in_order(tmp_path: Path) -> None:
+def test_several_steps_are_in_flight_and_run_in_order(tmp_path: Path) -> None:
     may_run = threading.Event()
     order: list[int] = []
 
@@ -180,7 +180,7 @@ def test_a_step_that_no_socket_holds_is_sent_while_the_worker_launches_another(t
     within_deadline(scenario())
 
 
-def test_a_worker_that_hangs_up_in_the_middle_of_a_large_step_is_lost(tmp_path: Path) -> None:
+def test_a_worker_that_disconnects_in_the_middle_of_a_large_step_is_lost(tmp_path: Path) -> None:
     async def scenario() -> None:
         worker = HangsUp(str(tmp_path / "worker"))
         client = client_of([worker.path])
@@ -199,7 +199,7 @@ def test_a_worker_that_hangs_up_in_the_middle_of_a_large_step_is_lost(tmp_path: 
     within_deadline(scenario())
 
 
-def test_a_worker_is_given_up_in_the_middle_of_a_large_step(tmp_path: Path) -> None:
+def test_a_worker_can_be_replaced_in_the_middle_of_a_large_step(tmp_path: Path) -> None:
     async def scenario() -> None:
         worker = HangsUp(str(tmp_path / "worker"))
         client = client_of([worker.path])
@@ -207,7 +207,7 @@ def test_a_worker_is_given_up_in_the_middle_of_a_large_step(tmp_path: Path) -> N
         futures = [client.run(Step([StepRow(1, [0])]))]
         futures.append(client.run(large_step(1)))
 
-        client.give_up("it does not end", is_explained=False)
+        client.request_restart("it does not end", is_explained=False)
 
         for future in futures:
             with pytest.raises(WorkerDiedError, match="it does not end"):
@@ -217,7 +217,7 @@ def test_a_worker_is_given_up_in_the_middle_of_a_large_step(tmp_path: Path) -> N
     within_deadline(scenario())
 
 
-def test_every_rank_runs_every_step_and_rank_0_answers(tmp_path: Path) -> None:
+def test_every_rank_runs_every_step_and_rank_0_returns_the_tokens(tmp_path: Path) -> None:
     ran: list[tuple[int, int]] = []
 
     def rank(number: int) -> Callable[[Step], StepResult]:
@@ -241,9 +241,11 @@ def test_every_rank_runs_every_step_and_rank_0_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_a_worker_that_fails_tells_its_own_process_and_fails_the_steps_under_way(tmp_path: Path, bad_rank: int) -> None:
+def test_a_failing_worker_reports_to_its_own_process_and_fails_the_steps_in_flight(
+    tmp_path: Path, bad_rank: int
+) -> None:
     may_end = threading.Event()
-    told: list[BaseException] = []
+    failures: list[BaseException] = []
 
     def good(step: Step) -> StepResult:
         may_end.wait(DEADLINE_S)
@@ -256,7 +258,7 @@ def test_a_worker_that_fails_tells_its_own_process_and_fails_the_steps_under_way
         try:
             server.serve(in_order(bad))
         except SystemExit as error:
-            told.append(error)
+            failures.append(error)
 
     async def scenario() -> None:
         paths = [str(tmp_path / "worker-0"), str(tmp_path / "worker-1")]
@@ -266,12 +268,12 @@ def test_a_worker_that_fails_tells_its_own_process_and_fails_the_steps_under_way
         threading.Thread(target=servers[1 - bad_rank].serve, args=(in_order(good),), daemon=True).start()
         client = client_of(paths)
 
-        with pytest.raises(WorkerDiedError, match=f"model worker {bad_rank} is gone"):
+        with pytest.raises(WorkerDiedError, match=f"model worker {bad_rank} closed its connection"):
             await client.run(Step([StepRow(1, [0])]))
         assert client.is_lost
         thread.join(DEADLINE_S)
 
-        assert [str(error) for error in told] == ["out of memory"]
+        assert [str(error) for error in failures] == ["out of memory"]
         may_end.set()
         client.close()
 
@@ -294,7 +296,11 @@ class HangsUp:
         self._connected.append(self._listener._listener.accept()[0])
         rpc = ModelRpc(self._launch)
         rpc._connect(Channel(SocketStream(self._connected[0])), {"allow_pickle": False})
+        threading.Thread(target=self._listener.serve_grammars, args=(self.prepare,), daemon=True).start()
         rpc.serve()
+
+    def prepare(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+        self.may_launch.wait(DEADLINE_S)
 
     def _launch(self, step: Step) -> Callable[[], StepResult]:
         self.may_launch.wait(DEADLINE_S)
@@ -306,7 +312,7 @@ class HangsUp:
         self._thread.join(DEADLINE_S)
 
 
-def test_a_worker_that_hangs_up_while_nothing_runs_is_noticed(tmp_path: Path) -> None:
+def test_a_worker_that_disconnects_while_idle_is_noticed(tmp_path: Path) -> None:
     async def scenario() -> None:
         worker = HangsUp(str(tmp_path / "worker"))
         client = client_of([worker.path])
@@ -323,28 +329,28 @@ def test_a_worker_that_hangs_up_while_nothing_runs_is_noticed(tmp_path: Path) ->
     within_deadline(scenario())
 
 
-def test_a_worker_that_hung_up_before_a_step_is_sent_is_lost_like_any_other(tmp_path: Path) -> None:
+def test_a_worker_that_disconnected_before_a_step_is_sent_is_lost(tmp_path: Path) -> None:
     """The event loop has not seen it yet: rpyc finds out as it sends, and closes the socket."""
 
     async def scenario() -> None:
         worker = HangsUp(str(tmp_path / "worker"))
-        complaints: list[tuple[str, bool]] = []
-        client = client_of([worker.path], complaints)
+        restart_requests: list[tuple[str, bool]] = []
+        client = client_of([worker.path], restart_requests)
         await client.run(Step([StepRow(1, [0])]))
 
         worker.hang_up()
         future = client.run(Step([StepRow(1, [1])]))
         assert client.is_lost
-        client.give_up("it hung up", is_explained=False)
+        client.request_restart("the connection was closed", is_explained=False)
 
-        with pytest.raises(WorkerDiedError, match="model worker 0 is gone"):
+        with pytest.raises(WorkerDiedError, match="model worker 0 closed its connection"):
             await future
-        assert complaints == [("it hung up", False)]
+        assert restart_requests == [("the connection was closed", False)]
 
     within_deadline(scenario())
 
 
-def test_giving_up_fails_what_is_under_way_tells_why_and_waits_for_nobody(tmp_path: Path) -> None:
+def test_a_restart_request_fails_the_steps_in_flight_and_does_not_wait(tmp_path: Path) -> None:
     may_end = threading.Event()
 
     def hang(step: Step) -> StepResult:
@@ -352,23 +358,23 @@ def test_giving_up_fails_what_is_under_way_tells_why_and_waits_for_nobody(tmp_pa
         return echo(step)
 
     async def scenario() -> None:
-        complaints: list[tuple[str, bool]] = []
-        client = client_of(served(tmp_path, hang), complaints)
+        restart_requests: list[tuple[str, bool]] = []
+        client = client_of(served(tmp_path, hang), restart_requests)
         futures = [client.run(Step([StepRow(1, [i])])) for i in range(2)]
 
-        client.give_up("a step has been running for 61 s", is_explained=True)
+        client.request_restart("a step has been running for 61 s", is_explained=True)
 
         for future in futures:
             with pytest.raises(WorkerDiedError, match="61 s"):
                 await future
         assert client.is_lost
-        assert complaints == [("a step has been running for 61 s", True)]
+        assert restart_requests == [("a step has been running for 61 s", True)]
         may_end.set()
 
     within_deadline(scenario())
 
 
-def test_who_comes_late_for_workers_that_are_gone_does_not_meet_the_next(tmp_path: Path) -> None:
+def test_a_late_connection_to_dead_workers_does_not_reach_their_successors(tmp_path: Path) -> None:
     """Those are loading, and listen already: to wait for their answer would stop the router."""
     config = ServerConfig(worker=WorkerConfig(), router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig())
     boot = Boot(config, str(tmp_path))
@@ -380,5 +386,102 @@ def test_who_comes_late_for_workers_that_are_gone_does_not_meet_the_next(tmp_pat
             client_of([boot.worker_path(0, 1)])
 
         del loading  # it listened until here
+
+    within_deadline(scenario())
+
+
+DIGITS = GrammarSpec("regex", "[0-9]+é")
+
+
+def preparing(tmp_path: Path, *prepares: Prepare) -> list[str]:
+    """Ranks that run steps at once; each compiles grammars in its own way."""
+    paths = []
+    for rank, prepare in enumerate(prepares):
+        path = str(tmp_path / f"worker-{rank}")
+        args = (StepServer(path).serve, in_order(echo), 1, prepare)
+        threading.Thread(target=args[0], args=args[1:], daemon=True).start()
+        paths.append(path)
+    return paths
+
+
+def test_a_grammar_is_prepared_when_every_rank_has_compiled_it_and_steps_run_meanwhile(tmp_path: Path) -> None:
+    may_end = [threading.Event(), threading.Event()]
+    compiled: list[tuple[int, GrammarSpec, tuple[int, ...]]] = []
+
+    def rank(number: int) -> Prepare:
+        def prepare(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+            assert may_end[number].wait(DEADLINE_S)
+            compiled.append((number, grammar, eos_ids))
+
+        return prepare
+
+    async def scenario() -> None:
+        client = client_of(preparing(tmp_path, rank(0), rank(1)))
+        prepared = client.prepare(DIGITS, (3, 4))
+
+        for i in range(3):  # no step waits for the compilation
+            assert (await client.run(Step([StepRow(1, [i])]))).tokens[0].token.id == i
+        may_end[0].set()
+        await until(lambda: len(compiled) == 1)
+        assert (await client.run(Step([StepRow(1, [9])]))).tokens[0].token.id == 9
+        assert not prepared.done()
+        may_end[1].set()
+        await prepared
+
+        assert compiled == [(0, DIGITS, (3, 4)), (1, DIGITS, (3, 4))]
+        client.close()
+
+    within_deadline(scenario())
+
+
+def test_a_grammar_that_cannot_be_compiled_resolves_and_the_next_one_is_compiled(tmp_path: Path) -> None:
+    def prepare(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+        if grammar.text == "(":
+            raise ValueError("an error of the compiler")
+
+    async def scenario() -> None:
+        client = client_of(preparing(tmp_path, prepare))
+
+        await client.prepare(GrammarSpec("regex", "("), ())
+        await client.prepare(DIGITS, ())
+
+        assert not client.is_lost
+        client.close()
+
+    within_deadline(scenario())
+
+
+def test_a_worker_without_grammars_prepares_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        client = client_of(preparing(tmp_path, prepare_nothing))
+
+        await client.prepare(DIGITS, ())
+
+        client.close()
+
+    within_deadline(scenario())
+
+
+@pytest.mark.parametrize("how", ["closed", "process died"])
+def test_a_grammar_in_preparation_resolves_when_the_workers_are_given_up(tmp_path: Path, how: str) -> None:
+    may_end = threading.Event()
+
+    def prepare(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+        may_end.wait(DEADLINE_S)
+
+    async def scenario() -> None:
+        client = client_of(preparing(tmp_path, prepare))
+        prepared = client.prepare(DIGITS, ())
+        if how == "closed":
+            client.close()
+        else:
+            for connection in client._grammars._connections:
+                connection._channel.stream.sock.shutdown(socket.SHUT_RDWR)
+
+        await prepared
+        if how != "closed":
+            await client.prepare(DIGITS, ())
+        may_end.set()
+        client.close()
 
     within_deadline(scenario())

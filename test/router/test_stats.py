@@ -1,4 +1,4 @@
-"""What the router counts, and its line in the log."""
+"""The router's metrics, and its throughput line in the log."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from lightserve.router.stats import RouterMetrics, ThroughputLog
 
 
 def observed(metrics: RouterMetrics, name: str) -> tuple[int, float]:
-    """How many values, and their sum."""
+    """The number of values and their sum."""
     histogram = metrics.snapshot().histograms[name]
     return sum(histogram.counts), histogram.total
 
 
-def test_an_admitted_request_counts_its_prompt_and_what_was_cached() -> None:
+def test_an_admitted_request_counts_its_prompt_and_cached_tokens() -> None:
     metrics = RouterMetrics()
 
     metrics.admitted(queue_s=0.5, prompt_tokens=100, cached_tokens=64)
@@ -53,7 +53,7 @@ def test_a_finished_request_counts_its_times_and_lengths() -> None:
 
 
 @pytest.mark.parametrize(("output_tokens", "decoded", "meant"), [(0, 0, 0), (1, 1, 0), (2, 1, 1)])
-def test_a_request_without_tokens_has_no_times_of_tokens(output_tokens: int, decoded: int, meant: int) -> None:
+def test_a_request_without_tokens_has_no_token_times(output_tokens: int, decoded: int, meant: int) -> None:
     metrics = RouterMetrics()
 
     metrics.finished("abort", 1.0, 0.0, 0.0, prompt_tokens=7, output_tokens=output_tokens, max_new_tokens=5)
@@ -64,7 +64,7 @@ def test_a_request_without_tokens_has_no_times_of_tokens(output_tokens: int, dec
     assert observed(metrics, "e2e_request_latency_seconds")[0] == 1
 
 
-def test_what_goes_wrong_is_counted_apart() -> None:
+def test_refusals_failures_and_preemptions_are_counted() -> None:
     metrics = RouterMetrics()
 
     metrics.refused()
@@ -82,7 +82,7 @@ def test_what_goes_wrong_is_counted_apart() -> None:
     assert values["prefix_cache_evicted_tokens_total"] == 40
 
 
-def test_the_load_is_as_last_set() -> None:
+def test_the_load_gauges_have_the_last_value() -> None:
     metrics = RouterMetrics()
 
     metrics.set_load(1, 1, 1, 1)
@@ -102,7 +102,7 @@ def work(metrics: RouterMetrics, prompt_tokens: int, output_tokens: int) -> None
     metrics.next_tokens(itl_s=0.01, count=output_tokens)
 
 
-def test_a_line_tells_the_rates_since_the_last() -> None:
+def test_a_line_has_the_rates_since_the_last_line() -> None:
     metrics = RouterMetrics()
     log = ThroughputLog(metrics, interval_s=10.0)
     metrics.set_load(running=3, waiting=1, used_tokens=50, total_tokens=400)
@@ -124,7 +124,7 @@ def test_an_idle_router_is_silent() -> None:
     assert [log.line(now) for now in (0.0, 10.0, 100.0)] == [None, None, None]
 
 
-def test_the_idle_time_before_the_work_does_not_dilute_it() -> None:
+def test_idle_time_before_the_work_does_not_lower_the_rates() -> None:
     metrics = RouterMetrics()
     log = ThroughputLog(metrics, interval_s=10.0)
     for second in range(100):
@@ -136,7 +136,7 @@ def test_the_idle_time_before_the_work_does_not_dilute_it() -> None:
     assert (log.line(109.0) or "").startswith("prompt 0.0 tok/s, output 10.0 tok/s")
 
 
-def test_the_end_of_the_work_is_told_too() -> None:
+def test_the_last_tokens_of_the_work_get_a_line_too() -> None:
     metrics = RouterMetrics()
     log = ThroughputLog(metrics, interval_s=10.0)
     log.line(0.0)
@@ -148,7 +148,7 @@ def test_the_end_of_the_work_is_told_too() -> None:
     assert log.line(20.0) is None
 
 
-def test_requests_that_wait_are_work() -> None:
+def test_waiting_requests_count_as_work() -> None:
     metrics = RouterMetrics()
     log = ThroughputLog(metrics, interval_s=10.0)
     metrics.set_load(running=0, waiting=1, used_tokens=0, total_tokens=400)

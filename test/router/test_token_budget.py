@@ -4,18 +4,18 @@ import random
 
 import numpy as np
 
-from lightserve.router.token_budget import FEW, OutputEstimate, peak_tokens
+from lightserve.router.token_budget import MIN_HISTORY, OutputEstimate, peak_tokens
 
 
 def brute_force_peak(held: list[int], remaining: list[int]) -> int:
-    """Step by step: everybody grows by one until their end."""
+    """Step by step: every request grows by one token until its end."""
     peak = 0
     for step in range(max(remaining, default=0) + 1):
         peak = max(peak, sum(h + step for h, r in zip(held, remaining, strict=True) if r >= step))
     return peak
 
 
-def test_the_peak_is_that_of_running_it() -> None:
+def test_the_peak_equals_a_step_by_step_simulation() -> None:
     rng = random.Random(0)
     for _ in range(500):
         count = rng.randint(0, 12)
@@ -25,13 +25,13 @@ def test_the_peak_is_that_of_running_it() -> None:
         assert peak_tokens(held, remaining) == brute_force_peak(held, remaining)
 
 
-def test_without_history_the_guess_is_all_that_is_left() -> None:
+def test_without_history_the_estimate_is_the_maximum() -> None:
     estimate = OutputEstimate()
 
     assert estimate.remaining(np.array([3, 0]), np.array([10, 100])).tolist() == [7, 100]
 
 
-def test_the_guess_is_a_quantile_of_the_outputs_that_went_on_as_long() -> None:
+def test_the_estimate_is_a_quantile_of_the_outputs_that_were_longer() -> None:
     estimate = OutputEstimate(quantile=0.5)
     for length in range(1, 101):
         estimate.learn(length)
@@ -41,9 +41,9 @@ def test_the_guess_is_a_quantile_of_the_outputs_that_went_on_as_long() -> None:
     assert guess.tolist() == [51, 26, 1, 900, 800]
 
 
-def test_the_guess_is_never_more_than_what_may_come_nor_less_than_one() -> None:
+def test_the_estimate_is_at_least_one_and_at_most_the_maximum() -> None:
     estimate = OutputEstimate()
-    for length in [5] * FEW:
+    for length in [5] * MIN_HISTORY:
         estimate.learn(length)
 
     assert estimate.remaining(np.array([0, 4, 4]), np.array([3, 5, 1000])).tolist() == [3, 1, 1]

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import CheckpointError, ServerError
 from lightserve.model_files import resolve
@@ -279,7 +279,7 @@ def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -
     setting("tokenizer_config.json", auto_map={"AutoTokenizer": ["modeling.Tokenizer", None]})(folder)
 
     check(parse_server(["--port=0", f"--model_dir={folder}"]))
-    ModelWorker(WorkerConfig(device="cpu", max_total_token_num=64), resolve(str(folder)), TpGroup())
+    ModelWorker(WorkerConfig(device="cpu", max_total_token_num=64), resolve(str(folder)), Parallel())
 
     assert not (tmp_path / "owned").exists()
 
@@ -315,7 +315,7 @@ def no_weights_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def load(folder: Path) -> str:
     """What the worker says of it."""
     with pytest.raises(CheckpointError) as refused:
-        ModelWorker(WorkerConfig(device="cpu", max_total_token_num=64), resolve(str(folder)), TpGroup())
+        ModelWorker(WorkerConfig(device="cpu", max_total_token_num=64), resolve(str(folder)), Parallel())
     return str(refused.value)
 
 
@@ -338,6 +338,16 @@ def test_tensors_that_are_not_the_models_are_told_before_any_is_read(
 
     assert reason in told
     assert "lacks" in told or told.startswith(f"{folder / WEIGHTS}: ")
+
+
+@pytest.mark.usefixtures("no_weights_read")
+def test_a_config_with_fewer_layers_than_the_checkpoint_is_refused_before_weights_are_read(folder: Path) -> None:
+    setting("config.json", num_hidden_layers=1)(folder)
+
+    reason = load(folder)
+
+    assert "the checkpoint has layers 0 to 1, but config.json says 1" in reason
+    assert f"({folder / WEIGHTS})" in reason
 
 
 @pytest.mark.usefixtures("no_weights_read")
@@ -367,8 +377,8 @@ def test_what_memory_does_not_hold_is_told(folder: Path, changes: dict[str, int]
     setting("config.json", **changes)(folder)
     config = WorkerConfig(device="cpu", load_format="dummy", running_max_req_size=running_max_req_size)
 
-    with pytest.raises(ServerError, match=r"memory does not suffice .*; use a smaller model, more ranks"):
-        ModelWorker(config, resolve(str(folder)), TpGroup())
+    with pytest.raises(ServerError, match=r"not enough memory .*; use a smaller model, more ranks"):
+        ModelWorker(config, resolve(str(folder)), Parallel())
 
 
 # whole starts

@@ -1,4 +1,4 @@
-"""The simulator must say what one can reckon by hand, and lose nothing."""
+"""The simulator must agree with figures computed by hand, and lose no request."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightserve.router.limits import Limits
 from lightserve.router.policy import POLICIES
+from lightserve.router.scheduler import Limits
 from lightserve.simulate.__main__ import main
 from lightserve.simulate.gpu import CostModel
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed, lognormal
@@ -23,7 +23,7 @@ TIGHT = Setup(limits=Limits(16, 64, 32, token_ratio=1.0), quantile=0.5, pool_siz
 
 
 def figures(result: Result) -> tuple[object, ...]:
-    """All but what the simulation itself cost."""
+    """All fields except the simulator's own run time."""
     return tuple(getattr(result, name) for name in Result.__dataclass_fields__ if name != "cpu_s")
 
 
@@ -31,24 +31,24 @@ def figures(result: Result) -> tuple[object, ...]:
 @pytest.mark.parametrize("rate", [None, 50.0])
 def test_every_request_ends_with_all_its_tokens(policy: str, rate: float | None) -> None:
     load = replace(SMALL, rate=rate)
-    asks = list(load.asks())
+    requests = list(load.requests())
     simulation = Simulation(replace(TIGHT, policy=policy), load)
 
     result = simulation.run()
 
     assert result.requests == len(result.ttft) == load.count
-    assert result.output_tokens == sum(ask.output_len for ask in asks)
-    assert result.prompt_tokens == sum(len(ask.prompt_ids) for ask in asks)
+    assert result.output_tokens == sum(one.output_len for one in requests)
+    assert result.prompt_tokens == sum(len(one.prompt_ids) for one in requests)
     assert sum(result.gap_counts) == result.output_tokens - result.requests
-    assert result.pauses > 0 or rate is not None
+    assert result.preemptions > 0 or rate is not None
     assert 0 < result.peak_used <= TIGHT.pool_size
     assert simulation.scheduler.pool.used == 0
 
 
-def test_streams_that_ask_again_at_once_make_one_token_each_a_step() -> None:
-    """10 ms a step, 4 streams of 5 tokens: 400 tokens a second, but for the step in which the next answer is planned.
+def test_streams_that_continue_at_once_get_one_token_each_a_step() -> None:
+    """10 ms a step, 4 streams of 5 tokens: 400 tokens a second, except while the next request is planned.
 
-    With two steps under way, the step after a request's last is planned before its end is known: the next request waits
+    With two steps in flight, the step after a request's last is planned before its end is known: the next request waits
     for that one. So a request takes 5 steps, and its stream 6.
     """
     load = Load(fixed(8), fixed(5), count=40, streams=4, max_new_tokens=50)
@@ -81,10 +81,10 @@ def test_a_load_below_the_limit_is_served_at_its_own_rate() -> None:
     result = simulate(Setup(cost=FLAT), load)
 
     assert result.requests / result.seconds == pytest.approx(100.0, rel=0.1)
-    assert np.median(result.ttft) == pytest.approx(0.025, abs=0.01)  # the steps under way, on average one and a half
+    assert np.median(result.ttft) == pytest.approx(0.025, abs=0.01)  # the steps in flight, on average one and a half
 
 
-def test_the_cost_model_gives_what_was_measured_and_lines_between() -> None:
+def test_the_cost_model_interpolates_between_measured_sizes() -> None:
     cost = CostModel()
 
     measured = [cost.matmul_s(tokens) * 1000 for tokens, _ in cost.matmul_ms]
@@ -119,19 +119,19 @@ def test_priority_serves_the_urgent_first() -> None:
 
     fifo, priority = (simulate(replace(setup, policy=policy), load) for policy in ("fifo", "priority"))
 
-    assert len(fifo.urgent_ttft) == sum(ask.priority == URGENT for ask in load.asks())
+    assert len(fifo.urgent_ttft) == sum(one.priority == URGENT for one in load.requests())
     assert np.median(priority.urgent_ttft) < np.median(fifo.urgent_ttft) / 2
 
 
-def test_guessing_output_lengths_uses_more_of_the_memory() -> None:
+def test_estimating_output_lengths_uses_more_of_the_memory() -> None:
     setup = replace(TIGHT, quantile=0.9)
     limits = setup.limits
 
     reserved = simulate(replace(setup, limits=replace(limits, token_ratio=0.0)), SMALL)
-    guessed = simulate(setup, SMALL)
+    estimated = simulate(setup, SMALL)
 
-    assert reserved.pauses == 0
-    assert guessed.seconds < reserved.seconds
+    assert reserved.preemptions == 0
+    assert estimated.seconds < reserved.seconds
 
 
 def test_quantiles_count_every_value_as_often_as_it_occurs() -> None:

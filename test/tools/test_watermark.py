@@ -55,7 +55,7 @@ def test_a_pause_changes_nothing(llm: LLM, small_folder: str) -> None:
 
     paused = generate(small, *wanted)
 
-    assert small._scheduler.num_pauses > 0
+    assert small._scheduler.num_preemptions > 0
     assert paused == generate(llm, *wanted)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ from llguidance import LLMatcher
 
 from lightserve.common import ops
 from lightserve.errors import InvalidRequestError
-from lightserve.grammar.compiler import choice_grammar, schema_grammar
+from lightserve.grammar import compiler as compiler_module
+from lightserve.grammar.compiler import GrammarCompiler, choice_grammar, schema_grammar
 from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, NewReq, SamplingParams
 from lightserve.llm import LLM, Generation
 from lightserve.model_files.source import resolve
-from lightserve.worker.sampling.grammar import Grammars, ReqGrammar
+from lightserve.worker.sampling.grammar import LANES, Grammars, ReqGrammar
 from lightserve.worker.sampling.step_masks import MaskMaker
 from lightserve.worker.step_runner import padded
 from lightserve.worker.worker import ModelWorker
 from test.small_text import small_tokenizer
+from test.waiting import DEADLINE_S
 
 TOKENIZER = small_tokenizer()
 EOS = TOKENIZER.eos_id or 0
@@ -122,7 +125,7 @@ def test_masks_without_a_thread_of_their_own_are_the_same(
     expected = llm.generate(prompts(len(wanted)), wanted)
     worker = llm.worker
     monkeypatch.setattr(ModelWorker, "pipeline_depth", depth)
-    monkeypatch.setattr(worker, "_masks", MaskMaker(worker._grammars, worker.model.device, computes_apart=True))
+    monkeypatch.setattr(worker, "_masks", MaskMaker(worker._grammars, worker.model.device, launches_async=True))
 
     generations = llm.generate(prompts(len(wanted)), wanted)
 
@@ -149,7 +152,7 @@ def test_a_pause_changes_nothing(llm: LLM, small_folder: str) -> None:
 
     paused = small.generate(prompts(8), wanted)
 
-    assert small._scheduler.num_pauses > 0
+    assert small._scheduler.num_preemptions > 0
     assert [one.text for one in paused] == [one.text for one in expected]
 
 
@@ -284,6 +287,76 @@ def test_eight_requests_of_a_grammar_share_a_lexer(small_folder: str, monkeypatc
     assert all(mask.tolist() == masks[0].tolist() for mask in masks)
 
 
+def test_a_prepared_grammar_is_compiled_for_all_requests(small_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightserve.worker.sampling.grammar.cores", lambda: 16)
+    grammars = Grammars(resolve(small_folder), 131)
+    made: list[GrammarSpec] = []
+    llguidance = compiler_module._llguidance
+
+    def counted(spec: GrammarSpec, special_tokens: frozenset[str]) -> str:
+        made.append(spec)
+        return llguidance(spec, special_tokens)
+
+    monkeypatch.setattr(compiler_module, "_llguidance", counted)
+    grammars.prepare(DIGITS, (EOS,))
+    assert made == [DIGITS] * LANES
+
+    grammars.prepare(DIGITS, (EOS,))
+    opened = [grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,))) for i in range(40)]
+    assert all(grammar is not None and grammar.matcher is not None for grammar in opened)
+
+    assert made == [DIGITS] * LANES
+
+
+def test_the_first_request_with_a_grammar_has_it_compiled_for_all_lanes(
+    small_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightserve.worker.sampling.grammar.cores", lambda: 16)
+    grammars = Grammars(resolve(small_folder), 131)
+
+    opened = grammars.open(NewReq(0, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,)))
+    assert opened is not None
+    assert opened.matcher is not None
+    for compiled in grammars._compiling.get((DIGITS, (EOS,)), []):
+        compiled.result(DEADLINE_S)
+
+    assert [lane.find(DIGITS) is not None for lane in grammars._compilers_for((EOS,))] == [True] * LANES
+
+
+def test_a_request_does_not_wait_for_the_compilation_of_other_grammars(
+    small_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(resolve(small_folder), 131)
+    grammars.prepare(DIGITS, (EOS,))
+    may_compile, is_compiling = threading.Event(), threading.Event()
+    compile_now = GrammarCompiler.compile
+
+    def compile_slowly(compiler: GrammarCompiler, spec: GrammarSpec) -> LLMatcher:
+        is_compiling.set()
+        assert may_compile.wait(DEADLINE_S)
+        return compile_now(compiler, spec)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
+    preparing = threading.Thread(target=grammars.prepare, args=(GrammarSpec("regex", "[ab]*"), (EOS,)))
+    preparing.start()
+    assert is_compiling.wait(DEADLINE_S)
+
+    opened = grammars.open(NewReq(0, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,)))
+    assert opened is not None
+    assert opened.matcher is not None  # would wait until the test gives up
+    may_compile.set()
+    preparing.join(DEADLINE_S)
+
+    assert all(lane.find(GrammarSpec("regex", "[ab]*")) is not None for lane in grammars._compilers_for((EOS,)))
+
+
+def test_a_grammar_that_does_not_compile_is_an_error_of_its_request_alone(llm: LLM) -> None:
+    llm.worker.prepare(GrammarSpec("regex", "("), (EOS,))
+
+    with pytest.raises(InvalidRequestError, match="cannot be used"):
+        llm.worker._grammars.prepare(GrammarSpec("regex", "("), (EOS,))
+
+
 def test_an_answer_that_begins_with_its_prefix_is_free_then(llm: LLM) -> None:
     free = [params(i, grammar=GrammarSpec("prefix", text)) for i, text in enumerate(("abc", "12-", "{", "x y z"))]
     wanted = [
@@ -314,7 +387,7 @@ def test_a_prefix_is_kept_ahead_of_tokens_and_through_pauses(
 
     ahead, paused = llm.generate(prompts(8), wanted), small.generate(prompts(8), wanted)
 
-    assert small._scheduler.num_pauses > 0
+    assert small._scheduler.num_preemptions > 0
     assert all(one.text.startswith("ab12-" * 8) for one in expected)
     assert [one.token_ids for one in ahead] == [one.token_ids for one in expected]
     assert [one.token_ids for one in paused] == [one.token_ids for one in expected]

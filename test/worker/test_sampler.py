@@ -16,10 +16,9 @@ import lightserve.common.triton_kernel  # noqa: F401  registers the backend
 from lightserve.common import ops
 from lightserve.io_struct import GenerationParams, SamplingParams
 from lightserve.worker.infer_batch import InferReq
-from lightserve.worker.sampling.ngrams import NgramBans
-from lightserve.worker.sampling.plan import SamplingPlan, make_plan
-from lightserve.worker.sampling.sampler import Sampler
-from lightserve.worker.sampling.seen_tokens import SeenTokens
+from lightserve.worker.sampling.req_rules import NgramBans
+from lightserve.worker.sampling.sampler import NONE_ALLOWED, Sampler, SamplingPlan, make_plan
+from lightserve.worker.sampling.token_history import SeenTokens
 
 INF = float("inf")
 VOCAB = 97
@@ -129,7 +128,7 @@ def oracle_token(logits: Tensor, req: InferReq) -> int:
         return int(scores.argmax())
     seed = torch.tensor([req.seed], device=logits.device)
     position = torch.tensor([len(req.token_ids)], dtype=torch.int32, device=logits.device)
-    return int(ops.choose.impls[ops.REFERENCE](scores, torch.ones(1, device=logits.device), seed, position))
+    return int(ops.sample.impls[ops.REFERENCE](scores, torch.ones(1, device=logits.device), seed, position))
 
 
 def sampler_of(logits: Tensor) -> Sampler:
@@ -138,17 +137,16 @@ def sampler_of(logits: Tensor) -> Sampler:
 
 def sample(logits: Tensor, reqs: list[InferReq], sampler: Sampler | None = None) -> list[int]:
     sampler = sampler or sampler_of(logits)
-    sampler.look_back(reqs)
-    return sampler.sample(logits, reqs, chosen_by_the_step(logits, reqs)).tolist()
+    return sampler.sample(sampler.prepare(reqs), logits, sampled_by_the_step(logits, reqs)).tolist()
 
 
-def chosen_by_the_step(logits: Tensor, reqs: list[InferReq]) -> Tensor:
-    """Of every row, by temperature alone; those that the sampler must choose are replaced by what is no token."""
+def sampled_by_the_step(logits: Tensor, reqs: list[InferReq]) -> Tensor:
+    """Of every row, by temperature alone. Tokens that the sampler must sample are replaced by a value that is none."""
     device = logits.device
     temperatures = torch.tensor([req.temperature for req in reqs], device=device)
     seeds = torch.tensor([req.seed for req in reqs], device=device)
     positions = torch.tensor([req.total_len for req in reqs], dtype=torch.int32, device=device)
-    tokens = ops.choose(logits, temperatures, seeds, positions)
+    tokens = ops.sample(logits, temperatures, seeds, positions)
     return tokens.masked_fill(torch.tensor([req.rules.is_special for req in reqs], device=device), -2)
 
 
@@ -439,7 +437,7 @@ IMPOSSIBLE = [
 
 @pytest.mark.parametrize("params", IMPOSSIBLE)
 @pytest.mark.parametrize("cuts", [{"temperature": 0}, {}, {"top_p": 0.5, "min_p": 0.1, "typical_p": 0.5}])
-def test_a_request_that_forbids_every_token_disturbs_no_other(
+def test_a_request_that_forbids_every_token_gets_none_and_disturbs_no_other(
     backend: str, params: dict[str, Any], cuts: dict[str, Any]
 ) -> None:
     logits = logits_of(3, device_of(backend))
@@ -449,7 +447,7 @@ def test_a_request_that_forbids_every_token_disturbs_no_other(
     first, impossible, last = sample(logits, [neighbours[0], req_of(1, **params, **cuts), neighbours[1]])
 
     assert [first, last] == alone
-    assert 0 <= impossible < VOCAB
+    assert impossible == NONE_ALLOWED
 
 
 def test_the_logits_stay_as_they_are() -> None:
@@ -492,9 +490,9 @@ def test_a_batch_of_the_same_requests_is_planned_once(monkeypatch: pytest.Monkey
     logits = logits_of(len(reqs))
 
     for batch in (reqs, list(reqs), reqs[:-1], reqs):
-        sampler.look_back(batch)
-        tokens = sampler.sample(logits[: len(batch)], batch, chosen_by_the_step(logits[: len(batch)], batch))
-        sampler.logprobs(tokens, logits, batch)
+        plan = sampler.prepare(batch)
+        tokens = sampler.sample(plan, logits[: len(batch)], sampled_by_the_step(logits[: len(batch)], batch))
+        sampler.logprobs(plan, tokens, logits)
 
     assert [len(batch) for batch in planned] == [len(reqs), len(reqs) - 1, len(reqs)]
 
@@ -509,10 +507,10 @@ def test_logprobs_are_the_models_own_and_only_for_who_asks(backend: str) -> None
         req_of(3, logprobs=20, **changed),
     ]
     logits = logits_of(4, device_of(backend))
-    sampler.look_back(reqs)
-    tokens = sampler.sample(logits, reqs, chosen_by_the_step(logits, reqs))
+    plan = sampler.prepare(reqs)
+    tokens = sampler.sample(plan, logits, sampled_by_the_step(logits, reqs))
 
-    asked = sampler.logprobs(tokens, logits, reqs)
+    asked = sampler.logprobs(plan, tokens, logits)
 
     expected = logits.log_softmax(-1)
     assert asked is not None
@@ -532,7 +530,7 @@ def test_a_forbidden_logit_of_the_model_has_a_logprob_of_minus_infinity() -> Non
     reqs = [req_of(logprobs=20, temperature=0)]
 
     sampler = Sampler(3, logits.device, torch.zeros(1, dtype=torch.int64))
-    found = sampler.logprobs(torch.tensor([1]), logits, reqs)
+    found = sampler.logprobs(sampler.prepare(reqs), torch.tensor([1]), logits)
     assert found is not None
     logprob, top = found.by_row()[0]
 
@@ -556,15 +554,15 @@ def test_a_row_whose_logits_are_no_numbers_gets_no_token_whatever_its_wishes(bac
     logits = logits_of(len(reqs), device_of(backend))
     whole = sample(logits, reqs)
     logits[:3, 50] = float("nan")
-    tokens = chosen_by_the_step(logits, reqs)
+    tokens = sampled_by_the_step(logits, reqs)
     tokens[:3] = ops.NO_TOKEN  # as the step says
 
-    out = sampler_of(logits).sample(logits, reqs, tokens).tolist()
+    sampler = sampler_of(logits)
+    out = sampler.sample(sampler.prepare(reqs), logits, tokens).tolist()
 
     assert out == [ops.NO_TOKEN] * 3 + whole[3:]
-    found = sampler_of(logits).logprobs(
-        torch.tensor(out, device=logits.device), logits, [req_of(logprobs=1)] * len(reqs)
-    )
+    plan = sampler.prepare([req_of(logprobs=1)] * len(reqs))
+    found = sampler.logprobs(plan, torch.tensor(out, device=logits.device), logits)
     assert found is not None
     assert len(found.by_row()) == len(reqs)  # no index below 0
 

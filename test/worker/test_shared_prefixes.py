@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from itertools import combinations
@@ -13,9 +14,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from lightserve.common import ops
+from lightserve.common.device import H200
 from lightserve.common.kv.req_manager import ReqManager
-from lightserve.common.tp import TpGroup
-from lightserve.common.triton_kernel import _shared_prefix, _token_items
+from lightserve.common.parallel import Parallel
+from lightserve.common.triton_kernel import _card
 from lightserve.config import WorkerConfig
 from lightserve.io_struct import GenerationParams, NewReq, SamplingParams, Step, StepRow
 from lightserve.llm import LLM
@@ -177,13 +179,13 @@ def test_a_decode_step_names_its_groups_and_puts_their_rows_side_by_side() -> No
     mixed = batch.pack([StepRow(0, [6]), StepRow(1, [7]), StepRow(2, [8]), StepRow(3, [9, 10])], as_it_is)
 
     packed = batch.pack([StepRow(1, [11]), StepRow(2, [12]), StepRow(0, [13]), StepRow(3, [14])], as_it_is)
-    columns = columns_of(packed.inputs, packed.shape, np.float32, np.int64)
+    columns = columns_of(packed.inputs, packed.shape)
 
     assert not mixed.shape.has_shared
     assert packed.shape == StepShape(4, 4, has_decodes=True, has_prompts=False, has_shared=True)
     assert [req.req_id for req in packed.reqs] == [0, 3, 2, 1]
-    assert columns.tokens[2].tolist() == [13, 14, 12, 11]
-    assert columns.requests[0].tolist() == [req.row for req in packed.reqs]
+    assert columns.tokens["slot"].tolist() == [13, 14, 12, 11]
+    assert columns.reqs["row"].tolist() == [req.row for req in packed.reqs]
     assert columns.groups.tolist() == [[0, 3, 5, 0], *[[0] * 4] * 7]
 
 
@@ -199,7 +201,7 @@ def test_a_request_that_enters_again_has_other_slots() -> None:
 
     packed = batch.pack([StepRow(req_id, [next(steps)]) for req_id in range(3)], as_it_is)
 
-    groups = [columns_of(step.inputs, step.shape, np.float32, np.int64).groups for step in (first, packed)]
+    groups = [columns_of(step.inputs, step.shape).groups for step in (first, packed)]
     assert [group[0].tolist() for group in groups] == [[0, 3, 3, 0], [0, 2, 3, 0]]
     assert [req.req_id for req in packed.reqs] == [0, 2, 1]
     for req_id in range(3):
@@ -237,7 +239,7 @@ def make(folder: str, device: str) -> ModelWorker:
         max_req_total_len=100,
         running_max_req_size=12,
     )
-    return ModelWorker(config, resolve(folder), TpGroup())
+    return ModelWorker(config, resolve(folder), Parallel())
 
 
 class Chats:
@@ -319,8 +321,8 @@ def test_the_order_of_grouped_rows_changes_no_token(folder: str, monkeypatch: py
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only where there is no GPU")
 def test_attention_that_reads_prefixes_once_changes_no_token(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_shared_prefix, "PROGRAMS", 8)  # the interpreter runs them one after the other
-    monkeypatch.setattr(_token_items, "MULTIPROCESSORS", 2)
+    # the interpreter runs programs one after the other
+    monkeypatch.setattr(_card, "active", dataclasses.replace(H200, multiprocessors=2))
 
     try:
         shared = run_both(make(folder, "cpu"), 10, monkeypatch, attention="triton")
@@ -356,7 +358,7 @@ def test_the_prefix_cache_gives_requests_slots_by_which_they_group(
 
     def noting(inputs: np.ndarray, shape: StepShape, *args: Any) -> step_runner.StepOut:
         if shape.has_shared:
-            groups = columns_of(inputs, shape, np.float32, np.int64).groups
+            groups = columns_of(inputs, shape).groups
             shared.append(set(groups[groups[:, 1] > 0, 2].tolist()))
         return run(inputs, shape, *args)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightserve.common import ops
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow, TokenOut
 from lightserve.model_files.source import resolve
@@ -38,7 +38,7 @@ def make(folder: str, device: str) -> ModelWorker:
         max_req_total_len=100,
         running_max_req_size=MAX_REQS,
     )
-    return ModelWorker(config, resolve(folder), TpGroup())
+    return ModelWorker(config, resolve(folder), Parallel())
 
 
 class Driver:

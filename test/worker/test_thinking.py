@@ -10,7 +10,7 @@ import torch
 from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, ThinkingLimit
 from lightserve.llm import LLM, Generation
 from lightserve.worker.infer_batch import InferReq
-from lightserve.worker.sampling.plan import make_plan
+from lightserve.worker.sampling.sampler import make_plan
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.worker import ModelWorker
 from test.small_text import small_tokenizer
@@ -128,7 +128,7 @@ def test_steps_ahead_of_the_tokens_and_pauses_change_nothing(
 
     ahead, paused = generate(llm, wanted), generate(small, wanted)
 
-    assert small._scheduler.num_pauses > 0
+    assert small._scheduler.num_preemptions > 0
     assert [one.token_ids for one in ahead] == expected
     assert [one.token_ids for one in paused] == expected
 
@@ -150,7 +150,7 @@ def test_nobody_waits_for_tokens_before_the_limit_or_after_the_end() -> None:
         req.thinking = ThinkingBudget(limit_of(), TOKENIZER.decoder.token_bytes)
         req.forced_next()
         req.total_len = req.cache_len = len(req.token_ids) + in_flight
-        return make_plan([req], 131, torch.device("cpu")).needs_last_tokens
+        return make_plan([req], 131, torch.device("cpu")).needs_tokens_in_flight
 
     assert not waits([1] * (LIMIT - 2), 1)
     assert waits([1] * (LIMIT - 1), 1)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.io_struct import NewReq, Step
 from lightserve.model_files.source import resolve
@@ -16,7 +16,7 @@ def test_warming_up_meets_every_kind_of_request_and_leaves_none(
 ) -> None:
     """Whatever is done for the first time takes long on some device: the first client should not wait for it."""
     config = WorkerConfig(model_dir=folder, device="cpu", max_total_token_num=500, max_req_total_len=max_len)
-    worker = ModelWorker(config, resolve(folder), TpGroup())
+    worker = ModelWorker(config, resolve(folder), Parallel())
     met: list[NewReq] = []
     launch = worker.launch
 

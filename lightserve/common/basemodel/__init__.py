@@ -1,7 +1,7 @@
-"""What a model is made of. People who add a model need nothing else but ``lightserve.common.ops``."""
+"""The parts that a model is made of. To add a model, import only this and ``lightserve.common.ops``."""
 
-from lightserve.common.basemodel.basemodel import ModelArgs, TpPartBaseModel
-from lightserve.common.basemodel.infer_struct import InferStateInfo, LogitsOf, ModelInput
+from lightserve.common.basemodel.basemodel import HiddenStates, ModelArgs, TpPartBaseModel
+from lightserve.common.basemodel.infer_struct import InferStateInfo, LogitRows, ModelInput, Observer
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
     BaseLayerInfer,
     PostLayerInfer,
@@ -10,6 +10,10 @@ from lightserve.common.basemodel.layer_infer.base_layer_infer import (
 )
 from lightserve.common.basemodel.layer_infer.template.post_layer_infer_template import PostLayerInferTpl
 from lightserve.common.basemodel.layer_infer.template.pre_layer_infer_template import PreLayerInferTpl
+from lightserve.common.basemodel.layer_infer.template.rotary_decoder_template import (
+    RotaryDecoderLayerInferTpl,
+    RotaryDecoderLayerWeight,
+)
 from lightserve.common.basemodel.layer_infer.template.transformer_layer_infer_template import (
     TransformerLayerInferTpl,
 )
@@ -18,13 +22,20 @@ from lightserve.common.basemodel.layer_weights.weights import (
     Block,
     ColumnWeight,
     LayerNormWeight,
+    LinearWeight,
+    NormWeight,
     RmsNormWeight,
     RowWeight,
     VocabWeight,
+    Weight,
     WeightContext,
 )
 from lightserve.common.basemodel.rotary import RotaryInferStateInfo, RotaryModel
+from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.checkpoint.reader import CheckpointTensor
+from lightserve.common.kv.layout import KvGroup, KvLayout
+from lightserve.common.parallel import Parallel, RankGroup
+from lightserve.common.quantization import LinearMethod, LinearSpec, UnquantizedLinear
 from lightserve.model_files.model_config import ModelConfig
 
 __all__ = [
@@ -32,18 +43,31 @@ __all__ = [
     "Block",
     "CheckpointTensor",
     "ColumnWeight",
+    "HiddenStates",
     "InferStateInfo",
+    "KvGroup",
+    "KvLayout",
     "LayerNormWeight",
-    "LogitsOf",
+    "LinearMethod",
+    "LinearSpec",
+    "LinearWeight",
+    "LogitRows",
     "ModelArgs",
     "ModelConfig",
     "ModelInput",
+    "NormWeight",
+    "Observer",
+    "Parallel",
+    "Piece",
     "PostLayerInfer",
     "PostLayerInferTpl",
     "PreAndPostLayerWeight",
     "PreLayerInfer",
     "PreLayerInferTpl",
+    "RankGroup",
     "RmsNormWeight",
+    "RotaryDecoderLayerInferTpl",
+    "RotaryDecoderLayerWeight",
     "RotaryInferStateInfo",
     "RotaryModel",
     "RowWeight",
@@ -51,6 +75,8 @@ __all__ = [
     "TransformerLayerInfer",
     "TransformerLayerInferTpl",
     "TransformerLayerWeight",
+    "UnquantizedLinear",
     "VocabWeight",
+    "Weight",
     "WeightContext",
 ]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightserve.common.basemodel.infer_struct import InferStateInfo, ModelInput
+from lightserve.common.basemodel.infer_struct import InferStateInfo, ModelInput, Observer
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
     PostLayerInfer,
     PreLayerInfer,
@@ -20,25 +20,35 @@ from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLay
 from lightserve.common.basemodel.layer_weights.loader import check_weights, fill_dummy, load_weights
 from lightserve.common.basemodel.layer_weights.weights import WeightContext
 from lightserve.common.checkpoint.reader import CheckpointTensor
+from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.kv.req_manager import ReqManager
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import Parallel
+from lightserve.common.quantization import linear_method_factory
 from lightserve.model_files.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """What a rank needs to know to build its part of a model."""
+    """What a rank needs to build its part of a model."""
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    tp: TpGroup
+    parallel: Parallel
     checkpoint: Iterable[CheckpointTensor] | None  # None: random weights
     max_total_token_num: int
     max_reqs: int
     max_req_total_len: int
-    outline: Iterable[CheckpointTensor] = ()  # of the checkpoint, to check it first; none: it is checked as it loads
+    outline: Iterable[CheckpointTensor] = ()  # the checkpoint without its numbers, to check it before loading
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """All tokens of a step after the last layer, before the final norm."""
+
+    output: Tensor  # [tokens, hidden]: what the last layer adds to infer_state.residual
+    infer_state: InferStateInfo
 
 
 class TpPartBaseModel:
@@ -55,10 +65,11 @@ class TpPartBaseModel:
     infer_state_class: ClassVar[type[InferStateInfo]] = InferStateInfo
 
     alibi_slopes: Tensor | None = None  # [heads of this rank] float32
+    observer: Observer | None = None  # receives intermediate values: see hooks.py
 
     def __init__(self, args: ModelArgs) -> None:
         self.args = args
-        self.tp = args.tp
+        self.tp = args.parallel.tp
         self.device = args.device
         self._init_config()
         self._verify_must()
@@ -72,12 +83,17 @@ class TpPartBaseModel:
     def _init_config(self) -> None:
         self.config = self.args.config
 
+    def config_of_layer(self, layer_num: int) -> ModelConfig:
+        """The config that a layer is built from. A model whose layers differ in their heads overrides it."""
+        return self.config
+
     def _verify_must(self) -> None:
-        """What every model needs."""
-        self.config.check_tp(self.tp.size)
+        """Check what every model needs."""
+        for layer in range(self.config.num_layers):
+            self.config_of_layer(layer).check_tp(self.tp.size)
 
     def _verify_params(self) -> None:
-        """Refuse a config.json that asks for what the model's code does not do."""
+        """Refuse a config.json with options that the model's code does not implement."""
 
     def _init_weights(self) -> None:
         self._check_outline()
@@ -86,54 +102,65 @@ class TpPartBaseModel:
         if self.args.checkpoint is None:
             fill_dummy(layers)
         else:
-            load_weights(layers, self.adapt_checkpoint(self.args.checkpoint))
+            load_weights(layers, self.adapt_checkpoint(self.args.checkpoint), self.config.num_layers)
 
     def _new_weights(self, device: torch.device) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
-        context = WeightContext(self.tp, self.args.dtype, device)
-        layers = [self.transformer_weight_class(i, self.config, context) for i in range(self.config.num_layers)]
+        context = WeightContext(self.args.parallel, self.args.dtype, device, linear_method_factory(self.config))
+        configs = map(self.config_of_layer, range(self.config.num_layers))
+        layers = [self.transformer_weight_class(i, config, context) for i, config in enumerate(configs)]
         return self.pre_and_post_weight_class(self.config, context), layers
 
     def _check_outline(self) -> None:
-        """Against weights that take no memory: a config.json that is another model's may want more than there is."""
+        """Check the outline against weights on the meta device: a wrong config.json may ask for too much memory."""
         outline = list(self.args.outline)
         if outline:
             pre_post, layers = self._new_weights(torch.device("meta"))
-            check_weights([pre_post, *layers], self.adapt_checkpoint(outline))
+            check_weights([pre_post, *layers], self.adapt_checkpoint(outline), self.config.num_layers)
 
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
-        """Give the checkpoint's tensors the names and layouts that the weights declare, and drop what is derived."""
+        """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""
         for tensor in checkpoint:
             is_tied_head = self.config.tie_word_embeddings and tensor.name == "lm_head.weight"
             if not is_tied_head and not tensor.name.endswith(".rotary_emb.inv_freq"):
                 yield tensor
 
     def _init_mem_manager(self) -> None:
+        self.kv_layout = self._kv_layout()
         self.set_kv_size(self.args.max_total_token_num)
         self.req_manager = ReqManager(self.args.max_reqs, self.args.max_req_total_len, self.device)
 
     def set_kv_size(self, size: int) -> None:
-        """Have an empty KV cache of ``size`` tokens."""
-        self.mem_manager = MemoryManager(size, self.config, self.tp.size, self.args.dtype, self.device)
+        """Allocate an empty KV cache of ``size`` tokens."""
+        self.mem_manager = MemoryManager(size, self.kv_layout, self.device)
+
+    def _kv_layout(self) -> KvLayout:
+        """What a token stores in each layer: keys and values, in groups of layers with the same heads."""
+        layers: dict[tuple[int, int], list[int]] = {}
+        for i, config in enumerate(map(self.config_of_layer, range(self.config.num_layers))):
+            layers.setdefault((config.kv_heads_of_rank(self.tp.size), config.head_dim), []).append(i)
+        groups = [KvGroup(tuple(numbers), heads, dim, dim, self.args.dtype) for (heads, dim), numbers in layers.items()]
+        return KvLayout(tuple(groups))
 
     def _init_infer_layer(self) -> None:
         self.pre_infer = self.pre_layer_infer_class(self.config, self.tp)
         self.layers_infer = [
-            self.transformer_layer_infer_class(i, self.config, self.tp) for i in range(self.config.num_layers)
+            self.transformer_layer_infer_class(i, self.config_of_layer(i), self.tp)
+            for i in range(self.config.num_layers)
         ]
         self.post_infer = self.post_layer_infer_class(self.config, self.tp)
 
     def _init_some_value(self) -> None:
-        """Tables that every step reads."""
+        """Create the tables that every step reads."""
 
     def _init_custom(self) -> None:
-        """Whatever else a model needs."""
+        """Create whatever else a model needs."""
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Within it, a step launches every kernel that it launches otherwise, far fewer times: to compile and load."""
+        """Run steps on one layer of each kind. They launch every kernel of a full step, so all kernels get compiled."""
         whole = self.layers_infer, self.layer_weights
         layers = zip(*whole, strict=True)
-        kinds = {(type(infer), weight.kind()): (infer, weight) for infer, weight in layers}
+        kinds = {self._kind(infer, weight): (infer, weight) for infer, weight in layers}
         self.layers_infer = [infer for infer, _ in kinds.values()]
         self.layer_weights = [weight for _, weight in kinds.values()]
         try:
@@ -141,23 +168,62 @@ class TpPartBaseModel:
         finally:
             self.layers_infer, self.layer_weights = whole
 
+    def _kind(self, infer: TransformerLayerInfer[Any, Any], weight: TransformerLayerWeight) -> Hashable:
+        kv_group = self.kv_layout.group_of(infer.layer_num)
+        return type(infer), weight.kind(), None if kv_group is None else kv_group.plan_key
+
     @torch.inference_mode()
     def forward(self, step: ModelInput) -> Tensor:
-        """Logits in the model's dtype: of each request's last token, ``[batch, vocab]``, or ``[tokens, vocab]``."""
+        """The logits of ``step.logit_rows``, ``[rows, vocab]`` in the model's dtype."""
+        return self.logits(self.hidden_states(step))
+
+    @torch.inference_mode()
+    def hidden_states(self, step: ModelInput) -> HiddenStates:
+        """Run all layers. ``logits`` does the rest."""
         infer_state = self.infer_state_class(step, self.mem_manager)
+        infer_state.observer = self.observer
         infer_state.init_some_extra_state(self, step.input_ids)
-        if step.is_prefill:
-            return self._context_forward(step.input_ids, infer_state)
-        return self._token_forward(step.input_ids, infer_state)
+        forward = self._context_forward if step.is_prefill else self._token_forward
+        return HiddenStates(forward(step.input_ids, infer_state), infer_state)
+
+    @torch.inference_mode()
+    def logits(self, hidden: HiddenStates, rows: Tensor | None = None) -> Tensor:
+        """The logits of ``rows`` ``[n]`` int64, or of the rows that the step asks for.
+
+        Callers with little memory ask for a few rows at a time, and for the step's own rows at the end: ``hidden`` is
+        not valid afterwards.
+        """
+        infer_state = hidden.infer_state
+        if rows is not None:
+            return self.post_infer.logits(hidden.output, infer_state, self.pre_post_weight, rows)
+        is_prefill = infer_state.step.is_prefill
+        forward = self.post_infer.context_forward if is_prefill else self.post_infer.token_forward
+        logits = forward(hidden.output, infer_state, self.pre_post_weight)
+        if self.observer is not None:
+            self.observer.observe("logits", logits)
+        return logits
 
     def _context_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.context_forward(input_ids, infer_state, self.pre_post_weight)
+        self._observe_embedding(x)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             x = layer.context_forward(x, infer_state, weight)
-        return self.post_infer.context_forward(x, infer_state, self.pre_post_weight)
+            self._observe_layer(layer.layer_num, x, infer_state)
+        return x
 
     def _token_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:
         x = self.pre_infer.token_forward(input_ids, infer_state, self.pre_post_weight)
+        self._observe_embedding(x)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
             x = layer.token_forward(x, infer_state, weight)
-        return self.post_infer.token_forward(x, infer_state, self.pre_post_weight)
+            self._observe_layer(layer.layer_num, x, infer_state)
+        return x
+
+    def _observe_embedding(self, x: Tensor) -> None:
+        if self.observer is not None:
+            self.observer.observe("embedding", x)
+
+    def _observe_layer(self, layer_num: int, output: Tensor, infer_state: InferStateInfo) -> None:
+        """Report the sum that the next norm computes."""
+        if self.observer is not None and infer_state.residual is not None:
+            self.observer.observe(f"layers.{layer_num}", infer_state.residual + output)

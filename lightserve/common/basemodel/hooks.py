@@ -1,4 +1,4 @@
-"""Look inside a forward pass: callbacks on named intermediates, at no cost to a model without any.
+"""Look inside a forward pass: callbacks on named intermediate values.
 
 =====================  ==================================================================
 ``embedding``          hidden states before the first layer
@@ -9,11 +9,12 @@
 ``layers.N.ffn_norm``  input of the feed-forward
 ``layers.N.ffn``       what the feed-forward adds to the residual
 ``layers.N``           hidden states after the layer (transformers' ``hidden_states[N + 1]``)
-``logits``             of the rows asked for
+``logits``             of the rows that the step asks for
 =====================  ==================================================================
 
-Some models compute a norm and the product behind it in one op. With a callback they compute them apart, which in half
-precision rounds otherwise.
+The base model and the layer templates report these values to ``model.observer``, which is None without callbacks.
+Layers that fuse a norm with the linear behind it compute the two one by one while there is an observer. In half
+precision this rounds differently. A captured graph does not call back.
 """
 
 from __future__ import annotations
@@ -29,75 +30,38 @@ from torch import Tensor
 from lightserve.common.basemodel.basemodel import TpPartBaseModel
 from lightserve.errors import InvalidRequestError
 
-Callback = Callable[[str, Any], None]  # the name, and a tensor (for qkv a pair)
+Callback = Callable[[str, Any], None]  # receives the name and a tensor, for qkv a pair of tensors
 
-_LAYER_METHODS = {
-    "att_norm": ("_att_norm",),
-    "qkv": ("_cached_qkv",),
-    "att": ("_context_attention_kernel", "_token_attention_kernel"),
-    "o": ("_get_o",),
-    "ffn_norm": ("_ffn_norm",),
-    "ffn": ("_ffn",),
-}
-_FORWARDS = ("context_forward", "token_forward")
+_LAYER_POINTS = ("att_norm", "qkv", "att", "o", "ffn_norm", "ffn")
 
 
 class HookRegistry:
-    """Callbacks by name or pattern (``layers.*.ffn``), called in the order of the computation. One a model."""
+    """Callbacks by name or pattern (``layers.*.ffn``), called in the order of the computation. One per model."""
 
     def __init__(self, model: TpPartBaseModel) -> None:
         self._model = model
         self._callbacks: list[tuple[str, Callback]] = []
-        self._wrapped: list[tuple[Any, str]] = []
 
     def names(self) -> list[str]:
         layers = [f"layers.{i}" for i in range(self._model.config.num_layers)]
-        inner = [f"{layer}.{point}" for layer in layers for point in _LAYER_METHODS]
+        inner = [f"{layer}.{point}" for layer in layers for point in _LAYER_POINTS]
         return ["embedding", *inner, *layers, "logits"]
 
     def register(self, pattern: str, callback: Callback) -> Callable[[], None]:
-        """Call back on every intermediate that matches; the function returned ends that."""
+        """Call back on every value whose name matches; the returned function removes the callback."""
         if not fnmatch.filter(self.names(), pattern):
             raise InvalidRequestError(f"no intermediate is named {pattern!r}; see lightserve.common.basemodel.hooks")
-        if not self._callbacks:
-            self._wrap_model()
         entry = (pattern, callback)
         self._callbacks.append(entry)
+        self._model.observer = self
         return lambda: self._remove(entry)
 
     def _remove(self, entry: tuple[str, Callback]) -> None:
-        """Without callbacks the model has its own methods back."""
         self._callbacks.remove(entry)
         if not self._callbacks:
-            for owner, method in self._wrapped:
-                delattr(owner, method)
-            self._wrapped.clear()
+            self._model.observer = None
 
-    def _wrap_model(self) -> None:
-        model = self._model
-        for forward in _FORWARDS:
-            self._wrap(model.pre_infer, forward, "embedding")
-            self._wrap(model.post_infer, forward, "logits")
-        for i, layer in enumerate(model.layers_infer):
-            for point, methods in _LAYER_METHODS.items():
-                for method in methods:
-                    self._wrap(layer, method, f"layers.{i}.{point}")
-            for forward in _FORWARDS:
-                self._wrap(layer, forward, f"layers.{i}", after_layer)
-
-    def _wrap(self, owner: Any, method: str, name: str, view: Callable[[Any, Any], Any] | None = None) -> None:
-        """Shadow a method of one layer by one that also tells the callbacks what it returned."""
-        original = getattr(owner, method)
-
-        def told(*args: Any) -> Any:
-            out = original(*args)
-            self._tell(name, view(out, args[1]) if view else out)
-            return out
-
-        setattr(owner, method, told)
-        self._wrapped.append((owner, method))
-
-    def _tell(self, name: str, value: Any) -> None:
+    def observe(self, name: str, value: Any) -> None:
         for pattern, callback in self._callbacks:
             if fnmatch.fnmatchcase(name, pattern):
                 callback(name, value)
@@ -108,15 +72,9 @@ def hooks_of(model: TpPartBaseModel) -> HookRegistry:
     return registry
 
 
-def after_layer(added: Tensor, infer_state: Any) -> Tensor:
-    """The hidden states once what the layer returned is added, which the next norm does."""
-    residual: Tensor = infer_state.residual
-    return residual + added
-
-
 @contextmanager
 def recorded(model: TpPartBaseModel, pattern: str = "*") -> Iterator[dict[str, Any]]:
-    """Copies of the matching intermediates of the forward passes inside, by name; the last pass wins."""
+    """Copies of the matching values of the forward passes inside, by name; a later pass replaces an earlier one."""
     values: dict[str, Any] = {}
 
     def keep(name: str, value: Any) -> None:

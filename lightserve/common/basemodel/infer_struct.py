@@ -1,10 +1,10 @@
-"""What a step hands to the layers."""
+"""The input of a step, and the state that the layers share while they compute it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -14,7 +14,10 @@ from lightserve.common.ops import AttnBatch
 if TYPE_CHECKING:
     from lightserve.common.basemodel.basemodel import TpPartBaseModel
 
-LogitsOf = Callable[[Tensor], Tensor]  # [rows] int64 of the step's tokens -> [rows, vocab]
+
+class LogitRows(Enum):
+    LAST = "last"  # the last token of each request
+    ALL = "all"  # every token of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +28,14 @@ class ModelInput:
     position_ids: Tensor  # [tokens] int32
     mem_index: Tensor  # [tokens] int32: cache slots the step fills
     attn: AttnBatch
-    is_prefill: bool  # False: exactly one token a request
-    all_logits: bool = False  # of every token, not only of each request's last
-    watch_logits: Callable[[LogitsOf], None] | None = None  # may ask for those of any tokens, a few at a time
+    is_prefill: bool  # False: exactly one token per request
+    logit_rows: LogitRows | Tensor = LogitRows.LAST  # which tokens get logits; or their rows, [n] int64
+
+
+class Observer(Protocol):
+    """Receives the intermediate values of a forward pass; see hooks.py for their names."""
+
+    def observe(self, name: str, value: Any) -> None: ...
 
 
 class InferStateInfo:
@@ -39,13 +47,27 @@ class InferStateInfo:
         self.mem_manager = mem_manager
         self.position_ids = step.position_ids
         self.alibi_slopes: Tensor | None = None
-        self.residual: Tensor | None = None  # the hidden state; layers return what is to be added to it
+        self.residual: Tensor | None = None  # the hidden states; a layer returns what the next norm adds to them
+        self.observer: Observer | None = None
 
     def init_some_extra_state(self, model: TpPartBaseModel, input_ids: Tensor) -> None:
-        """Fill what the layers share beyond the step itself, once a step. A subclass adds its own."""
+        """Fill what the layers share beyond the step itself, once per step. A subclass adds its own."""
         self.alibi_slopes = model.alibi_slopes
 
-    def last_rows(self) -> Tensor:
-        """The row of each request's last token."""
+    @property
+    def may_fuse_norms(self) -> bool:
+        """Whether a layer may skip the value between a norm and the linear behind it.
+
+        The first norm of a step starts the residual, and an observer receives every value.
+        """
+        return self.residual is not None and self.observer is None
+
+    def logit_rows(self) -> Tensor | None:
+        """The rows that the step wants logits of; None: all rows."""
+        rows = self.step.logit_rows
+        if isinstance(rows, Tensor):
+            return rows
+        if rows is LogitRows.ALL or not self.step.is_prefill:
+            return None
         attn = self.attn
         return (attn.b_start_loc + attn.b_seq_len - attn.b_ready_cache_len - 1).long()

@@ -1,4 +1,4 @@
-"""Rotary positions: the table of every position's angles, made once, and the step's rows of it."""
+"""Rotary positions: a table with the angles of every position, and the rows of it that a step needs."""
 
 from __future__ import annotations
 
@@ -61,10 +61,11 @@ def _linear_frequencies(rope: RopeConfig, dim: int) -> Tensor:
 
 
 def _dynamic_angles(rope: RopeConfig, trained_len: int, dim: int, max_len: int) -> Tensor:
-    """Past the trained length every position has a base of its own.
+    """Past the trained length every position has its own base.
 
-    A token's angle must not depend on how long its request will be: its key is cached and shared. This is what decoding
-    token by token gives; transformers takes one base for all of a prompt that is longer than the trained length.
+    The angle of a token must not depend on the final length of its request, because its key is cached and shared. These
+    are the angles of decoding token by token. For a prompt longer than the trained length, transformers uses one base
+    for the whole prompt.
     """
     positions = torch.arange(max_len).double()
     stretched = (rope.factor * (positions + 1) / trained_len - (rope.factor - 1)).clamp(min=1.0)
@@ -74,7 +75,7 @@ def _dynamic_angles(rope: RopeConfig, trained_len: int, dim: int, max_len: int) 
 
 
 def _llama3_frequencies(rope: RopeConfig, dim: int) -> Tensor:
-    """Long waves are stretched by the factor, short ones stay, those between are blended."""
+    """The factor stretches long waves. Short waves stay, and the ones between are blended."""
     frequencies = _default_frequencies(rope, dim)
     turns = rope.original_max_position * frequencies / (2 * math.pi)  # over the trained length
     blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
@@ -82,7 +83,7 @@ def _llama3_frequencies(rope: RopeConfig, dim: int) -> Tensor:
 
 
 def _yarn_frequencies(rope: RopeConfig, dim: int) -> Tensor:
-    """As llama3, but the blend runs linearly over dimensions, between those that turn beta_fast and beta_slow times."""
+    """Like llama3, but the blend is linear over the dimensions between beta_fast and beta_slow rotations."""
 
     def dimension_of(turns: float) -> float:
         return dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

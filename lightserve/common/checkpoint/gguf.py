@@ -1,6 +1,6 @@
-"""GGUF tensors as transformers knows them: decoded to float32, renamed, rows in transformers' order.
+"""GGUF tensors with the names, row order and float32 values that transformers gives them.
 
-Decoded in torch because ``gguf.quants`` takes four times as long: 0.8 s against 0.2 s for SmolLM2 on two cores.
+They are decoded in torch because ``gguf.quants`` is four times slower: 0.8 s against 0.2 s for SmolLM2 on two cores.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from lightserve.errors import CheckpointError
 from lightserve.model_files.gguf_header import GgufHeader, TensorEntry
 
-# Numbers decoded at a time. torch splits work over threads from 32768 numbers on, and thousands of such splits wait for
-# one another where cores are shared: SmolLM2 on two cores with busy neighbours took 1.6 s with this, 22 s with 1 << 19.
+# Numbers decoded at a time. From 32768 numbers on torch splits work over threads, and on shared cores these threads
+# wait for each other: SmolLM2 on two busy cores took 1.6 s with this value and 22 s with 1 << 19.
 CHUNK = (1 << 15) - 256
 
 _LLAMA_NAMES = {
@@ -58,7 +58,7 @@ def gguf_tensors(header: GgufHeader, config: dict[str, Any]) -> Iterator[tuple[s
 
 
 def gguf_outline(header: GgufHeader, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The same without their numbers."""
+    """The same tensors on the meta device."""
     for entry, name in _wanted(header):
         yield name, _reorder(header, entry.name, torch.empty(entry.shape, device="meta"), config)
 
@@ -68,14 +68,14 @@ def gguf_bytes(header: GgufHeader) -> int:
 
 
 def _wanted(header: GgufHeader) -> list[tuple[TensorEntry, str]]:
-    """The tensors a model has, in the order of the file, with their names in transformers."""
+    """The tensors of the model in file order, with their names in transformers."""
     model_type = header.metadata["general.architecture"]
     entries = sorted(header.tensors.values(), key=lambda entry: entry.offset)
     return [(entry, _name(header, model_type, entry.name)) for entry in entries if not _is_derived(model_type, entry)]
 
 
 def _is_derived(model_type: str, entry: TensorEntry) -> bool:
-    """Rotary factors are in the config; Bloom's head is its embedding, written twice."""
+    """Rotary factors are in the config, and Bloom's head is a copy of its embedding."""
     return "rope_freqs" in entry.name or (model_type == "bloom" and entry.name == "output.weight")
 
 
@@ -90,7 +90,7 @@ def _name(header: GgufHeader, model_type: str, name: str) -> str:
 
 
 def _reorder(header: GgufHeader, name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
-    """Undo what converters do to rows."""
+    """Undo the row permutations of GGUF converters."""
     model_type = config["model_type"]
     if model_type == "llama" and (".attn_q." in name or ".attn_k." in name):
         heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
@@ -111,19 +111,19 @@ def _check_rows(header: GgufHeader, name: str, tensor: Tensor, divisor: int) -> 
 
 
 def _halves(tensor: Tensor, n_heads: int) -> Tensor:
-    """Rows of a head from interleaved rotary pairs (0, d/2, 1, d/2 + 1, ...) to two halves."""
+    """Reorder the rows of each head from interleaved rotary pairs (0, d/2, 1, d/2 + 1, ...) to two halves."""
     pairs = tensor.reshape(n_heads, tensor.shape[0] // n_heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
 def _by_head(tensor: Tensor, n_heads: int) -> Tensor:
-    """Rows from all of q, all of k, all of v to (q, k, v) of each head."""
+    """Reorder rows from (all q, all k, all v) to (q, k, v) of each head."""
     thirds = tensor.reshape(3, n_heads, tensor.shape[0] // n_heads // 3, *tensor.shape[1:])
     return thirds.transpose(0, 1).reshape(tensor.shape)
 
 
 def _read(file: BinaryIO, entry: TensorEntry) -> Tensor:
-    """One tensor, read and decoded in chunks so that no second copy of it exists."""
+    """Read and decode one tensor in chunks, so that memory holds it only once."""
     name, block, block_bytes = entry.encoding
     decode = _DECODERS[name]
     n_blocks = math.prod(entry.shape) // block
@@ -132,7 +132,7 @@ def _read(file: BinaryIO, entry: TensorEntry) -> Tensor:
     for rows in out.split_with_sizes(_chunk_sizes(n_blocks, CHUNK // block)):
         raw = bytearray(len(rows) * block_bytes)
         if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]
-            raise CheckpointError(f"{file.name}: tensor {entry.name} is cut short; fetch the file again")
+            raise CheckpointError(f"{file.name}: tensor {entry.name} is truncated; fetch the file again")
         decode(torch.frombuffer(raw, dtype=torch.uint8).view(len(rows), block_bytes), rows)
     return out.view(entry.shape)
 
@@ -173,7 +173,7 @@ def _q8_0(blocks: Tensor, out: Tensor) -> None:
 
 
 def _q4_k(blocks: Tensor, out: Tensor) -> None:
-    """Eight groups of 32, each with a 6-bit scale and a 6-bit minimum, those scaled once more; 128 bytes of nibbles."""
+    """Eight groups of 32 with a 6-bit scale and minimum each, one scale for all of these, 128 bytes of nibbles."""
     packed = blocks[:, 4:16].view(-1, 3, 4)
     low, high, top = packed[:, 0], packed[:, 1], packed[:, 2]
     scales = torch.cat([low & 0x3F, (top & 0x0F) | ((low >> 6) << 4)], dim=1)
@@ -185,7 +185,7 @@ def _q4_k(blocks: Tensor, out: Tensor) -> None:
 
 
 def _q6_k(blocks: Tensor, out: Tensor) -> None:
-    """128 bytes of low nibbles, 64 of upper bit pairs, 16 signed scales of 16 numbers each, one scale over all."""
+    """128 bytes of low nibbles, 64 of upper bit pairs, a signed scale per 16 numbers, one scale for all of these."""
     low = blocks[:, :128].reshape(-1, 2, 2, 32)  # half, nibble pair, lane
     upper = blocks[:, 128:192].reshape(-1, 2, 32)
     lanes = out.view(-1, 2, 4, 32)  # half, quarter, lane

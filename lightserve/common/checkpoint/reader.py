@@ -1,4 +1,4 @@
-"""A model's tensors as one stream: file by file, each tensor once, under its name in transformers."""
+"""A model's tensors as one stream, file by file, each with its name in transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightserve.errors import CheckpointError
 from lightserve.model_files.safetensors_header import read_header, tensor_bytes
 from lightserve.model_files.source import GgufSource, ModelSource
 
-# by their names in safetensors; one that is not here is none that a model could be loaded from
+# By their names in safetensors. No model can be loaded from other dtypes.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -34,7 +34,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 class CheckpointTensor(NamedTuple):
     name: str
-    tensor: torch.Tensor  # may be a view of the file: copy what you keep, and let go of it
+    tensor: torch.Tensor  # may be a view of the file: copy it to keep it
     file: str
 
 
@@ -54,7 +54,7 @@ def open_checkpoint(source: ModelSource) -> Iterator[CheckpointTensor]:
 
 
 def outline(source: ModelSource) -> Iterator[CheckpointTensor]:
-    """The same tensors without their numbers, in milliseconds: enough to see whether they are those of a model."""
+    """The same tensors on the meta device, in milliseconds: enough to check names, shapes and dtypes."""
     for file in source.weight_files():
         if isinstance(source, GgufSource):
             tensors = gguf_outline(source.header, source.hf_config())
@@ -67,7 +67,7 @@ def outline(source: ModelSource) -> Iterator[CheckpointTensor]:
 
 
 def total_bytes(source: ModelSource) -> int:
-    """The bytes of all tensors `open_checkpoint` yields; of ``.bin`` files their size, which is about the same."""
+    """The bytes of all tensors that `open_checkpoint` yields; for ``.bin`` files the file size, which is close."""
     if isinstance(source, GgufSource):
         return gguf_bytes(source.header)
     files = source.weight_files()
@@ -85,7 +85,7 @@ def _tensors_of(source: ModelSource, file: Path) -> Iterator[tuple[str, torch.Te
 def _safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         with safetensors.safe_open(file, framework="pt") as tensors:
-            for name in tensors.offset_keys():  # in the order of the file: the disk reads forwards
+            for name in tensors.offset_keys():  # in file order, so that the disk reads sequentially
                 yield name, tensors.get_tensor(name)
     except safetensors.SafetensorError as error:
         raise CheckpointError(f"{file}: not readable as safetensors ({error}); fetch it again") from error
@@ -99,10 +99,10 @@ def _safetensors_outline(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _torch_file(file: Path, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
-    """Only what ``weights_only`` lets through: a ``.bin`` file may otherwise run any code."""
+    """Loads with ``weights_only``: otherwise a ``.bin`` file could run any code."""
     try:
         content = torch.load(file, map_location=device, weights_only=True, mmap=True)
-    except Exception as error:  # torch raises several kinds here, and every one means the same
+    except Exception as error:  # torch raises several types here, all with the same meaning
         reason = str(error).splitlines()[0]
         raise CheckpointError(
             f"{file}: not loadable with weights_only ({reason}); convert the model to safetensors"

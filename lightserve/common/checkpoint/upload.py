@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint to where they are used: several at once, through pinned memory, on an accelerator."""
+"""Copies tensors of a checkpoint to the device, several at once through pinned memory."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Self
 import torch
 from torch import Tensor
 
-LANES = 8  # threads; one copies 5 to 8 GB/s out of the page cache, the bus takes over 50
-BUFFER_BYTES = 16 * 2**20  # two a lane: 256 MiB of pinned memory, which takes a tenth of a second to get
-MAX_WAITING = 2 * LANES  # tensors that were given and not yet copied: they may be in memory and large
+LANES = 8  # threads; one copies 5 to 8 GB/s out of the page cache, the bus carries over 50
+BUFFER_BYTES = 16 * 2**20  # two per lane: 256 MiB of pinned memory, allocated in a tenth of a second
+MAX_WAITING = 2 * LANES  # tensors queued for copying: they may be large and in memory
 
 
 class Upload:
-    """Use it in a ``with``: at its end all is copied, or the first error raised."""
+    """A context manager. On exit all tensors are copied, or the first error is raised."""
 
     def __init__(self) -> None:
-        self._threads: ThreadPoolExecutor | None = None  # none as long as all goes to the CPU
+        self._threads: ThreadPoolExecutor | None = None  # None while all targets are on the CPU
         self._room = threading.BoundedSemaphore(MAX_WAITING)
         self._copies: list[Future[None]] = []
         self._lanes = threading.local()
 
     def copy(self, into: Tensor, tensor: Tensor) -> None:
-        """Copy ``tensor``, a view of a file perhaps, some time before the end."""
-        if into.device.type == "cpu":  # torch uses all cores for one copy
+        """Copy ``tensor``, which may be a view of a file, at some time before the exit."""
+        if into.device.type == "cpu":  # one copy already uses all cores
             into.copy_(tensor)
             return
         if self._threads is None:
@@ -48,7 +48,7 @@ class Upload:
                 copy.result()
 
     def _open_lane(self, device: torch.device) -> None:
-        torch.set_num_threads(1)  # of this thread: lanes are enough
+        torch.set_num_threads(1)  # for this thread: the lanes are parallel enough
         self._lanes.own = _Lane(device)
 
     def _copy(self, into: Tensor, tensor: Tensor) -> None:
@@ -57,16 +57,16 @@ class Upload:
 
 
 class _Lane:
-    """One thread's way: while one buffer is on its way to the device, the other is filled."""
+    """One thread with two buffers: it fills one while the other is copied to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._is_free = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
-        self._turn = 0
+        self._free_events = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
+        self._current = 0
 
     def copy(self, into: Tensor, tensor: Tensor) -> None:
-        """Piece by piece along the first dimension; ``into`` is on the device when this returns."""
+        """Copy in chunks along the first dimension; the copy is complete on return."""
         rows = max(1, BUFFER_BYTES // max(1, into[:1].nbytes))
         with torch.cuda.stream(self._stream):
             for begin in range(0, len(into), rows):
@@ -78,9 +78,9 @@ class _Lane:
         self._stream.synchronize()
 
     def _copy_piece(self, target: Tensor, source: Tensor) -> None:
-        turn = self._turn = 1 - self._turn
-        self._is_free[turn].synchronize()
-        staged = self._buffers[turn][: target.nbytes].view(target.dtype).view(target.shape)
-        staged.copy_(source)  # reads the file, and converts to the model's data type
+        current = self._current = 1 - self._current
+        self._free_events[current].synchronize()
+        staged = self._buffers[current][: target.nbytes].view(target.dtype).view(target.shape)
+        staged.copy_(source)  # reads the file and converts to the model's dtype
         target.copy_(staged, non_blocking=True)
-        self._is_free[turn].record()
+        self._free_events[current].record()

@@ -1,4 +1,4 @@
-"""Triton kernels compiled side by side: one after the other, those of a model take longer than reading its weights."""
+"""Compile the kernels of a model in parallel, before they are launched for real."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ from torch.overrides import TorchFunctionMode
 from triton import knobs
 from triton.runtime import driver
 
-from lightserve.common.compile.processes import running_compiler
+from lightserve.common.compile.processes import running_server
 
-MAX_THREADS = 16  # each waits for a process that compiles, or does it itself
+MAX_THREADS = 16  # each waits for the compile server, or compiles itself
 
 
 @contextmanager
 def compile_ahead(enter_device: Callable[[], object]) -> Iterator[None]:
-    """Within it, launching a kernel that is not compiled begins to compile it, and does not launch it.
+    """Within it, the launch of an uncompiled kernel starts its compilation and returns without a launch.
 
-    At the end all are compiled. What is computed within is of no use, but harmless: where a kernel should have written,
-    there is zero. ``enter_device`` makes the device a thread's own.
+    At the end all kernels are compiled. Results computed within are useless but harmless: memory that a kernel would
+    have written holds zeros. ``enter_device`` makes the device the current one of a thread.
     """
-    compiling = _Compiling()
+    jobs = _Jobs()
     before = knobs.runtime.jit_cache_hook
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS), initializer=enter_device) as compiling.threads:
-        knobs.runtime.jit_cache_hook = compiling.begin
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS), initializer=enter_device) as jobs.threads:
+        knobs.runtime.jit_cache_hook = jobs.start
         try:
             with _ZeroInsteadOfEmpty():
                 yield
         finally:
             knobs.runtime.jit_cache_hook = before
-        for future in compiling.futures.values():
+        for future in jobs.futures.values():
             future.result()
 
 
-class _Compiling:
+class _Jobs:
+    """Compilations that were started, each once."""
+
     def __init__(self) -> None:
         self.threads: ThreadPoolExecutor
-        self.futures: dict[tuple[str, str], Future[object]] = {}  # by kernel and what it is specialised for
+        self.futures: dict[tuple[str, str], Future[object]] = {}  # by kernel and specialization
 
-    def begin(self, *, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **_: Any) -> bool:
-        """Triton asks before it compiles; True: not now, and no launch either."""
+    def start(self, *, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **_: Any) -> bool:
+        """Triton calls this before it compiles. True: it neither compiles nor launches."""
         if is_manual_warmup:  # from one of the threads
             return False
         key = (f"{fn.module}.{fn.name}", compile["key"])
@@ -56,13 +58,13 @@ class _Compiling:
 
 
 def _compile(fn: Any, specialization: str) -> None:
-    """By another process if there is one; then it is found in the cache."""
-    compiler = running_compiler()
-    if compiler is not None:
+    """Let the compile server compile it into the cache, if there is one, and load it."""
+    server = running_server()
+    if server is not None:
         target = driver.active.get_current_target()
         launcher = getattr(driver.active, "launcher_cls", None)
         launcher_name = None if launcher is None else f"{launcher.__module__}:{launcher.__qualname__}"
-        compiler.compile(f"{fn.module}:{fn.name}", specialization, astuple(target), launcher_name)
+        server.compile(f"{fn.module}:{fn.name}", specialization, astuple(target), launcher_name)
     fn.jit_function.preload(specialization)
 
 
@@ -74,7 +76,7 @@ _ZEROS: dict[Any, Callable[..., Tensor]] = {
 
 
 class _ZeroInsteadOfEmpty(TorchFunctionMode):
-    """A token id that nobody wrote could be any number, and an index beyond a tensor ends the process."""
+    """``torch.empty`` gives zeros: an unwritten token id could be any number, and a bad index ends the process."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Where Triton keeps the kernels that it has compiled. Where it cannot write, it would fail at the first of them."""
+"""The folder in which Triton keeps compiled kernels. Triton fails at the first kernel if it cannot write there."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ logger = init_logger(__name__)
 
 
 def use_writable_cache(fallback: str) -> None:
-    """Before Triton is imported: choose ``fallback``, which need not exist, where Triton's own choice is read-only."""
-    chosen = _folder()
-    reason = _why_not(chosen)
-    if reason is not None:
-        logger.warning("kernels are compiled at every start: %s cannot be written (%s)", chosen, reason)
+    """Use ``fallback``, which need not exist, if Triton's folder is read-only. Call it before Triton is imported."""
+    folder = _folder()
+    error = _write_error(folder)
+    if error is not None:
+        logger.warning("kernels are compiled at every start: the Triton cache %s is not writable (%s)", folder, error)
         os.environ["TRITON_CACHE_DIR"] = fallback
 
 
 def was_compiled(kernel: str) -> bool:
-    """Whether a kernel of this name is there, for whatever shapes."""
+    """Whether the cache holds a kernel of this name, for any shapes."""
     return any(Path(_folder()).glob(f"*/{kernel}.json"))
 
 
@@ -30,7 +30,7 @@ def _folder() -> str:
     return os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
 
 
-def _why_not(folder: str) -> str | None:
+def _write_error(folder: str) -> str | None:
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -1,8 +1,8 @@
-"""Has kernels compiled by other processes, as many at once as there are cores.
+"""The client of the compile server, and its start.
 
-Threads of one process gain little: half of a compilation is Python. The processes are forks of one that has imported
-all kernels and knows no GPU (``common/compile/server.py``). It imports torch beside its user, and only where kernels
-were never compiled: it is of no use later.
+Threads of one process gain little, because half of a compilation is Python. So other processes compile, as many at once
+as kernels are asked for. The server (``server.py``) imports torch while the worker does, and is started only if kernels
+were never compiled before.
 """
 
 from __future__ import annotations
@@ -17,35 +17,37 @@ from collections.abc import Iterator, Sequence
 
 from lightserve.common.compile.cache import was_compiled
 
-SERVER = "lightserve.common.compile.server"
-A_KERNEL = "_place_tokens_kernel"  # that every step of every model launches
+SERVER_MODULE = "lightserve.common.compile.server"
+EVERY_STEP_KERNEL = "_place_tokens_kernel"  # every step of every model launches it
 COMPILED = b"1"
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
-_running: KernelCompiler | None = None
+_running: CompileServer | None = None
 
 
-class KernelCompiler:
+class CompileServer:
+    """A process that compiles kernels. It listens on a Unix socket and ends with the process that started it."""
+
     def __init__(self, path: str) -> None:
         self._path = path
-        with socket.socket(socket.AF_UNIX) as listener:  # from now on whoever asks waits until it has imported all
+        with socket.socket(socket.AF_UNIX) as listener:  # a client that connects early waits until all is imported
             listener.bind(path)
             listener.listen(socket.SOMAXCONN)
-            command = [sys.executable, "-m", SERVER, str(listener.fileno())]
+            command = [sys.executable, "-m", SERVER_MODULE, str(listener.fileno())]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
 
     def compile(self, kernel: str, specialization: str, target: Sequence[object], launcher: str | None) -> bool:
-        """Into Triton's cache, ``module:name`` for ``target``, and what launches it; False where nobody did.
+        """Compile ``module:name`` for ``target``, and its launcher, into Triton's cache; False if that failed.
 
-        ``specialization`` is as Triton writes it.
+        ``specialization`` is the JSON that Triton writes.
         """
         job = {"kernel": kernel, "specialization": specialization, "target": list(target), "launcher": launcher}
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as line:
-            line.settimeout(PATIENCE_S)
-            line.connect(self._path)
-            line.sendall(json.dumps(job).encode())
-            line.shutdown(socket.SHUT_WR)
-            return line.recv(1) == COMPILED
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(TIMEOUT_S)
+            connection.connect(self._path)
+            connection.sendall(json.dumps(job).encode())
+            connection.shutdown(socket.SHUT_WR)
+            return connection.recv(1) == COMPILED
         return False
 
     def close(self) -> None:
@@ -58,13 +60,13 @@ class KernelCompiler:
 
 
 @contextlib.contextmanager
-def kernel_compiler(path: str) -> Iterator[None]:
-    """Within it ``running_compiler`` is one that listens at ``path``, unless kernels were compiled before."""
+def compile_server(path: str) -> Iterator[None]:
+    """Within it a compile server listens at ``path``, unless kernels were compiled before."""
     global _running
-    if was_compiled(A_KERNEL):
+    if was_compiled(EVERY_STEP_KERNEL):
         yield
         return
-    _running = KernelCompiler(path)
+    _running = CompileServer(path)
     try:
         yield
     finally:
@@ -72,5 +74,6 @@ def kernel_compiler(path: str) -> Iterator[None]:
         _running = None
 
 
-def running_compiler() -> KernelCompiler | None:
+def running_server() -> CompileServer | None:
+    """The server of the surrounding ``compile_server``, if there is one."""
     return _running

@@ -1,6 +1,7 @@
-"""The process that compiles kernels for others: it imports all of them once and forks for each that is asked for.
+"""The compile server: it imports all kernels once and forks a process for each kernel that it is asked for.
 
-python -m lightserve.common.compile.server FD, by common/compile/processes.py; it ends when its input does.
+``processes.py`` starts it as ``python -m lightserve.common.compile.server FD``, where FD is a listening socket. It ends
+when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lightserve.common.compile.processes import COMPILED
 
 
 class AbsentGpu:
-    """What the compiler asks of a driver."""
+    """A stand-in for Triton's driver: it knows the GPU to compile for, which need not be there."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -36,7 +37,7 @@ class AbsentGpu:
 
 def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no child is waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the system
     with selectors.DefaultSelector() as events:
         events.register(sys.stdin, selectors.EVENT_READ)
         events.register(listener, selectors.EVENT_READ)
@@ -44,31 +45,32 @@ def main() -> None:
             for key, _ in events.select():
                 if key.fileobj is sys.stdin:
                     return
-                line, _ = listener.accept()
-                with line:
+                connection, _ = listener.accept()
+                with connection:
                     if os.fork() == 0:
                         listener.close()
-                        _answer(line)
+                        _serve(connection)
 
 
-def _answer(line: socket.socket) -> None:
-    """In a process of its own; whatever goes wrong, who asked compiles the kernel itself and tells."""
+def _serve(connection: socket.socket) -> None:
+    """Compile one kernel, in a process of its own. If that fails, the client compiles it and reports the error."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the compiler waits for its assembler
-        _compile(**json.loads(b"".join(iter(lambda: line.recv(1 << 16), b""))))
-        line.sendall(COMPILED)
+        _compile(**json.loads(b"".join(iter(lambda: connection.recv(1 << 16), b""))))
+        connection.sendall(COMPILED)
     finally:
         os._exit(0)
 
 
 def _compile(kernel: str, specialization: str, target: list[Any], launcher: str | None) -> None:
     driver.set_active(AbsentGpu(GPUTarget(*target)))
-    compiled = _named(kernel).preload(specialization)
+    compiled = _load(kernel).preload(specialization)
     if launcher is not None:
-        _named(launcher)(compiled.src, compiled.metadata)
+        _load(launcher)(compiled.src, compiled.metadata)
 
 
-def _named(name: str) -> Any:
+def _load(name: str) -> Any:
+    """The object ``module:name``."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 

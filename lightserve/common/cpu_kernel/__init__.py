@@ -1,15 +1,25 @@
-"""What a CPU does faster than the ops' definitions, by torch and numpy. Importing this registers the backend "cpu"."""
+"""Ops that are faster on a CPU than their definitions, by torch and numpy. Importing this registers backend "cpu"."""
 
 from lightserve.common.cpu_kernel import (
     activation,
     attention,
-    choose,
-    cut_logits,
     fixed_order,
     linear,
     mask_logits,
     norm,
     rotary,
+    sample,
+    top_k_top_p_min_p,
 )
 
-__all__ = ["activation", "attention", "choose", "cut_logits", "fixed_order", "linear", "mask_logits", "norm", "rotary"]
+__all__ = [
+    "activation",
+    "attention",
+    "fixed_order",
+    "linear",
+    "mask_logits",
+    "norm",
+    "rotary",
+    "sample",
+    "top_k_top_p_min_p",
+]

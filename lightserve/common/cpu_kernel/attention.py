@@ -1,8 +1,8 @@
 """Attention through torch's fused CPU kernel over gathered K and V.
 
-Decode rows are batched: requests of like length are padded together, and the query heads that share a KV head become
-the rows of one query, so K and V are neither repeated nor read twice. Prompts go one by one. A request whose slots are
-neighbours, as those of a single stream are, is read in place.
+Decode rows are batched: requests of similar length are padded to one length, and the query heads that share a KV head
+become the rows of one query, so K and V are neither repeated nor read twice. Prompts are computed one by one. A request
+whose slots are neighbours, as in a single stream, is read in place.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.common import ops
-from lightserve.common.ops import AttnBatch
+from lightserve.common.ops import AttnBatch, AttnOptions
 
-MASKED_ROWS = 256  # of a prompt at a time: a mask of all of it would take heads * length^2 numbers
-# gathered over real tokens in a group; 32 requests of one length are 1.9x faster together than one by one
+MASKED_ROWS = 256  # of a prompt at a time: the mask of a whole prompt takes heads * length^2 numbers
+# gathered tokens over real tokens of a group; 32 requests of one length are 1.9x faster together than one by one
 MAX_PADDING = 1.25
 
 
@@ -28,7 +28,7 @@ class _Group:
     """Requests with one query row each, padded to one length."""
 
     rows: Tensor  # [group] their query rows
-    slots: Tensor | slice  # [group * length] cache slots, each request's first one repeated as padding
+    slots: Tensor | slice  # [group * length] cache slots, the first one of a request repeated as padding
     mask: Tensor | None  # [group, 1, 1, length] 0 or -inf, if there is padding
     distance: Tensor  # [group, 1, 1, length] key position - query position
 
@@ -41,66 +41,64 @@ class _Prompt:
 
 
 @ops.context_attention.impl("cpu")
-def context_attention(
-    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
-) -> Tensor:
-    return _attend(q, kv_cache, batch, scale, alibi_slopes)
+def context_attention(q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+    return _attend(q, kv_cache, batch, options)
 
 
 @ops.token_attention.impl("cpu")
-def token_attention(
-    q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
-) -> Tensor:
-    groups, _ = _plan(batch)
+def token_attention(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+    groups, _ = _plan(batch, options)
     if len(groups) == 1:
-        return _attend_group(q, kv_cache, groups[0], scale, alibi_slopes)
-    return _attend(q, kv_cache, batch, scale, alibi_slopes)
+        return _attend_group(q, kv_cache, groups[0], options)
+    return _attend(q, kv_cache, batch, options)
 
 
-def _attend(q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None) -> Tensor:
-    groups, prompts = _plan(batch)
+def _attend(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+    groups, prompts = _plan(batch, options)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in groups:
-        out[group.rows] = _attend_group(q[group.rows], kv_cache, group, scale, alibi_slopes)
+        out[group.rows] = _attend_group(q[group.rows], kv_cache, group, options)
     for prompt in prompts:
-        out[prompt.rows] = _attend_prompt(q[prompt.rows], kv_cache, prompt, scale, alibi_slopes)
+        out[prompt.rows] = _attend_prompt(q[prompt.rows], kv_cache, prompt, options)
     return out
 
 
-def _attend_group(q: Tensor, kv_cache: Tensor, group: _Group, scale: float, alibi_slopes: Tensor | None) -> Tensor:
+def _attend_group(q: Tensor, kv_cache: Tensor, group: _Group, options: AttnOptions) -> Tensor:
     count, heads, dim = q.shape
     kv_heads = kv_cache.shape[1] // 2
     kv = _read(kv_cache, group.slots).view(count, -1, 2 * kv_heads, dim).transpose(1, 2)
     mask = group.mask
-    if alibi_slopes is not None:
-        alibi = alibi_slopes.view(1, kv_heads, -1, 1) * group.distance
+    if options.alibi_slopes is not None:
+        alibi = options.alibi_slopes.view(1, kv_heads, -1, 1) * group.distance
         mask = alibi if mask is None else alibi + mask
     if mask is not None:
         mask = mask.to(q.dtype)
     packed = q.reshape(count, kv_heads, heads // kv_heads, dim)
-    out = F.scaled_dot_product_attention(packed, kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=mask, scale=scale)
+    out = F.scaled_dot_product_attention(
+        packed, kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=mask, scale=options.scale
+    )
     return out.reshape(count, heads, dim)
 
 
-def _attend_prompt(q: Tensor, kv_cache: Tensor, prompt: _Prompt, scale: float, alibi_slopes: Tensor | None) -> Tensor:
+def _attend_prompt(q: Tensor, kv_cache: Tensor, prompt: _Prompt, options: AttnOptions) -> Tensor:
     kv_heads = kv_cache.shape[1] // 2
     kv = _read(kv_cache, prompt.slots).transpose(0, 1)[None]
     k, v = kv[:, :kv_heads], kv[:, kv_heads:]
-    attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=True)
+    attend = partial(F.scaled_dot_product_attention, scale=options.scale, enable_gqa=True)
     q = q.transpose(0, 1)[None]
-    if prompt.ready_len == 0 and alibi_slopes is None:
+    if prompt.ready_len == 0 and options.alibi_slopes is None:
         return attend(q, k, v, is_causal=True)[0].transpose(0, 1)
     outs = []
     for begin in range(0, q.shape[2], MASKED_ROWS):
         rows = q[:, :, begin : begin + MASKED_ROWS]
         seen = prompt.ready_len + begin + rows.shape[2]
-        mask = _causal_mask(rows.shape[2], seen, alibi_slopes).to(q.dtype)
+        mask = _causal_mask(rows.shape[2], seen, options.alibi_slopes).to(q.dtype)
         outs.append(attend(rows, k[:, :, :seen], v[:, :, :seen], attn_mask=mask))
     return torch.cat(outs, dim=2)[0].transpose(0, 1)
 
 
 def _causal_mask(rows: int, seen: int, alibi_slopes: Tensor | None) -> Tensor:
-    """What is added to the scores of the last ``rows`` of ``seen`` tokens, ``[rows, seen]`` or one a head."""
+    """Added to the scores of the last ``rows`` of ``seen`` tokens: ``[rows, seen]``, or ``[heads, rows, seen]``."""
     distance = torch.arange(seen) - torch.arange(seen - rows, seen)[:, None]
     mask = torch.zeros(rows, seen) if alibi_slopes is None else alibi_slopes[:, None, None] * distance
     return mask.masked_fill(distance > 0, float("-inf"))
@@ -111,18 +109,20 @@ def _read(kv_cache: Tensor, slots: Tensor | slice) -> Tensor:
 
 
 def _as_run(slots: Tensor) -> Tensor | slice:
-    """A slice instead of slots that are neighbours."""
+    """The slots as a slice if they are neighbours."""
     first, last = int(slots[0]), int(slots[-1])
     if last - first + 1 == len(slots) and bool((slots[1:] - slots[:-1] == 1).all()):
         return slice(first, last + 1)
     return slots
 
 
-def _plan(batch: AttnBatch) -> tuple[list[_Group], list[_Prompt]]:
-    """What the layers of a step have in common, worked out by the first of them."""
-    plan = batch.plans.get("cpu")
+def _plan(batch: AttnBatch, options: AttnOptions) -> tuple[list[_Group], list[_Prompt]]:
+    """What the layers of a step share. The first one derives it."""
+    key = ("cpu", options.key)
+    plan = batch.plans.get(key)
     if plan is None:
-        plan = batch.plans["cpu"] = _make_plan(batch)
+        options.refuse_all_but("cpu", "alibi_slopes")
+        plan = batch.plans[key] = _make_plan(batch)
     return plan
 
 
@@ -143,7 +143,7 @@ def _make_plan(batch: AttnBatch) -> tuple[list[_Group], list[_Prompt]]:
 
 
 def _alike(singles: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Split (length, row, request) into runs of like length; one run, in row order, if that pads little."""
+    """Group (length, row, request) by similar length; one group, in row order, if that pads little."""
     if not singles:
         return []
     longest, total = max(singles)[0], sum(length for length, _, _ in singles)

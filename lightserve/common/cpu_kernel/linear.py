@@ -1,8 +1,8 @@
-"""Matmul with weights laid out once as oneDNN wants them, on x86.
+"""Matmul with weights in oneDNN's blocked layout, on x86.
 
-MKL, which torch calls for float32, rearranges the weight at every call; at batch 8 that takes longer than the product.
-A copy in oneDNN's blocked layout costs the memory of the weight again, so copies are made while there is room; a single
-row is faster without.
+MKL, which torch calls for float32, repacks the weight at every call; at batch 8 that takes longer than the product. A
+copy in oneDNN's layout costs the memory of the weight again, so copies are made only while there is room. A single row
+is faster without.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightserve.common import ops
 from lightserve.utils.memory import free_ram
 
-RAM_SHARE = 0.25  # of the free RAM that one copy may take: the last ones leave the machine room
-# Rows that packed weights are multiplied with, the last ones padding. All matmuls of SmolLM2 in ms, plain and packed: 1
-# row 26 and 31, 2: 28 and 29, 8: 59 and 32, 32: 84 and 56; from 96 on they are equal. oneDNN compiles for every number
-# of rows, milliseconds each, and keeps what it compiled: with any number, prompts of 600 lengths took 1 GB.
+RAM_SHARE = 0.25  # of the free RAM for one copy, so that the last ones leave room
+# Numbers of rows that packed weights are multiplied with; others are padded. All matmuls of SmolLM2 in ms, plain and
+# packed: 1 row 26 and 31, 2: 28 and 29, 8: 59 and 32, 32: 84 and 56; from 96 on they are equal. oneDNN compiles for
+# every number of rows, milliseconds each, and keeps the result: without padding, prompts of 600 lengths took 1 GB.
 SIZES = (2, 4, 8, 16, 24, 32, 48, 64)
-PACK_FOR = 32  # rows the layout is chosen for; it serves any number
+PACK_FOR = 32  # rows that the layout is optimised for; it serves any number
 
 
 class _PackedWeights:
-    """Packed copies of weights, made at first use and again when the weight has changed."""
+    """Packed copies of weights, made at first use, and again after the weight has changed."""
 
     def __init__(self) -> None:
         self.is_usable = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _packed(x: Tensor, weight: Tensor) -> Tensor | None:
-    """The packed weight, where that is faster."""
+    """The packed weight, if that is faster."""
     is_fit = x.dim() == 2 and SIZES[0] <= len(x) <= SIZES[-1] and weight.dtype == torch.float32
     if not is_fit or weight.is_inference() or not _packed_weights.is_usable:
         return None

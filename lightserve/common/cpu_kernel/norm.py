@@ -1,4 +1,4 @@
-"""Norms that read the rows as seldom as torch's kernels allow."""
+"""Norms that read the rows as few times as torch's kernels allow."""
 
 from __future__ import annotations
 

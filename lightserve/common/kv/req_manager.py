@@ -6,7 +6,7 @@ import torch
 
 
 class ReqManager:
-    """``max_reqs`` rows of ``max_len`` tokens and one more row for the padding of a batch."""
+    """``max_reqs`` rows of ``max_len`` tokens, and one more row for the padding of a batch."""
 
     def __init__(self, max_reqs: int, max_len: int, device: torch.device) -> None:
         self.max_reqs = max_reqs
@@ -24,8 +24,11 @@ class ReqManager:
 
     def alloc(self) -> int:
         if not self._free_rows:
-            raise ValueError(f"all {self.max_reqs} request rows are taken: the scheduler overdrew")
+            raise ValueError(f"all {self.max_reqs} request rows are taken; the scheduler admitted too many requests")
         return self._free_rows.pop()
+
+    def free_all(self) -> None:
+        self._free_rows = list(range(self.max_reqs - 1, -1, -1))
 
     def free(self, row: int) -> None:
         if row in self._free_rows:

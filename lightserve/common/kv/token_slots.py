@@ -1,4 +1,4 @@
-"""Who owns which slot of the KV cache. The scheduler's side of KV memory: no torch, exact to the token."""
+"""Which slots of the KV cache are in use. The scheduler's side of KV memory, without torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ Slots = npt.NDArray[np.int32]
 
 
 class TokenSlots:
-    """Hands out slots ``0 .. size - 1``, each to one owner at a time; fresh slots come in ascending runs."""
+    """Allocates the slots ``0 .. size - 1``, each to one owner at a time. New slots come in ascending runs."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free: Slots = np.arange(size - 1, -1, -1, dtype=np.int32)  # a stack: the top is at _num_free
         self._num_free = size
         self._is_used = np.zeros(size, dtype=np.bool_)
-        self._mark: Slots = np.empty(size, dtype=np.int32)  # scratch: finds a slot that one call names twice
+        self._mark: Slots = np.empty(size, dtype=np.int32)  # scratch: to find slots that one call frees twice
 
     @property
     def num_free(self) -> int:
@@ -28,7 +28,9 @@ class TokenSlots:
 
     def alloc(self, count: int) -> Slots:
         if count > self._num_free:
-            raise ValueError(f"{count} KV slots wanted, {self._num_free} of {self.size} free: the scheduler overdrew")
+            raise ValueError(
+                f"{count} KV slots wanted, {self._num_free} of {self.size} free; the scheduler planned too many tokens"
+            )
         top = self._num_free
         slots = self._free[top - count : top][::-1].copy()
         self._num_free = top - count

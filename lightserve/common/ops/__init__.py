@@ -1,7 +1,7 @@
-"""What a model may compute. Models call these; backends implement them."""
+"""The operators that models call. Backends implement them."""
 
 from lightserve.common.ops.activation import gelu, gelu_and_mul, gelu_tanh, gelu_tanh_and_mul, silu_and_mul
-from lightserve.common.ops.attention import AttnBatch, context_attention, token_attention, write_kv
+from lightserve.common.ops.attention import AttnBatch, AttnOptions, context_attention, token_attention, write_kv
 from lightserve.common.ops.embedding import vocab_embedding
 from lightserve.common.ops.linear import linear
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -13,10 +13,10 @@ from lightserve.common.ops.sampling import (
     Penalties,
     TokenMasks,
     apply_penalties,
-    choose,
-    cut_atypical,
-    cut_logits,
     mask_logits,
+    sample,
+    top_k_top_p_min_p,
+    typical_p,
 )
 from lightserve.common.ops.step import StepTokens, place_tokens
 from lightserve.common.ops.watermark import add_watermark
@@ -26,6 +26,7 @@ __all__ = [
     "OPS",
     "REFERENCE",
     "AttnBatch",
+    "AttnOptions",
     "Penalties",
     "StepTokens",
     "TokenMasks",
@@ -35,10 +36,7 @@ __all__ = [
     "add_rms_norm_linear",
     "add_watermark",
     "apply_penalties",
-    "choose",
     "context_attention",
-    "cut_atypical",
-    "cut_logits",
     "fixed_order",
     "gelu",
     "gelu_and_mul",
@@ -51,8 +49,11 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_write_kv",
+    "sample",
     "silu_and_mul",
     "token_attention",
+    "top_k_top_p_min_p",
+    "typical_p",
     "use_backend",
     "vocab_embedding",
     "write_kv",

@@ -1,18 +1,19 @@
 """Attention over the token-granular KV cache.
 
-``kv_cache`` is ``[slots, 2 * kv_heads, dim]``, the keys' heads first. A token lives in any slot;
-``AttnBatch.req_to_token`` says which.
+``kv_cache`` is ``[slots, 2 * kv_heads, dim]``, the heads of the keys first. A token may be in any slot;
+``AttnBatch.req_to_token`` says in which.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightserve.common.ops.registry import op
+from lightserve.common.ops.registry import REFERENCE, op
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,53 +25,89 @@ class AttnBatch:
     b_start_loc: Tensor  # [batch] int32: the request's first query row
     b_seq_len: Tensor  # [batch] int32: tokens in the cache, this step's included
     b_ready_cache_len: Tensor  # [batch] int32: tokens in the cache before this step
-    # Some requests may have exactly one query row; a backend may leave those of a context step to the token attention.
+    # Some requests have exactly one query row; a backend may compute those of a context step by token attention.
     has_decodes: bool = False
-    # [groups, 4] int32: of requests that follow one another and have one query row each, the first, how many they are
-    # (0: no group), and how many tokens they begin with that lie in the same slots; the last is unused. A hint: a
-    # backend may read such a prefix once for all, which changes no result but by rounding.
+    # [groups, 4] int32: groups of neighbouring requests with one query row each, which begin with the same slots. The
+    # columns are the first request, the number of requests (0: no group) and the number of shared tokens; the last one
+    # is unused. A hint: a backend may read the shared prefix once for all; only rounding changes.
     shared_prefixes: Tensor | None = None
-    plans: dict[str, Any] = field(default_factory=dict)  # by backend: what it derives once for all layers of a step
+    # What a backend derives once for all layers of a step that are alike. The key is all that it depends on.
+    plans: dict[Hashable, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttnOptions:
+    """How a layer computes its scores, and which keys its queries see.
+
+    A backend refuses an option that it does not implement. Today all of them implement ``scale`` and ``alibi_slopes``.
+    """
+
+    scale: float  # of the scores before anything is added to them
+    alibi_slopes: Tensor | None = None  # [heads] float32: adds slope * (key position - query position) to the scores
+    causal: bool = True  # a query sees no key past its own position
+    window: int | None = None  # keys that a query sees, its own included; None: all
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap); None: they stay
+    sinks: Tensor | None = None  # [heads] float32: the score of a key without a value in each softmax
+
+    @property
+    def key(self) -> Hashable:
+        """What of it a plan depends on: all but the numbers that kernels read or multiply by."""
+        return self.alibi_slopes is not None, self.causal, self.window, self.softcap is not None, self.sinks is not None
+
+    def refuse_all_but(self, backend: str, *implemented: str) -> None:
+        """Raise if an option is set that is not among ``implemented``; ``scale`` always is."""
+        for name, default in OPTION_DEFAULTS.items():
+            value = getattr(self, name)
+            if value is not default and name not in implemented:
+                known = ", ".join(("scale", *implemented))
+                raise NotImplementedError(
+                    f"the backend {backend} does not implement the attention option {name}={value!r}; it has {known}"
+                )
+
+
+OPTION_DEFAULTS: dict[str, object] = {
+    "alibi_slopes": None,
+    "causal": True,
+    "window": None,
+    "softcap": None,
+    "sinks": None,
+}
 
 
 @op
 def write_kv(kv: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
-    """Store ``[tokens, 2 * kv_heads, dim]`` in the cache, one slot a token."""
+    """Store ``[tokens, 2 * kv_heads, dim]`` in the cache, one slot for each token."""
     kv_cache[slots.long()] = kv.to(kv_cache.dtype)
 
 
 @op
-def context_attention(
-    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
-) -> Tensor:
+def context_attention(q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
     """Causal attention of ``q`` ``[tokens, heads, dim]``: the last rows of each request over all its cached tokens.
 
-    ``kv`` ``[tokens, 2 * kv_heads, dim]`` holds what the cache has of this step's tokens, in the rows of ``q``: a
-    backend may read either. ``alibi_slopes`` ``[heads]`` in float32 adds slope * (key position - query position) to
-    the scores.
+    ``kv`` ``[tokens, 2 * kv_heads, dim]`` holds the keys and values of this step's tokens, which the cache holds too: a
+    backend may read either.
     """
-    return _attend(q, kv_cache, batch, scale, alibi_slopes)
+    return _attend(q, kv_cache, batch, options)
 
 
 @op
-def token_attention(
-    q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None = None
-) -> Tensor:
-    """Attention of a decode step: one query row a request, row i the i-th request's."""
-    return _attend(q, kv_cache, batch, scale, alibi_slopes)
+def token_attention(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+    """Attention of a decode step: row i of ``q`` is the only query row of request i."""
+    return _attend(q, kv_cache, batch, options)
 
 
-def _attend(q: Tensor, kv_cache: Tensor, batch: AttnBatch, scale: float, alibi_slopes: Tensor | None) -> Tensor:
+def _attend(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+    options.refuse_all_but(REFERENCE, "alibi_slopes")
     out = torch.empty_like(q)
     columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
     for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):
         rows = slice(start, start + seq_len - ready)
         kv = kv_cache[batch.req_to_token[req, :seq_len].long()].float()
         k, v = kv.repeat_interleave(2 * q.shape[1] // kv.shape[1], dim=1).chunk(2, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * scale
+        scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * options.scale
         distance = torch.arange(seq_len, device=q.device) - torch.arange(ready, seq_len, device=q.device)[:, None]
-        if alibi_slopes is not None:
-            scores += alibi_slopes[:, None, None] * distance
+        if options.alibi_slopes is not None:
+            scores += options.alibi_slopes[:, None, None] * distance
         scores.masked_fill_(distance > 0, float("-inf"))
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
     return out

@@ -1,4 +1,4 @@
-"""A residual, its norm, and what multiplies it next, as one op: for few rows, kernels cost more than their work."""
+"""Residual, norm and the next matmul as one op: for few rows a launch costs more than its work."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lightserve.common.ops.registry import op
 def add_rms_norm_linear(
     x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``linear`` of ``add_rms_norm``, and the sum, which is the residual from now on.
+    """``linear`` of ``add_rms_norm``, and the sum, which is the new residual.
 
-    The sum may be in the memory of ``residual`` or elsewhere, so ``residual`` is not to be read afterwards.
+    The sum may be in the memory of ``residual`` or elsewhere. Do not read ``residual`` afterwards.
     """
     normed = add_rms_norm(x, residual, norm_weight, eps)
     return linear(normed, weight, bias), residual
@@ -26,6 +26,6 @@ def add_rms_norm_linear(
 def add_rms_norm_gate_up(
     x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``silu_and_mul`` of ``add_rms_norm_linear``, and the sum, as there."""
+    """``silu_and_mul`` of ``add_rms_norm_linear``, and the sum."""
     gate_up, residual = add_rms_norm_linear(x, residual, norm_weight, eps, weight, bias)
     return silu_and_mul(gate_up), residual

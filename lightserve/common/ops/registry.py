@@ -1,9 +1,9 @@
 """Operators: one meaning, one implementation per backend.
 
 An op is declared by its PyTorch body. That body defines the op, runs on any device that has nothing better, and is the
-oracle of the op's tests. A backend replaces the ops it does faster; a coarse op whose body calls finer ops is faster as
-soon as those are. A second backend of a device, ``fixed_order`` of its name, gives up speed so that a row's result does
-not depend on the rows beside it.
+oracle of the op's tests. A backend replaces the ops that it computes faster; a coarse op whose body calls finer ops
+gains as soon as those do. A device has a second backend, ``fixed_order`` of its name, which gives up speed so that the
+result of a row does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REFERENCE = "torch"
 
 
 def fixed_order(backend: str) -> str:
-    """The backend that does in a fixed order what ``backend`` does in the order that suits the batch."""
+    """The backend that sums in a fixed order where ``backend`` sums in the order that suits the batch."""
     return f"{backend}_fixed_order"
 
 
@@ -56,7 +56,7 @@ def op(reference: Callable[P, R]) -> Op[P, R]:
 
 
 def use_backend(*backends: str) -> None:
-    """Bind every op to the first of ``backends`` that implements it, or to its reference. Once a worker."""
+    """Bind every op to the first of ``backends`` that implements it, or to its definition. A worker does it once."""
     for backend in backends:
         if not any(backend in o.impls for o in OPS.values()):
             raise ValueError(f"no op is implemented by backend {backend!r}")

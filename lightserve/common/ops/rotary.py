@@ -11,7 +11,7 @@ from lightserve.common.ops.registry import op
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate ``[tokens, heads, dim]`` in place by each token's angles, ``[tokens, rotary_dim / 2]`` in float32.
 
-    Halves are paired: element i turns with element i + rotary_dim / 2; elements past rotary_dim stay.
+    Element i is paired with element i + rotary_dim / 2; elements past rotary_dim stay as they are.
     """
     half = cos.shape[-1]
     c, s = cos[:, None, :], sin[:, None, :]

@@ -1,4 +1,4 @@
-"""From logits to tokens. Every op works on ``[batch, vocab]`` logits, one request a row; all but choose in float32."""
+"""From logits to tokens. Logits are ``[batch, vocab]``, one request a row, in float32 for all ops but ``sample``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightserve.common.ops.registry import op
 
 Ints = TypeVar("Ints", Tensor, np.ndarray)
 
-NO_TOKEN = -1  # of a row whose logits are no numbers
+NO_TOKEN = -1  # the sample of a row whose logits are not finite numbers
 HALF_STEP = 2.0**-24  # of a 23-bit uniform: keeps it inside (0, 1); with 24 bits the largest would round to 1
 
 
@@ -31,18 +31,17 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens may come in the rows of a batch."""
+    """Which tokens the rows of a batch may sample."""
 
-    b_row: Tensor  # [batch] int32, of ``bitmask``, each once; -1: anything may come
+    b_row: Tensor  # [batch] int32: the row of ``bitmask``, each once; -1: all tokens are allowed
     bitmask: Tensor  # [masks, words] int32: see mask_logits
 
 
 @op
 def mask_logits(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """Set to -inf in place the tokens of ``rows``, int32, each once, whose bit is 0.
+    """Set the logits of tokens whose bit is 0 to -inf, in place. ``rows`` int32 are the masked rows, each once.
 
-    ``bitmask`` int32 ``[rows, words]``: bit i of word w is token 32 * w + i. It has a bit for every token, and may have
-    more.
+    ``bitmask`` int32 ``[rows, words]``: bit i of word w is token 32 * w + i. It has at least one bit for every token.
     """
     tokens = torch.arange(logits.shape[1], device=logits.device)
     is_allowed = (bitmask[:, tokens // 32] >> (tokens % 32)) & 1
@@ -62,10 +61,11 @@ def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
 
 
 @op
-def cut_logits(logits: Tensor, b_top_k: Tensor, b_top_p: Tensor, b_min_p: Tensor) -> None:
-    """Set to -inf in place what top-k, then top-p of the rest, or min-p leaves out; equals stay or go together.
+def top_k_top_p_min_p(logits: Tensor, b_top_k: Tensor, b_top_p: Tensor, b_min_p: Tensor) -> None:
+    """Keep the tokens that top-k, then top-p of the rest, and min-p keep; set the other logits to -inf, in place.
 
-    ``b_top_k`` int32, vocab or more = all; ``b_top_p`` float32, 1 = all; ``b_min_p`` float32 of the best, 0 = all.
+    Tokens of equal logits are kept or dropped together. ``b_top_k`` int32, vocab or more = all; ``b_top_p`` float32,
+    1 = all; ``b_min_p`` float32, a share of the best token's probability, 0 = all.
     """
     ordered = logits.sort(-1, descending=True).values
     kth = ordered.gather(1, (b_top_k.long().clamp(1, logits.shape[1]) - 1)[:, None])
@@ -78,14 +78,14 @@ def cut_logits(logits: Tensor, b_top_k: Tensor, b_top_p: Tensor, b_min_p: Tensor
 
 
 @op
-def cut_atypical(logits: Tensor, b_typical_p: Tensor) -> None:
-    """Set to -inf in place all but the locally typical tokens, whose information is nearest to the entropy.
+def typical_p(logits: Tensor, b_typical_p: Tensor) -> None:
+    """Keep the locally typical tokens, whose information is nearest to the entropy; set other logits to -inf, in place.
 
-    As many are kept as hold the mass ``b_typical_p``, float32, 1 = all; equals stay or go together. The information
-    -log p of a token is as far from its mean, the entropy, as the token's logit from the mean logit.
+    As many are kept as hold the mass ``b_typical_p``, float32, 1 = all; tokens of equal distance are kept or dropped
+    together. The information -log p of a token is as far from its mean, the entropy, as its logit from the mean logit.
     """
     probs = logits.softmax(-1)
-    mean = (probs * logits).nansum(-1, keepdim=True)  # 0 * -inf is of no weight
+    mean = (probs * logits).nansum(-1, keepdim=True)  # 0 * -inf counts as 0
     distance = (logits - mean).abs()
     ordered, order = distance.sort(-1)
     is_short = probs.gather(1, order).cumsum(-1) < b_typical_p[:, None]
@@ -94,27 +94,27 @@ def cut_atypical(logits: Tensor, b_typical_p: Tensor) -> None:
 
 
 @op
-def choose(
+def sample(
     logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor, masks: TokenMasks | None = None
 ) -> Tensor:
-    """The token of each row, int64: the first of the most likely where ``b_temperature`` is 0, else one that is drawn.
+    """A token of each row, int64: the first of the most likely ones if ``b_temperature`` is 0, else a random one.
 
-    Drawn is one token of softmax(logits / temperature), by Gumbel noise that depends on (seed, position, token) alone:
-    the same seed gives the same text in any batch. Logits are of any float type. A row in which one is NaN or +inf, or
-    all are -inf, gives NO_TOKEN. ``b_temperature`` float32, ``b_seed`` int64, ``b_position`` int32. With ``masks`` only
-    what they allow counts, and a masked row of which nothing is left gives token 0.
+    The random one is sampled from softmax(logits / temperature) by Gumbel noise that depends only on (seed, position,
+    token), so a seed gives the same text in any batch. Logits are of any float type. A row that holds NaN or +inf, or
+    nothing but -inf, gives NO_TOKEN. ``b_temperature`` float32, ``b_seed`` int64, ``b_position`` int32. With ``masks``
+    only allowed tokens count, and a masked row without an allowed token gives token 0.
     """
     scores = logits.float().nan_to_num(float("inf"), float("inf"), float("-inf"))
     if masks is not None:
         rows = (masks.b_row >= 0).nonzero()[:, 0]
         mask_logits(scores, rows.int(), masks.bitmask[masks.b_row[rows].long()])
     rows = b_temperature.nonzero()[:, 0]
-    if len(rows):  # greedy rows need no noise, which costs more than all else here
+    if len(rows):  # noise costs more than all the rest, and greedy rows need none
         scores[rows] = scores[rows] / b_temperature[rows, None] + _noise(b_seed[rows], b_position[rows], scores)
-    chosen = scores.argmax(-1, keepdim=True)
-    best = scores.gather(1, chosen)
-    chosen = chosen.where(best.isfinite(), NO_TOKEN)[:, 0]
-    return chosen if masks is None else chosen.masked_fill(best.isneginf()[:, 0] & (masks.b_row >= 0), 0)
+    sampled = scores.argmax(-1, keepdim=True)
+    best = scores.gather(1, sampled)
+    sampled = sampled.where(best.isfinite(), NO_TOKEN)[:, 0]
+    return sampled if masks is None else sampled.masked_fill(best.isneginf()[:, 0] & (masks.b_row >= 0), 0)
 
 
 def _noise(b_seed: Tensor, b_position: Tensor, scores: Tensor) -> Tensor:
@@ -133,18 +133,18 @@ def counter_uniform(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
 
 
 def noise_key(seed: Tensor, position: Tensor) -> Tensor:
-    """What the noise of all tokens at a position has in common: 32 bits, in int64."""
+    """The part of the hash that all tokens at a position share: 32 bits, in int64."""
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     return hash32(hash32(hash32(low) ^ high) ^ position)
 
 
 def uniform_of(bits: Tensor) -> Tensor:
-    """Numbers in (0, 1) from integers of 23 bits: the middles of as many equal steps, exact in float32."""
+    """Numbers in (0, 1) from integers of 23 bits: the middles of 2^23 equal steps, exact in float32."""
     return bits * 2.0**-23 + HALF_STEP
 
 
 def hash32(x: Ints) -> Ints:
-    """lowbias32 of integers of 32 bits, in int64; of an array in uint32, which wraps by itself, too."""
+    """lowbias32 of 32-bit integers, which are in int64 or in a uint32 array."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
     hashed: Ints = x ^ (x >> 16)

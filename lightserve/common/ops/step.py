@@ -1,4 +1,4 @@
-"""What begins a step."""
+"""The first op of a step: its tokens and their slots."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from torch import Tensor
 
 from lightserve.common.ops.registry import op
 
-CHOSEN = -1  # in ``StepTokens.ids``: the token that was chosen last for the request
+LAST_SAMPLED = -1  # in ``StepTokens.ids``: the token that was sampled last for the request
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
     """The tokens of a step, each ``[tokens]`` int32."""
 
-    rows: Tensor  # of req_to_token, and of the ids chosen last
+    rows: Tensor  # of req_to_token, and of the ids sampled last
     positions: Tensor
     slots: Tensor  # of the KV cache
-    ids: Tensor  # or CHOSEN
+    ids: Tensor  # or LAST_SAMPLED
 
 
 @op
 def place_tokens(tokens: StepTokens, req_to_token: Tensor, last_ids: Tensor) -> Tensor:
-    """Enter the slot of every token in ``req_to_token`` ``[rows, max_len]``; the tokens' ids, int64.
+    """Write the slot of every token to ``req_to_token`` ``[rows, max_len]`` and return the token ids, int64.
 
-    ``last_ids`` ``[rows]`` int64 never has to reach the host: a request goes on from what the step before chose. Where
-    that was no token, which the host is yet to learn, token 0 stands in.
+    ``last_ids`` ``[rows]`` int64 holds what the step before sampled, so that the host need not know it yet. NO_TOKEN
+    there becomes token 0.
     """
     rows = tokens.rows.long()
     req_to_token[rows, tokens.positions.long()] = tokens.slots
-    return tokens.ids.long().where(tokens.ids != CHOSEN, last_ids[rows].clamp(min=0))
+    return tokens.ids.long().where(tokens.ids != LAST_SAMPLED, last_ids[rows].clamp(min=0))

@@ -1,6 +1,6 @@
 """The watermark of Kirchenbauer and others (arXiv 2301.10226), with TGI's numbers.
 
-Which half of the vocabulary is green depends on the token before, by a hash: on every device alike.
+A hash of the token before decides which half of the vocabulary is green, the same on every device.
 """
 
 from __future__ import annotations

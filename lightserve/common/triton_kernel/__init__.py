@@ -1,13 +1,10 @@
-"""Triton implementations of the ops; importing this package registers them as backend "triton"."""
+"""Triton implementations of the ops. Importing this package registers them as backend "triton"."""
 
 from lightserve.common.triton_kernel import (
     activation,
     add_watermark,
     apply_penalties,
-    choose,
     context_attention,
-    cut_atypical,
-    cut_logits,
     fixed_order,
     layer_norm,
     linear,
@@ -16,19 +13,20 @@ from lightserve.common.triton_kernel import (
     place_tokens,
     rms_norm,
     rotary_write_kv,
+    sample,
     token_attention,
+    top_k_top_p_min_p,
+    typical_p,
     vocab_embedding,
     write_kv,
 )
+from lightserve.common.triton_kernel._card import use_profile
 
 __all__ = [
     "activation",
     "add_watermark",
     "apply_penalties",
-    "choose",
     "context_attention",
-    "cut_atypical",
-    "cut_logits",
     "fixed_order",
     "layer_norm",
     "linear",
@@ -37,7 +35,11 @@ __all__ = [
     "place_tokens",
     "rms_norm",
     "rotary_write_kv",
+    "sample",
     "token_attention",
+    "top_k_top_p_min_p",
+    "typical_p",
+    "use_profile",
     "vocab_embedding",
     "write_kv",
 ]

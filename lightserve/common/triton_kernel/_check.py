@@ -1,4 +1,4 @@
-"""What the wrappers check before a launch: the kernels step through the last dimension one element at a time."""
+"""Checks of the wrappers before a launch. Kernels assume that the last dimension has stride 1."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ def check_last_contiguous(op: str, **tensors: Tensor) -> None:
 
 
 def check_heads_side_by_side(op: str, **tensors: Tensor) -> None:
-    """Of ``[tokens, heads, dim]``: kernels find a head by its number alone."""
+    """For ``[tokens, heads, dim]``: kernels compute the place of a head from its number alone."""
     for name, tensor in tensors.items():
         if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
             check_last_contiguous(op, **{name: tensor})
-            raise ValueError(f"{op}: the heads of {name} must lie side by side, found strides {tensor.stride()}")
+            raise ValueError(
+                f"{op}: the heads of {name} must lie side by side, found strides {tensor.stride()}; call contiguous()"
+            )
 
 
 def check_has_bits(op: str, bitmask: Tensor, vocab: int) -> None:
     if 32 * bitmask.shape[1] < vocab:
-        raise ValueError(f"{op}: {bitmask.shape[1]} words have no bit for every one of {vocab} tokens")
+        raise ValueError(f"{op}: a bitmask of {bitmask.shape[1]} words has no bit for each of {vocab} tokens")
 
 
 def tensors_of(struct: AttnBatch | Penalties) -> dict[str, Tensor]:
@@ -40,5 +42,7 @@ def rows_in_place(op: str, name: str, x: Tensor) -> Tensor:
     """``x`` as ``[rows, width]`` in the same memory."""
     rows = x.reshape(-1, x.shape[-1])
     if rows.data_ptr() != x.data_ptr():
-        raise ValueError(f"{op}: {name} is written in place, and its strides {x.stride()} do not fold into rows")
+        raise ValueError(
+            f"{op}: {name} is written in place, and cannot be viewed as rows with its strides {x.stride()}"
+        )
     return rows

@@ -1,4 +1,4 @@
-"""The hash of all that looks random and must be the same on every device."""
+"""The hash behind everything that looks random and must be the same on every device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def hash32(x):
-    """lowbias32 in uint32, which wraps by itself."""
+    """lowbias32 in uint32, which wraps."""
     x = tl.mul(x ^ (x >> 16), 0x7FEB352D, sanitize_overflow=False)
     x = tl.mul(x ^ (x >> 15), 0x846CA68B, sanitize_overflow=False)
     return x ^ (x >> 16)

@@ -1,4 +1,4 @@
-"""What RMSNorm and LayerNorm share: one program holds a row and adds it to a residual where there is one."""
+"""What RMSNorm and LayerNorm share: one program holds a row, and adds it to a residual if there is one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from lightserve.common.triton_kernel._blocks import next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous, rows_in_place
 
-ELEMENTS_A_WARP = 512  # 16 a lane: two 16-byte loads of float16
+ELEMENTS_A_WARP = 512  # 16 in a lane: two 16-byte loads of float16
 MAX_WARPS = 16
 
 
 @triton.jit
 def load_row(x_ptr, residual_ptr, row, x_row_stride, residual_row_stride, cols, mask):
-    """The row in float32; a residual takes it first, and the row is then what the residual holds after rounding."""
+    """The row in float32. With a residual, the row is added to it, and the rounded sum is returned."""
     x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         residual_ptrs = residual_ptr + row * residual_row_stride + cols

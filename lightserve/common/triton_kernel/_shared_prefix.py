@@ -1,8 +1,8 @@
-"""Attention of decode rows over a prefix that several requests share: its keys are read once for a tile of them.
+"""Attention of decode rows over a prefix that several requests share: one load of its keys serves a tile of requests.
 
-A program folds a part of the shared keys into the rows of a tile, which are the query heads of several requests. What
-comes of it is a partial result of each request, which ``token_attention`` merges with those of the request's own keys.
-The items of a step, a tile and a part each, are listed on the device, and what is launched depends on shapes alone.
+A program attends with a tile of query rows, the heads of several requests, to one split of the shared keys. It writes a
+partial result for each request, which ``token_attention`` merges with those of the request's own keys. The work list of
+a step is made on the device; each item is a tile and a split. The grid depends on shapes alone.
 """
 
 from __future__ import annotations
@@ -15,48 +15,49 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel._attention import LOG2_E, dot_block
+from lightserve.common.triton_kernel import _card
+from lightserve.common.triton_kernel._attention import LOG2_E, head_block
 from lightserve.common.triton_kernel._blocks import cdiv, few_sizes
-from lightserve.common.triton_kernel._context_fold import fold_blocks, load_rows
 from lightserve.common.triton_kernel._context_tiles import Tiling, packed_heads, tiling_of
+from lightserve.common.triton_kernel._online_softmax import attend_cached_blocks, load_rows
 
-# Two of 64 rows on each multiprocessor of an H200. 64 requests behind 2,048 tokens take 31.8 us a layer so, and with
-# four; with one 33. Parts of 64 or 256 keys at the least change nothing there.
-PROGRAMS = 132 * 2
-MIN_PART = 128  # keys
-MAX_PARTS = tl.constexpr(8)  # of a prefix; as many as the merge of token_attention takes at once
+# Programs of 64 rows. On an H200 64 requests behind 2,048 tokens take 31.8 us a layer with two on each multiprocessor,
+# and with four; with one 33. Parts of 64 or 256 keys at the least change nothing there.
+PROGRAMS_PER_MULTIPROCESSOR = 2
+MIN_SPLIT = 128  # keys
+MAX_SPLITS = tl.constexpr(8)  # of a prefix; the merge of token_attention takes as many at once
 
-REQ_IDX = tl.constexpr(0)  # what is listed of an item: the row of req_to_token in which the prefix is read
-FIRST = tl.constexpr(1)  # request of the tile
+REQ_IDX = tl.constexpr(0)  # fields of a work item: the row of req_to_token that holds the prefix
+FIRST = tl.constexpr(1)  # first request of the tile
 MEMBERS = tl.constexpr(2)  # requests in the tile; 0: the item is empty
-BEGIN = tl.constexpr(3)  # key of the part
+BEGIN = tl.constexpr(3)  # first key of the split
 END = tl.constexpr(4)
-PART = tl.constexpr(5)  # of the prefix
-ITEM_FIELDS = tl.constexpr(8)  # int32 each, the last two unused
+SPLIT = tl.constexpr(5)  # its number in the prefix
+WORK_FIELDS = tl.constexpr(8)  # int32 each, the last two unused
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPlan:
-    """What all layers of a step share: the items and room for their results."""
+class SharedPrefixPlan:
+    """What all layers of a step share: the work list, and room for partial results."""
 
-    items: Tensor  # [max items, ITEM_FIELDS] int32
-    b_shared_len: Tensor  # [batch] int32: of the request's keys, those that the partial results are of
-    b_parts: Tensor  # [batch] int32: partial results of the request
-    partials: Tensor  # [batch, MAX_PARTS, heads, dim] float32
-    log_sums: Tensor  # [batch, MAX_PARTS, heads] float32, base 2
+    items: Tensor  # [max items, WORK_FIELDS] int32
+    b_shared_len: Tensor  # [batch] int32: of the request's keys, those that the partial results cover
+    b_splits: Tensor  # [batch] int32: partial results of the request
+    partials: Tensor  # [batch, MAX_SPLITS, heads, dim] float32
+    log_sums: Tensor  # [batch, MAX_SPLITS, heads] float32, base 2
 
 
-@triton.jit(do_not_specialize=["requests", "max_items", "wanted", "min_part"])
+@triton.jit(do_not_specialize=["requests", "max_items", "wanted", "min_split"])
 def _shared_prefix_plan_kernel(
     groups_ptr,
     b_req_idx_ptr,
     items_ptr,
     b_shared_len_ptr,
-    b_parts_ptr,
+    b_splits_ptr,
     requests,
     max_items,
     wanted,
-    min_part,
+    min_split,
     GROUPS: tl.constexpr,
     GROUP_FIELDS: tl.constexpr,
     TILE: tl.constexpr,
@@ -64,48 +65,48 @@ def _shared_prefix_plan_kernel(
     BLOCK_ITEMS: tl.constexpr,
     BLOCK_REQS: tl.constexpr,
 ):
-    work = 0  # keys, counted once a tile
+    work = 0  # keys, counted once for each tile
     for group in tl.static_range(GROUPS):
         members = tl.load(groups_ptr + group * GROUP_FIELDS + 1)
         tokens = tl.load(groups_ptr + group * GROUP_FIELDS + 2) // BLOCK_N * BLOCK_N
         work += tl.cdiv(members, TILE) * tokens
-    longest = tl.maximum(tl.cdiv(work, wanted), min_part)
+    longest = tl.maximum(tl.cdiv(work, wanted), min_split)
 
     items = tl.arange(0, BLOCK_ITEMS)
     reqs = tl.arange(0, BLOCK_REQS)
     item_members = tl.zeros([BLOCK_ITEMS], tl.int32)
     shared_len = tl.zeros([BLOCK_REQS], tl.int32)
-    b_parts = tl.zeros([BLOCK_REQS], tl.int32)
+    b_splits = tl.zeros([BLOCK_REQS], tl.int32)
     listed = 0
     for group in tl.static_range(GROUPS):
         first = tl.load(groups_ptr + group * GROUP_FIELDS)
         members = tl.load(groups_ptr + group * GROUP_FIELDS + 1)
-        # Whole blocks, so that no key needs a mask; the rest of the prefix counts as each request's own.
+        # Whole blocks, so that no key needs a mask; the rest of the prefix is left to each request.
         tokens = tl.load(groups_ptr + group * GROUP_FIELDS + 2) // BLOCK_N * BLOCK_N
-        parts = tl.maximum(tl.minimum(tl.cdiv(tokens, longest), MAX_PARTS), 1)
-        part_len = tl.maximum(tl.cdiv(tl.cdiv(tokens, parts), BLOCK_N), 1) * BLOCK_N
-        parts = tl.cdiv(tokens, part_len)
+        parts = tl.maximum(tl.minimum(tl.cdiv(tokens, longest), MAX_SPLITS), 1)
+        split_len = tl.maximum(tl.cdiv(tl.cdiv(tokens, parts), BLOCK_N), 1) * BLOCK_N
+        parts = tl.cdiv(tokens, split_len)
 
-        # Tiles of one part follow one another: its keys are read from memory once, then from the cache.
+        # The tiles of a split are neighbours: its keys come from memory once, then from the cache.
         tiles = tl.cdiv(members, TILE)
         is_item = (items >= listed) & (items < listed + tiles * parts)
-        part = (items - listed) // tl.maximum(tiles, 1)
-        member = (items - listed - part * tiles) * TILE
-        fields = items_ptr + items * ITEM_FIELDS
+        split = (items - listed) // tl.maximum(tiles, 1)
+        member = (items - listed - split * tiles) * TILE
+        fields = items_ptr + items * WORK_FIELDS
         tl.store(fields + REQ_IDX, tl.load(b_req_idx_ptr + first, mask=members > 0, other=0), mask=is_item)
         tl.store(fields + FIRST, first + member, mask=is_item)
         item_members = tl.where(is_item, tl.minimum(members - member, TILE), item_members)
-        tl.store(fields + BEGIN, part * part_len, mask=is_item)
-        tl.store(fields + END, tl.minimum((part + 1) * part_len, tokens), mask=is_item)
-        tl.store(fields + PART, part, mask=is_item)
+        tl.store(fields + BEGIN, split * split_len, mask=is_item)
+        tl.store(fields + END, tl.minimum((split + 1) * split_len, tokens), mask=is_item)
+        tl.store(fields + SPLIT, split, mask=is_item)
         listed += tiles * parts
 
         is_member = (reqs >= first) & (reqs < first + members)
         shared_len = tl.where(is_member, tokens, shared_len)
-        b_parts = tl.where(is_member, parts, b_parts)
-    tl.store(items_ptr + items * ITEM_FIELDS + MEMBERS, item_members, mask=items < max_items)
+        b_splits = tl.where(is_member, parts, b_splits)
+    tl.store(items_ptr + items * WORK_FIELDS + MEMBERS, item_members, mask=items < max_items)
     tl.store(b_shared_len_ptr + reqs, shared_len, mask=reqs < requests)
-    tl.store(b_parts_ptr + reqs, b_parts, mask=reqs < requests)
+    tl.store(b_splits_ptr + reqs, b_splits, mask=reqs < requests)
 
 
 @triton.jit
@@ -134,14 +135,14 @@ def _shared_prefix_kernel(
     BLOCK_D: tl.constexpr,
 ):
     first_head = tl.program_id(0) * PACKED
-    fields = items_ptr + tl.program_id(1) * ITEM_FIELDS
+    fields = items_ptr + tl.program_id(1) * WORK_FIELDS
     members = tl.load(fields + MEMBERS)
     if members == 0:
         return
     req_idx = tl.load(fields + REQ_IDX).to(tl.int64)
     first = tl.load(fields + FIRST)
     begin, end = tl.load(fields + BEGIN), tl.load(fields + END)
-    part = tl.load(fields + PART)
+    split = tl.load(fields + SPLIT)
 
     rows = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_D)
@@ -161,41 +162,43 @@ def _shared_prefix_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     k_ptr = kv_ptr + first_head // (HEADS // KV_HEADS) * kv_head_stride
     cache = (k_ptr, k_ptr + KV_HEADS * kv_head_stride, req_to_token_ptr + req_idx * req_stride, slot_stride)
-    acc, peak, total = fold_blocks(q, (acc, peak, total), cache, begin, end, positions, slopes, scale, DIM, BLOCK_N)
+    acc, peak, total = attend_cached_blocks(
+        q, (acc, peak, total), cache, begin, end, positions, slopes, scale, DIM, BLOCK_N
+    )
 
-    parts = (reqs.to(tl.int64) * MAX_PARTS + part) * HEADS + heads
+    parts = (reqs.to(tl.int64) * MAX_SPLITS + split) * HEADS + heads
     mask = is_row[:, None] & (cols < DIM)[None, :]
     tl.store(partial_ptr + parts[:, None] * DIM + cols[None, :], acc / total[:, None], mask=mask)
     tl.store(log_sum_ptr + parts, peak + tl.log2(total), mask=is_row)
 
 
-def plan_shared(batch: ops.AttnBatch, q: Tensor, kv_heads: int, groups: Tensor) -> SharedPlan:
-    """List the items of ``groups``, as in ``AttnBatch``, for queries like ``q`` ``[tokens, heads, dim]``."""
+def plan_shared_prefix(batch: ops.AttnBatch, q: Tensor, kv_heads: int, groups: Tensor) -> SharedPrefixPlan:
+    """List the work of ``groups``, as in ``AttnBatch``, for queries like ``q`` ``[tokens, heads, dim]``."""
     _, heads, dim = q.shape
     packed = packed_heads(heads, kv_heads)
     tiling = _tiling(q)
     tile = tiling.rows // packed
     requests = len(batch.b_req_idx)
-    wanted = cdiv(PROGRAMS, heads // packed)
-    max_items = wanted + requests // tile + len(groups)  # a last part may be shorter than the others, and a last tile
+    wanted = cdiv(_card.active.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR, heads // packed)
+    max_items = wanted + requests // tile + len(groups)  # a last split or tile may be shorter
     new = batch.b_req_idx.new_empty
-    found = SharedPlan(
-        items=new((max_items, ITEM_FIELDS.value)),
+    found = SharedPrefixPlan(
+        items=new((max_items, WORK_FIELDS.value)),
         b_shared_len=new(requests),
-        b_parts=new(requests),
-        partials=new((requests, MAX_PARTS.value, heads, dim), dtype=torch.float32),
-        log_sums=new((requests, MAX_PARTS.value, heads), dtype=torch.float32),
+        b_splits=new(requests),
+        partials=new((requests, MAX_SPLITS.value, heads, dim), dtype=torch.float32),
+        log_sums=new((requests, MAX_SPLITS.value, heads), dtype=torch.float32),
     )
     _shared_prefix_plan_kernel[(1,)](
         groups,
         batch.b_req_idx,
         found.items,
         found.b_shared_len,
-        found.b_parts,
+        found.b_splits,
         requests,
         max_items,
         wanted,
-        MIN_PART,
+        MIN_SPLIT,
         GROUPS=len(groups),
         GROUP_FIELDS=groups.shape[1],
         TILE=tile,
@@ -206,10 +209,10 @@ def plan_shared(batch: ops.AttnBatch, q: Tensor, kv_heads: int, groups: Tensor) 
     return found
 
 
-def launch_shared(
-    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None, plan: SharedPlan
+def launch_shared_prefix(
+    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions, plan: SharedPrefixPlan
 ) -> None:
-    """Fill the partial results of ``plan``, of ``q`` ``[tokens, heads, dim]``; ``scale`` is for scores in base 2."""
+    """Write the partial results of ``plan`` for ``q`` ``[tokens, heads, dim]``."""
     _, heads, dim = q.shape
     kv_heads = kv_cache.shape[1] // 2
     packed = packed_heads(heads, kv_heads)
@@ -217,7 +220,7 @@ def launch_shared(
     _shared_prefix_kernel[(heads // packed, len(plan.items))](
         q,
         kv_cache,
-        alibi_slopes,
+        options.alibi_slopes,
         batch.req_to_token,
         batch.b_start_loc,
         batch.b_seq_len,
@@ -229,18 +232,18 @@ def launch_shared(
         kv_cache.stride(0),
         kv_cache.stride(1),
         batch.req_to_token.stride(0),
-        scale,
+        options.scale * LOG2_E.value,
         HEADS=heads,
         KV_HEADS=kv_heads,
         PACKED=packed,
         DIM=dim,
         BLOCK_M=tiling.rows,
         BLOCK_N=tiling.keys,
-        BLOCK_D=dot_block(dim),
+        BLOCK_D=head_block(dim),
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
 
 
 def _tiling(q: Tensor) -> Tiling:
-    return tiling_of(q.element_size(), dot_block(q.shape[2]))
+    return tiling_of(q.element_size(), head_block(q.shape[2]))

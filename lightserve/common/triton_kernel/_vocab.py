@@ -1,4 +1,4 @@
-"""What the ops over a row of logits share: one program walks the row in blocks."""
+"""Block size of the ops that walk over a row of logits."""
 
-BLOCK = 4096  # 16 floats a lane of WARPS warps, four 16-byte loads in flight
+BLOCK = 4096  # 16 floats in each lane of WARPS warps, four 16-byte loads in flight
 WARPS = 8

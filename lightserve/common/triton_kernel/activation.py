@@ -1,4 +1,4 @@
-"""Activations, plain and gated: one program a block of a row."""
+"""Activations, plain and gated: one program for each block of a row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightserve.common import ops
 from lightserve.common.triton_kernel._blocks import cdiv
 from lightserve.common.triton_kernel._check import check_last_contiguous
 
-BLOCK = 1024  # 8 elements a lane of 4 warps: one 16-byte load of float16
+BLOCK = 1024  # 8 elements in each lane of 4 warps: one 16-byte load of float16
 
 SQRT_HALF = tl.constexpr(0.5**0.5)
 TWO_SQRT_2_OVER_PI = tl.constexpr(2 * (2 / 3.141592653589793) ** 0.5)

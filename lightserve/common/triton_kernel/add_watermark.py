@@ -1,4 +1,4 @@
-"""Watermarks: one program a block of a marked row."""
+"""Watermarks: one program for each block of a watermarked row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Penalties on the tokens a request has seen: one program a block of a penalised row, which skips what was not seen."""
+"""Penalties on tokens that a request has seen: one program for each block of a row; unseen tokens are not touched."""
 
 from __future__ import annotations
 

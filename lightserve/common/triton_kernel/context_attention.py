@@ -1,8 +1,8 @@
-"""Attention of prompts: one program a tile of a request's tokens, with all query heads that share a kv head.
+"""Attention of prompts: one program for each tile of a request's tokens, with all query heads that share a kv head.
 
-A program folds in the cached prefix, gathered slot by slot, then the step's own tokens, which lie side by side in
-``kv``, up to its diagonal. The tiles of a step are listed once, on the device, and the grid is bounded by shapes
-alone: nothing waits for the host, and a CUDA graph may hold the launch.
+A program attends to the cached prefix, gathered slot by slot, then to the step's new tokens in ``kv`` up to its
+diagonal. The tiles of a step are listed once, on the device, and the grid depends on shapes alone. So nothing waits for
+the host, and a CUDA graph can hold the launch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel import token_attention
-from lightserve.common.triton_kernel._attention import LOG2_E, dot_block
+from lightserve.common.triton_kernel._attention import LOG2_E, head_block
 from lightserve.common.triton_kernel._check import check_heads_side_by_side
-from lightserve.common.triton_kernel._context_fold import fold_in_order, fold_own, fold_prefix, load_rows
 from lightserve.common.triton_kernel._context_tiles import (
     FIRST_TOKEN,
     Q_LEN,
@@ -29,9 +28,14 @@ from lightserve.common.triton_kernel._context_tiles import (
     packed_heads,
     tiling_of,
 )
+from lightserve.common.triton_kernel._online_softmax import (
+    attend_cached_in_order,
+    attend_cached_prefix,
+    attend_new_tokens,
+    load_rows,
+)
 
-PLAN = "triton.context_attention"
-COPY_ALIGNMENT = 16  # bytes, of what the copy engine reads: its address and its rows
+COPY_ALIGNMENT = 16  # bytes: the copy engine (TMA) wants the address and the rows aligned
 
 
 @triton.jit
@@ -92,10 +96,10 @@ def _context_attention_kernel(
     end = tl.minimum(first_token + TOKENS, q_len)  # no row of this tile sees a later key
     cache = (cache_ptr + k_head, cache_ptr + v_head, slots_ptr, slot_stride)
     if FIXED_ORDER:
-        softmax = fold_in_order(q, softmax, cache, ready_len + end, q_positions, slopes, scale, DIM, BLOCK_N)
+        softmax = attend_cached_in_order(q, softmax, cache, ready_len + end, q_positions, slopes, scale, DIM, BLOCK_N)
     else:
-        softmax = fold_prefix(q, softmax, cache, ready_len, q_positions, slopes, scale, DIM, BLOCK_N)
-        softmax = fold_own(
+        softmax = attend_cached_prefix(q, softmax, cache, ready_len, q_positions, slopes, scale, DIM, BLOCK_N)
+        softmax = attend_new_tokens(
             q,
             softmax,
             kv_desc,
@@ -120,23 +124,21 @@ def _context_attention_kernel(
 
 @ops.context_attention.impl("triton")
 def context_attention(
-    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None = None
+    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
 ) -> Tensor:
     _check(q, kv, kv_cache)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if batch.has_decodes:
-        token_attention.launch(q, kv_cache, batch, scale, alibi_slopes, out)
-    _launch(q, kv, kv_cache, batch, scale, alibi_slopes, out)
+        token_attention.launch(q, kv_cache, batch, options, out)
+    _launch(q, kv, kv_cache, batch, options, out)
     return out
 
 
-def attend_in_order(
-    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None
-) -> Tensor:
-    """Attention of prompts and decodes alike, of which no bit depends on what else the step computes."""
+def attend_in_order(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
+    """Attention of prompts and decodes; no bit of a row depends on what else the step computes."""
     _check(q, kv_cache, kv_cache)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _launch(q, None, kv_cache, batch, scale, alibi_slopes, out)
+    _launch(q, None, kv_cache, batch, options, out)
     return out
 
 
@@ -145,36 +147,37 @@ def _launch(
     kv: Tensor | None,
     kv_cache: Tensor,
     batch: ops.AttnBatch,
-    scale: float,
-    slopes: Tensor | None,
+    options: ops.AttnOptions,
     out: Tensor,
 ) -> None:
-    """Without ``kv`` all is read from the cache, in a fixed order."""
+    """Without ``kv`` all keys are read from the cache, in a fixed order."""
     if not len(q):
         return
     heads, kv_heads, dim = q.shape[1], kv_cache.shape[1] // 2, q.shape[2]
-    block_d = dot_block(dim)
+    block_d = head_block(dim)
     tiling = tiling_of(q.element_size(), block_d)
     packed = packed_heads(heads, kv_heads)
     tokens = tiling.rows // packed
-    tiles = batch.plans.get(PLAN)
+    min_new_tokens = 2 if batch.has_decodes and kv is not None else 1
+    key = ("context_attention", tokens, min_new_tokens, options.key)  # layers of other head shapes have other tiles
+    tiles = batch.plans.get(key)
     if tiles is None:
-        fewest = 2 if batch.has_decodes and kv is not None else 1
-        tiles = batch.plans[PLAN] = list_tiles(batch, len(q), tokens, fewest)
+        options.refuse_all_but("triton", "alibi_slopes")
+        tiles = batch.plans[key] = list_tiles(batch, len(q), tokens, min_new_tokens)
     _context_attention_kernel[(tiles.shape[0] * (heads // packed),)](
         q,
         None if kv is None else _descriptor(kv, tiling.keys, block_d),
         kv,
         kv_cache,
         out,
-        slopes,
+        options.alibi_slopes,
         batch.req_to_token,
         tiles,
         q.stride(0),
         0 if kv is None else kv.stride(0),
         kv_cache.stride(0),
         batch.req_to_token.stride(0),
-        scale,
+        options.scale,
         HEADS=heads,
         KV_HEADS=kv_heads,
         PACKED=packed,
@@ -190,7 +193,7 @@ def _launch(
 
 
 def _descriptor(kv: Tensor, keys: int, block_d: int) -> TensorDescriptor | None:
-    """For the copy engine: ``kv`` as rows, read ``keys`` of a head at a time; None where its rules forbid that."""
+    """For the copy engine (TMA), which reads ``keys`` rows of a head at a time; None if ``kv`` breaks its rules."""
     rows, heads, dim = kv.shape
     stride = kv.stride(0)
     if dim != block_d or stride * kv.element_size() % COPY_ALIGNMENT or kv.data_ptr() % COPY_ALIGNMENT:
@@ -203,5 +206,5 @@ def _check(q: Tensor, kv: Tensor, kv_cache: Tensor) -> None:
     if kv.shape[1:] != kv_cache.shape[1:] or q.shape[2] != kv.shape[2] or 2 * q.shape[1] % kv.shape[1]:
         raise ValueError(
             f"context_attention: heads of q {tuple(q.shape[1:])}, of kv {tuple(kv.shape[1:])} and of the cache "
-            f"{tuple(kv_cache.shape[1:])} do not go together"
+            f"{tuple(kv_cache.shape[1:])} do not match"
         )

@@ -1,6 +1,6 @@
-"""Matmul and attention whose result for a row does not depend on what is computed beside it.
+"""Matmul and attention whose result for a row does not depend on the rows beside it.
 
-Tiles have one size whatever the batch, and a program sums along the whole of a row.
+Tiles have the same size in every batch, and one program sums along a whole row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lightserve.common.triton_kernel.context_attention import attend_in_order
 
 BACKEND = ops.fixed_order("triton")
 LINEAR = few_rows.Config(block_n=64, block_bytes=256, num_warps=4, num_stages=4)
-LINEAR_ROWS = 64  # of the input a program
+LINEAR_ROWS = 64  # of the input for each program
 
 
 @ops.linear.impl(BACKEND)
@@ -22,20 +22,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return few_rows.multiply(rows, weight, bias, LINEAR, LINEAR_ROWS).view(*x.shape[:-1], len(weight))
 
 
-# Made of the norm, which is computed row by row, and of the product above.
+# Their definitions call the norm, which is computed row by row, and the matmul above.
 for _op in (ops.add_rms_norm_linear, ops.add_rms_norm_gate_up):
     _op.impl(BACKEND)(_op.impls[ops.REFERENCE])
 
 
 @ops.context_attention.impl(BACKEND)
 def context_attention(
-    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None = None
+    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
 ) -> Tensor:
-    return attend_in_order(q, kv_cache, batch, scale, alibi_slopes)
+    return attend_in_order(q, kv_cache, batch, options)
 
 
 @ops.token_attention.impl(BACKEND)
-def token_attention(
-    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None = None
-) -> Tensor:
-    return attend_in_order(q, kv_cache, batch, scale, alibi_slopes)
+def token_attention(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
+    return attend_in_order(q, kv_cache, batch, options)

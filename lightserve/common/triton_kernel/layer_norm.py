@@ -1,4 +1,4 @@
-"""LayerNorm: one program a row, the variance from the centred row."""
+"""LayerNorm: one program for each row; the variance is computed from the centred row."""
 
 from __future__ import annotations
 

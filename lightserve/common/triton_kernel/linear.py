@@ -1,8 +1,8 @@
-"""Matmul of few rows, which reads its weight as fast as memory gives it; cuBLAS does the rest.
+"""Matmul of few rows, limited by the memory bandwidth of its weight; cuBLAS computes all others.
 
-A program multiplies a few rows of the weight with all rows of the input, tile after tile along them, several tiles on
-their way at once. The weight is the left operand: the GPU multiplies 16 or 64 of its rows with as few as 8 of the
-input, where the other way round it would compute 16.
+A program multiplies a few rows of the weight with all rows of the input, tile by tile, with several tiles in flight.
+The weight is the left operand: the GPU multiplies 16 or 64 of its rows with as few as 8 rows of the input. The other
+way round it would compute 16.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from torch.nn import functional as F
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
+from lightserve.common.triton_kernel._card import stages_that_fit
 from lightserve.common.triton_kernel._check import check_last_contiguous
 
-MIN_ROWS = 8  # of the input that the GPU multiplies at once
-MIN_BLOCK_K = 16  # tl.dot takes no shorter sum
+MIN_ROWS = 8  # of the input in one multiply instruction
+MIN_BLOCK_K = 16  # the shortest sum that tl.dot takes
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    block_n: int  # rows of the weight a program
-    block_bytes: int  # of each of them a tile
+    block_n: int  # rows of the weight for each program
+    block_bytes: int  # of each of these rows in a tile
     num_warps: int
     num_stages: int
 
@@ -37,7 +38,7 @@ ANY = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Products up to these sizes are computed so, or by cuBLAS."""
+    """The configuration of products up to these sizes; None: cuBLAS."""
 
     config: Config | None
     max_rows: int
@@ -48,8 +49,8 @@ class Rule:
         return rows <= self.max_rows and out_size <= self.max_out and in_size <= self.max_in
 
 
-# The first that fits is taken; where none does, cuBLAS is. TB/s of a weight [out, in] in bfloat16 on an H200, and with
-# cuBLAS.
+# The first rule that fits is used, and cuBLAS if none fits. The comments give TB/s of a weight [out, in] in bfloat16 on
+# an H200, by this kernel and by cuBLAS.
 RULES = (
     Rule(NARROW, max_rows=8, max_out=4096),  # [4096, 4096]: 2.95, 2.61; [4096, 14336]: 3.74, 3.56
     Rule(NARROW, max_rows=4, max_out=8192),  # [6144, 4096]: 3.24, 3.06; [4608, 3584]: 2.86, 2.80
@@ -102,12 +103,12 @@ def first_fit(rules: tuple[Rule, ...], rows: int, out_size: int, in_size: int) -
 
 
 def config_of(rows: int, out_size: int, in_size: int) -> Config | None:
-    """How to compute a product of few rows; None: by cuBLAS."""
+    """The configuration of a product; None: cuBLAS computes it."""
     return first_fit(RULES, rows, out_size, in_size)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, block_m: int | None = None) -> Tensor:
-    """``x @ weight.T + bias`` for ``x`` ``[rows, in]`` by the kernel; ``block_m``: rows a program, all if omitted."""
+    """``x @ weight.T + bias`` for ``x`` ``[rows, in]`` by the kernel; ``block_m``: rows of a program, or all."""
     check_last_contiguous("linear", x=x, weight=weight)
     (rows, in_size), out_size = x.shape, len(weight)
     block_k = min(config.block_bytes // x.element_size(), max(next_power_of_2(in_size), MIN_BLOCK_K))
@@ -130,7 +131,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, blo
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=stages_that_fit((config.block_n + block_m) * block_k * x.element_size(), config.num_stages),
     )
     return out
 

@@ -1,4 +1,4 @@
-"""Forbidden tokens by a mask of bits: one program a block of a masked row."""
+"""Tokens forbidden by a bitmask: one program for each block of a masked row."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The residual, its RMSNorm and the matmul behind them in one kernel, for few rows.
+"""The residual, its RMSNorm and the next matmul in one kernel, for few rows.
 
-A program multiplies a few rows of the weight with all rows of the input, as in ``linear``. The scale of a row is a
-factor of the whole product, so it can wait: rows go into the product without it, their squares are summed on the way,
-and the product is scaled in the end. All programs read the old residual; the first one writes the new one elsewhere.
+A program multiplies a few rows of the weight with all rows of the input, as in ``linear``. The norm's scale is a factor
+of the whole product of a row. So the unscaled rows are multiplied, their squares are summed in the same loop, and the
+product is scaled at the end. All programs read the old residual; the first one writes the new one to other memory.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from lightserve.common.triton_kernel._check import check_last_contiguous
 from lightserve.common.triton_kernel.activation import activate
 from lightserve.common.triton_kernel.linear import ANY, MIN_BLOCK_K, MIN_ROWS, Config, Rule, first_fit
 
-# As linear's NARROW, but for one tile less on its way, whose room the rows take.
+# As linear's NARROW with one tile less in flight: the rows take its room.
 NARROW = Config(block_n=16, block_bytes=1024, num_warps=1, num_stages=3)
-# us on an H200, and norm, product and activation apart: [6144, 4096] with 1 row 15.2, 17.8, with 2 15.7, 17.9, with 4
-# 20.2, 18.2; [28672, 4096] gated with 1 row 58.2, 63.5, with 2 60.4, 60.3, with 4 71.3, 60.7. Every program adds and
-# squares all rows, which with more of them takes longer than to read the weight.
+# us on an H200, fused and as separate ops: [6144, 4096] with 1 row 15.2, 17.8, with 2 15.7, 17.9, with 4 20.2, 18.2;
+# [28672, 4096] gated with 1 row 58.2, 63.5, with 2 60.4, 60.3, with 4 71.3, 60.7. Every program adds and squares all
+# rows, which takes longer than to read the weight if there are more of them.
 RULES = (Rule(NARROW, max_rows=2, max_out=8192),)
 GATED_RULES = (Rule(NARROW, max_rows=1, max_out=ANY),)
-DTYPES = (torch.bfloat16,)  # rows without their scale leave the range of float16
+DTYPES = (torch.bfloat16,)  # unscaled rows exceed the range of float16
 
 
 @triton.jit
 def _repeat_rows(x, ROWS: tl.constexpr):
-    """Each row ``ROWS // len(x)`` times: the GPU multiplies no fewer than ``ROWS``, but fewer need be computed."""
+    """Repeat each row ``ROWS // len(x)`` times: the GPU multiplies at least ``ROWS`` rows, but fewer are computed."""
     repeated = tl.broadcast_to(x[:, None, :], (x.shape[0], ROWS // x.shape[0], x.shape[1]))
     return repeated.reshape(ROWS, x.shape[1])
 
@@ -60,7 +60,7 @@ def _norm_linear_kernel(
 ):
     weight_rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_weight_row = weight_rows < out_size
-    if IS_GATED:  # gate and up take turns
+    if IS_GATED:  # rows of gate and up alternate
         weight_rows = weight_rows // 2 + weight_rows % 2 * (out_size // 2)
     in_rows = tl.arange(0, ROWS).to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK_K)[None, :]
@@ -112,7 +112,7 @@ def multiply(
     config: Config,
     is_gated: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The op by the kernel, for up to ``MIN_ROWS`` rows ``[rows, in]``; ``is_gated``: with SiLU and product behind."""
+    """The op by the kernel, for up to ``MIN_ROWS`` rows ``[rows, in]``; ``is_gated``: followed by SiLU and product."""
     (rows, in_size), out_size = x.shape, len(weight)
     block_k = min(config.block_bytes // x.element_size(), max(next_power_of_2(in_size), MIN_BLOCK_K))
     out = x.new_empty((rows, out_size // 2 if is_gated else out_size))
@@ -145,7 +145,7 @@ def multiply(
 
 
 def config_of(x: Tensor, residual: Tensor, weight: Tensor, rules: tuple[Rule, ...]) -> Config | None:
-    """How to do all at once; None: norm and product apart."""
+    """The configuration of the fused kernel; None: norm and product are separate ops."""
     is_fit = x.dim() == 2 and x.numel() > 0 and x.dtype in DTYPES and x.dtype == residual.dtype == weight.dtype
     return first_fit(rules, len(x), *weight.shape) if is_fit else None
 

@@ -1,4 +1,4 @@
-"""Slots into the table of requests, and the ids of a step's tokens: one program a block of tokens."""
+"""The slots and ids of a step's tokens: one program for each block of tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.ops.step import CHOSEN
+from lightserve.common.ops.step import LAST_SAMPLED
 from lightserve.common.triton_kernel._blocks import cdiv
 from lightserve.common.triton_kernel._check import check_last_contiguous
 
@@ -34,9 +34,9 @@ def _place_tokens_kernel(
     positions = tl.load(positions_ptr + tokens, mask=mask, other=0)
     slots = tl.load(slots_ptr + tokens, mask=mask, other=0)
     ids = tl.load(ids_ptr + tokens, mask=mask, other=0).to(tl.int64)
-    chosen = tl.load(last_ids_ptr + rows, mask=mask & (ids == NOT_KNOWN), other=0)
+    sampled = tl.load(last_ids_ptr + rows, mask=mask & (ids == NOT_KNOWN), other=0)
     tl.store(req_to_token_ptr + rows * req_stride + positions, slots, mask=mask)
-    tl.store(out_ptr + tokens, tl.where(ids == NOT_KNOWN, tl.maximum(chosen, 0), ids), mask=mask)
+    tl.store(out_ptr + tokens, tl.where(ids == NOT_KNOWN, tl.maximum(sampled, 0), ids), mask=mask)
 
 
 @ops.place_tokens.impl("triton")
@@ -47,6 +47,6 @@ def place_tokens(tokens: ops.StepTokens, req_to_token: Tensor, last_ids: Tensor)
     out = last_ids.new_empty(count)
     if count:
         _place_tokens_kernel[(cdiv(count, BLOCK),)](
-            *columns.values(), req_to_token, last_ids, out, req_to_token.stride(0), count, CHOSEN, BLOCK
+            *columns.values(), req_to_token, last_ids, out, req_to_token.stride(0), count, LAST_SAMPLED, BLOCK
         )
     return out

@@ -1,4 +1,4 @@
-"""RMSNorm: one program a row."""
+"""RMSNorm: one program for each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary positions and the cache write in one pass: one program a token turns all its heads and stores K and V."""
+"""Rotary positions and the cache write in one pass: one program for each token rotates its heads and stores K and V."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightserve.common.triton_kernel._check import check_heads_side_by_side, che
 
 @triton.jit
 def _rotate(x_ptr, cache_ptr, cos, sin, cols, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Turn the heads of one token in place; where there is a cache, it gets what was stored in place."""
+    """Rotate the heads of one token in place, and write the same to the cache if there is one."""
     heads = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
     mask = (heads < HEADS) & (cols < HALF)
     low_at = heads * DIM + cols
@@ -31,7 +31,7 @@ def _rotate(x_ptr, cache_ptr, cos, sin, cols, HEADS: tl.constexpr, DIM: tl.const
 
 @triton.jit
 def _copy(x_ptr, cache_ptr, HEADS: tl.constexpr, DIM: tl.constexpr, FIRST: tl.constexpr):
-    """The elements from FIRST on of every head, as they are."""
+    """Copy the elements from FIRST on of every head."""
     heads = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
     cols = FIRST + tl.arange(0, triton.next_power_of_2(DIM - FIRST))[None, :]
     mask = (heads < HEADS) & (cols < DIM)
@@ -81,7 +81,7 @@ def rotary_write_kv(q: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, slots: Tens
     if kv_cache.shape[1:] != kv.shape[1:] or kv.shape[2] != dim or 2 * half > dim:
         raise ValueError(
             f"rotary_write_kv: {half} angles, heads of q {(q_heads, dim)}, of kv {tuple(kv.shape[1:])} and of the "
-            f"cache {tuple(kv_cache.shape[1:])} do not go together"
+            f"cache {tuple(kv_cache.shape[1:])} do not match"
         )
     if tokens == 0:
         return

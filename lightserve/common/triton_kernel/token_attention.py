@@ -1,18 +1,19 @@
-"""Attention of single query rows: the keys of all requests are cut into items, a program each (``_token_items.py``).
+"""Attention of decode rows: split-KV, with one program for each split of a request's keys (``_token_splits.py``).
 
-What is launched depends on the number of requests alone, so that a CUDA graph serves any lengths, and any requests of a
-mixed step: a small kernel lists the items on the device, once a step, and programs without an item end at once. A
-program serves all query heads that share a kv head, so each key and value is loaded once. Where a request has several
-items, the program that finishes last merges them, in their order: which one that is does not show in the result. The
-length of an item depends on the whole batch, so the last bits of a request's result do too.
+The grid depends only on the number of requests, so a CUDA graph serves any lengths and any mixed step. A small kernel
+lists the splits on the device, once a step; programs without a split end at once. A program serves all query heads that
+share a kv head, so each key and value is loaded once. If a request has several splits, the program that finishes last
+merges their partial results, always in the same order. The length of a split depends on the whole batch, so the last
+bits of a request's result do too.
 
-Where requests share a prefix, another kernel attends to that before (``_shared_prefix.py``). The items are then of what
-comes behind it, and who merges them folds in the partial results of the prefix last.
+If requests share a prefix, another kernel attends to it first (``_shared_prefix.py``). The splits then cover only the
+keys behind the prefix, and the merge adds the partial results of the prefix last.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,26 +21,34 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel._attention import LOG2_E, dot_block
+from lightserve.common.triton_kernel._attention import LOG2_E, MIN_DOT, dot_block, head_block
 from lightserve.common.triton_kernel._blocks import next_power_of_2
+from lightserve.common.triton_kernel._card import fits, programs_on_a_multiprocessor, stages_that_fit
 from lightserve.common.triton_kernel._check import check_last_contiguous
-from lightserve.common.triton_kernel._shared_prefix import MAX_PARTS, launch_shared, plan_shared
-from lightserve.common.triton_kernel._token_items import ITEM_FIELDS, Plan, plan
+from lightserve.common.triton_kernel._shared_prefix import (
+    MAX_SPLITS,
+    SharedPrefixPlan,
+    launch_shared_prefix,
+    plan_shared_prefix,
+)
+from lightserve.common.triton_kernel._token_splits import SPLIT_FIELDS, SplitPlan, plan_splits
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How a program walks its keys."""
+    """The loop of a program over its keys."""
 
-    block_n: int  # keys a tile
+    block_m: int  # query heads that share a kv head, padded
+    block_d: int  # head_dim, padded
+    block_n: int  # keys of a tile
     num_warps: int
-    num_stages: int  # tiles of K and V, and of their slots before them, on the way at once
-    at_once: int  # programs that run side by side on a multiprocessor, as far as its memory and registers go
+    num_stages: int  # tiles of K and V, and of their slots before them, in flight
+    programs_per_sm: int  # that run side by side on a multiprocessor, as far as its memory and registers allow
 
 
 @triton.jit
 def _attend(q, slopes, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len, scale, DIM, BLOCK_N: tl.constexpr):
-    """Softmax over the keys ``begin`` .. ``end``: their values' weighted sum, the largest score, the sum of weights.
+    """Softmax over the keys ``begin`` .. ``end``: the weighted sum of values, the largest score, the sum of weights.
 
     ``q`` ``[M, D]``; ``slopes`` ``[M]`` or None; scores are in base 2.
     """
@@ -50,7 +59,7 @@ def _attend(q, slopes, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
 
-    # The slots of a tile are loaded a tile ahead: a load that waits for another's address would not be pipelined.
+    # The slots of a tile are loaded one tile ahead: Triton does not pipeline a load that needs another's result.
     keys = begin + tl.arange(0, BLOCK_N)
     next_slots = tl.load(slots_ptr + keys, mask=keys < end, other=0)
     for start in range(begin, end, BLOCK_N):
@@ -58,7 +67,7 @@ def _attend(q, slopes, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len
         keys = start + tl.arange(0, BLOCK_N)
         next_slots = tl.load(slots_ptr + keys + BLOCK_N, mask=keys + BLOCK_N < end, other=0)
         is_key = keys < end
-        # A masked V is 0, not what the slot holds: 0 * NaN is NaN, and a slot never written may hold one.
+        # A masked V must be 0: a slot that was never written may hold NaN, and 0 * NaN is NaN.
         mask = is_key[:, None] & (cols[None, :] < DIM)
         k = tl.load(k_ptr + slots[:, None] * slot_stride + cols, mask=mask, other=0.0).to(q.dtype)
         v = tl.load(v_ptr + slots[:, None] * slot_stride + cols, mask=mask, other=0.0).to(q.dtype)
@@ -78,24 +87,24 @@ def _attend(q, slopes, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len
 
 
 @triton.jit
-def _fold_parts(softmax, partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP: tl.constexpr, DIM):
-    """Fold ``count`` partial results, eight at a time in their order, into the softmax ``[M, D]`` of ``GROUP`` heads.
+def _merge_partials(softmax, partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP: tl.constexpr, DIM):
+    """Merge ``count`` partial results, eight at a time in their order, into the softmax ``[M, D]`` of ``GROUP`` heads.
 
-    The loads pass by the first cache, which knows nothing of what other programs have written.
+    The loads bypass the L1 cache, which does not see what other programs have written.
     """
     AT_ONCE: tl.constexpr = 8
     acc, peak, total = softmax
     members = tl.arange(0, acc.shape[0])
     cols = tl.arange(0, acc.shape[1])
     for begin in range(0, count, AT_ONCE):
-        items = begin + tl.arange(0, AT_ONCE)
-        is_part = (items[:, None] < count) & (members[None, :] < GROUP)
-        parts = (first + items).to(tl.int64)[:, None] * heads + first_head + members[None, :]
+        splits = begin + tl.arange(0, AT_ONCE)
+        is_part = (splits[:, None] < count) & (members[None, :] < GROUP)
+        parts = (first + splits).to(tl.int64)[:, None] * heads + first_head + members[None, :]
         log_sums = tl.load(log_sum_ptr + parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
         mask = is_part[:, :, None] & (cols < DIM)[None, None, :]
         partials = tl.load(partial_ptr + parts[:, :, None] * DIM + cols, mask=mask, other=0.0, cache_modifier=".cg")
 
-        # Not of -inf, which the heads past the group have alone: -inf - -inf is NaN.
+        # Heads past the group have nothing but -inf, and -inf - -inf is NaN.
         new_peak = tl.maximum(tl.maximum(peak, tl.max(log_sums, axis=0)), -1e38)
         weights = tl.exp2(log_sums - new_peak[None, :])
         decay = tl.exp2(peak - new_peak)
@@ -106,21 +115,24 @@ def _fold_parts(softmax, partial_ptr, log_sum_ptr, first, count, heads, first_he
 
 
 @triton.jit
-def _merge(own, shared, first, count, sharer, heads, first_head, GROUP, DIM, M: tl.constexpr, D: tl.constexpr):
-    """The result ``[M, D]`` of ``GROUP`` heads out of those of ``count`` items and of the prefix of ``sharer``, if any.
+def _merge_splits(
+    own, shared, first, count, shared_req, heads, first_head, GROUP, DIM, M: tl.constexpr, D: tl.constexpr
+):
+    """The result ``[M, D]`` of ``GROUP`` heads, merged from ``count`` splits and from the shared prefix, if any.
 
-    ``own``: where partial results and their log-sums are; ``shared``: how many a request has of its prefix, and these.
+    ``own``: pointers to the partial results of splits and their log-sums. ``shared``: a pointer to the number of prefix
+    splits of each request, and the same two. ``shared_req``: the request's place in the batch, or -1.
     """
     partial_ptr, log_sum_ptr = own
     acc = tl.zeros([M, D], tl.float32)
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    softmax = _fold_parts((acc, peak, total), partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP, DIM)
-    b_parts_ptr, partial_ptr, log_sum_ptr = shared
-    if b_parts_ptr is not None:
-        count = tl.load(b_parts_ptr + sharer, mask=sharer >= 0, other=0)
-        first = sharer * MAX_PARTS
-        softmax = _fold_parts(softmax, partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP, DIM)
+    softmax = _merge_partials((acc, peak, total), partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP, DIM)
+    b_splits_ptr, partial_ptr, log_sum_ptr = shared
+    if b_splits_ptr is not None:
+        count = tl.load(b_splits_ptr + shared_req, mask=shared_req >= 0, other=0)
+        first = shared_req * MAX_SPLITS
+        softmax = _merge_partials(softmax, partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP, DIM)
     acc, _, total = softmax
     return acc / tl.where(tl.arange(0, M) < GROUP, total, 1.0)[:, None]
 
@@ -132,11 +144,11 @@ def _token_attention_kernel(
     out_ptr,
     alibi_slopes_ptr,
     req_to_token_ptr,
-    items_ptr,
-    arrivals_ptr,
+    splits_ptr,
+    done_counts_ptr,
     partial_ptr,
     log_sum_ptr,
-    b_parts_ptr,
+    b_splits_ptr,
     shared_partial_ptr,
     shared_log_sum_ptr,
     q_token_stride,
@@ -155,14 +167,14 @@ def _token_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)  # neighbours read neighbouring lines of the same slots
-    item = tl.program_id(1).to(tl.int64)
-    item_ptr = items_ptr + item * ITEM_FIELDS
-    # All at once, before the test of one: another wait for memory would cost as much as a tile.
-    query_row, req_idx = tl.load(item_ptr).to(tl.int64), tl.load(item_ptr + 1).to(tl.int64)
-    begin, end, seq_len = tl.load(item_ptr + 2), tl.load(item_ptr + 3), tl.load(item_ptr + 4)
-    first, count = tl.load(item_ptr + 5), tl.load(item_ptr + 6)
-    sharer = -1 if b_parts_ptr is None else tl.load(item_ptr + 7)
+    kv_head = tl.program_id(0)  # neighbouring programs read neighbouring lines of the same slots
+    split = tl.program_id(1).to(tl.int64)
+    split_ptr = splits_ptr + split * SPLIT_FIELDS
+    # All fields are loaded before the first test: a second wait for memory costs as much as a tile.
+    query_row, req_idx = tl.load(split_ptr).to(tl.int64), tl.load(split_ptr + 1).to(tl.int64)
+    begin, end, seq_len = tl.load(split_ptr + 2), tl.load(split_ptr + 3), tl.load(split_ptr + 4)
+    first, count = tl.load(split_ptr + 5), tl.load(split_ptr + 6)
+    shared_req = -1 if b_splits_ptr is None else tl.load(split_ptr + 7)
     if count == 0:
         return
     slots_ptr = req_to_token_ptr + req_idx * req_stride
@@ -182,73 +194,101 @@ def _token_attention_kernel(
         q, slopes, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len, scale, DIM, BLOCK_N
     )
     acc /= (
-        total[:, None] if b_parts_ptr is None else tl.where(total > 0, total, 1.0)[:, None]
-    )  # an item may have no keys
+        total[:, None] if b_splits_ptr is None else tl.where(total > 0, total, 1.0)[:, None]
+    )  # a split may have no keys
 
     out_ptr += query_row * out_token_stride + first_head * out_head_stride
-    if (count == 1) & (sharer < 0):
+    if (count == 1) & (shared_req < 0):
         tl.store(out_ptr + members[:, None] * out_head_stride + cols, acc, mask=mask)
         return
     heads = KV_HEADS * GROUP
-    parts = item * heads + first_head + members
+    parts = split * heads + first_head + members
     tl.store(partial_ptr + parts[:, None] * DIM + cols, acc, mask=mask)
     tl.store(log_sum_ptr + parts, peak + tl.log2(total), mask=members < GROUP)
-    tl.debug_barrier()  # all of the program has stored before it says so
-    arrivals_ptr += first * KV_HEADS + kv_head
-    if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") != count - 1:
+    tl.debug_barrier()  # all threads have stored before the program is counted as done
+    done_counts_ptr += first * KV_HEADS + kv_head
+    if tl.atomic_add(done_counts_ptr, 1, sem="acq_rel") != count - 1:
         return
-    tl.store(arrivals_ptr, 0)  # for the next layer
-    own, shared = (partial_ptr, log_sum_ptr), (b_parts_ptr, shared_partial_ptr, shared_log_sum_ptr)
-    merged = _merge(own, shared, first, count, sharer, heads, first_head, GROUP, DIM, BLOCK_GROUP, BLOCK_D)
+    tl.store(done_counts_ptr, 0)  # for the next layer
+    own, shared = (partial_ptr, log_sum_ptr), (b_splits_ptr, shared_partial_ptr, shared_log_sum_ptr)
+    merged = _merge_splits(own, shared, first, count, shared_req, heads, first_head, GROUP, DIM, BLOCK_GROUP, BLOCK_D)
     members = tl.arange(0, BLOCK_GROUP)
     mask = (members[:, None] < GROUP) & (cols[None, :] < DIM)
     tl.store(out_ptr + members[:, None] * out_head_stride + cols, merged, mask=mask)
 
 
-def config_of(dtype: torch.dtype, block_d: int) -> Config:
-    """The fastest of an H200 for 64 requests of 1,150 tokens in bfloat16; that for rows over 256 bytes is a guess."""
+def config_of(dtype: torch.dtype, block_d: int, block_m: int) -> Config:
+    """The largest tiles that fit the card.
+
+    For rows up to 256 bytes they are the fastest on an H200 for 64 requests of 1,150 tokens in bfloat16. Those for
+    longer rows were not measured.
+    """
     row_bytes = dtype.itemsize * block_d
+    block_n, num_warps, num_stages, programs_per_sm = 32, 4, 3, 2
     if row_bytes <= 128:
-        return Config(block_n=64, num_warps=4, num_stages=3, at_once=6)
-    if row_bytes <= 256:
-        return Config(block_n=32, num_warps=2, num_stages=4, at_once=4)
-    return Config(block_n=32, num_warps=4, num_stages=3, at_once=2)  # of 1,024 bytes, four stages would not fit
+        block_n, num_warps, num_stages, programs_per_sm = 64, 4, 3, 6
+    elif row_bytes <= 256:
+        block_n, num_warps, num_stages, programs_per_sm = 32, 2, 4, 4
+    key_bytes, query_bytes = 2 * row_bytes, block_m * row_bytes  # of a key with its value, and of all queries
+    while block_n > MIN_DOT and not fits(block_n * key_bytes, 2, query_bytes):
+        block_n //= 2
+    return Config(
+        block_m=block_m,
+        block_d=block_d,
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=stages_that_fit(block_n * key_bytes, num_stages, query_bytes),
+        programs_per_sm=programs_on_a_multiprocessor(programs_per_sm),
+    )
 
 
-def launch(
-    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None, out: Tensor
-) -> None:
-    """Fill of ``out``, like ``q`` ``[tokens, heads, dim]``, the row of each request that has exactly one.
+class _Plan(NamedTuple):
+    """What all layers of a step share that have one shape and the same options."""
 
-    Layers of the same shape share a plan in ``batch.plans``.
+    config: Config
+    splits: SplitPlan
+    shared: SharedPrefixPlan | None  # None: no requests share a prefix
+
+
+def _make_plan(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch) -> _Plan:
+    heads, kv_heads, dim = q.shape[1], kv_cache.shape[1] // 2, q.shape[2]
+    config = config_of(kv_cache.dtype, head_block(dim), dot_block(heads // kv_heads))
+    groups = batch.shared_prefixes
+    shared = None if groups is None else plan_shared_prefix(batch, q, kv_heads, groups)
+    b_shared_len = None if shared is None else shared.b_shared_len
+    splits = plan_splits(batch, (heads, kv_heads), dim, config.block_n, config.programs_per_sm, b_shared_len)
+    return _Plan(config, splits, shared)
+
+
+def launch(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions, out: Tensor) -> None:
+    """Write the rows of ``out`` ``[tokens, heads, dim]`` that belong to requests with exactly one query row.
+
+    Layers of the same shape and options share a plan in ``batch.plans``.
     """
     _check(q, kv_cache)
     _, heads, dim = q.shape
     if len(batch.b_seq_len) == 0:
         return
     kv_heads = kv_cache.shape[1] // 2
-    block_d = dot_block(dim)
-    config = config_of(kv_cache.dtype, block_d)
-    key = f"token_attention {heads}/{kv_heads} x {dim}, {config.block_n}"
-    found: Plan | None = batch.plans.get(key)
-    if found is None:
-        shared = None if batch.shared_prefixes is None else plan_shared(batch, q, kv_heads, batch.shared_prefixes)
-        found = batch.plans[key] = plan(batch, (heads, kv_heads), dim, config.block_n, config.at_once, shared)
-    shared = found.shared
-    scale *= LOG2_E.value
+    key = ("token_attention", heads, kv_heads, dim, kv_cache.dtype, q.dtype, options.key)
+    plan: _Plan | None = batch.plans.get(key)
+    if plan is None:
+        options.refuse_all_but("triton", "alibi_slopes")
+        plan = batch.plans[key] = _make_plan(q, kv_cache, batch)
+    config, found, shared = plan
     if shared is not None:
-        launch_shared(q, kv_cache, batch, scale, alibi_slopes, shared)
-    _token_attention_kernel[(kv_heads, len(found.items))](
+        launch_shared_prefix(q, kv_cache, batch, options, shared)
+    _token_attention_kernel[(kv_heads, len(found.splits))](
         q,
         kv_cache,
         out,
-        alibi_slopes,
+        options.alibi_slopes,
         batch.req_to_token,
-        found.items,
-        found.arrivals,
+        found.splits,
+        found.done_counts,
         found.partials,
         found.log_sums,
-        None if shared is None else shared.b_parts,
+        None if shared is None else shared.b_splits,
         None if shared is None else shared.partials,
         None if shared is None else shared.log_sums,
         q.stride(0),
@@ -258,13 +298,13 @@ def launch(
         out.stride(0),
         out.stride(1),
         batch.req_to_token.stride(0),
-        scale,
+        options.scale * LOG2_E.value,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         DIM=dim,
-        BLOCK_M=dot_block(heads // kv_heads),
+        BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        BLOCK_D=block_d,
+        BLOCK_D=config.block_d,
         BLOCK_GROUP=next_power_of_2(heads // kv_heads),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -282,9 +322,7 @@ def _check(q: Tensor, kv_cache: Tensor) -> None:
 
 
 @ops.token_attention.impl("triton")
-def token_attention(
-    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, scale: float, alibi_slopes: Tensor | None = None
-) -> Tensor:
+def token_attention(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
     out = q.new_empty(q.shape)
-    launch(q, kv_cache, batch, scale, alibi_slopes, out)
+    launch(q, kv_cache, batch, options, out)
     return out

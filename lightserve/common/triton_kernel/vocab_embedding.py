@@ -1,4 +1,4 @@
-"""Embedding of a slice of the vocabulary: one program a block of a token's row, zeros for a token of another rank."""
+"""Embedding of a slice of the vocabulary: one program for each block of a row; zeros for tokens of other ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightserve.common import ops
 from lightserve.common.triton_kernel._blocks import cdiv
 from lightserve.common.triton_kernel._check import check_last_contiguous
 
-BLOCK = 1024  # 8 elements a lane of 4 warps: one 16-byte load of float16
+BLOCK = 1024  # 8 elements in each lane of 4 warps: one 16-byte load of float16
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Keys and values into their cache slots: one program a token."""
+"""Keys and values are written to their cache slots: one program for each token."""
 
 from __future__ import annotations
 

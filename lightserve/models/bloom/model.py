@@ -13,7 +13,7 @@ from lightserve.errors import CheckpointError, ModelFilesError
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """A geometric sequence; past the last power of two, the odd terms of the next one (Press et al., 2022)."""
+    """A geometric sequence; heads past a power of two take the odd terms of the next one (Press et al., 2022)."""
 
     def geometric(n: int) -> list[float]:
         return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]

@@ -1,10 +1,8 @@
+"""Llama: rotary positions, RMSNorm, grouped KV heads and a gated SiLU feed-forward, all from the template."""
+
 from __future__ import annotations
 
-from typing import TypeVar
-
-from torch import Tensor
-
-from lightserve.common import basemodel as bm, ops
+from lightserve.common import basemodel as bm
 from lightserve.errors import ModelFilesError
 
 
@@ -16,7 +14,7 @@ class LlamaPreAndPostLayerWeight(bm.PreAndPostLayerWeight):
         self.lm_head = self.embedding if config.tie_word_embeddings else bm.VocabWeight("lm_head", *vocab)
 
 
-class LlamaTransformerLayerWeight(bm.TransformerLayerWeight):
+class LlamaTransformerLayerWeight(bm.RotaryDecoderLayerWeight):
     def __init__(self, layer_num: int, config: bm.ModelConfig, context: bm.WeightContext) -> None:
         at, hidden, dim = f"model.layers.{layer_num}", config.hidden_size, config.head_dim
         heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
@@ -36,44 +34,10 @@ class LlamaTransformerLayerWeight(bm.TransformerLayerWeight):
         return attention, attention, config.hf.get("mlp_bias", False)
 
 
-W = TypeVar("W", bound=LlamaTransformerLayerWeight)
-
-
-class LlamaTransformerLayerInfer(bm.TransformerLayerInferTpl[W, bm.RotaryInferStateInfo]):
-    def _get_qkv(self, input: Tensor, infer_state: bm.RotaryInferStateInfo, layer_weight: W) -> tuple[Tensor, Tensor]:
-        return self._split_heads(layer_weight.qkv_proj.mm(input))
-
-    def _norm_and_qkv(
-        self, input: Tensor, infer_state: bm.RotaryInferStateInfo, layer_weight: W
-    ) -> tuple[Tensor, Tensor]:
-        residual = infer_state.residual
-        if residual is None or not self._has_hooks_of(LlamaTransformerLayerInfer, "_att_norm", "_get_qkv"):
-            return super()._norm_and_qkv(input, infer_state, layer_weight)
-        qkv, infer_state.residual = layer_weight.qkv_proj.add_norm_mm(input, residual, layer_weight.att_norm)
-        return self._split_heads(qkv)
-
-    def _post_cache_kv(
-        self, q: Tensor, cache_kv: Tensor, infer_state: bm.RotaryInferStateInfo, layer_weight: W
-    ) -> None:
-        angles = infer_state.position_cos, infer_state.position_sin
-        cache = infer_state.mem_manager.layer(self.layer_num)
-        ops.rotary_write_kv(q, cache_kv, *angles, infer_state.step.mem_index, cache)
-
-    def _ffn(self, input: Tensor, infer_state: bm.RotaryInferStateInfo, layer_weight: W) -> Tensor:
-        return layer_weight.down_proj.mm(ops.silu_and_mul(layer_weight.gate_up_proj.mm(input)))
-
-    def _norm_and_ffn(self, input: Tensor, infer_state: bm.RotaryInferStateInfo, layer_weight: W) -> Tensor:
-        residual = infer_state.residual
-        if residual is None or not self._has_hooks_of(LlamaTransformerLayerInfer, "_ffn_norm", "_ffn"):
-            return super()._norm_and_ffn(input, infer_state, layer_weight)
-        gated, infer_state.residual = layer_weight.gate_up_proj.add_norm_gate_up(input, residual, layer_weight.ffn_norm)
-        return layer_weight.down_proj.mm(gated)
-
-
 class LlamaTpPartModel(bm.RotaryModel):
     pre_and_post_weight_class = LlamaPreAndPostLayerWeight
     transformer_weight_class = LlamaTransformerLayerWeight
-    transformer_layer_infer_class = LlamaTransformerLayerInfer
+    transformer_layer_infer_class = bm.RotaryDecoderLayerInferTpl
 
     def _verify_params(self) -> None:
         act = self.config.hf.get("hidden_act", "silu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightserve.common import basemodel as bm
-from lightserve.models.llama.model import LlamaTpPartModel, LlamaTransformerLayerInfer, LlamaTransformerLayerWeight
+from lightserve.models.llama.model import LlamaTpPartModel, LlamaTransformerLayerWeight
 
 
 class Qwen3TransformerLayerWeight(LlamaTransformerLayerWeight):
@@ -16,7 +16,7 @@ class Qwen3TransformerLayerWeight(LlamaTransformerLayerWeight):
         self.k_norm = bm.RmsNormWeight(f"{at}.k_norm", config.head_dim, config.norm_eps, context)
 
 
-class Qwen3TransformerLayerInfer(LlamaTransformerLayerInfer[Qwen3TransformerLayerWeight]):
+class Qwen3TransformerLayerInfer(bm.RotaryDecoderLayerInferTpl[Qwen3TransformerLayerWeight]):
     def _get_qkv(
         self, input: Tensor, infer_state: bm.RotaryInferStateInfo, layer_weight: Qwen3TransformerLayerWeight
     ) -> tuple[Tensor, Tensor]:

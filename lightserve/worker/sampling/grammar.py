@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 
@@ -19,6 +20,7 @@ from lightserve.grammar.compiler import GrammarCompiler, mask_of
 from lightserve.io_struct import GrammarSpec, NewReq
 from lightserve.model_files.source import ModelSource
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from lightserve.worker.sampling.req_rules import ReqRules
 
 MAX_THREADS = 8  # for the masks of a step: 32 of one JSON schema take 1.1 ms of a slow core, one after the other
 # Matchers of a grammar share a lexer, which one mask at a time can use: so there are several, of eight requests each.
@@ -26,6 +28,10 @@ MAX_THREADS = 8  # for the masks of a step: 32 of one JSON schema take 1.1 ms of
 LANES = 4
 LANE_REQS = 8
 CPU = torch.device("cpu")
+NO_TOKEN_LEFT = (
+    "no token is left that the request's rules allow; relax its allowed tokens, bad words, no_repeat_ngram_size, "
+    "min_new_tokens or grammar"
+)
 
 
 class ReqGrammar:
@@ -65,18 +71,51 @@ class ReqGrammar:
         # of a text for which the vocabulary lacks bytes they are wrong
         return tokens[: matcher.validate_tokens(tokens)] if tokens else tokens
 
-    def advance(self, token_id: int, is_permitted: bool = True) -> None:
-        """The request got this token. One that the grammar or another rule does not permit ends it with an error."""
+    def advance(self, token_id: int) -> None:
+        """Append a token of the request. One that the grammar does not allow sets ``error``."""
         matcher = self.matcher
         if matcher is None or self.error is not None or matcher.is_stopped():
             return
-        if not (is_permitted and matcher.consume_token(token_id)):
-            self.error = "no token is left that the grammar and the other rules of the request allow"
+        if not matcher.consume_token(token_id):  # the step samples token 0 if a mask allows no token
+            self.error = NO_TOKEN_LEFT
         self._note_end()
 
     def _note_end(self) -> None:
         if self._is_prefix and self._matcher is not None and self._matcher.is_accepting():
             self.is_over, self._matcher = True, None
+
+
+class GrammarOutput:
+    """The collected tokens of a request with a grammar. It belongs to the collector of results."""
+
+    def __init__(self, new: NewReq, grammar: ReqGrammar) -> None:
+        sampling = new.sampling
+        self._grammar = grammar
+        self._rules = ReqRules(sampling, new.stopping, new.eos_ids)  # not shared: it keeps what n-grams it has seen
+        self._token_ids = list(new.prompt_ids)
+        self._may_force = sampling.logprobs is None and sampling.thinking is None  # both need a step for each token
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any token may follow."""
+        return self._grammar.is_over
+
+    def add(self, token_id: int) -> tuple[bool, str | None]:
+        """Append a sampled token. Returns whether it completes the grammar, and why it is not allowed, if so."""
+        self._grammar.advance(token_id)
+        self._token_ids.append(token_id)
+        return self._grammar.is_complete, self._grammar.error
+
+    def forced(self) -> Iterator[tuple[int, bool]]:
+        """Append the tokens of the only text that may follow. Yields each, and whether it completes the grammar.
+
+        It stops before a token that another rule forbids: to sample that one finds that no token is left.
+        """
+        for token_id in self._grammar.forced() if self._may_force else ():
+            if self.is_free or not self._rules.permits(token_id, self._token_ids):
+                break
+            is_complete, _ = self.add(token_id)
+            yield token_id, is_complete
 
 
 class Grammars:
@@ -89,16 +128,26 @@ class Grammars:
         self._vocab_size = vocab_size
         self._mask_vocab_size = vocab_size  # the tokenizer may have more tokens than the model
         self._executor_of = lru_cache(maxsize=None)(LLExecutor)  # by the number of threads
-        self._thread = ThreadPoolExecutor(1, "grammar")
-        self._compilers_for = lru_cache(maxsize=2)(self._make_compilers)  # by end tokens: one set a server
+        self._compilers_of = lru_cache(maxsize=2)(self._make_compilers)  # by end tokens; a server uses one set
         self._lanes = min(cores(), LANES)
         self._opened = 0
+        self._lock = threading.Lock()  # for the compilers and _compiling
+        self._compiling: dict[Hashable, list[Future[LLMatcher]]] = {}  # by grammar and end tokens
+        self._compile_threads = ThreadPoolExecutor(self._lanes, "compile-grammar")
+        self._open_thread = ThreadPoolExecutor(1, "open-grammar")  # not behind the compilation of other grammars
 
     def warm_up(self) -> None:
         """Read the vocabulary before anyone waits for it, in a thread."""
         if has_tokenizer(self._source):
             eos_ids = self._source.eos_token_ids()
-            self._thread.submit(self._compilers_for, tuple(token for token in eos_ids if token < self._vocab_size))
+            eos_ids = tuple(token for token in eos_ids if token < self._vocab_size)
+            self._open_thread.submit(self._compilers_for, eos_ids)
+
+    def prepare(self, spec: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+        """Compile a grammar for all lanes, and wait for it. InvalidRequestError says what is wrong with it."""
+        if any(compiler.find(spec) is None for compiler in self._compilers_for(eos_ids)):
+            for compiled in self._compile(spec, eos_ids):
+                compiled.result()
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text."""
@@ -112,7 +161,7 @@ class Grammars:
         said = new.prompt_ids[len(new.prompt_ids) - new.output_len :]
         lane = self._opened // LANE_REQS % self._lanes
         self._opened += 1
-        compiled = self._thread.submit(self._matcher_after, sampling.grammar, new.eos_ids, said, lane)
+        compiled = self._open_thread.submit(self._matcher_after, sampling.grammar, new.eos_ids, said, lane)
         return ReqGrammar(compiled, sampling.grammar.kind == "prefix", kind=hash((sampling.grammar, lane)))
 
     def masks(self, grammars: Sequence[ReqGrammar | None], forbidden: Sequence[tuple[int, ...]]) -> Tensor:
@@ -156,13 +205,38 @@ class Grammars:
             raise InvalidRequestError("this model has no tokenizer, which a grammar needs")
         return load_tokenizer(self._source)
 
-    def _matcher_after(self, spec: GrammarSpec, eos_ids: tuple[int, ...], said: list[int], lane: int) -> LLMatcher:
-        matcher = self._compilers_for(eos_ids)[lane].compile(spec)
+    def _matcher_after(
+        self, spec: GrammarSpec, eos_ids: tuple[int, ...], output_ids: list[int], lane: int
+    ) -> LLMatcher:
+        matcher = self._matcher(spec, eos_ids, lane)
         if spec.kind == "prefix":
-            said = _before_end(matcher, said)
-        if not matcher.consume_tokens(said):
-            raise InvalidRequestError(f"the grammar does not allow what was said: {matcher.get_error()[:200]}")
+            output_ids = _before_end(matcher, output_ids)
+        if not matcher.consume_tokens(output_ids):
+            raise InvalidRequestError(f"the grammar does not allow the request's output: {matcher.get_error()[:200]}")
         return matcher
+
+    def _matcher(self, spec: GrammarSpec, eos_ids: tuple[int, ...], lane: int) -> LLMatcher:
+        """At the start of the grammar. What is not compiled yet is compiled for all lanes."""
+        compiler = self._compilers_for(eos_ids)[lane]
+        found = compiler.find(spec)
+        if found is not None:
+            return found
+        self._compile(spec, eos_ids)[lane].result()
+        return compiler.compile(spec)
+
+    def _compile(self, spec: GrammarSpec, eos_ids: tuple[int, ...]) -> list[Future[LLMatcher]]:
+        """Compile a grammar for every lane in the background. llguidance releases the GIL meanwhile."""
+        compilers, key = self._compilers_for(eos_ids), (spec, eos_ids)
+        with self._lock:
+            self._compiling = {key: lanes for key, lanes in self._compiling.items() if not all(map(Future.done, lanes))}
+            if key not in self._compiling:
+                self._compiling[key] = [self._compile_threads.submit(lane.compile, spec) for lane in compilers]
+            return self._compiling[key]
+
+    def _compilers_for(self, eos_ids: tuple[int, ...]) -> list[GrammarCompiler]:
+        """One per lane. The first call reads the vocabulary, which takes 0.3 s for 50,000 tokens and holds the GIL."""
+        with self._lock:
+            return self._compilers_of(eos_ids)
 
     def _make_compilers(self, eos_ids: tuple[int, ...]) -> list[GrammarCompiler]:
         compiler = GrammarCompiler(self._tokenizer, self._vocab_size, eos_ids)

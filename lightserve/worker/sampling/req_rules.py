@@ -1,22 +1,22 @@
-"""What a request's sampling parameters come to, laid out once for all of its steps."""
+"""The rules of one request's sampling parameters, prepared once for all of its steps."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
 
 from lightserve.io_struct import SamplingParams, StoppingParams
-from lightserve.worker.sampling.ngrams import NgramBans
 
-MAX_DECAY = 1e20  # what an end token is raised by at most, in times its logit; a temperature may divide that by 1e-5
-Completions = dict[int, list[tuple[list[int], int]]]
+MAX_DECAY = 1e20  # end tokens are raised by at most this many times their logit; a temperature may divide it by 1e-5
+BadWordEnds = dict[int, list[tuple[list[int], int]]]
 
 
-class Cuts(IntEnum):
-    """What is cut from a drawn row; in this order the rows of either cut are neighbours."""
+class Filters(IntEnum):
+    """How a row that is sampled at random is filtered. In this order, the rows of either filter are adjacent."""
 
     TYPICAL = 0
     BOTH = 1
@@ -26,17 +26,17 @@ class Cuts(IntEnum):
 
 class ReqRules:
     __slots__ = (
-        "_completions",
-        "_decay",
+        "_bad_word_ends",
         "_ends",
         "_ends_by_grammar",
         "_eos_ids",
+        "_length_decay",
         "_min_new_tokens",
         "_ngrams",
         "allowed_ids",
         "bias",
         "bias_ids",
-        "cuts",
+        "filters",
         "first_ids",
         "has_grammar",
         "is_special",
@@ -45,7 +45,7 @@ class ReqRules:
     def __init__(self, sampling: SamplingParams, stopping: StoppingParams, eos_ids: tuple[int, ...]) -> None:
         bias = {**sampling.logit_bias, **{word[0]: -np.inf for word in sampling.bad_words_ids if len(word) == 1}}
         self.allowed_ids = np.array(sampling.allowed_token_ids or (), dtype=np.int64)  # empty: all
-        self.first_ids = np.array(sampling.first_allowed_token_ids or (), dtype=np.int64)  # likewise, at the beginning
+        self.first_ids = np.array(sampling.first_allowed_token_ids or (), dtype=np.int64)  # of the first token
         self.bias_ids = np.array(list(bias), dtype=np.int64)  # each once
         self.bias = np.array(list(bias.values()), dtype=np.float32)
         self.has_grammar = sampling.grammar is not None
@@ -53,80 +53,117 @@ class ReqRules:
         self._min_new_tokens = stopping.min_new_tokens
         self._ends = [*eos_ids, *stopping.stop_token_ids]
         self._eos_ids = eos_ids if stopping.ignore_eos else ()
-        self._completions = _completions(sampling)
+        self._bad_word_ends = _bad_word_ends(sampling)
         self._ngrams = NgramBans(sampling.no_repeat_ngram_size) if sampling.no_repeat_ngram_size else None
-        self._decay = None if stopping.ignore_eos else sampling.exponential_decay_length_penalty
-        self.cuts = None if sampling.is_greedy else _cuts(sampling)  # None: not drawn
-        self.is_special = bool(  # temperature, logits and a grammar do not say it all
+        self._length_decay = None if stopping.ignore_eos else sampling.exponential_decay_length_penalty
+        self.filters = None if sampling.is_greedy else _filters(sampling)  # None: greedy
+        self.is_special = bool(  # a step samples by temperature and grammar alone: Sampler must sample this request
             self.allowed_ids.size
             or self.first_ids.size
             or self.bias_ids.size
             or sampling.thinking is not None
-            or self.depend_on_place
-            or self.has_decay
+            or self.may_forbid
+            or self.has_length_decay
             or sampling.has_penalty
             or sampling.watermark
-            or self.cuts not in (None, Cuts.NONE)
+            or self.filters not in (None, Filters.NONE)
         )
 
     @property
-    def depend_on_place(self) -> bool:
-        """Whether ``forbidden_after`` can ever forbid anything."""
-        return self.depend_on_tokens or (self._min_new_tokens > 0 and not self._ends_by_grammar)
+    def may_forbid(self) -> bool:
+        """Whether ``forbidden_after`` can ever return a token."""
+        return self.forbid_by_tokens or (self._min_new_tokens > 0 and not self._ends_by_grammar)
 
     @property
-    def depend_on_tokens(self) -> bool:
-        """Whether what it forbids depends on which tokens came before, and not on their number alone."""
-        return bool(self._completions) or self._ngrams is not None
+    def forbid_by_tokens(self) -> bool:
+        """Whether ``forbidden_after`` depends on the tokens so far, and not only on their number."""
+        return bool(self._bad_word_ends) or self._ngrams is not None
 
     @property
-    def has_decay(self) -> bool:
-        return self._decay is not None
+    def has_length_decay(self) -> bool:
+        return self._length_decay is not None
 
-    def decay_at(self, output_len: int) -> float:
-        """Times their absolute value that the logits of end tokens are raised by."""
-        start, factor = self._decay or (0, 1.0)
+    def length_decay_at(self, output_len: int) -> float:
+        """The logits of end tokens are raised by this many times their absolute value."""
+        start, factor = self._length_decay or (0, 1.0)
         late = max(output_len - start, 0)
         return min(math.expm1(min(late * math.log(factor), 100.0)), MAX_DECAY)
 
     def forbidden_after(self, token_ids: list[int], output_len: int) -> list[int]:
-        """What may not follow ``token_ids``: an end too early, the last token of a bad word or of a repeated run."""
-        candidates = self._completions.get(token_ids[-1], ())
+        """The tokens that may not follow: early ends, and the last token of a bad word or of a repeated n-gram."""
+        candidates = self._bad_word_ends.get(token_ids[-1], ())
         forbidden = [last for head, last in candidates if token_ids[-len(head) :] == head]
         if self._ngrams is not None:
             forbidden += self._ngrams.banned_after(token_ids)
         is_too_early = output_len < self._min_new_tokens and not self._ends_by_grammar
         return self._ends + forbidden if is_too_early else forbidden
 
-    def permits(self, token_id: int, token_ids: list[int], is_first: bool) -> bool:
-        """Whether it may follow ``token_ids``. Only a row of which nothing was left has a token that may not."""
+    def permits(self, token_id: int, token_ids: list[int]) -> bool:
+        """Whether ``token_id`` may follow ``token_ids``, the last of which is output. Early ends are permitted."""
         if not self.is_special:
             return True
-        limits = (self.allowed_ids, self.first_ids if is_first else self.allowed_ids)
-        if any(ids.size and token_id not in ids for ids in limits):
+        if self.allowed_ids.size and token_id not in self.allowed_ids:
             return False
         is_banned = np.isneginf(self.bias[self.bias_ids == token_id]).any()
         return not is_banned and token_id not in self.forbidden_after(token_ids, self._min_new_tokens)
 
     def unwanted_ends(self, output_len: int) -> tuple[int, ...]:
-        """What may not end an answer that a grammar would let end, unless it allows nothing else."""
+        """End tokens that may not come although the grammar allows them, unless it allows nothing else."""
         return tuple(self._ends) if output_len < self._min_new_tokens else self._eos_ids
 
 
-def _completions(sampling: SamplingParams) -> Completions:
+class NgramBans:
+    """The tokens that would complete an n-gram that a request has already, as transformers bans them.
+
+    The tokens so far are kept in an array that grows with them: a step searches 100,000 in 0.1 ms.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._ids = np.empty(0, dtype=np.int32)
+        self._len = 0
+
+    def banned_after(self, token_ids: Sequence[int]) -> list[int]:
+        """``token_ids``: those of the previous call, and more."""
+        self._read(token_ids)
+        ids, head = self._ids[: self._len], self._size - 1
+        if len(ids) < self._size:
+            return []
+        if head == 0:
+            return _unique(ids)
+        starts = np.flatnonzero(ids[head - 1 : -1] == ids[-1])  # n-grams whose head may be the last tokens
+        for back in range(2, head + 1):
+            starts = starts[ids[starts + head - back] == ids[-back]]
+        return _unique(ids[starts + head])
+
+    def _read(self, token_ids: Sequence[int]) -> None:
+        if len(token_ids) > len(self._ids):
+            grown = np.empty(2 * len(token_ids), dtype=np.int32)
+            grown[: self._len] = self._ids[: self._len]
+            self._ids = grown
+        self._ids[self._len : len(token_ids)] = token_ids[self._len :]
+        self._len = len(token_ids)
+
+
+def _unique(ids: np.ndarray) -> list[int]:
+    unique: list[int] = np.unique(ids).tolist()
+    return unique
+
+
+def _bad_word_ends(sampling: SamplingParams) -> BadWordEnds:
     """Bad words of several tokens, each as its head and its last token.
 
-    They are found by the last token of the head, so that a step compares only those few that may be complete.
+    The key is the last token of the head, so that a step compares only the few words that may be complete.
     """
-    found: Completions = defaultdict(list)
+    found: BadWordEnds = defaultdict(list)
     for *head, last in sampling.bad_words_ids:
         if head:
             found[head[-1]].append((head, last))
     return found
 
 
-def _cuts(sampling: SamplingParams) -> Cuts:
-    is_cut = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+def _filters(sampling: SamplingParams) -> Filters:
+    has_top = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     if sampling.typical_p < 1:
-        return Cuts.BOTH if is_cut else Cuts.TYPICAL
-    return Cuts.TOP if is_cut else Cuts.NONE
+        return Filters.BOTH if has_top else Filters.TYPICAL
+    return Filters.TOP if has_top else Filters.NONE

@@ -1,164 +1,192 @@
-"""Logits to tokens for a batch of requests, each with its own parameters."""
+"""Samples the tokens of requests whose rules go beyond temperature and grammar; the step itself samples the others."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.device import ToHost
+from lightserve.io_struct import INT32_MAX
 from lightserve.worker.infer_batch import InferReq
-from lightserve.worker.sampling.logit_rules import decay_length, forbid, forbid_others, force, limit_first
-from lightserve.worker.sampling.plan import (
-    Drawn,
-    Rows,
-    SamplingPlan,
-    int32s,
-    int64s,
-    make_plan,
-)
-from lightserve.worker.sampling.seen_tokens import SeenTokens
-from lightserve.worker.sampling.step_masks import StepMasks
+from lightserve.worker.sampling.logits import LogitRules, floats, int32s, int64s
+from lightserve.worker.sampling.logprobs import SampledLogprobs
+from lightserve.worker.sampling.req_rules import Filters
+from lightserve.worker.sampling.step_masks import Constrained, StepMasks
+from lightserve.worker.sampling.token_history import TokenHistory
 
-TokenLogprobs = tuple[float | None, list[tuple[int, float]] | None]  # the chosen token's, and the likeliest tokens
-NOT_ASKED: TokenLogprobs = (None, None)
+NONE_ALLOWED = -2  # in place of a token: the logits are numbers, but the rules of the request forbid every token
+
+
+@dataclass(frozen=True, slots=True)
+class TypicalFilter:
+    rows: slice  # of the random rows
+    b_typical_p: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TopFilter:
+    """Top-k, top-p and min-p."""
+
+    rows: slice  # of the random rows
+    b_top_k: Tensor
+    b_top_p: Tensor
+    b_min_p: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RandomRows:
+    """The rows that are sampled at random, in the order of Filters."""
+
+    reqs: list[InferReq]
+    rows: Tensor | None  # [random] int64, of the logits; None: all rows, in their order
+    temperature: Tensor  # [random, 1] float32
+    b_seed: Tensor
+    top: TopFilter | None
+    typical: TypicalFilter | None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """The parameters of a batch's requests as tensors. It is made again only when the requests change.
+
+    Rows of ``rules`` and ``random`` count the special requests, not all requests.
+    """
+
+    reqs: list[InferReq]
+    special: list[InferReq]  # the step itself does not sample their tokens
+    special_rows: Tensor | None  # [special] int64, of the batch; None: all of it
+    constrained: Constrained | None
+    rules: LogitRules
+    random: RandomRows | None  # the other rows are greedy
+    logprobs: dict[int, int]  # row of the batch: how many top logprobs the request wants
+
+    @property
+    def needs_tokens_in_flight(self) -> bool:
+        return self.rules.need_tokens_in_flight
+
+
+def make_plan(reqs: list[InferReq], vocab: int, device: torch.device) -> SamplingPlan:
+    special = [(row, req) for row, req in enumerate(reqs) if req.rules.is_special]
+    rows = [(i, req) for i, (_, req) in enumerate(special)]
+    return SamplingPlan(
+        reqs=list(reqs),
+        special=[req for _, req in special],
+        special_rows=None if len(special) == len(reqs) else int64s([row for row, _ in special], device),
+        constrained=Constrained.of(reqs, device),
+        rules=LogitRules.of(rows, vocab, device),
+        random=_random_rows([req for _, req in rows], device),
+        logprobs={row: req.sampling.logprobs for row, req in enumerate(reqs) if req.sampling.logprobs is not None},
+    )
+
+
+def _random_rows(special: list[InferReq], device: torch.device) -> RandomRows | None:
+    by_filters: list[list[int]] = [[] for _ in Filters]
+    for row, req in enumerate(special):
+        if req.rules.filters is not None:
+            by_filters[req.rules.filters].append(row)
+    rows = list(chain.from_iterable(by_filters))
+    if not rows:
+        return None
+    reqs = [special[row] for row in rows]
+    typical_end, both_end, top_end, _ = accumulate(map(len, by_filters))
+    return RandomRows(
+        reqs=reqs,
+        rows=None if rows == list(range(len(special))) else int64s(rows, device),
+        temperature=floats([req.sampling.temperature for req in reqs], device)[:, None],
+        b_seed=int64s([req.seed for req in reqs], device),
+        top=_top_filter(reqs, slice(typical_end, top_end), device),
+        typical=_typical_filter(reqs, slice(both_end), device),
+    )
+
+
+def _top_filter(reqs: list[InferReq], rows: slice, device: torch.device) -> TopFilter | None:
+    filtered = [req.sampling for req in reqs[rows]]
+    if not filtered:
+        return None
+    return TopFilter(
+        rows=rows,
+        b_top_k=int32s([sampling.top_k if sampling.top_k > 0 else INT32_MAX for sampling in filtered], device),
+        b_top_p=floats([sampling.top_p for sampling in filtered], device),
+        b_min_p=floats([sampling.min_p for sampling in filtered], device),
+    )
+
+
+def _typical_filter(reqs: list[InferReq], rows: slice, device: torch.device) -> TypicalFilter | None:
+    masses = [req.sampling.typical_p for req in reqs[rows]]
+    return TypicalFilter(rows, floats(masses, device)) if masses else None
 
 
 class Sampler:
-    """What is beyond choosing by temperature and grammar.
-
-    Keeps from step to step what need not be made again: the plan of a batch, and which tokens a request has seen.
-    """
+    """Keeps what steps share: the plan of the last batch, and the tokens that penalties and watermarks depend on."""
 
     def __init__(self, vocab: int, device: torch.device, last_ids: Tensor) -> None:
         self._vocab = vocab
         self._device = device
-        self._last_ids = last_ids
         self._plan: SamplingPlan | None = None
-        self._before: Tensor | None = None  # the last tokens of those that are watermarked
-        self._seen: SeenTokens | None = None  # as long as nobody is penalised, no memory is taken
+        self._history = TokenHistory(vocab, last_ids)
 
-    def plan_of(self, reqs: list[InferReq]) -> SamplingPlan:
+    @torch.inference_mode()
+    def prepare(self, reqs: list[InferReq]) -> SamplingPlan:
+        """The plan of a step. Called before the step is launched, which overwrites the last tokens."""
         if self._plan is None or self._plan.reqs != reqs:
             self._plan = make_plan(reqs, self._vocab, self._device)
+        self._plan.rules.record(self._history)
         return self._plan
 
     @torch.inference_mode()
-    def look_back(self, reqs: list[InferReq]) -> None:
-        """Note the tokens that requests have got, where they count. Before a step is launched: it overwrites them."""
-        plan = self.plan_of(reqs)
-        if plan.watermarked is not None:
-            self._before = self._last_tokens(plan.watermarked.reqs)
-        if plan.penalised is None:
-            return
-        if self._seen is None:
-            self._seen = SeenTokens(self._vocab, self._last_ids)
-        self._seen.update(plan.penalised.reqs)
+    def sample(self, plan: SamplingPlan, logits: Tensor, tokens: Tensor, masks: StepMasks | None = None) -> Tensor:
+        """``tokens``, ``[batch]``, that the step sampled, with other tokens for the special requests.
 
-    def _last_tokens(self, reqs: list[InferReq]) -> Tensor:
-        """``[reqs]`` int64; the host may not know them yet."""
-        known = [req.token_ids[-1] if req.is_known else -1 for req in reqs]
-        host, rows = int64s(known, self._device), int64s([req.row for req in reqs], self._device)
-        return torch.where(host < 0, self._last_ids[rows], host)
-
-    @torch.inference_mode()
-    def sample(self, logits: Tensor, reqs: list[InferReq], tokens: Tensor, masks: StepMasks | None = None) -> Tensor:
-        """``tokens``, ``[batch]``, that the step chose, with others for the requests with special wishes.
-
-        What these have seen is counted, and what they have said known. The logits stay. A row for which the step found
-        no token gets none here either: what is forbidden may hide that its logits are no numbers.
+        ``logits`` do not change. A row for which the step found no token gets none here: its logits are not numbers,
+        and rules that forbid tokens may hide that.
         """
-        plan = self.plan_of(reqs)
         if not plan.special:
             return tokens
         if masks is not None and not masks.has_special:
             masks = None
         if plan.special_rows is None:
-            return _where_numbers(tokens, self._sample(logits, plan, masks))
-        chosen = self._sample(logits[plan.special_rows], plan, masks)
-        return tokens.index_copy(0, plan.special_rows, _where_numbers(tokens[plan.special_rows], chosen))
-
-    def _sample(self, logits: Tensor, plan: SamplingPlan, masks: StepMasks | None) -> Tensor:
-        changed = self._change(logits, plan, masks)
-        if plan.drawn is None:
-            return _most_likely(changed)
-        tokens = _draw(changed, plan.drawn)
-        if plan.drawn.rows is None:
-            return tokens
-        return _most_likely(changed).index_copy(0, plan.drawn.rows, tokens)
+            return _merge(tokens, self._sample(logits, plan, masks))
+        sampled = self._sample(logits[plan.special_rows], plan, masks)
+        return tokens.index_copy(0, plan.special_rows, _merge(tokens[plan.special_rows], sampled))
 
     @torch.inference_mode()
-    def logprobs(self, tokens: Tensor, logits: Tensor, reqs: list[InferReq]) -> StepLogprobs | None:
-        """Where a request asked, log-probabilities before anything changed the logits."""
-        asking = self.plan_of(reqs).asking
-        return StepLogprobs(tokens, logits, asking) if asking else None
+    def logprobs(self, plan: SamplingPlan, tokens: Tensor, logits: Tensor) -> SampledLogprobs | None:
+        """``logits`` of the model."""
+        return SampledLogprobs(tokens, logits, plan.logprobs) if plan.logprobs else None
 
-    def _change(self, logits: Tensor, plan: SamplingPlan, masks: StepMasks | None) -> Tensor:
-        """``logits``, or a copy in which tokens are forbidden, biased and penalised."""
-        forbidden = [(row, token) for row, req in plan.placed for token in req.forbidden_next()]
-        forced = [(row, token) for row, req in plan.thinking if (token := req.forced_next()) is not None]
-        if not (forbidden or forced or masks or plan.changes_logits):
-            return logits
-        logits = logits.to(torch.float32, copy=plan.special_rows is None)
-        if masks:
-            masks.apply(logits)
-        if plan.allowed:
-            forbid_others(logits, plan.allowed)
-        limit_first(logits, plan.beginning)
-        if plan.bias:
-            logits[plan.bias.entry_rows, plan.bias.token_ids] += plan.bias.values
-        if plan.watermarked and self._before is not None:
-            ops.add_watermark(logits, plan.watermarked.rows, self._before)
-        if forbidden:
-            forbid(logits, forbidden)
-        if plan.penalised and self._seen is not None:
-            ops.apply_penalties(logits, plan.penalised.penalties(self._seen.table))
-        if plan.decayed:
-            decay_length(logits, plan.decayed)
-        if forced:
-            force(logits, forced)
-        return logits
+    def _sample(self, logits: Tensor, plan: SamplingPlan, masks: StepMasks | None) -> Tensor:
+        """``logits``: rows of the special requests."""
+        changed = plan.rules.apply(logits, masks, self._history, in_place=plan.special_rows is not None)
+        if plan.random is None:
+            return _sample_greedily(changed)
+        tokens = _sample_randomly(changed, plan.random)
+        if plan.random.rows is None:
+            return tokens
+        return _sample_greedily(changed).index_copy(0, plan.random.rows, tokens)
 
 
-class StepLogprobs:
-    """Log-probabilities on their way to the host, of the rows that asked for them."""
-
-    def __init__(self, tokens: Tensor, logits: Tensor, asking: Rows) -> None:
-        rows = int64s([row for row, _ in asking], logits.device)
-        self._rows = [row for row, _ in asking]
-        self._counts = [req.sampling.logprobs or 0 for _, req in asking]
-        logprobs = logits[rows].float().log_softmax(-1)
-        chosen = logprobs.gather(1, tokens[rows, None].clamp(min=0))[:, 0]
-        values, token_ids = logprobs.topk(min(max(self._counts), logprobs.shape[1]))
-        self._to_host = ToHost(chosen, values, token_ids)
-
-    def by_row(self) -> dict[int, TokenLogprobs]:
-        chosen, values, token_ids = (tensor.tolist() for tensor in self._to_host.tensors())
-        tops = [
-            list(zip(ids[:count], row[:count], strict=True))
-            for ids, row, count in zip(token_ids, values, self._counts, strict=True)
-        ]
-        return dict(zip(self._rows, zip(chosen, tops, strict=True), strict=True))
+def _sample_randomly(logits: Tensor, random: RandomRows) -> Tensor:
+    rows = logits if random.rows is None else logits[random.rows]
+    b_position = int32s([req.total_len for req in random.reqs], logits.device)
+    if not (random.top or random.typical):
+        return ops.sample(rows, random.temperature[:, 0], random.b_seed, b_position)
+    scaled = rows.float() / random.temperature
+    if random.top:
+        ops.top_k_top_p_min_p(scaled[random.top.rows], random.top.b_top_k, random.top.b_top_p, random.top.b_min_p)
+    if random.typical:
+        ops.typical_p(scaled[random.typical.rows], random.typical.b_typical_p)
+    return ops.sample(scaled, torch.ones_like(random.temperature[:, 0]), random.b_seed, b_position)
 
 
-def _draw(logits: Tensor, drawn: Drawn) -> Tensor:
-    rows = logits if drawn.rows is None else logits[drawn.rows]
-    b_position = int32s([req.total_len for req in drawn.reqs], logits.device)
-    if not (drawn.top or drawn.typical):
-        return ops.choose(rows, drawn.temperature[:, 0], drawn.b_seed, b_position)
-    scaled = rows.float() / drawn.temperature
-    if drawn.top:
-        ops.cut_logits(scaled[drawn.top.rows], drawn.top.b_top_k, drawn.top.b_top_p, drawn.top.b_min_p)
-    if drawn.typical:
-        ops.cut_atypical(scaled[drawn.typical.rows], drawn.typical.b_typical_p)
-    return ops.choose(scaled, torch.ones_like(drawn.temperature[:, 0]), drawn.b_seed, b_position)
-
-
-def _where_numbers(tokens: Tensor, chosen: Tensor) -> Tensor:
-    """``chosen`` where the step found a token. A row of which the rules left nothing gets token 0."""
-    return chosen.clamp(min=0).where(tokens != ops.NO_TOKEN, ops.NO_TOKEN)
-
-
-def _most_likely(logits: Tensor) -> Tensor:
+def _sample_greedily(logits: Tensor) -> Tensor:
     zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    return ops.choose(logits, zeros.float(), zeros, zeros.int())
+    return ops.sample(logits, zeros.float(), zeros, zeros.int())
+
+
+def _merge(tokens: Tensor, sampled: Tensor) -> Tensor:
+    """``sampled``, but NO_TOKEN where the step found none, and NONE_ALLOWED where only the rules left none."""
+    sampled = sampled.where(sampled != ops.NO_TOKEN, NONE_ALLOWED)
+    return sampled.where(tokens != ops.NO_TOKEN, ops.NO_TOKEN)

@@ -1,75 +1,113 @@
-"""What the grammars of a step's requests allow: worked out while the model computes the logits."""
+"""The masks of a step: the tokens that the grammars of its requests allow, made while the model computes the logits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.device import to_device
 from lightserve.worker.infer_batch import InferReq
-from lightserve.worker.sampling.grammar import Grammars
-from lightserve.worker.sampling.plan import Constrained
+from lightserve.worker.sampling.grammar import Grammars, ReqGrammar
+
+
+@dataclass(frozen=True, slots=True)
+class Constrained:
+    """The requests of a batch that have a grammar. Masks are in the order of ``reqs``, special requests first."""
+
+    reqs: list[InferReq]
+    b_mask: Tensor  # [batch] int32: the mask with which the step itself samples the row; -1: none
+    special_rows: Tensor  # [special requests with a grammar] int32, rows among the special requests
+
+    @classmethod
+    def of(cls, batch: list[InferReq], device: torch.device) -> Constrained | None:
+        special = [(row, req) for row, req in enumerate(req for req in batch if req.rules.is_special)]
+        special = [(row, req) for row, req in special if req.rules.has_grammar]
+        plain = [row for row, req in enumerate(batch) if req.rules.has_grammar and not req.rules.is_special]
+        if not (plain or special):
+            return None
+        b_mask = np.full(len(batch), -1, dtype=np.int32)
+        b_mask[plain] = len(special) + np.arange(len(plain))
+        return cls(
+            reqs=[req for _, req in special] + [batch[row] for row in plain],
+            b_mask=to_device(b_mask, device),
+            special_rows=to_device(np.array([row for row, _ in special], dtype=np.int32), device),
+        )
 
 
 class StepMasks:
-    """The masks of one step; who asks for them waits."""
+    """The masks of one step. Reading them waits until they are made."""
 
-    def __init__(self, constrained: Constrained, find: Callable[[], Tensor], device: torch.device) -> None:
-        """``find`` gives the masks, on the host."""
+    def __init__(self, constrained: Constrained, get: Callable[[], Tensor], device: torch.device) -> None:
+        """``get`` returns the masks, on the host."""
         self._constrained = constrained
-        self._find = find
+        self._get = get
         self._device = device
         self._bitmask: Tensor | None = None
 
     @property
     def has_special(self) -> bool:
-        """Whether any is of a request whose token the step itself does not choose."""
+        """Whether a request that the step itself does not sample has a mask."""
         return len(self._constrained.special_rows) > 0
 
-    def for_choosing(self, rows: int) -> ops.TokenMasks:
-        """Of the first rows of ``rows``, the rest being padding."""
+    def for_step(self, rows: int) -> ops.TokenMasks:
+        """The masks with which the step samples. It has ``rows`` rows, the last of them padding."""
         b_mask = self._constrained.b_mask
         if len(b_mask) < rows:
             b_mask = torch.cat((b_mask, b_mask.new_full((rows - len(b_mask),), -1)))
         return ops.TokenMasks(b_mask, self._on_device())
 
     def apply(self, special_logits: Tensor) -> None:
-        """To the logits of a step's special requests."""
+        """Apply them to the logits of the special requests."""
         rows = self._constrained.special_rows
         ops.mask_logits(special_logits, rows, self._on_device()[: len(rows)])
 
     def _on_device(self) -> Tensor:
         if self._bitmask is None:
-            self._bitmask = self._find().to(self._device, non_blocking=True)
+            self._bitmask = self._get().to(self._device, non_blocking=True)
         return self._bitmask
 
 
 class MaskMaker:
     """Makes the masks of one step after the other."""
 
-    def __init__(self, grammars: Grammars, device: torch.device, computes_apart: bool) -> None:
-        """``computes_apart``: the device computes beside the thread that asks it to. Else masks have one of their own.
+    def __init__(self, grammars: Grammars, device: torch.device, launches_async: bool) -> None:
+        """``launches_async``: a launch returns before the device has computed it. If not, masks get their own thread.
 
-        To hand them from thread to thread costs more than what it saves where the asking thread would wait anyway.
+        Where the launching thread would only wait for the device, another thread costs more than it saves.
         """
         self._grammars = grammars
         self._device = device
-        self._thread = None if computes_apart else ThreadPoolExecutor(1, "masks")
+        self._thread = None if launches_async else ThreadPoolExecutor(1, "masks")
 
-    def begin(self, constrained: Constrained, learn_tokens: Callable[[], object]) -> StepMasks:
-        """``learn_tokens`` waits until the host knows the tokens of the steps before; it may not be called."""
-        make = partial(self._make, constrained.reqs, learn_tokens)
-        find = make if self._thread is None else self._thread.submit(make).result
-        return StepMasks(constrained, find, self._device)
+    def begin(self, constrained: Constrained | None, wait_for_tokens: Callable[[], None]) -> StepMasks | None:
+        """None: no grammar limits a token of this step.
 
-    def _make(self, reqs: list[InferReq], learn_tokens: Callable[[], object]) -> Tensor:
-        if any(req.obeys_grammar and req.is_due and not req.is_known for req in reqs):
-            learn_tokens()
-        return self._grammars.masks(
-            [req.grammar if req.is_due else None for req in reqs],
-            [req.rules.unwanted_ends(req.output_len) for req in reqs],
-        )
+        ``wait_for_tokens`` applies the tokens of all steps in flight. It is called only if a grammar needs them, and
+        where the device computes apart, only after the step is launched: when the masks are read.
+        """
+        if constrained is None or not any(req.is_constrained for req in constrained.reqs):
+            return None
+        if self._thread is None:
+            return StepMasks(constrained, partial(self._make, constrained.reqs, wait_for_tokens), self._device)
+        inputs = _inputs(constrained.reqs, wait_for_tokens)
+        return StepMasks(constrained, self._thread.submit(self._grammars.masks, *inputs).result, self._device)
+
+    def _make(self, reqs: list[InferReq], wait_for_tokens: Callable[[], None]) -> Tensor:
+        return self._grammars.masks(*_inputs(reqs, wait_for_tokens))
+
+
+def _inputs(
+    reqs: list[InferReq], wait_for_tokens: Callable[[], None]
+) -> tuple[list[ReqGrammar | None], list[tuple[int, ...]]]:
+    """The grammars of the requests that sample a token, and the end tokens that may not come."""
+    if any(req.is_constrained and req.is_fully_computed and req.has_token_in_flight for req in reqs):
+        wait_for_tokens()
+    grammars = [req.grammar if req.is_fully_computed else None for req in reqs]
+    return grammars, [req.rules.unwanted_ends(req.output_len) for req in reqs]

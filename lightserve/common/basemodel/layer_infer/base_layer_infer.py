@@ -1,4 +1,4 @@
-"""The parts of a forward pass. A layer owns no weights: they come with each call, as does the step's state."""
+"""The parts of a forward pass. A layer owns no weights: each call gets them, together with the step's state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightserve.common.basemodel.layer_weights.layer_weight import (
     PreAndPostLayerWeight,
     TransformerLayerWeight,
 )
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import RankGroup
 from lightserve.model_files.model_config import ModelConfig
 
 Weight = TypeVar("Weight", bound=LayerWeight)
@@ -23,17 +23,17 @@ State = TypeVar("State", bound=InferStateInfo)
 
 
 class BaseLayerInfer(ABC, Generic[Weight, State]):
-    def __init__(self, config: ModelConfig, tp: TpGroup) -> None:
+    def __init__(self, config: ModelConfig, tp: RankGroup) -> None:
         self.config = config
         self.tp = tp
 
     @abstractmethod
     def context_forward(self, input: Tensor, infer_state: State, layer_weight: Weight) -> Tensor:
-        """Any number of new tokens a request: prefill and mixed steps."""
+        """Any number of new tokens per request: prefill and mixed steps."""
 
     @abstractmethod
     def token_forward(self, input: Tensor, infer_state: State, layer_weight: Weight) -> Tensor:
-        """One new token a request: decode."""
+        """One new token per request: decode."""
 
 
 class PreLayerInfer(BaseLayerInfer[OuterWeight, State]):
@@ -41,12 +41,16 @@ class PreLayerInfer(BaseLayerInfer[OuterWeight, State]):
 
 
 class TransformerLayerInfer(BaseLayerInfer[InnerWeight, State]):
-    """What the layer adds to the hidden states, which ``infer_state.residual`` holds."""
+    """Returns what the layer adds to the hidden states, which are in ``infer_state.residual``."""
 
-    def __init__(self, layer_num: int, config: ModelConfig, tp: TpGroup) -> None:
+    def __init__(self, layer_num: int, config: ModelConfig, tp: RankGroup) -> None:
         super().__init__(config, tp)
         self.layer_num = layer_num
 
 
 class PostLayerInfer(BaseLayerInfer[OuterWeight, State]):
-    """Hidden states to logits."""
+    """Hidden states to logits. The two forwards compute those of ``infer_state.logit_rows()``."""
+
+    @abstractmethod
+    def logits(self, input: Tensor, infer_state: State, layer_weight: OuterWeight, rows: Tensor | None) -> Tensor:
+        """The logits of ``rows``; of all rows, if None, and the hidden states are not valid afterwards."""

@@ -1,4 +1,4 @@
-"""Groups of weights: those of one layer, and those before the first and after the last."""
+"""The weights of one layer, and the weights before the first and after the last layer."""
 
 from __future__ import annotations
 
@@ -7,33 +7,36 @@ from collections.abc import Hashable, Iterable, Iterator
 
 from lightserve.common.basemodel.layer_weights.weights import (
     NormWeight,
-    Piece,
     RowWeight,
     VocabWeight,
     Weight,
     WeightContext,
 )
+from lightserve.common.checkpoint.piece import Piece
 from lightserve.model_files.model_config import ModelConfig
 
 
 class LayerWeight:
-    """Weights as attributes; a weight that has two names is still one weight."""
+    """Has its weights as attributes. A weight under two names counts once."""
 
     def pieces(self) -> Iterator[Piece]:
         for weight in self._weights():
             yield from weight.pieces()
 
     def kind(self) -> Hashable:
-        """The same for layers that compute in the same way, with other numbers."""
-        weights = ((type(weight), tuple(piece.shape for piece in weight.pieces())) for weight in self._weights())
-        return (type(self), *weights)
+        """Equal for layers that launch the same kernels."""
+        return (type(self), *(weight.kind() for weight in self._weights()))
+
+    def process_weights_after_loading(self) -> None:
+        for weight in self._weights():
+            weight.process_weights_after_loading()
 
     def _weights(self) -> Iterable[Weight]:
         return {id(weight): weight for weight in vars(self).values() if isinstance(weight, Weight)}.values()
 
 
 class PreAndPostLayerWeight(LayerWeight, ABC):
-    """What the templates read; a model adds what else it has."""
+    """The weights that the templates read. A model creates them and adds its own."""
 
     embedding: VocabWeight
     final_norm: NormWeight
@@ -44,7 +47,7 @@ class PreAndPostLayerWeight(LayerWeight, ABC):
 
 
 class TransformerLayerWeight(LayerWeight, ABC):
-    """What the templates read; a model adds what else it has."""
+    """The weights that the templates read. A model creates them and adds its own."""
 
     att_norm: NormWeight
     o_proj: RowWeight

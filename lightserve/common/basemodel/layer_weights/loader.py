@@ -1,13 +1,14 @@
-"""One pass over a checkpoint into the weights that declared its tensors, with every mistake named."""
+"""One pass over a checkpoint into the weights that declared its tensors. Every error names the tensor and its file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from lightserve.common.basemodel.layer_weights.layer_weight import LayerWeight
-from lightserve.common.basemodel.layer_weights.weights import Piece
+from lightserve.common.basemodel.layer_weights.unused import number_of_layer, whole_unused_layers
+from lightserve.common.checkpoint.piece import FLOATS, Piece
 from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.checkpoint.upload import Upload
 from lightserve.errors import CheckpointError
@@ -16,35 +17,42 @@ from lightserve.utils.logger import init_logger
 logger = init_logger(__name__)
 
 SHOWN = 8  # names in a message; a wrong config misses hundreds
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # an 8-bit float would lack its scale
 DUMMY_STD = 0.02  # as models are initialised: activations stay finite through any number of layers
 
 
-def load_weights(layers: Iterable[LayerWeight], checkpoint: Iterable[CheckpointTensor]) -> None:
-    """Fill the layers' weights. Tensors that no layer declared are reported and left."""
-    wanted = {piece.name: piece for layer in layers for piece in layer.pieces()}
-    known = set(wanted)
-    extra: list[str] = []
+def load_weights(layers: Sequence[LayerWeight], checkpoint: Iterable[CheckpointTensor], num_layers: int) -> None:
+    """Fill the layers' weights. Tensors that no layer declared are logged, unless they are layers of the model."""
+    wanted = _pieces_by_name(layers)
+    used = set(wanted)
+    unused: dict[str, str] = {}
     with Upload() as upload:
         for name, tensor, file in checkpoint:
             if name in wanted:
                 _fill(wanted.pop(name), tensor, file, upload)
-            elif name in known:
+            elif name in used:
                 raise CheckpointError(f"{file}: the tensor {name} occurs a second time")
             else:
-                extra.append(f"{name} ({file})")
+                unused[name] = file
     _check_none_is_missing(wanted)
-    if extra:
-        logger.warning("ignored: the model has no use for %s", _listed(extra))
+    _check_no_layer_is_unused(unused, used, num_layers)
+    if unused:
+        logger.warning("the checkpoint has tensors that are not used: %s", _listed(_with_files(unused)))
+    for layer in layers:
+        layer.process_weights_after_loading()
 
 
-def check_weights(layers: Iterable[LayerWeight], outline: Iterable[CheckpointTensor]) -> None:
-    """The mistakes that `load_weights` would find, before anything is read or allocated."""
-    wanted = {piece.name: piece for layer in layers for piece in layer.pieces()}
+def check_weights(layers: Iterable[LayerWeight], outline: Iterable[CheckpointTensor], num_layers: int) -> None:
+    """Find the errors that `load_weights` would find, before any tensor is read or allocated."""
+    wanted = _pieces_by_name(layers)
+    used = set(wanted)
+    unused: dict[str, str] = {}
     for name, tensor, file in outline:
         if name in wanted:
             _check(wanted.pop(name), tensor, file)
+        elif name not in used:
+            unused[name] = file
     _check_none_is_missing(wanted)
+    _check_no_layer_is_unused(unused, used, num_layers)
 
 
 def fill_dummy(layers: Iterable[LayerWeight], seed: int = 0) -> None:
@@ -52,11 +60,24 @@ def fill_dummy(layers: Iterable[LayerWeight], seed: int = 0) -> None:
     for layer in layers:
         for piece in layer.pieces():
             if piece.into is not None:
-                generator = torch.Generator(piece.into.device).manual_seed(seed)
-                piece.into.normal_(std=DUMMY_STD, generator=generator)
+                _randomize(piece.into, torch.Generator(piece.into.device).manual_seed(seed))
                 if piece.into.ndim == 1 and piece.name.endswith(".weight"):
                     piece.into.add_(1)  # norms
             seed += 1
+        layer.process_weights_after_loading()
+
+
+def _randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    if tensor.dtype in FLOATS:
+        tensor.normal_(std=DUMMY_STD, generator=generator)
+    elif tensor.is_floating_point():  # torch has no random 8-bit floats
+        tensor.copy_(torch.randn(tensor.shape, generator=generator, device=tensor.device))
+    else:
+        tensor.random_(generator=generator)
+
+
+def _pieces_by_name(layers: Iterable[LayerWeight]) -> dict[str, Piece]:
+    return {piece.name: piece for layer in layers for piece in layer.pieces()}
 
 
 def _fill(piece: Piece, tensor: torch.Tensor, file: str, upload: Upload) -> None:
@@ -71,11 +92,18 @@ def _check(piece: Piece, tensor: torch.Tensor, file: str) -> None:
             f"{file}: {piece.name} has shape {tuple(tensor.shape)}, config.json wants {piece.shape}; "
             "fetch the two that belong together"
         )
-    if tensor.dtype not in FLOATS:
-        raise CheckpointError(
-            f"{file}: {piece.name} is {str(tensor.dtype).removeprefix('torch.')}; "
-            "only float checkpoints load, quantised ones do not yet"
-        )
+    if tensor.dtype not in piece.dtypes:
+        raise CheckpointError(f"{file}: {piece.name} is {_name(tensor.dtype)}; {_wanted(piece)}")
+
+
+def _wanted(piece: Piece) -> str:
+    if piece.dtypes == FLOATS:
+        return "only float checkpoints load here; fetch the unquantised model"
+    return f"this model needs {' or '.join(map(_name, piece.dtypes))}; fetch the config.json of this checkpoint"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_none_is_missing(wanted: Mapping[str, Piece]) -> None:
@@ -83,6 +111,21 @@ def _check_none_is_missing(wanted: Mapping[str, Piece]) -> None:
         raise CheckpointError(
             f"the checkpoint lacks {_listed(sorted(wanted))}; fetch its files again, with the config.json of that model"
         )
+
+
+def _check_no_layer_is_unused(unused: Mapping[str, str], used: Iterable[str], num_layers: int) -> None:
+    """A model that leaves out its last layers runs, and its text is wrong."""
+    names = whole_unused_layers(unused, used, num_layers)
+    if names:
+        last = max(map(number_of_layer, names))
+        raise CheckpointError(
+            f"the checkpoint has layers 0 to {last}, but config.json says {num_layers}: "
+            f"{names[0]} ({unused[names[0]]}) would not be used; fetch the config.json of this checkpoint"
+        )
+
+
+def _with_files(unused: Mapping[str, str]) -> list[str]:
+    return [f"{name} ({file})" for name, file in unused.items()]
 
 
 def _listed(names: list[str]) -> str:

@@ -6,7 +6,7 @@ from lightserve.common.basemodel.layer_infer.base_layer_infer import OuterWeight
 
 
 class PreLayerInferTpl(PreLayerInfer[OuterWeight, State]):
-    """Looks the tokens up in the embedding."""
+    """Looks up the embeddings of the tokens."""
 
     def context_forward(self, input: Tensor, infer_state: State, layer_weight: OuterWeight) -> Tensor:
         return self._embed(input, infer_state, layer_weight)

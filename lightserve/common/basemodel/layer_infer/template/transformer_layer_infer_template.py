@@ -1,6 +1,8 @@
-"""A transformer layer as a sequence of hooks. A model overrides those in which it differs."""
+"""A transformer layer as a sequence of hooks. A model overrides the hooks in which it differs."""
 
 from __future__ import annotations
+
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -8,16 +10,32 @@ from lightserve.common import ops
 from lightserve.common.basemodel.infer_struct import InferStateInfo
 from lightserve.common.basemodel.layer_infer.base_layer_infer import InnerWeight, State, TransformerLayerInfer
 from lightserve.common.basemodel.layer_weights.weights import NormWeight
-from lightserve.common.tp import TpGroup
+from lightserve.common.parallel import RankGroup
 from lightserve.model_files.model_config import ModelConfig
+
+_FUSED_HOOKS = {"fuses_att_norm": {"_att_norm", "_get_qkv"}, "fuses_ffn_norm": {"_ffn_norm", "_ffn"}}
 
 
 class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
-    """Norm, attention, norm, feed-forward; each half's output is added to the residual by the norm that follows it."""
+    """Norm, attention, norm, feed-forward; each half's output is added to the residual by the norm that follows it.
 
-    def __init__(self, layer_num: int, config: ModelConfig, tp: TpGroup) -> None:
+    A layer class may replace a norm and the hook behind it by one fused hook. It sets ``fuses_att_norm`` for
+    ``_fused_norm_qkv`` and ``fuses_ffn_norm`` for ``_fused_norm_ffn``. A subclass that overrides one of the replaced
+    hooks gets the flag reset to False, so that its hook runs, unless it sets the flag itself.
+    """
+
+    fuses_att_norm: ClassVar[bool] = False
+    fuses_ffn_norm: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for flag, hooks in _FUSED_HOOKS.items():
+            if flag not in vars(cls) and not hooks.isdisjoint(vars(cls)):
+                setattr(cls, flag, False)
+
+    def __init__(self, layer_num: int, config: ModelConfig, tp: RankGroup) -> None:
         super().__init__(layer_num, config, tp)
-        self.num_heads = config.num_heads // tp.size  # this rank's
+        self.num_heads = config.num_heads // tp.size  # of this rank
         self.num_kv_heads = config.kv_heads_of_rank(tp.size)
         self.scale = config.head_dim**-0.5
 
@@ -32,24 +50,41 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
         return self._after_attention(att, infer_state, layer_weight)
 
     def _cached_qkv(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> tuple[Tensor, Tensor]:
-        """Queries, keys and values as the attention reads them; the keys and values are in the cache too."""
+        """Queries, keys and values as the attention reads them; keys and values are in the cache too."""
         q, cache_kv = self._norm_and_qkv(input, infer_state, layer_weight)
         self._post_cache_kv(q, cache_kv, infer_state, layer_weight)
+        self._observe("qkv", (q, cache_kv), infer_state)
         return q, cache_kv
 
     def _after_attention(self, att: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
+        self._observe("att", att, infer_state)
         x = self._get_o(att, infer_state, layer_weight)
-        return self._norm_and_ffn(x, infer_state, layer_weight)
+        self._observe("o", x, infer_state)
+        out = self._norm_and_ffn(x, infer_state, layer_weight)
+        self._observe("ffn", out, infer_state)
+        return out
 
     def _norm_and_qkv(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> tuple[Tensor, Tensor]:
-        """``_att_norm``, then ``_get_qkv``. A model may do both at once where they are its own (``_has_hooks_of``)."""
+        if self.fuses_att_norm and infer_state.may_fuse_norms:
+            return self._fused_norm_qkv(input, infer_state, layer_weight)
         x = self._att_norm(input, infer_state, layer_weight)
+        self._observe("att_norm", x, infer_state)
         return self._get_qkv(x, infer_state, layer_weight)
 
     def _norm_and_ffn(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
-        """``_ffn_norm``, then ``_ffn``; both at once as above."""
+        if self.fuses_ffn_norm and infer_state.may_fuse_norms:
+            return self._fused_norm_ffn(input, infer_state, layer_weight)
         x = self._ffn_norm(input, infer_state, layer_weight)
+        self._observe("ffn_norm", x, infer_state)
         return self._ffn(x, infer_state, layer_weight)
+
+    def _fused_norm_qkv(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> tuple[Tensor, Tensor]:
+        """``_att_norm``, then ``_get_qkv``, in one op; ``infer_state.residual`` becomes the new residual."""
+        raise NotImplementedError
+
+    def _fused_norm_ffn(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
+        """``_ffn_norm``, then ``_ffn``, with the norm and the first linear in one op; as above."""
+        raise NotImplementedError
 
     def _att_norm(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         return add_norm(input, infer_state, layer_weight.att_norm)
@@ -57,23 +92,26 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
     def _get_qkv(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> tuple[Tensor, Tensor]:
         """This rank's queries ``[tokens, heads, dim]``, and its keys and values ``[tokens, 2 * kv_heads, dim]``.
 
-        They do not know their positions yet.
+        Positions are applied later, in ``_post_cache_kv``.
         """
         raise NotImplementedError
 
     def _post_cache_kv(self, q: Tensor, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight) -> None:
-        """Put positions into queries and keys, in place, where a model does so, and store keys and values."""
+        """Apply positions to queries and keys in place, if the model does so, and store keys and values."""
         ops.write_kv(cache_kv, infer_state.step.mem_index, infer_state.mem_manager.layer(self.layer_num))
 
     def _context_attention_kernel(
         self, q: Tensor, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight
     ) -> Tensor:
         cache = infer_state.mem_manager.layer(self.layer_num)
-        return ops.context_attention(q, cache_kv, cache, infer_state.attn, self.scale, infer_state.alibi_slopes)
+        return ops.context_attention(q, cache_kv, cache, infer_state.attn, self._attn_options(infer_state))
+
+    def _attn_options(self, infer_state: State) -> ops.AttnOptions:
+        return ops.AttnOptions(self.scale, alibi_slopes=infer_state.alibi_slopes)
 
     def _token_attention_kernel(self, q: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         cache = infer_state.mem_manager.layer(self.layer_num)
-        return ops.token_attention(q, cache, infer_state.attn, self.scale, infer_state.alibi_slopes)
+        return ops.token_attention(q, cache, infer_state.attn, self._attn_options(infer_state))
 
     def _get_o(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         return layer_weight.o_proj.mm(input.flatten(-2))
@@ -84,19 +122,19 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
     def _ffn(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         raise NotImplementedError
 
-    def _has_hooks_of(self, model: type, *names: str) -> bool:
-        """Whether these hooks are those of the class ``model``: neither overridden below it nor listened to."""
-        return all(getattr(getattr(self, name), "__func__", None) is getattr(model, name) for name in names)
-
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """The output of a fused projection, q then k then v, as _get_qkv returns it."""
+        """The output of a fused projection (q, then k, then v) in the form that _get_qkv returns."""
         heads = [self.num_heads, 2 * self.num_kv_heads]
         q, cache_kv = qkv.view(len(qkv), -1, self.config.head_dim).split_with_sizes(heads, dim=1)
         return q, cache_kv
 
+    def _observe(self, point: str, value: Any, infer_state: State) -> None:
+        if infer_state.observer is not None:
+            infer_state.observer.observe(f"layers.{self.layer_num}.{point}", value)
+
 
 def add_norm(input: Tensor, infer_state: InferStateInfo, norm: NormWeight) -> Tensor:
-    """Add a layer's output to the residual and normalise the sum; the first one starts the residual."""
+    """Add a layer's output to the residual and normalise the sum; the first norm of a step starts the residual."""
     if infer_state.residual is None:
         infer_state.residual = input
         return norm.norm(input)

@@ -1,0 +1,29 @@
+"""What LightServe asks of hardware.
+
+``base.py`` says what a device must offer; ``cpu.py`` and ``cuda.py`` are the built-in ones, and ``registry.py`` finds
+them by name, together with those of other packages. ``profile.py`` holds what differs from card to card. No other
+package names a kind of device.
+"""
+
+from lightserve.common.device.base import Device, Graphs, HostCopy
+from lightserve.common.device.copies import copy_to_host, host_memory, to_device
+from lightserve.common.device.memory import explain_out_of_memory, pinned
+from lightserve.common.device.profile import H200, H200_GRAPHS, GraphRanges, Profile
+from lightserve.common.device.registry import device_named, pick_device
+
+__all__ = [
+    "H200",
+    "H200_GRAPHS",
+    "Device",
+    "GraphRanges",
+    "Graphs",
+    "HostCopy",
+    "Profile",
+    "copy_to_host",
+    "device_named",
+    "explain_out_of_memory",
+    "host_memory",
+    "pick_device",
+    "pinned",
+    "to_device",
+]

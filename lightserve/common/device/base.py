@@ -1,0 +1,131 @@
+"""What a device must offer. A subclass describes one kind of device; it holds no state of a worker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.device.profile import Profile
+from lightserve.errors import ServerError
+
+Key = TypeVar("Key")
+Out = TypeVar("Out")
+
+
+class HostCopy(Protocol):
+    """Copies of tensors that are on their way to the host."""
+
+    def tensors(self) -> list[Tensor]:
+        """Wait for the copies, and return them."""
+
+
+class Graphs(Protocol[Key, Out]):
+    """A function ``f(inputs, key)`` whose launches are captured once for each key and replayed later."""
+
+    def __contains__(self, key: Key) -> bool: ...
+
+    def capture(self, examples: Iterable[tuple[Key, Tensor]]) -> None: ...
+
+    def replay(self, key: Key, inputs: Tensor) -> Out: ...
+
+
+class Device(ABC):
+    name: ClassVar[str]  # of the option --device
+    torch_type: ClassVar[str]  # ``torch.device.type`` of its tensors
+    ops_backend: ClassVar[str]  # of common.ops
+    ops_module: ClassVar[str]  # importing it registers the backend
+    comm_backend: ClassVar[str]  # of torch.distributed
+    dtypes: ClassVar[tuple[torch.dtype, ...]]  # that models keep; a model of another dtype is computed in the first
+    pipeline_depth: ClassVar[int]  # steps in flight: an accelerator must find its next step ready
+    launches_async: ClassVar[bool]  # whether a launch returns before the work is done
+    step_timeout_s: ClassVar[float]  # default: no healthy step takes so long
+    max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
+
+    # which devices there are
+
+    @abstractmethod
+    def unavailable(self) -> str | None:
+        """Why this machine has no such device, with a remedy; None: it has one."""
+
+    @abstractmethod
+    def torch_device(self, rank: int) -> torch.device:
+        """The device of a tensor-parallel rank of this machine."""
+
+    @abstractmethod
+    def profile(self, device: torch.device) -> Profile:
+        """What ``device`` is measured or declared to do well."""
+
+    @abstractmethod
+    def enter(self, device: torch.device) -> None:
+        """Make ``device`` the current one of this thread."""
+
+    # operators
+
+    def bind(self, device: torch.device, deterministic: bool = False) -> None:
+        """Make ``device`` the one of this process and bind the ops to its backend.
+
+        ``deterministic``: the result of a row does not depend on the rows beside it. That is slower.
+        """
+        import_module(self.ops_module)
+        backends = [self.ops_backend]
+        if deterministic:
+            backends.insert(0, ops.fixed_order(self.ops_backend))
+        ops.use_backend(*backends)
+        self.enter(device)
+
+    def dtype_for(self, model_dtype: str | None) -> torch.dtype:
+        """The dtype to compute a model in unless the operator sets one."""
+        dtypes = [dtype for dtype in self.dtypes if self.has_dtype(dtype)]
+        return next((dtype for dtype in dtypes if str(dtype) == f"torch.{model_dtype}"), dtypes[0])
+
+    def has_dtype(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def check_head_dim(self, head_dim: int) -> None:
+        """Refuse a model whose attention heads the ops cannot compute. Called before weights load."""
+        if self.max_head_dim is not None and head_dim > self.max_head_dim:
+            raise ServerError(
+                f"the model's head_dim is {head_dim}; attention on {self.name} takes up to {self.max_head_dim}; "
+                "use the device cpu"
+            )
+
+    @abstractmethod
+    def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:
+        """Compile in parallel the kernels that ``work`` launches. ``work`` is not called if nothing compiles."""
+
+    # graphs
+
+    def graphs(self, function: Callable[[Tensor, Any], Out]) -> Graphs[Any, Out] | None:
+        """Captured launches of ``function``; None: the device has no graphs."""
+        return None
+
+    # memory
+
+    @abstractmethod
+    def peak_bytes(self, device: torch.device, work: Callable[[], None]) -> int:
+        """Memory that ``work`` needs beside what is allocated now; 0 if the KV budget leaves room for it anyway."""
+
+    @abstractmethod
+    def kv_budget(self, device: torch.device, mem_fraction: float) -> int:
+        """Bytes for the KV pool once the weights are loaded."""
+
+    # copies between host and device
+
+    @abstractmethod
+    def to_device(self, array: np.ndarray, device: torch.device) -> Tensor:
+        """A copy of ``array`` on ``device``. The host does not wait for the copy."""
+
+    @abstractmethod
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory that the device reads without making the host wait."""
+
+    @abstractmethod
+    def copy_to_host(self, *tensors: Tensor) -> HostCopy:
+        """Start to copy ``tensors``, which are of this device."""

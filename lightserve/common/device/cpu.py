@@ -1,0 +1,74 @@
+"""The CPU: tensors live in host memory, so copies are free and launches block."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightserve.common.device.base import Device
+from lightserve.common.device.profile import Profile
+from lightserve.io_struct import StepLimits
+from lightserve.utils.memory import free_ram
+
+KV_SHARE = 0.25  # of the free RAM: a laptop has other programs to run
+
+
+class CpuDevice(Device):
+    name = "cpu"
+    torch_type = "cpu"
+    ops_backend = "cpu"
+    ops_module = "lightserve.common.cpu_kernel"
+    comm_backend = "gloo"
+    dtypes = (torch.float32,)
+    pipeline_depth = 1
+    launches_async = False
+    step_timeout_s = 600.0  # 2048 tokens of a model of 8 billion weights on two cores take minutes
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def torch_device(self, rank: int) -> torch.device:
+        return torch.device(self.torch_type)
+
+    def profile(self, device: torch.device) -> Profile:
+        return Profile(
+            name=self.name,
+            multiprocessors=os.cpu_count() or 1,
+            step_limits=StepLimits(batch_max_tokens=2048, chunked_prefill_size=64),
+        )
+
+    def enter(self, device: torch.device) -> None:
+        """Nothing to do: every thread runs on the CPU."""
+
+    def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:
+        """Nothing to do: no kernel of the CPU is compiled."""
+
+    def peak_bytes(self, device: torch.device, work: Callable[[], None]) -> int:
+        return 0
+
+    def kv_budget(self, device: torch.device, mem_fraction: float) -> int:
+        """A share of the free RAM, whatever ``mem_fraction`` is."""
+        return int(free_ram() * KV_SHARE)
+
+    def to_device(self, array: np.ndarray, device: torch.device) -> Tensor:
+        return torch.from_numpy(array)
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def copy_to_host(self, *tensors: Tensor) -> CpuHostCopy:
+        return CpuHostCopy(tensors)
+
+
+class CpuHostCopy:
+    """The tensors themselves: they are in host memory already."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+
+    def tensors(self) -> list[Tensor]:
+        return self._tensors

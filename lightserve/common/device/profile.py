@@ -1,0 +1,98 @@
+"""What differs from card to card: its size, and the numbers that were tuned for it.
+
+The numbers of the H200 were measured. Every other GPU gets a profile that ``gpu_profile`` derives from its properties.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lightserve.io_struct import StepLimits
+
+KIB = 1024
+TILE_TOKENS = 128  # of a matmul: a step of another size pays for the next one
+CHUNK_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRanges:
+    """Shapes of steps that are captured as graphs. A step is padded to the next one."""
+
+    decodes: tuple[int, ...]  # requests of a step in which all decode
+    tokens: tuple[int, ...]  # of a step with prompts
+    prompts: int  # requests of a step with prompts in which nobody decodes
+    requests: tuple[int, ...]  # of a step with prompts in which others decode
+    hiding_tokens: int  # a step of more tokens hides the time that Python takes to launch it
+    many_requests: int  # beside which launching is so slow that longer steps are captured too
+    max_padding: int  # tokens: to compute so many takes no longer than a graph saves
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    name: str
+    step_limits: StepLimits  # unless the operator sets others
+    multiprocessors: int  # that run thread blocks; the cores of a CPU
+    shared_bytes: int = 0  # shared memory that one thread block may ask for (opt-in); 0: there is none
+    launch_lead_s: float = 0.0  # before a step ends, the next one is planned, sent and launched in this time
+    graphs: GraphRanges | None = None  # None: the device has no graphs
+
+
+# The step sizes are those of an 8B model. A decode step takes 5 ms, and 10 ms with 384 tokens, prompt tokens included.
+# Its matmuls take longer for 448 tokens than for 512, and for 1,088 a fifth longer than for 1,024.
+H200_LIMITS = StepLimits(batch_max_tokens=8192, chunked_prefill_size=256, sizes=(256, 384, 512, 768, 1024, 1280, 1536))
+H200_GRAPHS = GraphRanges(
+    # A step of few rows costs what reading the weights costs, so the steps between these are padded.
+    decodes=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512),
+    tokens=(64, 128, 256, 384, 512, 768, 1024, 1280, 1536),
+    prompts=8,
+    requests=(24, 40, 72, 136, 264),
+    # Launching a step from Python takes up to 29 ms, which computing more than 1,024 tokens hides.
+    hiding_tokens=1024,
+    many_requests=128,
+    max_padding=256,
+)
+H200 = Profile(
+    name="NVIDIA H200",
+    step_limits=H200_LIMITS,
+    multiprocessors=132,
+    shared_bytes=227 * KIB,
+    launch_lead_s=3e-3,  # with 256 requests
+    graphs=H200_GRAPHS,
+)
+MEASURED = (H200,)
+
+
+def gpu_profile(name: str, multiprocessors: int, shared_bytes: int) -> Profile:
+    """The measured profile of a card, or one that is derived from the H200's.
+
+    A card with fewer multiprocessors computes fewer tokens in the same time. So numbers of tokens shrink in proportion
+    to the multiprocessors, rounded to whole tiles of a matmul; they never grow past what was measured. The host's
+    launches cost the same, so the numbers of requests and the launch lead stay.
+    """
+    for measured in MEASURED:
+        if name == measured.name and multiprocessors == measured.multiprocessors:
+            return measured
+    limits, graphs = H200_LIMITS, H200_GRAPHS
+    share = min(multiprocessors / H200.multiprocessors, 1.0)
+    sizes = _scaled(limits.sizes, share)
+    chunk = _rounded((limits.chunked_prefill_size or 0) * share, CHUNK_TOKENS)
+    return replace(
+        H200,
+        name=name,
+        multiprocessors=multiprocessors,
+        shared_bytes=shared_bytes,
+        step_limits=StepLimits(limits.batch_max_tokens, chunk, sizes),
+        graphs=replace(
+            graphs,
+            tokens=tuple(sorted({*graphs.tokens[:2], *sizes})),  # the scheduler's sizes, and two for short prompts
+            hiding_tokens=_rounded(graphs.hiding_tokens * share, TILE_TOKENS),
+        ),
+    )
+
+
+def _scaled(sizes: tuple[int, ...], share: float) -> tuple[int, ...]:
+    return tuple(sorted({_rounded(size * share, TILE_TOKENS) for size in sizes}))
+
+
+def _rounded(tokens: float, tile: int) -> int:
+    return max(round(tokens / tile), 1) * tile

@@ -1,0 +1,74 @@
+"""The devices by name: the built-in ones, and those that other packages offer as entry points.
+
+Another package registers its ``Device`` subclass in its own pyproject.toml:
+
+    [project.entry-points."lightserve.devices"]
+    npu = "lightserve_npu:NpuDevice"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+import torch
+
+from lightserve.common.device.base import Device
+from lightserve.common.device.cpu import CpuDevice
+from lightserve.common.device.cuda import CudaDevice
+from lightserve.errors import ServerError
+
+ENTRY_POINTS = "lightserve.devices"
+BUILT_IN: dict[str, Device] = {device.name: device for device in (CudaDevice(), CpuDevice())}
+
+
+def device_named(name: str) -> Device:
+    """The device that is registered under ``name``, whether this machine has one or not."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if name in _entry_points():
+        return _loaded(name)
+    names = sorted({*BUILT_IN, *_entry_points()})
+    raise ServerError(f"device {name!r} is not supported; supported: {names}")
+
+
+def pick_device(name: str | None = None) -> Device:
+    """The device that the operator named, or the best one of this machine: an accelerator if there is one."""
+    if name is None:
+        return next(device for device in _by_preference() if device.unavailable() is None)
+    device = device_named(name)
+    reason = device.unavailable()
+    if reason is not None:
+        raise ServerError(reason)
+    return device
+
+
+def device_of(device: torch.device) -> Device:
+    """The ``Device`` of a torch device."""
+    return _of_type(device.type)
+
+
+@cache
+def _of_type(torch_type: str) -> Device:
+    return next(device for device in _by_preference() if device.torch_type == torch_type)
+
+
+def _by_preference() -> Iterator[Device]:
+    """The built-in accelerators, those of other packages, and the CPU last. Packages load only if they are reached."""
+    yield from (device for name, device in BUILT_IN.items() if name != CpuDevice.name)
+    yield from (_loaded(name) for name in _entry_points())
+    yield BUILT_IN[CpuDevice.name]
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+
+
+@cache
+def _loaded(name: str) -> Device:
+    entry = _entry_points()[name]
+    made = entry.load()()
+    if not isinstance(made, Device):
+        raise ServerError(f"device {name!r}: {entry.value} is no subclass of lightserve.common.device.Device")
+    return made

@@ -1,0 +1,89 @@
+"""What a token stores in the KV cache of each layer. A model declares it; memory and pool size follow from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers whose caches have the same shape, on one rank."""
+
+    layers: tuple[int, ...]
+    num_heads: int  # KV heads; 1 for a latent
+    key_size: int  # numbers per head
+    value_size: int  # numbers per head; 0: a latent from which keys and values are both computed
+    dtype: torch.dtype
+    scale_dtype: torch.dtype | None = None  # of one scale per token and head, keys and values apart; None: no scales
+    window: int | None = None  # tokens that a query attends to, itself included; None: all before it
+
+    def __post_init__(self) -> None:
+        if min(self.num_heads, self.key_size) < 1 or self.value_size < 0 or not self.layers:
+            raise ValueError(f"a KV group needs layers, heads and a key size: {self}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}; it must be at least 1")
+
+    @property
+    def token_shape(self) -> tuple[int, int]:
+        """One token of one layer: ``(rows, numbers per row)``.
+
+        Equal keys and values: a row per key head, then a row per value head. Unequal ones: a row per head, its key and
+        then its value. A latent: a row per head.
+        """
+        if self.key_size == self.value_size:
+            return 2 * self.num_heads, self.key_size
+        return self.num_heads, self.key_size + self.value_size
+
+    @property
+    def num_scales(self) -> int:
+        """Per token and layer."""
+        if self.scale_dtype is None:
+            return 0
+        return self.num_heads * (2 if self.value_size else 1)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """In all layers of the group."""
+        numbers = math.prod(self.token_shape) * self.dtype.itemsize
+        scales = 0 if self.scale_dtype is None else self.num_scales * self.scale_dtype.itemsize
+        return len(self.layers) * (numbers + scales)
+
+    @property
+    def plan_key(self) -> Hashable:
+        """Equal for layers whose attention launches the same kernels and can share one plan of a step."""
+        return self.num_heads, self.key_size, self.value_size, self.dtype, self.scale_dtype, self.window
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The layers of a rank that store KV, each in one group.
+
+    A pipeline stage has only its own layers, under their numbers in the model. A layer without attention has no group.
+    """
+
+    groups: tuple[KvGroup, ...]
+
+    def __post_init__(self) -> None:
+        layers = [layer for group in self.groups for layer in group.layers]
+        if len(set(layers)) != len(layers):
+            raise ValueError(f"a layer is in one KV group only; the groups contain the layers {sorted(layers)}")
+
+    @classmethod
+    def uniform(cls, num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> KvLayout:
+        """Keys and values of the same heads in every layer."""
+        return cls((KvGroup(tuple(range(num_layers)), num_heads, head_dim, head_dim, dtype),))
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(group.bytes_per_token for group in self.groups)
+
+    def group_of(self, layer_num: int) -> KvGroup | None:
+        return next((group for group in self.groups if layer_num in group.layers), None)

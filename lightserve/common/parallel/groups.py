@@ -1,0 +1,98 @@
+"""A rank's place in each kind of group, and the collectives within a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """The ranks that work on one thing together, and this rank's place among them.
+
+    In a group of one rank every collective returns its input. A larger group without a ``process_group`` is enough to
+    load this rank's weights; its collectives fail.
+    """
+
+    rank: int = 0
+    size: int = 1
+    process_group: dist.ProcessGroup | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum ``x`` over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self._connected())
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Concatenate the ``x`` of all ranks along the last dimension."""
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self._connected())
+        return torch.cat(parts, dim=-1)
+
+    def min_of_ranks(self, value: int, device: torch.device) -> int:
+        if self.size == 1:
+            return value
+        box = torch.tensor(value, device=device)
+        dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self._connected())
+        return int(box)
+
+    def _connected(self) -> dist.ProcessGroup:
+        """A collective without a group would silently run over all ranks of the process."""
+        if self.process_group is None:
+            raise RuntimeError(f"rank {self.rank} of {self.size} has no process group; create it with connect_ranks")
+        return self.process_group
+
+
+ONE_RANK = RankGroup()
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """This rank's place in every kind of group. A model reads only the groups that it uses."""
+
+    tp: RankGroup = ONE_RANK  # tensor parallel: ranks that split every layer
+    pp: RankGroup = ONE_RANK  # pipeline parallel: ranks that hold different layers
+    dp: RankGroup = ONE_RANK  # data parallel: ranks that compute different requests
+    ep: RankGroup = ONE_RANK  # expert parallel: ranks that hold different experts
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSizes:
+    """How many ranks each kind of group has.
+
+    A rank's number is ``(dp_rank * pp + pp_rank) * tp + tp_rank``. Expert groups take ``ep`` consecutive ranks of one
+    pipeline stage, in the order of their numbers; ``ep`` divides ``dp * tp``.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.tp, self.pp, self.dp, self.ep) < 1:
+            raise ValueError(f"every group needs at least one rank: {self}")
+        if self.dp * self.tp % self.ep:
+            raise ValueError(f"ep={self.ep} does not divide dp * tp = {self.dp * self.tp}")
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def groups(self, kind: str) -> list[list[int]]:
+        """The rank numbers of every group of a kind: ``tp``, ``pp``, ``dp`` or ``ep``."""
+        numbers = torch.arange(self.world).view(self.dp, self.pp, self.tp)
+        rows = {
+            "tp": numbers,
+            "pp": numbers.permute(0, 2, 1),
+            "dp": numbers.permute(1, 2, 0),
+            "ep": numbers.permute(1, 0, 2).reshape(-1, self.ep),
+        }[kind]
+        groups: list[list[int]] = rows.reshape(-1, rows.shape[-1]).tolist()
+        return groups

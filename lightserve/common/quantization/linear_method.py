@@ -1,0 +1,96 @@
+"""The contract between a model's linears and the formats in which their weights are stored."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightserve.common.checkpoint.piece import Piece
+
+
+def length(part: slice) -> int:
+    size: int = part.stop - part.start
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPart:
+    """One linear of the checkpoint, and the output rows of it that this rank computes."""
+
+    prefix: str  # its name in the checkpoint: model.layers.0.self_attn.q_proj
+    out_size: int  # of the whole linear
+    rows: slice  # of this rank
+    padding: int = 0  # rows of zeros behind them
+
+    @property
+    def num_rows(self) -> int:
+        """Output rows on this rank, padding included."""
+        return length(self.rows) + self.padding
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """A linear as one rank computes it: parts stacked along the output, all with the same input."""
+
+    parts: tuple[LinearPart, ...]
+    in_size: int  # of the whole linear
+    columns: slice  # of the input that this rank multiplies
+    has_bias: bool = False  # in the checkpoint
+    adds_bias: bool = True  # on this rank; False: another rank adds it
+    is_vocab: bool = False  # the rows are tokens, and the method must also look them up (``embed``)
+
+    @property
+    def out_size(self) -> int:
+        """Output rows on this rank."""
+        return sum(part.num_rows for part in self.parts)
+
+    @property
+    def num_columns(self) -> int:
+        return length(self.columns)
+
+
+class RmsNorm(NamedTuple):
+    """The parameters of an RMSNorm, for methods that compute it together with their product."""
+
+    weight: Tensor
+    eps: float
+
+
+class LinearMethod(ABC):
+    """Owns the tensors of one linear on one rank, and computes with them.
+
+    The constructor takes a ``LinearSpec``, the dtype of the activations and the device, and allocates; the device may
+    be ``meta``. A fused method returns None where it is not offered. Callers then compute the two steps one by one.
+    """
+
+    @abstractmethod
+    def pieces(self) -> Iterator[Piece]:
+        """The checkpoint tensors, with shape and dtype, and how this rank's part is cut out of each."""
+
+    @abstractmethod
+    def mm(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias`` for ``x`` ``[tokens, columns of this rank]``."""
+
+    def embed(self, ids: Tensor, first_id: int) -> Tensor:
+        """The weight's rows of ``ids``; row 0 is ``first_id``, and ids of other ranks give zeros."""
+        raise NotImplementedError(f"{type(self).__name__} cannot look up the rows of an embedding")
+
+    def add_rms_norm_mm(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor] | None:
+        """``mm`` of the norm of ``residual + x``, and that sum; ``residual`` is not valid afterwards."""
+        return None
+
+    def add_rms_norm_gate_up(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor] | None:
+        """Gated SiLU of ``add_rms_norm_mm``, for a linear whose parts are gate and up; and the sum."""
+        return None
+
+    def process_weights_after_loading(self) -> None:  # noqa: B027  most need nothing
+        """Called once all pieces are filled. A method may repack its tensors here."""
+
+    def kind(self) -> Hashable:
+        """Equal for methods that launch the same kernels."""
+        stored = ((piece.shape, None if piece.into is None else piece.into.dtype) for piece in self.pieces())
+        return (type(self), *stored)

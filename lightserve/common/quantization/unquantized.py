@@ -1,0 +1,59 @@
+"""Weights in the dtype of the activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.quantization.linear_method import LinearMethod, LinearSpec, RmsNorm
+
+
+class UnquantizedLinear(LinearMethod):
+    """One weight ``[out, in]`` and perhaps a bias ``[out]``; pieces ``PREFIX.weight`` and ``PREFIX.bias``."""
+
+    def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self._spec = spec
+        self.weight = torch.empty(spec.out_size, spec.num_columns, dtype=dtype, device=device)
+        has_bias = spec.has_bias and spec.adds_bias
+        self.bias = torch.empty(spec.out_size, dtype=dtype, device=device) if has_bias else None
+        self._zero_padding()
+
+    def _zero_padding(self) -> None:
+        end = 0
+        for part in self._spec.parts:
+            end += part.num_rows
+            self.weight[end - part.padding : end] = 0
+            if self.bias is not None:
+                self.bias[end - part.padding : end] = 0
+
+    def pieces(self) -> Iterator[Piece]:
+        begin, columns = 0, self._spec.columns
+        for part in self._spec.parts:
+            end = begin + part.num_rows - part.padding
+            whole = (part.out_size, self._spec.in_size)
+            yield Piece(f"{part.prefix}.weight", whole, self.weight[begin:end], slicer(part.rows, columns))
+            if self._spec.has_bias:
+                bias = None if self.bias is None else self.bias[begin:end]
+                yield Piece(f"{part.prefix}.bias", whole[:1], bias, slicer(part.rows))
+            begin = end + part.padding
+
+    def mm(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+    def embed(self, ids: Tensor, first_id: int) -> Tensor:
+        return ops.vocab_embedding(ids, self.weight, first_id)
+
+    def add_rms_norm_mm(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
+        return ops.add_rms_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
+
+    def add_rms_norm_gate_up(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
+        return ops.add_rms_norm_gate_up(x, residual, norm.weight, norm.eps, self.weight, self.bias)
+
+
+def slicer(*slices: slice) -> Callable[[Tensor], Tensor]:
+    """Cut the same part out of any tensor, one slice per dimension."""
+    return lambda tensor: tensor[slices]

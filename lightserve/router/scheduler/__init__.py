@@ -1,0 +1,20 @@
+"""Plans steps: which requests run next, how many tokens of each, and in which KV slots. No torch, no processes.
+
+    admission.py      which waiting requests start: seats, prompt tokens of the step, KV memory
+    chunk_sizing.py   how many prompt tokens a step computes beside decodes
+    chunking.py       how those tokens are divided among the prompts
+    preemption.py     which requests make room when KV memory runs out
+    batch.py          the requests that run
+    scheduler.py      composes them into steps
+
+Every step computes one token of every decoding request, and prompt chunks up to a budget. A request is admitted while
+the peak of what all requests will hold fits the pool. If that estimate was too low, the newest request is preempted
+(paused): its KV stays in the prefix cache while there is room, and it continues later with the same text. Several steps
+may be planned before the tokens of the first are back: workers run steps in order, so a step may use memory that an
+earlier step in flight still reads.
+"""
+
+from lightserve.router.scheduler.limits import Limits, limits_of
+from lightserve.router.scheduler.scheduler import Scheduler
+
+__all__ = ["Limits", "Scheduler", "limits_of"]

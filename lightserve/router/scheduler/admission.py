@@ -1,0 +1,96 @@
+"""Which waiting requests start, so that seats, the prompt tokens of a step and the KV pool suffice."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightserve.router.radix_cache import common_len
+from lightserve.router.req import Req
+from lightserve.router.req_queue import ReqQueue
+from lightserve.router.scheduler.batch import RunningBatch
+from lightserve.router.scheduler.chunking import Chunking
+from lightserve.router.scheduler.limits import Limits
+from lightserve.router.token_budget import OutputEstimate, peak_tokens
+
+WORTH_WAITING = 32  # tokens of a common prefix that another request computes now; fewer are computed again
+
+
+class AdmissionControl:
+    def __init__(
+        self, queue: ReqQueue, batch: RunningBatch, chunking: Chunking, limits: Limits, estimate: OutputEstimate
+    ) -> None:
+        self._queue = queue
+        self._batch = batch
+        self._pool = batch.pool
+        self._chunking = chunking
+        self._limits = limits
+        self._estimate = estimate
+
+    def admit(self, now_s: float) -> list[Req]:
+        """Move requests from the queue into the batch. They hold their cached tokens from now on."""
+        if not len(self._queue) or self._is_full or self._batch.isolation.isolated:
+            return []  # most steps end here, without ordering the queue
+        unplanned = [(req, req.unplanned) for req in self._batch]
+        prefilling = [req for req, count in unplanned if count > 1]
+        budget = self._chunking.budget(prefilling, sum(count == 1 for _, count in unplanned), len(self._queue))
+        reserved = self._chunking.reserved(budget)
+        budget -= sum(min(count, reserved) for _, count in unplanned if count > 1)
+        if budget <= 0:
+            return []
+        return self._admit_candidates(prefilling, budget, reserved, now_s)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._batch) >= self._limits.max_running
+
+    def _admit_candidates(self, prefilling: list[Req], budget: int, reserved: int, now_s: float) -> list[Req]:
+        """In the order of the queue, until a request does not fit: if smaller ones passed it, it would starve."""
+        isolation = self._batch.isolation
+        admitted: list[Req] = []
+        for req in self._queue.candidates(self._pool.cached_len):
+            if self._is_full or budget <= 0 or isolation.isolated:
+                break
+            if req.in_flight or self._is_being_computed(req, prefilling):
+                continue
+            runs_alone = isolation.needs_isolation(req)
+            if (runs_alone and admitted) or not self._fits(req):
+                break
+            self._start(req, now_s)
+            admitted.append(req)
+            budget -= min(req.unplanned, reserved)
+            if req.is_prefilling:
+                prefilling.append(req)
+            if runs_alone:
+                isolation.isolated = req
+        return admitted
+
+    def _is_being_computed(self, req: Req, prefilling: list[Req]) -> bool:
+        """Whether another request computes a long part of this prompt now, which will be in the cache soon."""
+        others = [other for other in prefilling if other.salt == req.salt]
+        if not others or req.needs_prompt_computed:
+            return False
+        enough = self._pool.cached_len(req) + WORTH_WAITING
+        return any(common_len(req.prompt, other.prompt) >= enough for other in others)
+
+    def _fits(self, req: Req) -> bool:
+        """Whether the peak with this request fits the pool. If so, the request holds its cached tokens."""
+        pool = self._pool
+        pool.open(req)
+        reqs = [*self._batch, req]
+        generated = np.array([one.planned_outputs for one in reqs])
+        max_new_tokens = np.array([one.max_new_tokens for one in reqs])
+        is_tight = pool.used >= self._limits.token_ratio * pool.size
+        remaining = max_new_tokens - generated if is_tight else self._estimate.remaining(generated, max_new_tokens)
+        held = generated + np.array([len(one.prompt_ids) - one.shared_len for one in reqs])  # once prompts are computed
+        if pool.shared_tokens + peak_tokens(held, remaining) <= pool.size or len(reqs) == 1:
+            return True
+        pool.close(req)
+        return False
+
+    def _start(self, req: Req, now_s: float) -> None:
+        self._queue.remove(req)
+        req.begin()
+        if not req.output_ids:
+            req.admitted_s = now_s
+            req.cached_len = req.planned_len
+        self._batch.add(req)

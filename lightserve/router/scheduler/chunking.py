@@ -1,0 +1,69 @@
+"""How the prompt tokens of a step are divided among the requests that prefill."""
+
+from __future__ import annotations
+
+import math
+
+from lightserve.router.policy import Policy
+from lightserve.router.req import Req
+from lightserve.router.scheduler.chunk_sizing import prompt_tokens
+from lightserve.router.scheduler.limits import Limits
+
+SHARE_OF_OLDEST = 0.25  # of a step's prompt tokens: a long prompt continues beside any number of short ones
+# Prompts with at most so many tokens left are computed in the order of arrival, before all others. Shortest first would
+# make the TTFT p99 6 % longer at 20 requests a second of 256 to 768 tokens.
+SHORT_PROMPT = 1_024
+
+Part = tuple[Req, int]  # so many of the request's next tokens
+
+
+class Chunking:
+    def __init__(self, limits: Limits, policy: Policy) -> None:
+        self._limits = limits
+        self._policy = policy
+
+    def budget(self, prompts: list[Req], decodes: int, num_waiting: int, context: float = 0.0) -> int:
+        """Prompt tokens of the next step, in which ``prompts`` prefill beside ``decodes`` others.
+
+        Waiting requests make a step longer. A long prompt does not, because it would do so for a long time.
+        """
+        short = sum(req.unplanned <= SHORT_PROMPT for req in prompts)
+        return prompt_tokens(self._limits, decodes, max(short + num_waiting, 1), context)
+
+    def reserved(self, budget: int) -> int:
+        """How much of the budget one prompt is sure to get, so that admission counts it as taken."""
+        return budget if self._limits.chunk_size is None else math.ceil(budget * SHARE_OF_OLDEST)
+
+    def divide(self, prompts: list[Req], decodes: int, num_waiting: int, available: int) -> list[Part]:
+        """``available``: slots of the KV pool for these prompts."""
+        budget = self.budget(prompts, decodes, num_waiting)
+        if self._limits.chunk_size is None:
+            return _whole_prompts(prompts, budget, available)
+        parts = self._chunks(prompts, budget, available)
+        tokens = sum(count for _, count in parts)
+        context = sum(count * req.planned_len for req, count in parts) / max(tokens, 1)
+        if not context:
+            return parts
+        return self._chunks(prompts, self.budget(prompts, decodes, num_waiting, context), available)
+
+    def _chunks(self, prompts: list[Req], budget: int, available: int) -> list[Part]:
+        """Short prompts go first, so that a long one does not delay them. The oldest prompt always gets its share."""
+        left = min(budget, available)
+        counts = {req.req_id: 0 for req in prompts}
+        by_need = sorted(prompts, key=lambda req: (self._policy.priority(req), max(req.unplanned, SHORT_PROMPT)))
+        for req, most in ((prompts[0], math.ceil(budget * SHARE_OF_OLDEST)), *((req, budget) for req in by_need)):
+            count = max(0, min(req.unplanned - counts[req.req_id], most, left))
+            counts[req.req_id] += count
+            left -= count
+        return [(req, counts[req.req_id]) for req in prompts if counts[req.req_id]]
+
+
+def _whole_prompts(prompts: list[Req], budget: int, available: int) -> list[Part]:
+    """In their order. The last prompt may exceed the budget."""
+    parts = []
+    for req in prompts:
+        if budget > 0 and req.unplanned <= available:
+            parts.append((req, req.unplanned))
+            budget -= req.unplanned
+            available -= req.unplanned
+    return parts

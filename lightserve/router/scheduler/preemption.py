@@ -1,0 +1,43 @@
+"""Which running requests make room when the KV pool runs out of memory."""
+
+from __future__ import annotations
+
+from lightserve.router.policy import Policy
+from lightserve.router.req import Req
+from lightserve.router.req_queue import ReqQueue
+from lightserve.router.scheduler.batch import RunningBatch
+
+
+class Preemption:
+    """Moves requests back into the queue. Their KV stays in the prefix cache while there is room."""
+
+    def __init__(self, batch: RunningBatch, queue: ReqQueue, policy: Policy) -> None:
+        self.count = 0
+        self._batch = batch
+        self._queue = queue
+        self._policy = policy
+
+    def make_room(self) -> None:
+        """Preempt until every decoding request can have its next token. A single request always can."""
+        available = self._batch.pool.available
+        while len(self._batch) > max(1, available):  # decodes are counted only if memory is short
+            decoding = sum(req.unplanned == 1 for req in self._batch)
+            if decoding <= available:
+                return
+            self.preempt_newest()
+            available = self._batch.pool.available
+
+    def is_stuck(self) -> bool:
+        """Whether no request has memory to continue, and no request in flight can end and free some."""
+        batch = self._batch
+        return len(batch) > 1 and any(req.unplanned for req in batch) and not any(req.in_flight for req in batch)
+
+    def preempt_newest(self) -> None:
+        """Preempt the request with the lowest priority; of these the latest arrival."""
+        self.preempt(max(self._batch, key=lambda req: (self._policy.priority(req), req.arrived_s, req.req_id)))
+
+    def preempt(self, req: Req) -> None:
+        """The request is admitted again before all requests that have not begun."""
+        self._batch.release(req)
+        self._queue.add_preempted(req)
+        self.count += 1

@@ -1,0 +1,215 @@
+"""The scheduler's interface to the router's loop, the offline LLM and the simulator."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from lightserve.io_struct import ReqFailed, Step, StepRow, TokenOut
+from lightserve.router.crash_isolation import CrashIsolation
+from lightserve.router.kv_pool import KvPool
+from lightserve.router.policy import Fifo, Policy
+from lightserve.router.req import Req
+from lightserve.router.req_queue import ReqQueue
+from lightserve.router.scheduler.admission import AdmissionControl
+from lightserve.router.scheduler.batch import RunningBatch
+from lightserve.router.scheduler.chunking import Chunking, Part
+from lightserve.router.scheduler.limits import Limits
+from lightserve.router.scheduler.preemption import Preemption
+from lightserve.router.token_budget import OutputEstimate
+
+PlannedRow = tuple[Req, int, int]  # the request, which of its admissions, its planned_len after the step
+
+
+class PlannedStep(NamedTuple):
+    """A step in flight."""
+
+    rows: list[StepRow]
+    planned: list[PlannedRow]
+
+
+class Scheduler:
+    def __init__(
+        self,
+        pool: KvPool,
+        limits: Limits,
+        policy: Policy | None = None,
+        estimate: OutputEstimate | None = None,
+    ) -> None:
+        self.pool = pool
+        self.limits = limits
+        policy = policy or Fifo()
+        self._queue = ReqQueue(policy)
+        self._isolation = CrashIsolation()
+        self._batch = RunningBatch(pool, self._isolation)
+        self._estimate = estimate or OutputEstimate()
+        self._chunking = Chunking(limits, policy)
+        self._preemption = Preemption(self._batch, self._queue, policy)
+        self._in_flight: deque[PlannedStep] = deque()  # oldest first
+        self._admission = AdmissionControl(self._queue, self._batch, self._chunking, limits, self._estimate)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._batch)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._preemption.count
+
+    @property
+    def is_isolating_crash(self) -> bool:
+        """If so, no step may be planned before the tokens of the last are back: see CrashIsolation."""
+        return self._isolation.is_active
+
+    def add(self, req: Req) -> None:
+        self._queue.add(req)
+
+    def next_step(self, now_s: float = 0.0) -> Step | None:
+        """What to compute next; None if there is nothing beyond the steps in flight."""
+        self._preemption.make_room()
+        admitted = {req: req.as_new() for req in self._admission.admit(now_s)}
+        rows, planned = self._plan_rows()
+        is_empty = not rows and not any(req in self._batch for req in admitted)
+        if is_empty and (len(self._batch) or not self._batch.has_rows_to_free):
+            return None  # freed rows can wait for the next step, unless there will be none
+        new, free = self._batch.sync_workers(admitted)
+        self._in_flight.append(PlannedStep(rows, planned))
+        return Step(rows, [admitted[req] for req in new], free)
+
+    def complete_step(self) -> None:
+        """The oldest step in flight is back: the KV that it computed is certain."""
+        for req, admission, end in self._in_flight.popleft().planned:
+            if req.num_admissions == admission:
+                req.certain_len = end
+
+    def process_tokens(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
+        """Complete the oldest step in flight, and give every token to its request."""
+        self.complete_step()
+        processed = [(self.process_token(out), out) for out in outs]
+        return [(req, out) for req, out in processed if req is not None]
+
+    def process_token(self, out: TokenOut) -> Req | None:
+        """Give a token to its request, and release the request if it is finished. None if it has ended before."""
+        req = self._batch.find(out.req_id) or self._queue.find_preempted(out.req_id)
+        if req is None or not (req.in_flight or out.is_forced):  # it ended or was aborted meanwhile
+            return None
+        req.add_token(out)
+        self._isolation.clear(req)
+        if req.finish_reason is not None:
+            if req.max_new_tokens > 1:  # a step of a beam search makes one token: it is no example of an output
+                self._estimate.learn(len(req.output_ids))
+            self._drop(req)
+        return req
+
+    def fail(self, failure: ReqFailed) -> Req | None:
+        """End a request that failed in a step. None if it has ended before."""
+        req = self._batch.find(failure.req_id) or self._queue.find_preempted(failure.req_id)
+        if req is None or not req.in_flight:
+            return None
+        req.fail(failure)
+        self._drop(req)
+        if failure.status >= 500:
+            self.pool.discard(req)
+        return req
+
+    def abort(self, req_id: int) -> Req | None:
+        """Drop a request, whether it waits or runs. None if it has ended."""
+        req = self._batch.find(req_id) or self._queue.find(req_id)
+        if req is not None:
+            self._drop(req)
+        return req
+
+    def expire(self, now_s: float) -> list[Req]:
+        """Drop the requests whose deadline has passed."""
+        return self._drop_all(lambda req: req.deadline_s is not None and req.deadline_s <= now_s)
+
+    def preempt_newest(self) -> None:
+        """Move a running request back into the queue, as if KV memory had run out."""
+        self._preemption.preempt_newest()
+
+    def cancel_steps(self) -> None:
+        """The steps in flight failed, and the workers have freed all requests. Drops all requests.
+
+        Nobody knows what those steps computed, so their slots are taken back, also from the prefix cache.
+        """
+        for req in self._batch:
+            req.take_back()
+        self._drop_all(lambda req: True)
+        self.pool.take_back([slot for step in self._in_flight for row in step.rows for slot in row.slots])
+        self._in_flight.clear()
+        self._batch.clear()
+
+    def reset(self) -> None:
+        """Drop all requests and all KV. The workers have freed all requests."""
+        self._queue.clear()
+        self._batch.clear()
+        self._isolation.reset()
+        self._in_flight.clear()
+        self.pool.reset()
+
+    def recover_from_crash(self) -> Req | None:
+        """The workers died. All requests continue from their tokens in new workers, which hold no KV.
+
+        Returns the crashing request if it is known; it is dropped.
+        """
+        in_flight = {req for step in self._in_flight for req, _, _ in step.planned}
+        self._in_flight.clear()
+        self.pool.reset()
+        for req in self._batch.clear():
+            self._queue.add_preempted(req)
+        for req in self._queue:
+            req.reset_kv()
+        crashing_request = self._isolation.record_crash([req for req in self._queue if req in in_flight])
+        if crashing_request is not None:
+            self._drop(crashing_request)
+        return crashing_request
+
+    def _drop(self, req: Req) -> None:
+        self._isolation.clear(req)
+        if req in self._batch:
+            self._batch.release(req)
+        else:
+            self._queue.remove(req)
+
+    def _drop_all(self, is_meant: Callable[[Req], bool]) -> list[Req]:
+        dropped = [req for req in (*self._queue, *self._batch) if is_meant(req)]
+        for req in dropped:
+            self._drop(req)
+        return dropped
+
+    def _plan_rows(self) -> tuple[list[StepRow], list[PlannedRow]]:
+        """Allocate KV slots for the tokens of the next step."""
+        parts = self._parts()
+        while not parts and self._preemption.is_stuck():
+            self._preemption.preempt_newest()
+            parts = self._parts()
+        slots = self.pool.alloc(sum(count for _, count in parts))
+        rows: list[StepRow] = []
+        planned: list[PlannedRow] = []
+        begin = 0
+        for req, count in parts:
+            own = slots[begin : begin + count]
+            begin += count
+            is_prompt = req.planned_len < len(req.prompt_ids)
+            req.plan(own)
+            if is_prompt:
+                self.pool.share(req)
+            rows.append(StepRow(req.req_id, own))
+            planned.append((req, req.num_admissions, req.planned_len))
+        return rows, planned
+
+    def _parts(self) -> list[Part]:
+        """How many tokens of each request the next step computes: one of each decode, then prompt tokens."""
+        isolated = self._isolation.isolated
+        unplanned = [(req, req.unplanned) for req in ([isolated] if isolated else self._batch)]
+        parts = [part for part in unplanned if part[1] == 1]
+        prompts = [req for req, count in unplanned if count > 1]
+        if prompts:
+            decodes = len(parts)
+            parts += self._chunking.divide(prompts, decodes, len(self._queue), self.pool.available - decodes)
+        return parts

@@ -1,0 +1,137 @@
+"""Collects the results of launched steps, in launch order.
+
+Two owners share the state of a request:
+
+- The thread that launches steps owns the batch: lengths, rows, device state, and its view of the token ids.
+- The collector owns the output of requests with a grammar (``GrammarOutput``): whoever holds its lock collects.
+
+The collector waits for the tokens of a step, advances grammars and builds the StepResult. It queues what the launching
+thread must know (``TokenUpdate``), and the launching thread applies the queue before it packs the next step. A grammar
+changes hands with a request's token. While a sampled token is in flight, only the collector touches the grammar. When
+no token of the request is in flight, only the launching thread does, to make its mask.
+
+There is no thread for it. The thread that wants a result collects all steps up to it, so a result reaches the router
+without a switch between threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightserve.common.device import copy_to_host
+from lightserve.io_struct import ReqFailed, StepResult, Token, TokenOut
+from lightserve.worker.infer_batch import InferReq, TokenUpdate
+from lightserve.worker.rpc import Collect
+from lightserve.worker.sampling.grammar import NO_TOKEN_LEFT
+from lightserve.worker.sampling.logprobs import NO_LOGPROBS, PromptChunk, SampledLogprobs, TopLogprobs, join_chunks
+from lightserve.worker.sampling.sampler import NONE_ALLOWED
+
+NOT_FINITE = "numerical error: the model's logits for the next token are not finite numbers"
+
+
+class SampledRow(NamedTuple):
+    """A row of a step whose token is the next one of a request."""
+
+    row: int
+    req: InferReq
+    prompt_chunks: list[PromptChunk] | None  # of the whole prompt, with its first token, if requested
+
+
+class PendingStep:
+    """A launched step. ``sampled`` leaves out the rows of unfinished prompts."""
+
+    def __init__(self, tokens: Tensor, sampled: Sequence[SampledRow], logprobs: SampledLogprobs | None) -> None:
+        self.sampled = sampled
+        self.result: Future[StepResult] = Future()
+        self._tokens = copy_to_host(tokens)
+        self._logprobs = logprobs
+
+    def token_ids(self) -> list[int]:
+        """Wait for the sampled tokens. Return one per row."""
+        (tokens,) = self._tokens.tensors()
+        ids: list[int] = tokens.tolist()
+        return ids
+
+    def logprobs(self) -> dict[int, TopLogprobs]:
+        return {} if self._logprobs is None else self._logprobs.by_row()
+
+
+class StepCollector:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: deque[PendingStep] = deque()  # in launch order
+        self._updates: deque[TokenUpdate] = deque()
+
+    def add(self, step: PendingStep) -> Collect:
+        """A function that waits for the result of ``step``, the step that was launched last."""
+        self._pending.append(step)
+        return partial(self._collect, step)
+
+    def collect_all(self) -> None:
+        """Wait for all steps in flight."""
+        with self._lock:
+            while self._pending:
+                self._collect_next().result()
+
+    def take_updates(self) -> Iterator[TokenUpdate]:
+        """What was collected since the last call. For the launching thread."""
+        while self._updates:
+            yield self._updates.popleft()
+
+    def _collect(self, step: PendingStep) -> StepResult:
+        with self._lock:
+            while not step.result.done():
+                self._collect_next()
+        return step.result.result()
+
+    def _collect_next(self) -> Future[StepResult]:
+        step = self._pending.popleft()
+        try:
+            result = self._result_of(step)
+        except BaseException as error:
+            step.result.set_exception(error)
+        else:
+            step.result.set_result(result)
+        return step.result
+
+    def _result_of(self, step: PendingStep) -> StepResult:
+        ids, logprobs = step.token_ids(), step.logprobs()
+        tokens: list[TokenOut] = []
+        failed: list[ReqFailed] = []
+        for row, req, prompt_chunks in step.sampled:
+            if ids[row] < 0:
+                failed.append(_failure(req.req_id, ids[row]))
+                self._updates.append(TokenUpdate(req, [0]))  # ops.place_tokens takes token 0 as well
+                continue
+            prompt = None if prompt_chunks is None else join_chunks(prompt_chunks, req.sampling.prompt_logprobs or 0)
+            token = Token(ids[row], *logprobs.get(row, NO_LOGPROBS), prompt_logprobs=prompt)
+            outs, error = _extend(req, token)
+            if error is not None:
+                failed.append(ReqFailed(req.req_id, 400, error))
+            tokens += outs
+            is_constrained = req.output is not None and not req.output.is_free
+            self._updates.append(TokenUpdate(req, [ids[row], *(out.token.id for out in outs[1:])], is_constrained))
+        return StepResult(tokens, failed)
+
+
+def _failure(req_id: int, token_id: int) -> ReqFailed:
+    """``token_id``: a value that stands for no token."""
+    return ReqFailed(req_id, 400, NO_TOKEN_LEFT) if token_id == NONE_ALLOWED else ReqFailed(req_id, 500, NOT_FINITE)
+
+
+def _extend(req: InferReq, token: Token) -> tuple[list[TokenOut], str | None]:
+    """The sampled token of a request and those that its grammar forces behind it, or why it may not come."""
+    if req.output is None:
+        return [TokenOut(req.req_id, token)], None
+    is_complete, error = req.output.add(token.id)
+    if error is not None:
+        return [], error
+    sampled = TokenOut(req.req_id, token, completes_grammar=is_complete)
+    return [sampled, *(TokenOut(req.req_id, Token(i), done, is_forced=True) for i, done in req.output.forced())], None

@@ -1,0 +1,108 @@
+"""A KvLayout decides shapes and bytes of the KV cache; the MemoryManager allocates it and copies tokens within it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightserve.common.kv.layout import KvGroup, KvLayout
+from lightserve.common.kv.mem_manager import MemoryManager
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+MIXED = KvLayout(
+    (
+        KvGroup((0, 2), num_heads=4, key_size=16, value_size=16, dtype=BF16, window=8),
+        KvGroup((1,), num_heads=2, key_size=24, value_size=16, dtype=torch.float32),
+        KvGroup((3, 4), num_heads=1, key_size=72, value_size=0, dtype=BF16),
+        KvGroup((5,), num_heads=2, key_size=16, value_size=16, dtype=torch.int8, scale_dtype=torch.float32),
+    )
+)
+
+
+def test_plain_keys_and_values_are_one_buffer_with_keys_first() -> None:
+    manager = MemoryManager(10, KvLayout.uniform(3, num_heads=2, head_dim=16, dtype=BF16), CPU)
+
+    (buffer,) = manager.buffers
+    assert buffer.shape == (3, 11, 4, 16)
+    assert buffer.dtype == BF16
+    assert manager.padding_slot == 10
+    assert [manager.layer(i).data_ptr() for i in range(3)] == [buffer[i].data_ptr() for i in range(3)]
+    assert manager.scales(0) is None
+
+
+def test_layers_may_differ_in_heads_sizes_types_and_scales() -> None:
+    manager = MemoryManager(10, MIXED, CPU)
+
+    shapes = [tuple(manager.layer(i).shape) for i in range(6)]
+
+    assert shapes == [(11, 8, 16), (11, 2, 40), (11, 8, 16), (11, 1, 72), (11, 1, 72), (11, 4, 16)]
+    assert [manager.layer(i).dtype for i in (1, 5)] == [torch.float32, torch.int8]
+    scales = manager.scales(5)
+    assert scales is not None
+    assert scales.shape == (11, 4)
+    assert manager.scales(1) is None
+
+
+def test_bytes_per_token_are_those_of_the_buffers() -> None:
+    manager = MemoryManager(10, MIXED, CPU)
+
+    buffers = [*manager.buffers, *manager.scale_buffers.values()]
+
+    assert MIXED.bytes_per_token * 11 == sum(buffer.nbytes for buffer in buffers)
+    llama_3_8b = KvLayout.uniform(32, num_heads=8, head_dim=128, dtype=BF16)
+    assert llama_3_8b.bytes_per_token == 131_072
+
+
+def test_layers_share_a_plan_when_their_attention_is_the_same() -> None:
+    groups = [MIXED.group_of(i) for i in range(6)]
+
+    keys = [group.plan_key for group in groups if group is not None]
+
+    assert len(keys) == 6
+    assert keys[0] == keys[2]
+    assert len(set(keys)) == 4
+
+
+@pytest.mark.parametrize("layers", [((0, 1), (1,)), ((2, 2),)])
+def test_a_layer_in_two_groups_is_refused(layers: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="a layer is in one KV group only"):
+        KvLayout(tuple(KvGroup(group, 1, 8, 8, BF16) for group in layers))
+
+
+def test_layers_without_a_cache_take_no_memory() -> None:
+    layout = KvLayout((KvGroup((5, 7), 1, 8, 8, BF16),))
+    manager = MemoryManager(4, layout, CPU)
+
+    assert layout.group_of(6) is None
+    assert layout.num_layers == 2
+    assert manager.buffers[0].shape == (2, 5, 2, 8)
+    assert manager.layer(7).data_ptr() == manager.buffers[0][1].data_ptr()
+
+
+def test_a_copy_moves_tokens_in_every_layer_and_nothing_else() -> None:
+    manager = MemoryManager(20, MIXED, CPU)
+    caches = [manager.layer(i) for i in range(6)] + [
+        scale for i in range(6) if (scale := manager.scales(i)) is not None
+    ]
+    for cache in caches:
+        cache.copy_(torch.arange(cache.numel()).view(cache.shape) % 100)
+    before = [cache.clone() for cache in caches]
+
+    manager.copy(torch.tensor([3, 7, 0], dtype=torch.int32), torch.tensor([11, 2, 19], dtype=torch.int32))
+
+    for cache, old in zip(caches, before, strict=True):
+        old[[11, 2, 19]] = old[[3, 7, 0]]
+        assert torch.equal(cache, old)
+
+
+def test_a_copy_between_overlapping_slots_reads_before_it_writes() -> None:
+    manager = MemoryManager(8, KvLayout.uniform(2, num_heads=1, head_dim=4, dtype=torch.float32), CPU)
+    for buffer in manager.buffers:
+        buffer.copy_(torch.rand(buffer.shape))
+    before = manager.buffers[0].clone()
+
+    manager.copy(torch.arange(0, 5), torch.arange(2, 7))
+
+    assert torch.equal(manager.buffers[0][:, 2:7], before[:, 0:5])
+    assert torch.equal(manager.buffers[0][:, :2], before[:, :2])

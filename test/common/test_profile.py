@@ -1,0 +1,66 @@
+"""The numbers that are tuned for a card, and how those of other cards follow from its size."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightserve.common.device.profile import H200, KIB, GraphRanges, Profile, gpu_profile
+from lightserve.worker.step_runner import graph_shapes, padded
+
+CARDS = {  # multiprocessors, KiB of shared memory that a thread block may have
+    "NVIDIA A100-SXM4-80GB": (108, 163),
+    "NVIDIA B200": (148, 227),
+    "NVIDIA GeForce RTX 4090": (128, 99),
+    "NVIDIA H100 80GB HBM3": (132, 227),
+    "NVIDIA L4": (58, 99),
+    "NVIDIA L40S": (142, 99),
+}
+
+
+def profile_of(name: str) -> Profile:
+    multiprocessors, shared_kib = CARDS[name]
+    return gpu_profile(name, multiprocessors, shared_kib * KIB)
+
+
+def graphs_of(profile: Profile) -> GraphRanges:
+    assert profile.graphs is not None
+    return profile.graphs
+
+
+def test_an_h200_has_the_profile_that_was_measured() -> None:
+    assert gpu_profile("NVIDIA H200", 132, 232_448) is H200
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_keeps_its_own_size_and_computes_no_more_tokens_than_were_measured(name: str) -> None:
+    profile = profile_of(name)
+
+    assert (profile.multiprocessors, profile.shared_bytes) == (CARDS[name][0], CARDS[name][1] * KIB)
+    assert max(profile.step_limits.sizes) <= max(H200.step_limits.sizes)
+    assert 0 < (profile.step_limits.chunked_prefill_size or 0) <= 256
+    assert all(size % 128 == 0 for size in profile.step_limits.sizes)
+    assert profile.launch_lead_s == H200.launch_lead_s
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA B200", "NVIDIA L40S"])
+def test_a_card_as_large_as_an_h200_has_its_step_sizes(name: str) -> None:
+    assert (profile_of(name).step_limits, profile_of(name).graphs) == (H200.step_limits, H200.graphs)
+
+
+def test_the_steps_of_a_card_of_under_half_the_size_are_half_as_long() -> None:
+    profile = profile_of("NVIDIA L4")
+
+    assert profile.step_limits.chunked_prefill_size == 128
+    assert profile.step_limits.sizes == (128, 256, 384, 512, 640)
+    assert graphs_of(profile).tokens == (64, 128, 256, 384, 512, 640)
+    assert graphs_of(profile).hiding_tokens == 512
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_every_step_size_is_captured_and_every_captured_shape_is_padded_to_itself(name: str) -> None:
+    profile = profile_of(name)
+    ranges = graphs_of(profile)
+
+    assert set(profile.step_limits.sizes) <= set(ranges.tokens)
+    for shape in graph_shapes(256, ranges=ranges):
+        assert padded(shape, ranges) == shape

@@ -1,0 +1,41 @@
+"""The next step is sent shortly before the step in flight ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightserve.router.step_pacer import LEAD_S, MARGIN, MAX_RECENT, StepPacer, kind_of
+
+DECODES, PROMPTS = kind_of(tokens=3, requests=3), kind_of(tokens=401, requests=2)
+
+
+def due_s(length_s: float) -> float:
+    return length_s * (1 - MARGIN) - LEAD_S
+
+
+def test_the_step_after_one_of_unknown_duration_is_sent_at_once() -> None:
+    pacer = StepPacer()
+    pacer.record(DECODES, 1.0, 1.01)
+
+    assert pacer.send_at(PROMPTS, 2.0) <= 2.0
+    assert pacer.send_at(kind_of(tokens=200, requests=200), 2.0) <= 2.0
+
+
+def test_a_step_runs_since_it_was_sent_or_since_the_last_step_ended() -> None:
+    pacer = StepPacer()
+    pacer.record(DECODES, 1.0, 1.01)
+    assert pacer.send_at(DECODES, 2.0) == pytest.approx(2.0 + due_s(0.01))
+    assert pacer.send_at(DECODES, 1.005) == pytest.approx(1.01 + due_s(0.01))
+
+    pacer.record(PROMPTS, 1.005, 1.05)
+    assert pacer.send_at(PROMPTS, 1.02) == pytest.approx(1.05 + due_s(0.04))
+
+
+def test_the_shortest_recent_duration_counts() -> None:
+    pacer = StepPacer()
+    for now_s, length_s in enumerate((0.02, 0.01, 0.5, *[0.03] * (MAX_RECENT - 1)), start=1):
+        pacer.record(DECODES, now_s, now_s + length_s)
+        if length_s == 0.5:
+            assert pacer.send_at(DECODES, 20.0) == pytest.approx(20.0 + due_s(0.01))
+
+    assert pacer.send_at(DECODES, 20.0) == pytest.approx(20.0 + due_s(0.03))
