@@ -250,7 +250,7 @@ class HeldPacer(StepPacer):
 
 def test_a_request_that_arrives_before_the_next_step_is_due_joins_it(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        pacer = router.manager._pacer = HeldPacer()
+        pacer = router.manager.steps.pacer = HeldPacer()
         router.model.may_run.clear()
         router.send(request(0))
         await until(lambda: len(router.model.steps) == 1)
@@ -270,7 +270,7 @@ def test_a_request_that_arrives_before_the_next_step_is_due_joins_it(tmp_path: P
 
 def test_the_next_step_is_sent_at_once_if_requests_wait_for_the_one_after(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        pacer = router.manager._pacer = HeldPacer()
+        pacer = router.manager.steps.pacer = HeldPacer()
         pacer.wait_s = -1.0
         router.model.may_run.clear()
         router.send(request(0))
@@ -288,7 +288,7 @@ def test_the_next_step_is_sent_at_once_if_requests_wait_for_the_one_after(tmp_pa
 
 def test_the_next_step_is_sent_when_it_is_due_without_another_event(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        pacer = router.manager._pacer = HeldPacer()
+        pacer = router.manager.steps.pacer = HeldPacer()
         pacer.wait_s = 0.05
         router.model.may_run.clear()
         router.send(request(0))

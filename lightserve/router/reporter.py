@@ -1,0 +1,113 @@
+"""Messages from the router to the detokenizer: new requests, tokens, failures, heartbeats. It counts metrics too."""
+
+from __future__ import annotations
+
+import time
+
+from lightserve.io_struct import (
+    Admission,
+    BatchTokenIdOut,
+    FinishReason,
+    ReqFailed,
+    RouterStats,
+    StepResult,
+    TextParams,
+    TextReq,
+    ToDetokenization,
+    TokenIdOut,
+    TokenOut,
+)
+from lightserve.router.req import Req
+from lightserve.router.scheduler import Scheduler
+from lightserve.router.stats import RouterMetrics
+from lightserve.utils.channel import Sender
+
+
+class Reporter:
+    def __init__(self, scheduler: Scheduler, to_detokenization: Sender[ToDetokenization]) -> None:
+        self.metrics = RouterMetrics()
+        self._scheduler = scheduler
+        self._to_detokenization = to_detokenization
+        self._aborted: list[int] = []  # requests aborted since the last message
+
+    def announce(self, req_id: int, params: TextParams) -> None:
+        """A request was accepted. This message comes before its tokens."""
+        self._to_detokenization.send(BatchTokenIdOut(new=[TextReq(req_id, params)]))
+
+    def refuse(self, req_id: int, message: str) -> None:
+        self.metrics.refused()
+        self._to_detokenization.send(BatchTokenIdOut(failed=[ReqFailed(req_id, 429, message)]))
+
+    def fail(self, failed: list[ReqFailed]) -> None:
+        self.metrics.failed(len(failed))
+        self._to_detokenization.send(BatchTokenIdOut(failed=failed))
+
+    def abort(self, req: Req, reason: FinishReason) -> None:
+        """A request was aborted. The next message says so."""
+        self._aborted.append(req.req_id)
+        self._count_finished(req, reason, time.monotonic())
+
+    def report(self, result: StepResult) -> None:
+        """Give the tokens of a step to their requests, and send them in one message with the aborted requests."""
+        failed = [failure for failure in result.failed if self._scheduler.fail(failure) is not None]
+        self.metrics.failed(len(failed))
+        self.metrics.numerical_errors(sum(failure.status >= 500 for failure in failed))
+        outs = self._process_tokens(result.tokens, time.monotonic())
+        if outs or failed or self._aborted:
+            self._to_detokenization.send(BatchTokenIdOut(outs, failed=failed, aborted=self._aborted))
+            self._aborted = []
+
+    def send_heartbeat(self, step_age_s: float, has_workers: bool) -> None:
+        scheduler = self._scheduler
+        self.metrics.set_load(scheduler.num_running, scheduler.num_waiting, scheduler.pool.used, scheduler.pool.size)
+        stats = RouterStats(time.monotonic(), step_age_s, self.metrics.snapshot(), has_workers)
+        self._to_detokenization.send(stats)
+
+    def _process_tokens(self, tokens: list[TokenOut], now: float) -> list[TokenIdOut]:
+        gaps: dict[float, int] = {}  # time of the last token -> requests; most requests got it in the same step
+        outs = []
+        for out in tokens:
+            req = self._scheduler.process_token(out)
+            if req is None:
+                continue
+            admission = None
+            if len(req.output_ids) == 1:
+                admission = self._count_first_token(req, now)
+            else:
+                gaps[req.last_token_s] = gaps.get(req.last_token_s, 0) + 1
+            req.last_token_s = now
+            self.metrics.forced(out.is_forced)
+            outs.append(
+                TokenIdOut(
+                    req.req_id,
+                    out.token,
+                    finish_reason=req.finish_reason,
+                    stop_reason=req.stop_token,
+                    admission=admission,
+                    ends_in_text=req.ends_in_text,
+                )
+            )
+            if req.finish_reason is not None:
+                self._count_finished(req, req.finish_reason, now)
+        for last_token_s, count in gaps.items():
+            self.metrics.next_tokens(now - last_token_s, count)
+        return outs
+
+    def _count_first_token(self, req: Req, now: float) -> Admission:
+        req.first_token_s = now
+        queue_s = req.admitted_s - req.arrived_s
+        self.metrics.admitted(queue_s, len(req.prompt_ids), req.cached_len)
+        self.metrics.first_token(now - req.arrived_s, now - req.admitted_s)
+        return Admission(queue_s, req.cached_len)
+
+    def _count_finished(self, req: Req, reason: FinishReason, now: float) -> None:
+        has_run = bool(req.output_ids)
+        self.metrics.finished(
+            reason.value,
+            now - req.arrived_s,
+            now - req.first_token_s if has_run else 0.0,
+            now - req.admitted_s if has_run else 0.0,
+            len(req.prompt_ids),
+            len(req.output_ids),
+            req.max_new_tokens,
+        )

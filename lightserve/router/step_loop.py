@@ -1,0 +1,134 @@
+"""The loop that keeps the workers busy: plan a step, send it, process its result. It also notices lost workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import NamedTuple
+
+from lightserve.io_struct import EngineReady, ReqFailed, Step, StepResult
+from lightserve.router.model_client import ModelClient
+from lightserve.router.reporter import Reporter
+from lightserve.router.scheduler import Scheduler
+from lightserve.router.step_pacer import StepKind, StepPacer, kind_of
+
+CRASHED_TWICE = "the model worker died twice while it computed this request; it is not tried again"
+
+
+class InFlightStep(NamedTuple):
+    """A step that was sent to the workers, and whose result is not back."""
+
+    sent_s: float
+    kind: StepKind
+    result: asyncio.Future[StepResult]
+
+
+class StepLoop:
+    def __init__(self, scheduler: Scheduler, model: ModelClient, engine: EngineReady, reporter: Reporter) -> None:
+        self.pacer = StepPacer()
+        self.has_workers = True  # if not, requests wait for new ones
+        self._scheduler = scheduler
+        self._model = model
+        self._engine = engine
+        self._reporter = reporter
+        self._wake = asyncio.Event()
+        self._in_flight: deque[InFlightStep] = deque()  # oldest first
+        self._timer: asyncio.TimerHandle | None = None
+        self._was_full = False  # requests were left waiting after the last planned step
+
+    async def run(self) -> None:
+        """Keep up to ``pipeline_depth`` steps in flight, so that the workers never wait."""
+        while True:
+            self._fill_pipeline()
+            if not self._process_result():
+                if not self._in_flight:
+                    self._reporter.report(StepResult())  # aborted requests do not wait for a step
+                self._wake.clear()
+                await self._wake.wait()
+
+    def wake(self) -> None:
+        """Something changed: a request came or left, a result is back, or the next step is due."""
+        self._wake.set()
+
+    def use_workers(self, model: ModelClient) -> None:
+        """Continue with new workers, which hold no KV and no requests."""
+        self._on_workers_lost("they were replaced")
+        self._model = model
+        self.has_workers = True
+        self.wake()
+
+    def check_workers(self) -> None:
+        """Have the workers replaced if the connection is closed or a step does not end."""
+        limit_s, age_s = self._engine.step_timeout_s, self.step_age_s()
+        if self._model.is_lost:
+            self._on_workers_lost("the connection was closed")
+        elif limit_s and age_s > limit_s:
+            self._on_workers_lost(f"a step has been running for {age_s:.0f} s")
+
+    def step_age_s(self) -> float:
+        """How long the oldest step has been in flight; 0 if there is none."""
+        return time.monotonic() - self._in_flight[0].sent_s if self._in_flight else 0.0
+
+    def _fill_pipeline(self) -> None:
+        self.check_workers()
+        depth = 1 if self._scheduler.is_isolating_crash else self._engine.pipeline_depth
+        while self.has_workers and len(self._in_flight) < depth:
+            now = time.monotonic()
+            if self._in_flight and not self._was_full and self._is_early(self._in_flight[-1], now):
+                return
+            step = self._plan(now)
+            if step is None:
+                return
+            self._was_full = self._scheduler.num_waiting > 0
+            self._send(step, now)
+
+    def _is_early(self, last: InFlightStep, now: float) -> bool:
+        """Whether it is too early for the next step. If so, a timer wakes the loop when the step is due."""
+        wait_s = self.pacer.send_at(last.kind, last.sent_s) - now
+        if wait_s <= 0:
+            return False
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self.wake)
+        return True
+
+    def _plan(self, now: float) -> Step | None:
+        scheduler, metrics = self._scheduler, self._reporter.metrics
+        preemptions, evicted = scheduler.num_preemptions, scheduler.pool.num_evicted
+        step = scheduler.next_step(now)
+        metrics.preempted(scheduler.num_preemptions - preemptions)
+        metrics.evicted(scheduler.pool.num_evicted - evicted)
+        return step
+
+    def _send(self, step: Step, now: float) -> None:
+        count = sum(len(row.slots) for row in step.rows)
+        result = self._model.run(step)
+        result.add_done_callback(lambda _: self.wake())
+        self._in_flight.append(InFlightStep(now, kind_of(count, len(step.rows)), result))
+        self._reporter.metrics.step(count)
+
+    def _process_result(self) -> bool:
+        """Process the result of the oldest step in flight. Returns False if it is not back."""
+        if not self._in_flight or not self._in_flight[0].result.done():
+            return False
+        first = self._in_flight[0]
+        if first.result.exception() is not None:  # its workers died: _fill_pipeline handles that
+            return self._model.is_lost
+        self._in_flight.popleft()
+        self.pacer.record(first.kind, first.sent_s, time.monotonic())
+        self._scheduler.complete_step()
+        self._reporter.report(first.result.result())
+        return True
+
+    def _on_workers_lost(self, reason: str) -> None:
+        """All KV is lost. The crashing request fails if it is known; the others wait for new workers."""
+        if not self.has_workers:
+            return
+        self.has_workers = False
+        crashing_request = self._scheduler.recover_from_crash()
+        self._in_flight.clear()
+        self._model.request_restart(reason, is_explained=crashing_request is not None)
+        if crashing_request is not None:
+            self._reporter.fail([ReqFailed(crashing_request.req_id, 500, CRASHED_TWICE)])
+        self._reporter.send_heartbeat(0.0, has_workers=False)  # /health should not wait for the next one
