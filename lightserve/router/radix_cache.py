@@ -217,7 +217,9 @@ class RadixCache:
             raise ValueError(f"{self.referenced_tokens} tokens of the prefix cache are locked: unlock them first")
         dropped = [np.empty(0, dtype=np.int32)]
         for node in self._nodes_below(*self._roots.values()):
-            hits = np.flatnonzero(np.isin(node.slots, slots)) if node.parent is not None else []  # None: dropped
+            if node.parent is None:  # dropped with a node above it
+                continue
+            hits = np.flatnonzero(np.isin(node.slots, slots))
             if len(hits):
                 below = self._nodes_below(node)
                 dropped += [self._drop_from(one, len(one.ids)) for one in reversed(below)]  # leaves first

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -242,7 +243,9 @@ def servers(draw: st.DrawFn, num_slots: st.SearchStrategy[int]) -> Server:
 @st.composite
 def mixed_loads(draw: st.DrawFn) -> tuple[Server, list[Req]]:
     """Prompts that share a prefix or none."""
-    kinds = st.sampled_from([{}, {"salt": "a"}, {"salt": "group", "leaves_cache": False}])
+    kinds: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
+        [{}, {"salt": "a"}, {"salt": "group", "leaves_cache": False}]
+    )
     wanted = draw(st.lists(st.tuples(prompts, st.integers(1, 20), st.integers(-1, 1), kinds), min_size=1, max_size=20))
     reqs = [
         make_req(i, prompt, most, priority=priority, **kind) for i, (prompt, most, priority, kind) in enumerate(wanted)
