@@ -88,7 +88,7 @@ def test_rope_scaling_stretches_the_longest_request(folder: Path, tmp_path: Path
         LLM(str(tmp_path), load_format="dummy", device="cpu", max_req_total_len=513)
 
 
-def test_a_model_that_nobody_holds_is_gone_at_once(folder: Path) -> None:
+def test_a_model_without_references_is_freed_at_once(folder: Path) -> None:
     llm = LLM(str(folder), device="cpu", max_total_token_num=512)
     llm.generate([PROMPTS[0]], GenerationParams.of(max_new_tokens=2))
     kv_buffer = weakref.ref(llm.worker.model.mem_manager.buffers[0])

@@ -71,7 +71,7 @@ class Load:
         return np.concatenate((self._shared[self._rng.integers(NUM_SHARED)], self.ids(new_tokens)))
 
     def cached(self, length: int, count: int) -> list[Ids]:
-        """Beginnings of that length of cached sequences, drawn with repetition."""
+        """Beginnings of that length of cached sequences, sampled with repetition."""
         long = [ids[:length] for ids in self._sequences if len(ids) >= length]
         return [long[at] for at in self._rng.integers(len(long), size=count)]
 

@@ -30,14 +30,14 @@ def setups(args: argparse.Namespace) -> Iterator[Setup]:
 
 def load_of(args: argparse.Namespace) -> Load:
     load = replace(LOADS[args.load], count=args.requests, rate=args.rate, streams=args.streams, seed=args.seed)
-    chosen: dict[str, Any] = {"urgent": args.urgent}
+    changes: dict[str, Any] = {"urgent": args.urgent}
     for name in ("prompt_len", "output_len"):
         if getattr(args, name):
-            chosen[name] = fixed(getattr(args, name))
+            changes[name] = fixed(getattr(args, name))
     for name in ("max_new_tokens", "num_prefixes", "prefix_len"):
         if getattr(args, name) is not None:
-            chosen[name] = getattr(args, name)
-    return replace(load, **chosen)
+            changes[name] = getattr(args, name)
+    return replace(load, **changes)
 
 
 def arguments() -> argparse.ArgumentParser:

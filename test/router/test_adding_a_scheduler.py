@@ -1,4 +1,4 @@
-"""The page on policies must be true: its code is run as it stands there."""
+"""The code on the page about policies must work: this test runs it."""
 
 from __future__ import annotations
 

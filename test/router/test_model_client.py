@@ -151,7 +151,7 @@ def large_step(number: int) -> Step:
 
 
 def test_a_step_that_no_socket_holds_is_sent_while_the_worker_launches_another(tmp_path: Path) -> None:
-    """Nobody reads it meanwhile: the router goes on, and the worker is not taken for dead."""
+    """The worker does not read meanwhile. The router continues, and does not count the worker as lost."""
     may_launch = threading.Event()
     seen: list[Step] = []
 

@@ -199,8 +199,8 @@ class Server:
 
 
 def make(num_slots: int = 1000, policy: str = "fifo", **limits: object) -> Scheduler:
-    chosen: dict[str, object] = {"max_running": 8, "batch_max_tokens": 64, "chunk_size": 64, "token_ratio": 0.0}
-    return Scheduler(KvPool(num_slots), Limits(**chosen | limits), make_policy(policy))  # type: ignore[arg-type]
+    defaults: dict[str, object] = {"max_running": 8, "batch_max_tokens": 64, "chunk_size": 64, "token_ratio": 0.0}
+    return Scheduler(KvPool(num_slots), Limits(**defaults | limits), make_policy(policy))  # type: ignore[arg-type]
 
 
 def beside_a_stream(num_slots: int, batch_max_tokens: int, chunk_size: int) -> tuple[Scheduler, Server]:

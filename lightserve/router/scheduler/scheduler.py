@@ -135,7 +135,7 @@ class Scheduler:
     def cancel_steps(self) -> None:
         """The steps in flight failed, and the workers have freed all requests. Drops all requests.
 
-        Nobody knows what those steps computed, so their slots are taken back, also from the prefix cache.
+        It is unknown what those steps computed, so their slots are taken back, also from the prefix cache.
         """
         for req in self._batch:
             req.take_back()
