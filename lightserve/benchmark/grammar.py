@@ -93,13 +93,14 @@ def open_model(args: argparse.Namespace, shape: dict[str, int]) -> Iterator[LLM]
         yield LLM(folder, device=args.device, **options)
 
 
-def take_forward_pass(llm: LLM) -> None:
-    """What is left of it hands out logits that were there before."""
+def remove_forward_pass(llm: LLM) -> None:
+    """Replace it by one that returns the same logits at every step."""
     model = llm.worker.model
     rows = max(shape.requests for shape in graph_shapes(llm.config.running_max_req_size))
     logits = torch.randn(rows, model.config.vocab_size, generator=torch.Generator().manual_seed(0))
     logits = logits.to(model.device, model.args.dtype)
-    model.forward = lambda step: logits[: len(step.attn.b_req_idx)]  # type: ignore[method-assign]
+    model.hidden_states = lambda step: step  # type: ignore
+    model.logits = lambda step, rows=None: logits[: len(step.attn.b_req_idx)]  # type: ignore
     llm.worker.capture()
 
 
@@ -165,7 +166,7 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Rate]:
 def measure_models(args: argparse.Namespace) -> dict[str, dict[str, Rate]]:
     with open_model(args, TINY | {"num_hidden_layers": args.layers}) as llm:
         rates = {"tiny": measure(llm, args)}
-        take_forward_pass(llm)
+        remove_forward_pass(llm)
         rates["null"] = measure(llm, args)
     if args.large:
         with open_model(args, LARGE) as llm:

@@ -34,3 +34,14 @@ def test_every_model_is_measured_with_every_share(small_folder: str, monkeypatch
     for by_kind in rates.values():
         assert set(by_kind) == set(grammar.KINDS)
         assert all(rate.tokens_per_s > 0 and rate.steps > 2 for rate in by_kind.values())
+
+
+def test_the_null_model_runs_no_layer(small_folder: str) -> None:
+    args = argparse.Namespace(model_dir=small_folder, device="cpu", batch=2, tokens=8, layers=1, temperature=0.0)
+
+    with grammar.open_model(args, grammar.TINY) as llm:
+        grammar.remove_forward_pass(llm)
+        llm.worker.model.layers_infer = None  # type: ignore[assignment]
+        outs = llm.generate([[5], [6]], max_new_tokens=3, temperature=0, ignore_eos=True)
+
+    assert [len(set(out.token_ids)) for out in outs] == [1, 1], "the logits are the same at every step"
