@@ -28,9 +28,9 @@ CONFIG = {
 }
 DEVICES = [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
 LENGTH = 200
-SAID = 200
-ASKED = GenerationParams.of(max_new_tokens=8, temperature=0.0, logprobs=5, ignore_eos=True)
-SCORED = GenerationParams.of(max_new_tokens=8, temperature=0.0, logprobs=5, prompt_logprobs=2, ignore_eos=True)
+OUTPUT_LEN = 200
+GREEDY = GenerationParams.of(max_new_tokens=8, temperature=0.0, logprobs=5, ignore_eos=True)
+WITH_PROMPT = GenerationParams.of(max_new_tokens=8, temperature=0.0, logprobs=5, prompt_logprobs=2, ignore_eos=True)
 OTHER = GenerationParams.of(max_new_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
 Bits = tuple[list[int], list[float], list[list[tuple[int, float]]]]
 
@@ -58,44 +58,44 @@ def make(folder: Path, device: str, dtype: str, batch_max_tokens: int) -> LLM:
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
-def test_a_request_goes_on_from_any_of_its_tokens_as_it_would_have(tmp_path: Path, device: str, dtype: str) -> None:
+def test_a_request_continues_from_any_of_its_tokens_in_the_same_way(tmp_path: Path, device: str, dtype: str) -> None:
     """As after a worker was replaced: what was decoded token by token is computed as one prompt."""
     decoding, replaced = (make(tmp_path, device, dtype, 2048) for _ in range(2))
     cuts = (1, 20, 63, 64, 65, 100, 190)
     prompts = [prompt(seed, 3) for seed in range(len(cuts))]
-    said = decoding.generate(prompts, ASKED.replace(max_new_tokens=SAID))
+    decoded = decoding.generate(prompts, GREEDY.replace(max_new_tokens=OUTPUT_LEN))
 
-    for given, whole, cut in zip(prompts, said, cuts, strict=True):
-        rest = replaced.generate([given + whole.token_ids[:cut]], ASKED.replace(max_new_tokens=SAID - cut))[0]
+    for given, whole, cut in zip(prompts, decoded, cuts, strict=True):
+        rest = replaced.generate([given + whole.token_ids[:cut]], GREEDY.replace(max_new_tokens=OUTPUT_LEN - cut))[0]
 
         assert rest.token_ids == whole.token_ids[cut:]
         assert rest.logprobs == whole.logprobs[cut:]
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
-def test_nothing_beside_a_request_changes_a_bit_of_its_logprobs(tmp_path: Path, device: str, dtype: str) -> None:
+def test_no_other_request_changes_a_bit_of_a_requests_logprobs(tmp_path: Path, device: str, dtype: str) -> None:
     whole, in_chunks = (make(tmp_path, device, dtype, tokens) for tokens in (2048, 64))
-    asked = prompt(0, LENGTH)
+    ids = prompt(0, LENGTH)
     others = [prompt(seed, 1 + seed * 3) for seed in range(1, 32)]
-    scored = whole.generate([asked], SCORED)[0]  # computes all of its prompt, and leaves it in the cache
-    alone: list[PromptToken] | None = scored.prompt_logprobs
+    first = whole.generate([ids], WITH_PROMPT)[0]  # computes all of its prompt, and leaves it in the cache
+    alone: list[PromptToken] | None = first.prompt_logprobs
 
-    cached = whole.generate([asked], ASKED)[0]
-    among_others = whole.generate([*others[:10], asked, *others[10:]], [*[OTHER] * 10, SCORED, *[OTHER] * 21])[10]
-    chunked = in_chunks.generate([asked], SCORED)[0]
-    chunked_among_others = in_chunks.generate([*others, asked], [*[OTHER] * 31, SCORED])[31]
+    cached = whole.generate([ids], GREEDY)[0]
+    among_others = whole.generate([*others[:10], ids, *others[10:]], [*[OTHER] * 10, WITH_PROMPT, *[OTHER] * 21])[10]
+    chunked = in_chunks.generate([ids], WITH_PROMPT)[0]
+    chunked_among_others = in_chunks.generate([*others, ids], [*[OTHER] * 31, WITH_PROMPT])[31]
 
-    assert len(scored.logprobs) == 8
+    assert len(first.logprobs) == 8
     assert alone is not None
     assert len(alone) == LENGTH
     for again in (cached, among_others, chunked, chunked_among_others):
-        assert bits(again) == bits(scored)
+        assert bits(again) == bits(first)
     for again in (among_others, chunked, chunked_among_others):
         assert again.prompt_logprobs == alone
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_how_likely_a_prompts_token_is_depends_on_no_other_row(device: str) -> None:
+def test_the_logprob_of_a_prompt_token_depends_on_no_other_row(device: str) -> None:
     logits = torch.randn(200, 4096, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16) * 3
     targets = torch.arange(200, device=device)
     together = ranked_logprobs(logits, targets, 2)

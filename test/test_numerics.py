@@ -1,4 +1,4 @@
-"""A model whose weights hold a NaN: only those who meet it fail, with a word, and nobody else notices."""
+"""A model with a NaN in its weights: only requests that read it fail, with an error, and no other changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightserve.io_struct import FinishReason, GenerationParams
 from lightserve.llm import LLM
 from test.small_text import save_small_model
 
-BAD_TOKEN = 120  # beyond the tokenizer's, and never said by this model in these tests
+BAD_TOKEN = 120  # beyond the tokenizer's vocabulary; this model never samples it in these tests
 GOOD = [3, 1, 4, 1, 5]
 BAD = [3, 1, BAD_TOKEN, 1, 5]
 

@@ -1,4 +1,4 @@
-"""How likely a prompt is, against transformers: in pieces, among others, after a pause. On a tiny model."""
+"""Logprobs of prompts compared with transformers, on a tiny model: in chunks, with other requests, after preemption."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 K = 5
 VOCAB = 131
 PLAIN = GenerationParams.of(max_new_tokens=4, temperature=0.0, ignore_eos=True)
-SCORED = PLAIN.replace(prompt_logprobs=K)
+WITH_PROMPT = PLAIN.replace(prompt_logprobs=K)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def assert_true(found: list[PromptToken] | None, ids: list[int], hf: Any, k: int = K) -> None:
-    """They are what transformers says."""
+    """They are the logprobs of transformers."""
     assert found is not None
     assert [token.token_id for token in found] == ids
     assert found[0] == PromptToken(ids[0], None, 0, [])
@@ -71,12 +71,12 @@ def assert_true(found: list[PromptToken] | None, ids: list[int], hf: Any, k: int
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_prompts_of_any_length_beside_others_that_do_not_ask(folder: str, hf: Any, device: str) -> None:
+def test_prompts_of_any_length_next_to_requests_without_prompt_logprobs(folder: str, hf: Any, device: str) -> None:
     llm = make(folder, device)
     prompts = [prompt(i, length) for i, length in enumerate((1, 2, 7, 33, 90, 5, 40))]
     expected = [one.token_ids for one in llm.generate(prompts, PLAIN)]
 
-    found = make(folder, device).generate(prompts, [PLAIN if i > 4 else SCORED for i in range(len(prompts))])
+    found = make(folder, device).generate(prompts, [PLAIN if i > 4 else WITH_PROMPT for i in range(len(prompts))])
 
     for one in found[:5]:
         assert_true(one.prompt_logprobs, one.prompt_ids, hf)
@@ -89,19 +89,19 @@ def test_a_prompt_that_is_cached_is_computed_again(folder: str, hf: Any) -> None
     ids = prompt(0, 50)
     expected = llm.generate(ids, PLAIN)[0].token_ids
 
-    found = llm.generate([ids, ids[:40]], SCORED)
+    found = llm.generate([ids, ids[:40]], WITH_PROMPT)
 
     for one in found:
         assert_true(one.prompt_logprobs, one.prompt_ids, hf)
     assert found[0].token_ids == expected
 
 
-def test_requests_that_were_paused_while_they_decoded(folder: str, hf: Any) -> None:
+def test_requests_that_were_preempted_while_they_decoded(folder: str, hf: Any) -> None:
     llm = make(folder, num_tokens=110)
-    llm.generate([[i] for i in range(40)], PLAIN)  # a wrong idea of what comes
+    llm.generate([[i] for i in range(40)], PLAIN)  # the scheduler now expects short outputs
     prompts = [prompt(i, 10 + i) for i in range(6)]
 
-    found = llm.generate(prompts, SCORED.replace(max_new_tokens=40))
+    found = llm.generate(prompts, WITH_PROMPT.replace(max_new_tokens=40))
 
     assert llm._scheduler.num_preemptions > 0
     for one in found:
@@ -109,7 +109,7 @@ def test_requests_that_were_paused_while_they_decoded(folder: str, hf: Any) -> N
 
 
 @pytest.mark.parametrize("paused_after", [1, 2, 3])
-def test_a_request_that_was_paused_in_its_prompt(
+def test_a_request_that_was_preempted_in_its_prompt(
     folder: str, hf: Any, paused_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = make(folder)
@@ -123,18 +123,18 @@ def test_a_request_that_was_paused_in_its_prompt(
         return steps[-1]
 
     monkeypatch.setattr(scheduler, "next_step", pausing)
-    found = llm.generate(prompt(0, 90), SCORED)[0]
+    found = llm.generate(prompt(0, 90), WITH_PROMPT)[0]
 
     assert scheduler.num_preemptions == 1
     assert_true(found.prompt_logprobs, found.prompt_ids, hf)
     assert found.token_ids == make(folder).generate(prompt(0, 90), PLAIN)[0].token_ids
 
 
-def test_every_request_of_a_step_gets_as_many_of_the_likeliest_as_it_asks_for(folder: str, hf: Any) -> None:
+def test_every_request_of_a_step_gets_as_many_top_logprobs_as_it_wants(folder: str, hf: Any) -> None:
     prompts = [prompt(i, 6) for i in range(3)]
     counts = (0, 20, 2)
 
-    found = make(folder).generate(prompts, [SCORED.replace(prompt_logprobs=k) for k in counts])
+    found = make(folder).generate(prompts, [WITH_PROMPT.replace(prompt_logprobs=k) for k in counts])
 
     for one, k in zip(found, counts, strict=True):
         assert_true(one.prompt_logprobs, one.prompt_ids, hf, k)
@@ -152,7 +152,7 @@ def test_no_more_logits_are_there_at_once_than_a_piece_has(
         return ranked_logprobs(logits, targets, k)
 
     monkeypatch.setattr(worker_logprobs, "ranked_logprobs", watched)
-    found = make(folder).generate([prompt(0, 90), prompt(1, 3)], SCORED)
+    found = make(folder).generate([prompt(0, 90), prompt(1, 3)], WITH_PROMPT)
 
     for one in found:
         assert_true(one.prompt_logprobs, one.prompt_ids, hf)
@@ -160,7 +160,7 @@ def test_no_more_logits_are_there_at_once_than_a_piece_has(
     assert sum(rows for rows, _ in shapes) == 89 + 2
 
 
-def test_without_a_model_no_token_of_a_prompt_is_likely() -> None:
+def test_without_a_model_every_prompt_token_has_a_logprob_of_minus_infinity() -> None:
     first, second = unpack_prompt_logprobs([3, 4], None)
 
     assert first == PromptToken(3, None, 0, [])

@@ -4,12 +4,12 @@ python -m lightserve.benchmark.grammar [--model_dir DIR] [--device cpu] [--batch
                                        [--large]
 
 Two models under the vocabulary of --model_dir: "tiny" has one small layer of random weights, "null" has no forward pass
-at all, its logits being the same at every step. So little but choosing tokens is measured: a model of a useful size
-hides more of it, and an accelerator computes the next step beside the masks: --large adds a model of the shape of
-Llama-3-8B, for a GPU. Free requests draw by temperature, inside the step; so do constrained ones, among what their
-grammar allows. "special" ones are free and have a logit bias of 0, which the step itself does not know; "one by one"
-are all constrained, and forced tokens have a step each. The time of all threads of the process is there for a machine
-that does other things too.
+at all, its logits being the same at every step. So it measures little but sampling. A model of a useful size hides more
+of it, and an accelerator computes the next step while the host makes the masks: --large adds a model of the shape of
+Llama-3-8B, for a GPU. The step itself samples free requests by temperature, and constrained ones among the tokens that
+their grammar allows. "special" ones are free and have a logit bias of 0, which the Sampler applies. "one by one" are
+all constrained, and forced tokens have a step each. The time of all threads of the process is for machines that do
+other things too.
 """
 
 from __future__ import annotations

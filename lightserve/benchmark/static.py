@@ -5,7 +5,7 @@
     python -m lightserve.benchmark.static --profile
 
 A load is [BATCHx]TOKENS, for prefill with +CACHED tokens before them. The worker gets the steps that the router would
-send, as many under way at once as the router would have. --profile says where the time of a step goes, on a GPU.
+send, with as many in flight as the router would have. --profile shows where the time of a step goes, on a GPU.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StaticBench:
         return None
 
     def prefill(self, work: Work, repeats: int) -> Times:
-        """From the first chunk's launch to the tokens, nothing else under way."""
+        """From the launch of the first chunk to the tokens, with no other step in flight."""
         totals, launches = [], []
         for steps in [list(self.prefill_steps(work)) for _ in range(repeats + 1)]:
             begin = time.perf_counter()
@@ -90,16 +90,16 @@ class StaticBench:
 
     def run(self, steps: Iterable[Step]) -> tuple[list[float], list[float]]:
         """When the tokens of each step were there, and how long its launch took."""
-        under_way: deque[Collect] = deque()
+        in_flight: deque[Collect] = deque()
         finished, launched = [], []
         for step in steps:
             begin = time.perf_counter()
-            under_way.append(self.worker.launch(step))
+            in_flight.append(self.worker.launch(step))
             launched.append(time.perf_counter() - begin)
-            if len(under_way) >= self.worker.pipeline_depth:
-                under_way.popleft()()
+            if len(in_flight) >= self.worker.pipeline_depth:
+                in_flight.popleft()()
                 finished.append(time.perf_counter())
-        for collect in under_way:
+        for collect in in_flight:
             collect()
             finished.append(time.perf_counter())
         return finished, launched

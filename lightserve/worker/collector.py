@@ -3,7 +3,7 @@
 Two owners share the state of a request:
 
 - The thread that launches steps owns the batch: lengths, rows, device state, and its view of the token ids.
-- The collector owns the output of requests with a grammar (``GrammarOutput``): whoever holds its lock collects.
+- The collector owns the output of requests with a grammar (``GrammarOutput``). A thread that collects holds its lock.
 
 The collector waits for the tokens of a step, advances grammars and builds the StepResult. It queues what the launching
 thread must know (``TokenUpdate``), and the launching thread applies the queue before it packs the next step. A grammar

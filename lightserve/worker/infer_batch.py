@@ -1,4 +1,4 @@
-"""The requests that a worker holds, and the input of a step over them."""
+"""The requests of a worker, and the input of a step over them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.shared_prefixes import SharedPrefixes, SharedRows
 from lightserve.worker.step_input import Padding, StepShape, pack, padded_input
 
-MIN_SHARING = 16  # requests of a step; smaller ones take little more than reading the weights does
+MIN_SHARING = 16  # requests of a step; a smaller step takes little longer than reading the weights
 
 
 DEFAULT_STOPPING = StoppingParams()
@@ -43,7 +43,7 @@ class InferReq:
     cache_len: int = 0  # tokens in the KV cache, with those of the step that was packed last
     counted_len: int = 0  # tokens that SeenTokens has counted
     output: GrammarOutput | None = None  # None: no grammar
-    # [tokens known as it entered] int32; those up to cache_len are filled, by which others may share them
+    # [tokens as it entered] int32, filled up to cache_len; other requests may begin with the same slots
     leading_slots: np.ndarray = field(init=False)
     total_len: int = field(init=False)  # tokens, with the one in flight
     is_constrained: bool = field(init=False)  # a grammar limits what may follow token_ids
@@ -151,20 +151,20 @@ class PackedStep:
 
 
 class InferBatch:
-    """All requests of a worker by id, and the tokens that were chosen last for them."""
+    """All requests of a worker by id, and the token that was sampled last for each."""
 
     def __init__(
         self, req_manager: ReqManager, padding_slot: int, device: torch.device, shares_prefixes: bool = True
     ) -> None:
-        """``shares_prefixes``: steps tell attention which requests begin with the same slots."""
+        """``shares_prefixes``: attention learns which requests of a step begin with the same slots."""
         self._req_manager = req_manager
-        self.padding_slot = padding_slot  # of the KV pool; another pool, another slot
+        self.padding_slot = padding_slot  # it changes with the size of the KV pool
         self._device = device
         self._reqs: dict[int, InferReq] = {}
         self._prefixes: SharedPrefixes[InferReq] = SharedPrefixes()
         self.shares_prefixes = shares_prefixes
         self.req_to_token = req_manager.req_to_token
-        self.last_ids = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int64, device=device)  # chosen last, by row
+        self.last_ids = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int64, device=device)  # by row
 
     def add(self, new: NewReq, grammar: ReqGrammar | None = None, thinking: ThinkingBudget | None = None) -> None:
         row = self._req_manager.alloc()
@@ -195,7 +195,7 @@ class InferBatch:
             update.req.apply(update)
 
     def remove(self, req_id: int) -> None:
-        req = self._reqs.pop(req_id, None)  # a step that failed may not have let it in
+        req = self._reqs.pop(req_id, None)  # it may be unknown if the step that brought it failed
         if req is not None:
             self._req_manager.free(req.row)
             self._prefixes.discard(req)
@@ -212,8 +212,8 @@ class InferBatch:
         ``fit`` returns the padded shape. A step that computes logprobs of prompts keeps its shape: no captured step
         does that.
         """
-        self._note_prompts(rows)
-        rows, groups = self._arranged(rows)
+        self._record_prompts(rows)
+        rows, groups = self._arrange(rows)
         reqs = [self._reqs[row.req_id] for row in rows]
         q_len = np.array([len(row.slots) for row in rows], dtype=np.int32)
         count = int(q_len.sum())
@@ -239,8 +239,8 @@ class InferBatch:
             req.cache_len += len(row.slots)
         return PackedStep(inputs, shape, reqs, prompt_targets)
 
-    def _note_prompts(self, rows: Sequence[StepRow]) -> None:
-        """The slots of prompts, which others may share from the next step on."""
+    def _record_prompts(self, rows: Sequence[StepRow]) -> None:
+        """Record the slots of prompts. Other requests may share them from the next step on."""
         if not self.shares_prefixes:
             return
         for req, row in ((self._reqs[row.req_id], row) for row in rows):
@@ -250,8 +250,8 @@ class InferBatch:
             if 0 < left <= len(row.slots):
                 self._prefixes.add(req, req.leading_slots)
 
-    def _arranged(self, rows: Sequence[StepRow]) -> tuple[Sequence[StepRow], list[SharedRows]]:
-        """The rows of a decode step such that requests with a common prefix are neighbours, and their groups."""
+    def _arrange(self, rows: Sequence[StepRow]) -> tuple[Sequence[StepRow], list[SharedRows]]:
+        """The rows of a decode step, with requests that share a prefix next to each other, and their groups."""
         if not self.shares_prefixes or len(rows) < MIN_SHARING or any(len(row.slots) != 1 for row in rows):
             return rows, []
         order, groups = self._prefixes.arrange([self._reqs[row.req_id] for row in rows])

@@ -1,4 +1,4 @@
-"""How many tokens the KV pool holds: what the weights and the largest step leave."""
+"""How many tokens the KV pool holds: the memory that the weights and the largest step leave."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.step_input import StepShape
 from lightserve.worker.step_runner import StepRunner
 
-# Beside the logits of a step: copies of them in float32 that the sampler makes of requests with special wishes, and
-# what captured steps keep. More than was ever seen: 1.4 GB of Llama-3-8B's 256 x 128,256 logits.
+# Memory beside the logits of a step: the sampler's copies of them in float32, and what captured steps keep. It is more
+# than any measurement showed: 1.4 GB for the 256 x 128,256 logits of Llama-3-8B.
 COPIES_OF_LOGITS = 12
 FLOAT32_BYTES = 4
 # The router keeps 9 bytes per slot. Only toy models reach this limit: the KV of SmolLM2-135M takes 23 kB per token.
 MAX_SLOTS = 2**24
 
 
-def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: Device, rehearse: Callable[[], None]) -> int:
-    """``model`` has its weights, and no KV to speak of yet.
+def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: Device, launch_kernels: Callable[[], None]) -> int:
+    """``model`` has its weights, and a tiny KV pool.
 
-    What ``rehearse`` launches is compiled beside the kernels of the largest step, which takes as long as they alone.
+    The kernels that ``launch_kernels`` launches are compiled together with those of the largest step: that takes no
+    longer than the largest step alone.
     """
     max_len, max_reqs = model.req_manager.max_len, model.req_manager.max_reqs
     if config.max_total_token_num is not None:
@@ -33,7 +34,7 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: Device, rehearse
 
     def launch_all() -> None:
         largest_step()
-        rehearse()
+        launch_kernels()
 
     kind.compile_kernels(model.device, launch_all)
     peak = kind.peak_bytes(model.device, largest_step)
@@ -50,9 +51,9 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: Device, rehearse
 
 
 def _largest_step(config: WorkerConfig, model: TpPartBaseModel, kind: Device) -> None:
-    """As many tokens as a step may have, and as many requests beside: of padding, which takes as much memory."""
+    """A step with the most tokens and the most requests. It computes padding, which takes as much memory."""
     batch = InferBatch(model.req_manager, model.mem_manager.padding_slot, model.device)
     tokens = config.batch_max_tokens or kind.profile(model.device).step_limits.batch_max_tokens
-    beside = model.req_manager.max_reqs - 1
-    shape = StepShape(tokens + beside, beside + 1, has_decodes=True, has_prompts=True)
+    decodes = model.req_manager.max_reqs - 1
+    shape = StepShape(tokens + decodes, decodes + 1, has_decodes=True, has_prompts=True)
     StepRunner(model, batch, kind).run(batch.padding(shape), shape)

@@ -15,7 +15,7 @@ from lightserve.model_files.source import resolve
 from lightserve.utils.process import Boot, Parent, run_child
 from lightserve.worker.rpc import StepServer
 
-GPU = "/dev/nvidiactl"  # to ask torch would take seconds
+GPU = "/dev/nvidiactl"  # a check with torch would take seconds
 
 
 def main(boot: Boot, parent: Parent) -> None:
@@ -52,7 +52,7 @@ def main(boot: Boot, parent: Parent) -> None:
 
 
 def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:
-    """Processes that compile kernels, where there will be some to compile."""
+    """Processes that compile kernels, if there are kernels to compile."""
     has_kernels = device != "cpu" and os.path.exists(GPU) and find_spec("triton") is not None
     return compile_server(path) if has_kernels else nullcontext()
 

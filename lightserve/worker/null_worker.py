@@ -1,4 +1,4 @@
-"""A worker without a model, which makes up tokens: it measures the rest of the server."""
+"""A worker without a model, for measurements of the rest of the server."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ VOCAB_SIZE = 32_000
 
 
 class NullWorker:
-    """Every token of a request is the one after its last; requests end by their length only."""
+    """The next token of a request is its last token plus one. A request ends by its length only."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
-        self._missing: dict[int, int] = {}  # tokens of a request that are known and not yet computed
+        self._missing: dict[int, int] = {}  # tokens of a request that are not computed yet
         self._last: dict[int, int] = {}  # token of a request
 
     def launch(self, step: Step) -> Collect:

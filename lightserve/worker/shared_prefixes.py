@@ -1,8 +1,8 @@
-"""Which requests of a decode step begin with the same KV slots, so that attention may read those once for all.
+"""Finds the requests of a decode step that begin with the same KV slots, so that attention reads those slots once.
 
-The prefix cache gives requests with a common prefix the same first slots, which is all that a worker need know. In
-alphabetical order of their slots, those that share a prefix are neighbours, and what neighbours have in common says
-what any two have. So a request that comes or leaves costs a search in the order, not a comparison with every other.
+The prefix cache gives requests with a common prefix the same first slots, so a worker only has to compare slots. Sorted
+by their slots, requests that share a prefix are adjacent, and the common lengths of adjacent requests give the common
+length of any two. A request that enters or leaves costs one binary search, not a comparison with every other request.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-MAX_GROUPS = 8  # a step; what a captured one has room for
+MAX_GROUPS = 8  # per step: a captured step has room for so many
 MIN_SHARED = 256  # tokens, and
-MIN_MEMBERS = 4  # requests of a group: for fewer, another kernel costs about what it saves (reckoned, not measured)
+MIN_MEMBERS = 4  # requests of a group: for fewer, another kernel costs about what it saves (estimated, not measured)
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -30,12 +30,12 @@ class Group(NamedTuple):
 
     @property
     def saved(self) -> int:
-        """Slots that need not be read."""
+        """How many slots attention does not have to read."""
         return (len(self.members) - 1) * self.shared
 
 
 class SharedRows(NamedTuple):
-    """A group as neighbours in a step."""
+    """A group whose rows are adjacent in a step."""
 
     first: int
     requests: int
@@ -43,27 +43,27 @@ class SharedRows(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    order: list[int]  # places in what was to be arranged
-    groups: list[SharedRows]  # by places in ``order``
+    order: list[int]  # indexes of the requests to arrange
+    groups: list[SharedRows]  # by indexes in ``order``
 
 
 class SharedPrefixes(Generic[Key]):
-    """The requests of a worker whose prompts are computed, in the order of their slots."""
+    """The requests of a worker whose prompts are computed, sorted by their slots."""
 
     def __init__(self) -> None:
         self._reqs: list[Key] = []
-        self._texts: list[bytes] = []  # of each its slots, such that they compare as numbers do
-        self._common: list[int] = []  # slots that it shares with the one before it
+        self._keys: list[bytes] = []  # the slots of each, big-endian: bytes compare like the numbers
+        self._common: list[int] = []  # how many slots each shares with the one before it
         self._last: tuple[list[Key], Arrangement] | None = None
 
     def add(self, req: Key, slots: np.ndarray) -> None:
-        """``slots`` of all its tokens that others may share, int32."""
+        """``slots``: int32, of all tokens that other requests may share."""
         if len(slots) < MIN_SHARED:
             return
-        text = slots.astype(">i4").tobytes()
-        at = bisect(self._texts, text)
+        key = slots.astype(">i4").tobytes()
+        at = bisect(self._keys, key)
         self._reqs.insert(at, req)
-        self._texts.insert(at, text)
+        self._keys.insert(at, key)
         self._common.insert(at, self._common_before(at))
         if at + 1 < len(self._reqs):
             self._common[at + 1] = self._common_before(at + 1)
@@ -73,21 +73,21 @@ class SharedPrefixes(Generic[Key]):
         if req not in self._reqs:
             return
         at = self._reqs.index(req)
-        del self._reqs[at], self._texts[at]
+        del self._reqs[at], self._keys[at]
         common = self._common.pop(at)
         if at < len(self._reqs):
             self._common[at] = min(common, self._common[at])
         self._last = None
 
     def arrange(self, reqs: list[Key]) -> Arrangement:
-        """Requests of a step side by side where they share a prefix, the others behind in the order given."""
+        """Put requests of a step next to each other if they share a prefix; the others follow in the given order."""
         if self._last is None or self._last[0] != reqs:
             self._last = (reqs, self._arrange(reqs))
         return self._last[1]
 
     def _arrange(self, reqs: list[Key]) -> Arrangement:
         places = {req: place for place, req in enumerate(reqs)}
-        present: list[int] = []  # places of the requests here, in the order of their slots
+        present: list[int] = []  # indexes of the requests, sorted by their slots
         common: list[int] = []
         least: float = 0
         for req, shared in zip(self._reqs, self._common, strict=True):
@@ -101,7 +101,7 @@ class SharedPrefixes(Generic[Key]):
     def _common_before(self, at: int) -> int:
         if at == 0:
             return 0
-        before, own = (np.frombuffer(text, dtype=np.int32) for text in self._texts[at - 1 : at + 1])
+        before, own = (np.frombuffer(key, dtype=np.int32) for key in self._keys[at - 1 : at + 1])
         length = min(len(before), len(own))
         differs = before[:length] != own[:length]
         return int(differs.argmax()) if differs.any() else length
@@ -109,14 +109,14 @@ class SharedPrefixes(Generic[Key]):
 
 @dataclass(slots=True)
 class _Run:
-    """Neighbours with so much in common, while it is not known where they end."""
+    """Adjacent requests that share so many slots. The end of the run is not known yet."""
 
     shared: int
     first: int
-    parts: list[Group] = field(default_factory=list)  # the best groups of those that have more in common
+    parts: list[Group] = field(default_factory=list)  # the best groups of the runs inside it, which share more
 
     def closed(self, end: int) -> list[Group]:
-        """Its best groups: all together, those of its parts, or the better ones of these and the others together."""
+        """Its best groups: the whole run, its parts, or the better parts and one group of the other requests."""
         better = [part for part in self.parts if part.saved > len(part.members) * self.shared]
         taken = {member for part in better for member in part.members}
         others = Group([i for i in range(self.first, end) if i not in taken], self.shared)
@@ -126,12 +126,12 @@ class _Run:
 
 
 def best_groups(common: Sequence[int]) -> list[Group]:
-    """Those that save most, at most ``MAX_GROUPS``; ``common``: what each request shares with the one before it.
+    """The groups that save most, at most ``MAX_GROUPS``. ``common``: slots that each request shares with the previous.
 
-    Runs of neighbours that share a prefix are the nodes of a tree, and the groups of a node are made of those of its
-    children. It need not be the very best of all ways to group them.
+    Runs of requests that share a prefix are the nodes of a tree, and the groups of a node come from its children. The
+    result may not be optimal.
     """
-    runs = [_Run(shared=0, first=0)]  # each within the one before it
+    runs = [_Run(shared=0, first=0)]  # each inside the previous one
     for i, between in enumerate([*common[1:], 0], start=1):
         shared = between if between >= MIN_SHARED else 0
         first, parts = i - 1, []
@@ -152,7 +152,7 @@ def _best(groups: Iterable[Group]) -> list[Group]:
 
 
 def _side_by_side(count: int, present: Sequence[int], groups: Iterable[Group]) -> Arrangement:
-    """``groups`` by places in ``present``, which has places among ``count`` requests."""
+    """``groups`` have indexes into ``present``, which has indexes of ``count`` requests."""
     order: list[int] = []
     rows = []
     for members, shared in groups:

@@ -1,4 +1,4 @@
-"""A step as a function of one array of integers, which is captured for the shapes that come often."""
+"""Computes a step: a function of one array of integers, captured as a graph for frequent shapes."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class StepRunner:
         self._ranges = device.profile(model.device).graphs
         self._graphs: Graphs[StepShape, StepOut] | None = None if self._ranges is None else device.graphs(self._compute)
 
-    def rehearse(self) -> None:
-        """Launch what every step that ``capture`` will capture launches, and what masks need beside."""
+    def launch_every_shape(self) -> None:
+        """Launch every kernel of the steps that ``capture`` will capture, and those of masks."""
         with self._model.one_layer_of_each_kind():
             for shape in self._to_capture():
                 _launch_masks(self._compute(self._padding(shape), shape).logits)
 
     def capture(self) -> None:
         if self._graphs is not None:
-            self.rehearse()
+            self.launch_every_shape()
             self._graphs.capture((shape, self._padding(shape)) for shape in self._to_capture())
 
     def _to_capture(self) -> list[StepShape]:
-        """The largest first: the smaller ones then find their memory in the pool."""
+        """The largest first: smaller ones then reuse its memory."""
         if self._graphs is None or self._ranges is None:
             return []
         shapes = graph_shapes(self._model.req_manager.max_reqs, self._batch.shares_prefixes, self._ranges)
@@ -75,7 +75,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def _compute(self, inputs: Tensor, shape: StepShape) -> StepOut:
-        """What is captured."""
+        """The function that is captured."""
         return self._sample(*self._forward(inputs, shape))
 
     def _forward(
@@ -110,7 +110,7 @@ class StepRunner:
 
 @torch.inference_mode()
 def _launch_masks(logits: Tensor) -> None:
-    """Masks that change nothing, in every row."""
+    """Launch the kernels of masks, with masks that change nothing."""
     rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
     bitmask = rows.new_full((len(logits), -(-logits.shape[1] // 32)), -1)
     ops.sample(logits, rows.float(), rows.long(), rows, ops.TokenMasks(rows, bitmask))
@@ -118,7 +118,7 @@ def _launch_masks(logits: Tensor) -> None:
 
 
 def graph_shapes(max_reqs: int, shares_prefixes: bool = True, ranges: GraphRanges = H200_GRAPHS) -> Iterator[StepShape]:
-    """All that are worth capturing for a server that runs ``max_reqs`` requests at once."""
+    """The shapes that are worth capturing for a server that runs ``max_reqs`` requests at once."""
     most = _at_least(max_reqs, ranges.decodes) or ranges.decodes[-1]
     for count in ranges.decodes:
         if count <= most:
@@ -135,7 +135,7 @@ def graph_shapes(max_reqs: int, shares_prefixes: bool = True, ranges: GraphRange
 
 
 def padded(shape: StepShape, ranges: GraphRanges = H200_GRAPHS) -> StepShape | None:
-    """The smallest of all graph shapes that holds this one."""
+    """The smallest graph shape that holds this one."""
     if not shape.has_prompts:
         count = _at_least(shape.requests, ranges.decodes)
         return None if count is None else shape._replace(tokens=count, requests=count)

@@ -1,22 +1,20 @@
-"""One rank of a model: builds it, runs the steps it is told to run, samples. Decides nothing."""
+"""One rank of a model: loads it and runs the steps that the router plans."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import suppress
 
-import msgspec
 import torch
 from torch import Tensor
 
-from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig
+from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
 from lightserve.common.checkpoint.reader import open_checkpoint, outline, total_bytes
 from lightserve.common.device import Device, explain_out_of_memory, pick_device
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
-from lightserve.io_struct import GrammarSpec, KvCopy, NewReq, SamplingParams, Step, StepLimits, StepResult, StepRow
+from lightserve.io_struct import GrammarSpec, KvCopy, Step, StepLimits, StepResult
 from lightserve.model_files.source import ModelSource
 from lightserve.models.registry import get_model_class
 from lightserve.utils.progress import Progress
@@ -31,63 +29,62 @@ from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import MaskMaker, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.step_runner import StepOut, StepRunner
-
-WARM_UP_LENGTHS = (16, 7, 100, 1)  # Triton compiles apart for 1, for multiples of 16 and for other lengths
-WARM_UP_DECODES = 2
-REHEARSED_TOKENS = 512  # of a first KV pool, in which all this has room
-WARM_UP_SAMPLING = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(
-        top_k=10,
-        top_p=0.9,
-        min_p=0.01,
-        repetition_penalty=1.1,
-        watermark=True,
-        logprobs=1,
-        prompt_logprobs=1,
-    ),
-)
+from lightserve.worker.warm_up import FIRST_POOL_TOKENS, warm_up_steps
 
 
 class ModelWorker:
+    """The model of one rank, and the requests that it runs.
+
+    A step passes the parts in this order: batch, sampler (its plan), masks, runner, sampler, collector.
+    """
+
     def __init__(self, config: WorkerConfig, source: ModelSource, parallel: Parallel) -> None:
         tp = parallel.tp
-        kind = pick_device(config.device)
-        device = kind.torch_device(tp.rank)
-        kind.bind(device, config.deterministic)
+        self._kind = pick_device(config.device)
+        self._device = self._kind.torch_device(tp.rank)
+        self._kind.bind(self._device, config.deterministic)
         self.model_config = ModelConfig.from_hf(source.hf_config())
-        kind.check_head_dim(self.model_config.head_dim)
+        self._kind.check_head_dim(self.model_config.head_dim)
         self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
-        dtype = _dtype(config, self.model_config, kind)
-        args = ModelArgs(
-            config=self.model_config,
-            dtype=dtype,
-            device=device,
-            parallel=parallel,
-            checkpoint=_with_progress(source) if config.load_format == "auto" else None,
-            max_total_token_num=REHEARSED_TOKENS,
-            max_reqs=config.running_max_req_size,
-            max_req_total_len=self.max_req_total_len,
-            outline=outline(source) if config.load_format == "auto" else (),
-        )
-        with explain_out_of_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
-            self.model = get_model_class(self.model_config.model_type)(args)
-        self._kind, self._device = kind, device
+        dtype = _dtype(config, self.model_config, self._kind)
         ranks = f", {tp.size} ranks" if tp.size > 1 else ""
-        self.computed_in = f"in {str(dtype).removeprefix('torch.')} on {kind.name}{ranks}"
+        self.computed_in = f"in {str(dtype).removeprefix('torch.')} on {self._kind.name}{ranks}"
+        self.model = self._load_model(config, source, parallel, dtype)
         self._batch = InferBatch(
             self.model.req_manager,
             self.model.mem_manager.padding_slot,
-            device,
+            self._device,
             shares_prefixes=not config.deterministic,  # attention in a fixed order makes no use of it
         )
-        self._runner = StepRunner(self.model, self._batch, kind)
-        self._grammars = Grammars(source, self.model_config.vocab_size, device)
-        self._masks = MaskMaker(self._grammars, device, kind.launches_async)
-        self._sampler = Sampler(self.model_config.vocab_size, device, self._batch.last_ids)
+        self._sampler = Sampler(self.model_config.vocab_size, self._device, self._batch.last_ids)
+        self._grammars = Grammars(source, self.model_config.vocab_size, self._device)
+        self._masks = MaskMaker(self._grammars, self._device, self._kind.launches_async)
+        self._runner = StepRunner(self.model, self._batch, self._kind)
         self._collector = StepCollector()
+        self._resize_kv_pool(config)
+
+    def _load_model(
+        self, config: WorkerConfig, source: ModelSource, parallel: Parallel, dtype: torch.dtype
+    ) -> TpPartBaseModel:
+        """With a KV pool that is only large enough to measure how much memory steps take."""
+        has_weights = config.load_format == "auto"
+        args = ModelArgs(
+            config=self.model_config,
+            dtype=dtype,
+            device=self._device,
+            parallel=parallel,
+            checkpoint=_with_progress(source) if has_weights else None,
+            max_total_token_num=FIRST_POOL_TOKENS,
+            max_reqs=config.running_max_req_size,
+            max_req_total_len=self.max_req_total_len,
+            outline=outline(source) if has_weights else (),
+        )
+        with explain_out_of_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
+            return get_model_class(self.model_config.model_type)(args)
+
+    def _resize_kv_pool(self, config: WorkerConfig) -> None:
         with explain_out_of_memory("lower max_total_token_num or mem_fraction"):
-            self.model.set_kv_size(kv_size(config, self.model, kind, self._rehearse))
+            self.model.set_kv_size(kv_size(config, self.model, self._kind, self._launch_every_kernel))
         self._batch.padding_slot = self.model.mem_manager.padding_slot
 
     @property
@@ -104,64 +101,41 @@ class ModelWorker:
 
     @property
     def pipeline_depth(self) -> int:
-        """Steps that should be under way at once."""
+        """How many steps should be in flight at once."""
         return self._kind.pipeline_depth
 
     @property
     def longest_request(self) -> int:
-        """Prompt plus output in tokens, of one that has the pool for itself."""
+        """Prompt plus output in tokens, of a request that has the pool for itself."""
         return min(self.max_req_total_len, self.max_total_token_num)
 
     def warm_up(self) -> None:
-        """Run every kind of step once before anyone waits: what compiles or packs at first use does it here."""
+        """Run every kind of step once. What compiles or allocates at first use does so here."""
         self._grammars.warm_up()
-        self._kind.compile_kernels(self._device, self._rehearse)
-        self._run_kinds()
+        self._kind.compile_kernels(self._device, self._launch_every_kernel)
+        self._run_warm_up_steps()
         self.capture()
 
-    def _rehearse(self) -> None:
-        with self.model.one_layer_of_each_kind():
-            self._run_kinds()
-        self._runner.rehearse()
-
-    def _run_kinds(self) -> None:
-        longest = min(self.max_req_total_len, self.max_total_token_num // len(WARM_UP_LENGTHS)) - WARM_UP_DECODES
-        reqs = [
-            NewReq(-1 - i, [0] * length, WARM_UP_SAMPLING[i % 2], seed=0)
-            for i, length in enumerate(WARM_UP_LENGTHS)
-            if length <= longest
-        ]
-        reqs = reqs[: self.model.req_manager.max_reqs]
-        for batch in ([req] for req in reqs[:2]):
-            self._run_once(batch)
-        self._run_once(reqs)
-        self._run_once([_with_cached_prompt(req) for req in reqs[:1]])
-
     def capture(self) -> None:
-        """Capture the steps that come often, where the device can replay them."""
+        """Capture the steps that come often, if the device can replay them."""
         self._runner.capture()
 
-    def _run_once(self, new: list[NewReq]) -> None:
-        """Prefill and decode; the slots are free, since nobody else runs."""
-        if not new:
-            return
-        ids = [req.req_id for req in new]
-        lengths = [len(req.prompt_ids) - len(req.cached_slots) for req in new]
-        ends = list(itertools.accumulate(lengths, initial=max(len(req.cached_slots) for req in new)))[1:]
-        prompts = [StepRow(i, list(range(end - n, end))) for i, n, end in zip(ids, lengths, ends, strict=True)]
-        self.run(Step(prompts, new))
-        for step in range(WARM_UP_DECODES):
-            first = ends[-1] + step * len(ids)
-            self.run(Step([StepRow(req_id, [first + i]) for i, req_id in enumerate(ids)]))
-        self.run(Step([], free=ids))
+    def _launch_every_kernel(self) -> None:
+        with self.model.one_layer_of_each_kind():
+            self._run_warm_up_steps()
+        self._runner.launch_every_shape()
+
+    def _run_warm_up_steps(self) -> None:
+        for step in warm_up_steps(self.model.req_manager.max_reqs, self.max_req_total_len, self.max_total_token_num):
+            self.run(step)
 
     def run(self, step: Step) -> StepResult:
-        """Run a step; tokens come back for every row that reaches the end of its request's known tokens."""
+        """Run a step and wait for its result."""
         return self.launch(step)()
 
     def reset(self) -> None:
         """Free all requests and forget the steps in flight. The device finishes those before it begins another."""
-        self._launched = None
+        self._collector = StepCollector()
         self._batch.clear()
 
     def launch(self, step: Step) -> Collect:
@@ -222,11 +196,6 @@ class ModelWorker:
             tokens = self._sampler.sample(plan, logits, tokens, masks)
             self._batch.last_ids.index_copy_(0, out.columns.reqs["row"][:count].long(), tokens)
         return tokens, self._sampler.logprobs(plan, tokens, logits)
-
-
-def _with_cached_prompt(req: NewReq) -> NewReq:
-    """As if all but its last token had been found in the prefix cache."""
-    return msgspec.structs.replace(req, cached_slots=list(range(len(req.prompt_ids) - 1)))
 
 
 def _dtype(config: WorkerConfig, model: ModelConfig, kind: Device) -> torch.dtype:

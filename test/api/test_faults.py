@@ -200,10 +200,10 @@ def test_a_body_of_another_type_is_refused(client: Client) -> None:
 
 def test_a_body_that_is_too_large_is_refused_before_it_arrives(client: Client) -> None:
     head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    told = head + b"Content-Length: 17000000\r\nExpect: 100-continue\r\n\r\n"
+    request = head + b"Content-Length: 17000000\r\nExpect: 100-continue\r\n\r\n"
     for path in EVERY_BODY:
         with client.open() as sock:
-            sock.sendall(told % path.encode())
+            sock.sendall(request % path.encode())
             assert sock.recv(65536).startswith(b"HTTP/1.1 413 ")
 
     with client.open() as sock:

@@ -120,7 +120,7 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
     for entry in logprobs.content:
         best = entry.top_logprobs
         assert len(best) == 3
-        assert best[0].token == entry.token  # greedy takes the likeliest
+        assert best[0].token == entry.token  # greedy takes the most likely token
         assert best[0].logprob == pytest.approx(entry.logprob, abs=1e-4)
         assert best[0].logprob >= best[1].logprob >= best[2].logprob
         assert sum(math.exp(one.logprob) for one in best) <= 1.0001

@@ -37,7 +37,7 @@ def busy(server: ServerProcess) -> Iterator[None]:
     raw = json.dumps(body(8000, stream=True)).encode()
     request = urllib.request.Request(server.url + COMPLETE, raw, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60):
-        wait_until(lambda: server.metrics()["num_requests_running"] == 1)  # else 0 might be told of before it
+        wait_until(lambda: server.metrics()["num_requests_running"] == 1)  # otherwise the metric may still be the old 0
         yield
     wait_until(lambda: server.metrics()["num_requests_running"] == 0)
 

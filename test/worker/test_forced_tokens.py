@@ -1,4 +1,4 @@
-"""Tokens that a grammar forces: several of a request in a step, and the same text as with a step for each."""
+"""Tokens that a grammar forces: a step may bring several of a request, and the text stays the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GRAMMARS = [
     GrammarSpec("regex", "(true, a red bear|a rare dead text)[.,] at [0-9]{2} a year"),
     choice_grammar(["a dead extra text", "a dead extra beat", "beta"]),
 ]
-WISHES: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [
     {},
     {"temperature": 0},
     {"frequency_penalty": 1.0, "repetition_penalty": 1.3},
@@ -46,11 +46,11 @@ WISHES: list[dict[str, Any]] = [
 
 
 def mixed() -> list[GenerationParams]:
-    """Every wish with every grammar, and free requests between."""
+    """All options with all grammars, and free requests between."""
     wanted: list[GenerationParams] = []
-    for wishes in WISHES:
+    for more in OPTIONS:
         for grammar in (*GRAMMARS, None):
-            options = {"max_new_tokens": 100, "temperature": 1.5, "seed": len(wanted), **wishes}
+            options = {"max_new_tokens": 100, "temperature": 1.5, "seed": len(wanted), **more}
             wanted.append(GenerationParams.of(grammar=grammar, **options))
     return wanted
 
@@ -62,7 +62,7 @@ def llm(small_folder: str) -> LLM:
 
 @pytest.fixture
 def steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
-    """Those that have run."""
+    """The steps that have run."""
     run: list[Step] = []
 
     def counted(worker: ModelWorker, step: Step) -> Collect:
@@ -74,7 +74,7 @@ def steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     return run
 
 
-def said(generations: list[Generation]) -> list[tuple[list[int], str, FinishReason | None]]:
+def outputs(generations: list[Generation]) -> list[tuple[list[int], str, FinishReason | None]]:
     return [(one.token_ids, one.text, one.finish_reason) for one in generations]
 
 
@@ -85,33 +85,33 @@ def without_forcing(llm: LLM, wanted: list[GenerationParams]) -> list[Generation
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_text_is_that_of_a_step_for_each_token(llm: LLM, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_is_the_same_as_with_one_step_per_token(llm: LLM, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = mixed()
     expected = without_forcing(llm, wanted)
     monkeypatch.setattr(ModelWorker, "pipeline_depth", depth)
 
     generations = llm.generate([PROMPT] * len(wanted), wanted)
 
-    assert said(generations) == said(expected)
+    assert outputs(generations) == outputs(expected)
     assert {one.finish_reason for one in generations} == {FinishReason.STOP, FinishReason.LENGTH}
     assert any(one.text.endswith("-deb") for one in generations)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_pauses_between_forced_tokens_change_nothing(small_folder: str, llm: LLM, depth: int) -> None:
+def test_preemption_between_forced_tokens_changes_nothing(small_folder: str, llm: LLM, depth: int) -> None:
     wanted = [GenerationParams.of(max_new_tokens=100, seed=i, grammar=GRAMMARS[0]) for i in range(8)]
     expected = without_forcing(llm, wanted)
     small = LLM(small_folder, device="cpu", max_total_token_num=250)
-    small.generate([PROMPT] * 40, GenerationParams.of(max_new_tokens=2))  # so that it takes answers to be short
+    small.generate([PROMPT] * 40, GenerationParams.of(max_new_tokens=2))  # the scheduler now expects short outputs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelWorker, "pipeline_depth", depth)
         paused = small.generate([PROMPT] * len(wanted), wanted)
 
     assert small._scheduler.num_preemptions > 0
-    assert said(paused) == said(expected)
+    assert outputs(paused) == outputs(expected)
 
 
-def test_what_is_forced_takes_no_steps(llm: LLM, steps: list[Step]) -> None:
+def test_forced_tokens_take_no_steps(llm: LLM, steps: list[Step]) -> None:
     sampling = GenerationParams.of(max_new_tokens=100, seed=1, grammar=GRAMMARS[0])
     (expected,) = without_forcing(llm, [sampling])
     one_by_one = len(steps)
@@ -121,27 +121,27 @@ def test_what_is_forced_takes_no_steps(llm: LLM, steps: list[Step]) -> None:
 
     assert one_by_one >= len(expected.token_ids) > 40
     assert len(steps) < one_by_one / 2
-    assert said([generation]) == said([expected])
+    assert outputs([generation]) == outputs([expected])
 
 
-def test_a_request_beside_it_has_a_token_a_step(llm: LLM, steps: list[Step]) -> None:
+def test_another_request_gets_one_token_per_step(llm: LLM, steps: list[Step]) -> None:
     free = GenerationParams.of(max_new_tokens=100, ignore_eos=True, seed=0)
     alone = llm.generate([PROMPT], free)
     steps.clear()
 
-    beside, _ = llm.generate([PROMPT] * 2, [free, GenerationParams.of(max_new_tokens=100, grammar=GRAMMARS[1], seed=0)])
+    other, _ = llm.generate([PROMPT] * 2, [free, GenerationParams.of(max_new_tokens=100, grammar=GRAMMARS[1], seed=0)])
 
-    assert said([beside]) == said(alone)
+    assert outputs([other]) == outputs(alone)
     assert sum(bool(step.rows) for step in steps) == 100
 
 
-def test_who_asks_for_logprobs_gets_those_of_every_token(llm: LLM) -> None:
+def test_a_request_with_logprobs_gets_them_for_every_token(llm: LLM) -> None:
     sampling = GenerationParams.of(max_new_tokens=100, seed=1, grammar=GRAMMARS[1], logprobs=1)
 
     (generation,) = llm.generate([PROMPT], sampling)
     (plain,) = llm.generate([PROMPT], GenerationParams.of(max_new_tokens=100, seed=1, grammar=GRAMMARS[1]))
 
-    assert said([generation]) == said([plain])
+    assert outputs([generation]) == outputs([plain])
     assert len(generation.logprobs) == len(generation.token_ids)
 
 
@@ -158,7 +158,7 @@ def test_a_forced_token_that_another_rule_forbids_ends_the_request(llm: LLM) -> 
     assert "no token is left" in (stuck.error or "")
 
 
-def test_a_text_that_the_vocabulary_cannot_say_is_not_forced(llm: LLM) -> None:
+def test_a_text_that_the_vocabulary_cannot_spell_is_not_forced(llm: LLM) -> None:
     (generation,) = llm.generate([PROMPT], GenerationParams.of(grammar=GrammarSpec("regex", "[yz]aside")))
 
     assert generation.text[1:] == "a"

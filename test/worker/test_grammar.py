@@ -1,4 +1,4 @@
-"""Grammars in the worker: constrained requests beside free ones, steps ahead of tokens, pauses, dead ends."""
+"""Grammars in the worker: constrained and free requests, steps in flight, preemption, rules that leave no token."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def params(seed: int = 0, **fields: Any) -> GenerationParams:
 
 
 def mixed(count: int = 24) -> list[GenerationParams]:
-    """Every third is free, of the others each has a grammar and some have other wishes beside."""
+    """Every third request is free. The others have a grammar, and some have more options."""
     grammars = [
         None,
         schema_grammar(SCHEMA),
@@ -58,8 +58,8 @@ def mixed(count: int = 24) -> list[GenerationParams]:
         choice_grammar(["abc", "ab", "x-y"]),
         schema_grammar(SCHEMA),
     ]
-    wishes: list[dict[str, Any]] = [{}, {"top_k": 20}, {"frequency_penalty": 0.5}, {"logprobs": 2}, {"temperature": 0}]
-    return [params(i, grammar=grammars[i % 6], **wishes[i % 5]) for i in range(count)]
+    options: list[dict[str, Any]] = [{}, {"top_k": 20}, {"frequency_penalty": 0.5}, {"logprobs": 2}, {"temperature": 0}]
+    return [params(i, grammar=grammars[i % 6], **options[i % 5]) for i in range(count)]
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -67,7 +67,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def check(generation: Generation, sampling: GenerationParams) -> None:
-    """An answer that ended by itself is a text of the grammar."""
+    """An output that ended by itself is a text of the grammar."""
     spec = sampling.sampling.grammar
     if spec is None:
         return
@@ -82,7 +82,7 @@ def check(generation: Generation, sampling: GenerationParams) -> None:
         assert generation.text in json.loads(spec.text)
 
 
-def test_answers_obey_their_grammars_and_end_by_themselves(llm: LLM) -> None:
+def test_outputs_follow_their_grammars_and_end_by_themselves(llm: LLM) -> None:
     wanted = mixed()
 
     generations = llm.generate(prompts(len(wanted)), wanted)
@@ -97,7 +97,7 @@ def test_answers_obey_their_grammars_and_end_by_themselves(llm: LLM) -> None:
     assert sum(ended) > len(ended) / 2
 
 
-def test_a_request_says_the_same_alone_and_beside_others(llm: LLM) -> None:
+def test_a_request_gets_the_same_tokens_alone_and_with_others(llm: LLM) -> None:
     wanted = mixed(6)
 
     alone = [llm.generate([prompt], one)[0] for prompt, one in zip(prompts(6), wanted, strict=True)]
@@ -106,7 +106,7 @@ def test_a_request_says_the_same_alone_and_beside_others(llm: LLM) -> None:
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
 
 
-def test_steps_ahead_of_the_tokens_give_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_steps_in_flight_give_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = mixed()
     expected = llm.generate(prompts(len(wanted)), wanted)
     monkeypatch.setattr(ModelWorker, "pipeline_depth", 2)
@@ -136,7 +136,7 @@ def test_padded_steps_give_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     wanted = mixed(6)
     expected = llm.generate(prompts(6), wanted)
     monkeypatch.setattr(llm.worker._runner, "fit", lambda shape: padded(shape) or shape)
-    ops.use_backend(ops.REFERENCE)  # the ops of the CPU backend are never asked to pad
+    ops.use_backend(ops.REFERENCE)  # the ops of the CPU backend are never padded
 
     outs = llm.generate(prompts(6), wanted)
     ops.use_backend("cpu")
@@ -144,11 +144,11 @@ def test_padded_steps_give_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     assert [one.token_ids for one in outs] == [one.token_ids for one in expected]
 
 
-def test_a_pause_changes_nothing(llm: LLM, small_folder: str) -> None:
+def test_preemption_changes_nothing(llm: LLM, small_folder: str) -> None:
     wanted = [params(i, grammar=GrammarSpec("regex", "[0-9]{40,50}")) for i in range(8)]
     expected = llm.generate(prompts(8), wanted)
     small = LLM(small_folder, device="cpu", max_total_token_num=200)
-    small.generate(prompts(40), params(max_new_tokens=2))  # so that it takes answers to be short
+    small.generate(prompts(40), params(max_new_tokens=2))  # the scheduler now expects short outputs
 
     paused = small.generate(prompts(8), wanted)
 
@@ -156,7 +156,7 @@ def test_a_pause_changes_nothing(llm: LLM, small_folder: str) -> None:
     assert [one.text for one in paused] == [one.text for one in expected]
 
 
-def test_a_complete_answer_ends_whatever_the_other_rules_say(llm: LLM) -> None:
+def test_a_complete_output_ends_whatever_the_other_rules_are(llm: LLM) -> None:
     spec = choice_grammar(["abc", "12"])
     wanted = [params(grammar=spec, **rules) for rules in ({}, {"min_new_tokens": 30}, {"ignore_eos": True})]
 
@@ -166,7 +166,7 @@ def test_a_complete_answer_ends_whatever_the_other_rules_say(llm: LLM) -> None:
         assert EOS not in generation.token_ids
 
 
-def test_an_answer_that_could_go_on_goes_on_until_it_may_end(llm: LLM) -> None:
+def test_an_output_that_could_continue_continues_until_it_may_end(llm: LLM) -> None:
     spec = GrammarSpec("regex", "[ab]*")
     early, late, never = llm.generate(
         prompts(3),
@@ -184,7 +184,7 @@ def test_an_answer_that_could_go_on_goes_on_until_it_may_end(llm: LLM) -> None:
     assert (len(never.token_ids), never.finish_reason) == (60, FinishReason.LENGTH)
 
 
-def test_rules_that_leave_nothing_end_their_request_alone(llm: LLM) -> None:
+def test_rules_that_leave_no_token_end_only_their_request(llm: LLM) -> None:
     letter = TOKENIZER.token_to_id("x") or 0
     stuck = [
         params(grammar=DIGITS, allowed_token_ids=(letter,)),
@@ -200,7 +200,7 @@ def test_rules_that_leave_nothing_end_their_request_alone(llm: LLM) -> None:
     assert [one.text for one in failed] == ["", "", "a"]
 
 
-def test_a_grammar_that_does_not_compile_ends_its_request_alone(llm: LLM) -> None:
+def test_a_grammar_that_does_not_compile_ends_only_its_request(llm: LLM) -> None:
     failed, other = llm.generate(prompts(2), [params(grammar=GrammarSpec("regex", "(")), params()])
 
     assert "cannot be used" in (failed.error or "")
@@ -225,11 +225,11 @@ def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path: Path, small_fold
     assert "no tokenizer" in (generation.error or "")
 
 
-def test_a_request_that_enters_again_goes_on_where_it_was(small_folder: str) -> None:
+def test_a_request_that_enters_again_continues_where_it_was(small_folder: str) -> None:
     grammars = Grammars(resolve(small_folder), 131)
-    said = TOKENIZER.encode("12-")
+    output_ids = TOKENIZER.encode("12-")
     spec = GrammarSpec("regex", "[0-9]+-[ab]")
-    new = NewReq(0, [*PROMPT, *said], SamplingParams(grammar=spec), 0, (EOS,), output_len=len(said))
+    new = NewReq(0, [*PROMPT, *output_ids], SamplingParams(grammar=spec), 0, (EOS,), output_len=len(output_ids))
 
     grammar = grammars.open(new)
 
@@ -241,7 +241,7 @@ def test_a_request_that_enters_again_goes_on_where_it_was(small_folder: str) -> 
     ]
 
 
-def test_ends_that_are_not_wanted_stay_where_nothing_else_may_come(small_folder: str) -> None:
+def test_forbidden_ends_stay_allowed_if_nothing_else_may_come(small_folder: str) -> None:
     grammars = Grammars(resolve(small_folder), 131)
     both = [
         grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=GrammarSpec("regex", text)), 0, (EOS,)))
@@ -254,7 +254,7 @@ def test_ends_that_are_not_wanted_stay_where_nothing_else_may_come(small_folder:
 
 
 @pytest.mark.parametrize("vocab_size", [131, 4000])  # of the model, which may have more tokens than the tokenizer
-def test_masks_of_a_step_are_those_of_each_grammar_alone(small_folder: str, vocab_size: int) -> None:
+def test_a_step_has_the_same_masks_as_each_grammar_alone(small_folder: str, vocab_size: int) -> None:
     grammars = Grammars(resolve(small_folder), vocab_size)
     texts = ["[ab]*", "1", "[ab]*", "[0-9]+", "", "[ab]*", "1"] * 3
     opened = [
@@ -279,10 +279,10 @@ def test_eight_requests_of_a_grammar_share_a_lexer(small_folder: str, monkeypatc
 
     opened = [grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,))) for i in range(40)]
 
-    kinds = [grammar.kind for grammar in opened if grammar is not None]
-    assert len(set(kinds)) == 4
-    assert kinds[:32] == [kind for kind in dict.fromkeys(kinds) for _ in range(8)]
-    assert kinds[32:] == kinds[:8]
+    lexers = [grammar.lexer_id for grammar in opened if grammar is not None]
+    assert len(set(lexers)) == 4
+    assert lexers[:32] == [lexer for lexer in dict.fromkeys(lexers) for _ in range(8)]
+    assert lexers[32:] == lexers[:8]
     masks = grammars.masks(opened, [()] * 40)
     assert all(mask.tolist() == masks[0].tolist() for mask in masks)
 
@@ -357,32 +357,32 @@ def test_a_grammar_that_does_not_compile_is_an_error_of_its_request_alone(llm: L
         llm.worker._grammars.prepare(GrammarSpec("regex", "("), (EOS,))
 
 
-def test_an_answer_that_begins_with_its_prefix_is_free_then(llm: LLM) -> None:
+def test_an_output_is_free_after_its_prefix(llm: LLM) -> None:
     free = [params(i, grammar=GrammarSpec("prefix", text)) for i, text in enumerate(("abc", "12-", "{", "x y z"))]
     wanted = [
         *free,
         *(one.replace(hidden_chars=len(one.sampling.grammar.text)) for one in free if one.sampling.grammar),
     ]
 
-    answers = llm.generate(prompts(4) * 2, wanted)
-    shown, hidden = answers[:4], answers[4:]
+    generations = llm.generate(prompts(4) * 2, wanted)
+    shown, hidden = generations[:4], generations[4:]
 
     for one, other, sampling in zip(shown, hidden, free, strict=True):
         assert sampling.sampling.grammar is not None
         assert one.text == sampling.sampling.grammar.text + other.text
         assert one.token_ids == other.token_ids
         assert len(one.token_ids) > 20 or one.finish_reason is FinishReason.STOP
-    said = {token for one in shown for token in one.token_ids}
-    assert max(said) > EOS  # also what no grammar would allow: tokens without a text
+    sampled = {token for one in shown for token in one.token_ids}
+    assert max(sampled) > EOS  # tokens without a text, which no grammar would allow
 
 
-def test_a_prefix_is_kept_ahead_of_tokens_and_through_pauses(
+def test_a_prefix_is_kept_with_two_steps_in_flight_and_through_preemption(
     llm: LLM, small_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = [params(i, grammar=GrammarSpec("prefix", "ab12-" * 8), ignore_eos=True) for i in range(8)]
     expected = llm.generate(prompts(8), wanted)
     small = LLM(small_folder, device="cpu", max_total_token_num=200)
-    small.generate(prompts(40), params(max_new_tokens=2))  # so that it takes answers to be short
+    small.generate(prompts(40), params(max_new_tokens=2))  # the scheduler now expects short outputs
     monkeypatch.setattr(ModelWorker, "pipeline_depth", 2)
 
     ahead, paused = llm.generate(prompts(8), wanted), small.generate(prompts(8), wanted)
@@ -393,7 +393,7 @@ def test_a_prefix_is_kept_ahead_of_tokens_and_through_pauses(
     assert [one.token_ids for one in paused] == [one.token_ids for one in expected]
 
 
-def test_an_answer_with_a_prefix_ends_no_sooner_than_it_may(llm: LLM) -> None:
+def test_an_output_with_a_prefix_ends_no_sooner_than_it_may(llm: LLM) -> None:
     spec = GrammarSpec("prefix", "ab")
     early, late = llm.generate(
         prompts(2),
@@ -405,10 +405,10 @@ def test_an_answer_with_a_prefix_ends_no_sooner_than_it_may(llm: LLM) -> None:
     assert early.finish_reason is late.finish_reason is FinishReason.STOP
 
 
-@pytest.mark.parametrize("said", ["ab", "ab12", "abxyx"])
-def test_a_request_that_enters_again_after_its_prefix_is_free(small_folder: str, said: str) -> None:
+@pytest.mark.parametrize("output", ["ab", "ab12", "abxyx"])
+def test_a_request_that_enters_again_after_its_prefix_is_free(small_folder: str, output: str) -> None:
     grammars = Grammars(resolve(small_folder), 131)
-    ids = [*TOKENIZER.encode(said), EOS, 130]
+    ids = [*TOKENIZER.encode(output), EOS, 130]
     new = NewReq(
         0, [*PROMPT, *ids], SamplingParams(grammar=GrammarSpec("prefix", "ab")), 0, (EOS,), output_len=len(ids)
     )
@@ -422,7 +422,7 @@ def test_a_request_that_enters_again_after_its_prefix_is_free(small_folder: str,
     assert grammar.error is None
 
 
-def test_a_grammar_that_failed_stays_so() -> None:
+def test_a_grammar_that_failed_stays_failed() -> None:
     future: Future[LLMatcher] = Future()
     future.set_exception(InvalidRequestError("broken"))
     grammar = ReqGrammar(future)

@@ -1,4 +1,4 @@
-"""The size of the KV pool: what memory allows, or what the operator says."""
+"""The size of the KV pool: what memory allows, or what the operator sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker without a model says the same to the same request, whatever happens to it."""
+"""The worker without a model gives the same tokens to the same request, whatever happens to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def tokens_of(worker: NullWorker, step: Step) -> dict[int, int]:
     return {out.req_id: out.token.id for out in worker.launch(step)().tokens}
 
 
-def test_tokens_follow_those_of_their_own_request() -> None:
+def test_a_token_follows_the_last_token_of_its_own_request() -> None:
     worker = NullWorker(step_s=0)
 
     first = tokens_of(worker, Step([StepRow(1, [0, 1]), StepRow(2, [2])], new=[new(1, [5, 7]), new(2, [100])]))
@@ -23,7 +23,7 @@ def test_tokens_follow_those_of_their_own_request() -> None:
     assert (first, second) == ({1: 8, 2: 101}, {1: 9, 2: 102})
 
 
-def test_a_request_that_comes_back_goes_on_where_it_was() -> None:
+def test_a_request_that_enters_again_continues_where_it_was() -> None:
     worker = NullWorker(step_s=0)
     tokens_of(worker, Step([StepRow(1, [0])], new=[new(1, [VOCAB_SIZE - 1])]))
 

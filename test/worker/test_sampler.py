@@ -1,4 +1,4 @@
-"""The sampler against transformers' processors, one request at a time, and against itself in other batches."""
+"""The sampler compared with transformers' processors for single requests, and with itself in other batches."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def req_of(
     prompt = PROMPT if prompt is None else prompt
     token_ids = [*prompt, *output]
     params.setdefault("max_new_tokens", 100)
-    asked = GenerationParams.of(**params)
-    return InferReq(row, row, token_ids, len(prompt), asked.sampling, seed, (EOS,), asked.stopping)
+    wanted = GenerationParams.of(**params)
+    return InferReq(row, row, token_ids, len(prompt), wanted.sampling, seed, (EOS,), wanted.stopping)
 
 
 def append(req: InferReq, token: int) -> None:
@@ -47,7 +47,7 @@ def logits_of(batch: int, device: str = "cpu", seed: int = 0) -> Tensor:
 
 
 def oracle_scores(logits: Tensor, req: InferReq) -> Tensor:
-    """What transformers makes of one row, ``[1, vocab]``, and plain Python of what it lacks."""
+    """The logits ``[1, vocab]`` of one row after transformers' processors, and plain Python for what it lacks."""
     ids = torch.tensor([req.token_ids], device=logits.device)
     scores = decayed(penalised(biased(logits, req, ids), req, ids), req, ids)
     for warper in warpers_of(req.sampling):
@@ -152,9 +152,9 @@ def sampled_by_the_step(logits: Tensor, reqs: list[InferReq]) -> Tensor:
 
 @pytest.fixture(params=[ops.REFERENCE, "triton"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    chosen: str = request.param
-    ops.use_backend(chosen)
-    yield chosen
+    name: str = request.param
+    ops.use_backend(name)
+    yield name
     ops.use_backend(ops.REFERENCE)
 
 
@@ -162,7 +162,7 @@ def device_of(backend: str) -> str:
     return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
 
 
-TOP = logits_of(1)[0].topk(20).indices.tolist()  # what would come if nothing were forbidden
+TOP = logits_of(1)[0].topk(20).indices.tolist()  # the most likely tokens if nothing is forbidden
 
 FEATURES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -179,7 +179,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "typical_p and cut": {"typical_p": 0.6, "top_k": 12, "top_p": 0.9},
     "all cuts": {"temperature": 1.4, "top_k": 30, "top_p": 0.9, "min_p": 0.03},
     "repetition": {"temperature": 0, "repetition_penalty": 3.0},
-    "repetition drawn": {"repetition_penalty": 3.0, "logit_bias": {5: 5.0, 90: 4.5, 8: 4.6}},
+    "repetition at random": {"repetition_penalty": 3.0, "logit_bias": {5: 5.0, 90: 4.5, 8: 4.6}},
     "presence": {"temperature": 0, "presence_penalty": 2.0, "logit_bias": {8: 5.0, 9: 5.5, 6: 4.5, 5: 4.0}},
     "frequency": {"frequency_penalty": 1.5, "logit_bias": {8: 5.0, 9: 5.5, 6: 4.5, 5: 4.0}},
     "penalties that favour": {"presence_penalty": -2.0, "frequency_penalty": -2.0, "repetition_penalty": 0.5},
@@ -188,7 +188,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "temperature": 0,
         "bad_words_ids": ((TOP[0],), (6, 9, TOP[1]), (9, TOP[2]), (5, 9, TOP[3]), (7, TOP[3])),
     },
-    "bad words drawn": {"bad_words_ids": ((TOP[0],), (9, TOP[1]), (8, 8, 6, 9, TOP[2]), (5,) * 20)},
+    "bad words at random": {"bad_words_ids": ((TOP[0],), (9, TOP[1]), (8, 8, 6, 9, TOP[2]), (5,) * 20)},
     "allowed": {"allowed_token_ids": (3, 60, 61, TOP[5])},
     "allowed greedy": {"temperature": 0, "allowed_token_ids": (3, 60, 61, TOP[5])},
     "early end": {"min_new_tokens": 5, "stop_token_ids": (TOP[0], TOP[1])},
@@ -225,27 +225,27 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("params", FEATURES.values(), ids=FEATURES)
-def test_a_request_gets_the_tokens_that_transformers_scores_give(params: dict[str, Any]) -> None:
-    draws = 500
+def test_a_request_gets_the_tokens_that_the_logits_of_transformers_give(params: dict[str, Any]) -> None:
+    samples = 500
     logits = logits_of(1)
-    reqs = [req_of(seed, seed=seed, **params) for seed in range(draws)]
+    reqs = [req_of(seed, seed=seed, **params) for seed in range(samples)]
 
-    tokens = sample(logits.expand(draws, -1), reqs)
+    tokens = sample(logits.expand(samples, -1), reqs)
 
     assert tokens == [oracle_token(logits, req) for req in reqs]
 
 
 @pytest.mark.parametrize("params", [FEATURES[name] for name in ("hot", "top_p", "typical_p", "everything")])
-def test_tokens_come_as_often_as_their_probabilities_say(params: dict[str, Any]) -> None:
-    draws = 20_000
+def test_tokens_are_as_frequent_as_their_probabilities(params: dict[str, Any]) -> None:
+    samples = 20_000
     logits = logits_of(1)
     probs = oracle_scores(logits, req_of(**params)).softmax(-1)[0]
 
-    reqs = [req_of(seed, seed=seed, **params) for seed in range(draws)]
-    tokens = torch.tensor(sample(logits.expand(draws, -1), reqs))
+    reqs = [req_of(seed, seed=seed, **params) for seed in range(samples)]
+    tokens = torch.tensor(sample(logits.expand(samples, -1), reqs))
 
-    error = tokens.bincount(minlength=VOCAB) / draws - probs
-    assert (error.abs() <= 4 * (probs * (1 - probs) / draws).sqrt()).all()
+    error = tokens.bincount(minlength=VOCAB) / samples - probs
+    assert (error.abs() <= 4 * (probs * (1 - probs) / samples).sqrt()).all()
 
 
 def mixed_reqs() -> list[InferReq]:
@@ -299,7 +299,7 @@ def test_step_after_step_every_request_gets_what_the_oracle_gives() -> None:
             reqs = [
                 reqs[-1],
                 *reqs[3:-1],
-                *(req_of(gone.row, seed=step, **FEATURES["everything"]) for gone in reqs[:3]),
+                *(req_of(old.row, seed=step, **FEATURES["everything"]) for old in reqs[:3]),
             ]
 
 
@@ -312,15 +312,15 @@ def test_a_token_that_only_the_device_knows_is_counted_once(feature: str) -> Non
     for step, token in enumerate((20, 21, 20, 40, 41, 42, 43)):
         sample(logits_of(1, seed=step), [early], sampler)
         last_ids[3] = token
-        early.total_len += 1  # chosen, and on its way to the host
+        early.total_len += 1  # sampled, and in flight to the host
         append(late, token)
         expected = oracle_token(logits_of(1, seed=step + 9), late)
 
         assert sample(logits_of(1, seed=step + 9), [early], sampler) == [expected]
-        early.token_ids.append(token)  # it has arrived
+        early.token_ids.append(token)  # it is known now
 
 
-def test_a_request_that_paused_for_some_steps_has_all_its_tokens_counted() -> None:
+def test_a_request_that_skipped_some_steps_has_all_its_tokens_counted() -> None:
     params = FEATURES["penalties that favour"]
     paused, other = req_of(0, **params), req_of(1, **params)
     sampler = sampler_of(logits_of(1))
@@ -355,7 +355,7 @@ def test_counts_stay_when_a_request_of_a_higher_row_comes() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_a_run_of_tokens_is_completed_once_as_transformers_has_it(size: int) -> None:
+def test_an_ngram_is_completed_once_like_in_transformers(size: int) -> None:
     rng = random.Random(size)
     for length in (1, size - 1, size, 40, 300):
         token_ids = [rng.randrange(4) for _ in range(max(length, 1))]
@@ -384,7 +384,7 @@ def test_only_the_first_token_is_limited_by_what_may_be_first(temperature: float
     assert not set(second) <= {3, 60}
 
 
-def test_an_end_that_was_put_off_very_long_still_is_a_number() -> None:
+def test_an_end_that_is_very_late_still_has_a_finite_logit() -> None:
     params: dict[str, Any] = {"exponential_decay_length_penalty": (0, 100.0), "temperature": 1e-5, "top_p": 0.9}
     reqs = [req_of(row, seed=row, output=[1] * 5000, **params) for row in range(20)]
 
@@ -416,7 +416,7 @@ def test_an_id_beyond_the_vocabulary_is_ignored(params: dict[str, Any], temperat
     assert tokens == sample(logits_of(50), [req_of(r, seed=r, temperature=temperature, **plain) for r in range(50)])
 
 
-def test_an_allowed_id_beyond_the_vocabulary_is_never_chosen() -> None:
+def test_an_allowed_id_beyond_the_vocabulary_is_never_sampled() -> None:
     reqs = [req_of(row, seed=row, allowed_token_ids=(4, VOCAB, 2**31 - 1)) for row in range(20)]
 
     assert sample(logits_of(20), reqs) == [4] * 20
@@ -467,7 +467,7 @@ def test_logits_that_nobody_changes_are_not_copied(monkeypatch: pytest.MonkeyPat
     sample(logits_of(4), [req_of(row, **FEATURES[name]) for row, name in enumerate(names)])
 
 
-def test_only_rows_that_ask_for_a_cut_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rows_with_a_filter_are_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
     cut_rows: dict[str, int] = {}
     for name in ("top_k_top_p_min_p", "typical_p"):
         monkeypatch.setattr(ops, name, lambda rows, *columns, name=name: cut_rows.update({name: len(rows)}))
@@ -497,7 +497,7 @@ def test_a_batch_of_the_same_requests_is_planned_once(monkeypatch: pytest.Monkey
     assert [len(batch) for batch in planned] == [len(reqs), len(reqs) - 1, len(reqs)]
 
 
-def test_logprobs_are_the_models_own_and_only_for_who_asks(backend: str) -> None:
+def test_logprobs_are_of_the_model_and_only_for_requests_that_want_them(backend: str) -> None:
     sampler = sampler_of(logits_of(1, device_of(backend)))
     changed = FEATURES["everything"]
     reqs = [
@@ -510,11 +510,11 @@ def test_logprobs_are_the_models_own_and_only_for_who_asks(backend: str) -> None
     plan = sampler.prepare(reqs)
     tokens = sampler.sample(plan, logits, sampled_by_the_step(logits, reqs))
 
-    asked = sampler.logprobs(plan, tokens, logits)
+    logprobs = sampler.logprobs(plan, tokens, logits)
 
     expected = logits.log_softmax(-1)
-    assert asked is not None
-    found = asked.by_row()
+    assert logprobs is not None
+    found = logprobs.by_row()
     assert 1 not in found
     for row, k in ((0, 3), (2, 0), (3, 20)):
         logprob, top = found[row]
@@ -548,14 +548,14 @@ def test_parameters_cross_a_process_boundary_whole() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_row_whose_logits_are_no_numbers_gets_no_token_whatever_its_wishes(backend: str, others: int) -> None:
-    wishes: list[dict[str, Any]] = [{"top_k": 5}, {"temperature": 0, "allowed_token_ids": (3,)}, {"min_p": 0.2}]
-    reqs = [req_of(row, **wish) for row, wish in enumerate([*wishes, *wishes, *[{"temperature": 0}] * others])]
+def test_a_row_whose_logits_are_not_numbers_gets_no_token_whatever_its_options(backend: str, others: int) -> None:
+    options: list[dict[str, Any]] = [{"top_k": 5}, {"temperature": 0, "allowed_token_ids": (3,)}, {"min_p": 0.2}]
+    reqs = [req_of(row, **own) for row, own in enumerate([*options, *options, *[{"temperature": 0}] * others])]
     logits = logits_of(len(reqs), device_of(backend))
     whole = sample(logits, reqs)
     logits[:3, 50] = float("nan")
     tokens = sampled_by_the_step(logits, reqs)
-    tokens[:3] = ops.NO_TOKEN  # as the step says
+    tokens[:3] = ops.NO_TOKEN  # as the step returns it
 
     sampler = sampler_of(logits)
     out = sampler.sample(sampler.prepare(reqs), logits, tokens).tolist()
@@ -571,7 +571,7 @@ def test_a_request_that_got_no_token_counts_nothing_of_another_row() -> None:
     seen = SeenTokens(VOCAB, torch.full((4,), ops.NO_TOKEN))
     reqs = [req_of(row, output=[8], presence_penalty=1.0) for row in range(2)]
     for req in reqs:
-        req.total_len += 1  # what the device chose, which was nothing
+        req.total_len += 1  # the device sampled no token
 
     seen.update(reqs)
 

@@ -1,4 +1,4 @@
-"""Which requests share a prefix: against brute force, and through a worker, whose tokens grouping may not change."""
+"""Groups of requests that share a prefix, compared with brute force. Grouping may not change a worker's tokens."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def most_saved(prefixes: Sequence[tuple[int, ...]]) -> int:
             groups.add((sharers, shared))
     best = 0
     for count in range(1, len(prefixes) // 2 + 1):
-        for chosen in combinations(groups, count):
-            members = [member for group, _ in chosen for member in group]
+        for some in combinations(groups, count):
+            members = [member for group, _ in some for member in group]
             if len(members) == len(set(members)):
-                best = max(best, sum((len(group) - 1) * shared for group, shared in chosen))
+                best = max(best, sum((len(group) - 1) * shared for group, shared in some))
     return best
 
 

@@ -24,7 +24,7 @@ MAX_REQS = 12
 
 @pytest.fixture
 def definitions() -> Iterator[None]:
-    """The ops as they are defined: those of the CPU backend are never asked to pad."""
+    """The ops as they are defined: those of the CPU backend are never padded."""
     yield
     ops.use_backend(ops.REFERENCE)
 
@@ -42,7 +42,7 @@ def make(folder: str, device: str) -> ModelWorker:
 
 
 class Driver:
-    """Plans steps as a router would, several under way at once: prompts in chunks beside requests that decode."""
+    """Plans steps like a router, several in flight: prompts in chunks, and requests that decode."""
 
     def __init__(self, worker: ModelWorker, seed: int, depth: int = 2) -> None:
         self._worker = worker
@@ -54,12 +54,12 @@ class Driver:
 
     def run(self, steps: int) -> list[TokenOut]:
         outs: list[TokenOut] = []
-        under_way = deque([self._worker.launch(Step([], self._enter(MAX_REQS)))])
+        in_flight = deque([self._worker.launch(Step([], self._enter(MAX_REQS)))])
         for _ in range(steps):
-            while len(under_way) >= self._depth:
-                outs += under_way.popleft()().tokens
-            under_way.append(self._worker.launch(Step(self._rows())))
-        for collect in under_way:
+            while len(in_flight) >= self._depth:
+                outs += in_flight.popleft()().tokens
+            in_flight.append(self._worker.launch(Step(self._rows())))
+        for collect in in_flight:
             outs += collect().tokens
         self._worker.run(Step([], free=list(self._known)))
         return outs

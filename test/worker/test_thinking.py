@@ -1,4 +1,4 @@
-"""Thinking ends in time: by itself, or by a tag that is forced, in any batch and after any pause."""
+"""Thinking ends in time: by itself, or by a forced tag, in any batch and after any preemption."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_only_what_is_between_the_tags_counts() -> None:
     assert forced("[[", max_tokens=0, is_begun=False) == [None, None, "-"]
 
 
-def test_an_answer_that_does_not_think_is_left_alone() -> None:
+def test_an_output_without_thinking_is_left_alone() -> None:
     assert forced("[abc-", max_tokens=2, is_begun=False) == [None] * 6
     assert forced("abc[[", max_tokens=0, is_begun=False) == [None] * 6
 
@@ -77,8 +77,8 @@ def params(seed: int = 0, **fields: Any) -> GenerationParams:
 
 
 def mixed() -> list[GenerationParams]:
-    """Some think with a limit, and some of these have other wishes beside."""
-    wishes: list[dict[str, Any]] = [
+    """Some requests have a limit, and some of these have more options."""
+    options: list[dict[str, Any]] = [
         {},
         {"thinking": None},
         {"temperature": 0},
@@ -88,42 +88,42 @@ def mixed() -> list[GenerationParams]:
         {"bad_words_ids": ((END_IDS[0],),)},
         {"allowed_token_ids": tuple(range(20))},
     ]
-    return [params(i, **wishes[i % len(wishes)]) for i in range(16)]
+    return [params(i, **options[i % len(options)]) for i in range(16)]
 
 
 def generate(llm: LLM, wanted: list[GenerationParams]) -> list[Generation]:
     return llm.generate([[*PROMPT, i] for i in range(len(wanted))], wanted)
 
 
-def test_every_answer_ends_its_thinking_in_time_and_goes_on(llm: LLM) -> None:
+def test_every_request_ends_its_thinking_in_time_and_continues(llm: LLM) -> None:
     wanted = mixed()
     free = generate(llm, [params(i, thinking=None) for i in range(len(wanted))])
 
-    answers = generate(llm, wanted)
+    generations = generate(llm, wanted)
 
     n_forced = 0
-    for answer, asked, unlimited in zip(answers, wanted, free, strict=True):
-        assert len(answer.token_ids) == 40
-        sampling = asked.sampling
+    for generation, own, unlimited in zip(generations, wanted, free, strict=True):
+        assert len(generation.token_ids) == 40
+        sampling = own.sampling
         if sampling.thinking is None:
-            assert answer.token_ids == unlimited.token_ids
+            assert generation.token_ids == unlimited.token_ids
             continue
-        thought = TOKENIZER.decode(answer.token_ids[:LIMIT])
+        thought = TOKENIZER.decode(generation.token_ids[:LIMIT])
         if sampling.thinking.end not in thought:
             n_forced += 1
             end_ids = sampling.thinking.end_ids
-            assert tuple(answer.token_ids[LIMIT : LIMIT + len(end_ids)]) == end_ids
+            assert tuple(generation.token_ids[LIMIT : LIMIT + len(end_ids)]) == end_ids
     assert n_forced > 8
-    assert answers[0].token_ids[:LIMIT] == free[0].token_ids[:LIMIT]
+    assert generations[0].token_ids[:LIMIT] == free[0].token_ids[:LIMIT]
 
 
-def test_steps_ahead_of_the_tokens_and_pauses_change_nothing(
+def test_two_steps_in_flight_and_preemption_change_nothing(
     llm: LLM, small_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = mixed()
     expected = [one.token_ids for one in generate(llm, wanted)]
     small = LLM(small_folder, device="cpu", max_total_token_num=200)
-    small.generate([PROMPT] * 40, params(max_new_tokens=2, thinking=None))  # so that it takes answers to be short
+    small.generate([PROMPT] * 40, params(max_new_tokens=2, thinking=None))  # the scheduler now expects short outputs
     monkeypatch.setattr(ModelWorker, "pipeline_depth", 2)
 
     ahead, paused = generate(llm, wanted), generate(small, wanted)
@@ -133,17 +133,17 @@ def test_steps_ahead_of_the_tokens_and_pauses_change_nothing(
     assert [one.token_ids for one in paused] == expected
 
 
-def test_a_grammar_that_lets_thinking_end_is_obeyed(llm: LLM) -> None:
+def test_a_grammar_that_lets_thinking_end_is_followed(llm: LLM) -> None:
     spec = GrammarSpec("lark", f'start: thought "abc"\nthought[suffix="{END}"]: /(?s:.*)/\n')
 
-    for answer in generate(llm, [params(i, grammar=spec) for i in range(4)]):
-        assert answer.error is None
-        assert answer.text.endswith(f"{END}abc")
-        assert answer.finish_reason is FinishReason.STOP
-        assert len(TOKENIZER.encode(answer.text)) <= LIMIT + 6 or len(answer.token_ids) <= LIMIT + 6
+    for generation in generate(llm, [params(i, grammar=spec) for i in range(4)]):
+        assert generation.error is None
+        assert generation.text.endswith(f"{END}abc")
+        assert generation.finish_reason is FinishReason.STOP
+        assert len(TOKENIZER.encode(generation.text)) <= LIMIT + 6 or len(generation.token_ids) <= LIMIT + 6
 
 
-def test_nobody_waits_for_tokens_before_the_limit_or_after_the_end() -> None:
+def test_no_step_waits_for_tokens_before_the_limit_or_after_the_end() -> None:
     def waits(known: list[int], in_flight: int) -> bool:
         sampling = params().sampling
         req = InferReq(0, 0, [*PROMPT, *known], len(PROMPT), sampling, 0, ())

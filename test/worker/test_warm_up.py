@@ -11,17 +11,17 @@ from lightserve.worker.worker import ModelWorker
 
 
 @pytest.mark.parametrize("max_len", [100, 12, 2])
-def test_warming_up_meets_every_kind_of_request_and_leaves_none(
+def test_warm_up_runs_every_kind_of_request_and_leaves_none(
     folder: str, monkeypatch: pytest.MonkeyPatch, max_len: int
 ) -> None:
-    """Whatever is done for the first time takes long on some device: the first client should not wait for it."""
+    """What happens for the first time takes long on some devices: the first client should not wait for it."""
     config = WorkerConfig(model_dir=folder, device="cpu", max_total_token_num=500, max_req_total_len=max_len)
     worker = ModelWorker(config, resolve(folder), Parallel())
-    met: list[NewReq] = []
+    run: list[NewReq] = []
     launch = worker.launch
 
     def watched(step: Step) -> Collect:
-        met.extend(step.new)
+        run.extend(step.new)
         return launch(step)
 
     monkeypatch.setattr(worker, "launch", watched)
@@ -29,7 +29,7 @@ def test_warming_up_meets_every_kind_of_request_and_leaves_none(
 
     assert not worker._batch._reqs
     if max_len == 100:
-        assert {len(req.prompt_ids) for req in met} >= {1, 7, 16}
-        assert any(req.cached_slots for req in met)
-        assert any(req.sampling.top_k > 0 for req in met)
-        assert any(req.sampling.temperature == 0 for req in met)
+        assert {len(req.prompt_ids) for req in run} >= {1, 7, 16}
+        assert any(req.cached_slots for req in run)
+        assert any(req.sampling.top_k > 0 for req in run)
+        assert any(req.sampling.temperature == 0 for req in run)

@@ -1,4 +1,4 @@
-"""The grammars that a worker's requests obey: where each is in its own, and what may follow there."""
+"""The grammars of a worker's requests: compilation, the state of each request, and masks of the allowed tokens."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_toke
 from lightserve.worker.sampling.req_rules import ReqRules
 
 MAX_THREADS = 8  # for the masks of a step: 32 of one JSON schema take 1.1 ms of a slow core, one after the other
-# Matchers of a grammar share a lexer, which one mask at a time can use: so there are several, of eight requests each.
-# To compile one more takes 0.6 ms for a schema of three fields and 9 ms for 18 kB of schema.
+# Matchers of one compiled grammar share a lexer, which only one mask at a time can use. So every grammar is compiled
+# once per lane, and a lane takes eight requests in turn. One more lane takes 0.6 ms for a schema of three fields and
+# 9 ms for 18 kB of schema.
 LANES = 4
 LANE_REQS = 8
 CPU = torch.device("cpu")
@@ -35,40 +36,40 @@ NO_TOKEN_LEFT = (
 
 
 class ReqGrammar:
-    """One request's place in its grammar. Used by one thread at a time, but for the one that compiles."""
+    """How far a request has got in its grammar. One thread uses it at a time: see collector.py."""
 
-    def __init__(self, matcher: Future[LLMatcher], is_prefix: bool = False, kind: int = 0) -> None:
-        """``is_prefix``: once the text is one of the grammar's, anything may follow."""
-        self.kind = kind  # the same where matchers share a lexer
-        self.error: str | None = None  # why nothing can follow
-        self.is_over = False  # anything may follow
+    def __init__(self, matcher: Future[LLMatcher], is_prefix: bool = False, lexer_id: int = 0) -> None:
+        """``is_prefix``: any text may follow after a text of the grammar."""
+        self.lexer_id = lexer_id  # matchers with the same one share a lexer
+        self.error: str | None = None  # why no token may follow
+        self.is_over = False  # any token may follow
         self._is_prefix = is_prefix
         self._compiled = matcher
         self._matcher: LLMatcher | None = None
 
     @property
     def matcher(self) -> LLMatcher | None:
-        """Waits until it is compiled; None where that failed, which ``error`` tells, and where it is over."""
+        """Waits for the compilation. None if that failed with ``error``, or if the grammar is over."""
         if self._matcher is None and self.error is None and not self.is_over:
             try:
                 self._matcher = self._compiled.result()
-                self._note_end()
+                self._check_end()
             except InvalidRequestError as error:
                 self.error = str(error)
         return self._matcher
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer is whole and nothing may follow."""
+        """Whether the output is complete and no token may follow."""
         return self._matcher is not None and self.error is None and self._matcher.is_stopped()
 
     def forced(self) -> list[int]:
-        """The tokens of the only text that may follow, empty where there is a choice. A mask allows no others there."""
+        """The tokens of the only text that may follow. Empty if several may."""
         matcher = self.matcher
         if matcher is None or self.error is not None or matcher.is_stopped():
             return []
         tokens = matcher.compute_ff_tokens()
-        # of a text for which the vocabulary lacks bytes they are wrong
+        # they are wrong if the vocabulary lacks a byte of the text
         return tokens[: matcher.validate_tokens(tokens)] if tokens else tokens
 
     def advance(self, token_id: int) -> None:
@@ -78,9 +79,9 @@ class ReqGrammar:
             return
         if not matcher.consume_token(token_id):  # the step samples token 0 if a mask allows no token
             self.error = NO_TOKEN_LEFT
-        self._note_end()
+        self._check_end()
 
-    def _note_end(self) -> None:
+    def _check_end(self) -> None:
         if self._is_prefix and self._matcher is not None and self._matcher.is_accepting():
             self.is_over, self._matcher = True, None
 
@@ -119,10 +120,10 @@ class GrammarOutput:
 
 
 class Grammars:
-    """Makes the grammars of a worker's requests, and the masks of its steps."""
+    """Compiles the grammars of a worker's requests, and makes the masks of its steps."""
 
     def __init__(self, source: ModelSource, vocab_size: int, device: torch.device = CPU) -> None:
-        """``device``: where the masks go."""
+        """``device``: the masks are copied to it."""
         self._source = source
         self._device = device
         self._vocab_size = vocab_size
@@ -137,7 +138,7 @@ class Grammars:
         self._open_thread = ThreadPoolExecutor(1, "open-grammar")  # not behind the compilation of other grammars
 
     def warm_up(self) -> None:
-        """Read the vocabulary before anyone waits for it, in a thread."""
+        """Read the vocabulary in a thread, before a request needs it."""
         if has_tokenizer(self._source):
             eos_ids = self._source.eos_token_ids()
             eos_ids = tuple(token for token in eos_ids if token < self._vocab_size)
@@ -150,25 +151,25 @@ class Grammars:
                 compiled.result()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text."""
+        """The bytes that a token adds to a text."""
         return self._tokenizer.decoder.token_bytes(token_id)
 
     def open(self, new: NewReq) -> ReqGrammar | None:
-        """The grammar of a request that enters: compiled in a thread, and advanced by what it has said already."""
+        """The grammar of a request that enters, after the output that it has already. It is compiled in a thread."""
         sampling = new.sampling
         if sampling.grammar is None:
             return None
-        said = new.prompt_ids[len(new.prompt_ids) - new.output_len :]
+        output_ids = new.prompt_ids[len(new.prompt_ids) - new.output_len :]
         lane = self._opened // LANE_REQS % self._lanes
         self._opened += 1
-        compiled = self._open_thread.submit(self._matcher_after, sampling.grammar, new.eos_ids, said, lane)
-        return ReqGrammar(compiled, sampling.grammar.kind == "prefix", kind=hash((sampling.grammar, lane)))
+        compiled = self._open_thread.submit(self._matcher_after, sampling.grammar, new.eos_ids, output_ids, lane)
+        return ReqGrammar(compiled, sampling.grammar.kind == "prefix", lexer_id=hash((sampling.grammar, lane)))
 
     def masks(self, grammars: Sequence[ReqGrammar | None], forbidden: Sequence[tuple[int, ...]]) -> Tensor:
-        """What may follow in each of ``grammars``, None for anything: int32 ``[grammars, words]``, a bit a token.
+        """The tokens that may follow in each of ``grammars`` (None: all): int32 ``[grammars, words]``, a bit per token.
 
-        They are in memory from which the device copies. ``forbidden`` are tokens that may not come, unless nothing
-        else may.
+        They are in host memory that the device can copy from. ``forbidden``: tokens that may not come, unless the
+        grammar allows no other.
         """
         matchers = [None if grammar is None else grammar.matcher for grammar in grammars]
         shape = get_bitmask_shape(len(grammars), self._mask_vocab_size)  # known once a grammar is compiled
@@ -179,24 +180,24 @@ class Grammars:
             if grammar is None or matcher is None:
                 bitmask[i] = -1
             else:
-                jobs.append((grammar.kind, i, matcher))
+                jobs.append((grammar.lexer_id, i, matcher))
         self._fill(bitmask, jobs)
         words = bitmask.view(np.uint32)
         for _, i, _ in jobs:
-            if any(_allows(words, i, token_id) for token_id in forbidden[i]):  # they rarely come into question
+            if any(_allows(words, i, token_id) for token_id in forbidden[i]):  # rarely
                 _forbid(words[i], forbidden[i])
         return masks
 
     def _fill(self, bitmask: np.ndarray, jobs: list[tuple[int, int, LLMatcher]]) -> None:
-        """``jobs``: kind, row and matcher.
+        """``jobs``: lexer, row and matcher.
 
-        Matchers of one kind would wait for one another in two threads. So there are as many threads as kinds, and a
-        thread finds those of a kind one after the other.
+        Two threads that use one lexer wait for each other. So there are as many threads as lexers, and jobs are sorted
+        by lexer.
         """
         if not jobs:
             return
-        kinds = {kind for kind, _, _ in jobs}
-        executor = self._executor_of(min(len(kinds), cores(), MAX_THREADS))
+        lexers = {lexer for lexer, _, _ in jobs}
+        executor = self._executor_of(min(len(lexers), cores(), MAX_THREADS))
         fill_next_token_bitmask_par(executor, [(matcher, row) for _, row, matcher in sorted(jobs)], bitmask)
 
     @cached_property
@@ -244,13 +245,13 @@ class Grammars:
         return compiler.lanes(self._lanes)
 
 
-def _before_end(matcher: LLMatcher, said: list[int]) -> list[int]:
-    """The tokens up to the one with which a prefix is whole."""
+def _before_end(matcher: LLMatcher, output_ids: list[int]) -> list[int]:
+    """The tokens up to the one that completes the prefix."""
     ahead = matcher.deep_copy()
-    for count, token_id in enumerate(said, start=1):
+    for count, token_id in enumerate(output_ids, start=1):
         if not ahead.consume_token(token_id) or ahead.is_accepting():
-            return said[:count]
-    return said
+            return output_ids[:count]
+    return output_ids
 
 
 def _allows(masks: np.ndarray, row: int, token_id: int) -> bool:

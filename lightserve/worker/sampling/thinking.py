@@ -1,4 +1,4 @@
-"""The end of thinking that has lasted long enough."""
+"""Ends the thinking of a request after a number of tokens."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from lightserve.io_struct import ThinkingLimit
 
 
 class ThinkingBudget:
-    """Says when one request must stop to think: the tag that ends it is forced, a token at a time.
+    """Forces the tag that ends the thinking of one request, one token at a time.
 
-    What is forced depends on the output alone, so a pause changes nothing. Before there are as many tokens as the
-    limit, and after the thinking has ended, nobody needs to know what the output says.
+    The forced tokens depend on the output alone, so a preemption changes nothing. Before the limit, and after the
+    thinking has ended, the output need not be known.
     """
 
     def __init__(self, limit: ThinkingLimit, token_bytes: Callable[[int], bytes]) -> None:
         self._limit = limit
         self._token_bytes = token_bytes
         self._begin, self._end = limit.begin.encode(), limit.end.encode()
-        self._is_over = False  # nothing is forced any more
+        self._is_over = False  # no token is forced any more
 
     def may_force(self, output_len: int) -> bool:
-        """Whether ``forced_after`` an output of this length may be a token."""
+        """Whether ``forced_after`` may return a token for an output of this length."""
         return output_len >= self._limit.max_tokens and not self._is_over
 
     def forced_after(self, output: Sequence[int]) -> int | None:
-        """The token that must follow, None for any."""
+        """The token that must follow. None: any token."""
         start = 0 if self._limit.is_begun else self._start(output)
         if start is None:
             return None
@@ -39,7 +39,7 @@ class ThinkingBudget:
         return self._limit.end_ids[n_forced]
 
     def _start(self, output: Sequence[int]) -> int | None:
-        """How many tokens there are up to the end of the first tag; None where it has not come (yet)."""
+        """The number of tokens up to the end of the first tag. None: it has not come (yet)."""
         text = b""
         for count, token_id in enumerate(output, start=1):
             text = (text + self._token_bytes(token_id)).lstrip()

@@ -1,0 +1,59 @@
+"""Steps that meet every kind of request once, so that no client waits for what happens at first use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import msgspec
+
+from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
+
+PROMPT_LENGTHS = (16, 7, 100, 1)  # Triton compiles one kernel for 1, one for multiples of 16, one for other lengths
+NUM_DECODES = 2
+FIRST_POOL_TOKENS = 512  # the KV pool before its size is known: all warm-up requests fit
+SAMPLING = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(
+        top_k=10,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        watermark=True,
+        logprobs=1,
+        prompt_logprobs=1,
+    ),
+)
+
+
+def warm_up_steps(max_reqs: int, max_len: int, pool_len: int) -> Iterator[Step]:
+    """For a worker without requests: all slots of its KV pool are free, before and after."""
+    longest = min(max_len, pool_len // len(PROMPT_LENGTHS)) - NUM_DECODES
+    reqs = [
+        NewReq(-1 - i, [0] * length, SAMPLING[i % 2], seed=0)
+        for i, length in enumerate(PROMPT_LENGTHS)
+        if length <= longest
+    ]
+    reqs = reqs[:max_reqs]
+    for req in reqs[:2]:
+        yield from _generate([req])
+    if reqs:
+        yield from _generate(reqs)
+        yield from _generate([_with_cached_prompt(reqs[0])])
+
+
+def _generate(reqs: list[NewReq]) -> Iterator[Step]:
+    """Prefill in one step, decode, and free the requests."""
+    ids = [req.req_id for req in reqs]
+    lengths = [len(req.prompt_ids) - len(req.cached_slots) for req in reqs]
+    ends = list(accumulate(lengths, initial=max(len(req.cached_slots) for req in reqs)))[1:]
+    yield Step([StepRow(i, list(range(end - n, end))) for i, n, end in zip(ids, lengths, ends, strict=True)], reqs)
+    for number in range(NUM_DECODES):
+        first = ends[-1] + number * len(ids)
+        yield Step([StepRow(req_id, [first + i]) for i, req_id in enumerate(ids)])
+    yield Step([], free=ids)
+
+
+def _with_cached_prompt(req: NewReq) -> NewReq:
+    """As if the prefix cache had all of its prompt but the last token."""
+    return msgspec.structs.replace(req, cached_slots=list(range(len(req.prompt_ids) - 1)))
