@@ -469,13 +469,13 @@ def test_logits_that_nobody_changes_are_not_copied(monkeypatch: pytest.MonkeyPat
 
 def test_only_rows_with_a_filter_are_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
     cut_rows: dict[str, int] = {}
-    for name in ("cut_logits", "cut_atypical"):
+    for name in ("top_k_top_p_min_p", "typical_p"):
         monkeypatch.setattr(ops, name, lambda rows, *columns, name=name: cut_rows.update({name: len(rows)}))
     names = ["plain", "top_p", "greedy", "typical_p", "top_k", "typical_p and cut", "top_k 1", "top_k 0 is all", "cold"]
 
     sample(logits_of(9), [req_of(row, **FEATURES[name]) for row, name in enumerate(names)])
 
-    assert cut_rows == {"cut_logits": 3, "cut_atypical": 2}
+    assert cut_rows == {"top_k_top_p_min_p": 3, "typical_p": 2}
 
 
 def test_a_batch_of_the_same_requests_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
