@@ -1,4 +1,4 @@
-"""What the operator chose, frozen. Flags, defaults and help of the command line come from these fields."""
+"""The server's configuration, frozen. The command line takes its flags, defaults and help from these fields."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
 DataType = Literal["auto", "float32", "float16", "bfloat16"]
 
-# One HTTP process writes an event in about 25 us: 256 streams take it longer than a step takes a GPU. The worker, the
-# router, the detokenizer and whoever calls want cores too, and four of them were enough for 37,000 tokens a second.
+# One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
+# the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
 CORES_PER_HTTP_PROCESS = 4
 MAX_HTTP_PROCESSES = 4
 
 
 def option(default: Any, help: str, *aliases: str) -> Any:
-    """A field that is also a flag; ``aliases`` are the names other servers give it."""
+    """A field that is also a flag. ``aliases`` are its names in other servers."""
     metadata = {"help": help, "aliases": aliases}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -28,68 +28,80 @@ def option(default: Any, help: str, *aliases: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """What a model worker needs to know."""
+    """Options of the model workers."""
 
     model_dir: str | None = option(
-        None, "HF folder, .gguf file or name in the HF cache; omitted: SmolLM2-135M-Instruct, fetched once", "model"
+        None,
+        "Hugging Face folder, .gguf file or name in the HF cache; default: SmolLM2-135M-Instruct, downloaded once",
+        "model",
     )
-    load_format: LoadFormat = option("auto", "auto reads the weights; dummy makes random ones of the config's shape")
+    load_format: LoadFormat = option("auto", "auto: load the weights; dummy: random weights of the config's shape")
     data_type: DataType = option(
         "auto",
-        "of weights and KV; auto: float32 on a CPU; on a GPU float16 for a float16 model, else bfloat16",
+        "data type of weights and KV; auto: float32 on a CPU; on a GPU float16 for a float16 model, else bfloat16",
         "dtype",
     )
-    device: str | None = option(None, "cpu or cuda; omitted: the best one here")
-    tp: int = option(1, "tensor-parallel ranks, one process and one device each", "tensor_parallel_size")
-    max_total_token_num: int | None = option(None, "tokens the KV pool holds; omitted: what memory allows")
-    mem_fraction: float = option(0.9, "share of a GPU's memory that weights and KV may take", "gpu_memory_utilization")
-    max_req_total_len: int | None = option(
-        None, "longest prompt plus output in tokens; omitted: the model's context length", "max_model_len"
+    device: str | None = option(None, "cpu or cuda; default: cuda if there is a GPU, else cpu")
+    tp: int = option(1, "number of tensor-parallel ranks; each is one process with one device", "tensor_parallel_size")
+    max_total_token_num: int | None = option(None, "size of the KV pool in tokens; default: what fits into memory")
+    mem_fraction: float = option(
+        0.9, "share of a GPU's memory for weights and KV, above 0 and at most 1", "gpu_memory_utilization"
     )
-    running_max_req_size: int = option(256, "requests that run at once", "max_num_seqs")
+    max_req_total_len: int | None = option(
+        None, "maximum tokens of a request, prompt plus output; default: the model's context length", "max_model_len"
+    )
+    running_max_req_size: int = option(256, "maximum requests that run at once", "max_num_seqs")
     batch_max_tokens: int | None = option(
-        None, "tokens that one step computes at most; omitted: what suits the device", "max_num_batched_tokens"
+        None, "maximum tokens of one step; default: depends on the device", "max_num_batched_tokens"
     )
     step_timeout: float | None = option(
-        None, "seconds after which a step hangs, and its worker is replaced; 0: never; omitted: CPU 600, GPU 60"
+        None,
+        "seconds after which a step counts as hanging and the worker is restarted; 0: never; default: CPU 600, GPU 60",
     )
 
     deterministic: bool = option(
-        False, "bit-identical results whatever else is in the batch, cached or cut into chunks; slower"
+        False, "bit-identical results, independent of batch, prefix cache and prefill chunks; slower"
     )
 
     def __post_init__(self) -> None:
         for name, choices in (("load_format", get_args(LoadFormat)), ("data_type", get_args(DataType))):
             if getattr(self, name) not in choices:
-                raise ServerError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
+                raise ServerError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
         _at_least(self, 1, "tp", "running_max_req_size", "batch_max_tokens", "max_req_total_len", "max_total_token_num")
         _at_least(self, 0, "step_timeout")
         if not 0 < self.mem_fraction <= 1:
-            raise ServerError(f"mem_fraction={self.mem_fraction}: must be in (0, 1]")
-        if self.deterministic and self.tp > 2:  # a sum of two is the same either way round
-            raise ServerError("deterministic needs tp 1 or 2: the sum over more ranks has no fixed order")
+            raise ServerError(f"mem_fraction={self.mem_fraction}: must be above 0 and at most 1")
+        if self.deterministic and self.tp > 2:  # the sum of two values does not depend on their order
+            raise ServerError(
+                f"deterministic needs tp 1 or 2, not {self.tp}: the sum over more ranks has no fixed order"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """What the router needs to know besides."""
+    """Options of the router."""
 
-    router_policy: str = option("priority", "who is admitted next: fifo, priority or cache_aware", "scheduling_policy")
+    router_policy: str = option("priority", "order of admission: fifo, priority or cache_aware", "scheduling_policy")
     router_token_ratio: float = option(
-        0.85, "share of the KV pool up to which output lengths are guessed; 0: reserve all that requests may make"
+        0.85,
+        "share of the KV pool that may be filled by estimated output lengths; 0: reserve the maximum of every request",
     )
     chunked_prefill_size: int | None = option(
         None,
-        "prompt tokens of a step in which others decode, and more the more of those there are and the more wait; "
-        "omitted: what suits the device",
+        "prompt tokens in a step that also decodes; grows with the number of decoding and waiting requests; "
+        "default: depends on the device",
         "long_prefill_token_threshold",
     )
-    disable_chunked_prefill: bool = option(False, "compute every prompt in one step")
-    disable_dynamic_prompt_cache: bool = option(False, "share no prefixes between requests", "no_enable_prefix_caching")
-    request_timeout: float = option(0.0, "seconds after which any request ends with an error; 0: never")
-    max_queue_size: int = option(2048, "requests that may wait; one more is answered 429", "max_queued_requests")
-    eos_id: list[int] = option([], "token ids that end an answer; omitted: those of the model's files")
-    log_stats_interval: float = option(10.0, "seconds between throughput lines while there is work; 0: none")
+    disable_chunked_prefill: bool = option(False, "compute every prompt in a single step")
+    disable_dynamic_prompt_cache: bool = option(
+        False, "disable the prefix cache: requests share no prefixes", "no_enable_prefix_caching"
+    )
+    request_timeout: float = option(0.0, "seconds after which a request ends with an error; 0: never")
+    max_queue_size: int = option(
+        2048, "maximum number of waiting requests; further ones get status 429", "max_queued_requests"
+    )
+    eos_id: list[int] = option([], "token ids that end a response; default: from the model's files")
+    log_stats_interval: float = option(10.0, "seconds between throughput log lines while requests run; 0: none")
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "max_queue_size", "chunked_prefill_size")
@@ -98,55 +110,57 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig:
-    """What an HTTP process needs to know besides."""
+    """Options of the HTTP processes."""
 
-    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 for every one of this machine")
-    port: int = option(8000, "port to listen at; 0 picks a free one")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all interfaces")
+    port: int = option(8000, "port to listen on; 0: any free port")
     httpserver_workers: int | None = option(
         None,
-        "HTTP processes behind the port; omitted: one for every 4 cores, at least 1 and at most 4",
+        "number of HTTP processes; default: one for every 4 cores, at least 1 and at most 4",
         "api_server_count",
     )
     model_name: str | None = option(
-        None, "what clients call the model; omitted: its folder's name", "served_model_name"
+        None, "name of the model for clients; default: the name of its folder", "served_model_name"
     )
-    api_key: list[str] = option([], "keys that clients may send; omitted: no key is needed")
-    api_key_file: str | None = option(None, "file of such keys, one a line; unlike --api_key, ps does not show them")
+    api_key: list[str] = option([], "keys that clients may use; default: no key is needed")
+    api_key_file: str | None = option(None, "file with API keys, one per line; unlike --api_key, ps does not show them")
     admin_key: list[str] = option(
-        [], "keys for what changes the server, such as /abort_request; omitted: what opens the other routes"
+        [], "keys for routes that change the server, such as /abort_request; default: the API keys"
     )
-    admin_key_file: str | None = option(None, "file of such keys, one a line")
-    ssl_keyfile: str | None = option(None, "private key for HTTPS, in PEM; omitted: it is in ssl_certfile")
-    ssl_certfile: str | None = option(None, "certificate chain for HTTPS, in PEM; omitted: HTTP")
+    admin_key_file: str | None = option(None, "file with admin keys, one per line")
+    ssl_keyfile: str | None = option(None, "private key for HTTPS, PEM; default: contained in --ssl_certfile")
+    ssl_certfile: str | None = option(None, "certificate chain for HTTPS, PEM; default: plain HTTP")
     ssl_ca_certs: str | None = option(
-        None, "certificates of authorities, in PEM, one of which must have signed the certificate of every client"
+        None, "CA certificates, PEM; every client must then present a certificate signed by one of them"
     )
     tool_call_parser: str = option(
-        "auto", "format of the model's tool calls, such as hermes or llama3_json; auto: what its chat template shows"
+        "auto", "format of the model's tool calls, such as hermes or llama3_json; auto: detect from its chat template"
     )
     reasoning_parser: str = option(
-        "auto", "how the model marks reasoning: qwen3, deepseek_r1, two tags as BEGIN,END; auto: by its chat template"
+        "auto", "format of reasoning: qwen3, deepseek_r1, or two tags as BEGIN,END; auto: detect from the chat template"
     )
-    use_tgi_api: bool = option(False, "read a body on /generate that could be LightLLM's or TGI's as TGI's")
-    allowed_origins: list[str] = option([], "origins whose pages may call the server (CORS); * for all")
-    max_body_bytes: int = option(16 * 2**20, "largest request body; a larger one is answered 413")
-    max_choices: int = option(128, "answers that one request may ask for: prompts times n")
-    metrics_compat: str = option("", "also export metrics under the names of vllm and/or lightllm, comma-separated")
-    disable_log_requests: bool = option(False, "write no line a request", "disable_uvicorn_access_log")
+    use_tgi_api: bool = option(False, "treat an ambiguous body on /generate as TGI's, not as LightLLM's")
+    allowed_origins: list[str] = option([], "web origins that may call the server (CORS); *: all")
+    max_body_bytes: int = option(16 * 2**20, "maximum bytes of a request body; a larger one gets status 413")
+    max_choices: int = option(128, "maximum choices of one request: prompts times n")
+    metrics_compat: str = option("", "also export metrics with the names of vllm and/or lightllm, comma-separated")
+    disable_log_requests: bool = option(False, "do not log a line per request", "disable_uvicorn_access_log")
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "httpserver_workers", "max_body_bytes", "max_choices")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
-            raise ServerError("ssl_keyfile and ssl_ca_certs need ssl_certfile")
+            raise ServerError("--ssl_keyfile and --ssl_ca_certs need --ssl_certfile")
         if not 0 <= self.port < 65536:
-            raise ServerError(f"port={self.port}: must be in 0..65535")
+            raise ServerError(f"port={self.port}: must be between 0 and 65535")
         unknown = set(self.compat_names) - {"vllm", "lightllm"}
         if unknown:
-            raise ServerError(f"metrics_compat={self.metrics_compat!r}: choose from vllm, lightllm")
+            raise ServerError(
+                f"metrics_compat={self.metrics_compat!r}: must be vllm, lightllm or both, comma-separated"
+            )
 
     @property
     def num_processes(self) -> int:
-        """As many for every process of this machine that asks."""
+        """The number of HTTP processes; the same in every process of this server."""
         return self.httpserver_workers or min(max(cores() // CORES_PER_HTTP_PROCESS, 1), MAX_HTTP_PROCESSES)
 
     @property
@@ -156,15 +170,17 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
-    """What only the launcher needs to know."""
+    """Options of the launcher."""
 
-    drain_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
-    restart_worker: Switch = option("on", "replace a model worker that dies; off: the server ends with it")
+    drain_timeout: float = option(30.0, "seconds for running requests to finish after SIGTERM")
+    restart_worker: Switch = option("on", "restart model workers that die; off: the server ends instead")
     process_timeout: float = option(
-        60.0, "seconds after which a process that does not answer is killed, a worker after half of them; 0: never"
+        60.0, "seconds without a heartbeat after which a process is killed, a worker after half of that; 0: never"
     )
-    null_worker: bool = option(False, "no model: a worker that makes up tokens, to measure the rest of the server")
-    null_step_ms: float = option(0.0, "how long a step of the null worker takes")
+    null_worker: bool = option(
+        False, "run without a model: a worker that invents tokens, to measure the rest of the server"
+    )
+    null_step_ms: float = option(0.0, "milliseconds that a step of the null worker takes")
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "drain_timeout", "process_timeout", "null_step_ms")
@@ -179,7 +195,7 @@ class ServerConfig:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on a Mac
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,29 +1,29 @@
-"""What can go wrong, by whose fault it is.
+"""The exception classes, by whose fault the error is.
 
 LightserveError
-├── RequestError               the client's fault: 4xx, told to the client as it is
+├── RequestError               the client's fault: 4xx, sent to the client unchanged
 │   ├── InvalidRequestError        400
-│   │   └── NotSupportedYetError       the contract names it, a later version does it
+│   │   └── NotSupportedYetError       documented by the API, planned for a later version
 │   ├── PromptTooLongError         400
 │   ├── UnauthorizedError          401
-│   ├── ForbiddenError             403: the key is right, but not for this
+│   ├── ForbiddenError             403: the key is valid, but not for this route
 │   ├── ModelNotFoundError         404
-│   ├── ResponseNotFoundError      404: none is stored
+│   ├── ResponseNotFoundError      404: this server stores no responses
 │   ├── BodyTimeoutError           408
-│   ├── UnreadResponseError        408: the client does not read the response
+│   ├── SlowReaderError            408: the client does not read its response
 │   ├── BodyTooLargeError          413
 │   ├── MediaTypeError             415
 │   ├── OverloadedError            429
-│   ├── HeadTooLargeError          431
+│   ├── HeadersTooLargeError       431
 │   ├── AbortedError               499: by /abort_request
 │   └── ClientDisconnectedError    499, for the log only
-└── ServerError                ours: 5xx, logged with its traceback, told to the client without it
-    ├── NotComputableError         500: of this request alone, and told to the client as it is
+└── ServerError                the server's fault: 5xx, logged with its traceback, sent to the client without details
+    ├── NotComputableError         500: affects this request only, sent to the client unchanged
     ├── UnavailableError           503: loading, draining or dead
-    ├── DeadlineError              504: the request's time was over
+    ├── DeadlineError              504: the request's deadline has passed
     ├── WorkerDiedError            503
-    └── ModelFilesError            at start only: one line that names the file, what is wrong and what to do
-        └── CheckpointError            the same about a tensor
+    └── ModelFilesError            at start only: one line that names the file, the problem and the remedy
+        └── CheckpointError            the same for a tensor
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from __future__ import annotations
 
 class LightserveError(Exception):
     status = 500
-    code: str | None = None  # OpenAI's machine-readable word, where there is one
+    code: str | None = None  # OpenAI's machine-readable code, if there is one
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.param = param  # the field of the request that is to blame
+        self.param = param  # the request field that caused the error
 
 
 class RequestError(LightserveError):
@@ -57,11 +57,11 @@ class PromptTooLongError(RequestError):
     code = "context_length_exceeded"
 
     def __init__(self, length: int, limit: int, new_tokens: int | None = None) -> None:
-        beside = "" if new_tokens is None else f" beside {new_tokens} new ones"
+        reserved = "" if new_tokens is None else f" with {new_tokens} new tokens"
         total = limit + (1 if new_tokens is None else new_tokens)
         super().__init__(
-            f"This model's maximum context length is {total} tokens: "  # OpenAI's words: by them LiteLLM knows it
-            f"the prompt has {length} tokens; at most {max(limit, 0)} are possible{beside}"
+            f"This model's maximum context length is {total} tokens: "  # OpenAI's phrase: LiteLLM matches it
+            f"the prompt has {length} tokens; the limit{reserved} is {max(limit, 0)}"
         )
 
 
@@ -85,15 +85,15 @@ class ResponseNotFoundError(RequestError):
     code = "response_not_found"
 
     def __init__(self, response_id: str, param: str | None = None) -> None:
-        found = f"there is no response {response_id[:100]!r}: this server stores none; send the whole conversation"
-        super().__init__(found, param)
+        message = f"response {response_id[:100]!r} not found: this server stores none; send the whole conversation"
+        super().__init__(message, param)
 
 
 class BodyTimeoutError(RequestError):
     status = 408
 
 
-class UnreadResponseError(RequestError):
+class SlowReaderError(RequestError):
     status = 408
 
 
@@ -110,7 +110,7 @@ class OverloadedError(RequestError):
     code = "rate_limit_exceeded"
 
 
-class HeadTooLargeError(RequestError):
+class HeadersTooLargeError(RequestError):
     status = 431
 
 
@@ -162,6 +162,6 @@ _BY_STATUS: dict[int, type[LightserveError]] = {
 }
 
 
-def error_of(status: int, message: str) -> LightserveError:
-    """The error that another process put into words."""
+def error_from_status(status: int, message: str) -> LightserveError:
+    """The exception for an error that another process reported."""
     return _BY_STATUS.get(status, ServerError)(message)

@@ -1,4 +1,4 @@
-"""One answer on the command line, without a server: ``lightserve "What is the capital of France?"``."""
+"""Generates one response on the command line, without a server: ``lightserve "What is the capital of France?"``."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from lightserve.errors import LightserveError
 from lightserve.io_struct import GenerationParams
 from lightserve.server.args import Parser, add_flags, take
 
-QUESTION = "What is the capital of France, and what is it known for?"
+DEFAULT_PROMPT = "What is the capital of France, and what is it known for?"
 
 
 def main() -> None:
     parser = Parser(prog="lightserve", description="Ask a model one question.")
-    parser.add_argument("prompt", nargs="?", default=QUESTION, help="the question")
-    parser.add_argument("--max_new_tokens", "--max-new-tokens", type=int, default=128, help="longest answer in tokens")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, help="the prompt")
+    parser.add_argument(
+        "--max_new_tokens", "--max-new-tokens", type=int, default=128, help="maximum tokens of the response"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
     add_flags(parser, WorkerConfig)
     args = parser.parse()
     try:
         params = GenerationParams.of(max_new_tokens=args.max_new_tokens, temperature=args.temperature)
-        answer(take(WorkerConfig, args), args.prompt, params)
+        generate(take(WorkerConfig, args), args.prompt, params)
     except LightserveError as error:
         print(f"lightserve: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         sys.stderr.close()
 
 
-def answer(config: WorkerConfig, prompt: str, params: GenerationParams) -> None:
-    from lightserve.llm import LLM  # torch begins here: flags and their errors come without it
+def generate(config: WorkerConfig, prompt: str, params: GenerationParams) -> None:
+    from lightserve.llm import LLM  # here, because it imports torch: --help and errors in flags do not need it
 
     begin = time.monotonic()
     llm = LLM(**asdict(config))

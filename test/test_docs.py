@@ -1,4 +1,4 @@
-"""Pages tell the truth: code that runs, flags, endpoints, fields and metrics that exist, and all of them."""
+"""The pages match the code: links, flags, endpoints, fields, metrics and examples exist, and none is missing."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
-DATED = {"log.md"}  # tells of its day, whose flags may be gone
-# of pytest, benchmarks and test/faults
-OTHER_TOOLS = {"--backend", "--core", "--examples", "--long", "--policy", "--only", "--minutes"}
+DATED = {"log.md"}  # a record of past runs: its flags may no longer exist
+# flags of pytest, benchmarks and test/faults
+OTHER_TOOLS = {"--backend", "--core", "--examples", "--long", "--policy", "--only", "--minutes", "--ops", "--profile"}
 METHODS = "GET|HEAD|POST"
 
 

@@ -16,7 +16,7 @@ def lightserve(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_a_question_is_answered_with_what_it_cost_on_stderr() -> None:
+def test_a_prompt_gets_a_response_and_its_speed_on_stderr() -> None:
     run = lightserve("What is the capital of France?", "--max-new-tokens", "20")
 
     assert run.returncode == 0, run.stderr
@@ -37,7 +37,7 @@ def test_a_question_is_answered_with_what_it_cost_on_stderr() -> None:
         (["--running_max_req_size", "0"], "must be at least 1"),
     ],
 )
-def test_a_mistake_is_told_in_one_line_and_exit_code_2(args: list[str], message: str) -> None:
+def test_a_configuration_error_is_one_line_and_exit_code_2(args: list[str], message: str) -> None:
     run = lightserve(*args)
 
     assert run.returncode == 2

@@ -23,7 +23,7 @@ async def main(boot: Boot, parent: Parent) -> None:
     decoder = None if tokenizer is None else tokenizer.decoder
     manager = DetokenizationManager(decoder, inbox, to_router, to_http)
     parent.send(Ready())
-    gc.freeze()  # what is alive now lives for ever: no collection need look at it
+    gc.freeze()  # objects that exist now live until the end: no collection needs to visit them
     await manager.run()
 
 

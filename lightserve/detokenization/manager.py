@@ -1,4 +1,4 @@
-"""The detokenizer's loop: tokens of a step in, their text out to the HTTP processes that wait for it."""
+"""The detokenizer's loop: receives the tokens of a step and sends their text to the HTTP processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DetokenizationManager:
             message = await self._inbox.recv()
             if isinstance(message, BatchTokenIdOut):
                 self._handle(message)
-            else:  # for every HTTP process; it comes this way so that a sign of life is one of all processes
+            else:  # a heartbeat for every HTTP process; it passes through here to prove that this process runs too
                 for sender in self._to_http:
                     sender.send(message)
 
@@ -56,7 +56,7 @@ class DetokenizationManager:
         failed: list[list[ReqFailed]] = [[] for _ in self._to_http]
         for out in batch.outs:
             text = self._texts.get(out.req_id)
-            if text is not None:  # else a stop string ended it while this token was in flight
+            if text is not None:  # otherwise a stop string ended the request while this token was in flight
                 outs[http_worker_of(out.req_id)].append(self._next(text, out))
         for failure in batch.failed:
             self._texts.pop(failure.req_id, None)

@@ -1,31 +1,31 @@
-"""The text of one request as its tokens come, up to the first stop string."""
+"""The text of one request while its tokens arrive, up to the first stop string."""
 
 from __future__ import annotations
 
 from lightserve.detokenization.stop import StopMatcher
 from lightserve.io_struct import FinishReason, TextParams
-from lightserve.model_files.decoding import Decoder, NoTextStream
+from lightserve.model_files.decoding import Decoder, EmptyDecodeStream
 
 
 class ReqText:
-    """Without a decoder, for a model that has no tokenizer, there is no text."""
+    """Without a decoder (a model without a tokenizer) there is no text."""
 
     def __init__(self, decoder: Decoder | None, params: TextParams) -> None:
         self._decoder = decoder
         self._shown_special_ids = params.shown_special_ids if params.skip_special_tokens else ()
-        self._stream = NoTextStream() if decoder is None else decoder.stream(params.skip_special_tokens)
+        self._stream = EmptyDecodeStream() if decoder is None else decoder.stream(params.skip_special_tokens)
         self._stop = StopMatcher(params.stop, params.include_stop)
-        self._n_hidden = params.hidden_chars  # that are yet to come
-        self._include_stop = params.include_stop  # an end token stays in the text too
+        self._n_hidden = params.hidden_chars  # characters that are still to be hidden
+        self._include_stop = params.include_stop  # then an end token stays in the text too
 
     @property
     def matched_stop(self) -> str | None:
         return self._stop.matched
 
     def push(self, token_id: int, finish_reason: FinishReason | None, ends_in_text: bool = False) -> str:
-        """The text that may be shown after this token; with a finish reason, all the rest. See ``matched_stop``.
+        """The text that can be returned after this token; with a finish reason, all the rest. Sets ``matched_stop``.
 
-        A token with which a request stops is an end token, unless it ``ends_in_text``.
+        The last token of a request that stops is an end token, unless ``ends_in_text``.
         """
         is_end_token = finish_reason is FinishReason.STOP and not ends_in_text
         text = self._stop.push(

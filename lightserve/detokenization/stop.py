@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text, across the borders of its pieces."""
+"""Finds stop strings in a stream of text, also across pieces."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Lets text through up to the first stop string; holds back an end that may be the start of one.
+    """Returns text up to the first stop string. Holds back an end that may be the start of one.
 
-    The stop string that ends first wins, the longest of those that end together: it does not matter how text is cut.
-    Time and space are linear in the text for each stop string, however long that is.
+    The stop string that ends first wins; of several, the longest. The result does not depend on where text is split.
+    Time and space are linear in the text for each stop string, whatever its length.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
@@ -20,7 +20,7 @@ class StopMatcher:
         self._set_lengths([0] * len(stops))
 
     def push(self, text: str) -> str:
-        """The text that may be shown now. Once ``matched`` is set, the rest is dropped."""
+        """The text that can be returned now. Once ``matched`` is set, the rest is dropped."""
         if not self._stops:
             return text
         if self.matched is not None or not text:
@@ -36,25 +36,25 @@ class StopMatcher:
         return shown
 
     def would_match(self, ahead: str) -> bool:
-        """Whether a stop string ends in this text, which continues all before it; the next text pushed replaces it."""
+        """Whether a stop string ends in ``ahead``, tentative text that the next ``push`` replaces."""
         if not ahead or self.matched is not None:
             return False
         ends, self._ahead = self._scan(ahead, self._ahead)
         return any(ends)
 
     def flush(self) -> str:
-        """What is still held back, at the end."""
+        """The text that is still held back, at the end."""
         held = self._head(self._n_held, "")
         self._set_lengths([0] * len(self._stops))
         return held
 
     def _set_lengths(self, lengths: list[int]) -> None:
-        self._lengths = lengths  # how much of each stop string the text ends with
-        self._n_held = max(lengths, default=0)  # characters at the end of the text that were not shown yet
-        self._ahead = lengths  # as _lengths, at the end of the text that may be taken back
+        self._lengths = lengths  # for each stop string: how many of its first characters the text ends with
+        self._n_held = max(lengths, default=0)  # characters at the end of the text that were not returned yet
+        self._ahead = lengths  # the same at the end of the tentative text
 
     def _scan(self, text: str, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Where in ``text`` each stop string first ends (0: nowhere), and how much of each it ends with."""
+        """Where each stop string first ends in ``text`` (0: nowhere), and the new ``lengths``."""
         scanned = [stop.scan(text, length) for stop, length in zip(self._stops, lengths, strict=True)]
         return [end for end, _ in scanned], [length for _, length in scanned]
 
@@ -66,22 +66,22 @@ class StopMatcher:
         return shown
 
     def _head(self, n_chars: int, text: str) -> str:
-        """The first characters of what is held back and ``text``; costs no more than they are long."""
+        """The first ``n_chars`` of the held text plus ``text``, in time proportional to ``n_chars``."""
         if not self._n_held:
             return text[:n_chars]
-        held_in = self._stops[self._lengths.index(self._n_held)].text  # what is held back begins a stop string
+        held_in = self._stops[self._lengths.index(self._n_held)].text  # the held text is the start of a stop string
         return held_in[: min(n_chars, self._n_held)] + text[: max(n_chars - self._n_held, 0)]
 
 
 class _Stop:
-    """One stop string and Knuth, Morris and Pratt's table of it, which grows only as far as a text has matched."""
+    """One stop string with its Knuth-Morris-Pratt table, which grows only as far as a text has matched."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._borders = [0, 0]  # [n]: length of the longest proper beginning of text[:n] that is also its end
+        self._borders = [0, 0]  # [n]: length of the longest proper prefix of text[:n] that is also its suffix
 
     def scan(self, text: str, length: int) -> tuple[int, int]:
-        """Go on with ``length`` characters matched: where the first match ends (0: nowhere), and the new length."""
+        """Continue after ``length`` matched characters: where the first match ends (0: nowhere), and the new length."""
         stop = self.text
         if not length and stop[0] not in text:
             return 0, 0

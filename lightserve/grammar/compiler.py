@@ -1,16 +1,17 @@
-"""Grammars of requests, compiled by llguidance. Neither torch nor a process is known here.
+"""Grammars of requests, compiled by llguidance. This module depends on neither torch nor processes.
 
-The HTTP process compiles a grammar to refuse a bad one before any token, the workers to obey it. The text of a spec is
+The HTTP process compiles a grammar to reject an invalid one early; the workers compile it to apply it. GrammarSpec.text
+is, for each kind,
 
     json_schema     a JSON schema
     json_object     empty: any JSON object
-    regex           a regular expression that the whole answer matches, in the syntax of Rust's regex crate
+    regex           a regular expression that the whole output matches, in the syntax of Rust's regex crate
     choice          a JSON list of strings
     lark            a grammar in llguidance's dialect of Lark
-    ebnf            one in GBNF or in Lark
+    ebnf            a grammar in GBNF or in Lark
     structural_tag  {"structures": [{"begin", "schema", "end"}], "triggers": [...]}: free text, in which a trigger
-                    begins a structure
-    prefix          a text that the answer begins with. What follows is free: who obeys it need not go on then
+                    starts a structure
+    prefix          a text that the output starts with. What follows is unconstrained
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from lightserve.model_files.tokenizer import Tokenizer
 
 MAX_REGEX_LENGTH = 16 * 1024  # characters
 MAX_KEPT = 256  # compiled grammars
-MAX_NESTING = 64  # of the JSON in a grammar: llguidance and Python recurse into it
-MAX_MESSAGE_LENGTH = 500  # of an error: it quotes the grammar
-# What a grammar may cost. With the defaults a mask of (a{1000}){1000} takes a second, with these a tenth of it.
+MAX_NESTING = 64  # levels of JSON in a grammar: llguidance and Python recurse into it
+MAX_MESSAGE_LENGTH = 500  # characters of an error: it quotes the grammar
+# Limits on the cost of a grammar. With llguidance's defaults a mask of (a{1000}){1000} takes 1 s, with these 0.1 s.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=50_000,
@@ -41,12 +42,12 @@ LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-# Whitespace without end is what small models fall into when nothing else is allowed that they would say.
+# Small models emit endless white space when the grammar forbids what they would say.
 JSON_DEFAULTS: Any = {"whitespace_pattern": r"[ \t\n\r]{1,16}"}
 
 
 def schema_grammar(schema: dict[str, Any], is_strict: bool = True) -> GrammarSpec:
-    """Any JSON that a schema allows; if it is not strict, what cannot be enforced is ignored and not refused."""
+    """Any JSON that the schema allows. If not strict, keywords that cannot be enforced are ignored, else rejected."""
     if not is_strict:
         options = schema.get("x-guidance")
         schema = schema | {"x-guidance": (options if isinstance(options, dict) else {}) | {"lenient": True}}
@@ -68,23 +69,23 @@ def _spec(kind: Any, value: Any) -> GrammarSpec:
 
 
 def check_nesting(value: Any) -> None:
-    """InvalidRequestError where JSON is nested too deeply to be part of a grammar."""
+    """Raise InvalidRequestError if JSON is nested too deeply for a grammar."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_NESTING):
         children = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]
         level = [item for item in children if isinstance(item, dict | list)]
     if level:
-        raise InvalidRequestError(f"the grammar is nested more than {MAX_NESTING} levels deep")
+        raise InvalidRequestError(f"the grammar is nested more than {MAX_NESTING} levels deep; simplify the schema")
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer, from any thread, and keeps the last grammars.
+    """Compiles grammars for one tokenizer, from any thread, and caches the most recent ones.
 
-    To make one takes 0.3 s for 50,000 tokens, in which no other thread of the process runs.
+    The constructor takes 0.3 s for 50,000 tokens and holds the GIL.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int = 0, eos_ids: tuple[int, ...] = ()) -> None:
-        """``vocab_size`` of the model; ``eos_ids`` may end an answer that is complete."""
+        """``vocab_size`` is the model's. Any of ``eos_ids`` may end a complete output."""
         self._special_tokens = tokenizer.special_tokens
         self._tokenizer = _ll_tokenizer(tokenizer, vocab_size, eos_ids)
         self._max_kept = MAX_KEPT
@@ -92,7 +93,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def lanes(self, count: int) -> list[GrammarCompiler]:
-        """Compilers that keep as much as this one together. Matchers of two of them share no lexer."""
+        """``count`` compilers that share the cache size of this one. Matchers of different lanes share no lexer."""
         lanes = [copy(self) for _ in range(count)]
         for lane in lanes:
             lane._max_kept = MAX_KEPT // count
@@ -101,11 +102,11 @@ class GrammarCompiler:
 
     @property
     def vocab_size(self) -> int:
-        """At least that of the model."""
+        """At least the model's vocabulary size."""
         return self._tokenizer.vocab_size
 
     def find(self, spec: GrammarSpec) -> LLMatcher | None:
-        """A matcher at its beginning, if the grammar was compiled lately."""
+        """A matcher in its start state if the compiled grammar is cached."""
         with self._lock:
             if spec not in self._kept:
                 return None
@@ -113,12 +114,12 @@ class GrammarCompiler:
             return self._kept[spec].deep_copy()
 
     def compile(self, spec: GrammarSpec) -> LLMatcher:
-        """A matcher at its beginning, for one answer. InvalidRequestError tells what is wrong with the grammar."""
+        """A matcher in its start state, for one output. InvalidRequestError says what is wrong with the grammar."""
         found = self.find(spec)
         if found is not None:
             return found
         matcher = LLMatcher(self._tokenizer, _llguidance(spec, self._special_tokens), limits=LIMITS, log_level=0)
-        if not matcher.is_error():  # the first mask shows what is too complex, and later ones gain from it
+        if not matcher.is_error():  # the first mask detects grammars that are too complex, and warms up the lexer
             fill_next_token_bitmask(matcher, allocate_token_bitmask(1, self.vocab_size))
         if matcher.is_error():
             raise _error(matcher.get_error())
@@ -135,11 +136,11 @@ def _ll_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...
     try:
         return LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(eos_ids) or default or None)
     except ValueError as error:
-        raise InvalidRequestError(f"structured output does not work with this model's tokenizer: {error}") from error
+        raise InvalidRequestError(f"structured output is not possible with this model's tokenizer: {error}") from error
 
 
 def _llguidance(spec: GrammarSpec, special_tokens: frozenset[str]) -> str:
-    """The grammar as llguidance takes it, in Lark or as JSON."""
+    """The grammar in llguidance's format: Lark or JSON."""
     text = _without_before(spec, special_tokens)
     if not spec.before:
         return text
@@ -158,29 +159,31 @@ def _without_before(spec: GrammarSpec, special_tokens: frozenset[str]) -> str:
         if spec.kind == "prefix":
             return grammar_from("regex", _literal(spec.text) + "(?s:.*)")
         if spec.kind == "regex" and len(spec.text) > MAX_REGEX_LENGTH:
-            raise InvalidRequestError(f"a regular expression has at most {MAX_REGEX_LENGTH} characters")
+            raise InvalidRequestError(
+                f"the regular expression has {len(spec.text)} characters; the limit is {MAX_REGEX_LENGTH}"
+            )
         return grammar_from(spec.kind, spec.text)
     except (ValueError, RecursionError) as error:
         raise _error(str(error)) from error
 
 
 def _literal(text: str) -> str:
-    """A regular expression of this text alone."""
+    """A regular expression that matches exactly this text."""
     return "".join([char if char.isascii() and char.isalnum() else f"\\u{{{ord(char):x}}}" for char in text])
 
 
 def _tagged(tag: Any, special_tokens: frozenset[str]) -> str:
-    """Free text with structures: vLLM's and SGLang's older form of a structural tag."""
+    """Free text with structures: the older structural tags of vLLM and SGLang."""
     try:
         structures = [(one["begin"], one["schema"], one["end"]) for one in tag["structures"]]
         triggers = list(tag["triggers"])
     except (KeyError, TypeError) as error:
         raise InvalidRequestError(
-            "a structural tag has structures, each with begin, schema and end, and triggers"
+            "a structural tag needs `triggers` and `structures`, each with `begin`, `schema` and `end`"
         ) from error
     texts = [*triggers, *(text for begin, _, end in structures for text in (begin, end))]
     if not structures or not all(isinstance(text, str) for text in texts):
-        raise InvalidRequestError("a structural tag has one structure or more, and texts in them")
+        raise InvalidRequestError("a structural tag needs a structure or more; triggers, begin and end are strings")
     tags = [_structure(triggers, *structure) for structure in structures]
     is_special = all(one.trigger in special_tokens for one in tags)
     return StructTag.to_grammar(tags, assume_special=is_special)
@@ -189,9 +192,9 @@ def _tagged(tag: Any, special_tokens: frozenset[str]) -> str:
 def _structure(triggers: list[str], begin: str, schema: Any, end: str) -> StructTag:
     trigger = next((trigger for trigger in triggers if trigger and begin.startswith(trigger)), None)
     if trigger is None:
-        raise InvalidRequestError(f"a structure begins with none of the triggers: {begin[:100]!r}")
+        raise InvalidRequestError(f"the structure {begin[:100]!r} starts with none of the triggers")
     if not isinstance(schema, dict):
-        raise InvalidRequestError("the schema of a structure must be an object")
+        raise InvalidRequestError("the schema of the structure {begin[:100]!r} must be an object")
     return StructTag(trigger=trigger, begin=begin, grammar=schema, end=end)
 
 
@@ -200,7 +203,7 @@ def _error(message: str) -> InvalidRequestError:
 
 
 def mask_of(token_ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
-    """A mask of these tokens, uint32; those beyond the vocabulary are in none."""
+    """A bit mask of these tokens, as uint32. Ids outside the vocabulary are ignored."""
     mask = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
     for token_id in token_ids:
         if token_id < vocab_size:

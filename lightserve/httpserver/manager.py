@@ -16,9 +16,9 @@ from lightserve.errors import (
     InvalidRequestError,
     LightserveError,
     PromptTooLongError,
+    SlowReaderError,
     UnavailableError,
-    UnreadResponseError,
-    error_of,
+    error_from_status,
 )
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import (
@@ -189,7 +189,7 @@ class HttpServerManager:
         for failed in batch.failed:
             found = self._running.get(failed.req_id)
             if found is not None:
-                found[0].fail(error_of(failed.status, failed.message))
+                found[0].fail(error_from_status(failed.status, failed.message))
 
     def _close(self, req_id: int, is_finished: bool) -> None:
         del self._running[req_id]
@@ -271,7 +271,7 @@ class Generation:
         self._has_unread.set()
         if len(self._unread) > MAX_UNREAD:
             self._unread.clear()
-            self.fail(UnreadResponseError(f"the client left more than {MAX_UNREAD} tokens unread"))
+            self.fail(SlowReaderError(f"the client left more than {MAX_UNREAD} tokens unread"))
 
     def fail(self, error: LightserveError) -> None:
         """The whole request fails when one of its sequences does; leaving aborts the other sequences."""

@@ -1,4 +1,4 @@
-"""A model's files as every process sees them; torch-free."""
+"""The files of a model: config, tokenizer, chat template, headers of weight files. Torch-free."""
 
 from lightserve.model_files.source import ModelSource, resolve
 from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer

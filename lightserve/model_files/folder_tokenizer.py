@@ -1,4 +1,4 @@
-"""The tokenizer of an HF folder: ``tokenizer.json``, and what ``tokenizer_config.json`` changes about it."""
+"""The tokenizer of a Hugging Face folder: ``tokenizer.json`` with the changes of ``tokenizer_config.json``."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import tokenizers
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.folder import read_json_if_there
+from lightserve.model_files.folder import read_json_if_exists
 from lightserve.model_files.special_tokens import SpecialTokens
 
 
 def tokenizer_from_folder(folder: Path) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
-    """As transformers 5 reads it: what is written around a text is tokenizer.json's to say, not ``add_bos_token``'s."""
+    """As transformers 5: tokenizer.json decides which tokens surround a text, not ``add_bos_token``."""
     backend = _read_backend(folder)
-    config = read_json_if_there(folder / "special_tokens_map.json")
-    config |= read_json_if_there(folder / "tokenizer_config.json")
+    config = read_json_if_exists(folder / "special_tokens_map.json")
+    config |= read_json_if_exists(folder / "tokenizer_config.json")
     special = SpecialTokens(*(_text_of(config.get(f"{role}_token")) for role in ("bos", "eos", "unk", "pad")))
     _add_missing(backend, config.get("added_tokens_decoder", {}), folder)
     _mark_special(backend, special)
@@ -29,17 +29,17 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelFilesError(
-            f"{folder}: no tokenizer.json; write one with transformers' AutoTokenizer.from_pretrained(...)"
+            f"{folder}: no tokenizer.json; create one with transformers' AutoTokenizer.from_pretrained(...)"
             f".save_pretrained({str(folder)!r})"
         )
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ModelFilesError(f"{path}: not readable as a tokenizer ({error}); fetch it again") from error
+    except Exception as error:  # tokenizers raises only Exception
+        raise ModelFilesError(f"{path}: not readable as a tokenizer ({error}); download it again") from error
 
 
 def _text_of(token: Any) -> str | None:
-    """A token is written as its text or as the fields of an added token."""
+    """A token is a string, or an object with the fields of an added token."""
     if isinstance(token, dict):
         return str(token["content"])
     return None if token is None else str(token)
@@ -54,13 +54,13 @@ def _add_missing(backend: tokenizers.Tokenizer, entries: dict[str, dict[str, Any
         backend.add_tokens([tokenizers.AddedToken(content, **{flag: entry[flag] for flag in flags if flag in entry})])
         if backend.token_to_id(content) != token_id:
             raise ModelFilesError(
-                f"{folder / 'tokenizer_config.json'}: added token {content!r} has id {token_id}, but tokenizer.json "
-                f"leaves it {backend.token_to_id(content)}; fetch both files again"
+                f"{folder / 'tokenizer_config.json'}: added token {content!r} has id {token_id}, but its id after "
+                f"tokenizer.json is {backend.token_to_id(content)}; download both files again"
             )
 
 
 def _mark_special(backend: tokenizers.Tokenizer, special: SpecialTokens) -> None:
-    """A token with a role is special even where tokenizer.json does not say so."""
+    """A token with a role (bos, eos, ...) is special even if tokenizer.json does not say so."""
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     in_vocabulary = [token for token in special if token is not None and backend.token_to_id(token) is not None]
     backend.add_special_tokens([token for token in in_vocabulary if token not in known])

@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata says, in the words of a transformers ``config.json``."""
+"""A GGUF file's metadata, translated to a transformers ``config.json``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from lightserve.model_files.gguf_header import GgufHeader
 
 SUPPORTED = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "bloom": "BloomForCausalLM"}
 
-# Llama 3.1's own; the conversion to GGUF keeps only the factors that follow from them.
+# Llama 3.1's values; the conversion to GGUF keeps only the factors computed from them.
 LOW_FREQ_FACTOR = 1.0
 HIGH_FREQ_FACTOR = 4.0
 
-CONTROL = 3  # a token type: never part of plain text
+CONTROL = 3  # a token type: control tokens are never part of plain text
 
 
 def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
     model_type = _model_type(header)
     if header.metadata.get(f"{model_type}.expert_count", 0):
-        raise _refusal(header, "mixtures of experts are not supported")
+        raise _unsupported(header, "mixtures of experts are not supported")
     config = _shape(header) | (_bloom(header) if model_type == "bloom" else _llama(header))
     return config | {
         "model_type": model_type,
@@ -32,7 +32,7 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
 
 
 def eos_ids_from_gguf(header: GgufHeader) -> tuple[int, ...]:
-    """Every id that ends a turn: those named so, and the ``<|im_end|>`` a chat template closes its turns with."""
+    """Every id that ends a turn: eos, eot, eom, and ``<|im_end|>`` if the chat template ends turns with it."""
     named = [header.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     ids = {token_id for token_id in named if token_id is not None}
     tokens, types = header.metadata.get("tokenizer.ggml.tokens", []), header.metadata.get("tokenizer.ggml.token_type")
@@ -47,13 +47,13 @@ def eos_ids_from_gguf(header: GgufHeader) -> tuple[int, ...]:
 def _model_type(header: GgufHeader) -> str:
     architecture = header.metadata.get("general.architecture")
     if architecture not in SUPPORTED:
-        raise _refusal(header, f"architecture {architecture!r} is not supported; supported are {', '.join(SUPPORTED)}")
+        raise _unsupported(header, f"architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED)}")
     return str(architecture)
 
 
 def _shape(header: GgufHeader) -> dict[str, Any]:
     if "token_embd.weight" not in header.tensors:
-        raise _refusal(header, "tensor token_embd.weight is missing; convert the model again")
+        raise _unsupported(header, "tensor token_embd.weight is missing; convert the model again")
     return {
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "hidden_size": _number(header, "embedding_length"),
@@ -69,7 +69,7 @@ def _bloom(header: GgufHeader) -> dict[str, Any]:
         "n_layer": _number(header, "block_count"),
         "n_head": _number(header, "attention.head_count"),
         "layer_norm_epsilon": _number(header, "attention.layer_norm_epsilon"),
-        "tie_word_embeddings": True,  # the architecture has no other head; a converter may still have written a copy
+        "tie_word_embeddings": True,  # Bloom has no separate head, but a converter may have written a copy
     }
 
 
@@ -77,7 +77,7 @@ def _llama(header: GgufHeader) -> dict[str, Any]:
     n_heads = _number(header, "attention.head_count")
     head_dim = _number(header, "attention.key_length", _number(header, "embedding_length") // n_heads)
     if _number(header, "rope.dimension_count", head_dim) != head_dim:
-        raise _refusal(header, "rotary embeddings on a part of the head are not supported")
+        raise _unsupported(header, "rotary embeddings on a part of each head are not supported")
     theta = _number(header, "rope.freq_base", 10000.0)
     return {
         "num_key_value_heads": _number(header, "attention.head_count_kv", n_heads),
@@ -104,17 +104,17 @@ def _rope_scaling(header: GgufHeader, theta: float, head_dim: int) -> dict[str, 
         context = _number(header, "context_length")
         original = _number(header, "rope.scaling.original_context_length", round(context / factor))
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    raise _refusal(header, f"rope scaling {kind!r} is not supported; supported are linear, yarn and llama3")
+    raise _unsupported(header, f"rope scaling {kind!r} is not supported; supported: linear, yarn, llama3")
 
 
 def _llama3_scaling(header: GgufHeader, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Llama 3.1's scaling, found again in the factors it gave each frequency."""
+    """Llama 3.1's scaling, reconstructed from its factor for each frequency."""
     factors = header.floats("rope_freqs.weight")
     factor = round(max(factors), 4)
     if factor == 1:
         return None
     wavelengths = [2 * math.pi * theta ** (2 * i / head_dim) for i in range(head_dim // 2)]
-    # Between the bounds 1/ratio is a blend of 1/factor and 1, so any one of them gives the original context away.
+    # Between the bounds, 1/ratio interpolates between 1/factor and 1, so any such ratio yields the original context.
     originals = [
         _original_context(wavelength, 1 / ratio, 1 / factor)
         for wavelength, ratio in zip(wavelengths, factors, strict=False)
@@ -122,7 +122,7 @@ def _llama3_scaling(header: GgufHeader, theta: float, head_dim: int) -> dict[str
     ]
     original = round(originals[0]) if originals else 0
     if len(factors) != head_dim // 2 or not _is_llama3(factors, wavelengths, factor, original):
-        raise _refusal(header, "rope_freqs.weight is not Llama 3's scaling; give the model as an HF folder")
+        raise _unsupported(header, "rope_freqs.weight is not Llama 3's scaling; use the model's Hugging Face folder")
     return {
         "rope_type": "llama3",
         "factor": factor,
@@ -151,11 +151,11 @@ def _number(header: GgufHeader, key: str, default: float | None = None) -> Any:
     full_key = f"{_model_type(header)}.{key}"
     value = header.metadata.get(full_key, default)
     if value is None:
-        raise _refusal(header, f"metadata {full_key} is missing; convert the model again")
+        raise _unsupported(header, f"metadata {full_key} is missing; convert the model again")
     if not isinstance(value, int | float):
-        raise _refusal(header, f"metadata {full_key} differs from layer to layer, which is not supported")
+        raise _unsupported(header, f"metadata {full_key} differs from layer to layer, which is not supported")
     return value
 
 
-def _refusal(header: GgufHeader, reason: str) -> ModelFilesError:
+def _unsupported(header: GgufHeader, reason: str) -> ModelFilesError:
     return ModelFilesError(f"{header.path}: {reason}")

@@ -1,7 +1,7 @@
-"""The head of a GGUF file: its metadata and where its tensors lie.
+"""The header of a GGUF file: its metadata and the positions of its tensors.
 
-Read by hand because ``gguf.GGUFReader`` makes numpy arrays of every vocabulary entry: 2.4 s for SmolLM2's 49k tokens
-where this takes 0.1 s, and each process reads it at start.
+``gguf.GGUFReader`` makes a numpy array of every vocabulary entry: it takes 2.4 s for SmolLM2's 49k tokens, this module
+0.1 s, and each process reads the header at start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEFAULT_ALIGNMENT = 32
 
 
 class Encoding(NamedTuple):
-    """How ggml packs ``block`` numbers into ``n_bytes`` bytes."""
+    """ggml packs ``block`` numbers into ``n_bytes`` bytes."""
 
     name: str
     block: int
@@ -46,7 +46,7 @@ _ARRAY = 9
 
 class TensorEntry(NamedTuple):
     name: str
-    shape: tuple[int, ...]  # as torch has it: rows first
+    shape: tuple[int, ...]  # in torch's order: rows first
     encoding: Encoding
     offset: int  # bytes from the start of the file
 
@@ -65,7 +65,7 @@ class GgufHeader:
         """The values of a small F32 tensor."""
         entry = self.tensors[name]
         if entry.encoding.name != "F32":
-            raise ModelFilesError(f"{self.path}: tensor {name} is {entry.encoding.name}, wanted F32; convert it again")
+            raise ModelFilesError(f"{self.path}: tensor {name} is {entry.encoding.name}, not F32; convert it again")
         with self.path.open("rb") as file:
             file.seek(entry.offset)
             return list(struct.unpack(f"<{math.prod(entry.shape)}f", file.read(entry.n_bytes)))
@@ -77,19 +77,19 @@ def read_gguf_header(path: Path) -> GgufHeader:
             _check_magic(path, data)
             return _parse(path, data)
     except (struct.error, EOFError, OverflowError, IndexError, TypeError, RecursionError) as error:
-        raise _truncated(path) from error  # TypeError: a field of the file's own is of another type than it must be
+        raise _truncated(path) from error  # TypeError: a metadata field has an unexpected type
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        raise ModelFilesError(f"{path}: cannot be read as GGUF ({error}); fetch it again") from error
+        raise ModelFilesError(f"{path}: cannot be read as GGUF ({error}); download it again") from error
 
 
 def _check_magic(path: Path, data: mmap.mmap) -> None:
     if data[:4] != b"GGUF":
         raise ModelFilesError(
-            f"{path}: not a GGUF file (it begins with {data[:4]!r}); give a .gguf file or an HF folder"
+            f"{path}: not a GGUF file (it starts with {data[:4]!r}); use a .gguf file or a Hugging Face folder"
         )
     (version,) = struct.unpack_from("<I", data, 4)
     if version not in READABLE_VERSIONS:
-        raise ModelFilesError(f"{path}: GGUF version {version} is not among {READABLE_VERSIONS}; convert it again")
+        raise ModelFilesError(f"{path}: GGUF version {version} is not supported; convert it to version 3")
 
 
 def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
@@ -101,7 +101,7 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
         metadata[key] = cursor.value(cursor.scalar("I"))
     if metadata.get("split.count", 1) > 1:
         raise ModelFilesError(
-            f"{path}: one of {metadata['split.count']} parts of a split GGUF; join them with llama-gguf-split --merge"
+            f"{path}: one of {metadata['split.count']} parts of a split GGUF; merge them with llama-gguf-split --merge"
         )
 
     raw = [_read_tensor_entry(path, cursor) for _ in range(n_tensors)]
@@ -123,16 +123,18 @@ def _read_tensor_entry(path: Path, cursor: _Cursor) -> TensorEntry:
     encoding = ENCODINGS.get(code)
     if encoding is None:
         supported = ", ".join(known.name for known in ENCODINGS.values())
-        raise ModelFilesError(f"{path}: tensor {name} is of type {_type_name(code)}; supported are {supported}")
+        raise ModelFilesError(f"{path}: tensor {name} has type {_type_name(code)}; supported types: {supported}")
     if shape[-1] % encoding.block:
         raise ModelFilesError(
-            f"{path}: tensor {name} has rows of {shape[-1]}, {encoding.name} wants multiples of {encoding.block}"
+            f"{path}: tensor {name} has rows of {shape[-1]}; {encoding.name} needs multiples of {encoding.block}"
         )
     return TensorEntry(name, shape, encoding, cursor.scalar("Q"))
 
 
 def _type_name(code: int) -> str:
-    from gguf.constants import GGMLQuantizationType  # only for the message: its import costs 0.1 s
+    from gguf.constants import (
+        GGMLQuantizationType,  # here, because the import takes 0.1 s and only this message needs it
+    )
 
     try:
         return str(GGMLQuantizationType(code).name)
@@ -141,11 +143,11 @@ def _type_name(code: int) -> str:
 
 
 def _truncated(path: Path) -> ModelFilesError:
-    return ModelFilesError(f"{path}: the GGUF file is truncated or damaged; fetch it again")
+    return ModelFilesError(f"{path}: the GGUF file is truncated or damaged; download it again")
 
 
 class _Cursor:
-    """Reads little-endian values one after another; EOFError or struct.error past the end."""
+    """Reads little-endian values in sequence. Raises EOFError or struct.error past the end."""
 
     def __init__(self, data: mmap.mmap, position: int) -> None:
         self._data = data
@@ -185,7 +187,7 @@ class _Cursor:
             item_kind, count = self.scalar("I"), self.scalar("Q")
             return self._array(item_kind, count)
         if kind not in _SCALARS:
-            raise EOFError  # no such type exists: the bytes before it were not what they said
+            raise EOFError  # no such type exists: the file is damaged
         return self.scalar(_SCALARS[kind])
 
     def _array(self, kind: int, count: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A tokenizer built from what a GGUF file keeps of one: vocabulary, merges or scores, token types, special ids."""
+"""Builds a tokenizer from a GGUF file's metadata: vocabulary, merges or scores, token types, special ids."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.gguf_config import CONTROL
 from lightserve.model_files.gguf_header import GgufHeader
-from lightserve.model_files.special_tokens import SpecialTokens, set_ends
+from lightserve.model_files.special_tokens import SpecialTokens, set_surrounding_tokens
 
-USER_DEFINED = 4  # a token type: matched whole in any text, yet ordinary text when decoded
+USER_DEFINED = 4  # a token type: always matched as a whole, but decoded as ordinary text
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -24,13 +24,13 @@ _BLOOM_SPLIT = r" ?[^(\s|[.,!?…。，、।۔،])]+"  # noqa: RUF001
 
 
 class PreTokenizer(NamedTuple):
-    """What happens to text before merging; ``split`` None is GPT-2's own expression."""
+    """The steps before merging. ``split`` None: GPT-2's regular expression."""
 
     split: str | None = None
     is_nfc: bool = False
     has_single_digits: bool = False
-    keeps_whole_tokens: bool = False  # a piece that is in the vocabulary is not built up by merges
-    adds_bos: bool = False  # unless the file says otherwise
+    keeps_whole_tokens: bool = False  # a piece that is in the vocabulary becomes one token without merges
+    adds_bos: bool = False  # unless the file has its own setting
 
     def steps(self) -> pre_tokenizers.PreTokenizer:
         digits = [pre_tokenizers.Digits(individual_digits=True)] if self.has_single_digits else []
@@ -61,7 +61,7 @@ def tokenizer_from_gguf(header: GgufHeader) -> tuple[tokenizers.Tokenizer, Speci
     kind = _field(header, "model")
     if kind not in _BUILDERS:
         raise ModelFilesError(
-            f"{header.path}: tokenizer model {kind!r} is not supported; supported are {', '.join(_BUILDERS)}"
+            f"{header.path}: tokenizer model {kind!r} is not supported; supported: {', '.join(_BUILDERS)}"
         )
     tokens: list[str] = _field(header, "tokens")
     backend = _BUILDERS[kind](header, tokens)
@@ -72,7 +72,7 @@ def tokenizer_from_gguf(header: GgufHeader) -> tuple[tokenizers.Tokenizer, Speci
     special = SpecialTokens(*(_token(header, tokens, role) for role in ("bos", "eos", "unknown", "padding")))
     adds_bos = header.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or _pre_tokenizer(header).adds_bos)
     adds_eos = header.metadata.get("tokenizer.ggml.add_eos_token", False)
-    set_ends(backend, special.bos if adds_bos else None, special.eos if adds_eos else None)
+    set_surrounding_tokens(backend, special.bos if adds_bos else None, special.eos if adds_eos else None)
     return backend, special
 
 
@@ -92,13 +92,13 @@ def _pre_tokenizer(header: GgufHeader) -> PreTokenizer:
     name = header.metadata.get("tokenizer.ggml.pre", "default")
     if name not in PRE_TOKENIZERS:
         raise ModelFilesError(
-            f"{header.path}: pre-tokenizer {name!r} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"
+            f"{header.path}: pre-tokenizer {name!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}"
         )
     return PRE_TOKENIZERS[name]
 
 
 def _sentencepiece_bpe(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
-    """SentencePiece joins the neighbours whose union scores best: BPE whose merges are ranked by score."""
+    """SentencePiece merges the adjacent pair with the best score: BPE with merges ranked by score."""
     vocabulary = _vocabulary(tokens)
     merges = _merges_by_score(vocabulary, _field(header, "scores"))
     unknown = _token(header, tokens, "unknown")
@@ -122,7 +122,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _vocabulary(tokens: list[str]) -> dict[str, int]:
-    """The first of two equal tokens wins, as it does in llama.cpp."""
+    """Of two equal tokens the first one counts, as in llama.cpp."""
     return {token: token_id for token_id, token in reversed(list(enumerate(tokens)))}
 
 
@@ -151,7 +151,7 @@ def _token(header: GgufHeader, tokens: list[str], role: str) -> str | None:
         return None
     if token_id >= len(tokens):
         raise ModelFilesError(
-            f"{header.path}: {role}_token_id {token_id} is beyond the {len(tokens)} tokens; convert the model again"
+            f"{header.path}: {role}_token_id {token_id} is not below {len(tokens)}; convert the model again"
         )
     return tokens[token_id]
 

@@ -1,4 +1,4 @@
-"""The head of a safetensors file: enough to see whether the file is whole before anything loads."""
+"""The header of a safetensors file: enough to check that the file is complete before anything loads."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from typing import Any, NamedTuple
 
 from lightserve.errors import ModelFilesError
 
-MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 class TensorInfo(NamedTuple):
     dtype: str  # F32, BF16, ...
     shape: tuple[int, ...]
-    end: int  # in bytes after the header
+    end: int  # bytes after the header
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors in ``path``; a file cut short, or no safetensors file at all, is refused."""
+    """The tensors in ``path``. Raises ModelFilesError if the file is truncated or not safetensors."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             head = file.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
             if 8 + length > size or length > MAX_HEADER_BYTES:
-                raise _damaged(path, f"its header wants {length} bytes of {size}")
+                raise _damaged(path, f"its header needs {length} bytes, the file has {size}")
             entries = json.loads(file.read(length))
     except OSError as error:
-        raise ModelFilesError(f"{path}: cannot be read ({error.strerror}); mend that or fetch it again") from error
+        raise ModelFilesError(f"{path}: cannot be read ({error.strerror}); fix that or download it again") from error
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, "its header is no JSON") from error
+        raise _damaged(path, "its header is not JSON") from error
     tensors = _tensors_of(path, entries)
     n_bytes = max((tensor.end for tensor in tensors.values()), default=0)
     if 8 + length + n_bytes != size:
-        raise _damaged(path, f"{8 + length + n_bytes} bytes wanted, {size} found")
+        raise _damaged(path, f"{8 + length + n_bytes} bytes expected, {size} found")
     return tensors
 
 
 def tensor_bytes(path: Path) -> int:
-    """How many bytes of tensors ``path`` holds."""
+    """Total bytes of the tensors in ``path``."""
     return max((tensor.end for tensor in read_header(path).values()), default=0)
 
 
 def _tensors_of(path: Path, entries: Any) -> dict[str, TensorInfo]:
     if not isinstance(entries, dict):
-        raise _damaged(path, "its header is no JSON object")
+        raise _damaged(path, "its header is not a JSON object")
     return {name: _tensor_of(path, name, entry) for name, entry in entries.items() if name != "__metadata__"}
 
 
@@ -59,13 +59,13 @@ def _tensor_of(path: Path, name: str, entry: Any) -> TensorInfo:
             and _fits(math.prod(shape), end - start)
         ):
             return TensorInfo(dtype, tuple(shape), end)
-    raise _damaged(path, f"its header makes no sense about the tensor {name[:100]}")
+    raise _damaged(path, f"its header has an invalid entry for tensor {name[:100]}")
 
 
 def _fits(count: int, n_bytes: int) -> bool:
-    """Whether as many numbers can take as many bytes, of 4 bits to 16 bytes each."""
+    """Whether ``count`` numbers of 4 bits to 16 bytes each can take ``n_bytes``."""
     return count <= 2 * n_bytes and n_bytes <= 16 * count
 
 
 def _damaged(path: Path, reason: str) -> ModelFilesError:
-    return ModelFilesError(f"{path}: the safetensors file is truncated or damaged ({reason}); fetch it again")
+    return ModelFilesError(f"{path}: the safetensors file is truncated or damaged ({reason}); download it again")

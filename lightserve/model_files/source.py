@@ -1,4 +1,4 @@
-"""Where a model's files are and what they say about it, before any tensor is read."""
+"""Finds a model's files, and reads what they say about the model before any tensor is loaded."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import fetch
-from lightserve.model_files.folder import eos_ids_of, find_weight_files, read_chat_template, read_json
+from lightserve.model_files.folder import find_weight_files, read_chat_template, read_eos_ids, read_json
 from lightserve.model_files.gguf_config import config_from_gguf, eos_ids_from_gguf
 from lightserve.model_files.gguf_header import GgufHeader, read_gguf_header
 
 
 @dataclass(frozen=True)
 class ModelSource(ABC):
-    name: str  # what clients call the model unless told otherwise
+    name: str  # the model's name for clients, unless --model_name is set
     path: Path  # the folder or the .gguf file
 
     @abstractmethod
     def hf_config(self) -> dict[str, Any]:
-        """The model's ``config.json``, found or derived."""
+        """The model's ``config.json``, read from a file or derived from GGUF metadata."""
 
     @abstractmethod
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every id that ends a generation, sorted."""
+        """Every token id that ends a generation, sorted."""
 
     @abstractmethod
     def chat_template(self) -> str | None:
@@ -37,7 +37,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def weight_files(self) -> list[Path]:
-        """The files that hold tensors, checked to be there and whole."""
+        """The files that contain tensors. Raises ModelFilesError if one is missing or truncated."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class FolderSource(ModelSource):
         return read_json(self.path / "config.json")
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        ids = eos_ids_of(self.path / "config.json") | eos_ids_of(self.path / "generation_config.json")
+        ids = read_eos_ids(self.path / "config.json") | read_eos_ids(self.path / "generation_config.json")
         return tuple(sorted(ids))
 
     def chat_template(self) -> str | None:
@@ -60,22 +60,22 @@ class FolderSource(ModelSource):
 
 @dataclass(frozen=True)
 class GgufSource(ModelSource):
-    """One GGUF file, which carries config and tokenizer in its metadata."""
+    """One GGUF file, with config and tokenizer in its metadata."""
 
     header: GgufHeader
 
     def hf_config(self) -> dict[str, Any]:
-        with _expecting_nonsense(self.path):
+        with _damaged_metadata(self.path):
             return config_from_gguf(self.header)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        with _expecting_nonsense(self.path):
+        with _damaged_metadata(self.path):
             return eos_ids_from_gguf(self.header)
 
     def chat_template(self) -> str | None:
         template = self.header.metadata.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
-            raise ModelFilesError(f"{self.path}: metadata tokenizer.chat_template is no text; fetch it again")
+            raise ModelFilesError(f"{self.path}: metadata tokenizer.chat_template is not a string; download it again")
         return template
 
     def weight_files(self) -> list[Path]:
@@ -83,9 +83,9 @@ class GgufSource(ModelSource):
 
 
 def resolve(model_dir: str | None, *, needs_weights: bool = True) -> ModelSource:
-    """The model behind ``--model_dir``: a folder, a ``.gguf`` file or a name in the HF cache; None is the default.
+    """The model of ``--model_dir``: a folder, a ``.gguf`` file or a name in the Hugging Face cache; None: the default.
 
-    A folder without weights will do where they are to be made up.
+    A folder needs no weights if ``needs_weights`` is False.
     """
     source = _find(model_dir)
     if needs_weights:
@@ -102,25 +102,25 @@ def _find(model_dir: str | None) -> ModelSource:
             return _folder_source(path, path.resolve().name)
         if path.is_file():
             return _gguf_source(path, path.stem)
-    except (OSError, RuntimeError) as error:  # a name that is too long; a home that nobody has
+    except (OSError, RuntimeError) as error:  # a name that is too long, or ~user without such a user
         reason = getattr(error, "strerror", None) or error
-        raise ModelFilesError(f"{model_dir[:200]}: cannot be looked at ({reason}); check --model_dir") from error
+        raise ModelFilesError(f"{model_dir[:200]}: cannot be opened ({reason}); check --model_dir") from error
     return _cached_source(model_dir)
 
 
 def _gguf_source(path: Path, name: str) -> GgufSource:
     source = GgufSource(name, path, read_gguf_header(path))
-    source.hf_config()  # a model nobody can run is refused here, not after the servers have started
+    source.hf_config()  # refuses an unsupported model here, not after the processes have started
     return source
 
 
 @contextmanager
-def _expecting_nonsense(path: Path) -> Iterator[None]:
-    """Any metadata of a damaged file may be of any type."""
+def _damaged_metadata(path: Path) -> Iterator[None]:
+    """In a damaged file, any metadata may have any type: report that as ModelFilesError."""
     try:
         yield
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-        raise ModelFilesError(f"{path}: its metadata makes no sense ({error}); fetch it again") from error
+        raise ModelFilesError(f"{path}: its metadata is damaged ({error}); download it again") from error
 
 
 def _folder_source(folder: Path, name: str) -> ModelSource:
@@ -133,20 +133,20 @@ def _folder_source(folder: Path, name: str) -> ModelSource:
         return _gguf_source(ggufs[0], name)
     if ggufs:
         listed = ", ".join(path.name for path in ggufs)
-        raise ModelFilesError(f"{folder}: holds several GGUF files ({listed}); give one of them as --model_dir")
-    raise ModelFilesError(f"{folder}: no config.json and no .gguf file in it; give a folder that holds a whole model")
+        raise ModelFilesError(f"{folder}: several GGUF files ({listed}); set --model_dir to one of them")
+    raise ModelFilesError(f"{folder}: no config.json and no .gguf file in it; set --model_dir to a model's folder")
 
 
 def _cached_source(name: str) -> ModelSource:
-    """A snapshot that ``hf download`` or transformers left behind; nothing is fetched."""
+    """A snapshot that ``hf download`` or transformers has stored. Nothing is downloaded."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise ModelFilesError(f"{name}: no such folder or .gguf file; check the path given as --model_dir")
+        raise ModelFilesError(f"{name}: no such folder or .gguf file; check the path in --model_dir")
     repository = _hub_cache() / f"models--{name.replace('/', '--')}"
     snapshot = _snapshot(repository)
     if snapshot is None:
         raise ModelFilesError(
-            f"{name}: neither a folder, a .gguf file nor a model in the HF cache (tried {Path(name).absolute()} and "
-            f"{repository}); fetch it with `hf download {name}` or give a path as --model_dir"
+            f"{name}: not a folder, a .gguf file or a model in the HF cache (tried {Path(name).absolute()} and "
+            f"{repository}); download it with `hf download {name}` or set --model_dir to a path"
         )
     return _folder_source(snapshot, name)
 
@@ -161,7 +161,7 @@ def _snapshot(repository: Path) -> Path | None:
 
 
 def _hub_cache() -> Path:
-    """Hugging Face's own rule, so that the model is found where their tools put it."""
+    """The same rule as Hugging Face's tools, which put the model there."""
     if cache := os.environ.get("HF_HUB_CACHE"):
         return Path(cache).expanduser()
     if home := os.environ.get("HF_HOME"):

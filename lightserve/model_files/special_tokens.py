@@ -1,4 +1,4 @@
-"""The tokens a chat template and the encoder know by role."""
+"""The tokens with a role (bos, eos, unk, pad) for chat templates and encoding."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class SpecialTokens(NamedTuple):
     pad: str | None = None
 
 
-def set_ends(backend: tokenizers.Tokenizer, first: str | None, last: str | None) -> None:
-    """Make ``encode(add_special_tokens=True)`` write ``first`` before and ``last`` after the text."""
+def set_surrounding_tokens(backend: tokenizers.Tokenizer, first: str | None, last: str | None) -> None:
+    """Make ``encode(add_special_tokens=True)`` add ``first`` before and ``last`` after the text."""
     ends = [token for token in (first, last) if token is not None]
     if not ends:
         backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])

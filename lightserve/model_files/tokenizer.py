@@ -11,13 +11,13 @@ from jinja2 import TemplateError
 
 from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.model_files.chat_template import ChatTemplate
-from lightserve.model_files.decoding import Decoder, decoder_of
+from lightserve.model_files.decoding import Decoder, make_decoder
 from lightserve.model_files.folder_tokenizer import tokenizer_from_folder
 from lightserve.model_files.gguf_tokenizer import tokenizer_from_gguf
 from lightserve.model_files.source import GgufSource, ModelSource
 from lightserve.model_files.special_tokens import SpecialTokens
 
-LONG = 1_000  # tokens: for fewer, a batch call costs more time (4 us) than it gives other threads
+LONG = 1_000  # tokens: for fewer, a batch call takes longer (4 us) than the GIL it releases is worth
 
 
 class Tokenizer:
@@ -49,8 +49,8 @@ class Tokenizer:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """Ids to text token by token, and what a token adds to it."""
-        return decoder_of(self)
+        """Decodes ids to text, token by token."""
+        return make_decoder(self)
 
     @property
     def longest_token(self) -> int:
@@ -59,17 +59,17 @@ class Tokenizer:
 
     @property
     def num_ids(self) -> int:
-        """One more than the highest id, which may be more than there are tokens."""
+        """The highest id plus one, which may exceed the number of tokens."""
         return self._vocab_extent[1]
 
     @cached_property
     def _vocab_extent(self) -> tuple[int, int]:
-        """Once, not for each of the two: 128,000 entries take the backend 70 ms to list."""
+        """Longest token and highest id plus one, computed together: listing 128,000 entries takes 70 ms."""
         vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return max(map(len, vocab), default=1), 1 + max(vocab.values(), default=-1)
 
     def warm_up(self) -> None:
-        """Make what the first encoding would otherwise wait for."""
+        """Compute in advance what the first encoding would otherwise wait for."""
         _ = self._vocab_extent
         self.encode("warm")
 
@@ -77,8 +77,8 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    # The backend's batch calls release the GIL, its others do not: a long text would stop every thread for seconds.
-    # For the same reason offsets are asked for one by one: the list of all is a single call of 0.4 us a token.
+    # The backend's batch calls release the GIL; its other calls would stop every thread for seconds on a long text.
+    # For the same reason offsets are read one by one: the list of all is a single call of 0.4 us per token.
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         _check_unicode(text)
@@ -86,13 +86,13 @@ class Tokenizer:
         return ids
 
     def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
-        """(id, start, stop) of each token, in characters of ``text``; (0, 0) for a token that is not in it."""
+        """(id, start, stop) of each token, in characters of ``text``; (0, 0) for a token that is not from the text."""
         _check_unicode(text)
         encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return [(token_id, *(encoding.token_to_chars(i) or (0, 0))) for i, token_id in enumerate(encoding.ids)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``; ids beyond the vocabulary (padding of the embedding) have none."""
+        """The text of ``ids``. Ids outside the vocabulary (padding of the embedding) have no text."""
         if len(ids) < LONG:
             text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
             return text
@@ -109,7 +109,7 @@ class Tokenizer:
         return token_id
 
     def decoder_json(self) -> str | None:
-        """How tokens become text: the field ``decoder`` of a ``tokenizer.json``."""
+        """The field ``decoder`` of ``tokenizer.json``: how tokens become text."""
         decoder = self._backend.decoder
         return None if decoder is None else decoder.__getstate__().decode()
 
@@ -125,9 +125,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The prompt for ``messages``; encode it with ``add_special_tokens=False``, the template writes its own."""
+        """The prompt for ``messages``. Encode it with ``add_special_tokens=False``: the template adds them itself."""
         if self._template is None:
-            raise InvalidRequestError("this model has no chat template; complete a plain prompt instead")
+            raise InvalidRequestError("this model has no chat template; use /v1/completions with a plain prompt")
         return self._template.render(
             messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
         )
@@ -136,12 +136,12 @@ class Tokenizer:
 def _check_unicode(text: str) -> None:
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can smuggle in half of a surrogate pair
+    except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
         raise InvalidRequestError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
 
 
 def has_tokenizer(source: ModelSource) -> bool:
-    """A GGUF file always has one; a folder that is to be filled with random weights may do without."""
+    """A GGUF file always has a tokenizer. A folder for random weights may have none."""
     return isinstance(source, GgufSource) or any(source.path.glob("tokenizer*"))
 
 
@@ -161,6 +161,6 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
         raise
     except (TemplateError, RecursionError) as error:
         raise ModelFilesError(f"{source.path}: the chat template is not valid Jinja ({error}); correct it") from error
-    except Exception as error:  # tokenizers raises nothing narrower, and any field of a damaged file may be anything
+    except Exception as error:  # tokenizers raises only Exception, and a damaged file may cause any error
         reason = " ".join(str(error).split())[:200]
-        raise ModelFilesError(f"{source.path}: its tokenizer is damaged ({reason}); fetch it again") from error
+        raise ModelFilesError(f"{source.path}: its tokenizer is damaged ({reason}); download it again") from error

@@ -1,4 +1,4 @@
-"""A model's output taken apart: reasoning, content, tool calls. Text in, deltas out; nothing else of the server."""
+"""Splits a model's output into reasoning, content and tool calls. Text in, deltas out; independent of the server."""
 
 from lightserve.output_parsing.deltas import Call, CallArguments, CallStart, Content, Delta, Output, Reasoning, fold
 from lightserve.output_parsing.parser import OutputParser, ToolCallParser

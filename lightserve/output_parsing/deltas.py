@@ -1,4 +1,4 @@
-"""What a model's output is made of, in the pieces in which it comes."""
+"""The parts of a model's output, in the pieces in which they arrive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool call begins; its arguments follow."""
+    """The start of a tool call. Its arguments follow."""
 
     index: int
     id: str
@@ -27,7 +27,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of the JSON of a call's arguments."""
+    """A piece of the JSON text of a call's arguments."""
 
     index: int
     text: str
@@ -45,7 +45,7 @@ class Call:
 
 @dataclass(slots=True)
 class Output:
-    """The whole of an output: its deltas, folded."""
+    """A whole output, joined from its deltas."""
 
     content: str = ""
     reasoning: str = ""

@@ -1,4 +1,4 @@
-"""Grammars of answers that think first and of tool calls that are forced, in llguidance's dialect of Lark."""
+"""Grammars for reasoning before an answer and for forced tool calls, in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightserve.output_parsing.delta_writer import Tools
 from lightserve.output_parsing.reasoning import ReasoningFormat
-from lightserve.output_parsing.scribe import Tools
-from lightserve.output_parsing.tool_calls.base import ToolFormat, Wording
+from lightserve.output_parsing.tool_calls.base import CallTemplate, ToolFormat
 from lightserve.output_parsing.tool_calls.llama3_json import LLAMA3_JSON
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-# White space without end is what small models fall into; what a grammar cannot enforce of a schema is left to the tool.
+# Small models tend to emit endless white space. Schema rules that a grammar cannot enforce are left to the tool.
 OPTIONS: dict[str, Any] = {"x-guidance": {"lenient": True, "whitespace_pattern": r"[ \t\n\r]{1,16}"}}
-_PLACES = re.compile(r"\{(name|arguments|number)\}")
+_PLACEHOLDERS = re.compile(r"\{(name|arguments|number)\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """What may come before the calls."""
+    """The reasoning that may come before the calls."""
 
     form: ReasoningFormat
-    is_begun: bool  # in the prompt: the answer begins within the tags
+    is_begun: bool  # the prompt has the first tag: the output starts inside the reasoning
 
 
-def forcible(form: ToolFormat) -> ToolFormat:
-    """The format in which calls are forced: the model's own, or one in JSON where a grammar cannot write that."""
-    return LLAMA3_JSON if form.wording is None else form
+def enforceable_format(form: ToolFormat) -> ToolFormat:
+    """The format for forced calls: the model's own, or a JSON format if a grammar cannot express that."""
+    return LLAMA3_JSON if form.call_template is None else form
 
 
 def forced_grammar(
     form: ToolFormat, tools: Tools, max_calls: int | None, thinking: Thinking | None, special_ids: Mapping[str, int]
 ) -> str:
-    """One call or more of these tools and nothing else, but for reasoning before them.
+    """A grammar of one or more calls of these tools, with reasoning before them if ``thinking`` is given.
 
-    ``special_ids`` are the markers that are tokens of their own, which a grammar names by their ids.
+    ``special_ids`` are the markers that are special tokens: a grammar refers to those by id.
     """
-    wording = form.wording or Wording("")
-    write = _Writer(special_ids)
-    more = "" if max_calls == 1 else f"({write.text(wording.between)} call)*"
+    call_template = form.call_template or CallTemplate("")
+    write = _GrammarWriter(special_ids)
+    more = "" if max_calls == 1 else f"({write.text(call_template.between)} call)*"
     before = "" if thinking is None else "thinking" if thinking.is_begun else "thinking?"
     lines = [
-        f"start: {before} {write.text(wording.begin)} call {more} {write.text(wording.end)}",
+        f"start: {before} {write.text(call_template.begin)} call {more} {write.text(call_template.end)}",
         "call: " + " | ".join(f"call_{i}" for i in range(len(tools))),
     ]
     for i, (name, schema) in enumerate(tools.items()):
-        lines.append(f"call_{i}: {write.call(wording.call, name, i)}")
+        lines.append(f"call_{i}: {write.call(call_template.call, name, i)}")
         lines.append(f"arguments_{i}: %json {json.dumps({**(schema or NO_ARGUMENTS), **OPTIONS})}")
     if thinking is not None:
         lines += write.thinking(thinking)
@@ -56,19 +56,19 @@ def forced_grammar(
 
 
 def thinking_grammar(thinking: Thinking, special_ids: Mapping[str, int]) -> str:
-    """Reasoning, and after it @answer."""
+    """A grammar of reasoning followed by @answer."""
     before = "thinking" if thinking.is_begun else "thinking?"
-    return "\n".join([f"start: {before} @answer", *_Writer(special_ids).thinking(thinking), ""])
+    return "\n".join([f"start: {before} @answer", *_GrammarWriter(special_ids).thinking(thinking), ""])
 
 
-class _Writer:
+class _GrammarWriter:
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self._special_ids = special_ids
         markers = sorted(special_ids, key=len, reverse=True)
         self._markers = re.compile("|".join(map(re.escape, markers))) if markers else None
 
     def text(self, text: str) -> str:
-        """A literal text, with its special tokens by their ids."""
+        """A literal text, with special tokens referred to by id."""
         if not text:
             return ""
         if self._markers is None:
@@ -77,16 +77,16 @@ class _Writer:
         special = [f"<[{self._special_ids[marker]}]>" for marker in self._markers.findall(text)]
         return " ".join(piece for pair in zip(plain, [*special, ""], strict=True) for piece in pair if piece)
 
-    def call(self, wording: str, name: str, index: int) -> str:
+    def call(self, call_template: str, name: str, index: int) -> str:
         rules = {"name": _quoted(name), "arguments": f"arguments_{index}", "number": "NUMBER"}
-        pieces = _PLACES.split(wording)  # text, place, text, place, ... text
+        pieces = _PLACEHOLDERS.split(call_template)  # text, placeholder, text, placeholder, ... text
         return " ".join(rules[piece] if i % 2 else self.text(piece) for i, piece in enumerate(pieces))
 
     def thinking(self, thinking: Thinking) -> list[str]:
-        """Any text up to the first tag that ends it."""
+        """Rules for any text up to the first end tag."""
         begin, end = thinking.form.begin, thinking.form.end
         opening = "" if thinking.is_begun else self.text(begin)
-        is_special = end in self._special_ids  # then no text contains it
+        is_special = end in self._special_ids  # then plain text cannot contain it
         return [
             f"thinking: {opening} thought {self.text(end) if is_special else ''} SPACE",
             "thought: TEXT" if is_special else f"thought[suffix={_quoted(end)}]: TEXT",

@@ -1,36 +1,36 @@
-"""One answer's parser: reasoning first, then content and tool calls."""
+"""The parser of one output: reasoning first, then content and tool calls."""
 
 from __future__ import annotations
 
+from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.deltas import Content, Delta
 from lightserve.output_parsing.reasoning import ReasoningParser
-from lightserve.output_parsing.scribe import Scribe
-from lightserve.output_parsing.tape import Tape
+from lightserve.output_parsing.text_stream import TextStream
 from lightserve.output_parsing.tool_calls.base import Parse
 
 
 class ToolCallParser:
-    def __init__(self, parse: Parse, scribe: Scribe) -> None:
-        self._tape = Tape()
-        self._scribe = scribe
-        self._steps = parse(self._tape, scribe)
+    def __init__(self, parse: Parse, writer: DeltaWriter) -> None:
+        self._stream = TextStream()
+        self._writer = writer
+        self._steps = parse(self._stream, writer)
         next(self._steps)
 
     def push(self, text: str) -> list[Delta]:
-        self._tape.feed(text)
+        self._stream.feed(text)
         next(self._steps, None)
-        return self._scribe.take()
+        return self._writer.take_deltas()
 
     def finish(self) -> list[Delta]:
-        self._tape.close()
+        self._stream.close()
         next(self._steps, None)
-        self._scribe.end()
-        return self._scribe.take()
+        self._writer.finish()
+        return self._writer.take_deltas()
 
 
 class OutputParser:
-    """The text of an answer as it comes, taken apart. Folding what ``push`` and ``finish`` return gives the same for
-    every way to cut the text. Nothing raises: what cannot be understood is content."""
+    """Parses an output while it arrives. The joined deltas of ``push`` and ``finish`` do not depend on where the text
+    was split. It never raises: text that no format matches is content."""
 
     def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolCallParser | None = None) -> None:
         self._reasoning = reasoning
@@ -38,7 +38,7 @@ class OutputParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text so far ends within the reasoning."""
+        """Whether the text so far ends inside the reasoning."""
         return self._reasoning is not None and self._reasoning.is_reasoning
 
     def push(self, text: str) -> list[Delta]:

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, between a pair of tags."""
+"""The reasoning of a model before its answer, between a pair of tags."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from lightserve.errors import ServerError
 from lightserve.output_parsing.deltas import Content, Delta, Reasoning
-from lightserve.output_parsing.tape import Steps, Tape
+from lightserve.output_parsing.text_stream import Incremental, TextStream
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     begin: str
     end: str
-    is_implied: bool = False  # the model may leave out the first tag: it thinks unless the prompt says otherwise
+    is_implied: bool = False  # the model may omit the first tag: it reasons unless the prompt disables it
 
     def begins_inside(self, prompt: str, is_continued: bool = False) -> bool:
-        """Whether an answer to this prompt begins within the tags. ``is_continued``: it ends in the answer's text."""
+        """Whether the output starts inside the tags. ``is_continued``: the prompt ends with the start of the output."""
         if is_continued:
             return prompt.rfind(self.begin) > prompt.rfind(self.end)
         ending = prompt.rstrip()
@@ -34,7 +34,7 @@ BY_NAME = {"qwen3": THINK, "deepseek_r1": ReasoningFormat("<think>", "</think>",
 
 
 def reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
-    """By name or as ``BEGIN,END``; ``auto``: the one whose tags the chat template has. None where there is none."""
+    """The format by name or as ``BEGIN,END``; ``auto``: the one whose tags are in the chat template, or None."""
     if choice == "none":
         return None
     if choice == "auto":
@@ -42,28 +42,28 @@ def reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
     begin, _, end = choice.partition(",")
     if choice not in BY_NAME and not (begin and end):
         known = ", ".join(["auto", "none", *BY_NAME])
-        raise ServerError(f"reasoning_parser={choice!r}: choose one of {known}, or give two tags as BEGIN,END")
+        raise ServerError(f"unknown --reasoning_parser {choice!r}; use one of {known}, or two tags as BEGIN,END")
     return BY_NAME.get(choice) or ReasoningFormat(begin, end)
 
 
 class ReasoningParser:
-    """Splits an output into reasoning and content. White space beside the tags is left out."""
+    """Splits an output into reasoning and content. White space next to the tags is dropped."""
 
     def __init__(self, form: ReasoningFormat, is_inside: bool) -> None:
         self.is_reasoning = is_inside
         self._form = form
-        self._tape = Tape()
+        self._stream = TextStream()
         self._deltas: list[Delta] = []
-        self._space = ""  # at the end of the reasoning, shown when more of it follows
+        self._space = ""  # at the end of the reasoning, emitted when more reasoning follows
         self._steps = self._parse()
         next(self._steps)
 
     def push(self, text: str) -> list[Delta]:
-        self._tape.feed(text)
+        self._stream.feed(text)
         return self._resume()
 
     def finish(self) -> list[Delta]:
-        self._tape.close()
+        self._stream.close()
         return self._resume()
 
     def _resume(self) -> list[Delta]:
@@ -71,29 +71,29 @@ class ReasoningParser:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def _parse(self) -> Steps[None]:
-        tape = self._tape
-        tape.mark()
-        yield from tape.skip_space()
-        has_tag = yield from tape.accept(self._form.begin)  # a model may repeat the one in the prompt
-        skipped = tape.unmark()
+    def _parse(self) -> Incremental[None]:
+        stream = self._stream
+        stream.mark()
+        yield from stream.skip_space()
+        has_tag = yield from stream.accept(self._form.begin)  # a model may repeat the tag of the prompt
+        skipped = stream.take_marked()
         self.is_reasoning = self.is_reasoning or has_tag
         if self.is_reasoning:
-            yield from tape.skip_space()
-            yield from tape.pass_until((self._form.end,), self._think)
+            yield from stream.skip_space()
+            yield from stream.emit_until((self._form.end,), self._emit_reasoning)
             self.is_reasoning = False
-            yield from tape.skip_space()
+            yield from stream.skip_space()
         else:
-            self._answer(skipped)
-        yield from tape.pass_until((), self._answer)
+            self._emit_content(skipped)
+        yield from stream.emit_until((), self._emit_content)
 
-    def _think(self, text: str) -> None:
+    def _emit_reasoning(self, text: str) -> None:
         whole = self._space + text
         shown = whole.rstrip()
         self._space = whole[len(shown) :]
         if shown:
             self._deltas.append(Reasoning(shown))
 
-    def _answer(self, text: str) -> None:
+    def _emit_content(self, text: str) -> None:
         if text:
             self._deltas.append(Content(text))

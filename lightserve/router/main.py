@@ -6,8 +6,6 @@ import asyncio
 import gc
 from collections.abc import Callable
 
-import msgspec
-
 from lightserve.io_struct import EngineReady, NewWorkers, Ready, ToDetokenization, ToRouter, WorkersLost
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
@@ -30,8 +28,6 @@ async def main(boot: Boot, parent: Parent) -> None:
     engine = await parent.recv()
     if not isinstance(engine, EngineReady):
         raise TypeError(f"the first message must be EngineReady, not {engine!r}")
-    if config.router.eos_id:
-        engine = msgspec.structs.replace(engine, eos_token_ids=tuple(config.router.eos_id))
     limits = limits_of(config.worker, config.router, engine.step_limits)
     scheduler = Scheduler(KvPool(engine.max_total_token_num), limits, policy)
 

@@ -1,4 +1,4 @@
-"""Command line -> frozen config. A flag's name, default and help are those of the config's field."""
+"""Command line -> frozen config. Each flag takes its name, default and help from a field of the config."""
 
 from __future__ import annotations
 
@@ -14,29 +14,36 @@ from lightserve.config import ServerConfig
 C = TypeVar("C")
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default to the help. An option without a fixed default describes it in its own text."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, [], "") else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
-    """Refuses an unknown flag with the nearest known one. A mistake is one line."""
+    """Reports an error in one line, and suggests the nearest known flag for an unknown one."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         namespace, unknown = self.parse_known_args(argv)
         for flag in unknown:
-            self.unknown(flag)
+            self.reject_unknown(flag)
         return namespace
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"lightserve: {message} (--help lists the flags)\n")
 
-    def unknown(self, flag: str) -> NoReturn:
+    def reject_unknown(self, flag: str) -> NoReturn:
         known = [option for action in self._actions for option in action.option_strings]
         near = difflib.get_close_matches(flag.split("=")[0], known, n=1)
         self.error(f"unknown argument {flag}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
 def parse_server(argv: Sequence[str] | None = None) -> ServerConfig:
-    """The flags of the server, grouped in the help by who needs them."""
+    """Parse the server's flags. The help groups them by the process that needs them."""
     prog = "python -m lightserve.server.api_server"
     parser = Parser(prog=prog, usage="%(prog)s [flags]", description="Serve a model over HTTP.")
     parts: dict[str, type[Any]] = get_type_hints(ServerConfig)
@@ -47,7 +54,7 @@ def parse_server(argv: Sequence[str] | None = None) -> ServerConfig:
 
 
 def add_flags(parser: argparse._ActionsContainer, config_class: type[Any]) -> None:
-    """One flag a field, with underscores or dashes, and under the names that other servers give it."""
+    """Add one flag per field, with underscores and with dashes, and with the names that other servers use."""
     hints = get_type_hints(config_class)
     for spec in fields(config_class):
         names = [spec.name, *spec.metadata.get("aliases", ())]

@@ -1,4 +1,4 @@
-"""What the operator sees of the launcher."""
+"""What the launcher prints for the operator."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from lightserve.io_struct import EngineReady, Phase
 from lightserve.server.checks import ModelFacts
 
 
-def say(what: object) -> None:
-    show(f"lightserve: {what}")
+def print_line(message: object) -> None:
+    print_text(f"lightserve: {message}")
 
 
-def show(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a full disk or a closed pipe is no reason to stop serving
+def print_text(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a full disk or a closed pipe must not stop the server
         print(text, file=sys.stderr, flush=True)
 
 
 def banner(
     url: str, model: ModelFacts, engine: EngineReady, http_processes: int, phases: Mapping[str, Sequence[Phase]]
 ) -> str:
-    """That the server is ready; ``phases`` are the parts of each process's start."""
+    """The text for a server that is ready. ``phases`` are the start-up times of each process."""
     rows = {
         "model": model.name,
         "computed as": " ".join((model.architecture, engine.computed_in)),

@@ -1,4 +1,4 @@
-"""What can be known to go wrong before anything heavy starts."""
+"""Checks that run before any process starts: they find in milliseconds what would fail after minutes of loading."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    name: str  # what clients call it
+    name: str  # the name that clients use
     architecture: str
 
 
 def check(config: ServerConfig) -> ModelFacts:
-    """Raise the LightserveError that tells the operator what to change; fetch the default model if it is wanted."""
+    """Raise a LightserveError that says what the operator must change. Download the default model if it is used."""
     net.bind(config.http.host, config.http.port).close()
     _check_access(config.http)
     is_weightless = config.launch.null_worker or config.worker.load_format == "dummy"
@@ -33,7 +33,7 @@ def check(config: ServerConfig) -> ModelFacts:
     tokenizer = tokenizer_if_any(source)
     if not config.launch.null_worker:
         _check_model(source, config, tokenizer)
-    _warn_of_what_is_missing(source, config, tokenizer)
+    _warn_about_missing_parts(source, config, tokenizer)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]
     return ModelFacts(config.http.model_name or source.name, str(architectures[0]))
 
@@ -42,14 +42,16 @@ def _check_access(http: HttpConfig) -> None:
     if http.ssl_certfile is not None:
         server_context(http.ssl_certfile, http.ssl_keyfile, http.ssl_ca_certs)
     if not (http.api_key or http.ssl_ca_certs or net.is_local(http.host)):
-        logger.warning("anyone who reaches %s may use the server: it has no --api_key_file", http.host)
+        logger.warning("anyone who can reach %s may use the server: set --api_key_file", http.host)
 
 
 def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
     hf, worker = source.hf_config(), config.worker
     if "model_type" not in hf:
-        raise ModelFilesError(f"{source.path}: config.json has no model_type; give a folder that holds a whole model")
-    check_supported(str(hf["model_type"])[:100])  # before its shape: another architecture has other names for it
+        raise ModelFilesError(
+            f"{source.path}: config.json has no model_type; set --model_dir to a folder with a complete model"
+        )
+    check_supported(str(hf["model_type"])[:100])  # before the shape: other architectures name its fields differently
     try:
         model = ModelConfig.from_hf(hf)
     except ModelFilesError as error:
@@ -58,18 +60,20 @@ def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer
     model.request_len(worker.max_req_total_len)
     if (worker.max_total_token_num or math.inf) < (worker.max_req_total_len or 2):
         raise ServerError(
-            f"max_total_token_num={worker.max_total_token_num} holds less than one request of "
-            f"{worker.max_req_total_len or 2} tokens; raise it, or lower max_req_total_len to it"
+            f"max_total_token_num={worker.max_total_token_num} is less than one request of "
+            f"{worker.max_req_total_len or 2} tokens; raise --max_total_token_num, or lower --max_req_total_len to it"
         )
     if tokenizer is not None and tokenizer.num_ids > model.vocab_size:
-        found = "%s: the tokenizer has %d tokens, the model's embedding %d: a text with one of the others is refused"
-        logger.warning(found, source.path, tokenizer.num_ids, model.vocab_size)
+        text = "%s: the tokenizer has %d tokens, the model's embedding only %d: texts that need the others are refused"
+        logger.warning(text, source.path, tokenizer.num_ids, model.vocab_size)
 
 
-def _warn_of_what_is_missing(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
+def _warn_about_missing_parts(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
     if tokenizer is None:
-        logger.warning("%s has no tokenizer: prompts must be token ids, and answers have no text", source.path)
+        logger.warning("%s has no tokenizer: prompts must be token ids, and responses have no text", source.path)
     elif not tokenizer.has_chat_template:
-        logger.warning("%s has no chat template: /v1/chat/completions will answer 400", source.path)
+        logger.warning("%s has no chat template: /v1/chat/completions returns 400", source.path)
     if not (source.eos_token_ids() or config.router.eos_id):
-        logger.warning("%s names no end token: answers end at their greatest length; --eos_id names one", source.path)
+        logger.warning(
+            "%s defines no end token: every response runs to its length limit; set one with --eos_id", source.path
+        )

@@ -1,27 +1,27 @@
-"""A process that is there and does nothing is worse than one that died: it is made to die."""
+"""Kills processes that stop answering heartbeats: a process that hangs is worse than one that died."""
 
 from __future__ import annotations
 
 import asyncio
 
-from lightserve.server.fleet import Fleet
+from lightserve.server.process_group import ProcessGroup
 
-TICK_S = 1.0
-# A router that connects to a worker which reads nothing waits with it, and must not be taken for the cause.
-SHARE_OF_WORKERS = 0.5
+HEARTBEAT_S = 1.0
+# A router that connects to a hanging worker hangs with it. The worker must be killed first, because it is the cause.
+WORKER_TIMEOUT_SHARE = 0.5
 
 
-async def watch_for_silence(fleet: Fleet, timeout_s: float) -> None:
-    """Kill every process that was ready once and answers nothing for ``timeout_s``; 0: none.
+async def watch_heartbeats(processes: ProcessGroup, timeout_s: float) -> None:
+    """Kill every process that was ready and answers no heartbeat for ``timeout_s``; 0 disables this.
 
-    Unanswered questions are counted, not time: a launcher that was stopped itself has asked nothing meanwhile.
+    The limit counts unanswered pings, not time: a launcher that was itself stopped has sent none meanwhile.
     """
     while timeout_s:
-        await asyncio.sleep(TICK_S)
-        for child in fleet.children:
+        await asyncio.sleep(HEARTBEAT_S)
+        for child in processes.children:
             if not child.ready.is_set() or child.exit_code is not None:
                 continue
-            limit_s = timeout_s * (SHARE_OF_WORKERS if child in fleet.workers else 1)
-            if child.unanswered * TICK_S > limit_s:
-                child.put_down(f"it did not answer for {limit_s:g} s")
+            limit_s = timeout_s * (WORKER_TIMEOUT_SHARE if child in processes.workers else 1)
+            if child.missed_heartbeats * HEARTBEAT_S > limit_s:
+                child.kill(f"it did not answer for {limit_s:g} s")
             child.ping()

@@ -1,4 +1,4 @@
-"""One-way typed message pipes between processes: ZMQ over ipc, msgpack on the wire, one message type a receiver."""
+"""One-way typed channels between processes: ZMQ over ipc, msgpack on the wire, one message type per receiver."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ M = TypeVar("M")
 
 
 class MessageError(Exception):
-    """Bytes that are no message of the receiver's type: a fault of ours, or of whoever else writes into the socket."""
+    """Bytes that are not a message of the receiver's type: a bug of ours, or another program writes into the socket."""
 
 
-def decoder_of(message_type: Any) -> Callable[[bytes], Any]:
-    """Bytes to a message, or MessageError."""
+def make_decoder(message_type: Any) -> Callable[[bytes], Any]:
+    """A function that decodes bytes to a message or raises MessageError."""
     plain = msgspec.msgpack.Decoder(message_type).decode
 
     def decode(raw: bytes) -> Any:
         try:
             return plain(raw)
-        except (ValueError, InvalidRequestError) as error:  # ValueError: msgspec's own are, and text that is no UTF-8
-            raise MessageError(f"{len(raw)} bytes are no message: {error}") from error
+        except (ValueError, InvalidRequestError) as error:  # ValueError: msgspec's errors, and text that is not UTF-8
+            raise MessageError(f"received {len(raw)} bytes that are not a valid message: {error}") from error
 
     return decode
 
 
 class Sender(Generic[M]):
-    """Never blocks and never drops: what the receiver has not read yet waits in memory, in order."""
+    """Never blocks and never drops: messages that the receiver has not read wait in memory, in order."""
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        self._socket.set_hwm(0)  # the router bounds what is under way, request by request
+        self._socket.set_hwm(0)  # unlimited: the router limits the number of requests instead
         self._socket.connect(address)
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -48,13 +48,13 @@ class Sender(Generic[M]):
 
 
 class Receiver(Generic[M]):
-    """Refuses, loudly, what is not a message of its type."""
+    """Raises MessageError on anything that is not a message of its type."""
 
     def __init__(self, address: str, message_type: Any) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
         self._socket.set_hwm(0)
         self._socket.bind(address)
-        self._decode = decoder_of(message_type)
+        self._decode = make_decoder(message_type)
 
     async def recv(self) -> M:
         message: M = self._decode(await self._socket.recv())

@@ -1,4 +1,4 @@
-"""Loggers of one format; the level is the only thing LightServe reads from the environment."""
+"""Loggers with one format. Their level is the only setting that LightServe reads from the environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def init_logger(name: str) -> logging.Logger:
-    """The logger ``name`` at the level of ``LIGHTSERVE_LOG_LEVEL`` (INFO if unset), writing to stderr once."""
+    """The logger ``name`` at the level of ``LIGHTSERVE_LOG_LEVEL`` (INFO if unset). It writes to stderr, once."""
     logger = logging.getLogger(name)
     logger.setLevel(_level())
     root = logging.getLogger("lightserve")
@@ -23,6 +23,6 @@ def init_logger(name: str) -> logging.Logger:
 
 
 def _level() -> int:
-    """INFO too where the variable names no level: a typo must not keep a server from starting."""
+    """An unknown level counts as INFO: a typo must not keep the server from starting."""
     name = os.environ.get("LIGHTSERVE_LOG_LEVEL", "INFO").upper()
     return logging.getLevelNamesMapping().get(name, logging.INFO)

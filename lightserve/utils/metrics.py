@@ -23,9 +23,9 @@ class Metric:
     name: str
     kind: Kind
     help: str
-    buckets: tuple[float, ...] = ()  # upper bounds, inclusive; the last one, infinity, is understood
+    buckets: tuple[float, ...] = ()  # upper bounds, inclusive; the last one, infinity, is implied
     label: str | None = None
-    label_values: tuple[str, ...] = ()  # exported as 0 from the start, so that rates have a beginning
+    label_values: tuple[str, ...] = ()  # exported as 0 from the start, so that rates are defined
 
 
 def _gauge(name: str, help: str) -> Metric:
@@ -40,7 +40,7 @@ def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Metric:
     return Metric(name, Kind.HISTOGRAM, help, buckets)
 
 
-# vLLM's, with finer ones below: a small model on a GPU takes a few milliseconds a token
+# vLLM's buckets with finer ones below: a small model on a GPU takes a few milliseconds per token
 _FIRST_TOKEN_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),

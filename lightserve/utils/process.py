@@ -1,7 +1,8 @@
-"""A process of the server as it sees itself: how it begins, how it talks to the launcher, and how it ends.
+"""A child process of the launcher, seen from the child: how it starts, talks to the launcher, and exits.
 
-The launcher gives every child one end of a socket pair, its number as the only argument. Lines of JSON cross it: first
-a Boot, then ToChild one way and FromChild the other. The line going dead means that the launcher is gone.
+The launcher gives every child one end of a socket pair, the control socket; its file descriptor is the only argument.
+Lines of JSON cross it: first a Boot, then ToChild one way and FromChild the other. When it closes, the launcher has
+exited. ``server/child_process.py`` is the launcher's side.
 """
 
 from __future__ import annotations
@@ -27,53 +28,53 @@ from lightserve.io_struct import Failed, FromChild, Ping, Pong, ToChild
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the launcher decides what they mean
 EXIT_CRASH = 1
-EXIT_MISTAKE = 2  # the operator can mend it: a flag, a file, a port
+EXIT_CONFIG_ERROR = 2  # the operator can fix it: a flag, a file, a port
 
-_MESSAGE_LEN = 1000  # characters of a last word: one line, and far below what the launcher reads at once
+_MESSAGE_LEN = 1000  # characters of an error: one line, far below the launcher's limit for a line
 _READ_BYTES = 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
-_NAME_LEN = 15  # the kernel keeps no more
+_NAME_LEN = 15  # the kernel truncates longer names
 
 
 class Boot(msgspec.Struct, frozen=True):
-    """What a child is told first."""
+    """The first message to a child: its configuration."""
 
     config: ServerConfig
-    run_dir: str  # for sockets; only this user can open it, and it goes when the server goes
-    index: int = 0  # among the children of its role; a worker's rank
-    listen_fd: int | None = None  # of an HTTP process
-    generation: int = 0  # of a worker: how often others were replaced before
+    run_dir: str  # for sockets; only this user can open it, and it is removed when the server ends
+    index: int = 0  # among the processes of its role; the rank of a worker
+    listen_fd: int | None = None  # HTTP processes only
+    generation: int = 0  # workers only: how many times they were replaced before
 
     def path(self, name: str) -> str:
         return f"{self.run_dir}/{name}"
 
     def worker_path(self, rank: int, generation: int) -> str:
-        """Where a worker listens. Each generation has its own: who comes late for one does not meet the next."""
+        """The socket of a worker. Each generation has its own, so that a late client cannot connect to the next one."""
         return self.path(f"worker-{rank}-{generation}")
 
     def address(self, name: str) -> str:
-        """Of a ZMQ socket."""
+        """The address of a ZMQ socket."""
         return f"ipc://{self.path(name)}"
 
 
 class Parent:
-    """The launcher as its child sees it. The child ends, whatever it is doing, when the launcher does."""
+    """The connection to the launcher. When the launcher exits, the child exits too, whatever it is doing."""
 
-    def __init__(self, line: socket.socket) -> None:
-        self._line = line
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
         self._sending = threading.Lock()
         self._inbox: asyncio.Queue[ToChild] = asyncio.Queue()
 
     def send(self, message: FromChild) -> None:
-        """From any thread; a launcher that is gone does not mind."""
+        """May be called from any thread. Messages to a launcher that has exited are dropped."""
         with self._sending, contextlib.suppress(OSError):
-            self._line.sendall(msgspec.json.encode(message) + b"\n")
+            self._control.sendall(msgspec.json.encode(message) + b"\n")
 
     async def recv(self) -> ToChild:
         return await self._inbox.get()
 
     def watch(self, lines: Iterator[bytes], loop: asyncio.AbstractEventLoop | None) -> None:
-        """Hand what comes to the loop, in a thread of its own: it must see the end also while the loop is busy."""
+        """Pass messages to the event loop, in a thread: it detects the launcher's exit even while the loop is busy."""
         threading.Thread(target=self._watch, args=(lines, loop), name="launcher", daemon=True).start()
 
     def _watch(self, lines: Iterator[bytes], loop: asyncio.AbstractEventLoop | None) -> None:
@@ -84,11 +85,11 @@ class Parent:
                 if isinstance(message, Ping):
                     self.send(Pong())
             elif not loop.is_closed():
-                loop.call_soon_threadsafe(self._take, message)
-        _exit(EXIT_CRASH)  # nobody is left who could tell anyone
+                loop.call_soon_threadsafe(self._handle, message)
+        _exit(EXIT_CRASH)  # without a launcher there is nobody to report to
 
-    def _take(self, message: ToChild) -> None:
-        """In the loop, so that only a loop that runs answers a Ping."""
+    def _handle(self, message: ToChild) -> None:
+        """Runs in the event loop, so that only a loop that runs answers a Ping."""
         if isinstance(message, Ping):
             self.send(Pong())
         else:
@@ -99,16 +100,16 @@ Main = Callable[[Boot, Parent], Coroutine[Any, Any, None] | None]
 
 
 def run_child(role: str, main: Main) -> NoReturn:
-    """Be a child of the launcher: run ``main``, async (under uvloop) or plain, and end the process.
+    """Run ``main``, async (under uvloop) or synchronous, as a child of the launcher, and exit the process.
 
-    An exception becomes Failed, the last word: with code 2 and no traceback for a LightserveError, else code 1 and one.
-    A plain function can send but not receive.
+    An exception is sent to the launcher as Failed. The exit code is 2, without a traceback, for a LightserveError, and
+    1, with a traceback, for any other. A synchronous function can send but not receive.
     """
-    line = _line_to_launcher(sys.argv)
-    lines = _lines(line)
-    parent = Parent(line)
+    control = _control_socket(sys.argv)
+    lines = _lines(control)
+    parent = Parent(control)
     first = next(lines, None)
-    if first is None:  # the launcher went while this process was importing
+    if first is None:  # the launcher exited while this process was importing
         _exit(EXIT_CRASH)
     try:
         boot = msgspec.json.decode(first, type=Boot)
@@ -119,29 +120,31 @@ def run_child(role: str, main: Main) -> NoReturn:
     _exit(0)
 
 
-def _line_to_launcher(argv: list[str]) -> socket.socket:
+def _control_socket(argv: list[str]) -> socket.socket:
     if len(argv) != 2 or not argv[1].isdecimal():
-        sys.exit("this is a part of the server; start the whole: python -m lightserve.server.api_server")
-    os.set_inheritable(int(argv[1]), False)  # a compiler that we start must not keep the line open
+        sys.exit(
+            "this module is one process of the server; start the server with: python -m lightserve.server.api_server"
+        )
+    os.set_inheritable(int(argv[1]), False)  # a compiler that we start must not keep it open
     return socket.socket(fileno=int(argv[1]))
 
 
-def _lines(line: socket.socket) -> Iterator[bytes]:
+def _lines(control: socket.socket) -> Iterator[bytes]:
     buffer = b""
     with contextlib.suppress(OSError):
-        while chunk := line.recv(_READ_BYTES):
+        while chunk := control.recv(_READ_BYTES):
             *whole, buffer = (buffer + chunk).split(b"\n")
             yield from whole
 
 
 def _prepare(role: str, index: int) -> None:
-    """The launcher held back the signals until now: a child that is still importing must not die of them."""
+    """Ignore stop signals. The launcher blocked them until now, so that they cannot kill a child that is importing."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends us even where no Python runs any more
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends this process even when Python no longer runs
         libc.prctl(_PR_SET_NAME, process_name(role, index).encode())
 
 
@@ -156,39 +159,39 @@ def _run(main: Main, boot: Boot, parent: Parent, lines: Iterator[bytes]) -> None
         parent.watch(lines, loop=None)
         main(boot, parent)
         return
-    import uvloop  # workers, which are in a hurry, do without
+    import uvloop  # here, because workers start faster without it
 
-    async def under_watch() -> None:
+    async def run() -> None:
         parent.watch(lines, asyncio.get_running_loop())
         work = main(boot, parent)
         if work is not None:
             await work
 
-    uvloop.run(under_watch())
+    uvloop.run(run())
 
 
 def _report(error: BaseException, parent: Parent) -> int:
-    """Tell the launcher in a line and the log in full; the exit code."""
+    """Send the launcher one line and print the traceback. Return the exit code."""
     cause = error
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
     message = one_line(cause)
     if isinstance(cause, LightserveError):
         parent.send(Failed(message))
-        return EXIT_MISTAKE
+        return EXIT_CONFIG_ERROR
     traceback.print_exception(error)
     parent.send(Failed(f"{type(cause).__name__}: {message}"))
     return EXIT_CRASH
 
 
 def one_line(error: BaseException) -> str:
-    """What it says, fit for a terminal: it may quote a damaged file."""
+    """The error's text as one printable line: it may quote a damaged file."""
     printable = "".join(char if char.isprintable() else " " for char in str(error))
     return " ".join(printable.split())[:_MESSAGE_LEN]
 
 
 def _exit(code: int) -> NoReturn:
-    """At once: no thread, no socket with unsent messages can keep the process."""
+    """Exit at once: neither threads nor sockets with unsent messages can delay it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

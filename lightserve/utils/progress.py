@@ -1,4 +1,4 @@
-"""How far a long transfer has come: a bar on a terminal, a line now and then in a log."""
+"""The progress of a long transfer: a bar on a terminal, a line every few seconds in a log."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import Self, TextIO
 
 BAR_WIDTH = 30  # characters
-REDRAW_S = 0.1  # faster than the eye, slow enough for a slow terminal
-LINE_S = 5.0  # a log wants to know that it lives, not every percent
+REDRAW_S = 0.1  # smooth, and slow enough for a slow terminal
+LINE_S = 5.0  # enough to show in a log that the transfer continues
 
 
 class Progress:
-    """Counts bytes towards ``total``; use it in a ``with`` so that the last line is written."""
+    """Counts bytes up to ``total``. Use it in a ``with`` statement, which writes the last line."""
 
     def __init__(
         self,
@@ -29,11 +29,11 @@ class Progress:
         self._clock = clock
         self._is_terminal = self._stream.isatty()
         self._start = self._shown = clock()
-        self._ready = 0  # bytes that were there before the first advance
+        self._ready = 0  # bytes that were present before the first advance
         self._done = 0
 
     def resume_at(self, done: int) -> None:
-        """Start (again) from ``done`` bytes that were not moved in this run; the rate leaves them out."""
+        """Start, or start again, with ``done`` bytes from an earlier run. They do not count for the rate."""
         self._ready = self._done = done
         self._start = self._clock()
 
@@ -69,7 +69,7 @@ class Progress:
 
     def _write(self, text: str, is_last: bool = False) -> None:
         if self._is_terminal:
-            self._stream.write(f"\r\x1b[K{text}" + ("\n" if is_last else ""))  # \x1b[K clears what a longer line left
+            self._stream.write(f"\r\x1b[K{text}" + ("\n" if is_last else ""))  # \x1b[K clears the rest of a longer line
         else:
             self._stream.write(f"{text}\n")
         self._stream.flush()

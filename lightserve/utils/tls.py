@@ -1,4 +1,4 @@
-"""HTTPS: the server's certificate, and what it wants of clients."""
+"""HTTPS: the server's certificate, and the certificates that clients must have."""
 
 from __future__ import annotations
 
@@ -8,32 +8,34 @@ from lightserve.errors import ServerError
 
 
 def server_context(certfile: str, keyfile: str | None, ca_certs: str | None) -> ssl.SSLContext:
-    """TLS 1.2 or newer. With ``ca_certs`` every client must show a certificate that one of them has signed."""
+    """TLS 1.2 or newer. With ``ca_certs``, every client must present a certificate signed by one of them."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     names = certfile if keyfile is None else f"{certfile} and {keyfile}"
     try:
         context.load_cert_chain(certfile, keyfile, password=_no_password)
     except (OSError, ValueError) as error:
         raise ServerError(
-            f"ssl_certfile, ssl_keyfile: {names} cannot be used ({_reason(error)}); "
-            "give a certificate chain and its private key in PEM, without a password"
+            f"cannot use {names} for HTTPS ({_reason(error)}); "
+            "set --ssl_certfile and --ssl_keyfile to a certificate chain and its private key in PEM, without a password"
         ) from error
     if ca_certs is not None:
         try:
             context.load_verify_locations(ca_certs)
         except (OSError, ValueError) as error:
-            raise ServerError(f"ssl_ca_certs: {ca_certs} cannot be used ({_reason(error)}); give PEM") from error
+            raise ServerError(
+                f"--ssl_ca_certs: cannot use {ca_certs} ({_reason(error)}); use PEM certificates"
+            ) from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
 def _no_password() -> str:
-    """Without it OpenSSL would ask whoever sits at the terminal."""
+    """Without this callback, OpenSSL would ask for a password on the terminal."""
     raise ValueError("the private key has a password")
 
 
 def _reason(error: Exception) -> str:
-    """OpenSSL's own may be empty, or end with a place in its source."""
+    """A short reason: OpenSSL's own text may be empty, or end with a place in its source."""
     if isinstance(error, ssl.SSLError):
-        return (error.reason or "no PEM").lower().replace("_", " ")
+        return (error.reason or "not PEM").lower().replace("_", " ")
     return error.strerror or "unreadable" if isinstance(error, OSError) else str(error)

@@ -12,7 +12,7 @@ KV_TOKENS = 16384
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One server with the real default model for all tests that only ask it things.
+    """One server with the real default model for all tests that only send requests.
 
     LIGHTSERVE_TEST_FLAGS adds flags, such as ``--model_dir ANOTHER --model_name SmolLM2-135M-Instruct``.
     """

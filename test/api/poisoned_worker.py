@@ -1,4 +1,4 @@
-"""A null worker that one token of a prompt kills, as a bug in a kernel would."""
+"""A null worker that crashes at one token of a prompt, as with a bug in a kernel."""
 
 from __future__ import annotations
 

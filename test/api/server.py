@@ -1,4 +1,4 @@
-"""A real server in its own processes, started as its users start it."""
+"""A real server in its own processes, started like a user starts it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from test.waiting import wait_until
 
-START_S = 240.0  # a machine that runs other things too
+START_S = 240.0  # enough for a loaded machine
 STOP_S = 30.0
 ANSWER_S = 300.0
-SAMPLED_S = 2.0  # the router tells its metrics once a second, a little later where it must wait for a core
+SAMPLED_S = 2.0  # the router sends its metrics once a second, a little later on a loaded machine
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Computed:
 class ServerProcess:
     process: subprocess.Popen[bytes]
     log_path: Path
-    tls: ssl.SSLContext | None = None  # of its clients
+    tls: ssl.SSLContext | None = None  # for its clients
 
     @property
     def log(self) -> str:
@@ -62,14 +62,14 @@ class ServerProcess:
             return False
 
     def processes(self) -> dict[str, list[psutil.Process]]:
-        """Children by the name that ps shows."""
+        """Child processes by the name that ps shows."""
         found: dict[str, list[psutil.Process]] = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             found.setdefault(child.name(), []).append(child)
         return found
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> tuple[int, Any]:
-        """Status and JSON of the answer."""
+        """Status and JSON of the response."""
         headers |= {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
@@ -79,7 +79,7 @@ class ServerProcess:
             return error.code, json.load(error)
 
     def metrics(self) -> dict[str, float]:
-        """As they stood up to a second ago, without the prefix; labels that tell samples apart follow a slash."""
+        """The metrics of at most a second ago, without the prefix; distinguishing labels follow a slash."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=ANSWER_S, context=self.tls) as response:
             text = response.read().decode()
         found = {}
@@ -90,7 +90,7 @@ class ServerProcess:
         return found
 
     def settled_metrics(self) -> dict[str, float]:
-        """When they have not changed for longer than the server takes between two samples: they tell of all so far."""
+        """The metrics once they have not changed for longer than the sampling interval: they are up to date."""
         seen, since_s = self.metrics(), time.monotonic()
 
         def has_settled() -> bool:
@@ -105,7 +105,7 @@ class ServerProcess:
 
     @contextmanager
     def computing(self) -> Iterator[Computed]:
-        """Counts the tokens that the worker computes inside; nobody else may ask."""
+        """Counts the tokens that the worker computes inside the block. No other client may send requests."""
         computed = Computed()
         before = self.settled_metrics()
         yield computed
@@ -129,25 +129,25 @@ def running_server(
     env: Mapping[str, str] | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> Iterator[ServerProcess]:
-    """Serves the default model unless the flags say otherwise, at a free port; ``env`` goes beside this process's.
+    """A server with the default model, unless the flags say otherwise, on a free port. ``env`` extends os.environ.
 
-    ``tls``: as a client is to ask it.
+    ``tls`` is the context for its clients.
     """
     server = start_server(log_path, [sys.executable, *program, "--port", "0", *flags], env)
     server.tls = tls
     try:
         wait_until(lambda: "ready at" in server.log or server.has_ended, START_S)
         assert not server.has_ended, server.log
-        wait_until(server.is_healthy)  # an HTTP process may hear of it a little after the operator
+        wait_until(server.is_healthy)  # an HTTP process may become ready a little later than the log says
         yield server
     finally:
         if not server.has_ended:
-            server.process.kill()  # its children go with it
+            server.process.kill()  # its child processes exit too
             server.process.wait(STOP_S)
 
 
 def start_server(log_path: Path, command: Sequence[str], env: Mapping[str, str] | None = None) -> ServerProcess:
-    """One that is not ready yet, and that the caller ends."""
+    """Start a server without waiting for it. The caller ends it."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with log_path.open("wb") as log:
         return ServerProcess(

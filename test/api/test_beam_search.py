@@ -1,16 +1,19 @@
-"""Beam search over HTTP on the real default model: the beams are those of transformers."""
+"""Beam search over HTTP with the real default model gives the beams of transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from lightserve.httpserver.beam_search.algorithm import BeamParams, BeamResult
 from lightserve.io_struct import FinishReason
-from test.api.server import ServerProcess
+from lightserve.llm import LLM
+from test.api.server import ServerProcess, running_server
 from test.httpserver.beam_search.test_algorithm import transformers_beams
 from test.real_model import PROMPTS, smollm2, smollm2_tokenizer, transformers_smollm2
+from test.small_text import save_small_model
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +32,7 @@ def golden() -> list[list[BeamResult]]:
 
 
 def texts_of(beams: Sequence[BeamResult]) -> list[str]:
-    """Without the end token."""
+    """The texts without end tokens."""
     kept = [one.token_ids[:-1] if one.finish_reason is FinishReason.STOP else one.token_ids for one in beams]
     return [smollm2_tokenizer().decode(ids) for ids in kept]
 
@@ -58,8 +61,23 @@ def test_generate_gives_the_best_beams(server: ServerProcess, golden: list[list[
     assert answer["count_output_tokens"] == [len(one.token_ids) for one in golden[index][:2]]
 
 
-def test_beams_compute_each_token_once_and_leave_nothing(server: ServerProcess) -> None:
-    """Also where the prompt is shared with nobody."""
+def test_beams_end_at_the_end_tokens_of_the_operator(tmp_path: Path) -> None:
+    """The first token of the best beam becomes an end token: then a beam ends with it."""
+    model_dir = save_small_model(tmp_path)
+    llm = LLM(model_dir=model_dir, device="cpu", max_total_token_num=1024)
+    (beams,) = llm.beam_search(["abc"], BeamParams(num_beams=2, n=2, max_new_tokens=4, ignore_eos=True))
+    eos_id = str(beams[0].token_ids[0])
+    body = {"prompt": "abc", "use_beam_search": True, "best_of": 2, "n": 2, "max_tokens": 4}
+
+    with running_server(tmp_path / "log", "--model_dir", model_dir, "--device", "cpu", "--eos_id", eos_id) as server:
+        status, response = server.post("/v1/completions", body)
+
+    assert status == 200, response
+    assert "stop" in [choice["finish_reason"] for choice in response["choices"]]
+
+
+def test_beams_compute_each_token_once_and_free_their_memory(server: ServerProcess) -> None:
+    """This also holds without the prefix cache."""
     parameters = {"num_beams": 4, "max_new_tokens": 8, "ignore_eos": True, "disable_prompt_cache": True}
     body = {"inputs": list(range(1000, 1100)), "parameters": parameters}
 

@@ -1,4 +1,4 @@
-"""``--deterministic`` as clients meet it: the same bits alone, among others, and from a warm cache."""
+"""``--deterministic`` over HTTP: the same bits alone, in a batch, and from a warm cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def logprobs(server: ServerProcess, prompt: str, **options: Any) -> Any:
     return answer["choices"][0]["logprobs"]
 
 
-def test_other_requests_and_the_cache_change_no_bit(tmp_path: Path) -> None:
+def test_results_do_not_depend_on_other_requests_or_the_cache(tmp_path: Path) -> None:
     asked = PROMPTS[-3]  # 600 characters
     with running_server(tmp_path / "log", "--deterministic", "--max_total_token_num", "4096") as server:
         alone = logprobs(server, asked)

@@ -1,4 +1,4 @@
-"""The examples of docs/api.md, asked again: a real server still gives the answers that the page shows."""
+"""The examples of docs/api.md: a real server gives the responses that the page shows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DRAWN = (
 
 
 @pytest.mark.parametrize(("request_line", "answer"), EXAMPLES, ids=[line[:60] for line, _ in EXAMPLES])
-def test_the_answer_is_the_documented_one(server: ServerProcess, request_line: str, answer: str) -> None:
+def test_the_response_is_the_documented_one(server: ServerProcess, request_line: str, answer: str) -> None:
     found, shown = ask(server.url, request_line), re.sub(DRAWN, r"\g<1>0", answer)
 
     assert around_json(found) == around_json(shown)
@@ -36,7 +36,7 @@ def test_the_answer_is_the_documented_one(server: ServerProcess, request_line: s
 
 
 def ask(url: str, request_line: str) -> str:
-    """The body as text; after the status where that is an error."""
+    """The body as text, after the status if that is an error."""
     method, path, *body = request_line.split(" ", 2)
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url + path, body[0].encode() if body else None, headers, method=method)
@@ -58,7 +58,7 @@ def json_in(text: str) -> list[Any]:
 
 
 def is_same(found: Any, shown: Any) -> bool:
-    """Numbers with a point may differ a little from machine to machine."""
+    """Floating-point numbers may differ slightly between machines."""
     if isinstance(shown, float):
         return math.isclose(found, shown, abs_tol=0.01)
     if isinstance(shown, list):

@@ -1,4 +1,4 @@
-"""Bad input of every kind, against a real server: each has its status and its shape, and nothing is left of it."""
+"""Invalid input of every kind against a real server: the right status and error format, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ HALF = "\ud83d"  # half of a surrogate pair: json.dumps writes it as an escape
 MODEL = "SmolLM2-135M-Instruct"
 CONTEXT = 8192
 VOCAB = 49152
-HEALTH_S = 0.5  # 0.25 would do where nothing else runs; what blocks the loop takes seconds
-TRIES = 3  # of what depends on how busy the machine is
+# A handler that does not block the event loop takes less CPU time in one piece than this share of parsing the largest
+# body in one piece. Requests that block the loop take several times as much as that parse.
+BLOCKING_SHARE = 0.6
+TRIES = 3  # the CPU times of a process have a resolution of 10 ms, and its threads compute in parallel
 
 
 class Client:
-    """One connection to the server, opened again where the server closed it."""
+    """One connection to the server, reopened if the server closed it."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.place = urlsplit(server.url)
@@ -56,13 +58,13 @@ class Client:
     def post(self, path: str, body: Any) -> tuple[int, Any]:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         status, answer = self.send("POST", path, raw, JSON)
-        return status, {} if answer.startswith(b"data:") else json.loads(answer)  # a stream is no error
+        return status, {} if answer.startswith(b"data:") else json.loads(answer)  # a stream is not an error
 
     def close(self) -> None:
         self._connection.close()
 
     def raw(self, data: bytes) -> bytes:
-        """Everything that comes back until the server ends the connection."""
+        """All bytes until the server ends the connection."""
         with self.open() as sock:
             sock.sendall(data)
             return b"".join(iter(lambda: sock.recv(65536), b""))
@@ -71,7 +73,7 @@ class Client:
         return socket.create_connection((self.place.hostname, self.place.port), timeout=60)
 
     def metric(self, name: str) -> float:
-        """The sum of its samples. The server takes them once a second."""
+        """The sum of the metric's samples. The server updates them once a second."""
         _, text = self.send("GET", "/metrics")
         families = text_string_to_metric_families(text.decode())
         return sum(sample.value for family in families for sample in family.samples if sample.name == name)
@@ -94,8 +96,8 @@ def golden(client: Client) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def unharmed(client: Client, golden: Any) -> Iterator[None]:
-    """After each test the server is healthy and says what it said before."""
+def server_unharmed(client: Client, golden: Any) -> Iterator[None]:
+    """After each test the server is healthy and generates the same tokens as before."""
     yield
     assert client.send("GET", "/health")[0] == 200
     assert client.golden() == golden
@@ -168,12 +170,12 @@ LARGE_BODIES = [
 ]
 
 
-def test_a_body_that_is_no_json_object_is_refused_everywhere(client: Client) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused_by_every_route(client: Client) -> None:
     check_refused(client, [(path, body) for path in EVERY_BODY for body in BODIES])
     check_refused(client, [(COMPLETE, body) for body in LARGE_BODIES])
 
 
-def test_a_long_text_is_not_taken_for_a_large_structure(client: Client) -> None:
+def test_a_long_string_is_not_taken_for_deep_nesting(client: Client) -> None:
     text = '{"[,\\' * 250_000
 
     check_served(client, [(ABORT, {"request_id": text})])
@@ -196,12 +198,12 @@ def test_a_body_of_another_type_is_refused(client: Client) -> None:
     assert {status(path, media_type) for path in EVERY_BODY for media_type in fine} == {400}
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_there(client: Client) -> None:
+def test_a_body_that_is_too_large_is_refused_before_it_arrives(client: Client) -> None:
     head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    told = head + b"Content-Length: 17000000\r\nExpect: 100-continue\r\n\r\n"
+    request = head + b"Content-Length: 17000000\r\nExpect: 100-continue\r\n\r\n"
     for path in EVERY_BODY:
         with client.open() as sock:
-            sock.sendall(told % path.encode())
+            sock.sendall(request % path.encode())
             assert sock.recv(65536).startswith(b"HTTP/1.1 413 ")
 
     with client.open() as sock:
@@ -344,13 +346,13 @@ def test_a_bad_field_of_openai_is_refused(client: Client) -> None:
     check_refused(client, [(CHAT, {"messages": HI, "model": "gpt-4"}), (COMPLETE, {"prompt": "x", "model": ""})], 404)
 
 
-def test_lengths_are_refused_one_token_beyond_what_fits(client: Client) -> None:
-    """What just fits takes this model minutes; the tests before a scripted engine have it."""
+def test_a_request_one_token_too_long_is_refused(client: Client) -> None:
+    """A request that just fits takes this model minutes; tests with a scripted engine cover it."""
     one_more = client.post(COMPLETE, {"prompt": [1] * (CONTEXT - 1), "max_tokens": 2})[1]["error"]
     longer = client.post(COMPLETE, {"prompt": [1] * CONTEXT})[1]["error"]
 
     assert one_more["code"] == longer["code"] == "context_length_exceeded"
-    assert f"{CONTEXT - 1} tokens; at most {CONTEXT - 2} are possible beside 2" in one_more["message"]
+    assert f"{CONTEXT - 1} tokens; the limit with 2 new tokens is {CONTEXT - 2}" in one_more["message"]
     assert f"{CONTEXT} tokens; at most {CONTEXT - 1}" in longer["message"]
 
 
@@ -379,7 +381,7 @@ ODD_FIELDS: list[dict[str, Any]] = [
 ]
 
 
-def test_what_is_odd_but_sound_is_served(client: Client) -> None:
+def test_unusual_but_valid_requests_are_served(client: Client) -> None:
     one = {"max_tokens": 1}
 
     check_served(client, [(COMPLETE, {"prompt": prompt} | one) for prompt in ODD_PROMPTS])
@@ -555,7 +557,7 @@ RAW: list[tuple[int, bytes]] = [
 ]
 
 
-def test_what_is_not_proper_http_is_refused(client: Client) -> None:
+def test_malformed_http_is_refused(client: Client) -> None:
     wrong = []
     for status, data in RAW:
         answer = client.raw(data)
@@ -571,7 +573,7 @@ def test_a_request_id_is_sanitised(client: Client) -> None:
     assert b"x-request-id: ba1\r\n" in answer.lower() + b"\r\n"
 
 
-def test_a_body_that_breaks_off_is_forgotten(client: Client) -> None:
+def test_an_incomplete_body_leaves_nothing_behind(client: Client) -> None:
     for head in (b"Content-Length: 100", b"Transfer-Encoding: chunked"):
         with client.open() as sock:
             sock.sendall(http_request(POST, head, body=b'5\r\n{"pro\r\n'))
@@ -603,7 +605,7 @@ def idle(client: Client) -> bool:
     return all(client.metric(f"lightserve_{name}") == 0 for name in names)
 
 
-def test_a_client_that_leaves_frees_what_it_held(client: Client) -> None:
+def test_the_resources_of_a_client_that_disconnects_are_freed(client: Client) -> None:
     long: dict[str, Any] = {"max_tokens": 2000, "n": 2}
     marks = {"at once": None, "mid-stream": b'"text":" ', "before [DONE]": b'"finish_reason":"length"'}
     requests = {"at once": generate(stream=True, **long), "mid-stream": generate(stream=True, **long)}
@@ -621,7 +623,7 @@ def test_a_client_that_leaves_frees_what_it_held(client: Client) -> None:
         sock.sendall(generate(**long))  # not streamed
         leave(sock, abruptly)
 
-    # of the eight, those that left at once may have been gone before they were read
+    # two of the eight disconnect at once, possibly before the server reads their request
     wait_until(lambda: idle(client) and client.metric("lightserve_request_success_total") >= ended + 6)
     wait_until(lambda: json.loads(client.send("GET", "/load")[1]) == {"server_load": 0})
 
@@ -630,18 +632,27 @@ def test_a_client_that_leaves_frees_what_it_held(client: Client) -> None:
 
 
 @contextmanager
-def health_watched(client: Client) -> Iterator[list[float]]:
-    """How long /health takes meanwhile."""
+def health_watched(server: ServerProcess, client: Client) -> Iterator[list[float]]:
+    """Seconds that the HTTP processes compute while a client waits for /health, for each of many requests.
+
+    A loaded machine makes the client wait, but does not let the server compute. So this is the time for which the
+    server itself delays the client, at most the time that the client waits.
+    """
     seconds: list[float] = []
     is_over = threading.Event()
+    processes = [one for name, group in server.processes().items() if "httpserve" in name for one in group]
+    assert processes
+
+    def cpu_s() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
 
     def ask() -> None:
         connection = http.client.HTTPConnection(client.place.hostname or "", client.place.port, timeout=60)
         while not is_over.is_set():
-            begin_s = time.perf_counter()
+            begin_s, begin_cpu_s = time.perf_counter(), cpu_s()
             connection.request("GET", "/health")
             assert connection.getresponse().read()
-            seconds.append(time.perf_counter() - begin_s)
+            seconds.append(min(time.perf_counter() - begin_s, cpu_s() - begin_cpu_s))
         connection.close()
 
     thread = threading.Thread(target=ask)
@@ -656,11 +667,19 @@ def health_watched(client: Client) -> Iterator[list[float]]:
         thread.join()
 
 
+def seconds_to_parse(raw: bytes) -> float:
+    """CPU time of this process, on the machine that the server runs on."""
+    begin_s = time.process_time()
+    json.loads(raw)
+    return time.process_time() - begin_s
+
+
 TOOL_CALL = {"function": {"name": "f", "arguments": "[" + "[]," * 80_000 + "0]"}}
+MANY_VALUES = b'{"prompt":[' + b"1," * 8_000_000 + b"1]}"
 SLOW: dict[str, tuple[str, Any]] = {
     "deep nesting": (CHAT, b'{"messages":' + b"[" * 10_000_000),
     "many lists": (COMPLETE, b'{"prompt":[' + b"[]," * 5_000_000 + b"[]]}"),
-    "many values": (COMPLETE, b'{"prompt":[' + b"1," * 8_000_000 + b"1]}"),
+    "many values": (COMPLETE, MANY_VALUES),
     "many wrong values": (GENERATE, {"inputs": "x", "parameters": {"stop_sequences": [None] * 1_900_000}}),
     "many wrong ids": (DETOKENIZE, {"tokens": [None] * 1_900_000}),
     "a long prompt": (COMPLETE, {"prompt": "a" * 15_000_000}),
@@ -673,22 +692,24 @@ SLOW: dict[str, tuple[str, Any]] = {
 }
 
 
-def longest_wait(client: Client, path: str, body: bytes) -> float:
-    """For /health, while the server has this request."""
-    with health_watched(client) as seconds:
+def longest_delay(server: ServerProcess, client: Client, path: str, body: bytes) -> float:
+    """The longest time for which the server delays /health while it handles this request."""
+    with health_watched(server, client) as seconds:
         client.post(path, body)
     return max(seconds)
 
 
-def test_a_large_request_does_not_keep_others_waiting(client: Client) -> None:
-    late = {}
-    for name, (path, body) in SLOW.items():
-        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        waits = (longest_wait(client, path, raw) for _ in range(TRIES))
-        if not any(wait < HEALTH_S for wait in waits):
-            late[name] = longest_wait(client, path, raw)
+def test_a_large_request_does_not_keep_others_waiting(server: ServerProcess, client: Client) -> None:
+    bodies = {name: body if isinstance(body, bytes) else json.dumps(body).encode() for name, (_, body) in SLOW.items()}
+    limit_s = BLOCKING_SHARE * min(seconds_to_parse(MANY_VALUES) for _ in range(TRIES))
 
-    assert not late
+    delays = {}
+    for name, (path, _) in SLOW.items():
+        tries = (longest_delay(server, client, path, bodies[name]) for _ in range(TRIES))
+        if not any(delay < limit_s for delay in tries):
+            delays[name] = longest_delay(server, client, path, bodies[name])
+
+    assert not delays, f"the limit is {limit_s:.2f} s"
 
 
 def test_many_bad_requests_leave_nothing_behind(server: ServerProcess, client: Client) -> None:

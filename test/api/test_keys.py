@@ -1,4 +1,4 @@
-"""A server with keys lets in those who have one."""
+"""A server with keys accepts only requests with a key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
         yield server
 
 
-def test_the_openai_client_gets_in_with_a_key_and_an_authentication_error_without(guarded: ServerProcess) -> None:
+def test_the_openai_client_needs_a_key(guarded: ServerProcess) -> None:
     def ask(key: str) -> str:
         client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0)
         answer = client.completions.create(model="SmolLM2-135M-Instruct", prompt="Hello", max_tokens=3)
@@ -37,7 +37,7 @@ def test_the_openai_client_gets_in_with_a_key_and_an_authentication_error_withou
 @pytest.mark.parametrize(
     "path", ["/metrics", "/v1/models", "/version", "/info", "/token_load", "/docs", "/openapi.json"]
 )
-def test_every_other_route_wants_a_key(guarded: ServerProcess, path: str) -> None:
+def test_every_other_route_needs_a_key(guarded: ServerProcess, path: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(guarded.url + path)
     with_key = urllib.request.Request(guarded.url + path, headers={"x-api-key": "second-key"})
@@ -54,7 +54,7 @@ def test_health_needs_no_key(guarded: ServerProcess, path: str) -> None:
 @pytest.mark.parametrize(
     ("key", "status"), [("boss", 200), ("third-key", 403), ("nobody", 401), ("# of the team", 401)]
 )
-def test_ending_requests_of_others_wants_the_admin_key(guarded: ServerProcess, key: str, status: int) -> None:
+def test_aborting_requests_of_others_needs_the_admin_key(guarded: ServerProcess, key: str, status: int) -> None:
     found, answer = guarded.post("/abort_request", {"request_id": "nobody-has-it"}, Authorization=f"Bearer {key}")
 
     assert found == status
@@ -63,5 +63,5 @@ def test_ending_requests_of_others_wants_the_admin_key(guarded: ServerProcess, k
         assert (error["type"], error["code"]) == ("permission_error", "insufficient_permissions")
 
 
-def test_keys_are_in_no_log(guarded: ServerProcess) -> None:
+def test_keys_are_not_logged(guarded: ServerProcess) -> None:
     assert not any(key in guarded.log for key in ("first-key", "second-key", "third-key", "boss"))

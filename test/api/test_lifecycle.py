@@ -1,4 +1,4 @@
-"""The server begins and ends as it should, with requests under way. A null worker: no model is needed for this."""
+"""Start and shutdown of the server with requests in flight. A null worker is enough for this."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROLES = {"ls-worker": "model worker 0", "ls-router": "router", "ls-detokenizer":
 
 
 class Stream:
-    """A streamed answer under way."""
+    """A streamed response in flight."""
 
     def __init__(self, url: str, tokens: int) -> None:
         place = urlsplit(url)
@@ -49,7 +49,7 @@ class Stream:
 
 @contextmanager
 def streaming(log: Path, *flags: str, tokens: int = 8000) -> Iterator[tuple[ServerProcess, list[Stream]]]:
-    """A server with four streams that have begun."""
+    """A server with four running streams."""
     with running_server(log, *STEP, *flags) as server:
         streams = [Stream(server.url, tokens) for _ in range(4)]
         for stream in streams:
@@ -74,7 +74,7 @@ def gauge(server: ServerProcess, name: str) -> float:
     return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"lightserve_{name}{{"))
 
 
-def test_sigterm_finishes_what_runs_refuses_what_comes_and_exits_0(tmp_path: Path) -> None:
+def test_sigterm_finishes_running_requests_refuses_new_ones_and_exits_with_0(tmp_path: Path) -> None:
     with streaming(tmp_path / "log", tokens=300) as (server, streams):
         children = family(server)
         server.process.send_signal(signal.SIGTERM)
@@ -99,7 +99,7 @@ def test_requests_that_take_too_long_end_with_an_error_when_draining(tmp_path: P
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_process_that_is_killed_is_named_and_nobody_is_left_waiting(tmp_path: Path, role: str) -> None:
+def test_a_killed_process_is_named_and_no_client_is_left_waiting(tmp_path: Path, role: str) -> None:
     with streaming(tmp_path / "log", "--restart_worker", "off") as (server, streams):
         children = family(server)
         begin = time.monotonic()
@@ -116,7 +116,7 @@ def test_a_process_that_is_killed_is_named_and_nobody_is_left_waiting(tmp_path: 
         assert f"{ROLES[role]} died (signal 9)" in server.log
 
 
-def test_the_children_of_a_killed_launcher_go_by_themselves(tmp_path: Path) -> None:
+def test_the_children_of_a_killed_launcher_exit_by_themselves(tmp_path: Path) -> None:
     with streaming(tmp_path / "log") as (server, _):
         children = family(server)
 
@@ -126,7 +126,7 @@ def test_the_children_of_a_killed_launcher_go_by_themselves(tmp_path: Path) -> N
         wait_until(gone(children))
 
 
-def test_clients_that_leave_free_what_they_held(tmp_path: Path) -> None:
+def test_the_resources_of_clients_that_disconnect_are_freed(tmp_path: Path) -> None:
     with streaming(tmp_path / "log") as (server, streams):
         wait_until(lambda: gauge(server, "num_requests_running") == 4)
 
@@ -166,7 +166,7 @@ def test_two_http_processes_share_a_port_and_the_engine(tmp_path: Path) -> None:
         assert all(sum(child.cpu_times()[:2]) > 0 for child in https)
 
 
-def test_a_port_in_use_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_before_anything_starts(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""What an operator can see: a line a request, a line of throughput, metrics under the names of their dashboards."""
+"""Observability: a log line per request, throughput lines, and metrics under the names of common dashboards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def post(server: ServerProcess, path: str, body: dict[str, Any], **headers: str)
     return answer
 
 
-def test_an_operator_sees_what_happens(tmp_path: Path) -> None:
+def test_requests_appear_in_log_and_metrics(tmp_path: Path) -> None:
     flags = ("--null_worker", "--null_step_ms", "5", "--log_stats_interval", "1", "--metrics_compat", "vllm,lightllm")
     with running_server(tmp_path / "log", *flags) as server:
         for i in range(5):
@@ -54,14 +54,14 @@ def test_an_operator_sees_what_happens(tmp_path: Path) -> None:
         assert below_5ms < below_20ms  # a step takes 5 ms: the buckets are fine enough to see it
 
 
-def test_lines_a_request_can_be_turned_off(tmp_path: Path) -> None:
+def test_request_log_lines_can_be_disabled(tmp_path: Path) -> None:
     with running_server(tmp_path / "log", "--null_worker", "--disable_log_requests") as server:
         post(server, "/v1/completions", {"prompt": [1], "max_tokens": 2}, **{"X-Request-Id": "quiet"})
 
         assert "quiet" not in server.log
 
 
-def test_the_longest_request_told_is_one_that_fits_into_the_pool(tmp_path: Path) -> None:
+def test_max_model_len_is_limited_by_the_kv_pool(tmp_path: Path) -> None:
     with running_server(tmp_path / "log", "--null_worker", "--max_total_token_num", "600") as server:
         with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as response:
             longest = json.load(response)["data"][0]["max_model_len"]
@@ -72,8 +72,8 @@ def test_the_longest_request_told_is_one_that_fits_into_the_pool(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_an_idle_server_rests(server: ServerProcess) -> None:
-    """All processes together stay under 2 % of a core."""
+def test_an_idle_server_uses_little_cpu(server: ServerProcess) -> None:
+    """All processes together use less than 2 % of a core."""
     children = [child for group in server.processes().values() for child in group]
 
     def used_s() -> float:

@@ -59,7 +59,7 @@ def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("messages", [QUESTION, EMOJI], ids=["plain", "emoji"])
 @pytest.mark.parametrize("stop", [None, ["Paris", "漢"]], ids=["no stop", "stop"])
-def test_a_folded_chat_stream_is_the_whole_answer(client: openai.OpenAI, messages: Any, stop: list[str] | None) -> None:
+def test_a_joined_chat_stream_equals_the_response(client: openai.OpenAI, messages: Any, stop: list[str] | None) -> None:
     options: dict[str, Any] = {"model": MODEL, "messages": messages, "n": 3, "seed": 7, "max_tokens": 40, "stop": stop}
 
     whole = client.chat.completions.create(**options)
@@ -79,7 +79,7 @@ def test_a_folded_chat_stream_is_the_whole_answer(client: openai.OpenAI, message
         assert not any(word in text for word in stop or [])
 
 
-def test_a_folded_completion_stream_is_the_whole_answer(client: openai.OpenAI) -> None:
+def test_a_joined_completion_stream_equals_the_response(client: openai.OpenAI) -> None:
     prompts = ["One, two,", "日本の首都は", "😀 😃 😄"]
     options: dict[str, Any] = {"model": MODEL, "prompt": prompts, "n": 2, "seed": 3, "max_tokens": 20, "echo": True}
 
@@ -120,7 +120,7 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
     for entry in logprobs.content:
         best = entry.top_logprobs
         assert len(best) == 3
-        assert best[0].token == entry.token  # greedy takes the likeliest
+        assert best[0].token == entry.token  # greedy takes the most likely token
         assert best[0].logprob == pytest.approx(entry.logprob, abs=1e-4)
         assert best[0].logprob >= best[1].logprob >= best[2].logprob
         assert sum(math.exp(one.logprob) for one in best) <= 1.0001
@@ -138,7 +138,7 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
     assert len(logprobs.token_logprobs or []) == len(logprobs.top_logprobs or []) == 6
 
 
-def test_stop_strings_are_cut_and_told(client: openai.OpenAI) -> None:
+def test_stop_strings_are_removed_and_reported(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, stop=[" is Par"])
 
     assert answer.choices[0].message.content == "The capital of France"
@@ -146,7 +146,7 @@ def test_stop_strings_are_cut_and_told(client: openai.OpenAI) -> None:
     assert answer.choices[0].stop_reason == " is Par"  # type: ignore[attr-defined]
 
 
-def test_token_ids_are_prompts_too(client: openai.OpenAI) -> None:
+def test_a_prompt_can_be_token_ids(client: openai.OpenAI) -> None:
     text = client.completions.create(model=MODEL, prompt="The capital of France is", max_tokens=5, temperature=0)
     ids = client.completions.create(model=MODEL, prompt=[504, 3575, 282, 4649, 314], max_tokens=5, temperature=0)
 
@@ -189,7 +189,7 @@ def test_typed_exceptions(client: openai.OpenAI) -> None:
     assert "8191" in long.value.message or "8187" in long.value.message
 
 
-def test_events_are_what_the_contract_says(server: ServerProcess) -> None:
+def test_events_match_the_contract(server: ServerProcess) -> None:
     import urllib.request
 
     body = {"messages": QUESTION, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}

@@ -34,7 +34,7 @@ def test_tgi_generate_with_details(tgi: Any) -> None:
     assert all(token.logprob <= 0 for token in answer.details.tokens)
 
 
-def test_tgi_stream_folds_to_the_whole(tgi: Any) -> None:
+def test_a_joined_tgi_stream_equals_the_whole_response(tgi: Any) -> None:
     for options in ({"do_sample": False}, {"do_sample": True, "seed": 4, "temperature": 0.9}):
         whole = tgi.generate("日本の首都は 🦙", max_new_tokens=16, **options)
         events = list(tgi.generate_stream("日本の首都は 🦙", max_new_tokens=16, **options))
@@ -84,7 +84,7 @@ def test_a_lightllm_benchmark_client_counts_every_token(server: ServerProcess) -
     assert [len(stamps) for stamps in asyncio.run(many())] == list(range(8, 16))
 
 
-def test_a_lightllm_stream_folds_to_the_whole(server: ServerProcess) -> None:
+def test_a_joined_lightllm_stream_equals_the_whole_response(server: ServerProcess) -> None:
     async def ask() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         parameters = {"do_sample": True, "seed": 3, "max_new_tokens": 16, "return_details": True, "ignore_eos": True}
         body = {"inputs": "日本の首都は 🦙", "parameters": parameters}

@@ -1,4 +1,4 @@
-"""What HTTP gives is what the model says: greedy text, seeds, streamed or not, alone or among others."""
+"""HTTP gives the model's own output: greedy text, seeds, streamed or not, alone or in a batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def golden_texts() -> list[str]:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])
-def test_greedy_text_of_prompts_sent_at_once_is_that_of_transformers(server: ServerProcess, is_streamed: bool) -> None:
+def test_greedy_text_of_concurrent_prompts_equals_transformers(server: ServerProcess, is_streamed: bool) -> None:
     order = list(range(len(PROMPTS)))
     random.Random(is_streamed).shuffle(order)
 
@@ -51,7 +51,7 @@ def test_greedy_text_of_prompts_sent_at_once_is_that_of_transformers(server: Ser
     assert [texts[i] for i in range(len(PROMPTS))] == golden_texts()
 
 
-def test_offline_and_http_say_the_same(server: ServerProcess) -> None:
+def test_offline_and_http_give_the_same_text(server: ServerProcess) -> None:
     llm = LLM(max_total_token_num=4096, device="cpu")
     params = GenerationParams.of(
         max_new_tokens=GOLDEN_TOKENS, min_new_tokens=GOLDEN_TOKENS, temperature=0.9, top_p=0.95, seed=11
@@ -65,7 +65,7 @@ def test_offline_and_http_say_the_same(server: ServerProcess) -> None:
     assert asyncio.run(ask()) == [generation.text for generation in llm.generate(PROMPTS[:3], params)]
 
 
-def test_a_seed_gives_the_same_text_alone_and_among_others(server: ServerProcess) -> None:
+def test_a_seed_gives_the_same_text_alone_and_in_a_batch(server: ServerProcess) -> None:
     options = {"temperature": 1.0, "seed": 4242, "extra_body": EXACTLY}
 
     async def ask() -> tuple[str, list[str]]:

@@ -1,4 +1,4 @@
-"""What is computed once is not computed again: chats, system prompts and choices, on the real default model."""
+"""The prefix cache for chats, system prompts and choices, with the real default model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def at_once(server: ServerProcess, path: str, bodies: list[dict[str, Any]]
     return await asyncio.gather(*(asyncio.to_thread(ask, server, path, **body) for body in bodies))
 
 
-def test_each_turn_of_a_chat_computes_only_what_is_new(server: ServerProcess) -> None:
+def test_each_turn_of_a_chat_computes_only_its_new_tokens(server: ServerProcess) -> None:
     messages: list[dict[str, str]] = []
     known = 0  # tokens of the turn before, its answer included
     for question in QUESTIONS:
@@ -57,7 +57,7 @@ def test_each_turn_of_a_chat_computes_only_what_is_new(server: ServerProcess) ->
     assert known > 200
 
 
-def test_a_system_prompt_that_many_send_at_once_is_computed_once(server: ServerProcess) -> None:
+def test_a_system_prompt_of_concurrent_requests_is_computed_once(server: ServerProcess) -> None:
     system = {"role": "system", "content": LONG[:5100]}
     shared = ask(server, "/tokenize", messages=[system], add_generation_prompt=False)["count"]
     users = [{"role": "user", "content": f"{i} is a number. Why?"} for i in range(32)]
@@ -85,7 +85,7 @@ def test_choices_of_one_prompt_share_its_prefill(server: ServerProcess) -> None:
         assert computed.tokens == 300 + 3 * 1 + 4 * 3  # the others compute the last token of the prompt only
 
 
-def test_prefixes_are_shared_within_a_salt_and_by_nobody_who_opts_out(server: ServerProcess) -> None:
+def test_prefixes_are_shared_only_within_a_salt_and_without_opt_out(server: ServerProcess) -> None:
     ids = list(range(3000, 3100))
 
     def found(**options: Any) -> int:
@@ -96,7 +96,7 @@ def test_prefixes_are_shared_within_a_salt_and_by_nobody_who_opts_out(server: Se
     assert [found(), found()] == [0, 99]
 
 
-def test_the_text_is_the_same_with_and_without_what_is_cached(server: ServerProcess) -> None:
+def test_the_text_is_the_same_with_and_without_the_cache(server: ServerProcess) -> None:
     body = {"prompt": LONG[:1500], "max_tokens": 16, "temperature": 0.8, "seed": 5}
 
     alone = ask(server, COMPLETE, **body, disable_prompt_cache=True)

@@ -1,4 +1,4 @@
-"""How likely a prompt is, over HTTP and in chunks, against transformers."""
+"""Prompt logprobs over HTTP, with chunked prefill, compared with transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def complete(server: ServerProcess, **fields: Any) -> dict[str, Any]:
     return dict(answer)
 
 
-def test_echoed_logprobs_of_prompt_and_output_are_those_of_transformers_beside_others(server: ServerProcess) -> None:
+def test_echoed_logprobs_of_prompt_and_output_equal_transformers_in_a_batch(server: ServerProcess) -> None:
     asks = [partial(complete, server, prompt=BATCH, echo=True, logprobs=K, max_tokens=N_NEW) for _ in range(2)]
     asks += [partial(complete, server, prompt=prompt, max_tokens=40) for prompt in PROMPTS[:4]]
 
@@ -53,13 +53,13 @@ def test_echoed_logprobs_of_prompt_and_output_are_those_of_transformers_beside_o
 
 
 def assert_true(choice: dict[str, Any], prompt: str) -> None:
-    """The logprobs of an echo are what transformers says."""
-    told, ids = choice["logprobs"], smollm2_tokenizer().encode(choice["text"])
+    """The logprobs of an echo equal those of transformers."""
+    logprobs, ids = choice["logprobs"], smollm2_tokenizer().encode(choice["text"])
     assert choice["text"].startswith(prompt)
-    assert len(told["tokens"]) == len(smollm2_tokenizer().encode(prompt)) + N_NEW == len(ids)
+    assert len(logprobs["tokens"]) == len(smollm2_tokenizer().encode(prompt)) + N_NEW == len(ids)
     for i, row in enumerate(true_logprobs(ids)[:-1], start=1):
-        top = sorted(told["top_logprobs"][i].values(), reverse=True)[:K]
-        assert told["token_logprobs"][i] == pytest.approx(row[ids[i]].item(), abs=TOLERANCE)
+        top = sorted(logprobs["top_logprobs"][i].values(), reverse=True)[:K]
+        assert logprobs["token_logprobs"][i] == pytest.approx(row[ids[i]].item(), abs=TOLERANCE)
         assert top == pytest.approx(row.topk(K).values.tolist(), abs=TOLERANCE)
 
 
@@ -72,16 +72,16 @@ def test_scoring_ids_twice_gives_the_same_and_no_output(server: ServerProcess) -
     assert first["usage"]["completion_tokens"] == 0
     for choice, other, one in zip(first["choices"], again["choices"], ids, strict=True):
         assert choice["finish_reason"] == "length"
-        told = choice["logprobs"]["token_logprobs"]
+        logprobs = choice["logprobs"]["token_logprobs"]
         expected = true_logprobs(one)[range(len(one) - 1), one[1:]].tolist()
-        assert told == [None, *(pytest.approx(value, abs=TOLERANCE) for value in expected)]
+        assert logprobs == [None, *(pytest.approx(value, abs=TOLERANCE) for value in expected)]
         assert other["logprobs"]["token_logprobs"] == [
             None,
-            *(pytest.approx(value, abs=TOLERANCE) for value in told[1:]),
+            *(pytest.approx(value, abs=TOLERANCE) for value in logprobs[1:]),
         ]
 
 
-def test_prompt_logprobs_of_a_chat_name_the_likeliest_tokens(server: ServerProcess) -> None:
+def test_prompt_logprobs_of_a_chat_contain_the_top_tokens(server: ServerProcess) -> None:
     messages = [{"role": "user", "content": PROMPTS[1]}]
     body = {"messages": messages, "max_tokens": 1, "prompt_logprobs": K}
 
@@ -94,12 +94,12 @@ def test_prompt_logprobs_of_a_chat_name_the_likeliest_tokens(server: ServerProce
     ids = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
     assert len(entries) == len(ids) - 1
     for entry, token_id, row in zip(entries, ids[1:], true_logprobs(ids), strict=False):
-        ranks = {told["rank"]: told["logprob"] for told in entry.values()}
+        ranks = {logprobs["rank"]: logprobs["logprob"] for logprobs in entry.values()}
         assert entry[str(token_id)]["logprob"] == pytest.approx(row[token_id].item(), abs=TOLERANCE)
         assert [ranks[i] for i in range(1, K + 1)] == pytest.approx(row.topk(K).values.tolist(), abs=TOLERANCE)
 
 
-def test_tgi_tells_the_prefill(server: ServerProcess) -> None:
+def test_tgi_returns_the_prefill(server: ServerProcess) -> None:
     body = {"inputs": PROMPTS[0], "parameters": {"decoder_input_details": True, "max_new_tokens": 2}}
 
     status, answer = server.post("/generate", body)

@@ -1,4 +1,4 @@
-"""The queue as clients meet it: priorities, deadlines, refusals. The worker makes tokens up, a step takes a while."""
+"""The queue over HTTP: priorities, deadlines, refusals. A null worker with slow steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLAGS = ("--null_worker", "--null_step_ms", "5", "--running_max_req_size", "1", 
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that runs one request at a time and lets four wait."""
+    """A server that runs one request at a time and queues up to four."""
     with running_server(tmp_path_factory.mktemp("narrow") / "log", *FLAGS) as server:
         yield server
 
@@ -33,11 +33,11 @@ def body(max_tokens: int = 4, **options: Any) -> dict[str, Any]:
 
 @contextmanager
 def busy(server: ServerProcess) -> Iterator[None]:
-    """Inside, a request runs that takes all there is; then its client leaves."""
+    """Inside the block, a request occupies the server; then its client disconnects."""
     raw = json.dumps(body(8000, stream=True)).encode()
     request = urllib.request.Request(server.url + COMPLETE, raw, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60):
-        wait_until(lambda: server.metrics()["num_requests_running"] == 1)  # else 0 might be told of before it
+        wait_until(lambda: server.metrics()["num_requests_running"] == 1)  # otherwise the metric may still be the old 0
         yield
     wait_until(lambda: server.metrics()["num_requests_running"] == 0)
 
@@ -46,7 +46,7 @@ def waiting(server: ServerProcess, count: int) -> None:
     wait_until(lambda: server.metrics()["num_requests_waiting"] == count)
 
 
-def test_an_urgent_request_passes_those_that_wait(narrow: ServerProcess) -> None:
+def test_an_urgent_request_overtakes_waiting_ones(narrow: ServerProcess) -> None:
     ended: list[int] = []
 
     def ask(priority: int) -> None:
@@ -151,8 +151,8 @@ def test_an_operators_abort_counts_as_one(narrow: ServerProcess) -> None:
     wait_until(lambda: narrow.metrics()["request_success_total/abort"] == before + 1)
 
 
-def test_what_the_prefix_cache_loses_is_counted(narrow: ServerProcess) -> None:
-    """The pool holds one long request: the second drops what the first left."""
+def test_evicted_prefix_cache_tokens_are_counted(narrow: ServerProcess) -> None:
+    """The pool has room for one long request: the second one evicts the first one's tokens."""
     for token in (7, 8):
         assert narrow.post(COMPLETE, {"prompt": [token] * 5000, "max_tokens": 1})[0] == 200
 

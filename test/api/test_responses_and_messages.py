@@ -28,21 +28,21 @@ GREEDY: Any = {"temperature": 0}  # the anthropic client has no argument for it
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The default model has never heard of tools: it is told how to write calls."""
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The default model was not trained on tools: --tool_call_parser sets the format of its calls."""
     log = tmp_path_factory.mktemp("server") / "log"
     with running_server(log, "--tool_call_parser", "hermes", "--max_total_token_num", "8192") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def gpt(told: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{told.url}/v1", api_key="none", max_retries=0, timeout=ANSWER_S)
+def gpt(tool_server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0, timeout=ANSWER_S)
 
 
 @pytest.fixture(scope="module")
-def claude(told: ServerProcess) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=told.url, api_key="none", max_retries=0, timeout=ANSWER_S)
+def claude(tool_server: ServerProcess) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=tool_server.url, api_key="none", max_retries=0, timeout=ANSWER_S)
 
 
 def test_the_openai_client_gets_a_response(gpt: openai.OpenAI) -> None:
@@ -63,7 +63,7 @@ def test_the_openai_client_gets_the_same_in_a_stream(gpt: openai.OpenAI) -> None
     assert events[-1].response.output_text == ANSWER
 
 
-def test_the_openai_client_is_told_that_an_answer_was_cut(gpt: openai.OpenAI) -> None:
+def test_the_openai_client_gets_the_reason_of_an_incomplete_response(gpt: openai.OpenAI) -> None:
     answer = gpt.responses.create(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=2)
 
     assert (answer.status, answer.output_text) == ("incomplete", "The capital")
@@ -116,7 +116,7 @@ def test_the_anthropic_client_gets_the_same_in_a_stream(claude: anthropic.Anthro
     assert (final.stop_reason, final.usage.output_tokens) == ("end_turn", 8)
 
 
-def test_the_anthropic_client_is_told_why_an_answer_stopped(claude: anthropic.Anthropic) -> None:
+def test_the_anthropic_client_gets_the_stop_reason(claude: anthropic.Anthropic) -> None:
     cut = claude.messages.create(model=MODEL, messages=TURNS, max_tokens=2, extra_body=GREEDY)
     stopped: Any = claude.messages.create(
         model=MODEL, messages=TURNS, max_tokens=32, stop_sequences=[" Paris"], extra_body=GREEDY
@@ -144,7 +144,7 @@ def test_the_anthropic_client_gets_a_forced_call(claude: anthropic.Anthropic, is
     assert set(block.input) == {"city", "unit"}
 
 
-def test_the_anthropic_client_raises_what_it_would_raise_elsewhere(claude: anthropic.Anthropic) -> None:
+def test_the_anthropic_client_raises_its_usual_exceptions(claude: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError) as missing:
         claude.messages.create(model="claude", messages=TURNS, max_tokens=32)
     with pytest.raises(anthropic.BadRequestError) as long:

@@ -1,4 +1,4 @@
-"""A worker that dies under a real server: nobody's text is lost, and nobody's differs."""
+"""A worker that dies under a real server: no text is lost or changed."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ KINDS: list[dict[str, Any]] = [
 ]
 POISONED = (
     "-c",
-    "import sys; from lightserve.server.api_server import main; from lightserve.server.fleet import Modules; "
+    "import sys; from lightserve.server.api_server import main; from lightserve.server.process_group import Modules; "
     "sys.exit(main(modules=Modules(null_worker='test.api.poisoned_worker')))",
 )
 NULL = ("--null_worker", "--null_step_ms", "20")
 
 
 class Clients:
-    """Requests under way, each in a thread of its own, and how many events have come in all."""
+    """Requests in flight, each in its own thread, and the total number of events received."""
 
     def __init__(self, server: ServerProcess, threads: ThreadPoolExecutor) -> None:
         self.events = 0
@@ -57,7 +57,7 @@ class Clients:
         return [self._threads.submit(self._answer, body) for body in bodies]
 
     def _answer(self, body: dict[str, Any]) -> list[Any]:
-        """Its choices, put together where they came in a stream; an error as it is."""
+        """The choices, joined if streamed; an error unchanged."""
         place = urlsplit(self._server.url)
         connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=ANSWER_S)
         connection.request("POST", COMPLETE, json.dumps(body), {"Content-Type": "application/json"})
@@ -87,7 +87,7 @@ def joined(pieces: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def comparable(choices: list[Any]) -> list[Any]:
-    """Without the last digits of floats: a prompt computed at once rounds otherwise than token by token."""
+    """Floats without their last digits: a prompt computed at once rounds differently than token by token."""
     rounded: list[Any] = json.loads(json.dumps(choices), parse_float=lambda digits: f"{float(digits):.2f}")
     return rounded
 
@@ -148,7 +148,7 @@ def test_sixteen_streams_end_with_the_same_text_when_their_worker_is_killed(smal
     wait_until(lambda: small.metrics()["kv_used_tokens"] == small.metrics()["num_requests_running"] == 0)
 
 
-def test_a_request_that_meets_a_nan_fails_and_those_beside_it_do_not(small: ServerProcess) -> None:
+def test_a_request_with_a_nan_fails_and_others_in_its_batch_do_not(small: ServerProcess) -> None:
     good = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "stream": True, "ignore_eos": True}
     bad = good | {"prompt": [3, BAD_TOKEN, 4]}
     with clients_of(small) as clients:
@@ -165,7 +165,7 @@ def test_a_request_that_meets_a_nan_fails_and_those_beside_it_do_not(small: Serv
 
 
 def counted(first: int, tokens: int = 100) -> dict[str, Any]:
-    """A null worker counts on from the last token of the prompt."""
+    """A null worker counts up from the last token of the prompt."""
     return {"prompt": [5, first], "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0}
 
 
@@ -175,7 +175,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
         yield server
 
 
-def test_a_request_that_kills_workers_fails_and_those_beside_it_go_on(poisoned: ServerProcess) -> None:
+def test_a_request_that_crashes_workers_fails_and_others_continue(poisoned: ServerProcess) -> None:
     deaths = deaths_of(poisoned)
     with clients_of(poisoned) as clients:
         others = [counted(first) for first in range(100, 108)]
@@ -195,7 +195,7 @@ def test_a_request_that_kills_workers_fails_and_those_beside_it_go_on(poisoned: 
     assert not poisoned.has_ended
 
 
-def test_a_worker_that_dies_while_idle_is_missed_and_replaced(poisoned: ServerProcess) -> None:
+def test_a_worker_that_dies_while_idle_is_replaced(poisoned: ServerProcess) -> None:
     wait_until(lambda: health(poisoned) == 200)
     deaths = deaths_of(poisoned)
     with clients_of(poisoned) as clients:
@@ -229,7 +229,7 @@ def test_two_ranks_are_replaced_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_worker_may_die_twice_in_the_middle_and_all_end(tmp_path: Path) -> None:
+def test_streams_complete_although_the_worker_dies_twice(tmp_path: Path) -> None:
     with running_server(tmp_path / "log", *NULL) as server, clients_of(server) as clients:
         asks = [counted(first, tokens=200) for first in range(100, 116)]
         whole = [answer.result() for answer in clients.ask(asks)]
@@ -247,7 +247,7 @@ def test_a_worker_may_die_twice_in_the_middle_and_all_end(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_a_worker_may_die_while_it_computes_a_long_prompt(tmp_path: Path) -> None:
+def test_streams_complete_although_the_worker_dies_during_prefill(tmp_path: Path) -> None:
     flags = ("--null_worker", "--null_step_ms", "1000")  # a prompt of 6000 tokens takes three steps
     with running_server(tmp_path / "log", *flags) as server, clients_of(server) as clients:
         (answer,) = clients.ask([counted(7, tokens=2) | {"prompt": list(range(1, 6001))}])
@@ -274,7 +274,7 @@ def test_a_worker_that_is_stopped_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("role", ["ls-router", "ls-detokenizer"])
-def test_a_process_that_is_stopped_makes_health_say_so_and_ends_the_server(tmp_path: Path, role: str) -> None:
+def test_a_stopped_process_makes_health_fail_and_ends_the_server(tmp_path: Path, role: str) -> None:
     with running_server(tmp_path / "log", *NULL, "--process_timeout", "10") as server, clients_of(server) as clients:
         answers = clients.ask([counted(first, tokens=5000) for first in range(100, 104)])
         wait_until(lambda: clients.events > 20)

@@ -1,4 +1,4 @@
-"""The specials of LightLLM and TGI, with the real default model, as their clients ask for them."""
+"""Special sampling options of LightLLM and TGI, with the real default model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT = " ".join(LONG.split())  # words with one space between
 
 
 def generate(server: ServerProcess, inputs: str, **parameters: Any) -> dict[str, Any]:
-    """In LightLLM's schema or TGI's, by the parameters."""
+    """Send the parameters in LightLLM's or TGI's schema."""
     status, answer = server.post("/generate", {"inputs": inputs, "parameters": parameters})
     assert status == 200, answer
     return dict(answer)
@@ -30,13 +30,13 @@ def ids_of(answer: dict[str, Any]) -> list[int]:
 
 
 def cut_prompts(count: int) -> list[str]:
-    """Beginnings of texts that end anywhere, mostly within words."""
+    """Prefixes of texts that end anywhere, mostly inside words."""
     rng = random.Random(0)
     starts = [rng.randrange(len(TEXT) - 200) for _ in range(count)]
     return [TEXT[start : start + rng.randrange(20, 60)] for start in starts]
 
 
-def test_what_a_healed_prompt_and_its_answer_spell_begins_with_the_prompt(server: ServerProcess) -> None:
+def test_a_healed_prompt_plus_its_output_starts_with_the_prompt(server: ServerProcess) -> None:
     prompts = [*cut_prompts(16), "日本の首都は東", "I 😀 yo"]
 
     status, answer = server.post(
@@ -69,7 +69,7 @@ def test_a_healed_prompt_gets_the_tokens_of_the_whole_word(server: ServerProcess
     assert expected not in [smollm2_tokenizer().decode([token]).strip() for token in ids_of(plain)]
 
 
-def test_no_run_of_tokens_comes_twice(server: ServerProcess) -> None:
+def test_no_repeat_ngram_size_prevents_repetition(server: ServerProcess) -> None:
     repeated = "one two three " * 4
     prompt_ids = smollm2_tokenizer().encode(repeated)
     answer = generate(server, repeated, max_new_tokens=20, return_details=True, no_repeat_ngram_size=3, ignore_eos=True)
@@ -81,7 +81,7 @@ def test_no_run_of_tokens_comes_twice(server: ServerProcess) -> None:
     assert not set(new) & set(runs[: len(prompt_ids) - 2])
 
 
-def test_an_end_comes_sooner_where_it_is_hastened(server: ServerProcess) -> None:
+def test_an_exponential_length_penalty_ends_the_output_sooner(server: ServerProcess) -> None:
     plain = generate(server, PROMPT, max_new_tokens=16, ignore_eos=False)
     short = generate(server, PROMPT, max_new_tokens=16, exponential_decay_length_penalty=[3, 2.0])
 
@@ -89,7 +89,7 @@ def test_an_end_comes_sooner_where_it_is_hastened(server: ServerProcess) -> None
     assert 3 < short["count_output_tokens"] < 16
 
 
-def test_an_answer_begins_with_one_of_the_first_tokens_that_are_allowed(server: ServerProcess) -> None:
+def test_the_output_starts_with_one_of_the_allowed_first_tokens(server: ServerProcess) -> None:
     first = [smollm2_tokenizer().encode(word)[0] for word in (" yes", " no")]
 
     answer = generate(server, PROMPT, max_new_tokens=3, return_details=True, first_allowed_token_ids=first)
@@ -98,7 +98,7 @@ def test_an_answer_begins_with_one_of_the_first_tokens_that_are_allowed(server: 
     assert ids_of(answer)[1] not in first
 
 
-def test_a_watermark_shows_in_the_answer_that_has_it(server: ServerProcess) -> None:
+def test_a_watermark_is_detected_in_the_output(server: ServerProcess) -> None:
     answer = generate(server, PROMPT, max_new_tokens=60, details=True, temperature=1.0, seed=4, watermark=True)
 
     assert look_for_watermark(ids_of(answer)).z_score > 3

@@ -1,4 +1,4 @@
-"""Every answer of the real default model that ends by itself is a text of its grammar, however it is asked for."""
+"""Structured output with the real default model: every complete output matches its grammar, through every API."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def ask_all(server: ServerProcess, requests: list[dict[str, Any]]) -> list[Ended
 
 
 def options_of(seed: int) -> dict[str, Any]:
-    """Every other is streamed; one in four has two choices, one in three logprobs."""
+    """Every second request is streamed; one in four has two choices, one in three logprobs."""
     options: dict[str, Any] = {"is_streamed": seed % 2 == 0, "seed": seed}
     if seed % 4 == 1:
         options["n"] = 2
@@ -100,7 +100,7 @@ def test_json_is_valid_for_its_schema(server: ServerProcess, count: int) -> None
         jsonschema_rs.validate(schema, json.loads(text))
 
 
-def test_any_json_object_is_one(server: ServerProcess) -> None:
+def test_json_object_gives_a_json_object(server: ServerProcess) -> None:
     requests = [options_of(seed) | {"response_format": {"type": "json_object"}} for seed in range(4)]
 
     for answer in ask_all(server, requests):
@@ -109,7 +109,7 @@ def test_any_json_object_is_one(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("regex", REGEXES)
-def test_a_text_matches_its_regular_expression(server: ServerProcess, regex: str) -> None:
+def test_the_output_matches_its_regular_expression(server: ServerProcess, regex: str) -> None:
     requests = [options_of(seed) | {"extra_body": {"guided_regex": regex}} for seed in range(6)]
 
     for answer in ask_all(server, requests):
@@ -118,7 +118,7 @@ def test_a_text_matches_its_regular_expression(server: ServerProcess, regex: str
             assert re.fullmatch(regex, text)
 
 
-def test_a_text_is_one_of_the_choices(server: ServerProcess) -> None:
+def test_the_output_is_one_of_the_choices(server: ServerProcess) -> None:
     choices = {"Paris", "Rome", "New York"}
     body = {"structured_outputs": {"choice": sorted(choices)}}
 
@@ -127,7 +127,7 @@ def test_a_text_is_one_of_the_choices(server: ServerProcess) -> None:
     assert {text for answer in answers for text, _ in answer} <= choices
 
 
-def test_a_text_is_of_the_language_of_its_grammar(server: ServerProcess) -> None:
+def test_the_output_matches_its_grammar(server: ServerProcess) -> None:
     body = {"structured_outputs": {"grammar": EXPRESSION}}
 
     for answer in ask_all(server, [options_of(seed) | {"extra_body": body} for seed in range(2)]):
@@ -136,14 +136,14 @@ def test_a_text_is_of_the_language_of_its_grammar(server: ServerProcess) -> None
 
 
 def is_expression(text: str) -> bool:
-    """By replacing what stands in parentheses by a number, from the inside."""
+    """Repeatedly replace the innermost parentheses with a number."""
     inner, flat = re.compile(rf"\({FLAT}\)"), re.compile(FLAT)
     while inner.search(text):
         text = inner.sub("1", text)
     return flat.fullmatch(text) is not None
 
 
-def test_lightllm_and_tgi_ask_for_the_same(server: ServerProcess) -> None:
+def test_lightllm_and_tgi_support_the_same_grammars(server: ServerProcess) -> None:
     schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}
     bodies: list[dict[str, Any]] = [
         {"guided_json": schema, "max_new_tokens": MAX_TOKENS},
@@ -158,7 +158,7 @@ def test_lightllm_and_tgi_ask_for_the_same(server: ServerProcess) -> None:
         jsonschema_rs.validate(schema, json.loads(text[0] if isinstance(text, list) else text))
 
 
-def test_one_request_that_has_no_way_on_fails_alone(server: ServerProcess) -> None:
+def test_a_request_whose_grammar_is_stuck_fails_alone(server: ServerProcess) -> None:
     status, answer = server.post(
         "/v1/completions", {"prompt": "x", "guided_regex": "[0-9]+", "allowed_token_ids": [1000], "max_tokens": 5}
     )
@@ -168,7 +168,7 @@ def test_one_request_that_has_no_way_on_fails_alone(server: ServerProcess) -> No
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
 
-def test_what_a_schema_forces_takes_no_steps(server: ServerProcess) -> None:
+def test_forced_tokens_take_no_steps(server: ServerProcess) -> None:
     properties = {"a_name_of_many_tokens_altogether": {"type": "boolean"}}
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     body = {"prompt": "x", "guided_json": schema, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": False}
@@ -186,8 +186,8 @@ def test_what_a_schema_forces_takes_no_steps(server: ServerProcess) -> None:
 
 
 @pytest.mark.long
-def test_pauses_and_steps_among_others_change_no_answer() -> None:
-    """On few slots, so that requests are paused again and again; every third is free."""
+def test_preemption_and_batching_do_not_change_the_output() -> None:
+    """With few slots, so that requests are preempted repeatedly; every third has no grammar."""
     rng = random.Random(0)
     schemas = [schema_of(seed) if seed % 3 else None for seed in range(40)]
     wanted = [

@@ -1,4 +1,4 @@
-"""The server over HTTPS, with certificates of its clients. Those of the tests are valid until 2120."""
+"""The server over HTTPS with client certificates. The test certificates are valid until 2120."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def ask(server: ServerProcess, context: ssl.SSLContext, headers: dict[str, str],
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_client_with_a_certificate_is_answered(server: ServerProcess, is_stream: bool) -> None:
+def test_a_client_with_a_certificate_is_served(server: ServerProcess, is_stream: bool) -> None:
     status, answer = ask(server, client_context(), {}, stream=is_stream)
 
     assert server.url.startswith("https://")
@@ -59,25 +59,25 @@ def test_a_client_with_a_certificate_is_answered(server: ServerProcess, is_strea
     assert answer.endswith(b"data: [DONE]\n\n") if is_stream else json.loads(answer)["usage"]["completion_tokens"] == 3
 
 
-def test_a_client_without_a_certificate_is_not(server: ServerProcess) -> None:
+def test_a_client_without_a_certificate_is_refused(server: ServerProcess) -> None:
     with pytest.raises((ssl.SSLError, ConnectionError)):
         ask(server, client_context(has_certificate=False), {})
 
 
-def test_old_protocols_are_off() -> None:
+def test_old_tls_versions_are_refused() -> None:
     context = server_context(f"{TLS}/server.pem", f"{TLS}/server.key", None)
 
     assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
 
 
-def test_a_request_that_is_refused_by_its_head_is_told_why(server: ServerProcess) -> None:
+def test_a_request_with_too_large_headers_gets_an_error_body(server: ServerProcess) -> None:
     status, answer = ask(server, client_context(), {"X-Large": "x" * 60_000, "X-Larger": "x" * 60_000})
 
     assert status == 431
     assert "larger than" in json.loads(answer)["error"]["message"]
 
 
-def test_plain_http_gets_no_answer_and_harms_nobody(server: ServerProcess) -> None:
+def test_plain_http_gets_no_response_and_affects_no_other_client(server: ServerProcess) -> None:
     place = urlsplit(server.url)
     with socket.create_connection((place.hostname, place.port), timeout=60) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -51,7 +51,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """The default model, which has never heard of tools, nor of thinking."""
+    """The default model, which was trained on neither tools nor reasoning."""
     with serving(tmp_path_factory, "--tool_call_parser", "hermes", "--reasoning_parser", "qwen3") as client:
         yield client
 
@@ -85,7 +85,7 @@ def test_a_tool_is_called_and_its_result_is_used(client: openai.OpenAI) -> None:
 
 
 @needs_a_tool_model
-def test_a_stream_calls_the_same(client: openai.OpenAI) -> None:
+def test_a_stream_contains_the_same_call(client: openai.OpenAI) -> None:
     whole = ask(client, QUESTION).choices[0].message.tool_calls[0].function
     pieces = [
         call
@@ -101,7 +101,7 @@ def test_a_stream_calls_the_same(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_call_is_forced_on_a_model_that_knows_no_tools(small: openai.OpenAI, choice: Any, is_stream: bool) -> None:
+def test_a_call_can_be_forced_on_any_model(small: openai.OpenAI, choice: Any, is_stream: bool) -> None:
     answer = ask(small, QUESTION, tool_choice=choice, parallel_tool_calls=False, stream=is_stream, n=2, seed=1)
 
     texts = ["", ""]
@@ -118,7 +118,7 @@ def test_a_call_is_forced_on_a_model_that_knows_no_tools(small: openai.OpenAI, c
 
 
 @needs_a_tool_model
-def test_no_tool_is_called_where_none_is_wanted(client: openai.OpenAI) -> None:
+def test_tool_choice_none_prevents_calls(client: openai.OpenAI) -> None:
     [choice] = ask(client, QUESTION, tool_choice="none").choices
 
     assert choice.message.tool_calls is None
@@ -140,7 +140,7 @@ def think(client: openai.OpenAI, is_stream: bool = False, **fields: Any) -> Any:
     return create(model="coder", messages=BEGUN, max_tokens=32, seed=3, extra_body=extra, **options, **fields)
 
 
-def test_thinking_ends_after_its_budget_and_an_answer_follows(small: openai.OpenAI) -> None:
+def test_reasoning_ends_after_its_budget_and_content_follows(small: openai.OpenAI) -> None:
     whole = think(small)
     chunks = list(think(small, is_stream=True))
 
@@ -153,7 +153,7 @@ def test_thinking_ends_after_its_budget_and_an_answer_follows(small: openai.Open
     assert chunks[-1].usage.completion_tokens_details == usage
 
 
-def test_an_answer_has_its_structure_after_thinking(small: openai.OpenAI) -> None:
+def test_content_after_reasoning_matches_its_grammar(small: openai.OpenAI) -> None:
     answer = think(small, n=2, extra_body={"guided_regex": "[35] is (larger|smaller)"})
 
     for choice in answer.choices:

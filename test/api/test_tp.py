@@ -1,4 +1,4 @@
-"""Several ranks through the server: the same text as one."""
+"""Tensor parallelism through the server gives the same text as one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.tp]
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-def test_three_ranks_answer_as_one(tmp_path: Path) -> None:
+def test_three_ranks_give_the_same_text_as_one(tmp_path: Path) -> None:
     with running_server(tmp_path / "log", "--tp", "3", "--max_total_token_num", "2048") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
 
@@ -33,5 +33,5 @@ def test_three_ranks_answer_as_one(tmp_path: Path) -> None:
         assert "3 ranks" in server.log
         workers = [process for name, group in server.processes().items() if "worker" in name for process in group]
         places = {place.laddr.ip for worker in workers for place in worker.net_connections("inet")}
-        assert places == {"127.0.0.1"}  # the ranks do meet over TCP, which nobody else can reach
+        assert places == {"127.0.0.1"}  # the ranks connect over TCP, on loopback only
         assert server.stop() == 0

@@ -26,7 +26,7 @@ def test_the_time_of_a_gpu_is_split_into_groups_and_gaps() -> None:
     [
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>", "matmul"),
         ("_norm_linear_kernel", "matmul"),
-        ("_cut_logits_search_kernel", "sampling"),
+        ("_top_k_top_p_min_p_search_kernel", "sampling"),
         ("_rotary_write_kv_kernel", "rotary and KV write"),
         ("_silu_and_mul_kernel", "activation"),
         ("_vocab_embedding_kernel", "embedding"),

@@ -1,4 +1,4 @@
-"""The detokenizer's loop over real channels, with the vocabulary of a real model."""
+"""The detokenizer's loop over real channels, with a real model's vocabulary."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from test.waiting import until
 
 M = TypeVar("M")
 
-SECOND = 1 << REQ_ID_BITS  # an id of the second HTTP process
+SECOND = 1 << REQ_ID_BITS  # the first id of the second HTTP process
 
 
 class Detokenizer:
@@ -43,7 +43,7 @@ class Detokenizer:
     def __init__(self, manager: DetokenizationManager, run_dir: Path) -> None:
         self.manager = manager
         self.tokenizer = smollm2_tokenizer()
-        self.told: list[list[ToHttpserver]] = [[], []]
+        self.received: list[list[ToHttpserver]] = [[], []]
         self.aborts: list[ToRouter] = []
         self.inbox: Sender[ToDetokenization] = Sender(f"ipc://{run_dir}/detok")
 
@@ -51,7 +51,7 @@ class Detokenizer:
         self.inbox.send(BatchTokenIdOut(list(outs), **rest))  # type: ignore[arg-type]
 
     def outs(self, http: int = 0) -> list[StrOut]:
-        return [out for batch in self.told[http] if isinstance(batch, BatchStrOut) for out in batch.outs]
+        return [out for batch in self.received[http] if isinstance(batch, BatchStrOut) for out in batch.outs]
 
     def text(self, http: int = 0) -> str:
         return "".join(out.text for out in self.outs(http))
@@ -69,7 +69,10 @@ class Detokenizer:
         tasks = [
             asyncio.create_task(manager.run()),
             asyncio.create_task(_collect(router, detokenizer.aborts)),
-            *(asyncio.create_task(_collect(http, told)) for http, told in zip(https, detokenizer.told, strict=True)),
+            *(
+                asyncio.create_task(_collect(http, received))
+                for http, received in zip(https, detokenizer.received, strict=True)
+            ),
         ]
         try:
             yield detokenizer
@@ -100,7 +103,7 @@ def text_req(req_id: int, stop: tuple[str, ...] = (), include_stop: bool = False
     return TextReq(req_id, TextParams(stop=stop, include_stop=include_stop))
 
 
-def test_tokens_become_the_text_that_decoding_all_at_once_gives(tmp_path: Path) -> None:
+def test_streamed_text_equals_the_text_decoded_at_once(tmp_path: Path) -> None:
     wanted = "Grüße 🦙🦙 und 漢字!"
 
     async def scenario(detokenizer: Detokenizer) -> None:
@@ -131,7 +134,7 @@ def test_tokens_become_the_text_that_decoding_all_at_once_gives(tmp_path: Path) 
     check(scenario, tmp_path)
 
 
-def test_a_stop_string_ends_the_request_and_tells_the_router(tmp_path: Path) -> None:
+def test_a_stop_string_ends_the_request_and_aborts_it_in_the_router(tmp_path: Path) -> None:
     async def scenario(detokenizer: Detokenizer) -> None:
         ids = detokenizer.tokenizer.encode("one two three four", add_special_tokens=False)
         detokenizer.send(new=[text_req(1, stop=("o thr",)), text_req(2, stop=("o thr",), include_stop=True)])
@@ -152,7 +155,7 @@ def test_a_stop_string_ends_the_request_and_tells_the_router(tmp_path: Path) -> 
     check(scenario, tmp_path)
 
 
-def test_the_token_that_ends_a_request_is_text_only_when_asked(tmp_path: Path) -> None:
+def test_the_end_token_is_in_the_text_only_with_include_stop(tmp_path: Path) -> None:
     async def scenario(detokenizer: Detokenizer) -> None:
         word, end = (detokenizer.tokenizer.encode(text, add_special_tokens=False)[0] for text in ("word", " end"))
         detokenizer.send(new=[text_req(1), text_req(2, include_stop=True)])
@@ -169,7 +172,7 @@ def test_the_token_that_ends_a_request_is_text_only_when_asked(tmp_path: Path) -
     check(scenario, tmp_path)
 
 
-def test_special_tokens_are_skipped_but_for_those_that_are_to_be_shown(tmp_path: Path) -> None:
+def test_special_tokens_are_skipped_except_shown_special_ids(tmp_path: Path) -> None:
     text = "<|im_start|>日<|im_end|>本<|im_start|>"
 
     async def scenario(detokenizer: Detokenizer) -> None:
@@ -187,7 +190,7 @@ def test_special_tokens_are_skipped_but_for_those_that_are_to_be_shown(tmp_path:
     check(scenario, tmp_path)
 
 
-def test_each_http_process_gets_its_own_and_all_get_signs_of_life(tmp_path: Path) -> None:
+def test_each_http_process_gets_its_own_requests_and_all_get_heartbeats(tmp_path: Path) -> None:
     async def scenario(detokenizer: Detokenizer) -> None:
         detokenizer.send(new=[text_req(1), text_req(SECOND + 1)])
         detokenizer.send(TokenIdOut(1, Token(400)), TokenIdOut(SECOND + 1, Token(401)))
@@ -195,11 +198,11 @@ def test_each_http_process_gets_its_own_and_all_get_signs_of_life(tmp_path: Path
         stats = RouterStats(1.0, 0.0, MetricsSnapshot())
         detokenizer.inbox.send(stats)
 
-        await until(lambda: all(stats in told for told in detokenizer.told))
+        await until(lambda: all(stats in received for received in detokenizer.received))
 
         assert [out.token.id for out in detokenizer.outs(0)] == [400]
         assert [out.token.id for out in detokenizer.outs(1)] == [401]
-        assert BatchStrOut([], [ReqFailed(SECOND + 1, 429, "full")]) in detokenizer.told[1]
+        assert BatchStrOut([], [ReqFailed(SECOND + 1, 429, "full")]) in detokenizer.received[1]
         assert detokenizer.manager.num_open == 1
 
     check(scenario, tmp_path)
@@ -218,7 +221,7 @@ def test_tokens_of_an_aborted_request_are_dropped(tmp_path: Path) -> None:
     check(scenario, tmp_path)
 
 
-def test_a_last_token_that_is_no_end_token_stays_in_the_text(tmp_path: Path) -> None:
+def test_a_last_token_that_is_not_an_end_token_stays_in_the_text(tmp_path: Path) -> None:
     async def scenario(detokenizer: Detokenizer) -> None:
         first, last = detokenizer.tokenizer.encode("yes no")
         new = [text_req(0), text_req(SECOND)]

@@ -1,10 +1,10 @@
-"""Every fault there is, and a table of what came of it: ``make chaos``, or
+"""Runs all fault cases and prints a table of the results: ``make chaos``, or
 
-    python -m test.faults --seed 1 [--core] [--only WORDS] [--slack TIMES] [-- --model_dir DIR ...]
+    python -m test.faults --seed 1 [--core] [--only TEXT] [--slack FACTOR] [-- --model_dir DIR ...]
 
-Flags after ``--`` replace the worker that makes up tokens by one with that model. ``--deterministic`` is added to them:
-else a text could differ by the batch that a token was computed in, fault or not. Where there is a GPU, a column has its
-memory in MiB: before the server started, before the fault, at most until the reaction, and after it.
+Flags after ``--`` replace the null worker with a model worker. ``--deterministic`` is added to them: otherwise a text
+could depend on the batch in which a token was computed. With a GPU, a column shows its memory in MiB: before the server
+started, before the fault, the peak until the reaction, and after the reaction.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from functools import partial
 
 from test.faults.case import Case, Outcome
 from test.faults.cases import CASES, CORE, CORE_STARTS, START_CASES
-from test.faults.census import HAS_GPU
-from test.faults.stage import NULL_WORKER, Stage
+from test.faults.resource_snapshot import HAS_GPU
+from test.faults.server_pool import NULL_WORKER, ServerPool
 from test.faults.start_case import StartCase
 
 ROW = "{:<46} {:<63} {:>8}  {:<3} {}"
@@ -37,8 +37,8 @@ def attempt(name: str, reaction: str, run: Callable[[], tuple[float, str]]) -> b
     return True
 
 
-def run_case(case: Case, stage: Stage, seed: int, slack: float) -> tuple[float, str]:
-    outcome = case.run(stage, seed, slack)
+def run_case(case: Case, pool: ServerPool, seed: int, slack: float) -> tuple[float, str]:
+    outcome = case.run(pool, seed, slack)
     return outcome.seconds, gpu_column(outcome)
 
 
@@ -55,10 +55,10 @@ def run_all(args: argparse.Namespace) -> list[bool]:
     worker = (*args.worker, "--deterministic") if args.worker else NULL_WORKER
     cases, starts = (CORE, CORE_STARTS) if args.core else (CASES, START_CASES)
     outcomes = []
-    with Stage(worker) as stage:
+    with ServerPool(worker) as pool:
         for case in cases:
             if args.only in case.name:
-                run = partial(run_case, case, stage, args.seed, args.slack)
+                run = partial(run_case, case, pool, args.seed, args.slack)
                 outcomes.append(attempt(case.name, case.reaction.words, run))
     for start in starts:
         if args.only in start.name:
@@ -69,12 +69,12 @@ def run_all(args: argparse.Namespace) -> list[bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="", help="cases whose name has this")
-    parser.add_argument("--core", action="store_true", help="the few that matter most, in 150 s on a GPU")
-    parser.add_argument("--slack", type=float, default=1.0, help="as much time as cases want, on a busy machine")
-    parser.add_argument("worker", nargs="*", help="flags of another worker")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this")
+    parser.add_argument("--core", action="store_true", help="run only the most important cases: 150 s on a GPU")
+    parser.add_argument("--slack", type=float, default=1.0, help="factor for the time limits, for a loaded machine")
+    parser.add_argument("worker", nargs="*", help="flags of a model worker")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without ending the server
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server is stopped too
     begin_s = time.monotonic()
     print(ROW.format(f"case (seed {args.seed})", "reaction", "seconds", "ok", "GPU MiB" if HAS_GPU else "").rstrip())
     outcomes = run_all(args)

@@ -1,12 +1,12 @@
-"""A fault, what the server does meanwhile, and what must come of it: declared, and run the same way for all.
+"""A fault, the workload of the server, and the expected reaction. All cases run in the same way.
 
 A new case is one entry in a list of ``cases/``:
 
-    Case("a client sends nonsense", fault=send_nonsense, reaction=answers(400))
+    Case("a client sends nonsense", fault=send_nonsense, reaction=responds(400))
 
-A fault is a function of a Scene that breaks something; a reaction (``reactions.py``) waits for what must follow. Before
-and after, the harness looks at what no case may change: the tokens of a known request, the KV pool, processes, threads,
-descriptors, files.
+A fault is a function of a FaultContext that breaks something. A reaction (``reactions.py``) waits for what must follow.
+Before and after, the harness checks what no case may change: the tokens of a known request, the KV pool, processes,
+threads, descriptors, files.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from test.faults.census import GpuMemory, gpu_mib, gpu_peak
+from test.faults.harness import IDLE, FaultContext, Workload, fault_context
 from test.faults.reactions import Reaction
-from test.faults.scene import IDLE, Scene, Situation, scene_of
-from test.faults.stage import Stage
+from test.faults.resource_snapshot import GpuMemory, gpu_mib, gpu_peak
+from test.faults.server_pool import ServerPool
 
 SERVER = "lightserve.server.api_server"
 
@@ -33,45 +33,48 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class Case:
     name: str
-    fault: Callable[[Scene], None]
+    fault: Callable[[FaultContext], None]
     reaction: Reaction
-    during: Situation = IDLE
+    during: Workload = IDLE
     flags: tuple[str, ...] = ("--null_step_ms", "5")
     within_s: float = 10.0  # from the fault to the reaction
-    is_long: bool = False  # not for every run of the tests
+    is_long: bool = False  # runs only with --long
     program: str = SERVER
-    restarts: int = 0  # of the worker; each may take as long as the server's start
+    restarts: int = 0  # of the worker; each may take as long as the start of the server
 
-    def run(self, stage: Stage, seed: int, slack: float = 1.0) -> Outcome:
-        """An exception if there was another reaction. ``slack``: of a busy machine."""
+    def run(self, pool: ServerPool, seed: int, slack: float = 1.0) -> Outcome:
+        """Raise an exception after any other reaction. ``slack`` multiplies the time limits, for a loaded machine."""
         try:
-            return self._run(stage, seed, slack)
+            return self._run(pool, seed, slack)
         except BaseException:
-            stage.clear()
+            pool.clear()
             raise
 
-    def _run(self, stage: Stage, seed: int, slack: float) -> Outcome:
+    def _run(self, pool: ServerPool, seed: int, slack: float) -> Outcome:
         for is_last in (False, True):
-            running = stage.running(self.program, self.flags, 0 if is_last else self.restarts)
+            running = pool.running(self.program, self.flags, 0 if is_last else self.restarts)
             running.restarts += self.restarts
-            before, serving_mib = running.census(), gpu_mib()
+            before, serving_mib = running.resource_snapshot(), gpu_mib()
             within_s = self.within_s * slack + self.restarts * running.start_s
-            with gpu_peak() as peak, scene_of(running, self.during, Random(f"{seed} {self.name}"), within_s) as scene:
+            with (
+                gpu_peak() as peak,
+                fault_context(running, self.during, Random(f"{seed} {self.name}"), within_s) as context,
+            ):
                 begin_s = time.monotonic()
-                self.fault(scene)
-                self.reaction.wait(scene)
+                self.fault(context)
+                self.reaction.wait(context)
                 seconds = time.monotonic() - begin_s
-                self.reaction.verify(scene)
+                self.reaction.verify(context)
             assert seconds < within_s, f"the reaction took {seconds:.1f} s"
             if self.reaction.ends_server:
-                running.check_gone(self.reaction.leaves_directory)
-                stage.clear()
+                running.check_no_leftovers(self.reaction.keeps_directory)
+                pool.clear()
                 break
-            running.check_unharmed()
+            running.check_recovered()
             leftovers = running.leftovers(before)
             if not leftovers:
                 break
-            assert not is_last, f"left behind: {leftovers}"  # what grows once is a cache, what grows again is a leak
+            assert not is_last, f"left behind: {leftovers}"  # growth in one run may be a cache, in both it is a leak
         gpu = GpuMemory(running.gpu_mib_before, serving_mib, peak.mib, gpu_mib())
-        assert not gpu.was_held_twice, gpu
+        assert not gpu.is_doubled, gpu
         return Outcome(seconds, gpu)

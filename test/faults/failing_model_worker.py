@@ -1,4 +1,4 @@
-"""A worker with a model, but for a prompt that it raises at and a token whose embedding is no number."""
+"""A model worker that raises at the prompt POISON_PROMPT and whose embedding of NAN_TOKEN_ID is NaN."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from lightserve.models.llama.model import LlamaPreAndPostLayerWeight
 from lightserve.utils.process import Boot, Parent, run_child
 from lightserve.worker import main as model_main, worker
 from lightserve.worker.rpc import Collect
-from test.faults.failing_worker import SPOILT_ID, raise_at_poison
+from test.faults.failing_worker import NAN_TOKEN_ID, raise_at_poison
 
 
 class FailingModelWorker(worker.ModelWorker):
     def warm_up(self) -> None:
-        self._spoil()
+        self._make_nan()
         super().warm_up()
 
     def launch(self, step: Step) -> Collect:
         raise_at_poison(step)
         return super().launch(step)
 
-    def _spoil(self) -> None:
-        """The model can read the token, and never says it; a head that is the embedding becomes another tensor."""
+    def _make_nan(self) -> None:
+        """The model can read the token but never samples it. A head tied to the embedding becomes a separate tensor."""
         weights = self.model.pre_post_weight
         assert isinstance(weights, LlamaPreAndPostLayerWeight)
         head, embedding = copy.copy(weights.lm_head.method), weights.embedding.method
@@ -32,12 +32,12 @@ class FailingModelWorker(worker.ModelWorker):
         weights.lm_head = copy.copy(weights.lm_head)
         weights.lm_head.method = head
         head.weight = head.weight.clone()
-        head.weight[SPOILT_ID] = 0
-        embedding.weight[SPOILT_ID] = float("nan")
+        head.weight[NAN_TOKEN_ID] = 0
+        embedding.weight[NAN_TOKEN_ID] = float("nan")
 
 
 def main(boot: Boot, parent: Parent) -> None:
-    worker.ModelWorker = FailingModelWorker  # type: ignore[misc]  # where the worker's program looks for it
+    worker.ModelWorker = FailingModelWorker  # type: ignore[misc]  # model_main imports the class from there
     model_main.main(boot, parent)
 
 

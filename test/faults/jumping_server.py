@@ -1,4 +1,4 @@
-"""The server with a wall clock that jumps, in all of its processes: see ``jumping_clock/sitecustomize.py``."""
+"""The server with a wall clock that jumps, in all its processes; see ``jumping_clock/sitecustomize.py``."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ FOLDER = Path(__file__).parent / "jumping_clock"
 
 if __name__ == "__main__":
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
-    runpy.run_path(str(FOLDER / "sitecustomize.py"))  # its children find it by themselves
+    runpy.run_path(str(FOLDER / "sitecustomize.py"))  # child processes import it from PYTHONPATH
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What may come of a fault. Each waits until it has come, and raises when something else has."""
+"""The reactions to a fault. Each waits until it occurs and raises if something else does."""
 
 from __future__ import annotations
 
@@ -9,93 +9,96 @@ from dataclasses import dataclass
 
 import psutil
 
-from test.faults.census import processes_of
-from test.faults.scene import Scene
+from test.faults.harness import FaultContext
+from test.faults.resource_snapshot import processes_of
 
-TOLD_S = 5.0  # within which a client learns that its answer will not come
-GONE_S = 10.0  # within which every process of a server that ends is gone
+NOTIFY_TIMEOUT_S = 5.0  # until a client is notified that its response will not come
+EXIT_TIMEOUT_S = 10.0  # until every process of a server that ends has exited
 
 
 @dataclass(frozen=True, slots=True)
 class Reaction:
-    words: str  # in the table
-    wait: Callable[[Scene], None]  # its time counts
-    verify: Callable[[Scene], None] = lambda _: None  # what takes time to look at
+    words: str  # the text in the table
+    wait: Callable[[FaultContext], None]  # its duration is measured
+    verify: Callable[[FaultContext], None] = lambda _: None  # checks that are not part of the measured time
     ends_server: bool = False
-    leaves_directory: bool = False  # nobody is left who could remove it; the next server does
+    keeps_directory: bool = False  # the killed launcher cannot remove it; the next server does
 
 
-def ends(exit_code: int, says: str = "", leaves_directory: bool = False) -> Reaction:
-    """The server: clients are told, every process goes, and the launcher's last words have ``says``."""
+def ends(exit_code: int, says: str = "", keeps_directory: bool = False) -> Reaction:
+    """The server ends: clients are notified, every process exits, and the log contains ``says``."""
 
-    def wait(scene: Scene) -> None:
+    def wait(context: FaultContext) -> None:
         begin_s = time.monotonic()
-        for stream in scene.streams:
-            stream.rest()
-        told_s = time.monotonic() - begin_s
-        assert scene.server.process.wait(scene.deadline_s) == exit_code
-        scene.wait_until(lambda: not processes_of(scene.running.base))
-        assert says in scene.server.log, scene.server.log[-2000:]
-        assert told_s < TOLD_S * scene.deadline_s / GONE_S, f"clients were told after {told_s:.1f} s"
+        for stream in context.streams:
+            stream.read_all()
+        notified_s = time.monotonic() - begin_s
+        assert context.server.process.wait(context.deadline_s) == exit_code
+        context.wait_until(lambda: not processes_of(context.running.base))
+        assert says in context.server.log, context.server.log[-2000:]
+        limit_s = NOTIFY_TIMEOUT_S * context.deadline_s / EXIT_TIMEOUT_S
+        assert notified_s < limit_s, f"clients were notified after {notified_s:.1f} s"
 
     words = f"clients told, all ends, exit code {exit_code}"
-    return Reaction(words, wait, ends_server=True, leaves_directory=leaves_directory)
+    return Reaction(words, wait, ends_server=True, keeps_directory=keeps_directory)
 
 
-def go_on(scene: Scene) -> None:
-    """Every answer under way is whole."""
-    for stream in scene.streams:
-        stream.rest()
-        assert stream.is_whole, stream.seen[-500:]
+def streams_continue(context: FaultContext) -> None:
+    """Every response in flight completes."""
+    for stream in context.streams:
+        stream.read_all()
+        assert stream.is_complete, stream.seen[-500:]
 
 
-def same_text(scene: Scene) -> None:
-    """As without the fault: asked again, all are answered the same."""
-    again = [scene.stream(**stream.body) for stream in scene.streams]
-    for stream, other in zip(scene.streams, again, strict=True):
-        other.rest()
-        assert other.is_whole, other.seen[-500:]
+def same_text(context: FaultContext) -> None:
+    """The texts are the same as without the fault: repeated requests give the same responses."""
+    again = [context.stream(**stream.body) for stream in context.streams]
+    for stream, other in zip(context.streams, again, strict=True):
+        other.read_all()
+        assert other.is_complete, other.seen[-500:]
         assert stream.text == other.text, f"then {stream.text!r}\nnow  {other.text!r}"
 
 
-STREAMS_GO_ON = Reaction("streams go on, same text", go_on, same_text)
+STREAMS_CONTINUE = Reaction("streams go on, same text", streams_continue, same_text)
 
 
-def _hang_and_go_on(scene: Scene) -> None:
-    scene.wait_until(lambda: scene.health() == 503)
-    resume_all(scene)
-    go_on(scene)
+def _hang_then_continue(context: FaultContext) -> None:
+    context.wait_until(lambda: context.health() == 503)
+    resume_all(context)
+    streams_continue(context)
 
 
-UNHEALTHY_THEN_GOES_ON = Reaction("/health 503; when it is back, streams go on, same text", _hang_and_go_on, same_text)
+UNHEALTHY_THEN_CONTINUES = Reaction(
+    "/health 503; when it is back, streams go on, same text", _hang_then_continue, same_text
+)
 
 
-def resume_all(scene: Scene) -> None:
-    for process in processes_of(scene.running.base):
-        with contextlib.suppress(psutil.NoSuchProcess):  # a watchdog may have replaced it
+def resume_all(context: FaultContext) -> None:
+    for process in processes_of(context.running.base):
+        with contextlib.suppress(psutil.NoSuchProcess):  # the supervisor may have replaced it
             process.resume()
 
 
-def _aborted(scene: Scene) -> None:
-    scene.wait_until(lambda: scene.load() == 0)
+def _aborted(context: FaultContext) -> None:
+    context.wait_until(lambda: context.load() == 0)
 
 
 ABORTED = Reaction("aborted", _aborted)
 
 
-def _served_on(scene: Scene) -> None:
-    assert scene.health() == 200
-    assert scene.text_of({"prompt": [501, 502, 503], "max_tokens": 4})
+def _others_served(context: FaultContext) -> None:
+    assert context.health() == 200
+    assert context.complete_text({"prompt": [501, 502, 503], "max_tokens": 4})
 
 
-SERVED_ON = Reaction("others are served", _served_on)
+OTHERS_SERVED = Reaction("others are served", _others_served)
 
 
-def answers(*statuses: int) -> Reaction:
-    """Of what the fault sent, every one of these and no other."""
+def responds(*statuses: int) -> Reaction:
+    """The fault's requests got exactly these statuses."""
 
-    def wait(scene: Scene) -> None:
-        assert set(scene.statuses) == set(statuses), scene.statuses
-        _served_on(scene)
+    def wait(context: FaultContext) -> None:
+        assert set(context.statuses) == set(statuses), context.statuses
+        _others_served(context)
 
     return Reaction(" or ".join(map(str, statuses)), wait)

@@ -1,4 +1,4 @@
-"""Cases in which the server is about to start: where it is put, and what it finds there."""
+"""Cases about the start of the server and its environment."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from pathlib import Path
 
 from test.api.server import MODULE, START_S, ServerProcess, start_server
 from test.api.test_faults import Client
-from test.faults.census import GPU_SLACK_MIB, gpu_mib, processes_of, run_directories
-from test.faults.stage import NULL_WORKER, SETTLE_S
+from test.faults.resource_snapshot import GPU_SLACK_MIB, gpu_mib, processes_of, run_directories
+from test.faults.server_pool import NULL_WORKER, SETTLE_S
 from test.waiting import wait_until
 
 
 @dataclass
 class Start:
-    """A TMPDIR of its own, by which the processes and files of the servers started in it are known."""
+    """A TMPDIR that identifies the processes and files of the servers started in it."""
 
     base: Path
     worker: Sequence[str] = NULL_WORKER
     exits: ExitStack = field(default_factory=ExitStack)
 
     def launch(self, *flags: str, env: Mapping[str, str] | None = None, under: Sequence[str] = ()) -> ServerProcess:
-        """A server that has just been started, ``under`` a command that runs it."""
+        """Start a server, optionally ``under`` another command."""
         log = self.base / f"log-{time.monotonic_ns()}"
         command = [*under, sys.executable, *MODULE, *self.worker, "--port", "0", *flags]
         server = start_server(log, command, {"TMPDIR": str(self.base), **(env or {})})
         self.exits.callback(self._end, server)
         return server
 
-    def until_ready(self, server: ServerProcess) -> None:
+    def wait_ready(self, server: ServerProcess) -> None:
         wait_until(lambda: "ready at" in server.log or server.has_ended, START_S)
         assert not server.has_ended, server.log
 
     def check_serves(self, server: ServerProcess) -> None:
-        self.until_ready(server)
+        self.wait_ready(server)
         client = Client(server)
         assert client.send("GET", "/health")[0] == 200
         assert client.golden()
@@ -59,7 +59,7 @@ class StartCase:
     is_long: bool = True
 
     def run(self, slack: float = 1.0, worker: Sequence[str] = NULL_WORKER) -> float:
-        """Seconds that it took; an exception if anything but the reaction came, or anything was left behind."""
+        """Return the seconds it took. Raise an exception after any other reaction or if anything is left behind."""
         within_s = self.within_s * slack if worker == NULL_WORKER else START_S
         gpu_mib_before = gpu_mib()
         with tempfile.TemporaryDirectory(prefix="ls-faults-", dir="/tmp") as base:

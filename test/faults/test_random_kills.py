@@ -1,4 +1,4 @@
-"""A worker killed at any moment, over and over: steps take no time, so that a kill meets all that goes on in one."""
+"""A worker is killed at random moments, repeatedly. Steps take no time, so that a kill can hit any part of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from test.api.server import ServerProcess, running_server
 
 SERVERS = 8
-KILLS = 3  # of the workers of one server: at the next it gives up
+KILLS = 3  # of the workers of one server; it ends at the next one
 STREAMS = 4
 TOKENS = 600
 DEADLINE_S = 60.0
@@ -26,12 +26,12 @@ def ask(server: ServerProcess, number: int) -> str:
 
 
 def kill_worker(server: ServerProcess) -> None:
-    for worker in server.processes().get("ls-worker", []):  # none while another is about to take its place
+    for worker in server.processes().get("ls-worker", []):  # none while a replacement starts
         worker.kill()
 
 
 def ask_all(server: ServerProcess, killed_after_s: float | None = None) -> list[str]:
-    """What the streams say; the worker is killed meanwhile, or just afterwards."""
+    """The texts of the streams. The worker is killed during them, or just afterwards."""
     with ThreadPoolExecutor(STREAMS) as pool:
         asked = [pool.submit(ask, server, number) for number in range(STREAMS)]
         if killed_after_s is not None:

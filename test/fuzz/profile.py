@@ -1,4 +1,4 @@
-"""How many cases each of these tests tries: pytest's --examples and --long say."""
+"""The number of examples per test: set by pytest's --examples and --long."""
 
 from __future__ import annotations
 

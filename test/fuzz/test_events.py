@@ -1,4 +1,4 @@
-"""Streams are server-sent events by the letter of the standard, whatever text is in them, and say that text."""
+"""Streams are valid server-sent events and preserve any text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def parsed(raw: bytes) -> Iterator[tuple[str, str]]:
-    """Name and data of each event, as the HTML standard has clients read them."""
+    """Name and data of each event, parsed as in the HTML standard."""
     name = ""
     data: list[str] = []
     for line in re.split("\r\n|\r|\n", raw.decode().removeprefix("\ufeff")):
@@ -57,7 +57,7 @@ def parsed(raw: bytes) -> Iterator[tuple[str, str]]:
 
 
 def text_in(event: dict[str, Any]) -> str:
-    """What an event of any schema adds to the text."""
+    """The text that an event of any API adds."""
     if "choices" in event:
         return "".join(
             choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in event["choices"]
@@ -71,7 +71,7 @@ def text_in(event: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", STREAMS)
 @FUZZ
 @given(pieces=pieces_lists)
-def test_any_text_comes_through_a_stream(server: Server, name: str, pieces: list[str]) -> None:
+def test_any_text_survives_a_stream(server: Server, name: str, pieces: list[str]) -> None:
     path, body = STREAMS[name]
     server.engine.script = tokens([(100 + i, piece) for i, piece in enumerate(pieces)])
 

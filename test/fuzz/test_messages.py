@@ -1,4 +1,4 @@
-"""Every message between processes comes back as it was sent; bytes that are none are refused, and nothing else."""
+"""Every message between processes survives encoding; invalid bytes raise MessageError and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from msgspec import inspect
 
 from lightserve.errors import InvalidRequestError
 from lightserve.io_struct import FromChild, Step, ToChild, ToDetokenization, ToHttpserver, TokenOut, ToRouter
-from lightserve.utils.channel import MessageError, decoder_of
+from lightserve.utils.channel import MessageError, make_decoder
 from test.fuzz.profile import FUZZ
 
 ON_THE_WIRE: dict[str, Any] = {
@@ -29,7 +29,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
 def values_of(kind: inspect.Type) -> st.SearchStrategy[Any]:
-    """Any value of a type, as msgspec understands it."""
+    """Any value of a msgspec type."""
     return _STRATEGIES[type(kind)](kind)
 
 
@@ -90,7 +90,7 @@ _STRATEGIES: dict[type, Callable[[Any], st.SearchStrategy[Any]]] = {
 @pytest.mark.parametrize("name", ON_THE_WIRE)
 @FUZZ
 @given(data=st.data())
-def test_a_message_comes_back_as_it_was_sent(name: str, data: st.DataObject) -> None:
+def test_a_message_survives_encoding(name: str, data: st.DataObject) -> None:
     kind = ON_THE_WIRE[name]
     message = data.draw(values_of(inspect.type_info(kind)))
 
@@ -100,7 +100,7 @@ def test_a_message_comes_back_as_it_was_sent(name: str, data: st.DataObject) -> 
 @pytest.mark.parametrize("name", AS_LINES)
 @FUZZ
 @given(data=st.data())
-def test_a_line_comes_back_as_it_was_sent_and_is_one(name: str, data: st.DataObject) -> None:
+def test_a_control_message_survives_encoding_in_one_line(name: str, data: st.DataObject) -> None:
     kind = AS_LINES[name]
     message = data.draw(values_of(inspect.type_info(kind)))
 
@@ -113,26 +113,26 @@ def test_a_line_comes_back_as_it_was_sent_and_is_one(name: str, data: st.DataObj
 @pytest.mark.parametrize("name", ON_THE_WIRE)
 @FUZZ
 @given(data=st.data())
-def test_damaged_bytes_are_a_message_or_refused(name: str, data: st.DataObject) -> None:
+def test_damaged_bytes_are_decoded_or_refused(name: str, data: st.DataObject) -> None:
     raw = bytearray(msgspec.msgpack.encode(data.draw(values_of(inspect.type_info(ON_THE_WIRE[name])))))
     for at in data.draw(st.lists(st.integers(0, len(raw) - 1), max_size=4)):
         raw[at] = data.draw(st.integers(0, 255))
 
     with contextlib.suppress(MessageError):
-        decoder_of(ON_THE_WIRE[name])(bytes(raw[: data.draw(st.integers(0, len(raw)))]))
+        make_decoder(ON_THE_WIRE[name])(bytes(raw[: data.draw(st.integers(0, len(raw)))]))
 
 
 @pytest.mark.parametrize("name", ON_THE_WIRE)
 @FUZZ
 @given(raw=st.binary(max_size=200))
-def test_any_bytes_are_a_message_or_refused(name: str, raw: bytes) -> None:
+def test_any_bytes_are_decoded_or_refused(name: str, raw: bytes) -> None:
     with contextlib.suppress(MessageError):
-        decoder_of(ON_THE_WIRE[name])(raw)
+        make_decoder(ON_THE_WIRE[name])(raw)
 
 
 @pytest.mark.parametrize("name", AS_LINES)
 @FUZZ
 @given(raw=st.binary(max_size=200))
-def test_any_line_is_a_message_or_refused(name: str, raw: bytes) -> None:
+def test_any_line_is_decoded_or_refused(name: str, raw: bytes) -> None:
     with contextlib.suppress(ValueError):  # what the launcher and its children expect
         msgspec.json.decode(raw, type=AS_LINES[name])

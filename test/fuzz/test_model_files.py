@@ -1,4 +1,4 @@
-"""Damaged model files are refused as what they are, or read: nothing else can come of them."""
+"""Damaged model files are either read or refused with ModelFilesError; nothing else happens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.source import FolderSource
 from test.fuzz.profile import FUZZ
 from test.model_files.files import VOCAB, save_as_gguf, tiny_model
-from test.server.launched import TINY
+from test.server.launcher_process import TINY
 from test.small_text import EOS, small_backend
 
 TOKENS = ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(VOCAB - 3))]
@@ -49,7 +49,7 @@ def scratch() -> Path:
 
 @functools.cache
 def whole_gguf() -> tuple[bytes, int]:
-    """A file, and where its tensors begin."""
+    """A file and the offset of its tensors."""
     raw = save_as_gguf(tiny_model("llama"), scratch() / "whole.gguf", GGUF_TOKENIZER).read_bytes()
     return raw, raw.index(b"token_embd.weight") + 2000
 
@@ -64,7 +64,7 @@ def whole_safetensors() -> tuple[bytes, int]:
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes, head: int) -> bytes:
-    """Some bytes of the head changed, and perhaps a part cut out or put in."""
+    """Change some bytes of the header, and perhaps remove or insert some."""
     raw = bytearray(whole)
     for at in draw(st.lists(st.integers(0, head - 1), max_size=4)):
         raw[at] = draw(st.sampled_from([0, 1, 0x22, 0x7F, 0xFF]) | st.integers(0, 255))

@@ -1,4 +1,4 @@
-"""Any ids make the text that they make at once, and any stop strings end it where their definition says."""
+"""Streamed text equals text decoded at once, and stop strings end it according to their definition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ few_letters = st.text("aab\u0301\0", max_size=30)
 
 
 def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """The shortest beginning of the text that ends with a stop string, and the longest such string."""
+    """The shortest prefix of the text that ends with a stop string, and the longest such string."""
     for end in range(1, len(text) + 1):
         if found := [stop for stop in stops if text[:end].endswith(stop)]:
             return end, max(found, key=len)
@@ -57,7 +57,7 @@ def test_pieces_add_up_to_the_text(tokenizer: Tokenizer, ids: list[int], skips_s
     stops=st.lists(st.one_of(few_letters, texts).filter(bool), max_size=4),
     keeps_stop=st.booleans(),
 )
-def test_stop_strings_end_a_text_by_their_definition(pieces: list[str], stops: list[str], keeps_stop: bool) -> None:
+def test_stop_strings_match_their_definition(pieces: list[str], stops: list[str], keeps_stop: bool) -> None:
     matcher = StopMatcher(stops, keeps_stop)
 
     shown = "".join([*map(matcher.push, pieces), matcher.flush()])

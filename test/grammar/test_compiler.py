@@ -1,4 +1,4 @@
-"""Grammars as they compile: what may follow where, against all texts of small languages."""
+"""Compiled grammars: the allowed tokens, compared with all texts of small languages."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ for name in ("gbnf", "lark"):
     LANGUAGES[name] = (LANGUAGES[name][0], {f"{a}-{b}" for a, b in product(("a", "12", "123"), repeat=2)})
 
 
-def said(matcher: LLMatcher, before: str = "") -> Iterator[str]:
-    """All texts that can be said by tokens that may follow; checks on the way that a stop is one."""
+def texts_of(matcher: LLMatcher, before: str = "") -> Iterator[str]:
+    """All texts that the allowed tokens can produce. Also checks is_accepting and is_stopped on the way."""
     following = allowed(matcher)
     assert following, f"nothing may follow {before!r}"
     assert matcher.is_accepting() == (EOS_ID in following)
@@ -64,18 +64,18 @@ def said(matcher: LLMatcher, before: str = "") -> Iterator[str]:
     for token_id in following - {EOS_ID}:
         after = matcher.deep_copy()
         assert after.consume_token(token_id)
-        yield from said(after, before + TOKENIZER.decode([token_id]))
+        yield from texts_of(after, before + TOKENIZER.decode([token_id]))
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
-def test_what_can_be_said_token_by_token_is_the_language(name: str) -> None:
+def test_the_allowed_tokens_produce_exactly_the_language(name: str) -> None:
     spec, language = LANGUAGES[name]
 
-    assert set(said(COMPILER.compile(spec))) == language
+    assert set(texts_of(COMPILER.compile(spec))) == language
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
-def test_a_token_that_leads_nowhere_is_refused(name: str) -> None:
+def test_a_token_that_leaves_the_language_is_refused(name: str) -> None:
     spec, language = LANGUAGES[name]
     beginnings = {word[:length] for word in language for length in range(len(word) + 1)}
 
@@ -87,7 +87,7 @@ def test_a_token_that_leads_nowhere_is_refused(name: str) -> None:
             assert matcher.deep_copy().consume_token(token_id) == is_beginning
 
 
-def test_any_way_to_spell_a_text_is_allowed() -> None:
+def test_any_tokenization_of_a_text_is_allowed() -> None:
     for pieces in (["abc"], ["ab", "c"], ["a", "b", "c"]):
         matcher = COMPILER.compile(GrammarSpec("regex", "abc"))
         ids = [TOKENIZER.token_to_id(piece) or 0 for piece in pieces]
@@ -96,7 +96,7 @@ def test_any_way_to_spell_a_text_is_allowed() -> None:
         assert matcher.is_stopped()
 
 
-def test_white_space_in_json_ends() -> None:
+def test_white_space_in_json_is_limited() -> None:
     matcher = COMPILER.compile(GrammarSpec("json_object"))
     assert matcher.consume_tokens(TOKENIZER.encode("{"))
 
@@ -106,7 +106,7 @@ def test_white_space_in_json_ends() -> None:
     assert 1 <= count <= 32
 
 
-def test_a_structural_tag_constrains_what_follows_its_trigger_alone() -> None:
+def test_a_structural_tag_constrains_only_the_text_after_its_trigger() -> None:
     tag = {"structures": [{"begin": "xyz", "schema": {"enum": [12]}, "end": "-"}], "triggers": ["xy"]}
     matcher = COMPILER.compile(structural_tag_grammar(tag))
 
@@ -138,21 +138,21 @@ BAD: dict[str, GrammarSpec] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_grammar_is_refused_in_few_words(name: str) -> None:
+def test_an_invalid_grammar_is_refused_with_a_short_message(name: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         COMPILER.compile(BAD[name])
 
     assert len(str(refused.value)) < 1000
 
 
-def test_what_cannot_be_enforced_is_ignored_where_the_schema_is_not_strict() -> None:
+def test_keywords_that_cannot_be_enforced_are_ignored_if_the_schema_is_not_strict() -> None:
     matcher = COMPILER.compile(schema_grammar({"type": "array", "uniqueItems": True}, is_strict=False))
 
     assert matcher.consume_tokens(TOKENIZER.encode("[1,1]"))
     assert matcher.is_accepting()
 
 
-def test_a_schema_that_is_nested_too_deep_is_refused_unbuilt() -> None:
+def test_a_schema_that_is_nested_too_deeply_is_refused_before_it_is_compiled() -> None:
     schema: dict[str, Any] = {}
     for _ in range(200):
         schema = {"items": schema}
@@ -161,7 +161,7 @@ def test_a_schema_that_is_nested_too_deep_is_refused_unbuilt() -> None:
         schema_grammar(schema)
 
 
-def test_matchers_of_one_grammar_go_their_own_ways() -> None:
+def test_matchers_of_one_grammar_are_independent() -> None:
     spec = GrammarSpec("regex", "(a|b)c")
     one, other = COMPILER.compile(spec), COMPILER.compile(spec)
 
@@ -171,7 +171,7 @@ def test_matchers_of_one_grammar_go_their_own_ways() -> None:
     assert allowed(other) == {TOKENIZER.token_to_id("a"), TOKENIZER.token_to_id("b")}
 
 
-def test_only_the_last_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_most_recent_grammars_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_compiler, "MAX_KEPT", 2)
     compiler = GrammarCompiler(TOKENIZER, 131, (EOS_ID,))
     first, second, third = (GrammarSpec("regex", text) for text in ("a", "b", "c"))
@@ -186,7 +186,7 @@ def test_only_the_last_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert compiler.find(third) is not None
 
 
-def test_lanes_compile_apart_and_keep_as_much_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_compile_separately_and_share_one_cache_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_compiler, "MAX_KEPT", 4)
     one, other = GrammarCompiler(TOKENIZER, 131, (EOS_ID,)).lanes(2)
     specs = [GrammarSpec("regex", text) for text in ("a", "b", "c")]
@@ -199,7 +199,7 @@ def test_lanes_compile_apart_and_keep_as_much_as_one(monkeypatch: pytest.MonkeyP
     assert allowed(other.compile(specs[1])) == allowed(one.compile(specs[1]))
 
 
-def test_the_end_tokens_are_those_of_the_server() -> None:
+def test_the_end_tokens_of_the_server_end_an_output() -> None:
     compiler = GrammarCompiler(TOKENIZER, 131, (0, 5))
 
     matcher = compiler.compile(GrammarSpec("regex", "12"))
@@ -209,13 +209,13 @@ def test_the_end_tokens_are_those_of_the_server() -> None:
     assert TOKENIZER.token_to_id(EOS) not in (0, 5)
 
 
-def test_a_mask_of_tokens_has_their_bits() -> None:
+def test_a_mask_has_the_bits_of_its_tokens() -> None:
     bits = np.unpackbits(mask_of((0, 33, 63, 500), 70).view(np.uint8), bitorder="little")
 
     assert np.flatnonzero(bits).tolist() == [0, 33, 63]
 
 
-def test_a_spec_tells_its_schema_in_json() -> None:
+def test_a_spec_contains_its_schema_as_json() -> None:
     assert json.loads(schema_grammar({"type": "object"}).text) == {"type": "object"}
 
 
@@ -234,13 +234,13 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_what_has_no_end_or_is_not_here_is_refused(name: str) -> None:
+def test_an_endless_or_unresolved_grammar_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequestError, match="the grammar cannot be used"):
         COMPILER.compile(ENDLESS[name])
 
 
 @pytest.mark.parametrize("spec", [GrammarSpec("regex", "a\0b"), choice_grammar(["a\0b"])], ids=["regex", "choice"])
-def test_a_nul_is_a_character_and_not_an_end(spec: GrammarSpec) -> None:
+def test_a_nul_is_a_character_and_does_not_end_the_text(spec: GrammarSpec) -> None:
     matcher = COMPILER.compile(spec)
 
     assert matcher.consume_tokens(TOKENIZER.encode("a"))

@@ -271,7 +271,7 @@ def test_other_pages_get_no_cors_headers(tmp_path: Path, origins: list[str]) -> 
             PromptTooLongError(9, 8),
             400,
             (
-                "This model's maximum context length is 9 tokens: the prompt has 9 tokens; at most 8 are possible",
+                "This model's maximum context length is 9 tokens: the prompt has 9 tokens; the limit is 8",
                 "invalid_request_error",
                 None,
                 "context_length_exceeded",

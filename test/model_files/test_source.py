@@ -47,7 +47,7 @@ def test_shards_are_found_through_their_index(tmp_path: Path) -> None:
     assert files == sorted(tmp_path.glob("model-*.safetensors"))
 
 
-def test_a_bin_file_is_taken_where_there_are_no_safetensors(folder: Path) -> None:
+def test_a_bin_file_is_used_if_there_are_no_safetensors(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({"weight": torch.zeros(1)}, folder / "pytorch_model.bin")
 
@@ -58,7 +58,7 @@ def test_a_bin_file_is_taken_where_there_are_no_safetensors(folder: Path) -> Non
     ("config", "generation", "expected"),
     [(2, None, (2,)), (2, 5, (2, 5)), ([3, 2], [5, 2], (2, 3, 5)), (None, 5, (5,)), (None, None, ())],
 )
-def test_ids_that_end_a_text_come_from_both_configs(
+def test_eos_ids_come_from_both_configs(
     folder: Path, config: object, generation: object, expected: tuple[int, ...]
 ) -> None:
     set_json(folder / "config.json", eos_token_id=config)
@@ -85,7 +85,7 @@ def test_the_chat_template_comes_from_its_own_file_before_the_tokenizer_config(f
     assert source.chat_template() == "in its own file"
 
 
-def test_of_several_named_chat_templates_the_default_is_taken(folder: Path) -> None:
+def test_the_default_of_several_named_chat_templates_is_used(folder: Path) -> None:
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
 
@@ -110,7 +110,9 @@ def test_a_name_is_found_in_the_hf_cache(folder: Path, tmp_path: Path, monkeypat
     assert (source.name, source.path) == ("org/tiny", repository / "snapshots" / "abc")
 
 
-def test_a_name_that_is_nowhere_says_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_name_is_reported_with_the_places_that_were_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
 
     text = refusal("org/absent")
@@ -175,7 +177,7 @@ def test_a_folder_with_several_ggufs_is_refused_with_their_names(tmp_path: Path)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "bloom"])
-def test_a_ggufs_config_is_the_models_own(model_type: str, tmp_path: Path) -> None:
+def test_a_ggufs_config_equals_the_models_config(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(model_type)
     path = save_as_gguf(model, tmp_path / "model.gguf")
 
@@ -196,7 +198,7 @@ def test_a_ggufs_config_is_the_models_own(model_type: str, tmp_path: Path) -> No
         assert config[key] == (pytest.approx(value) if isinstance(value, float) else value), key
 
 
-def test_a_gguf_with_a_head_of_its_own_is_not_tied(tmp_path: Path) -> None:
+def test_a_gguf_with_a_separate_head_is_not_tied(tmp_path: Path) -> None:
     tied = save_as_gguf(tiny_model("llama", tie_word_embeddings=True), tmp_path / "tied.gguf")
     untied = save_as_gguf(tiny_model("llama", tie_word_embeddings=False), tmp_path / "untied.gguf")
 
@@ -205,7 +207,7 @@ def test_a_gguf_with_a_head_of_its_own_is_not_tied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
-def test_rope_scaling_that_a_gguf_states_is_kept(kind: str, tmp_path: Path) -> None:
+def test_rope_scaling_of_a_gguf_is_kept(kind: str, tmp_path: Path) -> None:
     metadata = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0}
     path = save_as_gguf(tiny_model("llama"), tmp_path / "model.gguf", metadata)
 
@@ -216,7 +218,7 @@ def test_rope_scaling_that_a_gguf_states_is_kept(kind: str, tmp_path: Path) -> N
     assert scaling.get("original_max_position_embeddings", 32) == 32
 
 
-def test_llama3_scaling_is_found_again_in_its_factors(tmp_path: Path) -> None:
+def test_llama3_scaling_is_reconstructed_from_its_factors(tmp_path: Path) -> None:
     scaling = {
         "rope_type": "llama3",
         "factor": 32.0,
@@ -236,7 +238,7 @@ def test_factors_that_are_not_llama3s_are_refused(tmp_path: Path) -> None:
     assert "not Llama 3's scaling" in refusal(path)
 
 
-def test_factors_of_one_scale_nothing(tmp_path: Path) -> None:
+def test_factors_of_one_mean_no_scaling(tmp_path: Path) -> None:
     ones = np.ones(8, dtype=np.float32)
     path = save_as_gguf(tiny_model("llama"), tmp_path / "model.gguf", {"rope_freqs.weight": ones})
 
@@ -248,11 +250,11 @@ def test_factors_of_one_scale_nothing(tmp_path: Path) -> None:
     [
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "longrope"),
         ({"llama.expert_count": 8}, "mixtures of experts"),
-        ({"llama.rope.dimension_count": 8}, "a part of the head"),
+        ({"llama.rope.dimension_count": 8}, "a part of each head"),
         ({"split.count": 3}, "llama-gguf-split --merge"),
     ],
 )
-def test_a_gguf_that_nobody_could_run_is_refused_with_the_reason(
+def test_an_unsupported_gguf_is_refused_with_the_reason(
     metadata: dict[str, object], reason: str, tmp_path: Path
 ) -> None:
     path = save_as_gguf(tiny_model("llama"), tmp_path / "model.gguf", metadata)
@@ -267,10 +269,10 @@ def test_an_unsupported_architecture_is_refused_with_the_supported_ones(tmp_path
     path = save_as_gguf(tiny_model("llama"), tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"))
 
-    assert "'mamba' is not supported; supported are llama, qwen2, bloom" in refusal(path)
+    assert "'mamba' is not supported; supported: llama, qwen2, bloom" in refusal(path)
 
 
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"PK\x03\x04 a zip file")
 
@@ -285,7 +287,7 @@ def test_a_truncated_gguf_is_named(keep: int, tmp_path: Path) -> None:
     text = refusal(path)
 
     assert text.startswith(f"{path}: ")
-    assert "fetch it again" in text
+    assert "download it again" in text
 
 
 def test_a_gguf_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -295,7 +297,7 @@ def test_a_gguf_of_another_version_is_refused(tmp_path: Path) -> None:
     assert "GGUF version 1" in refusal(path)
 
 
-def test_ids_that_end_a_turn_are_read_from_a_gguf(tmp_path: Path) -> None:
+def test_eos_ids_are_read_from_a_gguf(tmp_path: Path) -> None:
     tokens = [f"t{i}" for i in range(VOCAB)]
     tokens[7] = "<|im_end|>"
     types = [1] * VOCAB
@@ -311,7 +313,7 @@ def test_ids_that_end_a_turn_are_read_from_a_gguf(tmp_path: Path) -> None:
     assert resolve(str(path)).eos_token_ids() == (2, 7, 9)
 
 
-def test_the_default_model_is_described_as_its_makers_did() -> None:
+def test_the_default_models_config_equals_the_published_one() -> None:
     config = smollm2().hf_config()
 
     assert config["model_type"] == "llama"
@@ -336,7 +338,7 @@ def rope_factors(scaling: dict[str, object]) -> np.ndarray[tuple[int], np.dtype[
     return factors
 
 
-def test_a_damaged_gguf_header_is_refused_in_one_line_whatever_byte_is_wrong(tmp_path: Path) -> None:
+def test_a_gguf_header_with_any_damaged_byte_is_refused_in_one_line(tmp_path: Path) -> None:
     whole = save_as_gguf(tiny_model("llama"), tmp_path / "whole.gguf").read_bytes()
     first_tensor = whole.index(b"token_embd.weight")
     damaged = tmp_path / "damaged.gguf"

@@ -171,10 +171,10 @@ LENGTHS: dict[str, Callable[[random.Random], int]] = {
 
 @pytest.mark.parametrize("count", [1, 3, 16, 33, 40, 66, 67, 80, 204, 256])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-def test_items_cover_all_keys_and_leave_no_multiprocessor_idle_for_long(
+def test_splits_cover_all_keys_and_leave_no_multiprocessor_idle_for_long(
     lengths: Callable[[random.Random], int], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Brute force: 66 programs a kv head take the splits in their order."""
+    """Brute force: 66 programs for each kv head take the splits in order."""
     monkeypatch.setattr(_card, "active", H200)
     chance = random.Random(count)
     keys = [lengths(chance) for _ in range(count)]
@@ -194,7 +194,7 @@ def test_items_cover_all_keys_and_leave_no_multiprocessor_idle_for_long(
         places.setdefault(row, set()).add((first, parts))
     starts = [sum(new for _, new in lens[:i]) for i in range(len(lens))]
     assert sorted(spans) == [start for start, (_, new) in zip(starts, lens, strict=True) if new == 1]
-    for row, own in spans.splits():
+    for row, own in spans.items():
         length = lens[starts.index(row)][0] + 1
         assert own == [(begin, min(begin + own[0][1], length)) for begin in range(0, length, own[0][1])]
         first = next(i for i, split in enumerate(splits) if split[0] == row)

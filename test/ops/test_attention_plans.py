@@ -52,7 +52,7 @@ def test_layers_of_different_head_shapes_in_one_decode_step_match_the_definition
         assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), dtype)
 
 
-UNKNOWN = [{"causal": False}, {"window": 7}, {"softcap": 30.0}, {"sinks": torch.zeros(4)}]
+UNKNOWN: list[dict[str, Any]] = [{"causal": False}, {"window": 7}, {"softcap": 30.0}, {"sinks": torch.zeros(4)}]
 
 
 @pytest.mark.parametrize("backend", ops.token_attention.impls)

@@ -1,4 +1,4 @@
-"""Outputs of models in every format, good and broken, and what is in them."""
+"""Model outputs in every format, well-formed and malformed, with the expected result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from typing import Any, NamedTuple
 
 from lightserve.output_parsing import OutputParser, ToolCallParser, fold
-from lightserve.output_parsing.scribe import Scribe
+from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.tool_calls.formats import BY_NAME
 
 TOOLS: dict[str, dict[str, Any]] = {
@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 
 
 def cut(text: str, rng: random.Random) -> list[str]:
-    """The text in up to nine pieces, as a stream may bring it."""
+    """Split the text into up to nine pieces, like a stream."""
     places = sorted(rng.sample(range(len(text) + 1), rng.randrange(min(len(text) + 1, 9))))
     return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
 
@@ -197,12 +197,12 @@ CORPUS: dict[str, list[Sample]] = {
 CASES = [(name, sample) for name, samples in CORPUS.items() for sample in [*samples, *PLAIN]]
 
 
-def parser_of(name: str, max_calls: int | None = None) -> OutputParser:
-    return OutputParser(tools=ToolCallParser(BY_NAME[name].parse, Scribe(TOOLS, lambda: "id", max_calls)))
+def new_parser(name: str, max_calls: int | None = None) -> OutputParser:
+    return OutputParser(tools=ToolCallParser(BY_NAME[name].parse, DeltaWriter(TOOLS, lambda: "id", max_calls)))
 
 
-def taken_apart(parser: OutputParser, *pieces: str) -> Sample:
-    """What a parser makes of a text in pieces; the ids of calls do not count."""
+def parse_pieces(parser: OutputParser, *pieces: str) -> Sample:
+    """Parse a text in pieces. Call ids are not compared."""
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     output = fold([*deltas, *parser.finish()])
     return Sample("".join(pieces), output.content, tuple((one.name, one.arguments) for one in output.calls))

@@ -1,4 +1,4 @@
-"""Grammars that force calls, tried with llguidance on what they allow and what not."""
+"""Grammars that force tool calls, compiled by llguidance: what they allow and what they refuse."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightserve.grammar.compiler import GrammarCompiler
 from lightserve.io_struct import GrammarSpec
 from lightserve.model_files import Tokenizer
 from lightserve.model_files.special_tokens import SpecialTokens
-from lightserve.output_parsing.forced import Thinking, forced_grammar, forcible, thinking_grammar
+from lightserve.output_parsing.forced import Thinking, enforceable_format, forced_grammar, thinking_grammar
 from lightserve.output_parsing.reasoning import THINK
 from lightserve.output_parsing.tool_calls.formats import ALL, BY_NAME
-from test.output_parsing.corpus import PARIS, deepseek, k2, kimi, parser_of, taken_apart, v3, v31
+from test.output_parsing.corpus import PARIS, deepseek, k2, kimi, new_parser, parse_pieces, v3, v31
 from test.real_model import smollm2_tokenizer as smol
 
 WEATHER: dict[str, Any] = {
@@ -23,7 +23,7 @@ WEATHER: dict[str, Any] = {
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
     "required": ["city", "days"],
     "additionalProperties": False,
-    "minProperties": 1,  # which no grammar enforces
+    "minProperties": 1,  # a grammar cannot enforce this
 }
 TOOLS = {"weather": WEATHER, "now": {}}
 
@@ -53,7 +53,7 @@ NAMES = sorted(TWO_CALLS)
 
 @functools.cache
 def tokenizer(with_markers: bool = False) -> Tokenizer:
-    """``with_markers``: those of every format, and the tags of reasoning, as special tokens."""
+    """``with_markers``: the markers of every format and the reasoning tags are special tokens."""
     backend = tokenizers.Tokenizer.from_str(smol().to_json())
     if with_markers:
         backend.add_special_tokens([*{marker for one in ALL for marker in one.markers}, "<think>", "</think>"])
@@ -68,9 +68,9 @@ def compiler(with_markers: bool) -> GrammarCompiler:
 def allows(
     name: str, text: str, with_markers: bool = False, max_calls: int | None = None, thinking: Thinking | None = None
 ) -> bool:
-    """Whether the whole text, and nothing more, may be the answer."""
+    """Whether the grammar accepts exactly this text."""
     own = tokenizer(with_markers)
-    form = forcible(BY_NAME[name])
+    form = enforceable_format(BY_NAME[name])
     ids = {marker: own.token_to_id(marker) for marker in (*form.markers, "<think>", "</think>")}
     special = {marker: token for marker, token in ids.items() if token in own.special_ids and token is not None}
     grammar = forced_grammar(form, TOOLS, max_calls, thinking, special)
@@ -80,7 +80,7 @@ def allows(
     )
 
 
-def test_every_format_is_here() -> None:
+def test_every_format_is_covered() -> None:
     assert {form.name for form in ALL} == set(TWO_CALLS)
 
 
@@ -98,15 +98,15 @@ def test_calls_in_the_models_own_format_are_allowed_and_nothing_else(name: str, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_forced_is_what_the_parser_reads(name: str) -> None:
-    parsed = taken_apart(parser_of(forcible(BY_NAME[name]).name), TWO_CALLS[name])
+def test_the_parser_reads_what_the_grammar_forces(name: str) -> None:
+    parsed = parse_pieces(new_parser(enforceable_format(BY_NAME[name]).name), TWO_CALLS[name])
 
     assert parsed.calls == (("weather", PARIS), ("now", "{}"))
     assert parsed.content == ""
 
 
 @pytest.mark.parametrize("with_markers", [False, True])
-def test_a_model_may_think_before_it_calls_and_must_end_it_first(with_markers: bool) -> None:
+def test_reasoning_may_precede_a_call_and_must_end_before_it(with_markers: bool) -> None:
     call = tagged(listed("arguments")[1])
     begun, free = Thinking(THINK, is_begun=True), Thinking(THINK, is_begun=False)
 
@@ -119,19 +119,19 @@ def test_a_model_may_think_before_it_calls_and_must_end_it_first(with_markers: b
 
 
 @pytest.mark.parametrize("with_markers", [False, True])
-def test_any_answer_may_be_thought_about_first(with_markers: bool) -> None:
+def test_reasoning_may_precede_any_grammar(with_markers: bool) -> None:
     own = tokenizer(with_markers)
     special = {tag: own.token_to_id(tag) or 0 for tag in ("<think>", "</think>") if with_markers}
 
-    def is_answer(text: str, is_begun: bool) -> bool:
+    def is_accepted(text: str, is_begun: bool) -> bool:
         before = thinking_grammar(Thinking(THINK, is_begun), special)
         matcher = compiler(with_markers).compile(GrammarSpec("regex", "[0-9]+", before))
         ids = own.encode(text, add_special_tokens=False)
         return all(map(matcher.consume_token, ids)) and bool(matcher.is_accepting())
 
-    assert is_answer("12", is_begun=False)
-    assert is_answer("<think>Hm, 5?</think>12", is_begun=False)
-    assert is_answer("Hm, 5?</think>\n\n12", is_begun=True)
-    assert not is_answer("12", is_begun=True)
-    assert not is_answer("Hm</think>No</think>12", is_begun=True)
-    assert not is_answer("Hm</think>", is_begun=True)
+    assert is_accepted("12", is_begun=False)
+    assert is_accepted("<think>Hm, 5?</think>12", is_begun=False)
+    assert is_accepted("Hm, 5?</think>\n\n12", is_begun=True)
+    assert not is_accepted("12", is_begun=True)
+    assert not is_accepted("Hm</think>No</think>12", is_begun=True)
+    assert not is_accepted("Hm</think>", is_begun=True)

@@ -1,4 +1,4 @@
-"""Reasoning, apart from the answer after it."""
+"""Splitting reasoning from the content after it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from lightserve.errors import ServerError
 from lightserve.output_parsing import Content, OutputParser, Reasoning, ToolCallParser, fold
+from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.reasoning import THINK, ReasoningFormat, ReasoningParser, reasoning_format
-from lightserve.output_parsing.scribe import Scribe
 from lightserve.output_parsing.tool_calls.formats import BY_NAME
 from test.output_parsing.corpus import TOOLS, cut
 
@@ -40,7 +40,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "is_inside", "reasoning", "content"), CASES)
-def test_reasoning_is_told_from_content_however_the_text_is_cut(
+def test_reasoning_and_content_do_not_depend_on_where_the_text_is_split(
     text: str, is_inside: bool, reasoning: str, content: str
 ) -> None:
     rng = random.Random(0)
@@ -51,7 +51,7 @@ def test_reasoning_is_told_from_content_however_the_text_is_cut(
         assert split(text, is_inside, cut(text, rng)) == (reasoning, content)
 
 
-def test_reasoning_comes_as_it_is_thought() -> None:
+def test_reasoning_is_streamed() -> None:
     parser = ReasoningParser(THINK, is_inside=False)
 
     assert parser.push("<think>\nLet me") == [Reasoning("Let me")]
@@ -75,18 +75,18 @@ def test_reasoning_comes_as_it_is_thought() -> None:
         (R1, "<|assistant|>\n<think>\n\n</think>\n\n", False, False),
     ],
 )
-def test_the_prompt_tells_whether_the_answer_begins_inside(
+def test_the_prompt_decides_whether_the_output_starts_inside_the_reasoning(
     form: ReasoningFormat, prompt: str, is_continued: bool, expected: bool
 ) -> None:
     assert form.begins_inside(prompt, is_continued) is expected
 
 
-def test_calls_are_read_after_the_reasoning_only() -> None:
+def test_calls_inside_the_reasoning_are_ignored() -> None:
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     text = f"I could {call}, no.</think>\n{call}\nok"
     rng = random.Random(0)
     for pieces in ([text], list(text), *(cut(text, rng) for _ in range(50))):
-        tools = ToolCallParser(BY_NAME["hermes"].parse, Scribe(TOOLS))
+        tools = ToolCallParser(BY_NAME["hermes"].parse, DeltaWriter(TOOLS))
         parser = OutputParser(ReasoningParser(THINK, is_inside=True), tools)
 
         output = fold([*(delta for piece in pieces for delta in parser.push(piece)), *parser.finish()])
@@ -96,7 +96,7 @@ def test_calls_are_read_after_the_reasoning_only() -> None:
         assert [(one.name, one.arguments) for one in output.calls] == [("now", "{}")]
 
 
-def test_the_tags_are_found_by_the_chat_template_or_named() -> None:
+def test_the_tags_come_from_the_chat_template_or_from_the_flag() -> None:
     assert reasoning_format("auto", "{{ content.split('</think>')[-1] }}") == THINK
     assert reasoning_format("auto", "[THINK]{{ x }}[/THINK]") == ReasoningFormat("[THINK]", "[/THINK]")
     assert reasoning_format("auto", "{{ messages }}") is None
@@ -104,5 +104,7 @@ def test_the_tags_are_found_by_the_chat_template_or_named() -> None:
     assert reasoning_format("qwen3", "") == THINK
     assert reasoning_format("deepseek_r1", "") == R1
     assert reasoning_format("<a>,</a>", "") == ReasoningFormat("<a>", "</a>")
-    with pytest.raises(ServerError, match="reasoning_parser='deep': choose one of auto, none, qwen3, deepseek_r1, or"):
+    with pytest.raises(
+        ServerError, match="unknown --reasoning_parser 'deep'; use one of auto, none, qwen3, deepseek_r1, or"
+    ):
         reasoning_format("deep", "")

@@ -1,4 +1,4 @@
-"""Every format, whole and in pieces: what is in an output does not depend on how it came."""
+"""Every tool-call format, complete and in pieces: the result does not depend on where the text is split."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hypothesis import given, settings, strategies as st
 import lightserve.output_parsing
 from lightserve.errors import ServerError
 from lightserve.output_parsing import CallArguments, CallStart, Content
-from lightserve.output_parsing.scribe import call_id, short_call_id
+from lightserve.output_parsing.delta_writer import call_id, short_call_id
 from lightserve.output_parsing.tool_calls.formats import ALIASES, ALL, BY_NAME, tool_format
-from test.output_parsing.corpus import CASES, CORPUS, PARIS, Sample, call, cut, parser_of, tagged, taken_apart
+from test.output_parsing.corpus import CASES, CORPUS, PARIS, Sample, call, cut, new_parser, parse_pieces, tagged
 
 NAMES = sorted(CORPUS)
-# what the outputs of all formats are made of
-SHREDS = sorted(
+# fragments that outputs of all formats consist of
+FRAGMENTS = sorted(
     {marker for one in ALL for marker in one.markers}
     | set("{}[]()\",:;\\'\n `<>|=")
     | {
@@ -39,47 +39,47 @@ def test_every_format_has_a_corpus() -> None:
 
 
 @pytest.mark.parametrize(("name", "sample"), CASES, ids=lambda value: str(value)[:40])
-def test_an_output_is_taken_apart(name: str, sample: Sample) -> None:
-    assert taken_apart(parser_of(name), sample.text) == sample
+def test_an_output_is_parsed(name: str, sample: Sample) -> None:
+    assert parse_pieces(new_parser(name), sample.text) == sample
 
 
 @pytest.mark.parametrize(("name", "sample"), CASES, ids=lambda value: str(value)[:40])
-def test_every_cut_in_two_and_single_characters_give_the_same(name: str, sample: Sample) -> None:
+def test_splitting_in_two_or_into_characters_gives_the_same_result(name: str, sample: Sample) -> None:
     for at in range(len(sample.text) + 1):
-        assert taken_apart(parser_of(name), sample.text[:at], sample.text[at:]) == sample
-    assert taken_apart(parser_of(name), *sample.text) == sample
+        assert parse_pieces(new_parser(name), sample.text[:at], sample.text[at:]) == sample
+    assert parse_pieces(new_parser(name), *sample.text) == sample
 
 
 @settings(max_examples=300, deadline=None)
 @given(case=st.sampled_from(CASES), seed=st.integers(0, 2**32))
-def test_any_way_to_cut_a_text_gives_the_same(case: tuple[str, Sample], seed: int) -> None:
+def test_any_split_gives_the_same_result(case: tuple[str, Sample], seed: int) -> None:
     name, sample = case
 
-    assert taken_apart(parser_of(name), *cut(sample.text, random.Random(seed))) == sample
+    assert parse_pieces(new_parser(name), *cut(sample.text, random.Random(seed))) == sample
 
 
 def check_random_outputs(count: int, seed: int) -> None:
-    """Nothing raises, no way to cut a text matters, and arguments that are JSON were not changed in their meaning."""
+    """Nothing raises, and the result does not depend on where the text is split."""
     rng = random.Random(seed)
     for _ in range(count):
         name = rng.choice(NAMES)
         text = random_output(rng, name)
-        whole = taken_apart(parser_of(name), text)
-        assert taken_apart(parser_of(name), *cut(text, rng)) == whole, (name, text)
-        assert taken_apart(parser_of(name), *text) == whole, (name, text)
+        whole = parse_pieces(new_parser(name), text)
+        assert parse_pieces(new_parser(name), *cut(text, rng)) == whole, (name, text)
+        assert parse_pieces(new_parser(name), *text) == whole, (name, text)
 
 
 def random_output(rng: random.Random, name: str) -> str:
     if rng.random() < 0.5:
-        return "".join(rng.choices(SHREDS, k=rng.randrange(12)))
+        return "".join(rng.choices(FRAGMENTS, k=rng.randrange(12)))
     text = rng.choice(CORPUS[name]).text + rng.choice(CORPUS[name]).text
-    for _ in range(rng.randrange(4)):  # a model that stumbles
+    for _ in range(rng.randrange(4)):  # a model that makes mistakes
         at = rng.randrange(len(text) + 1)
-        text = text[:at] + rng.choice(["", *SHREDS]) + text[at + rng.randrange(4) :]
+        text = text[:at] + rng.choice(["", *FRAGMENTS]) + text[at + rng.randrange(4) :]
     return text
 
 
-def test_random_outputs_are_taken_apart_alike_however_they_are_cut() -> None:
+def test_random_outputs_give_the_same_result_however_they_are_split() -> None:
     check_random_outputs(2000, seed=1)
 
 
@@ -88,8 +88,8 @@ def test_ten_thousand_random_outputs() -> None:
     check_random_outputs(10_000, seed=2)
 
 
-def test_the_name_comes_first_and_arguments_as_they_are_written() -> None:
-    parser = parser_of("hermes")
+def test_a_call_is_streamed_with_its_name_first() -> None:
+    parser = new_parser("hermes")
 
     head = parser.push('Hm. <tool_call>{"name": "weather", "arguments": {"ci')
     rest = [parser.push(piece) for piece in ('ty": "Par', 'is"}', "}</tool", "_call>")]
@@ -99,41 +99,41 @@ def test_the_name_comes_first_and_arguments_as_they_are_written() -> None:
     assert parser.finish() == []
 
 
-def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
-    parser = parser_of("hermes")
+def test_text_is_held_back_only_while_it_may_start_a_call() -> None:
+    parser = new_parser("hermes")
 
     assert parser.push("a <tool") == [Content("a")]
     assert parser.push("box> b") == [Content(" <toolbox> b")]
 
 
-def test_calls_beyond_those_that_are_wanted_are_left_out() -> None:
+def test_calls_beyond_max_calls_are_dropped() -> None:
     text = tagged(call("weather", PARIS)) + tagged(call("now", "{}")) + "ok"
 
-    assert taken_apart(parser_of("hermes", max_calls=1), text) == Sample(text, "ok", (("weather", PARIS),))
+    assert parse_pieces(new_parser("hermes", max_calls=1), text) == Sample(text, "ok", (("weather", PARIS),))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_long_output_takes_linear_time(name: str) -> None:
-    """Quadratic time would be minutes here."""
+    """Quadratic time would take minutes here."""
     for text in (CORPUS[name][0].text.replace("Paris", "Par" + "i" * 200_000 + "s"), "{[(<" * 50_000):
         pieces = [text[at : at + 16] for at in range(0, len(text), 16)]
-        taken_apart(parser_of(name), *pieces)
+        parse_pieces(new_parser(name), *pieces)
 
 
-def test_ids_are_as_clients_and_templates_want_them() -> None:
+def test_call_ids_have_the_form_that_clients_and_templates_expect() -> None:
     assert call_id() != call_id()
     assert call_id().startswith("call_")
     assert len(short_call_id()) == 9
     assert short_call_id().isalnum()
 
 
-def test_kimi_and_mistral_give_the_ids_that_the_model_wrote() -> None:
+def test_kimi_and_mistral_keep_the_ids_that_the_model_wrote() -> None:
     starts = []
     for name, text in (
         ("kimi_k2", CORPUS["kimi_k2"][0].text),
         ("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}"),
     ):
-        starts += [delta.id for delta in parser_of(name).push(text) if isinstance(delta, CallStart)]
+        starts += [delta.id for delta in new_parser(name).push(text) if isinstance(delta, CallStart)]
 
     assert starts == ["functions.weather:0", "functions.now:1", "abcdefghi"]
 
@@ -154,27 +154,27 @@ def test_kimi_and_mistral_give_the_ids_that_the_model_wrote() -> None:
         ("{{ messages }}", None),
     ],
 )
-def test_the_format_is_found_by_the_chat_template(template: str, expected: str | None) -> None:
+def test_the_format_is_detected_from_the_chat_template(template: str, expected: str | None) -> None:
     found = tool_format("auto", template)
 
     assert (found and found.name) == expected
 
 
-def test_the_format_may_be_named() -> None:
+def test_the_format_can_be_set_by_name() -> None:
     assert all(tool_format(name, "") is one for name, one in (BY_NAME | ALIASES).items())
     assert tool_format("none", "<tool_call>") is None
-    with pytest.raises(ServerError, match=r"tool_call_parser='herms': choose one of auto, none, .*hermes"):
+    with pytest.raises(ServerError, match=r"unknown --tool_call_parser 'herms'; use one of auto, none, .*hermes"):
         tool_format("herms", "")
 
 
-def test_arguments_that_came_whole_are_json() -> None:
+def test_complete_arguments_are_json() -> None:
     for _, sample in CASES:
-        for _, arguments in taken_apart(parser_of("hermes"), sample.text).calls:
+        for _, arguments in parse_pieces(new_parser("hermes"), sample.text).calls:
             if arguments.count("{") == arguments.count("}") and "'" not in arguments:
                 json.loads(arguments)
 
 
-def test_nothing_is_evaluated() -> None:
+def test_no_output_is_evaluated() -> None:
     folder = Path(lightserve.output_parsing.__file__).parent
     calls = [
         ast.unparse(node.func)

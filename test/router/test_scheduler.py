@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -519,7 +519,53 @@ def test_a_step_takes_more_prompt_tokens_beside_more_decodes() -> None:
 
     assert [prompt_tokens(limits, decodes, 0) for decodes in (0, 1, 50, 128, 130)] == [1000, 101, 150, 228, 254]
     assert [prompt_tokens(sized, decodes, 1) for decodes in (0, 1, 20, 64, 128)] == [8192, 383, 364, 448, 384]
-    assert [prompt_tokens(sized, decodes, 1) for decodes in (256, 2000)] == [1280, 1]
+    assert prompt_tokens(sized, 256, 1) == 1280
+
+
+H200 = Limits(max_running=4096, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 768, 1024, 1280, 1536))
+
+
+def test_the_defaults_of_a_gpu_are_the_sizes_that_were_measured_with_it() -> None:
+    """Decodes, waiting requests and contexts of the loads in docs/log.md, and what steps had in them then."""
+    assert [prompt_tokens(H200, decodes, 1) for decodes in (1, 8, 20, 64, 128, 200, 256)] == [
+        *(383, 376, 364, 448, 384, 1336, 1280),
+    ]
+    assert [prompt_tokens(H200, 64, waiting) for waiting in (1, 3, 16, 64, 300)] == [448, 448, 448, 704, 960]
+    assert [prompt_tokens(H200, 16, 2, context) for context in (0, 600, 1000, 1500, 4000, 9000)] == [
+        *(368, 368, 368, 240, 240, 240),
+    ]
+
+
+@pytest.mark.parametrize("chunk_size", [16, 32, 64, 128, 512, 1024, 2048, 4096])
+def test_the_operators_chunk_size_counts_whatever_sizes_the_device_likes(chunk_size: int) -> None:
+    limits = replace(H200, chunk_size=chunk_size)
+
+    few, many = prompt_tokens(limits, 1, 1), prompt_tokens(limits, 1, 200)
+
+    assert chunk_size <= few <= 1.6 * chunk_size
+    assert min(2 * chunk_size, 8191) <= many <= 6 * chunk_size
+
+
+@pytest.mark.parametrize("batch_max_tokens", [1024, 8192])
+def test_prompts_keep_a_share_beside_any_number_of_decodes(batch_max_tokens: int) -> None:
+    limits = replace(H200, batch_max_tokens=batch_max_tokens)
+
+    shares = [prompt_tokens(limits, decodes, 8, context) for decodes in range(1, 9000, 7) for context in (0, 100_000)]
+
+    assert min(shares) >= 32
+    assert prompt_tokens(H200, 1500, 1) >= 1000
+
+
+def test_a_chunk_shrinks_with_the_context_before_it() -> None:
+    contexts = (0, 9_000, 36_000, 64_000, 128_000, 1_000_000)
+
+    few, many = ([prompt_tokens(H200, decodes, 1, context) for context in contexts] for decodes in (8, 256))
+
+    assert few == sorted(few, reverse=True)
+    assert many == sorted(many, reverse=True)
+    assert few[4] < few[1] / 3  # a token behind 128,000 costs about four times as much as one behind 9,000
+    assert many[4] < many[1] / 2
+    assert few[-1] >= 32, "it goes on all the same"
 
 
 def test_a_step_takes_more_prompt_tokens_if_more_requests_wait() -> None:
@@ -614,7 +660,7 @@ def test_a_step_takes_fewer_prompt_tokens_behind_a_long_context() -> None:
     step = scheduler.next_step()
 
     assert step is not None
-    assert [len(row.slots) for row in step.rows] == [1, 84]  # 127 of the first ones: 32,000 tokens are before it
+    assert [len(row.slots) for row in step.rows] == [1, 45]  # 127 of the first tokens; 32,000 tokens are before these
 
 
 def test_short_prompts_share_a_step() -> None:

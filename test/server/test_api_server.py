@@ -1,4 +1,4 @@
-"""The lives of the server's processes, from the first to the last."""
+"""The lifecycle of the server's processes: start, ready, death, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from lightserve.server.banner import say
-from lightserve.server.child import ChildDiedError
-from lightserve.server.fleet import Fleet, Modules
-from test.server.launched import WORKER, launched, until
+from lightserve.server.banner import print_line
+from lightserve.server.child_process import ChildDiedError
+from lightserve.server.process_group import Modules, ProcessGroup
+from test.server.launcher_process import DRAIN_TIMEOUT_S, WORKER, start_launcher, wait_until
 
 SLOW_TO_LOAD = """
     def main(boot, parent):
@@ -37,22 +37,24 @@ BUSY_HTTPSERVER = """
 """
 
 
-def test_all_become_ready_in_order_and_the_banner_says_so(tmp_path: Path) -> None:
-    with launched(tmp_path, "--httpserver_workers=2", "--tp=2", "--dtype=float16") as server:
-        server.until_ready()
+def test_all_processes_become_ready_in_order_and_the_banner_is_printed(tmp_path: Path) -> None:
+    with start_launcher(tmp_path, "--httpserver_workers=2", "--tp=2", "--dtype=float16") as server:
+        server.wait_ready()
 
         (run_dir,) = server.run_base.iterdir()
         assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
-        said = " ".join(server.said().split())
-        port = server.heard("httpserver")[0].split()[1]
-        assert f"LightServe is ready at http://127.0.0.1:{port} model {tmp_path.name} " in said
-        assert "computed as LlamaForCausalLM in float16 on a fake longest request 512 tokens KV pool" in said
-        assert "HTTP processes 2 " in said
-        assert "model worker 1 weights 0.25 s" in said
-        assert "has no tokenizer: prompts must be token ids" in said
-        assert server.heard("router") == ["EngineReady"]
-        until(lambda: server.heard("httpserver").count("EngineReady") == 2, "both learn the limits")
-        assert server.heard("httpserver").count(f"port {port}") == 2
+        output = " ".join(server.stderr().split())
+        port = server.received("httpserver")[0].split()[1]
+        assert f"LightServe is ready at http://127.0.0.1:{port} model {tmp_path.name} " in output
+        assert "computed as LlamaForCausalLM in float16 on a fake longest request 512 tokens KV pool" in output
+        assert "HTTP processes 2 " in output
+        assert "model worker 1 weights 0.25 s" in output
+        assert "has no tokenizer: prompts must be token ids" in output
+        assert server.received("router") == ["EngineReady"]
+        wait_until(
+            lambda: server.received("httpserver").count("EngineReady") == 2, "both HTTP processes get the limits"
+        )
+        assert server.received("httpserver").count(f"port {port}") == 2
         assert sorted(server.children().values()) == [
             "ls-detokenizer",
             "ls-httpserver",
@@ -63,36 +65,67 @@ def test_all_become_ready_in_order_and_the_banner_says_so(tmp_path: Path) -> Non
         ]
 
 
-def test_a_mistake_that_a_child_finds_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+ROUTER_WITH_END_TOKENS = """
+    async def main(boot, parent):
+        note(str((await parent.recv()).eos_token_ids))
+        parent.send(Ready())
+        await asyncio.Event().wait()
+    run_child("router", main)
+"""
+HTTPSERVER_WITH_END_TOKENS = """
+    async def main(boot, parent):
+        parent.send(Ready())
+        note(str((await parent.recv()).eos_token_ids))
+        await asyncio.Event().wait()
+    run_child("httpserver", main)
+"""
+WORKER_WITH_END_TOKENS = WORKER.replace("**figures", "**figures, eos_token_ids=(2,)")
+
+
+@pytest.mark.parametrize(("flags", "expected"), [((), "(2,)"), (("--eos_id", "7", "9"), "(7, 9)")])
+def test_router_and_http_processes_get_the_end_tokens_of_the_model_or_the_operator(
+    tmp_path: Path, flags: tuple[str, ...], expected: str
+) -> None:
+    scripts = {"router": ROUTER_WITH_END_TOKENS, "httpserver": HTTPSERVER_WITH_END_TOKENS}
+    with start_launcher(tmp_path, *flags, worker=WORKER_WITH_END_TOKENS, **scripts) as server:
+        server.wait_ready()
+
+        assert server.received("router") == [expected]
+        wait_until(lambda: server.received("httpserver") == [expected], "the HTTP process gets them")
+
+
+def test_a_configuration_error_in_a_child_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     worker = """
         def main(boot, parent):
             raise ModelFilesError("tensor lm_head.weight is missing; fetch the model again")
         run_child("model worker", main)
     """
-    with launched(tmp_path, worker=worker) as server:
+    with start_launcher(tmp_path, worker=worker) as server:
         assert server.exit_code() == 2
 
         assert server.last_line() == "lightserve: tensor lm_head.weight is missing; fetch the model again"
-        assert "Traceback" not in server.said()
+        assert "Traceback" not in server.stderr()
         assert not server.children()
         assert server.has_cleaned_up()
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "message"),
     [
         ("def main(boot, parent): raise RuntimeError('boom')", "died (exit code 1): RuntimeError: boom"),
         ("def main(boot, parent): os.kill(os.getpid(), signal.SIGSEGV)", "died (signal 11)"),
         ("import no_such_module", "died (exit code 1)"),
-        ("os.write(int(sys.argv[1]), b'nonsense' + bytes([10])); signal.pause()", "what it said makes no sense"),
+        ("os.write(int(sys.argv[1]), b'nonsense' + bytes([10])); signal.pause()", "it sent an invalid message"),
     ],
 )
-def test_a_child_that_dies_at_the_start_is_named_and_nobody_waits(tmp_path: Path, source: str, words: str) -> None:
-    with launched(tmp_path, worker=f"{source}\nrun_child('model worker', main)") as server:
+def test_a_child_that_dies_during_the_start_is_named_and_ends_the_start(
+    tmp_path: Path, source: str, message: str
+) -> None:
+    with start_launcher(tmp_path, worker=f"{source}\nrun_child('model worker', main)") as server:
         assert server.exit_code() == 1
 
         assert server.last_line().startswith("lightserve: model worker 0 died")
-        assert words in server.last_line()
+        assert message in server.last_line()
         assert not server.children()
         assert server.has_cleaned_up()
 
@@ -105,20 +138,22 @@ def test_a_child_that_dies_at_the_start_is_named_and_nobody_waits(tmp_path: Path
         ("ls-httpserver", "httpserver 0"),
     ],
 )
-def test_when_one_is_killed_it_is_named_clients_are_told_and_all_end(tmp_path: Path, name: str, role: str) -> None:
-    with launched(tmp_path) as server:
-        server.until_ready()
+def test_a_killed_process_is_named_clients_get_an_error_and_all_processes_end(
+    tmp_path: Path, name: str, role: str
+) -> None:
+    with start_launcher(tmp_path) as server:
+        server.wait_ready()
 
         server.signal_child(name, signal.SIGKILL)
 
         assert server.exit_code() == 1
         assert server.last_line() == f"lightserve: {role} died (signal 9)"
-        assert name == "ls-httpserver" or server.heard("httpserver")[-2:] == ["EngineDied", "Drain"]
+        assert name == "ls-httpserver" or server.received("httpserver")[-2:] == ["EngineDied", "Drain"]
         assert not server.children()
         assert server.has_cleaned_up()
 
 
-def test_a_child_that_ends_by_itself_while_serving_counts_as_dead(tmp_path: Path) -> None:
+def test_a_child_that_exits_with_code_0_while_serving_counts_as_dead(tmp_path: Path) -> None:
     router = """
         async def main(boot, parent):
             await parent.recv()
@@ -127,8 +162,8 @@ def test_a_child_that_ends_by_itself_while_serving_counts_as_dead(tmp_path: Path
         run_child("router", main)
     """
     os.mkfifo(tmp_path / "go")
-    with launched(tmp_path, router=router) as server:
-        server.until_ready()
+    with start_launcher(tmp_path, router=router) as server:
+        server.wait_ready()
 
         (tmp_path / "go").write_text("x")
 
@@ -136,8 +171,8 @@ def test_a_child_that_ends_by_itself_while_serving_counts_as_dead(tmp_path: Path
         assert server.last_line() == "lightserve: router died (exit code 0)"
 
 
-def test_clients_that_cannot_be_told_do_not_hold_up_the_end(tmp_path: Path) -> None:
-    deaf = """
+def test_an_http_process_that_does_not_drain_does_not_delay_the_shutdown(tmp_path: Path) -> None:
+    never_drains = """
         async def main(boot, parent):
             parent.send(Ready())
             while not isinstance(await parent.recv(), EngineDied):
@@ -145,8 +180,8 @@ def test_clients_that_cannot_be_told_do_not_hold_up_the_end(tmp_path: Path) -> N
             signal.pause()
         run_child("httpserver", main)
     """
-    with launched(tmp_path, httpserver=deaf) as server:
-        server.until_ready()
+    with start_launcher(tmp_path, httpserver=never_drains) as server:
+        server.wait_ready()
 
         server.signal_child("ls-router", signal.SIGKILL)
 
@@ -162,8 +197,8 @@ def test_the_processes_that_a_child_started_end_with_it(tmp_path: Path) -> None:
             signal.pause()
         run_child("model worker", main)
     """
-    with launched(tmp_path, worker=worker) as server:
-        server.until_ready()
+    with start_launcher(tmp_path, worker=worker) as server:
+        server.wait_ready()
         assert "sleep" in server.children().values()
 
         server.process.send_signal(signal.SIGTERM)
@@ -172,45 +207,47 @@ def test_the_processes_that_a_child_started_end_with_it(tmp_path: Path) -> None:
         assert not server.children()
 
 
-def test_when_the_launcher_is_killed_the_children_go_by_themselves(tmp_path: Path) -> None:
+def test_children_exit_by_themselves_when_the_launcher_is_killed(tmp_path: Path) -> None:
     busy = """
         async def main(boot, parent):
             parent.send(Ready())
             while True: pass
         run_child("detokenizer", main)
     """
-    with launched(tmp_path, detokenizer=busy) as server:
-        server.until_ready()
-        server.signal_child("ls-router", signal.SIGSTOP)  # sees nothing any more
+    with start_launcher(tmp_path, detokenizer=busy) as server:
+        server.wait_ready()
+        server.signal_child("ls-router", signal.SIGSTOP)  # a stopped process cannot react by itself
 
         server.process.kill()
 
-        until(lambda: not server.children(), "all are gone")
+        wait_until(lambda: not server.children(), "all processes have exited")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_requests_finish(tmp_path: Path, signum: signal.Signals) -> None:
-    with launched(tmp_path) as server:
-        server.until_ready()
+    with start_launcher(tmp_path) as server:
+        server.wait_ready()
 
         server.process.send_signal(signum)
 
         assert server.exit_code() == 0
-        assert server.heard("httpserver")[-1] == "Drain"
-        assert server.last_line() == f"lightserve: {signum.name}: waiting up to 30 s for running requests"
+        assert server.received("httpserver")[-1] == "Drain"
+        assert (
+            server.last_line() == f"lightserve: {signum.name}: waiting up to {DRAIN_TIMEOUT_S} s for running requests"
+        )
         assert not server.children()
         assert server.has_cleaned_up()
 
 
-def test_a_signal_to_every_process_at_once_is_no_death(tmp_path: Path) -> None:
-    with launched(tmp_path) as server:
-        server.until_ready()
+def test_a_signal_to_every_process_at_once_is_not_reported_as_a_death(tmp_path: Path) -> None:
+    with start_launcher(tmp_path) as server:
+        server.wait_ready()
 
         for pid in (*server.children(), server.process.pid):
             os.kill(pid, signal.SIGTERM)
 
         assert server.exit_code() == 0
-        assert "died" not in server.said()
+        assert "died" not in server.stderr()
 
 
 def test_a_signal_does_not_kill_a_child_that_is_still_importing(tmp_path: Path) -> None:
@@ -219,20 +256,20 @@ def test_a_signal_does_not_kill_a_child_that_is_still_importing(tmp_path: Path) 
     note(str(os.getpid()))
     Path(__file__).with_name("go").read_text()  # until the other end writes
     """
-    with launched(tmp_path, worker=slow_import + WORKER) as server:
-        until(lambda: server.heard("worker"), "the worker imports")
+    with start_launcher(tmp_path, worker=slow_import + WORKER) as server:
+        wait_until(lambda: server.received("worker"), "the worker imports")
 
-        os.kill(int(server.heard("worker")[0]), signal.SIGTERM)
+        os.kill(int(server.received("worker")[0]), signal.SIGTERM)
         (tmp_path / "go").write_text("x")
 
-        server.until_ready()
+        server.wait_ready()
 
 
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
-    with launched(tmp_path, httpserver=BUSY_HTTPSERVER) as server:
-        server.until_ready()
+    with start_launcher(tmp_path, httpserver=BUSY_HTTPSERVER) as server:
+        server.wait_ready()
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: "Drain" in server.heard("httpserver"), "it drains")
+        wait_until(lambda: "Drain" in server.received("httpserver"), "it drains")
 
         server.process.send_signal(signal.SIGTERM)
 
@@ -243,20 +280,20 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
 
 
 def test_requests_that_outlast_the_drain_end_with_an_error(tmp_path: Path) -> None:
-    with launched(tmp_path, "--drain_timeout=0.1", httpserver=BUSY_HTTPSERVER) as server:
-        server.until_ready()
+    with start_launcher(tmp_path, "--drain_timeout=0.1", httpserver=BUSY_HTTPSERVER) as server:
+        server.wait_ready()
 
         server.process.send_signal(signal.SIGTERM)
 
         assert server.exit_code() == 0
-        assert server.heard("httpserver")[-2:] == ["EngineDied", "Drain"]
-        assert "some requests were not done in time" in server.last_line()
+        assert server.received("httpserver")[-2:] == ["EngineDied", "Drain"]
+        assert "some requests did not finish within 0.1 s (--drain_timeout)" in server.last_line()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_the_load_ends_it(tmp_path: Path, signum: signal.Signals) -> None:
-    with launched(tmp_path, worker=SLOW_TO_LOAD) as server:
-        until(lambda: server.heard("worker"), "the worker loads")
+def test_a_signal_during_the_start_ends_the_server_at_once(tmp_path: Path, signum: signal.Signals) -> None:
+    with start_launcher(tmp_path, worker=SLOW_TO_LOAD) as server:
+        wait_until(lambda: server.received("worker"), "the worker loads")
 
         server.process.send_signal(signum)
 
@@ -266,11 +303,11 @@ def test_a_signal_during_the_load_ends_it(tmp_path: Path, signum: signal.Signals
         assert server.has_cleaned_up()
 
 
-def test_a_log_that_cannot_be_written_is_no_reason_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_cannot_be_written_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w", buffering=1) as full:
         monkeypatch.setattr("sys.stderr", full)
 
-        say("SIGTERM: waiting for running requests")
+        print_line("SIGTERM: waiting for running requests")
 
         monkeypatch.undo()
         with pytest.raises(OSError, match="No space left"):
@@ -279,9 +316,9 @@ def test_a_log_that_cannot_be_written_is_no_reason_to_end(monkeypatch: pytest.Mo
             full.close()
 
 
-def test_a_signal_while_a_process_is_being_started_leaves_none(tmp_path: Path) -> None:
-    with launched(tmp_path) as server:
-        until(server.children, "the first is there")
+def test_a_signal_while_a_process_is_being_started_leaves_no_process(tmp_path: Path) -> None:
+    with start_launcher(tmp_path) as server:
+        wait_until(server.children, "the first child has started")
 
         server.process.send_signal(signal.SIGINT)
 
@@ -290,17 +327,17 @@ def test_a_signal_while_a_process_is_being_started_leaves_none(tmp_path: Path) -
         assert server.has_cleaned_up()
 
 
-def test_a_killed_process_is_blamed_before_those_that_complain_of_it() -> None:
-    def child(role: str, exit_code: int | None, words: str | None = None) -> Any:
-        return SimpleNamespace(role=role, exit_code=exit_code, last_words=words)
+def test_a_killed_process_is_reported_before_those_that_failed_because_of_it() -> None:
+    def child(role: str, exit_code: int | None, message: str | None = None) -> Any:
+        return SimpleNamespace(role=role, exit_code=exit_code, exit_message=message)
 
-    def culprit(died: Any, *others: Any) -> str:
-        fleet = Fleet(config=Any, run_dir="", modules=Modules())  # type: ignore[arg-type]
-        fleet.children = [child("detokenizer", None), *others, died]
-        return str(asyncio.run(fleet.culprit(ChildDiedError(died, died.exit_code))))
+    def root_cause(died: Any, *others: Any) -> str:
+        processes = ProcessGroup(config=Any, run_dir="", modules=Modules())  # type: ignore[arg-type]
+        processes.children = [child("detokenizer", None), *others, died]
+        return str(asyncio.run(processes.root_cause(ChildDiedError(died, died.exit_code))))
 
     router = child("router", 1, "nonsense came")
 
-    assert culprit(router, child("model worker 1", -9)) == "model worker 1 died (signal 9)"
-    assert culprit(child("model worker 0", 0), router) == "router died (exit code 1): nonsense came"
-    assert culprit(router, child("model worker 0", 0)) == "router died (exit code 1): nonsense came"
+    assert root_cause(router, child("model worker 1", -9)) == "model worker 1 died (signal 9)"
+    assert root_cause(child("model worker 0", 0), router) == "router died (exit code 1): nonsense came"
+    assert root_cause(router, child("model worker 0", 0)) == "router died (exit code 1): nonsense came"

@@ -12,13 +12,13 @@ def parse(line: str) -> ServerConfig:
     return parse_server(line.split())
 
 
-def test_no_flag_is_every_default() -> None:
+def test_without_flags_every_option_has_its_default() -> None:
     assert parse_server([]) == ServerConfig(
         worker=WorkerConfig(), router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig()
     )
 
 
-def test_each_flag_reaches_its_part() -> None:
+def test_each_flag_sets_its_part_of_the_config() -> None:
     config = parse("--tp 2 --max-queue-size 5 --port 9 --drain_timeout 1.5 --use_tgi_api")
 
     assert config.worker.tp == 2
@@ -50,7 +50,7 @@ def test_the_names_of_other_servers_work() -> None:
     assert config.http.model_name == "y"
 
 
-def test_help_groups_flags_by_who_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_groups_flags_by_the_process_that_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         parse_server(["--help"])
 
@@ -60,7 +60,7 @@ def test_help_groups_flags_by_who_needs_them(capsys: pytest.CaptureFixture[str])
     assert places[2] < text.index("--api-key") < places[3]
 
 
-def test_more_than_two_ranks_have_no_fixed_order() -> None:
+def test_deterministic_mode_refuses_more_than_two_ranks() -> None:
     assert parse("--deterministic --tp 2").worker.deterministic
     with pytest.raises(ServerError, match="deterministic needs tp 1 or 2"):
         parse("--deterministic --tp 4")

@@ -1,4 +1,4 @@
-"""What the operator gets wrong is one line with the remedy, before any process starts."""
+"""A configuration error is one line with the remedy, before any process starts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lightserve.server import api_server
 from lightserve.server.args import parse_server
 from lightserve.server.checks import check
 from lightserve.server.keys import with_keys
-from test.server.launched import launched, tiny_model
+from test.server.launcher_process import start_launcher, tiny_model
 
 TLS = Path(__file__).parent.parent / "api" / "tls"
 CERTIFICATE = ["--ssl_certfile", f"{TLS}/server.pem", "--ssl_keyfile", f"{TLS}/server.key"]
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What the launcher says, in one line, as it refuses to start."""
+    """The one line that the launcher prints when it refuses to start."""
     try:
         code = api_server.main([*flags])
-    except SystemExit as error:  # argparse's way
+    except SystemExit as error:  # raised by argparse
         code = int(error.code or 0)
     (line,) = capsys.readouterr().err.splitlines()
     assert code == 2
@@ -32,10 +32,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 def test_a_port_in_use_is_named_with_its_holder_before_a_process_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        with launched(tmp_path, f"--port={port}") as server:
+        with start_launcher(tmp_path, f"--port={port}") as server:
             assert server.exit_code() == 2
 
-            (line,) = server.said().splitlines()
+            (line,) = server.stderr().splitlines()
             assert line.startswith(f"lightserve: port {port} is in use by process {os.getpid()}, child of ")
             assert server.has_cleaned_up()
 
@@ -46,22 +46,22 @@ def test_a_port_in_use_is_named_with_its_holder_before_a_process_starts(tmp_path
         (["--model_dri", "x"], "unknown argument --model_dri; did you mean --model_dir?"),
         (["--httpserver-worker=2"], "did you mean --httpserver-workers?"),
         (["--port", "many"], "argument --port: invalid int value: 'many'"),
-        (["--port", "70000"], "port=70000: must be in 0..65535"),
+        (["--port", "70000"], "port=70000: must be between 0 and 65535"),
         (["--tp", "0"], "tp=0: must be at least 1"),
         (["--model_dir", "/no/such"], "/no/such: no such folder or .gguf file"),
         (["--host", "203.0.113.1"], "is not an address of this machine"),
-        (["--api_key_file", "/no/such"], "api_key_file: /no/such cannot be read"),
-        (["--api_key_file", "/dev/null"], "api_key_file: /dev/null holds no key; write one a line"),
-        (["--admin_key_file", "/dev"], "admin_key_file: /dev cannot be read"),
-        (["--ssl_keyfile", f"{TLS}/server.key"], "ssl_keyfile and ssl_ca_certs need ssl_certfile"),
-        (["--ssl_certfile", "/no/such"], "/no/such cannot be used (No such file or directory)"),
-        (["--ssl_certfile", f"{TLS}/server.pem"], "server.pem cannot be used"),  # it holds no private key
+        (["--api_key_file", "/no/such"], "--api_key_file: cannot read /no/such"),
+        (["--api_key_file", "/dev/null"], "--api_key_file: /dev/null contains no key; write one key per line"),
+        (["--admin_key_file", "/dev"], "--admin_key_file: cannot read /dev"),
+        (["--ssl_keyfile", f"{TLS}/server.key"], "--ssl_keyfile and --ssl_ca_certs need --ssl_certfile"),
+        (["--ssl_certfile", "/no/such"], "cannot use /no/such for HTTPS (No such file or directory)"),
+        (["--ssl_certfile", f"{TLS}/server.pem"], "server.pem for HTTPS"),  # it contains no private key
         (["--ssl_certfile", f"{TLS}/server.pem", "--ssl_keyfile", f"{TLS}/client.key"], "(key values mismatch)"),
         (["--ssl_certfile", f"{TLS}/server.pem", "--ssl_keyfile", f"{TLS}/locked.key"], "without a password"),
-        ([*CERTIFICATE, "--ssl_ca_certs", __file__], "test_checks.py cannot be used"),
+        ([*CERTIFICATE, "--ssl_ca_certs", __file__], "test_checks.py ("),
     ],
 )
-def test_a_wrong_flag_is_told(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+def test_a_wrong_flag_is_reported(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
     line = refusal(capsys, "--port=0", *flags)
 
     assert line.startswith("lightserve: ")
@@ -82,7 +82,7 @@ def test_a_wrong_flag_is_told(capsys: pytest.CaptureFixture[str], flags: list[st
         ({}, ["--max_model_len=513"], "max_req_total_len=513, but the model reaches 512 tokens; lower it"),
     ],
 )
-def test_a_model_that_cannot_be_served_is_told(
+def test_a_model_that_cannot_be_served_is_reported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, object], flags: list[str], message: str
 ) -> None:
     model = tiny_model(tmp_path, **changes)
@@ -92,7 +92,7 @@ def test_a_model_that_cannot_be_served_is_told(
     assert message in line
 
 
-def test_weights_that_are_missing_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_missing_weights_are_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line = refusal(capsys, "--port=0", f"--model_dir={tiny_model(tmp_path)}")
 
     assert "no weights (model*.safetensors or pytorch_model*.bin)" in line
@@ -109,21 +109,21 @@ def test_weights_that_are_missing_are_told(capsys: pytest.CaptureFixture[str], t
         (["--host=127.0.0.1"], False),
     ],
 )
-def test_a_server_that_is_open_to_the_network_says_so(
+def test_a_server_without_keys_on_a_public_address_logs_a_warning(
     log: pytest.LogCaptureFixture, tmp_path: Path, flags: list[str], is_open: bool
 ) -> None:
     check(parse_server(["--port=0", "--null_worker", f"--model_dir={tiny_model(tmp_path)}", *flags]))
 
-    assert ("anyone who reaches 0.0.0.0 may use the server" in log.text) is is_open
+    assert ("anyone who can reach 0.0.0.0 may use the server" in log.text) is is_open
 
 
-def test_a_key_file_that_others_may_read_is_told(log: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_key_file_that_other_users_can_read_logs_a_warning(log: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\n")
-    for mode, is_told in ((0o600, False), (0o640, True)):
+    for mode, warns in ((0o600, False), (0o640, True)):
         keys.chmod(mode)
 
         config = with_keys(parse_server([f"--api_key_file={keys}", "--api_key=zero"]))
 
         assert config.http.api_key == ["zero", "one"]
-        assert ("chmod 600" in log.text) is is_told
+        assert ("chmod 600" in log.text) is warns

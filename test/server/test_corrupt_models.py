@@ -1,7 +1,7 @@
-"""Every way a model's files can be wrong is one line that names the file and what to do, and exit code 2.
+"""Any error in a model's files is reported in one line that names the file and the remedy, with exit code 2.
 
-What the launcher can know it tells before a port is opened; what takes torch to know, the worker tells before it reads
-weights. NaN in weights is not looked for.
+The launcher finds what it can before it opens a port. What needs torch, the worker finds before it reads weights.
+Nobody searches weights for NaN.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NORM = "model.norm.weight"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model of which every test damages a copy."""
+    """A small model. Every test damages a copy of it."""
     return Path(save_small_model(tmp_path_factory.mktemp("whole")))
 
 
@@ -50,7 +50,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], model_dir: Path | str, *flags: str) -> str:
-    """The one line with which the launcher refuses to start, before it listens anywhere."""
+    """The one line that the launcher prints when it refuses to start, before it opens a port."""
     code = api_server.main(["--port=0", f"--model_dir={model_dir}", *flags])
     (line,) = capsys.readouterr().err.splitlines()
     assert code == 2
@@ -89,7 +89,7 @@ def cut(name: str, keep: int) -> Damage:
 
 
 def header(**changes: Any) -> Damage:
-    """Of the weights, one tensor described otherwise."""
+    """Change the description of one tensor in the weights' header."""
 
     def damage(folder: Path) -> None:
         raw = (folder / WEIGHTS).read_bytes()
@@ -106,15 +106,15 @@ def index(**weight_map: Any) -> Damage:
     return write("model.safetensors.index.json", json.dumps({"weight_map": weight_map}))
 
 
-NO_SENSE = "makes no sense about the tensor model.norm.weight"
+INVALID_ENTRY = "its header has an invalid entry for tensor model.norm.weight"
 FOLDERS: dict[str, tuple[Damage, str, str]] = {
-    # what is damaged, the file to be named, what is to be said of it
-    "no config": (without("config.json"), "", "no config.json and no .gguf file in it; give a folder"),
+    # the damage, the file that the error must name, a part of its text
+    "no config": (without("config.json"), "", "no config.json and no .gguf file in it; set --model_dir"),
     "config is a folder": (as_folder("config.json"), "", "no config.json and no .gguf file"),
     "config is empty": (write("config.json", ""), "config.json", "not readable as JSON"),
     "config is cut short": (cut("config.json", 50), "config.json", "not readable as JSON"),
     "config is no text": (write("config.json", b"\xff\xfe\0"), "config.json", "not readable as JSON"),
-    "config is a list": (write("config.json", "[]"), "config.json", "holds a JSON list, wanted an object; fetch"),
+    "config is a list": (write("config.json", "[]"), "config.json", "a JSON list instead of an object"),
     "config is deep": (write("config.json", '{"a":' * 100_000), "config.json", "not readable as JSON"),
     "no model type": (setting("config.json", model_type=None), "", "model_type 'None' is not supported; supported:"),
     "another model": (setting("config.json", model_type="gpt2"), "", "model_type 'gpt2' is not supported; supported:"),
@@ -137,9 +137,9 @@ FOLDERS: dict[str, tuple[Damage, str, str]] = {
     "rope of one": (setting("config.json", rope_parameters={"rope_theta": 1}), "config.json", "make no sense"),
     "rope is a list": (setting("config.json", rope_parameters=[1]), "config.json", "rope_parameters is [1], wanted"),
     "tied perhaps": (setting("config.json", tie_word_embeddings="no"), "config.json", "wanted true or false"),
-    "end token is text": (setting("config.json", eos_token_id="end"), "config.json", "eos_token_id is 'end', wanted"),
+    "end token is text": (setting("config.json", eos_token_id="end"), "config.json", "eos_token_id is 'end', not an"),
     "generation config": (write("generation_config.json", "{"), "generation_config.json", "not readable as JSON"),
-    "no tokenizer": (without("tokenizer.json"), "", "no tokenizer.json; write one with"),
+    "no tokenizer": (without("tokenizer.json"), "", "no tokenizer.json; create one with"),
     "tokenizer is empty": (write("tokenizer.json", ""), "tokenizer.json", "not readable as a tokenizer"),
     "tokenizer is cut short": (cut("tokenizer.json", 100), "tokenizer.json", "not readable as a tokenizer"),
     "tokenizer is a list": (write("tokenizer.json", "[]"), "tokenizer.json", "not readable as a tokenizer"),
@@ -149,19 +149,19 @@ FOLDERS: dict[str, tuple[Damage, str, str]] = {
     "added tokens": (setting("tokenizer_config.json", added_tokens_decoder=[1]), "", "its tokenizer is damaged"),
     "template": (write("chat_template.jinja", "{% if %}"), "", "the chat template is not valid Jinja"),
     "template is no text": (write("chat_template.jinja", b"\xff"), "chat_template.jinja", "not readable as text"),
-    "template is a number": (setting("tokenizer_config.json", chat_template=5), "tokenizer_config.json", "no text"),
-    "no weights": (without(WEIGHTS), "", "no weights (model*.safetensors or pytorch_model*.bin); fetch them again"),
+    "template is a number": (setting("tokenizer_config.json", chat_template=5), "tokenizer_config.json", "not a str"),
+    "no weights": (without(WEIGHTS), "", "no weights (model*.safetensors or pytorch_model*.bin); download them again"),
     "weights are a folder": (as_folder(WEIGHTS), "", "no weights"),
     "weights are empty": (cut(WEIGHTS, 0), WEIGHTS, "truncated or damaged"),
     "weights are cut short": (cut(WEIGHTS, -1), WEIGHTS, "truncated or damaged"),
     "weights end in the header": (cut(WEIGHTS, 100), WEIGHTS, "truncated or damaged"),
-    "header beyond the file": (write(WEIGHTS, b"\xff" * 64), WEIGHTS, "its header wants 18446744073709551615 bytes"),
-    "header of garbage": (write(WEIGHTS, struct.pack("<Q", 4) + b"\xff\xfe{["), WEIGHTS, "its header is no JSON"),
-    "header is a list": (write(WEIGHTS, struct.pack("<Q", 2) + b"[]"), WEIGHTS, "its header is no JSON object"),
-    "header of text": (header(data_offsets="ab"), WEIGHTS, NO_SENSE),
-    "offsets backwards": (header(data_offsets=[8, 4]), WEIGHTS, NO_SENSE),
-    "shape below zero": (header(shape=[-1]), WEIGHTS, NO_SENSE),
-    "shape beyond the bytes": (header(shape=[10**12]), WEIGHTS, NO_SENSE),
+    "header beyond the file": (write(WEIGHTS, b"\xff" * 64), WEIGHTS, "its header needs 18446744073709551615 bytes"),
+    "header of garbage": (write(WEIGHTS, struct.pack("<Q", 4) + b"\xff\xfe{["), WEIGHTS, "its header is not JSON"),
+    "header is a list": (write(WEIGHTS, struct.pack("<Q", 2) + b"[]"), WEIGHTS, "its header is not a JSON object"),
+    "header of text": (header(data_offsets="ab"), WEIGHTS, INVALID_ENTRY),
+    "offsets backwards": (header(data_offsets=[8, 4]), WEIGHTS, INVALID_ENTRY),
+    "shape below zero": (header(shape=[-1]), WEIGHTS, INVALID_ENTRY),
+    "shape beyond the bytes": (header(shape=[10**12]), WEIGHTS, INVALID_ENTRY),
     "index is broken": (write("model.safetensors.index.json", "{"), "model.safetensors.index.json", "not readable"),
     "index of nothing": (index(), "model.safetensors.index.json", "names no shard files"),
     "index of numbers": (index(a=5), "model.safetensors.index.json", "names no shard files"),
@@ -171,7 +171,7 @@ FOLDERS: dict[str, tuple[Damage, str, str]] = {
         "model.safetensors.index.json",
         "names b.safetensors",
     ),
-    "index of elsewhere": (index(a="/etc/passwd"), "model.safetensors.index.json", "lies outside the folder"),
+    "index of elsewhere": (index(a="/etc/passwd"), "model.safetensors.index.json", "is outside the folder"),
     "index and no tensor": (
         index(a=WEIGHTS),
         "model.safetensors.index.json",
@@ -198,14 +198,17 @@ def test_a_damaged_folder_is_refused_before_a_port_is_opened(
     [
         (["--tp=3"], "do not divide among tp=3 ranks; choose a tp"),
         (["--max_model_len=129"], "max_req_total_len=129, but the model reaches 128 tokens; lower it"),
-        (["--max_total_token_num=1"], "max_total_token_num=1 holds less than one request of 2 tokens; raise it"),
+        (
+            ["--max_total_token_num=1"],
+            "max_total_token_num=1 is less than one request of 2 tokens; raise --max_total_token_num",
+        ),
         (
             ["--max_total_token_num=50", "--max_model_len=100"],
-            "less than one request of 100 tokens; raise it",
+            "less than one request of 100 tokens; raise --max_total_token_num",
         ),
     ],
 )
-def test_a_flag_that_the_model_does_not_allow_is_told(
+def test_a_flag_that_the_model_does_not_allow_is_reported(
     whole: Path, capsys: pytest.CaptureFixture[str], flags: list[str], reason: str
 ) -> None:
     assert reason in refusal(capsys, whole, *flags)
@@ -219,10 +222,10 @@ def gguf_bytes(folder: Path) -> bytes:
     ("damage", "reason"),
     [
         (lambda raw: b"", "cannot be read as GGUF"),
-        (lambda raw: b"PK\x03\x04" + raw[4:], "not a GGUF file (it begins with b'PK"),
-        (lambda raw: raw[:4] + b"\x09" + raw[5:], "GGUF version 9 is not among"),
-        (lambda raw: raw[:200], "truncated or damaged; fetch it again"),
-        (lambda raw: raw[:-1], "truncated or damaged; fetch it again"),
+        (lambda raw: b"PK\x03\x04" + raw[4:], "not a GGUF file (it starts with b'PK"),
+        (lambda raw: raw[:4] + b"\x09" + raw[5:], "GGUF version 9 is not supported"),
+        (lambda raw: raw[:200], "truncated or damaged; download it again"),
+        (lambda raw: raw[:-1], "truncated or damaged; download it again"),
         (lambda raw: raw.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"), "'mamba' is not supported"),
     ],
 )
@@ -238,13 +241,13 @@ def test_a_damaged_gguf_is_refused(
     assert reason in line
 
 
-def test_a_path_that_is_none_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_path_without_a_model_is_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
 
     assert "no such folder or .gguf file" in refusal(capsys, tmp_path / "missing")
     assert "no such folder or .gguf file" in refusal(capsys, tmp_path / "loop")
-    assert "cannot be looked at" in refusal(capsys, "/" + "x" * 5000)
-    assert "cannot be looked at" in refusal(capsys, "~nobody-has-this-name/model")
+    assert "cannot be opened" in refusal(capsys, "/" + "x" * 5000)
+    assert "cannot be opened" in refusal(capsys, "~nobody-has-this-name/model")
 
 
 def test_a_damaged_file_cannot_write_on_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,23 +257,26 @@ def test_a_damaged_file_cannot_write_on_the_terminal(folder: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "warning"),
     [
         ({}, ""),
-        ({"vocab_size": 40}, "tokens, the model's embedding 40: a text with one of the others is refused"),
-        ({"eos_token_id": None}, "names no end token: answers end at their greatest length; --eos_id names one"),
-        ({"eos_token_id": -1}, "names no end token"),
+        ({"vocab_size": 40}, "tokens, the model's embedding only 40: texts that need the others are refused"),
+        (
+            {"eos_token_id": None},
+            "defines no end token: every response runs to its length limit; set one with --eos_id",
+        ),
+        ({"eos_token_id": -1}, "defines no end token"),
     ],
 )
-def test_what_can_be_lived_with_is_told(
-    folder: Path, log: pytest.LogCaptureFixture, changes: dict[str, Any], told: str
+def test_a_tolerable_problem_logs_a_warning(
+    folder: Path, log: pytest.LogCaptureFixture, changes: dict[str, Any], warning: str
 ) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     setting("config.json", **changes)(folder)
 
     check(parse_server(["--port=0", "--load_format=dummy", f"--model_dir={folder}"]))
 
-    assert told in log.text if told else not log.text
+    assert warning in log.text if warning else not log.text
 
 
 def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
@@ -284,7 +290,7 @@ def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -
     assert not (tmp_path / "owned").exists()
 
 
-# what the worker knows
+# what only the worker can check
 
 
 class MustNotRun:
@@ -313,7 +319,7 @@ def no_weights_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(folder: Path) -> str:
-    """What the worker says of it."""
+    """The worker's error."""
     with pytest.raises(CheckpointError) as refused:
         ModelWorker(WorkerConfig(device="cpu", max_total_token_num=64), resolve(str(folder)), Parallel())
     return str(refused.value)
@@ -329,15 +335,15 @@ def load(folder: Path) -> str:
         (lambda tensors: tensors.update({NORM: torch.ones(64, dtype=torch.complex64)}), f"{NORM} is C64; only float"),
     ],
 )
-def test_tensors_that_are_not_the_models_are_told_before_any_is_read(
+def test_wrong_tensors_are_reported_before_any_is_read(
     change: Callable[[dict[str, Any]], Any], reason: str, folder: Path
 ) -> None:
     change_tensors(folder, change)
 
-    told = load(folder)
+    message = load(folder)
 
-    assert reason in told
-    assert "lacks" in told or told.startswith(f"{folder / WEIGHTS}: ")
+    assert reason in message
+    assert "lacks" in message or message.startswith(f"{folder / WEIGHTS}: ")
 
 
 @pytest.mark.usefixtures("no_weights_read")
@@ -351,14 +357,14 @@ def test_a_config_with_fewer_layers_than_the_checkpoint_is_refused_before_weight
 
 
 @pytest.mark.usefixtures("no_weights_read")
-def test_an_embedding_of_another_size_is_told_without_its_memory(folder: Path) -> None:
+def test_an_embedding_of_another_size_is_reported_without_allocating_it(folder: Path) -> None:
     setting("config.json", vocab_size=2**24, hidden_size=2**24)(folder)
 
     assert "wants (16777216, 16777216)" in load(folder)
 
 
 @pytest.mark.usefixtures("no_weights_read")
-def test_a_bin_file_runs_nothing(folder: Path, tmp_path: Path) -> None:
+def test_loading_a_bin_file_runs_no_code(folder: Path, tmp_path: Path) -> None:
     tensors: dict[str, Any] = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     torch.save(tensors | {NORM: MustNotRun(tmp_path / "owned")}, folder / "pytorch_model.bin")
@@ -372,8 +378,10 @@ def test_a_bin_file_runs_nothing(folder: Path, tmp_path: Path) -> None:
     [({"vocab_size": 2**24, "hidden_size": 2**24}, 1), ({}, 2**45)],
     ids=["weights", "requests"],
 )
-def test_what_memory_does_not_hold_is_told(folder: Path, changes: dict[str, int], running_max_req_size: int) -> None:
-    """Each wants more than a process can address."""
+def test_a_model_that_does_not_fit_into_memory_is_reported(
+    folder: Path, changes: dict[str, int], running_max_req_size: int
+) -> None:
+    """Each case needs more memory than a process can address."""
     setting("config.json", **changes)(folder)
     config = WorkerConfig(device="cpu", load_format="dummy", running_max_req_size=running_max_req_size)
 
@@ -381,7 +389,7 @@ def test_what_memory_does_not_hold_is_told(folder: Path, changes: dict[str, int]
         ModelWorker(config, resolve(str(folder)), Parallel())
 
 
-# whole starts
+# the whole server
 
 
 def start(model_dir: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -389,7 +397,7 @@ def start(model_dir: Path, *flags: str, **env: str) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | env)
 
 
-def test_what_only_the_worker_knows_is_one_line_too(folder: Path) -> None:
+def test_an_error_of_the_worker_is_one_line_too(folder: Path) -> None:
     change_tensors(folder, lambda tensors: tensors.pop(NORM))
 
     run = start(folder, "--device=cpu")
@@ -400,7 +408,7 @@ def test_what_only_the_worker_knows_is_one_line_too(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_odd_path_and_a_home_that_cannot_be_written_do_not_matter(
+def test_the_server_runs_with_an_unusual_path_and_a_read_only_home(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(whole, tmp_path / "Modell mit 🦙 und ümlaut")
@@ -409,10 +417,10 @@ def test_an_odd_path_and_a_home_that_cannot_be_written_do_not_matter(
         monkeypatch.setenv(name, "/dev/null/nowhere")
 
     with running_server(tmp_path / "log", "--device=cpu", "--model_dir", str(tmp_path / "link")) as server:
-        status, answer = server.post("/v1/completions", {"prompt": "abc", "max_tokens": 2})
+        status, response = server.post("/v1/completions", {"prompt": "abc", "max_tokens": 2})
 
-    assert status == 200, answer
-    assert answer["model"] == "Modell mit 🦙 und ümlaut"
+    assert status == 200, response
+    assert response["model"] == "Modell mit 🦙 und ümlaut"
     assert "kernels are compiled at every start" in server.log
 
 

@@ -1,4 +1,4 @@
-"""The folder of a server's sockets: private, and gone when the server is, at the latest when the next one starts."""
+"""The directory of a server's sockets: private, and removed with the server or at the next start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def left_by_a_crash(base: Path, name: str = "dead") -> Path:
     return path
 
 
-def test_the_run_directory_leaves_room_for_the_names_of_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_directory_is_short_enough_for_socket_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/tmp/" + 60 * "x")
 
     with run_directory() as path:
@@ -40,7 +40,7 @@ def test_the_run_directory_leaves_room_for_the_names_of_sockets(monkeypatch: pyt
     assert not os.path.exists(path)
 
 
-def test_a_run_directory_goes_with_its_server(base: Path) -> None:
+def test_a_run_directory_is_removed_when_its_server_ends(base: Path) -> None:
     with run_directory() as path:
         (Path(path) / "tp").write_text("")
         assert list(base.iterdir()) == [Path(path)]
@@ -48,7 +48,7 @@ def test_a_run_directory_goes_with_its_server(base: Path) -> None:
     assert not list(base.iterdir())
 
 
-def test_what_a_crash_left_is_removed_at_the_next_start(base: Path) -> None:
+def test_the_directory_of_a_crashed_server_is_removed_at_the_next_start(base: Path) -> None:
     left = left_by_a_crash(base)
     with_kernels = left_by_a_crash(base, "of a user without a home")
     (with_kernels / "triton" / "abc").mkdir(parents=True)
@@ -59,13 +59,13 @@ def test_what_a_crash_left_is_removed_at_the_next_start(base: Path) -> None:
         assert not with_kernels.exists()
 
 
-def test_the_directory_of_a_server_that_lives_is_kept(base: Path) -> None:
+def test_the_directory_of_a_running_server_is_kept(base: Path) -> None:
     with run_directory() as first, run_directory():
         assert Path(first).exists()
 
 
 @pytest.mark.parametrize("change", ["a file", "other mode", "a link", "other name"])
-def test_what_is_not_surely_ours_is_kept(base: Path, change: str) -> None:
+def test_a_directory_that_may_be_the_users_is_kept(base: Path, change: str) -> None:
     left = left_by_a_crash(base)
     if change == "a file":
         (left / "results.txt").write_text("precious")

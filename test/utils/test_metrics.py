@@ -1,4 +1,4 @@
-"""The catalogue and what counts by it."""
+"""The metric catalogue, histograms and snapshots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_metric_is_declared_once_and_its_buckets_rise() -> None:
 
 
 @pytest.mark.parametrize(("value", "bucket"), [(-1.0, 0), (0.0, 0), (1.0, 0), (1.5, 1), (2.0, 1), (2.5, 2)])
-def test_a_value_counts_in_the_first_bucket_that_holds_it(value: float, bucket: int) -> None:
+def test_a_value_counts_in_the_first_bucket_with_a_large_enough_bound(value: float, bucket: int) -> None:
     histogram = Histogram((1.0, 2.0))
 
     histogram.observe(value, count=3)
@@ -29,7 +29,7 @@ def test_a_value_counts_in_the_first_bucket_that_holds_it(value: float, bucket: 
     assert histogram.total == 3 * value
 
 
-def test_a_snapshot_holds_every_metric_and_stays_as_it_was() -> None:
+def test_a_snapshot_contains_every_metric_and_does_not_change_later() -> None:
     recorder = Recorder()
 
     snapshot = recorder.snapshot()
@@ -43,7 +43,7 @@ def test_a_snapshot_holds_every_metric_and_stays_as_it_was() -> None:
     assert sum(sum(one.counts) for one in snapshot.histograms.values()) == 0
 
 
-def test_a_snapshot_crosses_a_channel() -> None:
+def test_a_snapshot_survives_encoding() -> None:
     recorder = Recorder()
     recorder.histograms["iteration_tokens_total"].observe(5)
 

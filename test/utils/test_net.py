@@ -11,7 +11,7 @@ from lightserve.errors import ServerError
 from lightserve.utils import net
 
 
-def test_one_process_gets_a_port_of_its_own() -> None:
+def test_a_single_process_does_not_share_its_port() -> None:
     (sock,) = net.listen("127.0.0.1", 0, 1)
 
     with sock:
@@ -20,7 +20,7 @@ def test_one_process_gets_a_port_of_its_own() -> None:
         socket.create_connection(sock.getsockname()).close()
 
 
-def test_several_processes_share_the_port_that_was_picked() -> None:
+def test_several_processes_share_one_port() -> None:
     sockets = net.listen("127.0.0.1", 0, 3)
 
     assert len({sock.getsockname() for sock in sockets}) == 1
@@ -29,18 +29,18 @@ def test_several_processes_share_the_port_that_was_picked() -> None:
         sock.close()
 
 
-def test_a_port_in_use_is_told_with_its_holder_even_if_that_would_share() -> None:
+def test_a_port_in_use_is_reported_with_its_process_even_if_that_would_share() -> None:
     holders = net.listen("127.0.0.1", 0, 2)
     port = holders[0].getsockname()[1]
 
     holder = rf"process {os.getpid()}, child of {os.getppid()} \(.*python.*\)"
-    with pytest.raises(ServerError, match=f"port {port} is in use by {holder}; stop that"):
+    with pytest.raises(ServerError, match=f"port {port} is in use by {holder}; stop it"):
         net.listen("127.0.0.1", port, 2)
     for sock in holders:
         sock.close()
 
 
-def test_a_port_whose_last_connection_lingers_is_free() -> None:
+def test_a_port_with_a_connection_in_time_wait_is_free() -> None:
     (sock,) = net.listen("127.0.0.1", 0, 1)
     address = sock.getsockname()
     client = socket.create_connection(address)
@@ -61,7 +61,7 @@ def test_ipv6_hosts_work(host: str, shown: str) -> None:
         assert net.url_of(sock) == f"http://{shown}:{sock.getsockname()[1]}"
 
 
-def test_a_name_with_both_addresses_is_ipv4() -> None:
+def test_a_name_with_both_kinds_of_address_uses_ipv4() -> None:
     (sock,) = net.listen("localhost", 0, 1)
 
     with sock:
@@ -70,9 +70,12 @@ def test_a_name_with_both_addresses_is_ipv4() -> None:
 
 @pytest.mark.parametrize(
     ("host", "message"),
-    [("no.such.host.invalid", "is no address"), ("203.0.113.1", "is not an address of this machine; use 127.0.0.1")],
+    [
+        ("no.such.host.invalid", "is not an address"),
+        ("203.0.113.1", "is not an address of this machine; set --host to"),
+    ],
 )
-def test_a_host_that_is_not_here_is_told(host: str, message: str) -> None:
+def test_a_host_that_is_not_this_machine_is_reported(host: str, message: str) -> None:
     with pytest.raises(ServerError, match=message):
         net.bind(host, 0)
 
@@ -87,7 +90,7 @@ def test_the_limit_of_open_files_is_raised() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_connections_notice_a_client_whose_machine_is_gone() -> None:
+def test_connections_detect_a_client_whose_machine_lost_power() -> None:
     (sock,) = net.listen("127.0.0.1", 0, 1)
 
     with sock, socket.create_connection(sock.getsockname()), sock.accept()[0] as connection:

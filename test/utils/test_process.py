@@ -1,4 +1,4 @@
-"""A child of the launcher, with the test in the launcher's place."""
+"""A child of the launcher; the test plays the launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 CONFIG = ServerConfig(
     worker=WorkerConfig(tp=2), router=RouterConfig(eos_id=[7]), http=HttpConfig(api_key=["k"]), launch=LaunchConfig()
 )
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0  # far longer than any test needs, even on a loaded machine
 PRELUDE = """
 import asyncio, signal, sys
 from lightserve.errors import ModelFilesError
@@ -31,12 +31,12 @@ from lightserve.utils.process import run_child
 
 
 class Launcher:
-    """One end of the line to a child that runs ``source``."""
+    """The launcher's end of the control socket of a child that runs ``source``."""
 
     def __init__(self, source: str) -> None:
-        self._line, theirs = socket.socketpair()
-        self._line.settimeout(DEADLINE_S)
-        self._file = self._line.makefile("rb")
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(DEADLINE_S)
+        self._file = self._control.makefile("rb")
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", PRELUDE + textwrap.dedent(source), str(theirs.fileno())],
@@ -57,17 +57,17 @@ class Launcher:
         message: FromChild = msgspec.json.decode(self._file.readline(), type=FromChild)
         return message
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         self._file.close()
-        self._line.close()
+        self._control.close()
 
-    def end(self) -> tuple[int, str]:
-        """Exit code and stderr of a child that ends by itself."""
+    def wait(self) -> tuple[int, str]:
+        """Exit code and stderr of a child that exits by itself."""
         _, stderr = self.process.communicate(timeout=DEADLINE_S)
         return self.process.returncode, stderr
 
     def _write(self, message: Boot | ToChild) -> None:
-        self._line.sendall(msgspec.json.encode(message) + b"\n")
+        self._control.sendall(msgspec.json.encode(message) + b"\n")
 
 
 @pytest.fixture
@@ -82,13 +82,13 @@ def launch() -> Iterator[Callable[[str], Launcher]]:
     for launcher in launched:
         launcher.process.kill()
         launcher.process.communicate()
-        launcher.hang_up()
+        launcher.close()
 
 
 Launch = Callable[[str], Launcher]
 
 
-def test_a_child_is_told_the_whole_config_and_its_place(launch: Launch) -> None:
+def test_a_child_gets_the_whole_config_and_its_index(launch: Launch) -> None:
     launcher = launch("""
         async def main(boot, parent):
             worker, router, http = boot.config.worker, boot.config.router, boot.config.http
@@ -131,7 +131,7 @@ def test_messages_wait_for_a_busy_loop_and_keep_their_order(launch: Launch) -> N
     ],
 )
 @pytest.mark.parametrize("kind", ["async def", "def"])
-def test_a_child_ends_when_the_launcher_hangs_up_whatever_it_is_doing(launch: Launch, kind: str, busy: str) -> None:
+def test_a_child_exits_when_the_launcher_closes_the_control_socket(launch: Launch, kind: str, busy: str) -> None:
     launcher = launch(f"""
         {kind} main(boot, parent):
             parent.send(Ready())
@@ -141,20 +141,20 @@ def test_a_child_ends_when_the_launcher_hangs_up_whatever_it_is_doing(launch: La
     launcher.boot()
     assert launcher.recv() == Ready()
 
-    launcher.hang_up()
+    launcher.close()
 
-    assert launcher.end() == (1, "")
+    assert launcher.wait() == (1, "")
 
 
-def test_a_child_whose_launcher_went_before_the_first_word_ends_too(launch: Launch) -> None:
+def test_a_child_exits_when_the_launcher_exits_before_the_first_message(launch: Launch) -> None:
     launcher = launch('run_child("router", None)')
 
-    launcher.hang_up()
+    launcher.close()
 
-    assert launcher.end() == (1, "")
+    assert launcher.wait() == (1, "")
 
 
-def test_signals_are_the_launchers_business(launch: Launch) -> None:
+def test_a_child_ignores_stop_signals(launch: Launch) -> None:
     launcher = launch("""
         async def main(boot, parent):
             parent.send(Ready())
@@ -170,10 +170,10 @@ def test_signals_are_the_launchers_business(launch: Launch) -> None:
     launcher.send(Drain())
 
     assert launcher.recv() == Drained()
-    assert launcher.end() == (0, "")
+    assert launcher.wait() == (0, "")
 
 
-def test_a_mistake_is_the_last_word_without_a_traceback(launch: Launch) -> None:
+def test_a_configuration_error_is_reported_without_a_traceback(launch: Launch) -> None:
     launcher = launch("""
         def main(boot, parent):
             raise ModelFilesError("config.json: broken;\\n  fetch it again")
@@ -183,10 +183,10 @@ def test_a_mistake_is_the_last_word_without_a_traceback(launch: Launch) -> None:
     launcher.boot()
 
     assert launcher.recv() == Failed("config.json: broken; fetch it again")
-    assert launcher.end() == (2, "")
+    assert launcher.wait() == (2, "")
 
 
-def test_a_crash_is_the_last_word_with_a_traceback(launch: Launch) -> None:
+def test_a_crash_is_reported_with_a_traceback(launch: Launch) -> None:
     launcher = launch("""
         async def fail():
             raise ZeroDivisionError("by zero")
@@ -200,12 +200,12 @@ def test_a_crash_is_the_last_word_with_a_traceback(launch: Launch) -> None:
     launcher.boot()
 
     assert launcher.recv() == Failed("ZeroDivisionError: by zero")
-    code, stderr = launcher.end()
+    code, stderr = launcher.wait()
     assert code == 1
     assert "in fail" in stderr
 
 
-def test_threads_do_not_keep_a_child_that_is_done(launch: Launch) -> None:
+def test_running_threads_do_not_keep_a_finished_child_alive(launch: Launch) -> None:
     launcher = launch("""
         import threading
         def main(boot, parent):
@@ -215,17 +215,17 @@ def test_threads_do_not_keep_a_child_that_is_done(launch: Launch) -> None:
 
     launcher.boot()
 
-    assert launcher.end() == (0, "")
+    assert launcher.wait() == (0, "")
 
 
-def test_a_child_started_by_hand_says_what_to_start() -> None:
+def test_a_child_started_by_hand_prints_the_right_command() -> None:
     program = PRELUDE + 'run_child("router", None)'
 
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
 
     assert run.returncode == 1
     assert run.stderr.splitlines() == [
-        "this is a part of the server; start the whole: python -m lightserve.server.api_server"
+        "this module is one process of the server; start the server with: python -m lightserve.server.api_server"
     ]
 
 
@@ -233,12 +233,12 @@ def test_a_child_started_by_hand_says_what_to_start() -> None:
     ("role", "index", "name"),
     [("router", 0, "ls-router"), ("model worker", 1, "ls-worker-1"), ("httpserver", 12, "ls-httpserve-12")],
 )
-def test_a_process_has_a_name_that_the_kernel_keeps(role: str, index: int, name: str) -> None:
+def test_process_names_fit_the_kernels_limit(role: str, index: int, name: str) -> None:
     assert process_name(role, index) == name
     assert len(name) <= 15
 
 
-def test_the_name_is_what_ps_shows(launch: Launch) -> None:
+def test_ps_shows_the_process_name(launch: Launch) -> None:
     launcher = launch("""
         def main(boot, parent):
             parent.send(Ready())

@@ -15,8 +15,9 @@ from lightserve.common import ops
 from lightserve.common.device.profile import Profile
 from lightserve.errors import ServerError
 
-Key = TypeVar("Key")
+Key = TypeVar("Key", contravariant=True)
 Out = TypeVar("Out")
+Result = TypeVar("Result", covariant=True)
 
 
 class HostCopy(Protocol):
@@ -26,14 +27,14 @@ class HostCopy(Protocol):
         """Wait for the copies, and return them."""
 
 
-class Graphs(Protocol[Key, Out]):
+class Graphs(Protocol[Key, Result]):
     """A function ``f(inputs, key)`` whose launches are captured once for each key and replayed later."""
 
     def __contains__(self, key: Key) -> bool: ...
 
     def capture(self, examples: Iterable[tuple[Key, Tensor]]) -> None: ...
 
-    def replay(self, key: Key, inputs: Tensor) -> Out: ...
+    def replay(self, key: Key, inputs: Tensor) -> Result: ...
 
 
 class Device(ABC):

@@ -9,7 +9,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import DEFAULT_SCHEDULING, Generation, PromptRequest
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import FinishReason, GenerationParams, SchedulingParams, StrOut, Token
-from lightserve.model_files.decoding import NoTextStream
+from lightserve.model_files.decoding import EmptyDecodeStream
 
 
 async def beam_search_outputs(
@@ -82,7 +82,7 @@ def _outs(context: ServerContext, result: BeamResult, params: GenerationParams) 
     """A sequence as the detokenizer would send it, with the whole text at the last token."""
     tokenizer = context.maybe_tokenizer
     skips_special = params.text.skip_special_tokens and not params.text.shown_special_ids
-    stream = NoTextStream() if tokenizer is None else tokenizer.decoder.stream(skips_special)
+    stream = EmptyDecodeStream() if tokenizer is None else tokenizer.decoder.stream(skips_special)
     *ids, last = result.token_ids
     is_end = result.finish_reason is FinishReason.STOP
     shown = ids if is_end and not params.text.include_stop else result.token_ids

@@ -24,9 +24,9 @@ from lightserve.output_parsing import (
     Reasoning,
     ToolCallParser,
 )
-from lightserve.output_parsing.forced import Thinking, forced_grammar, forcible, thinking_grammar
+from lightserve.output_parsing.delta_writer import DeltaWriter, Tools
+from lightserve.output_parsing.forced import Thinking, enforceable_format, forced_grammar, thinking_grammar
 from lightserve.output_parsing.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
-from lightserve.output_parsing.scribe import Scribe, Tools
 from lightserve.output_parsing.tool_calls.base import ToolFormat
 from lightserve.output_parsing.tool_calls.formats import tool_format
 
@@ -78,8 +78,8 @@ class OutputPlan:
     def new_parser(self) -> ChoiceParser:
         tools = reasoning = None
         if self.tool_format is not None:
-            scribe = Scribe(_schemas(self.body.offered_tools), self.tool_format.new_id, self.body.max_tool_calls)
-            tools = ToolCallParser(self.tool_format.parse, scribe)
+            writer = DeltaWriter(_schemas(self.body.offered_tools), self.tool_format.new_id, self.body.max_tool_calls)
+            tools = ToolCallParser(self.tool_format.parse, writer)
         if self.thinking is not None:
             reasoning = ReasoningParser(self.thinking.form, self.thinking.is_begun)
         return ChoiceParser(OutputParser(reasoning, tools), self.body.include_reasoning is not False)
@@ -127,7 +127,7 @@ def check_tools(context: ServerContext, body: ChatBody) -> None:
 def _tool_format(form: ToolFormat | None, body: ChatBody) -> ToolFormat | None:
     if form is None or not body.offered_tools:
         return None
-    return forcible(form) if body.forced_tools else form
+    return enforceable_format(form) if body.forced_tools else form
 
 
 def _special_ids(tokenizer: Tokenizer, markers: Iterable[str]) -> dict[str, int]:

@@ -12,12 +12,11 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from lightserve.errors import NotSupportedYetError
 from lightserve.httpserver.chat.request import PART_SEPARATOR, ChatBody
-from lightserve.httpserver.fields.generation import UNSUPPORTED, validate_supported
+from lightserve.httpserver.fields.generation import UNSUPPORTED, TokenRuleFields, validate_supported
 from lightserve.httpserver.fields.grammar import GrammarFactory
 from lightserve.httpserver.fields.sampling import PARAM_NAMES
 from lightserve.httpserver.fields.scheduling import SchedulingFields
 from lightserve.httpserver.fields.thinking import ThinkingFields
-from lightserve.httpserver.fields.token_rules import TokenRuleFields
 
 C = TypeVar("C", bound="TranslatedChat")
 Object = dict[str, Any]

@@ -13,17 +13,20 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, model_validator
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.beam_search import BeamFields
 from lightserve.httpserver.fields.grammar import GrammarFields
 from lightserve.httpserver.fields.scheduling import SchedulingFields
 from lightserve.httpserver.fields.stopping import StopStrings
-from lightserve.httpserver.fields.token_rules import AllowedIds, TokenRuleFields
 from lightserve.httpserver.wire.body import Body, at_most, validate
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOP_IDS = 1024
 MAX_BAD_WORDS = 128
 MAX_BIASED = 1024
+MAX_NGRAM_SIZE = 100
+MAX_DECAY_FACTOR = 100
+MAX_ALLOWED_IDS = 16384
 
 G = TypeVar("G", bound="GenerationBody")
 
@@ -37,10 +40,43 @@ TokenId = Annotated[int, Field(ge=0)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
+AllowedIds = Annotated[
+    list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True)
+]
+LengthDecay = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=1, le=MAX_DECAY_FACTOR)]],
+    Field(strict=False),  # JSON has no tuples
+]
+
 
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM: usage in every chunk; needs include_usage
+
+
+class TokenRuleFields(Body):
+    """The fields that forbid or favour tokens, under the names of LightLLM and transformers."""
+
+    no_repeat_ngram_size: Annotated[int, Field(ge=0, le=MAX_NGRAM_SIZE)] | None = Field(
+        default=None, description="an n-gram of this size never occurs twice, the prompt included; 0: no limit"
+    )
+    exponential_decay_length_penalty: LengthDecay | None = Field(
+        default=None,
+        description="[start, factor]: after start tokens, each token makes an end more likely by this factor",
+    )
+    first_allowed_token_ids: AllowedIds | None = Field(
+        default=None, description="the output begins with one of these tokens"
+    )
+
+    def token_rules(self, context: ServerContext) -> dict[str, Any]:
+        """The sampling parameters that these fields set."""
+        rules = {name: getattr(self, name) for name in TokenRuleFields.model_fields}
+        if self.exponential_decay_length_penalty is not None and self.exponential_decay_length_penalty[1] == 1:
+            del rules["exponential_decay_length_penalty"]  # LightLLM's clients send it for no penalty
+        if self.first_allowed_token_ids is not None:
+            context.manager.check_ids("first_allowed_token_ids", self.first_allowed_token_ids)
+            rules["first_allowed_token_ids"] = tuple(dict.fromkeys(self.first_allowed_token_ids))
+        return {name: value for name, value in rules.items() if value is not None}
 
 
 class GenerationBody(SchedulingFields, BeamFields, GrammarFields, TokenRuleFields):

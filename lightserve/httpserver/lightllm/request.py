@@ -11,12 +11,12 @@ from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.beam_search.algorithm import BeamParams
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.beam_search import BeamFields, not_with_beam_search, refuse_excluded_params
+from lightserve.httpserver.fields.generation import MAX_ALLOWED_IDS, TokenRuleFields
 from lightserve.httpserver.fields.grammar import GuidedFields, requested_grammar
 from lightserve.httpserver.fields.inputs import check_input_ids, refuse_media
 from lightserve.httpserver.fields.scheduling import SchedulingFields
 from lightserve.httpserver.fields.stopping import check_stop_strings
 from lightserve.httpserver.fields.token_healing import heal, healing_error
-from lightserve.httpserver.fields.token_rules import MAX_ALLOWED_IDS, TokenRuleFields
 from lightserve.httpserver.manager import PromptRequest
 from lightserve.httpserver.wire.body import Body, at_most
 from lightserve.io_struct import GenerationParams

@@ -8,7 +8,7 @@ import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from lightserve.errors import BodyTimeoutError, HeadTooLargeError, InvalidRequestError, LightserveError
+from lightserve.errors import BodyTimeoutError, HeadersTooLargeError, InvalidRequestError, LightserveError
 from lightserve.httpserver.wire.errors import error_object
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers; the parser has no limit and takes quadratic time
@@ -124,8 +124,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
 
-def _too_large() -> HeadTooLargeError:
-    return HeadTooLargeError(f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
+def _too_large() -> HeadersTooLargeError:
+    return HeadersTooLargeError(f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
 
 
 def _response(error: LightserveError) -> bytes:

@@ -1,4 +1,4 @@
-"""Token ids to text: the way to decode that a tokenizer's own decoder calls for."""
+"""Token ids to text. The implementation depends on the tokenizer's own decoder."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from lightserve.model_files.decoding.base import Decoder, NoTextStream, TextStream, Vocabulary
+from lightserve.model_files.decoding.base import Decoder, DecodeStream, EmptyDecodeStream, Vocabulary
 from lightserve.model_files.decoding.byte_level import ByteLevelDecoder
 from lightserve.model_files.decoding.sentencepiece import Scheme, SentencePieceDecoder
 from lightserve.model_files.decoding.window import WindowDecoder
 
-__all__ = ["Decoder", "NoTextStream", "TextStream", "decoder_of"]
+__all__ = ["DecodeStream", "Decoder", "EmptyDecodeStream", "make_decoder"]
 
 
-def decoder_of(vocabulary: Vocabulary) -> Decoder:
-    """A table where the text of a token is known beforehand, else the tokenizer itself over a window."""
+def make_decoder(vocabulary: Vocabulary) -> Decoder:
+    """A table lookup if each token has a fixed text, otherwise the tokenizer itself over a window of tokens."""
     description = vocabulary.decoder_json()
     steps = [] if description is None else list(_steps(json.loads(description)))
     if [step["type"] for step in steps] == ["ByteLevel"]:
@@ -25,7 +25,7 @@ def decoder_of(vocabulary: Vocabulary) -> Decoder:
 
 
 def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The steps of a decoder, without the sequences they are put in."""
+    """The steps of a decoder, with nested sequences flattened."""
     if decoder["type"] != "Sequence":
         yield decoder
         return

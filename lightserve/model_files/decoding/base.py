@@ -1,4 +1,4 @@
-"""What every way to decode has in common: streams of text, and the tables that the streams of a tokenizer share."""
+"""The interfaces of all decoders, and the tables that the streams of one tokenizer share."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from codecs import utf_8_decode
 from collections.abc import Callable, Sequence, Set as AbstractSet
 from typing import Protocol, TypeVar
 
-REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
+REPLACEMENT = "\ufffd"  # written for bytes that are not (yet) a character
 
-# what tokenizers takes for a byte: u8::from_str_radix allows a plus sign
+# the tokens that the tokenizers library reads as a byte: u8::from_str_radix allows a plus sign
 _RAW_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
 
 T = TypeVar("T")
 
 
 class Vocabulary(Protocol):
-    """What a decoder wants to know of a tokenizer."""
+    """The part of a tokenizer that a decoder uses."""
 
     @property
     def special_tokens(self) -> AbstractSet[str]: ...
@@ -30,24 +30,24 @@ class Vocabulary(Protocol):
         """The field ``decoder`` of tokenizer.json."""
 
 
-class TextStream(Protocol):
-    """The text of one sequence as its ids come: the pieces add up to the text of all ids, to the character.
+class DecodeStream(Protocol):
+    """The text of one sequence while its ids arrive. The pieces add up exactly to the text of all ids.
 
-    A piece is given out as soon as no further id can change it, and never half a character.
+    A piece is returned as soon as no further id can change it. It never ends inside a character.
     """
 
     @property
     def ahead(self) -> str:
-        """What the last id adds to the text if the sequence ends here, where a further id may still take it back."""
+        """The text that the last id adds if the sequence ends here. A further id may still change it."""
 
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str:
-        """What is still held back, at the end."""
+        """The text that is still held back, at the end."""
 
 
-class NoTextStream:
-    """Of a model without a tokenizer."""
+class EmptyDecodeStream:
+    """For a model without a tokenizer."""
 
     ahead = ""
 
@@ -59,28 +59,28 @@ class NoTextStream:
 
 
 class Decoder(ABC):
-    """Ids to text for one tokenizer. Its tables fill as ids are met: a large vocabulary costs nothing at the start."""
+    """Ids to text for one tokenizer. Its tables fill on demand: a large vocabulary costs nothing at the start."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
 
     @abstractmethod
-    def stream(self, skip_special_tokens: bool) -> TextStream: ...
+    def stream(self, skip_special_tokens: bool) -> DecodeStream: ...
 
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds in the middle of a text, which may be part of a character; special tokens too."""
+        """The bytes that the token, special or not, adds in the middle of a text. They may be part of a character."""
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")
 
     def _tables(self, piece_of: Callable[[str], T]) -> dict[bool, Table[T]]:
-        """By skip_special_tokens."""
+        """One table for each value of skip_special_tokens."""
         return {skip: Table(self._vocabulary, skip, piece_of) for skip in (False, True)}
 
 
 class Table(dict[int, T | None]):
-    """Id to what its token adds; None for an id that tokenizers leaves out before it decodes."""
+    """Maps an id to what its token adds; None for an id that the tokenizers library skips before it decodes."""
 
     def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool, piece_of: Callable[[str], T]) -> None:
         super().__init__()
@@ -90,22 +90,22 @@ class Table(dict[int, T | None]):
 
     def __missing__(self, token_id: int) -> T | None:
         token = self._vocabulary.id_to_token(token_id)
-        # by its text, as tokenizers does: another id with the same text is skipped as well
+        # by its text, like the tokenizers library: another id with the same text is skipped too
         piece = None if token is None or token in self._skipped else self._piece_of(token)
         self[token_id] = piece
         return piece
 
 
 def decode_utf8(data: bytes, errors: str) -> tuple[str, bytes]:
-    """The text of ``data``, and the beginning of a character that it ends with."""
+    """The text of ``data``, and the bytes of an incomplete character at its end."""
     text, n_used = utf_8_decode(data, errors, False)
     tail = data[n_used:]
-    if len(tail) == 2 and b"\xed\xa0" <= tail < b"\xee":  # a surrogate, for which Python waits in vain
+    if len(tail) == 2 and b"\xed\xa0" <= tail < b"\xee":  # a surrogate, which Python takes for an incomplete character
         text, tail = text + tail.decode(errors=errors), b""
     return text, tail
 
 
 def raw_byte(token: str) -> int | None:
-    """The byte that a token such as ``<0x0A>`` stands for."""
+    """The byte of a token such as ``<0x0A>``."""
     match = _RAW_BYTE.fullmatch(token)
     return None if match is None else int(match[1], 16)

@@ -1,10 +1,10 @@
-"""Byte-level vocabularies (GPT-2 and most since): a token is bytes, and the text is the bytes of all as UTF-8."""
+"""Byte-level vocabularies (GPT-2 and most later ones): a token is bytes, and all bytes together are UTF-8."""
 
 from __future__ import annotations
 
-from lightserve.model_files.decoding.base import Decoder, Table, TextStream, Vocabulary, decode_utf8
+from lightserve.model_files.decoding.base import Decoder, DecodeStream, Table, Vocabulary, decode_utf8
 
-Piece = str | bytes  # bytes where they are no text by themselves
+Piece = str | bytes  # bytes if they are not valid UTF-8 by themselves
 
 
 class ByteLevelDecoder(Decoder):
@@ -12,7 +12,7 @@ class ByteLevelDecoder(Decoder):
         super().__init__(vocabulary)
         self._pieces = self._tables(_piece)
 
-    def stream(self, skip_special_tokens: bool) -> TextStream:
+    def stream(self, skip_special_tokens: bool) -> DecodeStream:
         return ByteLevelStream(self._pieces[skip_special_tokens])
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -21,14 +21,14 @@ class ByteLevelDecoder(Decoder):
 
 
 class ByteLevelStream:
-    """Python's replacement of invalid bytes is Rust's: one for every longest beginning of a character."""
+    """Python replaces invalid bytes like Rust: one replacement for each longest start of a character."""
 
     __slots__ = ("_held", "_pieces")
     ahead = ""
 
     def __init__(self, pieces: Table[Piece]) -> None:
         self._pieces = pieces
-        self._held = b""  # the beginning of a character, at most 3 bytes
+        self._held = b""  # an incomplete character, at most 3 bytes
 
     def push(self, token_id: int) -> str:
         piece = self._pieces[token_id]
@@ -47,7 +47,7 @@ class ByteLevelStream:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: a printable byte is its own character, the others are those from U+0100 on, in order."""
+    """GPT-2's alphabet: a printable byte is its own character; the others map to U+0100 and up, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -67,5 +67,5 @@ def _piece(token: str) -> Piece:
 def _bytes(token: str) -> bytes:
     try:
         return bytes(map(_BYTE_OF_CHAR.__getitem__, token))
-    except KeyError:  # one character outside the alphabet, as in added tokens, and the whole token is plain text
+    except KeyError:  # a character outside the alphabet, as in added tokens: the whole token is plain text
         return token.encode()

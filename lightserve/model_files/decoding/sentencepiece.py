@@ -10,8 +10,8 @@ from typing import Any
 from lightserve.model_files.decoding.base import (
     REPLACEMENT,
     Decoder,
+    DecodeStream,
     Table,
-    TextStream,
     Vocabulary,
     decode_utf8,
     raw_byte,
@@ -22,17 +22,17 @@ Piece = str | int  # an int is a byte
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The steps of such a decoder, in the order in which they are taken."""
+    """The steps of a SentencePiece decoder, in order."""
 
     replaced: tuple[tuple[str, str], ...] = ()  # in every token
-    dropped_at_first: str = ""  # in the first token, instead
+    dropped_at_first: str = ""  # in the first token, instead of ``replaced``
     has_raw_bytes: bool = False
     stripped: str = ""  # a character
-    n_stripped: int = 0  # as many of it are taken from the beginning of the text
+    n_stripped: int = 0  # how many of them are removed from the start of the text
 
     @staticmethod
     def of(steps: Sequence[dict[str, Any]]) -> Scheme | None:
-        """None where the steps are others, or in another order."""
+        """None if the steps are different or in another order."""
         match [step["type"] for step in steps]:
             case ["Metaspace"] | ["Metaspace", "Fuse"]:
                 return Scheme._of_metaspace(steps[0])
@@ -74,7 +74,7 @@ class SentencePieceDecoder(Decoder):
         self._pieces = self._tables(partial(scheme.piece, is_first=False))
         self._firsts = self._tables(partial(scheme.piece, is_first=True)) if scheme.dropped_at_first else self._pieces
 
-    def stream(self, skip_special_tokens: bool) -> TextStream:
+    def stream(self, skip_special_tokens: bool) -> DecodeStream:
         return SentencePieceStream(self._firsts[skip_special_tokens], self._pieces[skip_special_tokens], self._scheme)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -87,12 +87,12 @@ class SentencePieceStream:
 
     def __init__(self, firsts: Table[Piece], rest: Table[Piece], scheme: Scheme) -> None:
         self.ahead = ""
-        self._pieces = firsts  # until the first token is met
+        self._pieces = firsts  # until the first token arrives
         self._rest = rest
         self._run = _ByteRun()
         self._stripped = scheme.stripped
-        self._n_to_strip = scheme.n_stripped  # while all of the text so far was stripped
-        self._is_plain = False  # neither at the beginning nor in a run of bytes: texts are given out as they are
+        self._n_to_strip = scheme.n_stripped  # not 0 while all text so far was stripped
+        self._is_plain = False  # neither at the start nor in a run of bytes: pieces are returned unchanged
 
     def push(self, token_id: int) -> str:
         piece = self._pieces[token_id]
@@ -115,7 +115,7 @@ class SentencePieceStream:
     def _push_byte(self, byte: int) -> str:
         self._is_plain = False
         text = self._run.push(byte)
-        if not self._n_to_strip:  # else it may not be text at all
+        if not self._n_to_strip:  # otherwise it may be stripped
             self.ahead = self._run.newest_char
         return self._strip(text)
 
@@ -134,33 +134,33 @@ class SentencePieceStream:
 
 
 class _ByteRun:
-    """Bytes in a row: text if all of them are UTF-8, else a replacement character each. Only the end decides it."""
+    """Consecutive bytes: text if all of them are UTF-8, else one replacement character per byte. The end decides."""
 
-    __slots__ = ("_chars", "_is_doomed", "_n_bytes", "_tail", "newest_char")
+    __slots__ = ("_chars", "_is_invalid", "_n_bytes", "_tail", "newest_char")
 
     def __init__(self) -> None:
         self._chars: list[str] = []
-        self._tail = b""  # the beginning of a character
+        self._tail = b""  # an incomplete character
         self._n_bytes = 0
-        self._is_doomed = False  # no UTF-8, whatever comes
-        self.newest_char = ""  # which the last byte completed
+        self._is_invalid = False  # not UTF-8, whatever follows
+        self.newest_char = ""  # completed by the last byte
 
     def push(self, byte: int) -> str:
-        """Text that no further byte changes."""
+        """The text that no further byte can change."""
         self.newest_char = ""
-        if self._is_doomed:
+        if self._is_invalid:
             return REPLACEMENT
         self._n_bytes += 1
         try:
             self.newest_char, self._tail = decode_utf8(self._tail + bytes((byte,)), "strict")
         except UnicodeDecodeError:
-            self._is_doomed = True
+            self._is_invalid = True
             return REPLACEMENT * self._n_bytes
         self._chars.append(self.newest_char)
         return ""
 
     def end(self) -> str:
-        """The text that was not given out yet."""
-        if self._is_doomed:
+        """The text that was not returned yet."""
+        if self._is_invalid:
             return ""
         return REPLACEMENT * self._n_bytes if self._tail else "".join(self._chars)

@@ -1,14 +1,14 @@
-"""Any other decoder: the newest ids are decoded again with every id, and what their text has grown by is the news.
+"""Any other decoder: decodes the newest ids again with every id, and returns the text that was added.
 
-Exact for a decoder whose tokens do not look further back than ``CONTEXT`` tokens (and at whether they are the first),
-which holds for all that tokenizers has: WordPiece, BPEDecoder, CTC, none at all, and sequences of them.
+This is exact if a token depends on at most ``CONTEXT`` tokens before it (and on whether it is the first), which holds
+for every decoder of the tokenizers library: WordPiece, BPEDecoder, CTC, none at all, and sequences of them.
 """
 
 from __future__ import annotations
 
-from lightserve.model_files.decoding.base import REPLACEMENT, Decoder, Table, TextStream, Vocabulary, raw_byte
+from lightserve.model_files.decoding.base import REPLACEMENT, Decoder, DecodeStream, Table, Vocabulary, raw_byte
 
-CONTEXT = 8  # tokens; one would do for the decoders there are
+CONTEXT = 8  # tokens; one is enough for the existing decoders
 
 
 class WindowDecoder(Decoder):
@@ -16,7 +16,7 @@ class WindowDecoder(Decoder):
         super().__init__(vocabulary)
         self._tokens = self._tables(str)
 
-    def stream(self, skip_special_tokens: bool) -> TextStream:
+    def stream(self, skip_special_tokens: bool) -> DecodeStream:
         return WindowStream(self._vocabulary, self._tokens[skip_special_tokens])
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -26,45 +26,45 @@ class WindowDecoder(Decoder):
 
 
 class WindowStream:
-    __slots__ = ("_ids", "_n_given", "_tokens", "_vocabulary")
+    __slots__ = ("_ids", "_n_returned", "_tokens", "_vocabulary")
     ahead = ""
 
     def __init__(self, vocabulary: Vocabulary, tokens: Table[str]) -> None:
         self._vocabulary = vocabulary
         self._tokens = tokens
-        self._ids: list[int] = []  # the window; only ids that are decoded, so that its first one is a first one
-        self._n_given = 0  # characters of the window's text
+        self._ids: list[int] = []  # the window, without skipped ids: its first id decodes like a first one
+        self._n_returned = 0  # characters of the window's text that were returned
 
     def push(self, token_id: int) -> str:
         token = self._tokens[token_id]
         if token is None:
             return ""
         self._ids.append(token_id)
-        if raw_byte(token) is not None:  # only the end of a run of bytes decides what it is
+        if raw_byte(token) is not None:  # only the end of a run of bytes decides whether it is text
             return ""
         text = self._text()
-        news = self._give(text, len(text) - text.endswith(REPLACEMENT))  # which may become a character
+        added = self._take(text, len(text) - text.endswith(REPLACEMENT))  # a replacement may become a character
         if len(self._ids) >= 2 * CONTEXT:
-            self._shorten(n_held=len(text) - self._n_given)
-        return news
+            self._shorten(n_held=len(text) - self._n_returned)
+        return added
 
     def flush(self) -> str:
         text = self._text() if self._ids else ""
-        return self._give(text, len(text))
+        return self._take(text, len(text))
 
     def _text(self) -> str:
         return self._vocabulary.decode(self._ids, skip_special_tokens=False)
 
-    def _give(self, text: str, end: int) -> str:
-        news = text[self._n_given : end]
-        self._n_given += len(news)
-        return news
+    def _take(self, text: str, end: int) -> str:
+        added = text[self._n_returned : end]
+        self._n_returned += len(added)
+        return added
 
     def _shorten(self, n_held: int) -> None:
         whole = self._ids
         self._ids = whole[-CONTEXT:]
-        n_given = len(self._text()) - n_held
-        if n_given <= 0:  # a beginning without text might be treated as the beginning of all
+        n_returned = len(self._text()) - n_held
+        if n_returned <= 0:  # a window without text might be treated as the start of the sequence
             self._ids = whole
             return
-        self._n_given = n_given
+        self._n_returned = n_returned

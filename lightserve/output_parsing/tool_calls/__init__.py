@@ -1,1 +1,1 @@
-"""How models write tool calls: one module a format, see formats.py for all of them."""
+"""The tool-call formats of models, one module each. formats.py lists all of them."""

@@ -1,7 +1,7 @@
-"""What a format of tool calls is, and what several of them have in common.
+"""The description of a tool-call format, and the parsing functions that several formats share.
 
-A call that breaks before its arguments begin is content after all. Once its name is told it cannot be taken back: then
-what should have been its arguments is given out as it was written, up to the call's end.
+A malformed call is content, as long as its name has not been emitted. After that it cannot be withdrawn: the malformed
+arguments are emitted unchanged, up to the end of the call.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightserve.output_parsing.json_text import parsed, pass_json, read_string
-from lightserve.output_parsing.scribe import NewId, Scribe, call_id
-from lightserve.output_parsing.tape import Steps, Tape
+from lightserve.output_parsing.delta_writer import DeltaWriter, NewId, call_id
+from lightserve.output_parsing.json_text import emit_json, parse_json, read_string
+from lightserve.output_parsing.text_stream import Incremental, TextStream
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 
-Parse = Callable[[Tape, Scribe], Steps[None]]  # reads the tape to its end
+Parse = Callable[[TextStream, DeltaWriter], Incremental[None]]  # reads the stream to its end
 
 
 @dataclass(frozen=True, slots=True)
-class Wording:
-    """A format written out, for a grammar that forces it: calls around ``{name}``, ``{arguments}`` and ``{number}``."""
+class CallTemplate:
+    """The literal text of a format, for a grammar that forces calls; placeholders: {name}, {arguments}, {number}."""
 
     call: str
     begin: str = ""
@@ -34,9 +34,9 @@ class Wording:
 class ToolFormat:
     name: str
     parse: Parse
-    signs: tuple[str, ...]  # any of them in a chat template tells that its model uses this format
-    markers: tuple[str, ...] = ()  # what may be a special token of the model, and must be seen all the same
-    wording: Wording | None = None  # None where the arguments are not JSON
+    template_markers: tuple[str, ...]  # a chat template with any of these uses this format
+    markers: tuple[str, ...] = ()  # may be special tokens of the model; the parser must see them nevertheless
+    call_template: CallTemplate | None = None  # None if the arguments are not JSON
     new_id: NewId = call_id
 
 
@@ -44,119 +44,127 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def pass_raw(tape: Tape, scribe: Scribe, ends: Sequence[str]) -> Steps[None]:
-    """Broken arguments as they are, up to one of ``ends``, which is left unread."""
-    end = yield from tape.pass_until(ends, scribe.arguments)
-    tape.at -= len(end)
+def emit_raw(stream: TextStream, writer: DeltaWriter, ends: Sequence[str]) -> Incremental[None]:
+    """Emit malformed arguments unchanged, up to one of ``ends``, which stays unread."""
+    end = yield from stream.emit_until(ends, writer.add_arguments)
+    stream.position -= len(end)
 
 
-def named_call(tape: Tape, scribe: Scribe, name: str, ends: Sequence[str], given_id: str | None = None) -> Steps[bool]:
-    """A call whose arguments come next as a JSON object: False, and the mark stands, where none comes."""
-    yield from tape.skip_space()
-    if not is_name(name) or (yield from tape.peek()) != "{":
+def named_call(
+    stream: TextStream, writer: DeltaWriter, name: str, ends: Sequence[str], model_id: str | None = None
+) -> Incremental[bool]:
+    """Emit a call whose arguments come next as a JSON object. False if none comes; the mark then stays."""
+    yield from stream.skip_space()
+    if not is_name(name) or (yield from stream.peek()) != "{":
         return False
-    tape.unmark()
-    scribe.start(name, given_id)
-    if not (yield from pass_json(tape, scribe.arguments)):
-        yield from pass_raw(tape, scribe, ends)
+    stream.take_marked()
+    writer.start_call(name, model_id)
+    if not (yield from emit_json(stream, writer.add_arguments)):
+        yield from emit_raw(stream, writer, ends)
     return True
 
 
-def json_calls(tape: Tape, scribe: Scribe, ends: Sequence[str] = (), must_know: bool = False) -> Steps[bool]:
-    """One call as a JSON object or several, in a list or one after the other; ``must_know``: only calls of known tools.
+def json_calls(
+    stream: TextStream, writer: DeltaWriter, ends: Sequence[str] = (), known_tools_only: bool = False
+) -> Incremental[bool]:
+    """Emit one or more calls as JSON objects, in a list or in sequence.
 
-    False, and the mark stands, where the first is none.
+    ``known_tools_only``: other names are not calls. False if the first object is not a call; the mark then stays.
     """
-    yield from tape.skip_space()
-    is_list = yield from tape.accept("[")
-    if not (yield from _json_call(tape, scribe, ends, must_know)):
+    yield from stream.skip_space()
+    is_list = yield from stream.accept("[")
+    if not (yield from _json_call(stream, writer, ends, known_tools_only)):
         return False
     while True:
-        tape.mark()
-        if not (yield from _is_another_next(tape)):
-            tape.rewind()
+        stream.mark()
+        if not (yield from _is_another_next(stream)):
+            stream.rewind()
             break
-        if not (yield from _json_call(tape, scribe, ends, must_know)):
+        if not (yield from _json_call(stream, writer, ends, known_tools_only)):
             break
-    scribe.content(tape.unmark())
+    writer.add_content(stream.take_marked())
     if is_list:
-        yield from tape.accept_next("]")
+        yield from stream.accept_after_space("]")
     return True
 
 
-def enclosed_calls(tape: Tape, scribe: Scribe, begin: str, end: str, must_know: bool = False) -> Steps[None]:
-    """What follows ``begin``, which was read last: ``json_calls`` up to ``end``, or content after all."""
-    tape.mark(len(begin))
-    if (yield from json_calls(tape, scribe, (end,), must_know)):
-        yield from tape.accept_next(end)
+def enclosed_calls(
+    stream: TextStream, writer: DeltaWriter, begin: str, end: str, known_tools_only: bool = False
+) -> Incremental[None]:
+    """Emit ``json_calls`` between ``begin``, which was read last, and ``end``; anything else is content."""
+    stream.mark(len(begin))
+    if (yield from json_calls(stream, writer, (end,), known_tools_only)):
+        yield from stream.accept_after_space(end)
     else:
-        scribe.content(tape.unmark())
+        writer.add_content(stream.take_marked())
 
 
-def _is_another_next(tape: Tape) -> Steps[bool]:
-    yield from tape.skip_space()
-    if not (yield from tape.accept(",")):
-        yield from tape.accept(";")
-    yield from tape.skip_space()
-    return (yield from tape.peek()) == "{"
+def _is_another_next(stream: TextStream) -> Incremental[bool]:
+    yield from stream.skip_space()
+    if not (yield from stream.accept(",")):
+        yield from stream.accept(";")
+    yield from stream.skip_space()
+    return (yield from stream.peek()) == "{"
 
 
-def _json_call(tape: Tape, scribe: Scribe, ends: Sequence[str], must_know: bool) -> Steps[bool]:
-    """An object with a name and arguments, whose arguments are given out as they come where the name is the first."""
-    begin = tape.n_marked
-    name = yield from _head(tape)
-    if name is not None and _is_wanted(name, scribe, must_know):
-        tape.unmark()
-        scribe.start(name)
-        if not (yield from pass_json(tape, scribe.arguments)):
-            yield from pass_raw(tape, scribe, ends)
-        elif not (yield from tape.accept_next("}")) and (yield from tape.accept(",")):
-            yield from pass_json(tape, _drop, open_with="{")
+def _json_call(
+    stream: TextStream, writer: DeltaWriter, ends: Sequence[str], known_tools_only: bool
+) -> Incremental[bool]:
+    """Emit an object with a name and arguments. Arguments that follow the name are emitted while they arrive."""
+    begin = stream.marked_length
+    name = yield from _head(stream)
+    if name is not None and _is_allowed(name, writer, known_tools_only):
+        stream.take_marked()
+        writer.start_call(name)
+        if not (yield from emit_json(stream, writer.add_arguments)):
+            yield from emit_raw(stream, writer, ends)
+        elif not (yield from stream.accept_after_space("}")) and (yield from stream.accept(",")):
+            yield from emit_json(stream, _drop, open_with="{")
         return True
-    tape.rewind(begin)
+    stream.rewind(begin)
     pieces: list[str] = []
-    if not (yield from pass_json(tape, pieces.append)):
+    if not (yield from emit_json(stream, pieces.append)):
         return False
-    call = _call_of(parsed("".join(pieces)))
-    if call is None or not _is_wanted(call[0], scribe, must_know):
+    call = _call_of(parse_json("".join(pieces)))
+    if call is None or not _is_allowed(call[0], writer, known_tools_only):
         return False
-    tape.unmark()
-    scribe.call(*call)
+    stream.take_marked()
+    writer.add_call(*call)
     return True
 
 
-def _is_wanted(name: str, scribe: Scribe, must_know: bool) -> bool:
-    return name in scribe.tools if must_know else bool(name)
+def _is_allowed(name: str, writer: DeltaWriter, known_tools_only: bool) -> bool:
+    return name in writer.tools if known_tools_only else bool(name)
 
 
 def _drop(text: str) -> None:
-    """Members of a call that nobody asked for."""
+    """Ignores unknown members of a call."""
 
 
-def _head(tape: Tape) -> Steps[str | None]:
-    """The name in ``{"name": ..., "arguments": {``, read up to the last brace; None where it is written otherwise."""
+def _head(stream: TextStream) -> Incremental[str | None]:
+    """The name in ``{"name": ..., "arguments": {``, read up to the last brace; None for any other text."""
     for literal in ("{", '"name"', ":"):
-        if not (yield from tape.accept_next(literal)):
+        if not (yield from stream.accept_after_space(literal)):
             return None
-    yield from tape.skip_space()
-    name = yield from read_string(tape)
-    if not name or not (yield from tape.accept_next(",")):
+    yield from stream.skip_space()
+    name = yield from read_string(stream)
+    if not name or not (yield from stream.accept_after_space(",")):
         return None
-    if not (yield from tape.accept_next('"arguments"')) and not (yield from tape.accept('"parameters"')):
+    if not (yield from stream.accept_after_space('"arguments"')) and not (yield from stream.accept('"parameters"')):
         return None
-    if not (yield from tape.accept_next(":")):
+    if not (yield from stream.accept_after_space(":")):
         return None
-    yield from tape.skip_space()
-    return name if (yield from tape.peek()) == "{" else None
+    yield from stream.skip_space()
+    return name if (yield from stream.peek()) == "{" else None
 
 
 def _call_of(value: Any) -> tuple[str, Any] | None:
-    """Name and arguments, in whatever order; arguments may be JSON in a string, or missing."""
+    """Name and arguments, in any order. The arguments may be JSON in a string, or missing."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters"))
     if arguments is None:
         arguments = {}
-    if isinstance(arguments, dict) or (isinstance(arguments, str) and isinstance(parsed(arguments), dict)):
+    if isinstance(arguments, dict) or (isinstance(arguments, str) and isinstance(parse_json(arguments), dict)):
         return value["name"], arguments
     return None

@@ -1,12 +1,12 @@
-"""DeepSeek V3 and R1: the kind of the tool, its name, its arguments in a fence. V3.1: the name, the arguments."""
+"""DeepSeek V3 and R1: type, name, and the arguments in a code fence. V3.1: name and arguments."""
 
-# ruff: noqa: RUF001  (the bars are the model's)
+# ruff: noqa: RUF001  (the model uses these bars)
 
 from __future__ import annotations
 
-from lightserve.output_parsing.scribe import Scribe
-from lightserve.output_parsing.tape import Steps, Tape
-from lightserve.output_parsing.tool_calls.base import ToolFormat, Wording, named_call
+from lightserve.output_parsing.delta_writer import DeltaWriter
+from lightserve.output_parsing.text_stream import Incremental, TextStream
+from lightserve.output_parsing.tool_calls.base import CallTemplate, ToolFormat, named_call
 from lightserve.output_parsing.tool_calls.section import Section
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -14,17 +14,17 @@ CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
 FENCE = "```"
 
 
-def _read_call(tape: Tape, scribe: Scribe) -> Steps[bool]:
-    name, marker = yield from tape.read_until((SEPARATOR, CALL_END))
+def _read_call(stream: TextStream, writer: DeltaWriter) -> Incremental[bool]:
+    name, marker = yield from stream.read_until((SEPARATOR, CALL_END))
     if marker != SEPARATOR:
         return False
-    if name.strip() == "function" and (yield from tape.peek()) != "{":
-        name, _ = yield from tape.read_until(("\n", CALL_END))
-        yield from tape.accept_next(f"{FENCE}json")
-    if not (yield from named_call(tape, scribe, name.strip(), (CALL_END,))):
+    if name.strip() == "function" and (yield from stream.peek()) != "{":
+        name, _ = yield from stream.read_until(("\n", CALL_END))
+        yield from stream.accept_after_space(f"{FENCE}json")
+    if not (yield from named_call(stream, writer, name.strip(), (CALL_END,))):
         return False
-    yield from tape.accept_next(FENCE)
-    yield from tape.accept_next(CALL_END)
+    yield from stream.accept_after_space(FENCE)
+    yield from stream.accept_after_space(CALL_END)
     return True
 
 
@@ -34,16 +34,16 @@ _SECTION = Section(BEGIN, END, CALL, _read_call)
 DEEPSEEK_V31 = ToolFormat(
     "deepseek_v31",
     _SECTION.parse,
-    signs=(BEGIN,),
+    template_markers=(BEGIN,),
     markers=_MARKERS,
-    wording=Wording(f"{CALL}{{name}}{SEPARATOR}{{arguments}}{CALL_END}", begin=BEGIN, end=END),
+    call_template=CallTemplate(f"{CALL}{{name}}{SEPARATOR}{{arguments}}{CALL_END}", begin=BEGIN, end=END),
 )
 DEEPSEEK_V3 = ToolFormat(
     "deepseek_v3",
     _SECTION.parse,
-    signs=(f"tool['type'] + '{SEPARATOR}'", f"tool['type']+'{SEPARATOR}'"),
+    template_markers=(f"tool['type'] + '{SEPARATOR}'", f"tool['type']+'{SEPARATOR}'"),
     markers=_MARKERS,
-    wording=Wording(
+    call_template=CallTemplate(
         f"{CALL}function{SEPARATOR}{{name}}\n{FENCE}json\n{{arguments}}\n{FENCE}{CALL_END}", BEGIN, "\n", END
     ),
 )

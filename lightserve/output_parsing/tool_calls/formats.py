@@ -1,4 +1,4 @@
-"""Every format of tool calls, and the one that a model uses."""
+"""All tool-call formats, and the choice of the one that a model uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightserve.output_parsing.tool_calls.mistral import MISTRAL, MISTRAL_NEWER
 from lightserve.output_parsing.tool_calls.pythonic import PYTHONIC
 from lightserve.output_parsing.tool_calls.tagged import GLM45, QWEN3_CODER
 
-# in the order in which their signs are looked for: a template may have signs of a later one too
+# in the order of the search: a chat template may also contain the markers of a later format
 ALL = (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
@@ -26,7 +26,7 @@ ALL = (
     LLAMA3_JSON,
 )
 BY_NAME = {one.name: one for one in ALL}
-# names that vLLM and LightLLM give them
+# the names that vLLM and LightLLM use
 ALIASES = {
     "qwen": HERMES,
     "qwen25": HERMES,
@@ -39,13 +39,13 @@ ALIASES = {
 
 
 def tool_format(choice: str, template: str) -> ToolFormat | None:
-    """By name; ``auto``: the one that the chat template shows. None where there is none."""
+    """The format by name; ``auto``: the one whose markers are in the chat template, or None."""
     if choice == "none":
         return None
     if choice == "auto":
-        return next((one for one in ALL if any(sign in template for sign in one.signs)), None)
+        return next((one for one in ALL if any(marker in template for marker in one.template_markers)), None)
     found = BY_NAME.get(choice) or ALIASES.get(choice)
     if found is None:
         known = ", ".join(["auto", "none", *BY_NAME, *ALIASES])
-        raise ServerError(f"tool_call_parser={choice!r}: choose one of {known}")
+        raise ServerError(f"unknown --tool_call_parser {choice!r}; use one of {known}")
     return found

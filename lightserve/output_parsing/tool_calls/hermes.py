@@ -1,28 +1,28 @@
 """Hermes, Qwen and many others: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
 
-Small ones, Qwen2.5-Coder among them, put the call into a block of JSON instead: there a tool that is known counts.
+Small models, such as Qwen2.5-Coder, write the call in a JSON code block instead. There, only known tools count.
 """
 
 from __future__ import annotations
 
-from lightserve.output_parsing.scribe import Scribe
-from lightserve.output_parsing.tape import Steps, Tape
-from lightserve.output_parsing.tool_calls.base import ToolFormat, Wording, enclosed_calls
+from lightserve.output_parsing.delta_writer import DeltaWriter
+from lightserve.output_parsing.text_stream import Incremental, TextStream
+from lightserve.output_parsing.tool_calls.base import CallTemplate, ToolFormat, enclosed_calls
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 BLOCK, BLOCK_END = "```json", "```"
 
 
-def parse(tape: Tape, scribe: Scribe) -> Steps[None]:
-    while begin := (yield from tape.pass_until((BEGIN, BLOCK), scribe.content)):
+def parse(stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
+    while begin := (yield from stream.emit_until((BEGIN, BLOCK), writer.add_content)):
         is_block = begin == BLOCK
-        yield from enclosed_calls(tape, scribe, begin, BLOCK_END if is_block else END, must_know=is_block)
+        yield from enclosed_calls(stream, writer, begin, BLOCK_END if is_block else END, known_tools_only=is_block)
 
 
 HERMES = ToolFormat(
     "hermes",
     parse,
-    signs=(BEGIN,),
+    template_markers=(BEGIN,),
     markers=(BEGIN, END),
-    wording=Wording(f'{BEGIN}\n{{"name": "{{name}}", "arguments": {{arguments}}}}\n{END}', between="\n"),
+    call_template=CallTemplate(f'{BEGIN}\n{{"name": "{{name}}", "arguments": {{arguments}}}}\n{END}', between="\n"),
 )

@@ -1,27 +1,27 @@
-"""Llama 3 and 4: ``{"name": ..., "parameters": {...}}``, after a tag or as the whole answer."""
+"""Llama 3 and 4: ``{"name": ..., "parameters": {...}}``, after a tag or as the whole output."""
 
 from __future__ import annotations
 
-from lightserve.output_parsing.scribe import Scribe
-from lightserve.output_parsing.tape import Steps, Tape
-from lightserve.output_parsing.tool_calls.base import ToolFormat, Wording, enclosed_calls, json_calls
+from lightserve.output_parsing.delta_writer import DeltaWriter
+from lightserve.output_parsing.text_stream import Incremental, TextStream
+from lightserve.output_parsing.tool_calls.base import CallTemplate, ToolFormat, enclosed_calls, json_calls
 
-TAGS = ("<|python_tag|>", "<|python_start|>")  # of 3 and of 4
+TAGS = ("<|python_tag|>", "<|python_start|>")  # Llama 3, Llama 4
 END = "<|python_end|>"
 
 
-def parse(tape: Tape, scribe: Scribe) -> Steps[None]:
-    tape.mark()
-    if not (yield from json_calls(tape, scribe, must_know=True)):  # an answer in JSON need not be a call
-        scribe.content(tape.unmark())
-    while tag := (yield from tape.pass_until(TAGS, scribe.content)):
-        yield from enclosed_calls(tape, scribe, tag, END)
+def parse(stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
+    stream.mark()
+    if not (yield from json_calls(stream, writer, known_tools_only=True)):  # a JSON answer is not always a call
+        writer.add_content(stream.take_marked())
+    while tag := (yield from stream.emit_until(TAGS, writer.add_content)):
+        yield from enclosed_calls(stream, writer, tag, END)
 
 
 LLAMA3_JSON = ToolFormat(
     "llama3_json",
     parse,
-    signs=(*TAGS, '{"name": function name, "parameters": dictionary'),
+    template_markers=(*TAGS, '{"name": function name, "parameters": dictionary'),
     markers=(*TAGS, END),
-    wording=Wording('{"name": "{name}", "parameters": {arguments}}', between="; "),
+    call_template=CallTemplate('{"name": "{name}", "parameters": {arguments}}', between="; "),
 )

@@ -2,46 +2,46 @@
 
 from __future__ import annotations
 
-from lightserve.output_parsing.scribe import Scribe, short_call_id
-from lightserve.output_parsing.tape import Steps, Tape
-from lightserve.output_parsing.tool_calls.base import ToolFormat, Wording, json_calls, named_call
+from lightserve.output_parsing.delta_writer import DeltaWriter, short_call_id
+from lightserve.output_parsing.text_stream import Incremental, TextStream
+from lightserve.output_parsing.tool_calls.base import CallTemplate, ToolFormat, json_calls, named_call
 
 TAG, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
-def parse(tape: Tape, scribe: Scribe) -> Steps[None]:
-    while (yield from tape.pass_until((TAG,), scribe.content)):
-        tape.mark(len(TAG))
-        yield from tape.skip_space()
-        is_json = (yield from tape.peek()) in ("[", "{")
-        if not (yield from json_calls(tape, scribe, (TAG,)) if is_json else _newer_call(tape, scribe)):
-            scribe.content(tape.unmark())
+def parse(stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
+    while (yield from stream.emit_until((TAG,), writer.add_content)):
+        stream.mark(len(TAG))
+        yield from stream.skip_space()
+        is_json = (yield from stream.peek()) in ("[", "{")
+        if not (yield from json_calls(stream, writer, (TAG,)) if is_json else _newer_call(stream, writer)):
+            writer.add_content(stream.take_marked())
 
 
-def _newer_call(tape: Tape, scribe: Scribe) -> Steps[bool]:
-    name, marker = yield from tape.read_until((ID, ARGUMENTS, TAG))
-    given_id = ""
+def _newer_call(stream: TextStream, writer: DeltaWriter) -> Incremental[bool]:
+    name, marker = yield from stream.read_until((ID, ARGUMENTS, TAG))
+    model_id = ""
     if marker == ID:
-        given_id, marker = yield from tape.read_until((ARGUMENTS, TAG))
+        model_id, marker = yield from stream.read_until((ARGUMENTS, TAG))
     if marker != ARGUMENTS:
-        tape.at -= len(marker)
+        stream.position -= len(marker)
         return False
-    return (yield from named_call(tape, scribe, name.strip(), (TAG,), given_id.strip()))
+    return (yield from named_call(stream, writer, name.strip(), (TAG,), model_id.strip()))
 
 
 MISTRAL = ToolFormat(
     "mistral",
     parse,
-    signs=(TAG,),
+    template_markers=(TAG,),
     markers=(TAG, ID, ARGUMENTS),
-    wording=Wording('{"name": "{name}", "arguments": {arguments}}', begin=f"{TAG}[", between=", ", end="]"),
+    call_template=CallTemplate('{"name": "{name}", "arguments": {arguments}}', begin=f"{TAG}[", between=", ", end="]"),
     new_id=short_call_id,
 )
 MISTRAL_NEWER = ToolFormat(
     "mistral_newer",
     parse,
-    signs=(ARGUMENTS,),
+    template_markers=(ARGUMENTS,),
     markers=MISTRAL.markers,
-    wording=Wording(f"{TAG}{{name}}{ARGUMENTS}{{arguments}}"),
+    call_template=CallTemplate(f"{TAG}{{name}}{ARGUMENTS}{{arguments}}"),
     new_id=short_call_id,
 )

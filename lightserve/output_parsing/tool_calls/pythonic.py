@@ -1,4 +1,4 @@
-"""Llama 3.2 and 4: the whole answer is a list of Python calls, ``[f(a=1), g()]``. It is parsed, never run."""
+"""Llama 3.2 and 4: the whole output is a list of Python calls, ``[f(a=1), g()]``. It is parsed, never executed."""
 
 from __future__ import annotations
 
@@ -8,64 +8,64 @@ import re
 import warnings
 from typing import Any
 
-from lightserve.output_parsing.scribe import Scribe
-from lightserve.output_parsing.tape import Steps, Tape
+from lightserve.output_parsing.delta_writer import DeltaWriter
+from lightserve.output_parsing.text_stream import Incremental, TextStream
 from lightserve.output_parsing.tool_calls.base import ToolFormat
 
 START, END = "<|python_start|>", "<|python_end|>"
-MAX_DEPTH = 64  # of brackets: Python's own parser and what follows it recurse
+MAX_DEPTH = 64  # nested brackets: Python's parser and the code below recurse
 CLOSERS = {"(": ")", "[": "]", "{": "}"}
-WORDS = {"true": True, "false": False, "null": None}  # JSON's, which models mix in
+WORDS = {"true": True, "false": False, "null": None}  # JSON's words, which models mix in
 _PLAIN = re.compile(r"[^()\[\]{}'\"]*")
 _QUOTED = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
 
 
-def parse(tape: Tape, scribe: Scribe) -> Steps[None]:
-    tape.mark()
-    yield from tape.skip_space()
-    yield from tape.accept(START)
-    if (yield from tape.accept_next("[")):
-        yield from _parse_calls(tape, scribe)
-    scribe.content(tape.unmark())
-    yield from tape.pass_until((), scribe.content)
+def parse(stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
+    stream.mark()
+    yield from stream.skip_space()
+    yield from stream.accept(START)
+    if (yield from stream.accept_after_space("[")):
+        yield from _parse_calls(stream, writer)
+    writer.add_content(stream.take_marked())
+    yield from stream.emit_until((), writer.add_content)
 
 
-def _parse_calls(tape: Tape, scribe: Scribe) -> Steps[None]:
-    """What is marked at the end is content."""
-    while (yield from _parse_call(tape, scribe)):
-        tape.mark()
-        if (yield from tape.accept_next("]")):
-            tape.unmark()
-            yield from tape.accept_next(END)
+def _parse_calls(stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
+    """Text that is still marked at the end is content."""
+    while (yield from _parse_call(stream, writer)):
+        stream.mark()
+        if (yield from stream.accept_after_space("]")):
+            stream.take_marked()
+            yield from stream.accept_after_space(END)
             return
-        if not (yield from tape.accept(",")):
+        if not (yield from stream.accept(",")):
             return
 
 
-def _parse_call(tape: Tape, scribe: Scribe) -> Steps[bool]:
-    yield from tape.skip_space()
-    text = yield from _read_call(tape)
+def _parse_call(stream: TextStream, writer: DeltaWriter) -> Incremental[bool]:
+    yield from stream.skip_space()
+    text = yield from _read_call(stream)
     call = _call_of(text) if text else None
-    if call is None or call[0] not in scribe.tools:  # a list in brackets need not be one of calls
+    if call is None or call[0] not in writer.tools:  # a list in brackets is not always a list of calls
         return False
-    tape.unmark()
-    scribe.call(*call)
+    stream.take_marked()
+    writer.add_call(*call)
     return True
 
 
-def _read_call(tape: Tape) -> Steps[str]:
-    """The text up to the bracket that closes the first one; "" where none does."""
+def _read_call(stream: TextStream) -> Incremental[str]:
+    """The text up to the bracket that closes the first one; "" if none does."""
     pieces: list[str] = []
     closers: list[str] = []
     while True:
-        yield from tape.pass_run(_PLAIN, pieces.append)
-        char = yield from tape.peek()
-        tape.at += len(char)
+        yield from stream.emit_run(_PLAIN, pieces.append)
+        char = yield from stream.peek()
+        stream.position += len(char)
         pieces.append(char)
         if char in CLOSERS:
             closers.append(CLOSERS[char])
         elif char in _QUOTED:
-            pieces.append((yield from _read_quoted(tape, char)))
+            pieces.append((yield from _read_quoted(stream, char)))
         elif closers and char == closers[-1]:
             closers.pop()
         else:
@@ -74,18 +74,18 @@ def _read_call(tape: Tape) -> Steps[str]:
             return "" if closers else "".join(pieces)
 
 
-def _read_quoted(tape: Tape, quote: str) -> Steps[str]:
-    """The rest of a string; what follows a backslash does not end it."""
+def _read_quoted(stream: TextStream, quote: str) -> Incremental[str]:
+    """The rest of a string; a quote after a backslash does not end it."""
     pieces: list[str] = []
     while True:
-        yield from tape.pass_run(_QUOTED[quote], pieces.append)
-        char = yield from tape.peek()
-        tape.at += len(char)
+        yield from stream.emit_run(_QUOTED[quote], pieces.append)
+        char = yield from stream.peek()
+        stream.position += len(char)
         pieces.append(char)
         if char != "\\":
             return "".join(pieces)
-        escaped = yield from tape.peek()
-        tape.at += len(escaped)
+        escaped = yield from stream.peek()
+        stream.position += len(escaped)
         pieces.append(escaped)
 
 
@@ -93,7 +93,7 @@ def _call_of(text: str) -> tuple[str, str] | None:
     """The name of a call, and its arguments as JSON."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes that Python does not know
+            warnings.simplefilter("ignore")  # about unknown escape sequences
             call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None
@@ -105,7 +105,7 @@ def _call_of(text: str) -> tuple[str, str] | None:
 
 def _key(name: str | None) -> str:
     if name is None:
-        raise ValueError("** is no argument by name")
+        raise ValueError("** is not a keyword argument")
     return name
 
 
@@ -133,6 +133,6 @@ def _text(key: ast.expr | None) -> str:
 PYTHONIC = ToolFormat(
     "pythonic",
     parse,
-    signs=("[func_name1(",),
+    template_markers=("[func_name1(",),
     markers=(START, END),
 )

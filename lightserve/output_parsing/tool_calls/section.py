@@ -1,12 +1,12 @@
-"""Calls one after the other in a section, each between markers of its own."""
+"""Calls in a section, each between its own markers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightserve.output_parsing.scribe import Scribe
-from lightserve.output_parsing.tape import Steps, Tape
+from lightserve.output_parsing.delta_writer import DeltaWriter
+from lightserve.output_parsing.text_stream import Incremental, TextStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,14 +14,15 @@ class Section:
     begin: str
     end: str
     call_begin: str
-    read_call: Callable[[Tape, Scribe], Steps[bool]]  # what follows call_begin; False, and the mark stands: no call
+    # Reads what follows call_begin. Returns False, and keeps the mark, if it is not a call.
+    read_call: Callable[[TextStream, DeltaWriter], Incremental[bool]]
 
-    def parse(self, tape: Tape, scribe: Scribe) -> Steps[None]:
-        """Models forget the begin of the section: a call outside of one counts too."""
-        while marker := (yield from tape.pass_until((self.begin, self.call_begin), scribe.content)):
-            tape.mark(len(marker))
-            is_call = marker == self.call_begin or (yield from tape.accept_next(self.call_begin))
-            if is_call and (yield from self.read_call(tape, scribe)):
-                yield from tape.accept_next(self.end)
+    def parse(self, stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
+        """Models sometimes omit the start of the section, so a call outside of one counts too."""
+        while marker := (yield from stream.emit_until((self.begin, self.call_begin), writer.add_content)):
+            stream.mark(len(marker))
+            is_call = marker == self.call_begin or (yield from stream.accept_after_space(self.call_begin))
+            if is_call and (yield from self.read_call(stream, writer)):
+                yield from stream.accept_after_space(self.end)
             else:
-                scribe.content(tape.unmark())
+                writer.add_content(stream.take_marked())

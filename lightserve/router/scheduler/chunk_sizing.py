@@ -11,8 +11,15 @@ MANY_DECODES, TOKENS_PER_DECODE_OF_MANY = 128, 12
 FIRST_WAITING = 3  # requests without a first token, each of which makes a step longer by a quarter of a chunk
 CHUNKS_PER_WAITING = 1 / 128  # that each further waiting request adds: a long queue needs long steps
 MAX_CHUNKS = 4  # beside the tokens for decodes
-# A step is shorter if its prompt tokens have between SHORT_CONTEXT and LONG_CONTEXT tokens before them.
-SHORT_CONTEXT, LONG_CONTEXT, MAX_SHORTENING = 500, 1_500, 1 / 3
+MAX_CHUNKS_BESIDE_MANY = 5  # with the tokens for decodes: 1,280 prompt tokens beside 256 decodes and more on a GPU
+# A step is shorter if its prompt tokens have between SHORT_CONTEXT and MEDIUM_CONTEXT tokens before them.
+SHORT_CONTEXT, MEDIUM_CONTEXT, MAX_SHORTENING = 500, 1_500, 1 / 3
+# And it shrinks further behind LONG_CONTEXT. The attention of a token takes as long as its matmuls (26 us) behind
+# CONTEXT_OF_EQUAL_COST tokens: Llama-3-8B on one H200, see simulate/gpu.py.
+LONG_CONTEXT, CONTEXT_OF_EQUAL_COST = 9_000, 27_000
+MIN_CHUNK = 1 / 8  # of the chunk size, behind any context
+MIN_SHARE = 1 / 16  # of batch_max_tokens, beside any number of decodes
+TOO_SMALL = 3 / 4  # of the device's smallest size: below this a step has the size that the operator wants
 
 
 def prompt_tokens(limits: Limits, decodes: int, waiting: int, context: float = 0.0) -> int:
@@ -22,13 +29,39 @@ def prompt_tokens(limits: Limits, decodes: int, waiting: int, context: float = 0
     prompt tokens it can take without being noticed. ``context``: tokens before a prompt token, on average; they make
     its attention more expensive.
     """
-    room = limits.batch_max_tokens - decodes
-    if decodes == 0 or limits.chunk_size is None:
+    if decodes == 0:
+        return limits.batch_max_tokens
+    room = max(limits.batch_max_tokens - decodes, int(limits.batch_max_tokens * MIN_SHARE), 1)
+    if limits.chunk_size is None:
         return room
+    tokens = _beside_decodes(limits, limits.chunk_size, decodes, waiting, context)
+    if context > LONG_CONTEXT:
+        shrunk = tokens / (1 + (context - LONG_CONTEXT) / CONTEXT_OF_EQUAL_COST)
+        tokens = _fit_device(limits.sizes, round(max(shrunk, limits.chunk_size * MIN_CHUNK, 1)), decodes)
+    return max(min(room, tokens), 1)
+
+
+def _beside_decodes(limits: Limits, chunk_size: int, decodes: int, waiting: int, context: float) -> int:
+    """Prompt tokens behind a context of up to LONG_CONTEXT tokens."""
     chunks = min(1 + min(waiting, FIRST_WAITING) / 4 + waiting * CHUNKS_PER_WAITING, MAX_CHUNKS)
-    length = min(max(context - SHORT_CONTEXT, 0) / (LONG_CONTEXT - SHORT_CONTEXT), 1)
+    length = min(max(context - SHORT_CONTEXT, 0) / (MEDIUM_CONTEXT - SHORT_CONTEXT), 1)
     for_decodes = TOKENS_PER_DECODE * decodes + TOKENS_PER_DECODE_OF_MANY * max(decodes - MANY_DECODES, 0)
-    total = round((chunks * limits.chunk_size + for_decodes) * (1 - MAX_SHORTENING * length))
-    if limits.sizes:
-        total = min(limits.sizes, key=lambda size: abs(size - total))
-    return max(min(room, total - decodes), min(room, 1))
+    total = round((chunks * chunk_size + for_decodes) * (1 - MAX_SHORTENING * length))
+    if not limits.sizes:
+        return total - decodes
+    most = max(decodes, chunk_size) + MAX_CHUNKS_BESIDE_MANY * chunk_size
+    return _fit_device(limits.sizes, min(total, most) - decodes, decodes)
+
+
+def _fit_device(sizes: tuple[int, ...], tokens: int, decodes: int) -> int:
+    """Round the step to a size that the device computes efficiently, if that leaves at least half of ``tokens``.
+
+    The sizes say nothing about steps that are much smaller. Larger steps are multiples of the smallest size.
+    """
+    total = tokens + decodes
+    if not sizes or total < TOO_SMALL * sizes[0]:
+        return tokens
+    multiple = round(total / sizes[0]) * sizes[0]
+    candidates = [multiple] if total > sizes[-1] else sizes
+    fitting = [size for size in candidates if 2 * (size - decodes) >= tokens]
+    return min(fitting, key=lambda size: abs(size - total), default=total) - decodes

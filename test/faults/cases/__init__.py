@@ -1,7 +1,7 @@
-"""All cases, in an order in which those that share a server come one after the other; and the core of them.
+"""All cases, ordered so that those that share a server are adjacent, and the core cases.
 
-The core fits into two and a half minutes where a server takes ten seconds to start, as with a model on a GPU: every
-process dies or hangs, in every situation once, and as few servers as can be serve for it.
+The core takes two and a half minutes if a server takes ten seconds to start, as with a model on a GPU: every process
+dies or hangs once, under every workload, with as few servers as possible.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from test.faults.case import SERVER, Case
 from test.faults.cases import clocks, connections, hosts, processes, scheduling
 from test.faults.cases.processes import FAILING_SERVER, STEP
-from test.faults.scene import PREFILL_FLAGS
+from test.faults.harness import PREFILL_FLAGS
 from test.faults.start_case import StartCase
 
 CASES: list[Case] = sorted(
@@ -22,7 +22,7 @@ START_CASES: list[StartCase] = hosts.CASES
 
 
 def on_one_server(program: str, flags: tuple[str, ...], *names: str) -> list[Case]:
-    """Only the last may end it."""
+    """Cases on the same server. Only the last one may end it."""
     named = {case.name: case for case in CASES}
     return [replace(named[name], program=program, flags=flags) for name in names]
 

@@ -1,4 +1,4 @@
-"""Machines that are short of something or hold leftovers, and signals that come too early."""
+"""Hosts without some resource or with leftovers, and signals during the start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 
 from lightserve.model_files import resolve
 from test.api.server import STOP_S, ServerProcess
-from test.faults.census import processes_of, run_directories
+from test.faults.resource_snapshot import processes_of, run_directories
 from test.faults.start_case import Start, StartCase
 from test.waiting import wait_until
 
@@ -34,7 +34,7 @@ def port_in_use(start: Start) -> None:
 
 
 def two_servers(start: Start) -> None:
-    """Neither notices the death of the other."""
+    """The death of one server does not affect the other."""
     first, second = start.launch(), start.launch()
     start.check_serves(first)
     start.check_serves(second)
@@ -45,10 +45,10 @@ def two_servers(start: Start) -> None:
 
 
 def leftovers_of_a_crash(start: Start) -> None:
-    """The next server removes them, and nothing of one that lives."""
+    """The next server removes them, but nothing of a running server."""
     living, dead = start.launch(), start.launch()
-    start.until_ready(living)
-    start.until_ready(dead)
+    start.wait_ready(living)
+    start.wait_ready(dead)
     kill_and_wait(dead)
     assert len(run_directories(start.base)) == 2
     assert clean_next_start(start, left=1)
@@ -71,7 +71,7 @@ def clean_next_start(start: Start, left: int = 0) -> bool:
 
 
 def no_home_and_no_tmp(start: Start) -> None:
-    """Where nothing can be written, a folder that can is found."""
+    """If HOME and TMPDIR are not writable, the server finds a directory that is."""
     model_dir = str(resolve(None, needs_weights=False).path)
     env = {"HOME": "/proc", "TMPDIR": f"{start.base}/missing", "XDG_CACHE_HOME": "/proc"}
     server = start.launch("--model_dir", model_dir, env=env)
@@ -86,7 +86,7 @@ def small_shared_memory(start: Start) -> None:
 
 
 def full_disk(start: Start) -> None:
-    """Nothing that it says can be written."""
+    """No log line can be written."""
     served_without_log(start, "exec 2>/dev/full >/dev/full")
 
 
@@ -120,7 +120,7 @@ def worker_killed_at_the_start(start: Start) -> None:
 
 
 def asked_while_loading(start: Start) -> None:
-    """Health and metrics answer at once, and honestly."""
+    """Health and metrics respond at once, with the right status."""
     port = free_port()
     server = start.launch("--port", str(port))
     worker = first_child(server)
@@ -134,7 +134,7 @@ def asked_while_loading(start: Start) -> None:
 
 
 def first_child(server: ServerProcess) -> psutil.Process:
-    """The worker is started first. Before it runs its own program the launcher waits for it."""
+    """The model worker. Until its module runs, it shows the command line of the launcher."""
 
     def own() -> list[psutil.Process]:
         children = [child for group in server.processes().values() for child in group]
@@ -150,7 +150,7 @@ def free_port() -> int:
 
 
 def status(port: int, path: str) -> int:
-    """0 while nobody listens."""
+    """The HTTP status; 0 while no process listens."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as response:
             return int(response.status)

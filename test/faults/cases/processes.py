@@ -1,4 +1,4 @@
-"""Processes that die, hang or hear nonsense, in every situation."""
+"""Processes that die, hang or receive invalid messages, under every workload."""
 
 from __future__ import annotations
 
@@ -10,119 +10,127 @@ import zmq
 
 from test.api.test_faults import COMPLETE
 from test.faults.case import Case
-from test.faults.failing_worker import POISON, SPOILT_ID
-from test.faults.reactions import STREAMS_GO_ON, UNHEALTHY_THEN_GOES_ON, Reaction, ends, go_on, resume_all, same_text
-from test.faults.scene import IDLE, LOAD, PREFILL, PREFILL_FLAGS, STREAMING, Scene, Situation
+from test.faults.failing_worker import NAN_TOKEN_ID, POISON_PROMPT
+from test.faults.harness import IDLE, LOAD, PREFILL, PREFILL_FLAGS, STREAMING, FaultContext, Workload
+from test.faults.reactions import (
+    STREAMS_CONTINUE,
+    UNHEALTHY_THEN_CONTINUES,
+    Reaction,
+    ends,
+    resume_all,
+    same_text,
+    streams_continue,
+)
 
-Fault = Callable[[Scene], None]
+Fault = Callable[[FaultContext], None]
 
 FAILING_SERVER = "test.faults.failing_server"
-STEP = ("--null_step_ms", "20")  # slow enough to be met in the middle
+STEP = ("--null_step_ms", "20")  # slow enough for a fault in the middle of a step
 ROLES = {"ls-router": "router", "ls-detokenizer": "detokenizer", "ls-httpserver": "httpserver 0"}
 CHANNELS = {"router": "router", "detokenization": "detokenizer", "http-0": "httpserver 0"}
-WORKER_DIES = STREAMS_GO_ON  # another one takes its place
-SITUATIONS = (IDLE, STREAMING, PREFILL, LOAD)
+WORKER_DIES = STREAMS_CONTINUE  # a replacement starts
+WORKLOADS = (IDLE, STREAMING, PREFILL, LOAD)
 
 
-def flags_of(situation: Situation) -> tuple[str, ...]:
-    return PREFILL_FLAGS if situation is PREFILL else STEP
+def flags_of(workload: Workload) -> tuple[str, ...]:
+    return PREFILL_FLAGS if workload is PREFILL else STEP
 
 
 def send_signal(name: str, signum: signal.Signals) -> Fault:
-    """To the first process of that name."""
-    return lambda scene: scene.server.processes()[name][0].send_signal(signum)
+    """Send a signal to the first process of that name."""
+    return lambda context: context.server.processes()[name][0].send_signal(signum)
 
 
 def signal_launcher(signum: signal.Signals, times: int = 1) -> Fault:
-    def fault(scene: Scene) -> None:
+    def fault(context: FaultContext) -> None:
         for time in range(times):
-            scene.wait_until(lambda time=time: scene.server.log.count(f"{signum.name}: ") == time)  # type: ignore[misc]
-            scene.server.process.send_signal(signum)
+            context.wait_until(lambda time=time: context.server.log.count(f"{signum.name}: ") == time)  # type: ignore[misc]
+            context.server.process.send_signal(signum)
 
     return fault
 
 
 def send_nonsense(channel: str) -> Fault:
-    """What any process of this user could send: the sockets are in a folder that others cannot open."""
+    """Send random bytes, as any process of this user could: other users cannot open the directory of the sockets."""
 
-    def fault(scene: Scene) -> None:
-        with zmq.Context() as context, context.socket(zmq.PUSH) as sock:
-            sock.connect(f"ipc://{scene.running.run_directory / channel}")
-            sock.send(scene.random.randbytes(100))
+    def fault(context: FaultContext) -> None:
+        with zmq.Context() as zmq_context, zmq_context.socket(zmq.PUSH) as sock:
+            sock.connect(f"ipc://{context.running.run_directory / channel}")
+            sock.send(context.random.randbytes(100))
 
     return fault
 
 
-def poison(scene: Scene) -> None:
-    """A request on which the worker of ``failing_server`` raises, and the next one too."""
-    scene.statuses.append(scene.complete({"prompt": POISON, "max_tokens": 4})[0])
+def send_poison(context: FaultContext) -> None:
+    """A request that crashes the worker of ``failing_server``, and its replacement too."""
+    context.statuses.append(context.complete({"prompt": POISON_PROMPT, "max_tokens": 4})[0])
 
 
-def spoil(scene: Scene) -> None:
-    """A request for which the model of ``failing_server`` has no numbers."""
-    status, answer = scene.client.post(COMPLETE, {"prompt": [SPOILT_ID], "max_tokens": 4})
+def send_nan_token(context: FaultContext) -> None:
+    """A request for which the worker of ``failing_server`` computes NaN."""
+    status, answer = context.client.post(COMPLETE, {"prompt": [NAN_TOKEN_ID], "max_tokens": 4})
     assert "numerical error" in answer["error"]["message"]
-    scene.statuses.append(status)
+    context.statuses.append(status)
 
 
-def _only_that_one_fails(scene: Scene) -> None:
-    assert scene.statuses == [500]
-    go_on(scene)
+def _only_that_one_fails(context: FaultContext) -> None:
+    assert context.statuses == [500]
+    streams_continue(context)
 
 
-def _unanswered_then_go_on(scene: Scene) -> None:
-    with scene.open() as sock:
+def _unanswered_then_continue(context: FaultContext) -> None:
+    with context.open() as sock:
         sock.settimeout(1.0)
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         try:
-            raise AssertionError(f"a process that is stopped said {sock.recv(100)!r}")
+            raise AssertionError(f"a stopped process sent {sock.recv(100)!r}")
         except TimeoutError:
-            resume_all(scene)
-        sock.settimeout(scene.deadline_s)
+            resume_all(context)
+        sock.settimeout(context.deadline_s)
         assert sock.recv(100).startswith(b"HTTP/1.1 200")
-    go_on(scene)
+    streams_continue(context)
 
 
-def _worker_replaced(scene: Scene) -> None:
-    scene.wait_until(lambda: scene.health() == 503)
-    go_on(scene)
-    assert "a new model worker is ready" in scene.server.log
+def _worker_replaced(context: FaultContext) -> None:
+    context.wait_until(lambda: context.health() == 503)
+    streams_continue(context)
+    assert "a new model worker is ready" in context.server.log
 
 
-def _served_without_launcher(scene: Scene) -> None:
-    go_on(scene)
-    resume_all(scene)
+def _served_without_launcher(context: FaultContext) -> None:
+    streams_continue(context)
+    resume_all(context)
 
 
-def _drained(scene: Scene) -> None:
-    ends(0, "waiting up to").wait(scene)
-    assert all(stream.is_whole for stream in scene.streams)
+def _drained(context: FaultContext) -> None:
+    ends(0, "waiting up to").wait(context)
+    assert all(stream.is_complete for stream in context.streams)
 
 
 KILLS = [
     Case(
-        f"kill -9 {name}, {situation.name}",
+        f"kill -9 {name}, {workload.name}",
         send_signal(name, signal.SIGKILL),
         ends(1, f"{role} died (signal 9)"),
-        during=situation,
-        flags=flags_of(situation),
-        is_long=(name, situation) != ("ls-router", STREAMING),
+        during=workload,
+        flags=flags_of(workload),
+        is_long=(name, workload) != ("ls-router", STREAMING),
     )
     for name, role in ROLES.items()
-    for situation in SITUATIONS
+    for workload in WORKLOADS
 ]
 WORKER_KILLS = [
     Case(
-        f"kill -9 ls-worker, {situation.name}",
+        f"kill -9 ls-worker, {workload.name}",
         send_signal("ls-worker", signal.SIGKILL),
         WORKER_DIES,
-        during=situation,
-        flags=flags_of(situation),
+        during=workload,
+        flags=flags_of(workload),
         within_s=20.0,
         is_long=True,
         restarts=1,
     )
-    for situation in SITUATIONS
+    for workload in WORKLOADS
 ]
 CRASHES = [
     Case(
@@ -135,7 +143,7 @@ CRASHES = [
     ),
     Case(
         "a request that workers die of, streaming",
-        poison,
+        send_poison,
         Reaction("500 for it; streams go on, same text", _only_that_one_fails, same_text),
         STREAMING,
         STEP,
@@ -145,7 +153,7 @@ CRASHES = [
     ),
     Case(
         "logits that are no numbers, streaming",
-        spoil,
+        send_nan_token,
         Reaction("500 for it; streams go on, same text", _only_that_one_fails, same_text),
         STREAMING,
         STEP,
@@ -175,7 +183,7 @@ HANGS = [
         Case(
             f"{name} is stopped, streaming",
             send_signal(name, signal.SIGSTOP),
-            UNHEALTHY_THEN_GOES_ON,
+            UNHEALTHY_THEN_CONTINUES,
             STREAMING,
             STEP,
             15.0,
@@ -194,13 +202,13 @@ HANGS = [
     Case(
         "ls-httpserver is stopped, streaming",
         send_signal("ls-httpserver", signal.SIGSTOP),
-        Reaction("no answer; when it is back, streams go on, same text", _unanswered_then_go_on, same_text),
+        Reaction("no answer; when it is back, streams go on, same text", _unanswered_then_continue, same_text),
         STREAMING,
         STEP,
     ),
     Case(
         "the launcher is stopped, streaming",
-        lambda scene: scene.server.process.send_signal(signal.SIGSTOP),
+        lambda context: context.server.process.send_signal(signal.SIGSTOP),
         Reaction("streams go on without it, same text", _served_without_launcher, same_text),
         STREAMING,
         STEP,
@@ -208,13 +216,13 @@ HANGS = [
 ]
 SIGNALS = [
     Case(
-        f"kill -9 the launcher, {situation.name}",
-        lambda scene: scene.server.process.kill(),
-        ends(-9, leaves_directory=True),
-        situation,
-        flags_of(situation),
+        f"kill -9 the launcher, {workload.name}",
+        lambda context: context.server.process.kill(),
+        ends(-9, keeps_directory=True),
+        workload,
+        flags_of(workload),
     )
-    for situation in (IDLE, STREAMING)
+    for workload in (IDLE, STREAMING)
 ]
 SIGNALS += [
     Case(
@@ -241,7 +249,7 @@ SIGNALS += [
     Case(
         "SIGTERM with half a second, streaming",
         signal_launcher(signal.SIGTERM),
-        ends(0, "not done in time"),
+        ends(0, "did not finish within"),
         STREAMING,
         (*STEP, "--drain_timeout", "0.5"),
     ),

@@ -1,6 +1,6 @@
-"""In every process that finds it on its path: a wall clock that is off by as many seconds as a file says.
+"""Shifts Python's wall clock by the seconds in a file, in every process that has this module on its path.
 
-It is what an administrator's ``date --set`` does, as far as Python tells the time.
+For Python this has the effect of ``date --set``.
 """
 
 from __future__ import annotations

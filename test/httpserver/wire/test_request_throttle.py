@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from lightserve.httpserver.wire.request_throttle import RequestThrottle
+from lightserve.httpserver.wire.middleware import RequestThrottle
 
 
 def test_some_requests_begin_in_an_iteration_and_all_in_order() -> None:

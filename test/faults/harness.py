@@ -1,4 +1,4 @@
-"""What a fault finds when it comes: a server, what it is doing meanwhile, and means to ask it."""
+"""The context of a fault: a server, its workload, and helpers to send requests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import orjson
 
 from test.api.server import ServerProcess
 from test.api.test_faults import COMPLETE, Client, generate
-from test.faults.engine import Engine
-from test.faults.stage import Running
+from test.faults.model_limits import ModelLimits
+from test.faults.server_pool import ServerUnderTest
 from test.waiting import wait_until
 
 DONE = b"data: [DONE]\n\n"
@@ -23,7 +23,7 @@ _EVENT = re.compile(rb"^data: (\{.*\})$", re.MULTILINE)
 
 
 class Stream:
-    """A streamed answer under way, on a connection of its own."""
+    """A streamed response in flight, on its own connection."""
 
     def __init__(self, client: Client, body: dict[str, Any]) -> None:
         self.body = body
@@ -35,8 +35,8 @@ class Stream:
         while self.seen.count(b"data: ") < count and self._read():
             pass
 
-    def rest(self) -> bytes:
-        """All that came until the server ended the connection, however it did."""
+    def read_all(self) -> bytes:
+        """All bytes until the server ends the connection, in any way."""
         while self._read():
             pass
         return self.seen
@@ -47,7 +47,7 @@ class Stream:
         return "".join(event["choices"][0]["text"] for event in events if "choices" in event)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return DONE in self.seen and b'"error"' not in self.seen
 
     def close(self) -> None:
@@ -63,31 +63,31 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
-    """What goes on when the fault comes."""
+class Workload:
+    """The requests that run when the fault occurs."""
 
     name: str
     streams: int = 0
     prompt_len: int = 3
     tokens: int = 100
-    has_begun: bool = True  # the first tokens are there; else prompts are being computed
+    is_decoding: bool = True  # the fault occurs after the first tokens; otherwise during prefill
 
 
-IDLE = Situation("idle")
-STREAMING = Situation("streaming", streams=4)
-PREFILL = Situation("prefill", streams=2, prompt_len=4000, tokens=4, has_begun=False)
-LOAD = Situation("load", streams=64, tokens=30)
-TIMES_AS_LONG = (1, 2, 4, 8)  # answers, until a fault meets them
+IDLE = Workload("idle")
+STREAMING = Workload("streaming", streams=4)
+PREFILL = Workload("prefill", streams=2, prompt_len=4000, tokens=4, is_decoding=False)
+LOAD = Workload("load", streams=64, tokens=30)
+LENGTH_FACTORS = (1, 2, 4, 8)  # of responses, tried until they still run when the fault occurs
 PREFILL_FLAGS = ("--null_step_ms", "50", "--batch_max_tokens", "64")  # 4,000 tokens take three seconds
 
 
 @dataclass
-class Scene:
-    running: Running
+class FaultContext:
+    running: ServerUnderTest
     random: Random
     deadline_s: float
     streams: list[Stream] = field(default_factory=list)
-    statuses: list[int] = field(default_factory=list)  # of the answers that the fault got, for the reaction
+    statuses: list[int] = field(default_factory=list)  # of the fault's own requests, for the reaction
     exits: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -99,11 +99,11 @@ class Scene:
         return self.running.client
 
     def open(self) -> socket.socket:
-        """A connection that is closed when the case is over, if not before."""
+        """A connection that is closed at the end of the case at the latest."""
         return self.exits.enter_context(self.client.open())
 
     def stream(self, **body: Any) -> Stream:
-        stream = Stream(self.client, self.fitting({"prompt": [501, 502, 503], "temperature": 0, **body}))
+        stream = Stream(self.client, self.fit_to_model({"prompt": [501, 502, 503], "temperature": 0, **body}))
         self.exits.callback(stream.close)
         return stream
 
@@ -114,59 +114,62 @@ class Scene:
         return self.client.send("GET", "/health")[0]
 
     def load(self) -> int:
-        """Requests that are open."""
+        """The number of open requests."""
         return int(orjson.loads(self.client.send("GET", "/load")[1])["server_load"])
 
     def requests_in_router(self) -> float:
         metrics = self.server.metrics()
         return metrics["num_requests_running"] + metrics["num_requests_waiting"]
 
-    def text_of(self, body: dict[str, Any]) -> str:
-        """What the server says to it now, when nothing is wrong."""
+    def complete_text(self, body: dict[str, Any]) -> str:
+        """The text of a completion, which must succeed."""
         status, answer = self.complete(body)
         assert status == 200, answer
         return str(answer["choices"][0]["text"])
 
     def complete(self, body: dict[str, Any]) -> tuple[int, Any]:
-        return self.client.post(COMPLETE, self.fitting(body) | {"ignore_eos": True})
+        return self.client.post(COMPLETE, self.fit_to_model(body) | {"ignore_eos": True})
 
-    def longest_answer(self, prompt_len: int = 3) -> int:
-        """In tokens: one that is not over before a case is done with it."""
+    def longest_response(self, prompt_len: int = 3) -> int:
+        """Tokens of a response that does not end before the case does."""
         return self.running.engine.context_len - prompt_len
 
-    def fitting(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The same request in tokens that the model has."""
+    def fit_to_model(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The same request with token ids that the model has."""
         return body | {"prompt": self.running.engine.ids(body["prompt"])}
 
 
 @contextmanager
-def scene_of(running: Running, situation: Situation, random: Random, deadline_s: float) -> Iterator[Scene]:
-    scene = Scene(running, random, deadline_s)
-    with scene.exits:
-        for times in TIMES_AS_LONG if situation.streams else ():
-            scene.streams = [scene.stream(**body) for body in _bodies(situation, running.engine, random, times)]
-            if _goes_on(scene, situation):
+def fault_context(
+    running: ServerUnderTest, workload: Workload, random: Random, deadline_s: float
+) -> Iterator[FaultContext]:
+    context = FaultContext(running, random, deadline_s)
+    with context.exits:
+        for times in LENGTH_FACTORS if workload.streams else ():
+            bodies = _bodies(workload, running.engine, random, times)
+            context.streams = [context.stream(**body) for body in bodies]
+            if _is_in_progress(context, workload):
                 break
         else:
-            assert not situation.streams, "answers were over before the fault: the model's context is too short"
-        yield scene
+            assert not workload.streams, "responses ended before the fault: the model's context is too short"
+        yield context
 
 
-def _goes_on(scene: Scene, situation: Situation) -> bool:
-    """Whether the situation is there, and not over already, as when the model is faster than it was."""
-    if not situation.has_begun:
-        scene.wait_until(lambda: scene.load() == situation.streams)
+def _is_in_progress(context: FaultContext, workload: Workload) -> bool:
+    """Whether the workload still runs. It may have ended if the model is faster than measured."""
+    if not workload.is_decoding:
+        context.wait_until(lambda: context.load() == workload.streams)
         return True
-    for stream in scene.streams:  # of long answers no more: a tiny model's tokens often have no text, and so no event
-        stream.read_events(scene.random.randint(1, situation.tokens // 4))
-    return scene.load() > 0
+    for stream in context.streams:  # few: tokens of a tiny model often have no text
+        stream.read_events(context.random.randint(1, workload.tokens // 4))
+    return context.load() > 0
 
 
-def _bodies(situation: Situation, engine: Engine, random: Random, times: int) -> Iterator[dict[str, Any]]:
-    tokens, prompt_len = situation.tokens, situation.prompt_len
-    if situation.has_begun:
+def _bodies(workload: Workload, engine: ModelLimits, random: Random, times: int) -> Iterator[dict[str, Any]]:
+    tokens, prompt_len = workload.tokens, workload.prompt_len
+    if workload.is_decoding:
         tokens = engine.tokens(tokens * times, prompt_len)
     prompt_len = engine.prompt_len(prompt_len, tokens)
-    for index in range(situation.streams):
-        prompt = [random.randrange(20_000)] + [1000 + 200 * index] * (prompt_len - 1)  # not cached
+    for index in range(workload.streams):
+        prompt = [random.randrange(20_000)] + [1000 + 200 * index] * (prompt_len - 1)  # not in the prefix cache
         yield {"prompt": prompt, "max_tokens": tokens}

@@ -1,4 +1,4 @@
-"""Workers that die are replaced; processes that hang are made to die."""
+"""Workers that die are replaced; processes that hang are killed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 
 from lightserve.config import LaunchConfig
 from lightserve.io_struct import WorkersLost
-from lightserve.server import worker_keeper
-from lightserve.server.worker_keeper import MAX_SHORT_LIVES, WorkerKeeper
-from test.server.launched import Launched, launched, until
+from lightserve.server import worker_supervisor
+from lightserve.server.worker_supervisor import MAX_FAILED_RESTARTS, WorkerSupervisor
+from test.server.launcher_process import LauncherProcess, start_launcher, wait_until
 from test.waiting import until as until_in_loop
 
 WORKER = """
@@ -38,7 +38,7 @@ ROUTER = """
             parent.send(Ready())
     run_child("router", main)
 """
-COMPLAINING_ROUTER = """
+REPORTING_ROUTER = """
     async def main(boot, parent):
         await parent.recv()
         parent.send(Ready())
@@ -47,30 +47,30 @@ COMPLAINING_ROUTER = """
             await asyncio.to_thread(Path(__file__).with_name("go").read_text)  # until the fifo is opened
             parent.send(WorkersLost(generation, "a step has been running for 61 s", False))
             last, generation = generation, (await parent.recv()).generation
-            parent.send(WorkersLost(last, "this is about the last one", False))
+            parent.send(WorkersLost(last, "this report is about the previous worker", False))
             note(f"new workers {generation}")
     run_child("router", main)
 """
 IS_BACK = "a new model worker is ready, "
 
 
-def kill_worker(server: Launched, times_before: int = 0) -> None:
-    """As soon as the one that replaced the last one is there."""
-    until(lambda: server.said().count(IS_BACK) == times_before, "the last one is replaced")
+def kill_worker(server: LauncherProcess, times_before: int = 0) -> None:
+    """Kill the worker once ``times_before`` workers have been replaced."""
+    wait_until(lambda: server.stderr().count(IS_BACK) == times_before, "the last worker is replaced")
     server.signal_child("ls-worker", signal.SIGKILL)
 
 
-def test_a_worker_that_dies_is_replaced_by_one_of_its_size_and_the_router_learns_of_it(tmp_path: Path) -> None:
-    with launched(tmp_path, worker=WORKER, router=ROUTER) as server:
-        server.until_ready()
+def test_a_worker_that_dies_is_replaced_by_one_of_the_same_size_and_the_router_is_informed(tmp_path: Path) -> None:
+    with start_launcher(tmp_path, worker=WORKER, router=ROUTER) as server:
+        server.wait_ready()
 
         kill_worker(server)
 
-        server.until_said(IS_BACK)
-        until(lambda: server.heard("router") == ["EngineReady", "NewWorkers"], "the router knows the new one")
-        assert "lightserve: model worker 0 died (signal 9); starting another" in server.said()
-        assert server.heard("worker") == ["rank 0 of 1, None tokens", "rank 0 of 1, 4096 tokens"]
-        assert server.heard("httpserver")[1:] == ["EngineReady"]
+        server.wait_for_output(IS_BACK)
+        wait_until(lambda: server.received("router") == ["EngineReady", "NewWorkers"], "the router is informed")
+        assert "lightserve: model worker 0 died (signal 9); starting another" in server.stderr()
+        assert server.received("worker") == ["rank 0 of 1, None tokens", "rank 0 of 1, 4096 tokens"]
+        assert server.received("httpserver")[1:] == ["EngineReady"]
         assert sorted(server.children().values()) == ["ls-detokenizer", "ls-httpserver", "ls-router", "ls-worker"]
         server.process.send_signal(signal.SIGTERM)
         assert server.exit_code() == 0
@@ -78,51 +78,51 @@ def test_a_worker_that_dies_is_replaced_by_one_of_its_size_and_the_router_learns
 
 
 def test_when_one_rank_dies_all_are_replaced(tmp_path: Path) -> None:
-    with launched(tmp_path, "--tp=2", worker=WORKER, router=ROUTER) as server:
-        server.until_ready()
+    with start_launcher(tmp_path, "--tp=2", worker=WORKER, router=ROUTER) as server:
+        server.wait_ready()
         before = {pid for pid, name in server.children().items() if "worker" in name}
 
         server.signal_child("ls-worker-1", signal.SIGKILL)
 
-        server.until_said(IS_BACK)
+        server.wait_for_output(IS_BACK)
         after = {pid for pid, name in server.children().items() if "worker" in name}
         assert len(after) == 2
         assert not after & before
-        assert "model worker 1 died (signal 9); starting another" in server.said()
+        assert "model worker 1 died (signal 9); starting another" in server.stderr()
 
 
 def test_workers_that_die_again_and_again_end_the_server(tmp_path: Path) -> None:
-    with launched(tmp_path, worker=WORKER, router=ROUTER) as server:
-        server.until_ready()
+    with start_launcher(tmp_path, worker=WORKER, router=ROUTER) as server:
+        server.wait_ready()
         (tmp_path / "broken").touch()
 
         kill_worker(server)
 
         assert server.exit_code() == 1
-        assert server.said().count("starting another") == MAX_SHORT_LIVES
-        assert "3 new workers in a row died within 60 s: giving up" in server.said()
+        assert server.stderr().count("starting another") == MAX_FAILED_RESTARTS
+        assert "3 new workers in a row died within 60 s: giving up" in server.stderr()
         assert server.last_line() == "lightserve: model worker 0 died (exit code 1): RuntimeError: no memory is left"
-        assert server.heard("httpserver")[-2:] == ["EngineDied", "Drain"]
+        assert server.received("httpserver")[-2:] == ["EngineDied", "Drain"]
         assert not server.children()
         assert server.has_cleaned_up()
 
 
-def test_a_worker_that_the_router_gave_up_is_killed_and_replaced_once(tmp_path: Path) -> None:
+def test_a_worker_that_the_router_reports_is_killed_and_replaced_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "go")
-    with launched(tmp_path, worker=WORKER, router=COMPLAINING_ROUTER) as server:
-        server.until_ready()
-        (tmp_path / "broken_once").touch()  # the first to replace another dies before the router knows of it
+    with start_launcher(tmp_path, worker=WORKER, router=REPORTING_ROUTER) as server:
+        server.wait_ready()
+        (tmp_path / "broken_once").touch()  # the first replacement dies before the router is informed
 
         (tmp_path / "go").write_text("x")
-        until(lambda: server.heard("router") == ["new workers 2"], "the router knows the new one")
+        wait_until(lambda: server.received("router") == ["new workers 2"], "the router is informed")
         (tmp_path / "go").write_text("x")
-        until(lambda: server.heard("router")[1:] == ["new workers 3"], "the router knows the next one")
+        wait_until(lambda: server.received("router")[1:] == ["new workers 3"], "the router is informed again")
 
-        assert server.said().count("it was killed: a step has been running for 61 s; starting another") == 2
-        assert server.said().count("RuntimeError: no memory is left yet; starting another") == 1
+        assert server.stderr().count("it was killed: a step has been running for 61 s; starting another") == 2
+        assert server.stderr().count("RuntimeError: no memory is left yet; starting another") == 1
         server.process.send_signal(signal.SIGTERM)
         assert server.exit_code() == 0
-        assert server.said().count("starting another") == 3
+        assert server.stderr().count("starting another") == 3
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_a_worker_that_the_router_gave_up_is_killed_and_replaced_once(tmp_path: 
     ],
 )
 def test_a_process_that_hangs_is_killed_and_ends_the_server(tmp_path: Path, name: str) -> None:
-    with launched(tmp_path, "--process_timeout=1", router=ROUTER) as server:
-        server.until_ready()
+    with start_launcher(tmp_path, "--process_timeout=1", router=ROUTER) as server:
+        server.wait_ready()
 
         server.signal_child(name, signal.SIGSTOP)
 
@@ -145,66 +145,66 @@ def test_a_process_that_hangs_is_killed_and_ends_the_server(tmp_path: Path, name
 
 
 @pytest.mark.long
-def test_a_worker_that_hangs_is_replaced_and_those_that_only_wait_live_on(tmp_path: Path) -> None:
-    with launched(tmp_path, "--process_timeout=4", worker=WORKER, router=ROUTER) as server:
-        server.until_ready()
+def test_a_worker_that_hangs_is_replaced_and_processes_that_wait_for_it_survive(tmp_path: Path) -> None:
+    with start_launcher(tmp_path, "--process_timeout=4", worker=WORKER, router=ROUTER) as server:
+        server.wait_ready()
 
         server.signal_child("ls-worker", signal.SIGSTOP)
 
-        server.until_said(IS_BACK)
-        assert "model worker 0 died (signal 9): it was killed: it did not answer for 2 s; starting" in server.said()
+        server.wait_for_output(IS_BACK)
+        assert "model worker 0 died (signal 9): it was killed: it did not answer for 2 s; starting" in server.stderr()
         assert server.process.poll() is None
 
 
-class DyingFleet:
+class CrashingProcesses:
     """Workers that die as soon as they are ready."""
 
     def __init__(self, explained: set[int]) -> None:
-        self.router = SimpleNamespace(complaints=asyncio.Queue[WorkersLost](), send=lambda message: None)
+        self.router = SimpleNamespace(worker_failures=asyncio.Queue[WorkersLost](), send=lambda message: None)
         self.engine = "engine"
         self.ready_s = 0.0
         self.generation = 0
         self._explained = explained
 
-    async def worker_death(self) -> Any:
+    async def wait_worker_death(self) -> Any:
         await asyncio.sleep(0.01)
         is_explained = self.generation in self._explained
-        self.router.complaints.put_nowait(WorkersLost(self.generation, "it hung up", is_explained))
-        await asyncio.sleep(0)  # the router is heard before the process is seen to end
+        self.router.worker_failures.put_nowait(WorkersLost(self.generation, "it hung up", is_explained))
+        await asyncio.sleep(0)  # the router's report arrives before the process exits
         return RuntimeError(f"death {self.generation}")
 
-    async def bury_workers(self, within_s: float) -> bool:
+    async def reap_workers(self, timeout_s: float) -> bool:
         self.generation += 1
         return True
 
     async def start_workers(self) -> None: ...
 
-    async def workers_ready(self) -> str:
+    async def wait_workers_ready(self) -> str:
         return self.engine
 
-    def put_down_workers(self, why: str) -> None: ...
+    def kill_workers(self, reason: str | None = None) -> None: ...
 
 
 def deaths_until_it_gives_up(explained: set[int]) -> int:
     async def run() -> int:
-        fleet: Any = DyingFleet(explained)
-        keeper = WorkerKeeper(fleet, LaunchConfig())
-        heeding = asyncio.create_task(keeper.heed_router())
+        processes: Any = CrashingProcesses(explained)
+        supervisor = WorkerSupervisor(processes, LaunchConfig())
+        handling = asyncio.create_task(supervisor.handle_router_reports())
         with pytest.raises(RuntimeError, match="death"):
-            await keeper.run()
-        await until_in_loop(lambda: fleet.router.complaints.empty())
-        heeding.cancel()
-        return int(fleet.generation)
+            await supervisor.run()
+        await until_in_loop(lambda: processes.router.worker_failures.empty())
+        handling.cancel()
+        return int(processes.generation)
 
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("last_words_s", [0.0, 600.0])
-def test_a_death_that_a_request_is_to_blame_for_does_not_count(
-    monkeypatch: pytest.MonkeyPatch, last_words_s: float
+@pytest.mark.parametrize("exit_grace_s", [0.0, 600.0])
+def test_a_crash_caused_by_a_request_does_not_count_as_a_failed_restart(
+    monkeypatch: pytest.MonkeyPatch, exit_grace_s: float
 ) -> None:
-    """However long the workers of an earlier complaint may have something to say."""
-    monkeypatch.setattr(worker_keeper, "LAST_WORDS_S", last_words_s)
+    """This holds however long the workers of an earlier report may take to exit."""
+    monkeypatch.setattr(worker_supervisor, "EXIT_GRACE_S", exit_grace_s)
 
     assert deaths_until_it_gives_up(set()) == 3
     assert deaths_until_it_gives_up({1, 3, 5}) == 8

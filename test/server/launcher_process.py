@@ -1,4 +1,4 @@
-"""A launcher whose children are tiny scripts, so that nothing needs a model."""
+"""A real launcher whose child processes are small scripts, so that no test needs a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-DEADLINE_S = 20.0  # for a slow machine; less than the 30 s that a server waits for running requests
+DEADLINE_S = 120.0  # far longer than any test needs, even on a loaded machine
+DRAIN_TIMEOUT_S = 600  # far longer than DEADLINE_S: a test fails if the server waits for it
 
 PRELUDE = """
 import asyncio, os, signal, socket, subprocess, sys
@@ -25,7 +26,7 @@ from lightserve.io_struct import *
 from lightserve.utils.process import run_child
 
 def note(text):
-    with Path(__file__).with_suffix(".heard").open("a") as file:
+    with Path(__file__).with_suffix(".received").open("a") as file:
         file.write(text + chr(10))
 """
 WORKER = """
@@ -75,7 +76,7 @@ TINY = {
 PROGRAM = """
 import sys
 from lightserve.server.api_server import main
-from lightserve.server.fleet import Modules
+from lightserve.server.process_group import Modules
 roles = ("worker", "router", "detokenizer", "httpserver")
 sys.exit(main(modules=Modules(**{role: f"fake_{role}" for role in roles})))
 """
@@ -86,14 +87,14 @@ def tiny_model(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def until(condition: Callable[[], object], what: str) -> None:
+def wait_until(condition: Callable[[], object], what: str) -> None:
     end = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < end, f"waited {DEADLINE_S} s until {what}"
         time.sleep(0.02)
 
 
-class Launched:
+class LauncherProcess:
     def __init__(self, folder: Path, run_base: Path, flags: tuple[str, ...]) -> None:
         self.folder = folder
         self.run_base = run_base
@@ -101,44 +102,55 @@ class Launched:
         model = tiny_model(folder)
         with self._stderr.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, "--port=0", f"--model_dir={model}", "--load_format=dummy", *flags],
+                [
+                    sys.executable,
+                    "-c",
+                    PROGRAM,
+                    *(
+                        f"--drain_timeout={DRAIN_TIMEOUT_S}",
+                        "--port=0",
+                        f"--model_dir={model}",
+                        "--load_format=dummy",
+                        *flags,
+                    ),
+                ],
                 cwd=ROOT,
                 stderr=stderr,
                 env={**os.environ, "PYTHONPATH": str(folder), "TMPDIR": str(run_base)},
             )
 
     def children(self) -> dict[int, str]:
-        """Pid and name of every process alive that came of this launcher, also of an orphan."""
+        """Pid and name of every running process that this launcher started, including orphans."""
         mark = f"PYTHONPATH={self.folder}".encode()
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # another user's, or just gone
+            with contextlib.suppress(OSError):  # another user's, or it has just exited
                 if mark in (process / "environ").read_bytes().split(b"\0"):
                     found[int(process.name)] = (process / "comm").read_text().strip()
         found.pop(self.process.pid, None)
         return found
 
     def signal_child(self, name: str, signum: signal.Signals) -> None:
-        (pid,) = (pid for pid, known in self.children().items() if known == name)
+        (pid,) = (pid for pid, child_name in self.children().items() if child_name == name)
         os.kill(pid, signum)
 
-    def said(self) -> str:
+    def stderr(self) -> str:
         return self._stderr.read_text()
 
     def last_line(self) -> str:
-        return self.said().splitlines()[-1]
+        return self.stderr().splitlines()[-1]
 
-    def heard(self, role: str) -> list[str]:
-        path = self.folder / f"fake_{role}.heard"
+    def received(self, role: str) -> list[str]:
+        path = self.folder / f"fake_{role}.received"
         return path.read_text().split("\n")[:-1] if path.exists() else []
 
-    def until_said(self, text: str) -> None:
-        until(lambda: text in self.said() or self.process.poll() is not None, f"it says {text!r}")
-        assert text in self.said()
+    def wait_for_output(self, text: str) -> None:
+        wait_until(lambda: text in self.stderr() or self.process.poll() is not None, f"it prints {text!r}")
+        assert text in self.stderr()
 
-    def until_ready(self) -> None:
-        self.until_said("is ready at")
-        self.until_said("in all")
+    def wait_ready(self) -> None:
+        self.wait_for_output("is ready at")
+        self.wait_for_output("in all")
 
     def exit_code(self) -> int:
         return self.process.wait(DEADLINE_S)
@@ -154,13 +166,13 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(folder: Path, *flags: str, **sources: str) -> Iterator[Launched]:
-    """A launcher with well-behaved children, but for those roles whose source is given."""
+def start_launcher(folder: Path, *flags: str, **sources: str) -> Iterator[LauncherProcess]:
+    """Start a launcher with well-behaved children. ``sources`` replace the scripts of some roles."""
     roles = {"worker": WORKER, "router": ROUTER, "detokenizer": DETOKENIZER, "httpserver": HTTPSERVER} | sources
     for role, source in roles.items():
         (folder / f"fake_{role}.py").write_text(PRELUDE + textwrap.dedent(source))
     with tempfile.TemporaryDirectory(prefix="ls-test-", dir="/tmp") as run_base:
-        server = Launched(folder, Path(run_base), flags)
+        server = LauncherProcess(folder, Path(run_base), flags)
         try:
             yield server
         finally:

@@ -1,4 +1,4 @@
-"""What a parser of tool calls has found, as deltas."""
+"""Turns the findings of a tool-call parser into deltas."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Tools = Mapping[str, Mapping[str, Any]]  # name: JSON schema of the arguments
 
 
 def call_id() -> str:
-    """As OpenAI's."""
+    """An id like OpenAI's."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def short_call_id() -> str:
-    """Nine letters and digits: Mistral's templates refuse any other."""
+    """Nine letters and digits: Mistral's chat templates reject other ids."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-class Scribe:
-    """Writes deltas. White space after a call is layout of the format and left out, and so is that before a call
-    which is the end of the content."""
+class DeltaWriter:
+    """Collects deltas. White space after a call belongs to the format and is dropped, and so is white space between
+    the content and a call."""
 
     def __init__(self, tools: Tools, new_id: NewId = call_id, max_calls: int | None = None) -> None:
         self.tools = tools
@@ -35,10 +35,10 @@ class Scribe:
         self._max_calls = max_calls
         self._n_calls = 0
         self._deltas: list[Delta] = []
-        self._space = ""  # at the end of the content, shown when more content follows
+        self._space = ""  # at the end of the content, emitted when more content follows
         self._is_after_call = False
 
-    def content(self, text: str) -> None:
+    def add_content(self, text: str) -> None:
         if self._is_after_call:
             text = text.lstrip()
         if not text:
@@ -50,34 +50,34 @@ class Scribe:
         if shown:
             self._deltas.append(Content(shown))
 
-    def start(self, name: str, given_id: str | None = None) -> None:
-        """A call; one beyond those that are wanted is left out, with its arguments."""
+    def start_call(self, name: str, model_id: str | None = None) -> None:
+        """Start a call. Calls beyond ``max_calls`` are dropped with their arguments."""
         self._is_after_call = True
         self._n_calls += 1
-        if self._is_wanted:
-            self._deltas.append(CallStart(self._n_calls - 1, given_id or self._new_id(), name))
+        if self._is_allowed:
+            self._deltas.append(CallStart(self._n_calls - 1, model_id or self._new_id(), name))
 
-    def arguments(self, text: str) -> None:
-        if text and self._is_wanted:
+    def add_arguments(self, text: str) -> None:
+        if text and self._is_allowed:
             self._deltas.append(CallArguments(self._n_calls - 1, text))
 
-    def call(self, name: str, arguments: Any) -> None:
-        """A call that is known as a whole."""
-        self.start(name)
-        self.arguments(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    def add_call(self, name: str, arguments: Any) -> None:
+        """Add a whole call."""
+        self.start_call(name)
+        self.add_arguments(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
 
-    def end(self) -> None:
-        """No more comes: white space at the end is content, unless it was before a call."""
+    def finish(self) -> None:
+        """End the output: white space at its end is content, unless it follows a call."""
         if self._space and not self._is_after_call:
             self._deltas.append(Content(self._space))
 
-    def take(self) -> list[Delta]:
-        """What was written since the last time, neighbours of a kind as one."""
+    def take_deltas(self) -> list[Delta]:
+        """The deltas since the last time. Consecutive deltas of one kind are joined."""
         deltas, self._deltas = self._deltas, []
         return _joined(deltas) if len(deltas) > 1 else deltas
 
     @property
-    def _is_wanted(self) -> bool:
+    def _is_allowed(self) -> bool:
         return self._max_calls is None or self._n_calls <= self._max_calls
 
 

@@ -1,4 +1,4 @@
-"""What a server holds of its machine: processes, threads, descriptors, files. Counted before a fault and after it."""
+"""The resources of a server: processes, threads, descriptors, files. Counted before and after a fault."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from pathlib import Path
 
 import psutil
 
-Census = Counter[str]  # how many of what
+ResourceSnapshot = Counter[str]  # counts by name
 
 
 def processes_of(base: Path) -> list[psutil.Process]:
-    """Every process alive that came of the server whose TMPDIR is ``base``, also an orphan."""
+    """Every running process of the server whose TMPDIR is ``base``, including orphans."""
     mark = f"TMPDIR={base}".encode()
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # another user's, or just gone
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # another user's, or it has just exited
             if mark in environ.read_bytes().split(b"\0"):
                 found.append(psutil.Process(int(environ.parent.name)))
     return found
 
 
-def take_census(base: Path) -> Census:
-    counted: Census = Counter()
+def take_snapshot(base: Path) -> ResourceSnapshot:
+    counted: ResourceSnapshot = Counter()
     for process in processes_of(base):
         with contextlib.suppress(psutil.NoSuchProcess):
             name = process.name()
@@ -43,8 +43,8 @@ def take_census(base: Path) -> Census:
     return counted
 
 
-def grown(before: Census, after: Census) -> str:
-    """What there is more of, or fewer processes, in words; empty if nothing."""
+def describe_growth(before: ResourceSnapshot, after: ResourceSnapshot) -> str:
+    """Describe resources that grew and processes that are missing; empty if there are none."""
     more = [name for name in after if after[name] > before[name]]
     fewer = [name for name in before if name.endswith("processes") and after[name] < before[name]]
     return ", ".join(f"{name} {before[name]} -> {after[name]}" for name in more + fewer)
@@ -55,7 +55,7 @@ def run_directories(base: Path) -> list[Path]:
 
 
 def shared_memory_of(base: Path) -> set[str]:
-    """Files in /dev/shm that its processes have mapped."""
+    """The files in /dev/shm that the server's processes have mapped."""
     found: set[str] = set()
     for process in processes_of(base):
         with contextlib.suppress(OSError):
@@ -63,13 +63,13 @@ def shared_memory_of(base: Path) -> set[str]:
     return found
 
 
-GPU_SLACK_MIB = 64  # others use the card too
-GPU_TIMES = 1.5  # of what a worker holds, where two would hold twice as much
+GPU_SLACK_MIB = 64  # other programs use the GPU too
+GPU_TIMES = 1.5  # times the memory of a worker; two workers would need twice as much
 HAS_GPU = shutil.which("nvidia-smi") is not None
 
 
 def gpu_mib() -> int:
-    """In use on all GPUs, by anyone; 0 where there is none."""
+    """Used memory of all GPUs, by any program; 0 without a GPU."""
     if not HAS_GPU:
         return 0
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -78,7 +78,7 @@ def gpu_mib() -> int:
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """In MiB, of all GPUs; zeros where there is none."""
+    """MiB, summed over all GPUs; zeros without a GPU."""
 
     before_server: int
     before_fault: int
@@ -86,7 +86,7 @@ class GpuMemory:
     after: int
 
     @property
-    def was_held_twice(self) -> bool:
+    def is_doubled(self) -> bool:
         held = self.before_fault - self.before_server
         return self.peak > self.before_server + GPU_TIMES * held + GPU_SLACK_MIB
 
@@ -96,13 +96,13 @@ class GpuPeak:
     mib: int = 0
 
     def follow(self, is_over: threading.Event) -> None:
-        while not is_over.is_set():  # one question takes some ten milliseconds
+        while not is_over.is_set():  # one query takes about ten milliseconds
             self.mib = max(self.mib, gpu_mib())
 
 
 @contextmanager
 def gpu_peak() -> Iterator[GpuPeak]:
-    """The most that was in use inside, as far as asking again and again shows."""
+    """The peak memory inside the block, by polling."""
     peak = GpuPeak()
     if not HAS_GPU:
         yield peak

@@ -1,0 +1,174 @@
+"""One child process of the launcher, seen from the launcher: start, control connection, heartbeat, exit.
+
+``utils/process.py`` is the other side: the same connection, seen from the child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from lightserve.errors import ServerError
+from lightserve.io_struct import (
+    Drained,
+    EngineReady,
+    Failed,
+    FromChild,
+    Phase,
+    Ping,
+    Pong,
+    Ready,
+    ToChild,
+    WorkersLost,
+)
+from lightserve.utils.process import STOP_SIGNALS, Boot
+
+EXIT_GRACE_S = 2.0  # from the first evidence that a child is exiting until the launcher kills it
+
+
+class ChildDiedError(ServerError):
+    def __init__(self, child: ChildProcess, exit_code: int) -> None:
+        cause = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        details = f": {child.exit_message}" if child.exit_message else ""
+        super().__init__(f"{child.role} died ({cause}){details}")
+        self.child = child
+        self.exit_code = exit_code
+
+
+class ChildProcess:
+    """Create it with ``start``; end it with ``kill`` and ``wait``. The fields hold what the child has sent so far."""
+
+    def __init__(
+        self, role: str, process: Process, connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+    ) -> None:
+        self.role = role
+        self.pid = process.pid
+        self.ready = asyncio.Event()
+        self.drained = asyncio.Event()
+        self.engine: EngineReady | None = None  # set when a model worker is ready
+        self.phases: list[Phase] = []
+        self.exit_message: str | None = None  # the child's own error, or the reason why the launcher killed it
+        self.worker_failures: asyncio.Queue[WorkersLost] = asyncio.Queue()  # reported by the router
+        self.missed_heartbeats = 0  # pings without a pong
+        self._pong_received = asyncio.Event()  # since the last ping
+        self._process = process
+        self._reader, self._writer = connection
+        self._receiving = asyncio.create_task(self._receive())
+
+    @classmethod
+    async def start(cls, role: str, module: str, boot: Boot, env: Mapping[str, str]) -> ChildProcess:
+        ours, theirs = socket.socketpair()
+        with theirs, _stop_signals_blocked():
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", module, str(theirs.fileno())),
+                stdin=asyncio.subprocess.DEVNULL,
+                env={**env, **os.environ},  # the operator's environment takes precedence
+                pass_fds=[fd for fd in (theirs.fileno(), boot.listen_fd) if fd is not None],
+                start_new_session=True,  # Ctrl-C reaches only the launcher, and killpg reaches the child's own children
+            )
+        try:
+            child = cls(role, process, await asyncio.open_connection(sock=ours))
+        except asyncio.CancelledError:  # a stop signal arrived, and nobody else has a reference to this process
+            process.kill()
+            await process.wait()
+            raise
+        child._write(boot)
+        return child
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while the process runs. A negative code is the signal that ended it."""
+        return self._process.returncode
+
+    def send(self, message: ToChild) -> None:
+        """Never blocks. Messages to a child that has exited are dropped."""
+        self._write(message)
+
+    def ping(self) -> None:
+        """Request a heartbeat."""
+        self.missed_heartbeats += 1
+        self._pong_received.clear()
+        self.send(Ping())
+
+    async def wait_processed(self) -> None:
+        """Wait until the child has read every message sent so far: it handles them in order."""
+        self.ping()
+        await self._pong_received.wait()
+
+    async def watch(self) -> None:
+        """Return when the child exits with code 0 after it drained. Raise ChildDiedError on any other exit."""
+        exiting = asyncio.ensure_future(self._process.wait())
+        try:  # the connection and the process end almost together; after the first, the second gets EXIT_GRACE_S
+            await asyncio.wait({self._receiving, exiting}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({self._receiving, exiting}, timeout=EXIT_GRACE_S)
+            self.kill()
+            exit_code = await exiting
+        finally:
+            exiting.cancel()
+        if exit_code or not self.drained.is_set():
+            raise ChildDiedError(self, exit_code)
+
+    def kill(self, reason: str | None = None) -> None:
+        """Kill the child and every process it started. ``reason`` is reported unless the child sent an error itself."""
+        if reason is not None:
+            self.exit_message = self.exit_message or f"it was killed: {reason}"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def wait(self) -> None:
+        """Wait until a killed child has exited."""
+        await self._process.wait()
+        await self._receiving
+        self._writer.close()
+
+    async def _receive(self) -> None:
+        """Read messages until the child reports an error or closes the connection."""
+        decode = msgspec.json.Decoder(FromChild).decode
+        try:
+            while self.exit_message is None and (line := await self._reader.readline()):
+                self._handle(decode(line))
+        except ConnectionError:
+            return
+        except ValueError as error:  # not a message, or a line longer than the reader's limit
+            self.exit_message = f"it sent an invalid message ({error})"
+
+    def _handle(self, message: FromChild) -> None:
+        match message:
+            case Phase():
+                self.phases.append(message)
+            case Ready():
+                self.ready.set()
+            case EngineReady():
+                self.engine = message
+                self.ready.set()
+            case Drained():
+                self.drained.set()
+            case Failed(error):
+                self.exit_message = error
+            case WorkersLost():
+                self.worker_failures.put_nowait(message)
+            case Pong():
+                self.missed_heartbeats = 0
+                self._pong_received.set()
+
+    def _write(self, message: Boot | ToChild) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(msgspec.json.encode(message) + b"\n")
+
+
+@contextlib.contextmanager
+def _stop_signals_blocked() -> Iterator[None]:
+    """A child inherits the blocked signals and unblocks them once it ignores them. Ours stay pending meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

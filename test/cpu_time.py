@@ -1,0 +1,23 @@
+"""CPU time of this process, for tests that compare two measurements of one run instead of asserting seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+REPEATS = 3  # the fastest counts: other programs only make a run slower
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    return min(_once(work) for _ in range(REPEATS))
+
+
+def _once(work: Callable[[], object]) -> float:
+    begin_s = time.process_time()
+    work()
+    return time.process_time() - begin_s
+
+
+def growth(work: Callable[[int], object], size: int) -> float:
+    """How many times longer four times the work takes: about 4 if time is linear, about 16 if it is quadratic."""
+    return cpu_seconds(lambda: work(size)) / cpu_seconds(lambda: work(size // 4))
