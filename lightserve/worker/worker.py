@@ -92,6 +92,10 @@ class ModelWorker:
         return self._kind.profile(self._device).step_limits
 
     @property
+    def launch_lead_s(self) -> float:
+        return self._kind.profile(self._device).launch_lead_s
+
+    @property
     def step_timeout_s(self) -> float:
         return self._kind.step_timeout_s
 
