@@ -452,6 +452,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     computed_in: str = ""  # data type and device, for people
     step_limits: StepLimits = StepLimits(2048)
     step_timeout_s: float = 0.0  # a step that takes longer has hung; 0: no limit
+    launch_lead_s: float = 0.0  # the time that planning, sending and launching a step takes
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

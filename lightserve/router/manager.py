@@ -73,11 +73,25 @@ class RouterManager:
 
     def _accept(self, message: GenerateReq) -> None:
         limit = self._config.max_queue_size
-        if self._scheduler.num_waiting >= limit:
+        if self._scheduler.num_waiting + self._scheduler.num_held >= limit:
             self._reporter.refuse(message.req_id, f"{limit} requests are waiting already; try later")
             return
         self._reporter.announce(message.req_id, message.params.text)
-        self._scheduler.add(self._make_req(message))
+        self._queue(self._make_req(message))
+
+    def _queue(self, req: Req) -> None:
+        """A request with a grammar may run once the workers have compiled it: no step should wait for that."""
+        grammar = req.params.sampling.grammar
+        compiled = None if grammar is None else self.steps.prepare(grammar)
+        if compiled is None or compiled.done():
+            self._scheduler.add(req)
+            self.steps.wake()
+            return
+        self._scheduler.hold(req)
+        compiled.add_done_callback(lambda _: self._release(req))
+
+    def _release(self, req: Req) -> None:
+        self._scheduler.release(req)
         self.steps.wake()
 
     def _make_req(self, message: GenerateReq) -> Req:

@@ -30,6 +30,9 @@ class ModelClient(Protocol):
     def is_lost(self) -> bool:
         """A worker died. The steps in flight fail with WorkerDiedError."""
 
+    def prepare(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
+        """Have all ranks compile a grammar. It resolves in any case, also if the grammar is wrong."""
+
     def run(self, step: Step) -> asyncio.Future[StepResult]: ...
 
     def request_restart(self, reason: str, is_explained: bool) -> None:

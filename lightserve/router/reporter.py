@@ -59,7 +59,8 @@ class Reporter:
 
     def send_heartbeat(self, step_age_s: float, has_workers: bool) -> None:
         scheduler = self._scheduler
-        self.metrics.set_load(scheduler.num_running, scheduler.num_waiting, scheduler.pool.used, scheduler.pool.size)
+        waiting = scheduler.num_waiting + scheduler.num_held
+        self.metrics.set_load(scheduler.num_running, waiting, scheduler.pool.used, scheduler.pool.size)
         stats = RouterStats(time.monotonic(), step_age_s, self.metrics.snapshot(), has_workers)
         self._to_detokenization.send(stats)
 

@@ -10,22 +10,39 @@ from lightserve.router.req import Req
 
 
 class ReqQueue:
-    """Preempted requests go before all others, oldest first: they have begun, and a client is reading."""
+    """Preempted requests go before all others, oldest first: they have begun, and a client is reading.
+
+    Held requests are not ready to be admitted. They do not count in ``len``, which is the number of requests that
+    could run if there were room.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._waiting: list[tuple[float, int, Req]] = []  # sorted by rank, then by arrival
         self._preempted: list[Req] = []  # sorted by arrival
+        self._held: dict[int, Req] = {}  # by id
         self._arrivals = itertools.count()
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._preempted)
 
     def __iter__(self) -> itertools.chain[Req]:
-        return itertools.chain(self._preempted, (req for _, _, req in self._waiting))
+        return itertools.chain(self._preempted, (req for _, _, req in self._waiting), self._held.values())
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
     def add(self, req: Req) -> None:
         bisect.insort(self._waiting, (self._policy.rank(req), next(self._arrivals), req), key=lambda entry: entry[:2])
+
+    def hold(self, req: Req) -> None:
+        self._held[req.req_id] = req
+
+    def release(self, req: Req) -> None:
+        """Let a held request be admitted. It may have ended meanwhile."""
+        if self._held.pop(req.req_id, None) is not None:
+            self.add(req)
 
     def add_preempted(self, req: Req) -> None:
         bisect.insort(self._preempted, req, key=lambda one: one.arrived_s)
@@ -33,6 +50,7 @@ class ReqQueue:
     def clear(self) -> None:
         self._waiting.clear()
         self._preempted.clear()
+        self._held.clear()
 
     def candidates(self, cached_len: CachedLen) -> list[Req]:
         """The requests that may be admitted now, in order. They stay in the queue until ``remove``."""
@@ -40,6 +58,8 @@ class ReqQueue:
         return self._preempted + self._policy.order(first, cached_len)
 
     def remove(self, req: Req) -> None:
+        if self._held.pop(req.req_id, None) is not None:
+            return
         if req in self._preempted:
             self._preempted.remove(req)
             return

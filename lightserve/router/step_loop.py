@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from lightserve.io_struct import EngineReady, ReqFailed, Step, StepResult
+from lightserve.io_struct import EngineReady, GrammarSpec, ReqFailed, Step, StepResult
 from lightserve.router.model_client import ModelClient
 from lightserve.router.reporter import Reporter
 from lightserve.router.scheduler import Scheduler
@@ -26,7 +26,7 @@ class InFlightStep(NamedTuple):
 
 class StepLoop:
     def __init__(self, scheduler: Scheduler, model: ModelClient, engine: EngineReady, reporter: Reporter) -> None:
-        self.pacer = StepPacer()
+        self.pacer = StepPacer(engine.launch_lead_s)
         self.has_workers = True  # if not, requests wait for new ones
         self._scheduler = scheduler
         self._model = model
@@ -57,6 +57,12 @@ class StepLoop:
         self._model = model
         self.has_workers = True
         self.wake()
+
+    def prepare(self, grammar: GrammarSpec) -> asyncio.Future[None] | None:
+        """Have the workers compile a grammar; None if there are none: new ones compile it when the request enters."""
+        if not self.has_workers or self._model.is_lost:
+            return None
+        return self._model.prepare(grammar, self._engine.eos_token_ids)
 
     def check_workers(self) -> None:
         """Have the workers replaced if the connection is closed or a step does not end."""

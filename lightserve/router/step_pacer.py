@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 
-LEAD_S = 3e-3  # the time to plan, send and launch a step with 256 requests
 MARGIN = 0.1  # share of a step's duration: it may be shorter than earlier steps of its kind
 MAX_RECENT = 8  # durations that are kept of a kind of step; the shortest counts
 
@@ -23,7 +22,9 @@ def kind_of(tokens: int, requests: int) -> StepKind:
 
 
 class StepPacer:
-    def __init__(self) -> None:
+    def __init__(self, lead_s: float) -> None:
+        """``lead_s``: the time that planning, sending and launching a step takes."""
+        self._lead_s = lead_s
         self._recent_s: dict[StepKind, deque[float]] = {}  # durations
         self._last_end_s = 0.0
 
@@ -32,7 +33,7 @@ class StepPacer:
         recent_s = self._recent_s.get(kind)
         if not recent_s:
             return 0.0
-        return max(sent_s, self._last_end_s) + min(recent_s) * (1 - MARGIN) - LEAD_S
+        return max(sent_s, self._last_end_s) + min(recent_s) * (1 - MARGIN) - self._lead_s
 
     def record(self, kind: StepKind, sent_s: float, end_s: float) -> None:
         """A step ended. It ran since it was sent, or since the step before it ended."""

@@ -17,7 +17,6 @@ from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import make_policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Limits, Scheduler
-from lightserve.router.step_pacer import LEAD_S
 from lightserve.router.token_budget import QUANTILE, OutputEstimate
 from lightserve.simulate.gpu import EOS, H200, CostModel, Sequence, Worker
 from lightserve.simulate.load import URGENT, Load
@@ -34,7 +33,7 @@ class Setup:
     quantile: float = QUANTILE
     pool_size: int = 900_000  # tokens: 0.9 of an H200's memory less the weights
     depth: int = 2  # steps in flight at once
-    lead_s: float = LEAD_S  # the next step is sent so long before the end of a step
+    lead_s: float = 3e-3  # the next step is sent so long before the end of a step: the launch lead of an H200
     cost: CostModel = H200
 
     def scheduler(self) -> Scheduler:

@@ -19,29 +19,19 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
 from lightserve.common.device import copy_to_host
 from lightserve.io_struct import ReqFailed, StepResult, Token, TokenOut
-from lightserve.worker.infer_batch import InferReq, TokenUpdate
+from lightserve.worker.infer_batch import SampledRow, TokenUpdate
 from lightserve.worker.rpc import Collect
-from lightserve.worker.sampling.grammar import NO_TOKEN_LEFT
-from lightserve.worker.sampling.logprobs import NO_LOGPROBS, PromptChunk, SampledLogprobs, TopLogprobs, join_chunks
+from lightserve.worker.sampling.grammar import NO_TOKEN_LEFT, GrammarOutput
+from lightserve.worker.sampling.logprobs import NO_LOGPROBS, SampledLogprobs, TopLogprobs, join_chunks
 from lightserve.worker.sampling.sampler import NONE_ALLOWED
 
 NOT_FINITE = "numerical error: the model's logits for the next token are not finite numbers"
-
-
-class SampledRow(NamedTuple):
-    """A row of a step whose token is the next one of a request."""
-
-    row: int
-    req: InferReq
-    prompt_chunks: list[PromptChunk] | None  # of the whole prompt, with its first token, if requested
 
 
 class PendingStep:
@@ -49,7 +39,8 @@ class PendingStep:
 
     def __init__(self, tokens: Tensor, sampled: Sequence[SampledRow], logprobs: SampledLogprobs | None) -> None:
         self.sampled = sampled
-        self.result: Future[StepResult] = Future()
+        self.result: StepResult | None = None  # when it is collected
+        self.error: BaseException | None = None  # if that failed
         self._tokens = copy_to_host(tokens)
         self._logprobs = logprobs
 
@@ -67,7 +58,7 @@ class StepCollector:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: deque[PendingStep] = deque()  # in launch order
-        self._updates: deque[TokenUpdate] = deque()
+        self._updates: deque[list[TokenUpdate]] = deque()  # one list per step
 
     def add(self, step: PendingStep) -> Collect:
         """A function that waits for the result of ``step``, the step that was launched last."""
@@ -78,47 +69,56 @@ class StepCollector:
         """Wait for all steps in flight."""
         with self._lock:
             while self._pending:
-                self._collect_next().result()
+                _result_or_raise(self._collect_next())
 
     def take_updates(self) -> Iterator[TokenUpdate]:
         """What was collected since the last call. For the launching thread."""
         while self._updates:
-            yield self._updates.popleft()
+            yield from self._updates.popleft()
 
     def _collect(self, step: PendingStep) -> StepResult:
         with self._lock:
-            while not step.result.done():
+            while step.result is None and step.error is None:
                 self._collect_next()
-        return step.result.result()
+        return _result_or_raise(step)
 
-    def _collect_next(self) -> Future[StepResult]:
+    def _collect_next(self) -> PendingStep:
         step = self._pending.popleft()
         try:
-            result = self._result_of(step)
+            step.result = self._result_of(step)
         except BaseException as error:
-            step.result.set_exception(error)
-        else:
-            step.result.set_result(result)
-        return step.result
+            step.error = error
+        return step
 
     def _result_of(self, step: PendingStep) -> StepResult:
         ids, logprobs = step.token_ids(), step.logprobs()
         tokens: list[TokenOut] = []
         failed: list[ReqFailed] = []
+        updates: list[TokenUpdate] = []
         for row, req, prompt_chunks in step.sampled:
             if ids[row] < 0:
                 failed.append(_failure(req.req_id, ids[row]))
-                self._updates.append(TokenUpdate(req, [0]))  # ops.place_tokens takes token 0 as well
+                updates.append((req, [0], False))  # ops.place_tokens takes token 0 as well
                 continue
             prompt = None if prompt_chunks is None else join_chunks(prompt_chunks, req.sampling.prompt_logprobs or 0)
-            token = Token(ids[row], *logprobs.get(row, NO_LOGPROBS), prompt_logprobs=prompt)
-            outs, error = _extend(req, token)
+            token = Token(ids[row], *logprobs.get(row, NO_LOGPROBS), prompt)
+            if req.output is None:
+                tokens.append(TokenOut(req.req_id, token))
+                updates.append((req, [token.id], False))
+                continue
+            outs, error = _extend(req.req_id, req.output, token)
+            tokens += outs
             if error is not None:
                 failed.append(ReqFailed(req.req_id, 400, error))
-            tokens += outs
-            is_constrained = req.output is not None and not req.output.is_free
-            self._updates.append(TokenUpdate(req, [ids[row], *(out.token.id for out in outs[1:])], is_constrained))
+            updates.append((req, [token.id, *(out.token.id for out in outs[1:])], not req.output.is_free))
+        self._updates.append(updates)
         return StepResult(tokens, failed)
+
+
+def _result_or_raise(step: PendingStep) -> StepResult:
+    if step.result is None:
+        raise step.error or AssertionError("the step is not collected")
+    return step.result
 
 
 def _failure(req_id: int, token_id: int) -> ReqFailed:
@@ -126,12 +126,10 @@ def _failure(req_id: int, token_id: int) -> ReqFailed:
     return ReqFailed(req_id, 400, NO_TOKEN_LEFT) if token_id == NONE_ALLOWED else ReqFailed(req_id, 500, NOT_FINITE)
 
 
-def _extend(req: InferReq, token: Token) -> tuple[list[TokenOut], str | None]:
-    """The sampled token of a request and those that its grammar forces behind it, or why it may not come."""
-    if req.output is None:
-        return [TokenOut(req.req_id, token)], None
-    is_complete, error = req.output.add(token.id)
+def _extend(req_id: int, output: GrammarOutput, token: Token) -> tuple[list[TokenOut], str | None]:
+    """A sampled token and the tokens that the grammar forces after it, or why the sampled one is not allowed."""
+    is_complete, error = output.add(token.id)
     if error is not None:
         return [], error
-    sampled = TokenOut(req.req_id, token, completes_grammar=is_complete)
-    return [sampled, *(TokenOut(req.req_id, Token(i), done, is_forced=True) for i, done in req.output.forced())], None
+    sampled = TokenOut(req_id, token, completes_grammar=is_complete)
+    return [sampled, *(TokenOut(req_id, Token(i), is_last, is_forced=True) for i, is_last in output.forced())], None

@@ -87,12 +87,6 @@ class InferReq:
         parts, self.prompt_chunks = self.prompt_chunks, None
         return parts
 
-    def apply(self, update: TokenUpdate) -> None:
-        """Append a token that counts in ``total_len`` already, and the tokens that were forced after it."""
-        self.token_ids += update.token_ids
-        self.total_len += len(update.token_ids) - 1
-        self.is_constrained = update.is_constrained
-
     def prompt_targets(self, count: int) -> list[int]:
         """The prompt tokens whose logprobs follow from computing the next ``count`` tokens, if they are wanted."""
         if self.prompt_chunks is None:
@@ -109,12 +103,11 @@ class InferReq:
         return self.thinking.forced_after(self.token_ids[self.prompt_len :])
 
 
-class TokenUpdate(NamedTuple):
-    """Tokens of a request that the collector has got."""
-
-    req: InferReq
-    token_ids: list[int]  # the sampled token, and those that the grammar forces after it
-    is_constrained: bool = False  # the grammar limits what may follow
+# A row of a step whose token is the next one of a request. With its first token, the logprobs of the whole prompt, if
+# they are wanted. It is a plain tuple, like TokenUpdate: every step makes one for each request.
+SampledRow = tuple[int, InferReq, list[PromptChunk] | None]
+# A request, its sampled token and the tokens that its grammar forces after it, and whether the grammar limits the next.
+TokenUpdate = tuple[InferReq, list[int], bool]
 
 
 class PromptTargets(NamedTuple):
@@ -190,9 +183,15 @@ class InferBatch:
         self._reqs[new.req_id] = req
 
     def apply(self, updates: Iterable[TokenUpdate]) -> None:
-        """Give the requests the tokens that were collected. Some may have left the batch meanwhile."""
-        for update in updates:
-            update.req.apply(update)
+        """Append collected tokens. Sampled ones count in ``total_len`` already. A request may have left meanwhile."""
+        for req, token_ids, is_constrained in updates:
+            req.token_ids += token_ids
+            req.total_len += len(token_ids) - 1
+            req.is_constrained = is_constrained
+
+    def take_sampled(self, reqs: Sequence[InferReq]) -> list[SampledRow]:
+        """The rows of the step that was packed last whose tokens were sampled. Their tokens are in flight now."""
+        return [(row, req, req.add_sampled()) for row, req in enumerate(reqs) if req.cache_len == req.total_len]
 
     def remove(self, req_id: int) -> None:
         req = self._reqs.pop(req_id, None)  # it may be unknown if the step that brought it failed

@@ -45,6 +45,7 @@ def main(boot: Boot, parent: Parent) -> None:
             eos_token_ids=tuple(token for token in source.eos_token_ids() if token < vocab_size),
             computed_in=worker.computed_in,
             step_limits=worker.step_limits,
+            launch_lead_s=worker.launch_lead_s,
             step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
         )
     )

@@ -8,7 +8,8 @@ column is one line here and a field there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,10 +46,6 @@ class Column(NamedTuple):
     name: str
     dtype: str  # a name that numpy and torch share, of 4 or 8 bytes
     default: float | Callable[[StepShape, Padding], Any]  # the value of padding
-
-    @property
-    def words(self) -> int:
-        return np.dtype(self.dtype).itemsize // WORD_BYTES
 
 
 def _padding_start(shape: StepShape, padding: Padding) -> Any:
@@ -91,9 +88,11 @@ def padded_input(shape: StepShape, padding: Padding) -> tuple[np.ndarray, StepCo
     inputs = np.zeros(_input_size(shape), dtype=np.int32)
     columns = columns_of(inputs, shape)
     for declared, views in ((TOKEN_COLUMNS, columns.tokens), (REQ_COLUMNS, columns.reqs)):
-        for column in declared:
-            value = column.default(shape, padding) if callable(column.default) else column.default
-            views[column.name][:] = value
+        for name, _, default in declared:
+            if callable(default):
+                views[name][:] = default(shape, padding)
+            elif default:
+                views[name][:] = default
     return inputs, columns
 
 
@@ -111,22 +110,32 @@ def pack(
 
 
 def _views(
-    inputs: np.ndarray | Tensor, first: int, columns: Iterable[Column], count: int
+    inputs: np.ndarray | Tensor, first: int, columns: tuple[Column, ...], count: int
 ) -> tuple[dict[str, Any], int]:
     """The columns that begin at ``first``, and where the next ones begin."""
     types: Any = torch if isinstance(inputs, Tensor) else np
     views: dict[str, Any] = {}
-    for column in columns:
-        view: Any = inputs[first : first + column.words * count]
-        views[column.name] = view if column.dtype == "int32" else view.view(getattr(types, column.dtype))
-        first += column.words * _aligned(count)
+    width = _aligned(count)
+    for name, dtype, _ in columns:
+        if dtype == "int32":
+            views[name] = inputs[first : first + count]
+            first += width
+        else:
+            words = _words(dtype)
+            views[name] = inputs[first : first + words * count].view(getattr(types, dtype))
+            first += words * width
     return views, first
+
+
+@lru_cache
+def _words(dtype: str) -> int:
+    return np.dtype(dtype).itemsize // WORD_BYTES
 
 
 def _input_size(shape: StepShape) -> int:
     """Integers in the input of a step."""
-    tokens = sum(column.words for column in TOKEN_COLUMNS) * _aligned(shape.tokens)
-    reqs = sum(column.words for column in REQ_COLUMNS) * _aligned(shape.requests)
+    tokens = sum(_words(column.dtype) for column in TOKEN_COLUMNS) * _aligned(shape.tokens)
+    reqs = sum(_words(column.dtype) for column in REQ_COLUMNS) * _aligned(shape.requests)
     return tokens + reqs + (MAX_GROUPS * GROUP_FIELDS if shape.has_shared else 0)
 
 

@@ -18,7 +18,7 @@ from lightserve.io_struct import GrammarSpec, KvCopy, Step, StepLimits, StepResu
 from lightserve.model_files.source import ModelSource
 from lightserve.models.registry import get_model_class
 from lightserve.utils.progress import Progress
-from lightserve.worker.collector import PendingStep, SampledRow, StepCollector
+from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.kv_size import kv_size
 from lightserve.worker.rpc import Collect
@@ -92,6 +92,10 @@ class ModelWorker:
         return self._kind.profile(self._device).step_limits
 
     @property
+    def launch_lead_s(self) -> float:
+        return self._kind.profile(self._device).launch_lead_s
+
+    @property
     def step_timeout_s(self) -> float:
         return self._kind.step_timeout_s
 
@@ -154,9 +158,7 @@ class ModelWorker:
         out = self._runner.run(packed.inputs, packed.shape, packed.prompt_logprobs(self._device), masks)
         tokens, logprobs = self._sample(plan, out, masks)
         # only now: a grammar may have forced tokens meanwhile, so that this step does not compute a request's last one
-        computed = [(row, req) for row, req in enumerate(packed.reqs) if req.is_fully_computed]
-        sampled = [SampledRow(row, req, req.add_sampled()) for row, req in computed]
-        return self._collector.add(PendingStep(tokens, sampled, logprobs))
+        return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed.reqs), logprobs))
 
     def prepare(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
         """Compile a grammar before a request with it enters. From any thread."""

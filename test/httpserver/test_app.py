@@ -395,7 +395,7 @@ def test_a_refused_method_gets_every_method_of_the_path(tmp_path: Path) -> None:
 
 def test_a_client_that_has_disconnected_gets_an_empty_response(tmp_path: Path, log: list[logging.LogRecord]) -> None:
     async def check(server: Served) -> None:
-        add_failing(server, ClientDisconnectedError("gone"))
+        add_failing(server, ClientDisconnectedError("disconnected"))
 
         response = await server.get("/fail")
 

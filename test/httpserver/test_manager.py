@@ -18,7 +18,7 @@ from lightserve.io_struct import REQ_ID_BITS, GenerateReq, GenerationParams, Met
 from test.httpserver.fake_engine import LIMITS, FakeEngine, Script, engine, spell
 from test.waiting import DEADLINE_S, until
 
-ASK = PromptRequest([1, 2, 3], GenerationParams.of(max_new_tokens=8, seed=5))
+REQUEST = PromptRequest([1, 2, 3], GenerationParams.of(max_new_tokens=8, seed=5))
 
 
 def check(
@@ -53,7 +53,7 @@ def test_every_choice_of_every_prompt_gets_its_text(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         line = log()
 
-        found = await texts(context, ASK, PromptRequest([4], GenerationParams.of()), n=3, line=line)
+        found = await texts(context, REQUEST, PromptRequest([4], GenerationParams.of()), n=3, line=line)
 
         assert found == ["hello"] * 6
         assert [req.prompt_ids for req in fake.received] == [[1, 2, 3]] * 3 + [[4]] * 3
@@ -65,7 +65,7 @@ def test_every_choice_of_every_prompt_gets_its_text(tmp_path: Path) -> None:
 
 def test_choices_of_one_seed_differ_and_are_reproducible(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
-        await texts(context, ASK, n=3)
+        await texts(context, REQUEST, n=3)
 
         assert [req.params.sampling.seed for req in fake.received] == [5, 6, 7]
 
@@ -78,7 +78,7 @@ def test_a_caller_that_does_not_read_loses_its_request_and_frees_its_memory(
     monkeypatch.setattr(manager, "MAX_UNREAD", 3)
 
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
-        async with context.manager.generate([ASK], log()) as generation:
+        async with context.manager.generate([REQUEST], log()) as generation:
             await until(lambda: not generation._unfinished)
 
             assert not generation._unread
@@ -86,7 +86,7 @@ def test_a_caller_that_does_not_read_loses_its_request_and_frees_its_memory(
                 await anext(generation)
 
         monkeypatch.undo()
-        assert await texts(context, ASK) == ["hello"]
+        assert await texts(context, REQUEST) == ["hello"]
 
     check(scenario, tmp_path)
 
@@ -94,7 +94,7 @@ def test_a_caller_that_does_not_read_loses_its_request_and_frees_its_memory(
 def test_a_caller_that_leaves_aborts_its_request(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         fake.hold.clear()
-        async with context.manager.generate([ASK, ASK], log()) as generation:
+        async with context.manager.generate([REQUEST, REQUEST], log()) as generation:
             await anext(generation)
 
         await until(lambda: len(fake.aborted) == 2)
@@ -107,9 +107,9 @@ def test_a_caller_that_leaves_aborts_its_request(tmp_path: Path) -> None:
 
 def test_a_finished_request_is_not_aborted(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
-        await texts(context, ASK)
+        await texts(context, REQUEST)
         fake.hold.clear()
-        async with context.manager.generate([ASK], log()) as generation:
+        async with context.manager.generate([REQUEST], log()) as generation:
             await anext(generation)
 
         await until(lambda: bool(fake.aborted))
@@ -121,7 +121,7 @@ def test_a_finished_request_is_not_aborted(tmp_path: Path) -> None:
 
 def test_text_that_arrives_in_a_burst_is_kept(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
-        async with context.manager.generate([ASK], log()) as generation:
+        async with context.manager.generate([REQUEST], log()) as generation:
             await until(lambda: not generation._unfinished)
 
             outs = await anext(generation)
@@ -136,7 +136,7 @@ def test_text_that_arrives_in_a_burst_is_kept(tmp_path: Path) -> None:
 def test_a_refused_request_has_the_status_of_its_error(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         with pytest.raises(OverloadedError, match="full"):
-            await texts(context, ASK)
+            await texts(context, REQUEST)
 
     def refuse(req: GenerateReq) -> list[ReqFailed]:
         return [ReqFailed(req.req_id, 429, "full")]
@@ -147,7 +147,7 @@ def test_a_refused_request_has_the_status_of_its_error(tmp_path: Path) -> None:
 def test_a_dead_engine_ends_every_request(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         fake.hold.clear()
-        waiting = asyncio.create_task(texts(context, ASK))
+        waiting = asyncio.create_task(texts(context, REQUEST))
         await until(lambda: bool(fake.received))
 
         context.manager.engine_died("the router died")
@@ -155,7 +155,7 @@ def test_a_dead_engine_ends_every_request(tmp_path: Path) -> None:
         with pytest.raises(UnavailableError, match="the router died"):
             await waiting
         with pytest.raises(UnavailableError, match="the router died"):
-            await texts(context, ASK)
+            await texts(context, REQUEST)
 
     check(scenario, tmp_path)
 
@@ -163,12 +163,12 @@ def test_a_dead_engine_ends_every_request(tmp_path: Path) -> None:
 def test_draining_finishes_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         fake.hold.clear()
-        running = asyncio.create_task(texts(context, ASK))
+        running = asyncio.create_task(texts(context, REQUEST))
         await until(lambda: bool(fake.received))
 
         context.manager.drain()
         with pytest.raises(UnavailableError, match="shutting down"):
-            await texts(context, ASK)
+            await texts(context, REQUEST)
         fake.hold.set()
 
         assert await running == ["hello"]
@@ -180,8 +180,8 @@ def test_draining_finishes_running_requests_and_refuses_new_ones(tmp_path: Path)
 def test_an_operator_can_abort_by_request_id(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         fake.hold.clear()
-        one = asyncio.create_task(texts(context, ASK, line=AccessLog("one", "/")))
-        two = asyncio.create_task(texts(context, ASK, line=AccessLog("two", "/")))
+        one = asyncio.create_task(texts(context, REQUEST, line=AccessLog("one", "/")))
+        two = asyncio.create_task(texts(context, REQUEST, line=AccessLog("two", "/")))
         await until(lambda: len(fake.received) == 2)
 
         context.manager._abort_own_requests("one")
@@ -232,7 +232,7 @@ def test_health_follows_the_state_of_the_engine(tmp_path: Path) -> None:
 
 def test_req_ids_of_different_processes_differ(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
-        await texts(context, ASK)
+        await texts(context, REQUEST)
 
         assert fake.received[0].req_id >> REQ_ID_BITS == 0
 

@@ -20,6 +20,7 @@ from lightserve.io_struct import (
     FinishReason,
     GenerateReq,
     GenerationParams,
+    GrammarSpec,
     ReqFailed,
     RouterStats,
     SchedulingParams,
@@ -56,6 +57,7 @@ class FakeModel:
         self.is_lost = False
         self.restart_requests: list[tuple[str, bool]] = []
         self.forces = 0  # tokens that come with every one that is sampled
+        self.compiled: list[asyncio.Future[None]] = []  # of grammars, when the test resolves them
         self._end_after = end_after
         self._missing: dict[int, int] = {}
         self._made: dict[int, int] = {}
@@ -69,6 +71,10 @@ class FakeModel:
         task.add_done_callback(lambda one: one.cancelled() or one.exception())  # not every task is awaited
         self._tasks.append(task)
         return task
+
+    def prepare(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
+        self.compiled.append(asyncio.get_running_loop().create_future())
+        return self.compiled[-1]
 
     def close(self) -> None: ...
 
@@ -250,7 +256,7 @@ class HeldPacer(StepPacer):
 
 def test_a_request_that_arrives_before_the_next_step_is_due_joins_it(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        pacer = router.manager.steps.pacer = HeldPacer()
+        pacer = router.manager.steps.pacer = HeldPacer(lead_s=0.0)
         router.model.may_run.clear()
         router.send(request(0))
         await until(lambda: len(router.model.steps) == 1)
@@ -270,7 +276,7 @@ def test_a_request_that_arrives_before_the_next_step_is_due_joins_it(tmp_path: P
 
 def test_the_next_step_is_sent_at_once_if_requests_wait_for_the_one_after(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        pacer = router.manager.steps.pacer = HeldPacer()
+        pacer = router.manager.steps.pacer = HeldPacer(lead_s=0.0)
         pacer.wait_s = -1.0
         router.model.may_run.clear()
         router.send(request(0))
@@ -288,7 +294,7 @@ def test_the_next_step_is_sent_at_once_if_requests_wait_for_the_one_after(tmp_pa
 
 def test_the_next_step_is_sent_when_it_is_due_without_another_event(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        pacer = router.manager.steps.pacer = HeldPacer()
+        pacer = router.manager.steps.pacer = HeldPacer(lead_s=0.0)
         pacer.wait_s = 0.05
         router.model.may_run.clear()
         router.send(request(0))
@@ -659,3 +665,67 @@ def test_tokens_that_were_not_processed_before_the_workers_were_replaced_are_dro
         assert router.tokens_of(1) == [101, 102, 103, 104]
 
     check(scenario, tmp_path, depth=2)
+
+
+def with_grammar(req_id: int) -> GenerateReq:
+    free = request(req_id)
+    return msgspec.structs.replace(free, params=free.params.replace(grammar=GrammarSpec("regex", "a+")))
+
+
+def test_a_request_runs_once_the_workers_have_compiled_its_grammar(tmp_path: Path) -> None:
+    """Others run meanwhile: no step waits for the compilation."""
+
+    async def scenario(router: Router) -> None:
+        router.send(with_grammar(1))
+        router.send(request(2))
+        await router.until(lambda: router.has_finished(2))
+        held = router.scheduler.num_held, router.scheduler.num_waiting, router.tokens_of(1)
+
+        router.model.compiled[0].set_result(None)
+        await router.until(lambda: router.has_finished(1))
+
+        assert held == (1, 0, [])
+        assert router.scheduler.num_held == 0
+
+    check(scenario, tmp_path)
+
+
+def test_a_request_that_is_aborted_while_its_grammar_compiles_never_runs(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.send(with_grammar(1))
+        await until(lambda: len(router.model.compiled) == 1)
+        router.send(AbortReq(1))
+        await router.until(lambda: any(1 in batch.aborted for batch in router.batches))
+
+        router.model.compiled[0].set_result(None)
+        router.send(request(2))
+        await router.until(lambda: router.has_finished(2))
+
+        assert router.tokens_of(1) == []
+        assert (router.scheduler.num_held, router.scheduler.num_waiting) == (0, 0)
+
+    check(scenario, tmp_path)
+
+
+def test_requests_whose_grammars_compile_count_as_waiting(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        for req_id in range(3):
+            router.send(with_grammar(req_id))
+
+        await router.until(lambda: any(failed.status == 429 for batch in router.batches for failed in batch.failed))
+
+        assert router.scheduler.num_held == 2
+        assert len(router.model.compiled) == 2
+
+    check(scenario, tmp_path, max_queue_size=2)
+
+
+def test_a_held_request_expires_like_any_other(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.send(msgspec.structs.replace(with_grammar(1), scheduling=SchedulingParams(timeout_s=0.1)))
+
+        await router.until(lambda: any(failed.status == 504 for batch in router.batches for failed in batch.failed))
+
+        assert router.scheduler.num_held == 0
+
+    check(scenario, tmp_path)

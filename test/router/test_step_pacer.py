@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightserve.router.step_pacer import LEAD_S, MARGIN, MAX_RECENT, StepPacer, kind_of
+from lightserve.router.step_pacer import MARGIN, MAX_RECENT, StepPacer, kind_of
 
+LEAD_S = 3e-3
 DECODES, PROMPTS = kind_of(tokens=3, requests=3), kind_of(tokens=401, requests=2)
 
 
@@ -14,7 +15,7 @@ def due_s(length_s: float) -> float:
 
 
 def test_the_step_after_one_of_unknown_duration_is_sent_at_once() -> None:
-    pacer = StepPacer()
+    pacer = StepPacer(LEAD_S)
     pacer.record(DECODES, 1.0, 1.01)
 
     assert pacer.send_at(PROMPTS, 2.0) <= 2.0
@@ -22,7 +23,7 @@ def test_the_step_after_one_of_unknown_duration_is_sent_at_once() -> None:
 
 
 def test_a_step_runs_since_it_was_sent_or_since_the_last_step_ended() -> None:
-    pacer = StepPacer()
+    pacer = StepPacer(LEAD_S)
     pacer.record(DECODES, 1.0, 1.01)
     assert pacer.send_at(DECODES, 2.0) == pytest.approx(2.0 + due_s(0.01))
     assert pacer.send_at(DECODES, 1.005) == pytest.approx(1.01 + due_s(0.01))
@@ -32,7 +33,7 @@ def test_a_step_runs_since_it_was_sent_or_since_the_last_step_ended() -> None:
 
 
 def test_the_shortest_recent_duration_counts() -> None:
-    pacer = StepPacer()
+    pacer = StepPacer(LEAD_S)
     for now_s, length_s in enumerate((0.02, 0.01, 0.5, *[0.03] * (MAX_RECENT - 1)), start=1):
         pacer.record(DECODES, now_s, now_s + length_s)
         if length_s == 0.5:

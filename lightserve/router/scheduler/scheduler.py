@@ -51,7 +51,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
+        """Requests that wait for room."""
         return len(self._queue)
+
+    @property
+    def num_held(self) -> int:
+        """Requests that may not be admitted before ``release``."""
+        return self._queue.num_held
 
     @property
     def num_running(self) -> int:
@@ -68,6 +74,14 @@ class Scheduler:
 
     def add(self, req: Req) -> None:
         self._queue.add(req)
+
+    def hold(self, req: Req) -> None:
+        """Queue a request that may not be admitted before ``release``: the workers compile its grammar."""
+        self._queue.hold(req)
+
+    def release(self, req: Req) -> None:
+        """Let a held request be admitted. Nothing happens if it has ended."""
+        self._queue.release(req)
 
     def next_step(self, now_s: float = 0.0) -> Step | None:
         """What to compute next; None if there is nothing beyond the steps in flight."""

@@ -23,7 +23,7 @@ YES, NO = (smol().encode(word, add_special_tokens=False)[0] for word in (" yes",
 AFTER = {END: [0.1, 0.5, 0.4], YES: [0.4, 0.35, 0.25], NO: [0.9, 0.06, 0.04]}
 PROMPT = [700, 701]
 COMPLETE = {"prompt": PROMPT, "use_beam_search": True, "best_of": 2, "max_tokens": 2}
-NATIVE = {"num_beams": 2, "max_new_tokens": 2}
+LIGHTLLM = {"num_beams": 2, "max_new_tokens": 2}
 
 
 def toy(req: GenerateReq) -> list[StrOut | ReqFailed]:
@@ -58,7 +58,7 @@ def server(started: Server) -> Server:
 
 
 def lightllm(server: Server, path: str = "/generate", **parameters: Any) -> Any:
-    return server.post(path, {"inputs": PROMPT, "parameters": NATIVE | parameters})
+    return server.post(path, {"inputs": PROMPT, "parameters": LIGHTLLM | parameters})
 
 
 def test_a_completion_is_the_best_beam(server: Server) -> None:

@@ -139,12 +139,12 @@ def test_a_drain_waits_for_the_whole_beam_search(tmp_path: Path) -> None:
     async def scenario(context: ServerContext, fake: FakeEngine) -> None:
         manager = context.manager
 
-        def drain_then_answer(req: GenerateReq) -> list[StrOut | ReqFailed]:
+        def drain_then_respond(req: GenerateReq) -> list[StrOut | ReqFailed]:
             if manager.state is EngineState.READY:
                 manager.drain()
             return toy(req)
 
-        fake.script = drain_then_answer
+        fake.script = drain_then_respond
 
         [found] = await run_beam_search(context, [[7]], PARAMS, log())
 
