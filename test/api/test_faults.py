@@ -410,7 +410,7 @@ def test_a_stop_string_matches_exactly_also_with_a_nul(client: Client) -> None:
 # LightLLM's schema and TGI's
 
 
-NATIVE_BAD: dict[str, list[Any]] = {
+LIGHTLLM_BAD: dict[str, list[Any]] = {
     "temperature": [-1, "hot", True, HUGE, 1e300],
     "top_p": [0, 1.1, -0.1],
     "top_k": [-2, 1.5, HUGE],
@@ -453,8 +453,8 @@ NATIVE_BAD: dict[str, list[Any]] = {
     "regular_constraint": ["(a", "a" * 1_000_000, 5],
     "guided_json": [{"type": "x"}, "{", 5],
 }
-NATIVE_BAD_INPUTS: list[Any] = ["", [], None, 5, True, {}, [True], [1.5], ["a"], [VOCAB], [-1], [2**70], [HUGE]]
-NATIVE_BAD_INPUTS += [[1] * CONTEXT, [1] * 1_900_000, [None] * 1_000_000, "x " * CONTEXT, "x" * 15_000_000]
+LIGHTLLM_BAD_INPUTS: list[Any] = ["", [], None, 5, True, {}, [True], [1.5], ["a"], [VOCAB], [-1], [2**70], [HUGE]]
+LIGHTLLM_BAD_INPUTS += [[1] * CONTEXT, [1] * 1_900_000, [None] * 1_000_000, "x " * CONTEXT, "x" * 15_000_000]
 TGI_BAD: dict[str, list[Any]] = {
     "temperature": [0, -1, "hot", True, 10**30, 1e300],
     "top_p": [0, 1, 1.1, -0.1],
@@ -481,11 +481,11 @@ TGI_BAD_INPUTS: list[Any] = ["", None, 5, True, {}, "x " * CONTEXT, "x" * 15_000
 def test_a_bad_field_of_lightllm_or_tgi_is_refused_in_its_own_shape(client: Client, path: str) -> None:
     one = {"max_new_tokens": 1, "return_details": False}  # what is wrongly served should at least be short
     tgi_one = {"max_new_tokens": 1, "details": True}
-    native = [{**one, name: value} for name, values in NATIVE_BAD.items() for value in values]
+    lightllm = [{**one, name: value} for name, values in LIGHTLLM_BAD.items() for value in values]
     tgi = [{**tgi_one, name: value} for name, values in TGI_BAD.items() for value in values]
 
-    check_refused(client, [(path, {"inputs": "x", "parameters": parameters}) for parameters in native + NO_PARAMETERS])
-    check_refused(client, [(path, {"inputs": inputs, "parameters": one}) for inputs in NATIVE_BAD_INPUTS])
+    check_refused(client, [(path, {"inputs": "x", "parameters": parameters}) for parameters in lightllm + NO_PARAMETERS])
+    check_refused(client, [(path, {"inputs": inputs, "parameters": one}) for inputs in LIGHTLLM_BAD_INPUTS])
     check_refused(client, [(path, {"inputs": "x", "parameters": {**tgi_one, "n": 1}}), (path, {})])
     check_refused(client, [(path, {"inputs": "x", "parameters": parameters}) for parameters in tgi], 422, is_tgi_error)
     tgi_inputs = [(path, {"inputs": inputs, "parameters": tgi_one}) for inputs in TGI_BAD_INPUTS]

@@ -39,7 +39,7 @@ def ends(exit_code: int, says: str = "", keeps_directory: bool = False) -> React
         limit_s = NOTIFY_TIMEOUT_S * context.deadline_s / EXIT_TIMEOUT_S
         assert notified_s < limit_s, f"clients were notified after {notified_s:.1f} s"
 
-    words = f"clients told, all ends, exit code {exit_code}"
+    words = f"clients get an error, all processes exit, exit code {exit_code}"
     return Reaction(words, wait, ends_server=True, keeps_directory=keeps_directory)
 
 

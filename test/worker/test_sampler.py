@@ -197,7 +197,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "no repeated pair": {"no_repeat_ngram_size": 2, "logit_bias": {8: 9.0, 6: 8.5, 9: 8.6}},
     "no repeated three": {"temperature": 0, "no_repeat_ngram_size": 3, "logit_bias": {8: 9.0, 6: 8.5}},
     "end likelier": {"exponential_decay_length_penalty": (2, 1.4), "logit_bias": {EOS: 2.0}},
-    "end likelier later": {"temperature": 0, "exponential_decay_length_penalty": (7, 3.0)},
+    "length decay": {"temperature": 0, "exponential_decay_length_penalty": (7, 3.0)},
     "end likelier, yet forbidden": {"exponential_decay_length_penalty": (2, 1.4), "min_new_tokens": 9},
     "end as likely": {"exponential_decay_length_penalty": (0, 1.0)},
     "first allowed": {"first_allowed_token_ids": (3, 60, TOP[5])},
