@@ -52,7 +52,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
     kind: GrammarKind
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""
-    before: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""  # Lark rules around it, which name it @answer
+    before: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""  # Lark rules that refer to it as @answer
 
 
 class ThinkingLimit(msgspec.Struct, frozen=True):
@@ -128,7 +128,7 @@ class SamplingParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class StoppingParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=True):
-    """When a request ends by its tokens. The router decides it; workers keep end tokens back before it may end."""
+    """When output tokens end a request. The router decides; workers mask end tokens until min_new_tokens."""
 
     max_new_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)] = 16
     min_new_tokens: Annotated[int, Meta(ge=0)] = 0
@@ -158,7 +158,7 @@ class TextParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class GenerationParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All that a request says about its output, by the process that reads it."""
+    """The generation parameters of a request, one part for each process that reads them."""
 
     sampling: SamplingParams = SamplingParams()
     stopping: StoppingParams = StoppingParams()
@@ -198,12 +198,12 @@ class NewReq(msgspec.Struct, frozen=True):
     """A request that enters the workers, or enters again after it was preempted."""
 
     req_id: int
-    prompt_ids: list[int]  # all tokens that are known of it
+    token_ids: list[int]  # the prompt, and the output tokens so far if it was preempted
     sampling: SamplingParams
     seed: int
     eos_ids: tuple[int, ...] = ()  # not to be sampled before min_new_tokens
     cached_slots: list[int] = []  # KV slots of its first tokens, which are computed already
-    output_len: int = 0  # how many of ``prompt_ids``, the last ones, are output
+    output_len: int = 0  # how many of ``token_ids``, at the end, are output
     stopping: StoppingParams = StoppingParams()
 
 
@@ -222,8 +222,7 @@ class KvCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """One forward pass. Requests in ``free`` leave before it, requests in ``new`` enter, ``copies`` are made; then the
-    rows are computed."""
+    """One forward pass. The worker frees requests, adds new ones, copies KV, and then computes the rows."""
 
     rows: list[StepRow]
     new: list[NewReq] = []
@@ -250,18 +249,19 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     """A token of a request's output: the part that every message about it has in common."""
 
     id: int
-    logprob: float | None = None  # where asked for; of the model, before anything changed the logits
-    top_logprobs: list[tuple[int, float]] | None = None  # where asked for: (token id, logprob), the most likely first
-    prompt_logprobs: PromptLogprobs | None = None  # with the first token, where asked for
+    logprob: float | None = None  # if requested; from the unmodified logits
+    top_logprobs: list[tuple[int, float]] | None = None  # if requested: (token id, logprob), the most likely first
+    prompt_logprobs: PromptLogprobs | None = None  # with the first token, if requested
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True):
-    """A token of a request whose known tokens are all computed: a sampled one, or one that its grammar forces then."""
+    """A new output token: sampled, or forced by the grammar after a sampled one."""
 
     req_id: int
     token: Token
     completes_grammar: bool = False  # nothing may follow
-    is_forced: bool = False  # it follows another token of the same step; the step in flight after that brings none
+    # The grammar forces it after the sampled token. The step that is in flight already then samples none.
+    is_forced: bool = False
 
 
 class ReqFailed(msgspec.Struct, frozen=True):
@@ -273,14 +273,14 @@ class ReqFailed(msgspec.Struct, frozen=True):
 
 
 class Embedding(msgspec.Struct, frozen=True, array_like=True):
-    """A vector that a request's prompt gives instead of tokens: an embedding, or one score a class."""
+    """The result of a pooling request: an embedding, or one score per class."""
 
     req_id: int
     values: bytes  # [size] float32
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What a step brings. A request may get several tokens, in their order."""
+    """The results of one step. A request may get several tokens, in their order."""
 
     tokens: list[TokenOut] = []
     failed: list[ReqFailed] = []
@@ -300,7 +300,7 @@ class SchedulingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GenerateReq(msgspec.Struct, frozen=True, tag=True):
-    """One sequence to generate. The upper bits of its id name the HTTP process that waits: see http_worker_of."""
+    """One sequence to generate. The upper bits of its id name the HTTP process that waits: see http_process_of."""
 
     req_id: int
     prompt_ids: list[int]
@@ -317,18 +317,18 @@ class AbortReq(msgspec.Struct, frozen=True, tag=True):
     reason: FinishReason = FinishReason.ABORT
 
 
-class AbortNamed(msgspec.Struct, frozen=True, tag=True):
+class AbortByRequestId(msgspec.Struct, frozen=True, tag=True):
     """An operator aborts requests by the client's request id, None for all. Every HTTP process aborts its own."""
 
-    name: str | None
+    request_id: str | None
 
 
-ToRouter = GenerateReq | AbortReq | AbortNamed
+ToRouter = GenerateReq | AbortReq | AbortByRequestId
 
 REQ_ID_BITS = 48  # low bits of an id count the requests of one HTTP process
 
 
-def http_worker_of(req_id: int) -> int:
+def http_process_of(req_id: int) -> int:
     return req_id >> REQ_ID_BITS
 
 
@@ -336,7 +336,7 @@ def http_worker_of(req_id: int) -> int:
 
 
 class TextReq(msgspec.Struct, frozen=True):
-    """A request whose tokens will come."""
+    """Announces a request to the detokenizer."""
 
     req_id: int
     text: TextParams
@@ -373,7 +373,7 @@ class BatchTokenIdOut(msgspec.Struct, frozen=True, tag=True):
 
 
 class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):
-    counts: list[int]  # one a bucket of the catalogue, the last is all that is larger
+    counts: list[int]  # one per bucket of utils/metrics.py; the last counts all larger values
     total: float  # sum of the observed values
 
 
@@ -388,13 +388,12 @@ class MetricsSnapshot(msgspec.Struct, frozen=True):
 class RouterStats(msgspec.Struct, frozen=True, tag=True):
     """The heartbeat of router and detokenizer, once a second, with the current metrics."""
 
-    sent_s: float  # time.monotonic()
     step_age_s: float  # age of the oldest step in flight; 0 when idle
     metrics: MetricsSnapshot
     has_workers: bool = True  # False while lost workers are being replaced
 
 
-ToDetokenization = BatchTokenIdOut | RouterStats | AbortNamed
+ToDetokenization = BatchTokenIdOut | RouterStats | AbortByRequestId
 
 
 # detokenization -> httpserver
@@ -416,14 +415,14 @@ class BatchStrOut(msgspec.Struct, frozen=True, tag=True):
     failed: list[ReqFailed] = []
 
 
-ToHttpserver = BatchStrOut | RouterStats | AbortNamed
+ToHttpserver = BatchStrOut | RouterStats | AbortByRequestId
 
 
 # between the launcher and each of its children, as lines of JSON
 
 
-class Phase(msgspec.Struct, frozen=True, tag=True):
-    """A finished phase of the start, for the table of the banner."""
+class StartupPhase(msgspec.Struct, frozen=True, tag=True):
+    """A finished phase of a child's startup, for the table of the banner."""
 
     name: str
     seconds: float
@@ -438,7 +437,7 @@ class StepLimits(msgspec.Struct, frozen=True):
 
     batch_max_tokens: int  # of all requests
     chunked_prefill_size: int | None = None  # prompt tokens while others decode; None: no limit of its own
-    sizes: tuple[int, ...] = ()  # efficient sizes of a step with prompts and decodes; empty: any
+    preferred_step_tokens: tuple[int, ...] = ()  # efficient sizes of a step with prompts and decodes; empty: any
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
@@ -449,13 +448,13 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     vocab_size: int
     pipeline_depth: int  # steps that may be in flight at once
     eos_token_ids: tuple[int, ...] = ()
-    computed_in: str = ""  # data type and device, for people
+    dtype_and_device: str = ""  # for the banner: "in bfloat16 on cuda"
     step_limits: StepLimits = StepLimits(2048)
     step_timeout_s: float = 0.0  # a step that takes longer has hung; 0: no limit
     launch_lead_s: float = 0.0  # the time that planning, sending and launching a step takes
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class ChildFailed(msgspec.Struct, frozen=True, tag=True):
     """The child exits because of an error: one line for the operator."""
 
     message: str
@@ -479,8 +478,8 @@ class WorkersLost(msgspec.Struct, frozen=True, tag=True):
     """The router has lost its workers: a connection closed, or a step did not end. It waits for NewWorkers."""
 
     generation: int  # of the lost workers; the first is 0
-    why: str
-    is_explained: bool  # one request crashed them twice, and was ended
+    reason: str
+    caused_by_request: bool  # a request crashed them twice, and the router has failed it
 
 
 class NewWorkers(msgspec.Struct, frozen=True, tag=True):
@@ -497,5 +496,5 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
     """The response to Ping. A child with an event loop sends it from the loop."""
 
 
-FromChild = Phase | Ready | EngineReady | Failed | Drained | WorkersLost | Pong
+FromChild = StartupPhase | Ready | EngineReady | ChildFailed | Drained | WorkersLost | Pong
 ToChild = EngineReady | NewWorkers | Drain | EngineDied | Ping

@@ -20,7 +20,7 @@ from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler, limits_of
+from lightserve.router.scheduler import Scheduler, make_limits
 from lightserve.worker.rpc import Collect
 from lightserve.worker.worker import ModelWorker
 
@@ -70,7 +70,7 @@ class LLM:
         self.worker.capture()
         vocab_size = self.worker.model_config.vocab_size
         self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
-        limits = limits_of(self.config, RouterConfig(), self.worker.step_limits)
+        limits = make_limits(self.config, RouterConfig(), self.worker.step_limits)
         self._scheduler = Scheduler(KvPool(self.worker.max_total_token_num), limits)
         self._open: dict[int, _OpenStream] = {}
         self._in_flight: deque[Collect] = deque()  # steps that were launched, oldest first

@@ -22,7 +22,7 @@ from lightserve.io_struct import GenerationParams, Token, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Limits, Scheduler
+from lightserve.router.scheduler import Scheduler, SchedulerLimits
 
 PARTS = ("make_room", "admit", "_plan_rows", "next_step", "process_tokens")
 PROMPT_LEN = 1000
@@ -34,7 +34,7 @@ WAITING = ("none", "batch", "memory")
 class TimedScheduler(Scheduler):
     """Measures how long its parts take."""
 
-    def __init__(self, pool: KvPool, limits: Limits, policy: str) -> None:
+    def __init__(self, pool: KvPool, limits: SchedulerLimits, policy: str) -> None:
         super().__init__(pool, limits, make_policy(policy))
         self.times: dict[str, list[float]] = {part: [] for part in PARTS}
         for owner, part in zip((self._preemption, self._admission, self, self, self), PARTS, strict=True):
@@ -56,10 +56,10 @@ def fill_cache(pool: KvPool, tokens: int, rng: np.random.Generator) -> None:
     sampling = GenerationParams.of(seed=0)
     for _ in range(tokens // PROMPT_LEN):
         req = Req(0, rng.integers(0, VOCAB_SIZE, PROMPT_LEN).tolist(), sampling, 1, ())
-        pool.open(req)
+        pool.attach_prefix(req)
         req.begin()
         req.plan(pool.alloc(PROMPT_LEN - req.planned_len))
-        pool.close(req)
+        pool.release(req)
 
 
 def loaded(running: int, cached: int, waiting: str, policy: str) -> TimedScheduler:
@@ -70,7 +70,7 @@ def loaded(running: int, cached: int, waiting: str, policy: str) -> TimedSchedul
     pool = KvPool(need + cached)
     fill_cache(pool, cached, rng)
     max_running = running + (waiting == "memory")
-    scheduler = TimedScheduler(pool, Limits(max_running, 1 << 20, None), policy)
+    scheduler = TimedScheduler(pool, SchedulerLimits(max_running, 1 << 20, None), policy)
     sampling = GenerationParams.of(max_new_tokens=most, seed=0)
     num_waiting = 0 if waiting == "none" else NUM_WAITING
     for req_id in range(running + num_waiting):

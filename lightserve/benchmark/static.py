@@ -241,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
     worker = ModelWorker(config, resolve(config.model_dir, needs_weights=config.load_format == "auto"), Parallel())
     worker.warm_up()
     bench = StaticBench(worker, config.batch_max_tokens)
-    print(f"{worker.model_config.model_type} {worker.computed_in}; {ceilings}")
+    print(f"{worker.model_config.model_type} {worker.dtype_and_device}; {ceilings}")
     if args.profile:
         print_profiles(bench, args)
         return

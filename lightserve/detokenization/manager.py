@@ -16,7 +16,7 @@ from lightserve.io_struct import (
     ToHttpserver,
     TokenIdOut,
     ToRouter,
-    http_worker_of,
+    http_process_of,
 )
 from lightserve.model_files.decoding import Decoder
 from lightserve.utils.channel import Receiver, Sender
@@ -57,10 +57,10 @@ class DetokenizationManager:
         for out in batch.outs:
             text = self._texts.get(out.req_id)
             if text is not None:  # otherwise a stop string ended the request while this token was in flight
-                outs[http_worker_of(out.req_id)].append(self._next(text, out))
+                outs[http_process_of(out.req_id)].append(self._next(text, out))
         for failure in batch.failed:
             self._texts.pop(failure.req_id, None)
-            failed[http_worker_of(failure.req_id)].append(failure)
+            failed[http_process_of(failure.req_id)].append(failure)
         for req_id in batch.aborted:
             self._texts.pop(req_id, None)
         for sender, own_outs, own_failed in zip(self._to_http, outs, failed, strict=True):

@@ -23,7 +23,7 @@ from lightserve.errors import (
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import (
     REQ_ID_BITS,
-    AbortNamed,
+    AbortByRequestId,
     AbortReq,
     BatchStrOut,
     EngineReady,
@@ -98,7 +98,7 @@ class HttpServerManager:
             elif isinstance(message, RouterStats):
                 self.stats = message
             else:
-                self._abort_own_requests(message.name)
+                self._abort_own_requests(message.request_id)
 
     def engine_ready(self, limits: EngineReady) -> None:
         """Accept requests."""
@@ -159,7 +159,7 @@ class HttpServerManager:
 
     def abort_requests(self, request_id: str | None) -> None:
         """Abort the requests with this id, None: all requests, in every HTTP process."""
-        self._to_router.send(AbortNamed(request_id))
+        self._to_router.send(AbortByRequestId(request_id))
 
     def _abort_own_requests(self, request_id: str | None) -> None:
         for generation, _ in list(self._running.values()):

@@ -9,13 +9,9 @@ from typing import Any
 
 import msgspec
 import rpyc
-from rpyc.core.channel import Channel
-from rpyc.utils.factory import connect_channel
 
 from lightserve.io_struct import GrammarSpec
-from lightserve.router.loop_stream import LoopStream
-
-RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "include_local_version": False}
+from lightserve.router.connection import close_all, connect
 
 _encode_grammar = msgspec.msgpack.Encoder().encode
 
@@ -25,37 +21,31 @@ class GrammarClient:
 
     def __init__(self, socket_paths: Sequence[str]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[asyncio.Future[None], int] = {}  # how many ranks have not answered
-        self._connections: list[Any] = [_connect(path) for path in socket_paths]
+        self._waiting: dict[asyncio.Future[None], int] = {}  # how many ranks have not replied
+        self._connections: list[Any] = [connect(path) for path in socket_paths]
         self._filenos = [connection.fileno() for connection in self._connections]  # a lost connection has none
-        self._prepares = [rpyc.async_(connection.root.prepare) for connection in self._connections]
+        self._compiles = [rpyc.async_(connection.root.compile_grammar) for connection in self._connections]
         for rank, fileno in enumerate(self._filenos):
             self._loop.add_reader(fileno, self._read, rank)
 
-    def prepare(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
+    def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
         """Resolves when all ranks have compiled the grammar, found an error in it, or were lost.
 
         Errors are not reported here: a request with the grammar fails when it enters the workers.
         """
         future: asyncio.Future[None] = self._loop.create_future()
-        self._waiting[future] = len(self._prepares)
+        self._waiting[future] = len(self._compiles)
         command = _encode_grammar((grammar, eos_ids))
-        for rank, prepare in enumerate(self._prepares):
+        for rank, compile_grammar in enumerate(self._compiles):
             try:
-                prepare(command).add_callback(partial(self._on_reply, future))
+                compile_grammar(command).add_callback(partial(self._on_reply, future))
             except EOFError:  # rpyc has closed the socket: another one may get its number soon
                 self._on_lost(rank)
                 break
         return future
 
     def close(self) -> None:
-        """Close the sockets first: rpyc's own close waits for an answer, which a worker that hangs never sends."""
-        for fileno, connection in zip(self._filenos, self._connections, strict=True):
-            if not connection.closed:
-                if not connection._channel.closed:
-                    self._loop.remove_reader(fileno)
-                    connection._channel.close()
-                connection.close()
+        close_all(self._loop, zip(self._filenos, self._connections, strict=True))
         self._resolve_all()
 
     def _read(self, rank: int) -> None:
@@ -87,7 +77,3 @@ class GrammarClient:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():  # the caller may have cancelled it
         future.set_result(None)
-
-
-def _connect(socket_path: str) -> Any:
-    return connect_channel(Channel(LoopStream.unix_connect(socket_path), compress=False), config=RPYC_CONFIG)

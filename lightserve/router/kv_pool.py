@@ -61,14 +61,17 @@ class KvPool:
     def cached_len(self, req: Req) -> int:
         return self._cache.match_len(_cacheable(req), req.salt)
 
-    def open(self, req: Req) -> None:
-        """Give a request its cached tokens, except the last token: it must be computed to sample the next."""
+    def attach_prefix(self, req: Req) -> None:
+        """Give a request the slots of its cached prefix, and lock them.
+
+        The last token is never taken from the cache: it must be computed to sample the next one.
+        """
         req.node, slots = self._cache.match(_cacheable(req), req.salt)
         self._cache.lock(req.node)
         req.slots = slots.tolist()
         req.shared_len = len(req.slots)
 
-    def share(self, req: Req) -> None:
+    def cache_prompt(self, req: Req) -> None:
         """Move the planned tokens of the prompt into the cache, unless another request's tokens are there already."""
         end = min(req.planned_len, len(req.prompt_ids))
         if req.node is None or end <= req.shared_len:
@@ -82,10 +85,10 @@ class KvPool:
         self._cache.unlock(req.node)
         req.node, req.shared_len = grown, end
 
-    def close(self, req: Req) -> None:
-        """Take all slots of a request back. Its known tokens with planned KV stay in the cache, if it leaves any."""
+    def release(self, req: Req) -> None:
+        """Free all slots of a request. If ``keeps_kv_cached``, its known tokens with planned KV stay in the cache."""
         kept = req.shared_len  # slots from here on are private
-        known = min(req.planned_len, req.total_len) if req.leaves_cache else 0
+        known = min(req.planned_len, req.total_len) if req.keeps_kv_cached else 0
         if known > kept:
             _, spare = self._cache.insert(_array(req.token_ids[:known]), _array(req.slots[:known]), req.salt)
             self._free(spare)
@@ -93,20 +96,20 @@ class KvPool:
         self._free(_array(req.slots[kept:]))
         if req.node is not None:
             self._cache.unlock(req.node)
-            if not req.leaves_cache:  # other choices of the same request may still use it
+            if not req.keeps_kv_cached:  # other choices of the same request may still use it
                 self._free(self._cache.drop(req.node))
         req.node, req.slots, req.shared_len, req.planned_len, req.certain_len = None, [], 0, 0, 0
 
     def discard(self, req: Req) -> None:
-        """Remove the tokens of a closed request from the cache, unless another request shares them.
+        """Remove the tokens of a released request from the cache, unless another request shares them.
 
         Their KV may contain numbers that are not finite.
         """
         node, _ = self._cache.match(_array(req.token_ids), req.salt)
         self._free(self._cache.drop(node))
 
-    def take_back(self, slots: list[int]) -> None:
-        """Remove all tokens from the cache whose KV steps that failed were to compute into these slots."""
+    def roll_back(self, slots: list[int]) -> None:
+        """Remove tokens from the cache whose KV is in these slots: the steps that should compute it have failed."""
         self._free(self._cache.drop_slots(_array(slots)))
 
     def _free(self, slots: Slots) -> None:

@@ -11,7 +11,7 @@ from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
 from lightserve.router.model_client import RpycModelClient
 from lightserve.router.policy import make_policy
-from lightserve.router.scheduler import Scheduler, limits_of
+from lightserve.router.scheduler import Scheduler, make_limits
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger
@@ -28,12 +28,16 @@ async def main(boot: Boot, parent: Parent) -> None:
     engine = await parent.recv()
     if not isinstance(engine, EngineReady):
         raise TypeError(f"the first message must be EngineReady, not {engine!r}")
-    limits = limits_of(config.worker, config.router, engine.step_limits)
+    limits = make_limits(config.worker, config.router, engine.step_limits)
     scheduler = Scheduler(KvPool(engine.max_total_token_num), limits, policy)
 
     def connect(generation: int) -> RpycModelClient:
         paths = [boot.worker_path(rank, generation) for rank in range(config.worker.tp)]
-        return RpycModelClient(paths, lambda reason, explained: parent.send(WorkersLost(generation, reason, explained)))
+
+        def report_lost(reason: str, caused_by_request: bool) -> None:
+            parent.send(WorkersLost(generation, reason, caused_by_request))
+
+        return RpycModelClient(paths, report_lost)
 
     manager = RouterManager(scheduler, connect(0), engine, inbox, to_detokenization, config.router)
     parent.send(Ready())

@@ -72,9 +72,10 @@ class RouterManager:
                 self._to_detokenization.send(message)
 
     def _accept(self, message: GenerateReq) -> None:
-        limit = self._config.max_queue_size
-        if self._scheduler.num_waiting + self._scheduler.num_held >= limit:
-            self._reporter.refuse(message.req_id, f"{limit} requests are waiting already; try later")
+        limit, waiting = self._config.max_queue_size, self._scheduler.num_waiting + self._scheduler.num_held
+        if waiting >= limit:
+            found = f"the queue is full: {waiting} requests wait, the limit is {limit} (--max_queue_size); retry later"
+            self._reporter.refuse(message.req_id, found)
             return
         self._reporter.announce(message.req_id, message.params.text)
         self._queue(self._make_req(message))
@@ -82,7 +83,7 @@ class RouterManager:
     def _queue(self, req: Req) -> None:
         """A request with a grammar may run once the workers have compiled it: no step should wait for that."""
         grammar = req.params.sampling.grammar
-        compiled = None if grammar is None else self.steps.prepare(grammar)
+        compiled = None if grammar is None else self.steps.compile_grammar(grammar)
         if compiled is None or compiled.done():
             self._scheduler.add(req)
             self.steps.wake()
@@ -108,7 +109,7 @@ class RouterManager:
             priority=scheduling.priority,
             deadline_s=None if timeout_s is None else message.arrived_s + timeout_s,
             salt=f"salt {scheduling.cache_salt}" if uses_cache else f"group {message.group}",  # its choices share
-            leaves_cache=uses_cache,
+            keeps_kv_cached=uses_cache,
         )
 
     def _abort(self, message: AbortReq) -> None:
@@ -122,8 +123,7 @@ class RouterManager:
             await asyncio.sleep(DEADLINE_CHECK_S)
             expired = self._scheduler.expire(time.monotonic())
             if expired:
-                message = "the request took longer than its timeout"
-                self._reporter.fail([ReqFailed(req.req_id, 504, message) for req in expired])
+                self._reporter.fail([ReqFailed(req.req_id, 504, _timeout_message(req)) for req in expired])
                 self.steps.wake()
 
     async def _send_heartbeats(self, log: ThroughputLog) -> None:
@@ -134,3 +134,8 @@ class RouterManager:
             if line := log.line(time.monotonic()):
                 logger.info(line)
             await asyncio.sleep(HEARTBEAT_S)
+
+
+def _timeout_message(req: Req) -> str:
+    timeout_s = round((req.deadline_s or 0.0) - req.arrived_s, 3)
+    return f"the request exceeded its timeout of {timeout_s:g} s (timeout or --request_timeout)"

@@ -9,15 +9,11 @@ from typing import Any, Protocol
 
 import msgspec
 import rpyc
-from rpyc.core.channel import Channel
-from rpyc.utils.factory import connect_channel
 
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import GrammarSpec, Step, StepResult
+from lightserve.router.connection import close_all, connect
 from lightserve.router.grammar_client import GrammarClient
-from lightserve.router.loop_stream import LoopStream
-
-RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "include_local_version": False}
 
 _encode_step = msgspec.msgpack.Encoder().encode
 _decode_result = msgspec.msgpack.Decoder(StepResult).decode
@@ -30,15 +26,15 @@ class ModelClient(Protocol):
     def is_lost(self) -> bool:
         """A worker died. The steps in flight fail with WorkerDiedError."""
 
-    def prepare(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
-        """Have all ranks compile a grammar. It resolves in any case, also if the grammar is wrong."""
+    def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
+        """Have all ranks compile a grammar. The future resolves in any case, also if the grammar is wrong."""
 
     def run(self, step: Step) -> asyncio.Future[StepResult]: ...
 
-    def request_restart(self, reason: str, is_explained: bool) -> None:
+    def request_restart(self, reason: str, caused_by_request: bool) -> None:
         """Close the connections and have the workers replaced: they are lost, or a step does not end.
 
-        ``is_explained``: a request caused it.
+        ``caused_by_request``: a request caused it.
         """
 
     def close(self) -> None: ...
@@ -47,8 +43,8 @@ class ModelClient(Protocol):
 class RpycModelClient:
     """All ranks of one model behind rpyc: every rank runs every step, and rank 0 returns the tokens.
 
-    Steps and tokens cross as bytes: rpyc would send an object as a proxy, with one round trip a field. The event loop
-    reads a reply when the socket has it, so a step in flight blocks nothing. ``on_restart`` gets the arguments of
+    Steps and tokens cross as bytes: rpyc would send an object as a proxy, with one round trip per field. The event
+    loop reads a reply when the socket has it, so a step in flight blocks nothing. ``on_restart`` gets the arguments of
     ``request_restart``.
     """
 
@@ -57,19 +53,19 @@ class RpycModelClient:
         self._on_restart = on_restart
         self._loop = asyncio.get_running_loop()
         self._in_flight: set[asyncio.Future[StepResult]] = set()
-        self._connections: list[Any] = [_connect(path) for path in socket_paths]
+        self._connections: list[Any] = [connect(path) for path in socket_paths]
         self._filenos = [connection.fileno() for connection in self._connections]  # a lost connection has none
         self._runs = [rpyc.async_(connection.root.run) for connection in self._connections]
         for rank, fileno in enumerate(self._filenos):
             self._loop.add_reader(fileno, self._read, rank)
         self._grammars = GrammarClient(socket_paths)
 
-    def prepare(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
+    def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
         """Have all ranks compile a grammar, so that the first step of a request with it does not wait.
 
-        It resolves in any case, and also if the grammar is wrong or a worker is lost: see GrammarClient.
+        The future resolves in any case, also if the grammar is wrong or a worker is lost: see GrammarClient.
         """
-        return self._grammars.prepare(grammar, eos_ids)
+        return self._grammars.compile_grammar(grammar, eos_ids)
 
     def run(self, step: Step) -> asyncio.Future[StepResult]:
         future: asyncio.Future[StepResult] = self._loop.create_future()
@@ -86,19 +82,13 @@ class RpycModelClient:
                 reply.add_callback(partial(self._on_reply, future))
         return future
 
-    def request_restart(self, reason: str, is_explained: bool) -> None:
+    def request_restart(self, reason: str, caused_by_request: bool) -> None:
         self._mark_lost(reason)
         self.close()
-        self._on_restart(reason, is_explained)
+        self._on_restart(reason, caused_by_request)
 
     def close(self) -> None:
-        """Close the sockets first: rpyc's own close waits for an answer, which a worker that hangs never sends."""
-        for fileno, connection in zip(self._filenos, self._connections, strict=True):
-            if not connection.closed:
-                if not connection._channel.closed:
-                    self._loop.remove_reader(fileno)
-                    connection._channel.close()
-                connection.close()
+        close_all(self._loop, zip(self._filenos, self._connections, strict=True))
         self._grammars.close()
 
     def _read(self, rank: int) -> None:
@@ -123,8 +113,3 @@ class RpycModelClient:
             if not future.done():
                 future.set_exception(WorkerDiedError(reason))
                 future.exception()  # marks it as retrieved: not every future is awaited
-
-
-def _connect(socket_path: str) -> Any:
-    """Without compression: rpyc would spend 1.5 ms on the step of an 8,000-token prompt, and some on large batches."""
-    return connect_channel(Channel(LoopStream.unix_connect(socket_path), compress=False), config=RPYC_CONFIG)

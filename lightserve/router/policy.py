@@ -64,7 +64,7 @@ class CacheAware(Priority):
     MAX_PASSED = 32
 
     def order(self, first: list[Req], cached_len: CachedLen) -> list[Req]:
-        return sorted(first, key=lambda req: (req.times_passed < self.MAX_PASSED, -cached_len(req)))
+        return sorted(first, key=lambda req: (req.num_passed_over < self.MAX_PASSED, -cached_len(req)))
 
 
 POLICIES = {policy.name: policy for policy in (Fifo, Priority, CacheAware)}

@@ -61,7 +61,7 @@ class Reporter:
         scheduler = self._scheduler
         waiting = scheduler.num_waiting + scheduler.num_held
         self.metrics.set_load(scheduler.num_running, waiting, scheduler.pool.used, scheduler.pool.size)
-        stats = RouterStats(time.monotonic(), step_age_s, self.metrics.snapshot(), has_workers)
+        stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers)
         self._to_detokenization.send(stats)
 
     def _process_tokens(self, tokens: list[TokenOut], now: float) -> list[TokenIdOut]:

@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightserve.io_struct import FinishReason, GenerationParams, NewReq, ReqFailed, TokenOut
+from lightserve.io_struct import FinishReason, GenerationParams, NewReq, TokenOut
 from lightserve.router.radix_cache import Ids, RadixNode
 
 
 @dataclass(slots=True, eq=False)
 class Req:
-    """Planned lengths are ahead of known tokens: a step is planned before the tokens of the last step are back."""
+    """A request in the router.
+
+    Planned lengths are ahead of known tokens: a step is planned before the tokens of the last step are back.
+    """
 
     req_id: int
     prompt_ids: list[int]
@@ -22,14 +25,12 @@ class Req:
     eos_ids: tuple[int, ...]
     arrived_s: float = 0.0
     priority: int = 0  # lower goes first
-    deadline_s: float | None = None  # time at which the request fails, whether it waits or runs
+    deadline_s: float | None = None  # the request fails at this time, whether it waits or runs
     salt: str = ""  # only requests of the same salt share cached prefixes
-    leaves_cache: bool = True  # its KV stays in the prefix cache when it leaves the workers
+    keeps_kv_cached: bool = True  # if not, its KV is freed when it leaves the workers
 
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    error: str | None = None  # why it failed; it has no last token then
-    error_status: int = 400  # HTTP status of the error
     ends_in_text: bool = False  # its last token is text, not an end token
     stop_token: int | None = None  # which of stop_token_ids ended it
     seed: int = field(init=False)
@@ -37,14 +38,14 @@ class Req:
 
     slots: list[int] = field(default_factory=list)  # KV slots of the first tokens, computed or planned
     node: RadixNode | None = None  # node of the prefix cache that it has locked
-    shared_len: int = 0  # so many of ``slots`` belong to the cache
-    planned_len: int = 0  # tokens whose KV the steps planned so far compute or find in the cache
-    certain_len: int = 0  # so many of them were computed by steps that are back; the others can be taken back
-    planned_outputs: int = 0  # output tokens after the steps planned so far, as far as is known
+    shared_len: int = 0  # how many of ``slots``, at the start, belong to the cache
+    planned_len: int = 0  # tokens whose KV is cached, computed, or computed by a planned step
+    certain_len: int = 0  # of these, the tokens whose step has completed; roll_back keeps only them
+    planned_outputs: int = 0  # output tokens that exist after the planned steps, not counting forced ones
 
     num_admissions: int = 0
     cached_len: int = 0  # prompt tokens that were cached on first admission
-    times_passed: int = 0  # how often a later request was admitted first
+    num_passed_over: int = 0  # how many later requests were admitted before it
     admitted_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
@@ -91,13 +92,13 @@ class Req:
             self.planned_outputs += 1
 
     def begin(self) -> None:
-        """Called on admission, when ``slots`` are those of the cached tokens."""
+        """Called on admission, when ``slots`` holds the slots of the cached tokens."""
         self.planned_len = len(self.slots)
         self.certain_len = 0  # a step in flight may compute the cached tokens
         self.planned_outputs = len(self.output_ids)
         self.num_admissions += 1
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """Steps in flight failed: plan again from the tokens whose KV is certain."""
         self.planned_len = self.certain_len
         self.planned_outputs = len(self.output_ids)
@@ -107,8 +108,8 @@ class Req:
         self.slots, self.node, self.shared_len, self.planned_len, self.certain_len = [], None, 0, 0, 0
         self.planned_outputs = len(self.output_ids)
 
-    def fail(self, failure: ReqFailed) -> None:
-        self.error, self.error_status, self.finish_reason = failure.message, failure.status, FinishReason.ABORT
+    def fail(self) -> None:
+        self.finish_reason = FinishReason.ABORT
 
     def add_token(self, out: TokenOut) -> None:
         token_id = out.token.id

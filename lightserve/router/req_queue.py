@@ -66,7 +66,7 @@ class ReqQueue:
         index = next(i for i, (_, _, one) in enumerate(self._waiting) if one is req)
         del self._waiting[index]
         for _, _, passed in self._waiting[:index]:
-            passed.times_passed += 1
+            passed.num_passed_over += 1
 
     def find(self, req_id: int) -> Req | None:
         return next((req for req in self if req.req_id == req_id), None)

@@ -58,11 +58,11 @@ class StepLoop:
         self.has_workers = True
         self.wake()
 
-    def prepare(self, grammar: GrammarSpec) -> asyncio.Future[None] | None:
+    def compile_grammar(self, grammar: GrammarSpec) -> asyncio.Future[None] | None:
         """Have the workers compile a grammar; None if there are none: new ones compile it when the request enters."""
         if not self.has_workers or self._model.is_lost:
             return None
-        return self._model.prepare(grammar, self._engine.eos_token_ids)
+        return self._model.compile_grammar(grammar, self._engine.eos_token_ids)
 
     def check_workers(self) -> None:
         """Have the workers replaced if the connection is closed or a step does not end."""
@@ -134,7 +134,7 @@ class StepLoop:
         self.has_workers = False
         crashing_request = self._scheduler.recover_from_crash()
         self._in_flight.clear()
-        self._model.request_restart(reason, is_explained=crashing_request is not None)
+        self._model.request_restart(reason, caused_by_request=crashing_request is not None)
         if crashing_request is not None:
             self._reporter.fail([ReqFailed(crashing_request.req_id, 500, CRASHED_TWICE)])
         self._reporter.send_heartbeat(0.0, has_workers=False)  # /health should not wait for the next one

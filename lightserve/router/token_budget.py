@@ -38,7 +38,7 @@ class OutputEstimate:
         self._recent: deque[int] = deque(maxlen=HISTORY)
         self._sorted: Lengths | None = None
 
-    def learn(self, output_len: int) -> None:
+    def observe(self, output_len: int) -> None:
         self._recent.append(output_len)
         self._sorted = None
 

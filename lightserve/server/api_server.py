@@ -24,7 +24,7 @@ from typing import Any
 
 from lightserve.config import ServerConfig
 from lightserve.errors import LightserveError
-from lightserve.io_struct import Phase
+from lightserve.io_struct import StartupPhase
 from lightserve.server.args import parse_server
 from lightserve.server.banner import banner, print_line, print_text
 from lightserve.server.checks import ModelFacts, check
@@ -115,7 +115,7 @@ class Launcher:
     async def _wait_ready(self, url: str, begin_s: float, started_s: float) -> None:
         engine = await self._processes.wait_ready()
         self._is_serving = True
-        own = [Phase("checks", started_s - begin_s), Phase("in all", time.monotonic() - begin_s)]
+        own = [StartupPhase("checks", started_s - begin_s), StartupPhase("in all", time.monotonic() - begin_s)]
         phases = {child.role: child.phases for child in self._processes.children} | {"start": own}
         print_text(banner(url, self._model, engine, self._config.http.num_processes, phases))
 

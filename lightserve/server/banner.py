@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 
-from lightserve.io_struct import EngineReady, Phase
+from lightserve.io_struct import EngineReady, StartupPhase
 from lightserve.server.checks import ModelFacts
 
 
@@ -20,12 +20,12 @@ def print_text(text: str) -> None:
 
 
 def banner(
-    url: str, model: ModelFacts, engine: EngineReady, http_processes: int, phases: Mapping[str, Sequence[Phase]]
+    url: str, model: ModelFacts, engine: EngineReady, http_processes: int, phases: Mapping[str, Sequence[StartupPhase]]
 ) -> str:
     """The text for a server that is ready. ``phases`` are the start-up times of each process."""
     rows = {
         "model": model.name,
-        "computed as": " ".join((model.architecture, engine.computed_in)),
+        "computed as": " ".join((model.architecture, engine.dtype_and_device)),
         "longest request": f"{engine.max_req_total_len:,} tokens",
         "KV pool": f"{engine.max_total_token_num:,} tokens",
         "HTTP processes": str(http_processes),

@@ -18,14 +18,14 @@ import msgspec
 
 from lightserve.errors import ServerError
 from lightserve.io_struct import (
+    ChildFailed,
     Drained,
     EngineReady,
-    Failed,
     FromChild,
-    Phase,
     Ping,
     Pong,
     Ready,
+    StartupPhase,
     ToChild,
     WorkersLost,
 )
@@ -54,7 +54,7 @@ class ChildProcess:
         self.ready = asyncio.Event()
         self.drained = asyncio.Event()
         self.engine: EngineReady | None = None  # set when a model worker is ready
-        self.phases: list[Phase] = []
+        self.phases: list[StartupPhase] = []
         self.exit_message: str | None = None  # the child's own error, or the reason why the launcher killed it
         self.worker_failures: asyncio.Queue[WorkersLost] = asyncio.Queue()  # reported by the router
         self.missed_heartbeats = 0  # pings without a pong
@@ -142,7 +142,7 @@ class ChildProcess:
 
     def _handle(self, message: FromChild) -> None:
         match message:
-            case Phase():
+            case StartupPhase():
                 self.phases.append(message)
             case Ready():
                 self.ready.set()
@@ -151,7 +151,7 @@ class ChildProcess:
                 self.ready.set()
             case Drained():
                 self.drained.set()
-            case Failed(error):
+            case ChildFailed(error):
                 self.exit_message = error
             case WorkersLost():
                 self.worker_failures.put_nowait(message)

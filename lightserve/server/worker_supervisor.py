@@ -29,7 +29,7 @@ class WorkerSupervisor:
         self._processes = processes
         self._may_restart = config.restart_worker == "on"
         self._failed_restarts = 0
-        self._explained: int | None = None  # the last generation whose death was caused by a request
+        self._generation_lost_to_request: int | None = None  # the last one
         self._ready_s: float | None = None  # when the present replacements were ready; None: not yet
 
     async def run(self) -> None:
@@ -57,20 +57,21 @@ class WorkerSupervisor:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 lost = await self._processes.router.worker_failures.get()
-                if lost.is_explained:
-                    self._explained, self._failed_restarts = lost.generation, 0
+                if lost.caused_by_request:
+                    self._generation_lost_to_request, self._failed_restarts = lost.generation, 0
                 tasks.create_task(self._kill_lost(lost))  # the next report must not wait for this one
 
     async def _kill_lost(self, lost: WorkersLost) -> None:
         if lost.generation == self._processes.generation:
             await asyncio.sleep(EXIT_GRACE_S)  # the worker may be exiting, and still report its error
         if lost.generation == self._processes.generation:
-            self._processes.kill_workers(lost.why)
+            self._processes.kill_workers(lost.reason)
 
     def _count_restart(self) -> None:
         ran_long = self._ready_s is not None and time.monotonic() - self._ready_s >= MIN_UPTIME_S
-        is_explained = self._explained == self._processes.generation  # the router's report may also come later
-        self._failed_restarts = 0 if ran_long or is_explained else self._failed_restarts + 1
+        # the router's report may also come later
+        caused_by_request = self._generation_lost_to_request == self._processes.generation
+        self._failed_restarts = 0 if ran_long or caused_by_request else self._failed_restarts + 1
 
     async def _must_give_up(self) -> bool:
         if self._failed_restarts < MAX_FAILED_RESTARTS:

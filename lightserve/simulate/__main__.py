@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightserve.router.policy import POLICIES
-from lightserve.router.scheduler import Limits
+from lightserve.router.scheduler import SchedulerLimits
 from lightserve.router.token_budget import QUANTILE
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed
 from lightserve.simulate.report import COLUMNS, plot, row_of
@@ -24,7 +24,9 @@ from lightserve.simulate.simulation import LIMITS, Setup, simulate
 def setups(args: argparse.Namespace) -> Iterator[Setup]:
     combinations = itertools.product(args.policies, args.token_ratio, args.quantile, args.batch_max_tokens, args.chunk)
     for policy, ratio, share, batch, chunk in combinations:
-        limits = Limits(args.max_running, batch, None if chunk < 0 else chunk or batch, tuple(args.sizes), ratio)
+        limits = SchedulerLimits(
+            args.max_running, batch, None if chunk < 0 else chunk or batch, tuple(args.sizes), ratio
+        )
         yield Setup(policy, limits, share, args.pool, args.depth)
 
 
@@ -72,7 +74,13 @@ def arguments() -> argparse.ArgumentParser:
         default=[LIMITS.chunk_size],
         help="chunked_prefill_size; 0: batch_max_tokens; -1: whole prompts",
     )
-    add("--sizes", type=int, nargs="*", default=LIMITS.sizes, help="tokens that a step with prompts may have")
+    add(
+        "--sizes",
+        type=int,
+        nargs="*",
+        default=LIMITS.preferred_step_tokens,
+        help="tokens that a step with prompts may have",
+    )
     add("--max_running", type=int, default=256, help="running_max_req_size")
     add("--pool", type=int, default=900_000, help="max_total_token_num")
     add("--depth", type=int, default=2, help="steps in flight at once")

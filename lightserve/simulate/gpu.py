@@ -71,7 +71,7 @@ class Worker:
         for new in step.new:
             seq = self.seqs[new.req_id]
             seq.computed = len(new.cached_slots)
-            seq.todo = len(new.prompt_ids) - seq.computed
+            seq.todo = len(new.token_ids) - seq.computed
         tokens = kv_read = 0
         pairs = 0.0
         outs = []

@@ -16,12 +16,14 @@ from lightserve.io_struct import GenerationParams, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Limits, Scheduler
+from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.router.token_budget import QUANTILE, OutputEstimate
 from lightserve.simulate.gpu import EOS, H200, CostModel, Sequence, Worker
 from lightserve.simulate.load import URGENT, Load
 
-LIMITS = Limits(256, 8192, 256, sizes=(256, 384, 512, 768, 1024, 1280, 1536), token_ratio=0.85)  # on a GPU
+LIMITS = SchedulerLimits(  # on a GPU
+    256, 8192, 256, preferred_step_tokens=(256, 384, 512, 768, 1024, 1280, 1536), token_ratio=0.85
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Setup:
     """A server: the scheduler's options, and the machine."""
 
     policy: str = "priority"
-    limits: Limits = LIMITS
+    limits: SchedulerLimits = LIMITS
     quantile: float = QUANTILE
     pool_size: int = 900_000  # tokens: 0.9 of an H200's memory less the weights
     depth: int = 2  # steps in flight at once

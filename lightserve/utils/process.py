@@ -24,7 +24,7 @@ import msgspec
 
 from lightserve.config import ServerConfig
 from lightserve.errors import LightserveError
-from lightserve.io_struct import Failed, FromChild, Ping, Pong, ToChild
+from lightserve.io_struct import ChildFailed, FromChild, Ping, Pong, ToChild
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the launcher decides what they mean
 EXIT_CRASH = 1
@@ -102,8 +102,8 @@ Main = Callable[[Boot, Parent], Coroutine[Any, Any, None] | None]
 def run_child(role: str, main: Main) -> NoReturn:
     """Run ``main``, async (under uvloop) or synchronous, as a child of the launcher, and exit the process.
 
-    An exception is sent to the launcher as Failed. The exit code is 2, without a traceback, for a LightserveError, and
-    1, with a traceback, for any other. A synchronous function can send but not receive.
+    An exception is sent to the launcher as ChildFailed. The exit code is 2, without a traceback, for a LightserveError,
+    and 1, with a traceback, for any other. A synchronous function can send but not receive.
     """
     control = _control_socket(sys.argv)
     lines = _lines(control)
@@ -177,10 +177,10 @@ def _report(error: BaseException, parent: Parent) -> int:
         cause = cause.exceptions[0]
     message = one_line(cause)
     if isinstance(cause, LightserveError):
-        parent.send(Failed(message))
+        parent.send(ChildFailed(message))
         return EXIT_CONFIG_ERROR
     traceback.print_exception(error)
-    parent.send(Failed(f"{type(cause).__name__}: {message}"))
+    parent.send(ChildFailed(f"{type(cause).__name__}: {message}"))
     return EXIT_CRASH
 
 

@@ -161,7 +161,7 @@ class InferBatch:
 
     def add(self, new: NewReq, grammar: ReqGrammar | None = None, thinking: ThinkingBudget | None = None) -> None:
         row = self._req_manager.alloc()
-        ids, cached = list(new.prompt_ids), np.array(new.cached_slots, dtype=np.int32)
+        ids, cached = list(new.token_ids), np.array(new.cached_slots, dtype=np.int32)
         if len(cached):
             self.req_to_token[row, : len(cached)] = to_device(cached, self._device)
         prompt_len = len(ids) - new.output_len

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from lightserve.common.compile.cache import use_writable_cache
 from lightserve.common.compile.processes import compile_server
-from lightserve.io_struct import EngineReady, Phase
+from lightserve.io_struct import EngineReady, StartupPhase
 from lightserve.model_files.source import resolve
 from lightserve.utils.process import Boot, Parent, run_child
 from lightserve.worker.rpc import StepServer
@@ -43,13 +43,13 @@ def main(boot: Boot, parent: Parent) -> None:
             vocab_size=vocab_size,
             pipeline_depth=worker.pipeline_depth,
             eos_token_ids=tuple(token for token in source.eos_token_ids() if token < vocab_size),
-            computed_in=worker.computed_in,
+            dtype_and_device=worker.dtype_and_device,
             step_limits=worker.step_limits,
             launch_lead_s=worker.launch_lead_s,
             step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
         )
     )
-    server.serve(worker.launch, worker.pipeline_depth, worker.prepare)
+    server.serve(worker.launch, worker.pipeline_depth, worker.compile_grammar)
 
 
 def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:
@@ -62,7 +62,7 @@ def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:
 def _phase(parent: Parent, name: str) -> Iterator[None]:
     begin = time.monotonic()
     yield
-    parent.send(Phase(name, time.monotonic() - begin))
+    parent.send(StartupPhase(name, time.monotonic() - begin))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "log_excepti
 
 Collect = Callable[[], StepResult]
 Launch = Callable[[Step], Collect]  # starts a step; what it returns waits for the result
-Prepare = Callable[[GrammarSpec, tuple[int, ...]], None]  # compiles a grammar, for these end tokens
+CompileGrammar = Callable[[GrammarSpec, tuple[int, ...]], None]  # compiles a grammar, for these end tokens
 
 _decode_step = msgspec.msgpack.Decoder(Step).decode
 _encode_result = msgspec.msgpack.Encoder().encode
@@ -73,14 +73,14 @@ class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
 class GrammarRpc(rpyc.Service):  # type: ignore[misc]
     """Serves the connection for grammars."""
 
-    def __init__(self, prepare: Prepare) -> None:
-        self._prepare = prepare
+    def __init__(self, compile_grammar: CompileGrammar) -> None:
+        self._compile_grammar = compile_grammar
 
-    def exposed_prepare(self, command: bytes) -> None:
-        self._prepare(*_decode_grammar(command))
+    def exposed_compile_grammar(self, command: bytes) -> None:
+        self._compile_grammar(*_decode_grammar(command))
 
 
-def prepare_nothing(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+def ignore_grammar(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
     """For workers without grammars."""
 
 
@@ -92,13 +92,13 @@ class StepServer:
         self._listener.bind(path)
         self._listener.listen(2)
 
-    def serve(self, launch: Launch, depth: int = 1, prepare: Prepare = prepare_nothing) -> None:
+    def serve(self, launch: Launch, depth: int = 1, compile_grammar: CompileGrammar = ignore_grammar) -> None:
         """Run the router's steps, up to ``depth`` in flight, until it closes the connection or a step fails."""
         connected, _ = self._listener.accept()
         rpc = ModelRpc(launch)
         rpc._connect(Channel(SocketStream(connected), compress=False), RPYC_CONFIG)
         threads = [threading.Thread(target=rpc.serve, daemon=True) for _ in range(depth - 1)]
-        grammars = threading.Thread(target=self.serve_grammars, args=(prepare,), daemon=True)
+        grammars = threading.Thread(target=self.serve_grammars, args=(compile_grammar,), daemon=True)
         for thread in (*threads, grammars):
             thread.start()
         rpc.serve()
@@ -109,10 +109,10 @@ class StepServer:
         if rpc.failure is not None:
             raise rpc.failure
 
-    def serve_grammars(self, prepare: Prepare) -> None:
+    def serve_grammars(self, compile_grammar: CompileGrammar) -> None:
         """In a thread of its own: a step never waits behind a compilation."""
         try:
             connected, _ = self._listener.accept()
         except OSError:  # shut down
             return
-        GrammarRpc(prepare)._connect(Channel(SocketStream(connected), compress=False), RPYC_CONFIG).serve_all()
+        GrammarRpc(compile_grammar)._connect(Channel(SocketStream(connected), compress=False), RPYC_CONFIG).serve_all()

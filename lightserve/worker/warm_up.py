@@ -45,7 +45,7 @@ def warm_up_steps(max_reqs: int, max_len: int, pool_len: int) -> Iterator[Step]:
 def _generate(reqs: list[NewReq]) -> Iterator[Step]:
     """Prefill in one step, decode, and free the requests."""
     ids = [req.req_id for req in reqs]
-    lengths = [len(req.prompt_ids) - len(req.cached_slots) for req in reqs]
+    lengths = [len(req.token_ids) - len(req.cached_slots) for req in reqs]
     ends = list(accumulate(lengths, initial=max(len(req.cached_slots) for req in reqs)))[1:]
     yield Step([StepRow(i, list(range(end - n, end))) for i, n, end in zip(ids, lengths, ends, strict=True)], reqs)
     for number in range(NUM_DECODES):
@@ -56,4 +56,4 @@ def _generate(reqs: list[NewReq]) -> Iterator[Step]:
 
 def _with_cached_prompt(req: NewReq) -> NewReq:
     """As if the prefix cache had all of its prompt but the last token."""
-    return msgspec.structs.replace(req, cached_slots=list(range(len(req.prompt_ids) - 1)))
+    return msgspec.structs.replace(req, cached_slots=list(range(len(req.token_ids) - 1)))

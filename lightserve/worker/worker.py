@@ -48,7 +48,7 @@ class ModelWorker:
         self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
         dtype = _dtype(config, self.model_config, self._kind)
         ranks = f", {tp.size} ranks" if tp.size > 1 else ""
-        self.computed_in = f"in {str(dtype).removeprefix('torch.')} on {self._kind.name}{ranks}"
+        self.dtype_and_device = f"in {str(dtype).removeprefix('torch.')} on {self._kind.name}{ranks}"
         self.model = self._load_model(config, source, parallel, dtype)
         self._batch = InferBatch(
             self.model.req_manager,
@@ -160,10 +160,10 @@ class ModelWorker:
         # only now: a grammar may have forced tokens meanwhile, so that this step does not compute a request's last one
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed.reqs), logprobs))
 
-    def prepare(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+    def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
         """Compile a grammar before a request with it enters. From any thread."""
         with suppress(InvalidRequestError):  # the request fails with the error when it enters
-            self._grammars.prepare(grammar, eos_ids)
+            self._grammars.compile_grammar(grammar, eos_ids)
 
     def _update_batch(self, step: Step) -> None:
         for req_id in step.free:

@@ -20,7 +20,7 @@ class PoisonedWorker(NullWorker):
         self._killers: set[int] = set()
 
     def launch(self, step: Step) -> Collect:
-        self._killers |= {new.req_id for new in step.new if POISON in new.prompt_ids}
+        self._killers |= {new.req_id for new in step.new if POISON in new.token_ids}
         if any(row.req_id in self._killers for row in step.rows):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().launch(step)

@@ -36,9 +36,9 @@ def test_a_card_keeps_its_own_size_and_computes_no_more_tokens_than_were_measure
     profile = profile_of(name)
 
     assert (profile.multiprocessors, profile.shared_bytes) == (CARDS[name][0], CARDS[name][1] * KIB)
-    assert max(profile.step_limits.sizes) <= max(H200.step_limits.sizes)
+    assert max(profile.step_limits.preferred_step_tokens) <= max(H200.step_limits.preferred_step_tokens)
     assert 0 < (profile.step_limits.chunked_prefill_size or 0) <= 256
-    assert all(size % 128 == 0 for size in profile.step_limits.sizes)
+    assert all(size % 128 == 0 for size in profile.step_limits.preferred_step_tokens)
     assert profile.launch_lead_s == H200.launch_lead_s
 
 
@@ -51,7 +51,7 @@ def test_the_steps_of_a_card_of_under_half_the_size_are_half_as_long() -> None:
     profile = profile_of("NVIDIA L4")
 
     assert profile.step_limits.chunked_prefill_size == 128
-    assert profile.step_limits.sizes == (128, 256, 384, 512, 640)
+    assert profile.step_limits.preferred_step_tokens == (128, 256, 384, 512, 640)
     assert graphs_of(profile).tokens == (64, 128, 256, 384, 512, 640)
     assert graphs_of(profile).hiding_tokens == 512
 
@@ -61,6 +61,6 @@ def test_every_step_size_is_captured_and_every_captured_shape_is_padded_to_itsel
     profile = profile_of(name)
     ranges = graphs_of(profile)
 
-    assert set(profile.step_limits.sizes) <= set(ranges.tokens)
+    assert set(profile.step_limits.preferred_step_tokens) <= set(ranges.tokens)
     for shape in graph_shapes(256, ranges=ranges):
         assert padded(shape, ranges) == shape

@@ -195,7 +195,7 @@ def test_each_http_process_gets_its_own_requests_and_all_get_heartbeats(tmp_path
         detokenizer.send(new=[text_req(1), text_req(SECOND + 1)])
         detokenizer.send(TokenIdOut(1, Token(400)), TokenIdOut(SECOND + 1, Token(401)))
         detokenizer.send(failed=[ReqFailed(SECOND + 1, 429, "full")])
-        stats = RouterStats(1.0, 0.0, MetricsSnapshot())
+        stats = RouterStats(0.0, MetricsSnapshot())
         detokenizer.inbox.send(stats)
 
         await until(lambda: all(stats in received for received in detokenizer.received))

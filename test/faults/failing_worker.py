@@ -14,14 +14,14 @@ NAN_TOKEN_ID = 11  # a token whose embedding is NaN
 
 
 def raise_at_poison(step: Step) -> None:
-    if any(tuple(new.prompt_ids) == POISON_PROMPT for new in step.new):
+    if any(tuple(new.token_ids) == POISON_PROMPT for new in step.new):
         raise RuntimeError("the step is poisoned")
 
 
 class FailingWorker(null_worker.NullWorker):
     def launch(self, step: Step) -> Collect:
         raise_at_poison(step)
-        return partial(self._make_nan, {new.req_id for new in step.new if NAN_TOKEN_ID in new.prompt_ids}, step)
+        return partial(self._make_nan, {new.req_id for new in step.new if NAN_TOKEN_ID in new.token_ids}, step)
 
     def _make_nan(self, nan_ids: set[int], step: Step) -> StepResult:
         outs = self._run(step).tokens

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lightserve.router.policy import POLICIES, Policy
-from lightserve.router.scheduler import Limits
+from lightserve.router.scheduler import SchedulerLimits
 from lightserve.simulate.load import Load, fixed, mixed
 from lightserve.simulate.simulation import Setup, simulate
 
@@ -29,7 +29,7 @@ def test_the_policy_of_the_page_serves_all_and_short_prompts_sooner(monkeypatch:
     policy = policy_of_the_page()
     monkeypatch.setitem(POLICIES, policy.name, policy)
     load = Load(mixed(fixed(20), fixed(4000), 0.2), fixed(10), count=200, streams=100, max_new_tokens=10)
-    setup = Setup("fifo", Limits(8, 512, 512), pool_size=100_000)
+    setup = Setup("fifo", SchedulerLimits(8, 512, 512), pool_size=100_000)
 
     fifo, ours = (simulate(replace(setup, policy=name), load) for name in ("fifo", policy.name))
 

@@ -13,7 +13,7 @@ import msgspec
 from lightserve.config import RouterConfig
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import (
-    AbortNamed,
+    AbortByRequestId,
     AbortReq,
     BatchTokenIdOut,
     EngineReady,
@@ -34,7 +34,7 @@ from lightserve.io_struct import (
 )
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
-from lightserve.router.scheduler import Limits, Scheduler
+from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.router.stats import ThroughputLog
 from lightserve.router.step_pacer import StepKind, StepPacer
 from lightserve.utils.channel import Receiver, Sender
@@ -72,7 +72,7 @@ class FakeModel:
         self._tasks.append(task)
         return task
 
-    def prepare(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
+    def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
         self.compiled.append(asyncio.get_running_loop().create_future())
         return self.compiled[-1]
 
@@ -82,16 +82,16 @@ class FakeModel:
         self.is_lost = True
         self.may_run.set()
 
-    def request_restart(self, reason: str, is_explained: bool) -> None:
+    def request_restart(self, reason: str, caused_by_request: bool) -> None:
         self.die()
-        self.restart_requests.append((reason, is_explained))
+        self.restart_requests.append((reason, caused_by_request))
 
     async def _run(self, step: Step) -> StepResult:
         await self.may_run.wait()
         if self.is_lost:
             raise WorkerDiedError("gone")
         for new in step.new:
-            self._missing[new.req_id] = len(new.prompt_ids) - len(new.cached_slots)
+            self._missing[new.req_id] = len(new.token_ids) - len(new.cached_slots)
             self._made[new.req_id] = new.output_len
         outs: list[TokenOut] = []
         failed = []
@@ -168,7 +168,7 @@ class Router:
         outbox: Sender[ToDetokenization] = Sender(f"ipc://{run_dir}/detok")
         engine = EngineReady(200, 100, 1000, depth, (EOS,), step_timeout_s=step_timeout_s)
         config = RouterConfig(max_queue_size=max_queue_size)
-        limits = Limits(max_running=8, batch_max_tokens=64, chunk_size=64)
+        limits = SchedulerLimits(max_running=8, batch_max_tokens=64, chunk_size=64)
         scheduler, model = Scheduler(KvPool(200), limits), FakeModel(end_after)
         manager = RouterManager(scheduler, model, engine, inbox, outbox, config)
         router = cls(manager, scheduler, model)
@@ -400,9 +400,9 @@ def test_heartbeats_are_sent_even_when_idle_and_carry_the_age_of_a_step(tmp_path
 
 def test_an_operators_abort_is_forwarded_to_the_http_processes(tmp_path: Path) -> None:
     async def scenario(router: Router) -> None:
-        router.send(AbortNamed("abc"))
+        router.send(AbortByRequestId("abc"))
 
-        await router.until(lambda: AbortNamed("abc") in router.sent)
+        await router.until(lambda: AbortByRequestId("abc") in router.sent)
 
     check(scenario, tmp_path)
 

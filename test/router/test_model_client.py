@@ -18,7 +18,7 @@ from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import GrammarSpec, NewReq, SamplingParams, Step, StepResult, StepRow, Token, TokenOut
 from lightserve.router.model_client import RpycModelClient
 from lightserve.utils.process import Boot
-from lightserve.worker.rpc import Launch, ModelRpc, Prepare, StepServer, prepare_nothing
+from lightserve.worker.rpc import CompileGrammar, Launch, ModelRpc, StepServer, ignore_grammar
 from test.waiting import DEADLINE_S, until
 
 
@@ -45,7 +45,7 @@ def served(tmp_path: Path, *runs: Callable[[Step], StepResult]) -> list[str]:
 
 def client_of(paths: list[str], restart_requests: list[tuple[str, bool]] | None = None) -> RpycModelClient:
     requests = [] if restart_requests is None else restart_requests
-    return RpycModelClient(paths, lambda reason, is_explained: requests.append((reason, is_explained)))
+    return RpycModelClient(paths, lambda reason, caused_by_request: requests.append((reason, caused_by_request)))
 
 
 def within_deadline(work: Coroutine[Any, Any, None]) -> None:
@@ -207,7 +207,7 @@ def test_a_worker_can_be_replaced_in_the_middle_of_a_large_step(tmp_path: Path) 
         futures = [client.run(Step([StepRow(1, [0])]))]
         futures.append(client.run(large_step(1)))
 
-        client.request_restart("it does not end", is_explained=False)
+        client.request_restart("it does not end", caused_by_request=False)
 
         for future in futures:
             with pytest.raises(WorkerDiedError, match="it does not end"):
@@ -296,10 +296,10 @@ class HangsUp:
         self._connected.append(self._listener._listener.accept()[0])
         rpc = ModelRpc(self._launch)
         rpc._connect(Channel(SocketStream(self._connected[0])), {"allow_pickle": False})
-        threading.Thread(target=self._listener.serve_grammars, args=(self.prepare,), daemon=True).start()
+        threading.Thread(target=self._listener.serve_grammars, args=(self.compile_grammar,), daemon=True).start()
         rpc.serve()
 
-    def prepare(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+    def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
         self.may_launch.wait(DEADLINE_S)
 
     def _launch(self, step: Step) -> Callable[[], StepResult]:
@@ -341,7 +341,7 @@ def test_a_worker_that_disconnected_before_a_step_is_sent_is_lost(tmp_path: Path
         worker.hang_up()
         future = client.run(Step([StepRow(1, [1])]))
         assert client.is_lost
-        client.request_restart("the connection was closed", is_explained=False)
+        client.request_restart("the connection was closed", caused_by_request=False)
 
         with pytest.raises(WorkerDiedError, match="model worker 0 closed its connection"):
             await future
@@ -362,7 +362,7 @@ def test_a_restart_request_fails_the_steps_in_flight_and_does_not_wait(tmp_path:
         client = client_of(served(tmp_path, hang), restart_requests)
         futures = [client.run(Step([StepRow(1, [i])])) for i in range(2)]
 
-        client.request_restart("a step has been running for 61 s", is_explained=True)
+        client.request_restart("a step has been running for 61 s", caused_by_request=True)
 
         for future in futures:
             with pytest.raises(WorkerDiedError, match="61 s"):
@@ -393,40 +393,40 @@ def test_a_late_connection_to_dead_workers_does_not_reach_their_successors(tmp_p
 DIGITS = GrammarSpec("regex", "[0-9]+é")
 
 
-def preparing(tmp_path: Path, *prepares: Prepare) -> list[str]:
+def compiling(tmp_path: Path, *compiles: CompileGrammar) -> list[str]:
     """Ranks that run steps at once; each compiles grammars in its own way."""
     paths = []
-    for rank, prepare in enumerate(prepares):
+    for rank, compile_grammar in enumerate(compiles):
         path = str(tmp_path / f"worker-{rank}")
-        args = (StepServer(path).serve, in_order(echo), 1, prepare)
+        args = (StepServer(path).serve, in_order(echo), 1, compile_grammar)
         threading.Thread(target=args[0], args=args[1:], daemon=True).start()
         paths.append(path)
     return paths
 
 
-def test_a_grammar_is_prepared_when_every_rank_has_compiled_it_and_steps_run_meanwhile(tmp_path: Path) -> None:
+def test_a_grammar_is_compiled_when_every_rank_has_compiled_it_and_steps_run_meanwhile(tmp_path: Path) -> None:
     may_end = [threading.Event(), threading.Event()]
     compiled: list[tuple[int, GrammarSpec, tuple[int, ...]]] = []
 
-    def rank(number: int) -> Prepare:
-        def prepare(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+    def rank(number: int) -> CompileGrammar:
+        def compile_grammar(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
             assert may_end[number].wait(DEADLINE_S)
             compiled.append((number, grammar, eos_ids))
 
-        return prepare
+        return compile_grammar
 
     async def scenario() -> None:
-        client = client_of(preparing(tmp_path, rank(0), rank(1)))
-        prepared = client.prepare(DIGITS, (3, 4))
+        client = client_of(compiling(tmp_path, rank(0), rank(1)))
+        future = client.compile_grammar(DIGITS, (3, 4))
 
         for i in range(3):  # no step waits for the compilation
             assert (await client.run(Step([StepRow(1, [i])]))).tokens[0].token.id == i
         may_end[0].set()
         await until(lambda: len(compiled) == 1)
         assert (await client.run(Step([StepRow(1, [9])]))).tokens[0].token.id == 9
-        assert not prepared.done()
+        assert not future.done()
         may_end[1].set()
-        await prepared
+        await future
 
         assert compiled == [(0, DIGITS, (3, 4)), (1, DIGITS, (3, 4))]
         client.close()
@@ -435,15 +435,15 @@ def test_a_grammar_is_prepared_when_every_rank_has_compiled_it_and_steps_run_mea
 
 
 def test_a_grammar_that_cannot_be_compiled_resolves_and_the_next_one_is_compiled(tmp_path: Path) -> None:
-    def prepare(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+    def compile_grammar(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
         if grammar.text == "(":
             raise ValueError("an error of the compiler")
 
     async def scenario() -> None:
-        client = client_of(preparing(tmp_path, prepare))
+        client = client_of(compiling(tmp_path, compile_grammar))
 
-        await client.prepare(GrammarSpec("regex", "("), ())
-        await client.prepare(DIGITS, ())
+        await client.compile_grammar(GrammarSpec("regex", "("), ())
+        await client.compile_grammar(DIGITS, ())
 
         assert not client.is_lost
         client.close()
@@ -453,9 +453,9 @@ def test_a_grammar_that_cannot_be_compiled_resolves_and_the_next_one_is_compiled
 
 def test_a_worker_without_grammars_prepares_at_once(tmp_path: Path) -> None:
     async def scenario() -> None:
-        client = client_of(preparing(tmp_path, prepare_nothing))
+        client = client_of(compiling(tmp_path, ignore_grammar))
 
-        await client.prepare(DIGITS, ())
+        await client.compile_grammar(DIGITS, ())
 
         client.close()
 
@@ -466,21 +466,21 @@ def test_a_worker_without_grammars_prepares_at_once(tmp_path: Path) -> None:
 def test_a_grammar_in_preparation_resolves_when_the_workers_are_given_up(tmp_path: Path, how: str) -> None:
     may_end = threading.Event()
 
-    def prepare(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+    def compile_grammar(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
         may_end.wait(DEADLINE_S)
 
     async def scenario() -> None:
-        client = client_of(preparing(tmp_path, prepare))
-        prepared = client.prepare(DIGITS, ())
+        client = client_of(compiling(tmp_path, compile_grammar))
+        compiled = client.compile_grammar(DIGITS, ())
         if how == "closed":
             client.close()
         else:
             for connection in client._grammars._connections:
                 connection._channel.stream.sock.shutdown(socket.SHUT_RDWR)
 
-        await prepared
+        await compiled
         if how != "closed":
-            await client.prepare(DIGITS, ())
+            await client.compile_grammar(DIGITS, ())
         may_end.set()
         client.close()
 

@@ -16,7 +16,7 @@ from lightserve.io_struct import FinishReason, GenerationParams, Step, StepLimit
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Limits, Scheduler, limits_of
+from lightserve.router.scheduler import Scheduler, SchedulerLimits, make_limits
 from lightserve.router.scheduler.chunk_sizing import prompt_tokens
 from lightserve.router.scheduler.chunking import SHORT_PROMPT
 from lightserve.router.token_budget import MIN_HISTORY
@@ -88,7 +88,7 @@ class KvWorker:
         for new in step.new:
             assert new.req_id not in self.reqs, "a request enters that was not freed"
             assert len(self.reqs) < self._num_rows, "all request rows are taken"
-            self.reqs[new.req_id] = KvReq(list(new.prompt_ids), new.seed, list(new.cached_slots))
+            self.reqs[new.req_id] = KvReq(list(new.token_ids), new.seed, list(new.cached_slots))
         assert len({row.req_id for row in step.rows}) == len(step.rows)
         if any(row.req_id in self._poison for row in step.rows):
             raise WorkerDiedError("poison")
@@ -200,7 +200,7 @@ class Server:
 
 def make(num_slots: int = 1000, policy: str = "fifo", **limits: object) -> Scheduler:
     defaults: dict[str, object] = {"max_running": 8, "batch_max_tokens": 64, "chunk_size": 64, "token_ratio": 0.0}
-    return Scheduler(KvPool(num_slots), Limits(**defaults | limits), make_policy(policy))  # type: ignore[arg-type]
+    return Scheduler(KvPool(num_slots), SchedulerLimits(**defaults | limits), make_policy(policy))  # type: ignore[arg-type]
 
 
 def beside_a_stream(num_slots: int, batch_max_tokens: int, chunk_size: int) -> tuple[Scheduler, Server]:
@@ -236,7 +236,7 @@ def servers(draw: st.DrawFn, num_slots: st.SearchStrategy[int]) -> Server:
         token_ratio=draw(st.sampled_from([0.0, 0.5, 1.0])),
     )
     for length in draw(st.sampled_from([[], [1] * MIN_HISTORY, [5] * MIN_HISTORY, [3, 20] * MIN_HISTORY])):
-        scheduler._estimate.learn(length)  # too short for most requests
+        scheduler._estimate.observe(length)  # too short for most requests
     return Server(scheduler, draw(st.integers(1, 3)), forces=draw(st.booleans()))
 
 
@@ -244,7 +244,7 @@ def servers(draw: st.DrawFn, num_slots: st.SearchStrategy[int]) -> Server:
 def mixed_loads(draw: st.DrawFn) -> tuple[Server, list[Req]]:
     """Prompts that share a prefix or none."""
     kinds: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
-        [{}, {"salt": "a"}, {"salt": "group", "leaves_cache": False}]
+        [{}, {"salt": "a"}, {"salt": "group", "keeps_kv_cached": False}]
     )
     wanted = draw(st.lists(st.tuples(prompts, st.integers(1, 20), st.integers(-1, 1), kinds), min_size=1, max_size=20))
     reqs = [
@@ -261,7 +261,7 @@ def identical_loads(draw: st.DrawFn) -> tuple[Server, list[Req]]:
     reqs = [make_req(i, prompt, 20, seed) for i in range(draw(st.integers(10, 30)))]
     server = draw(servers(st.integers(26, 52)))
     for _ in range(MIN_HISTORY):
-        server.scheduler._estimate.learn(5)  # too short
+        server.scheduler._estimate.observe(5)  # too short
     return server, reqs
 
 
@@ -370,7 +370,7 @@ def test_only_what_steps_in_flight_were_to_compute_is_taken_back() -> None:
 def test_a_pool_that_is_too_small_preempts_requests_and_finishes_every_text(depth: int, forces: bool) -> None:
     server = Server(make(600, max_running=50, batch_max_tokens=256, token_ratio=1.0), depth, forces=forces)
     for _ in range(64):
-        server.scheduler._estimate.learn(10)  # far too short: these requests generate more
+        server.scheduler._estimate.observe(10)  # far too short: these requests generate more
     reqs = [make_req(i, [50 + i, 1, 2, 3], 200) for i in range(50)]
     for req in reqs:
         req.eos_ids = ()
@@ -387,7 +387,7 @@ def test_a_request_that_is_preempted_and_admitted_in_one_step_frees_its_row() ->
     """All requests generate the same tokens, so a preempted one fits again at once: the others' KV serves it too."""
     server = Server(make(43, max_running=3, token_ratio=1.0))
     for _ in range(MIN_HISTORY):
-        server.scheduler._estimate.learn(5)  # too short
+        server.scheduler._estimate.observe(5)  # too short
     reqs = [make_req(i, [1], 20, seed=7) for i in range(13)]
 
     server.run(reqs)
@@ -400,7 +400,7 @@ def test_a_request_that_is_preempted_and_admitted_in_one_step_frees_its_row() ->
 def test_without_estimates_no_request_is_preempted() -> None:
     server = Server(make(600, max_running=50, token_ratio=0.0))
     for _ in range(64):
-        server.scheduler._estimate.learn(1)
+        server.scheduler._estimate.observe(1)
 
     server.run([make_req(i, [50 + i, 1, 2, 3], 200) for i in range(50)])
 
@@ -479,7 +479,7 @@ def test_requests_that_leave_no_cache_share_their_prompt_while_they_run_and_leav
     server = Server(make(2000))
     prompt = list(range(100, 150))
 
-    reqs = [make_req(i, prompt, 9, salt="group 1", leaves_cache=False) for i in range(5)]
+    reqs = [make_req(i, prompt, 9, salt="group 1", keeps_kv_cached=False) for i in range(5)]
     for req in reqs:
         req.eos_ids = ()
 
@@ -517,15 +517,22 @@ def test_a_prompt_without_decodes_beside_it_takes_the_whole_step() -> None:
 
 
 def test_a_step_takes_more_prompt_tokens_beside_more_decodes() -> None:
-    limits = Limits(max_running=256, batch_max_tokens=1000, chunk_size=100)
-    sized = Limits(max_running=256, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 768, 1024, 1536))
+    limits = SchedulerLimits(max_running=256, batch_max_tokens=1000, chunk_size=100)
+    sized = SchedulerLimits(
+        max_running=256, batch_max_tokens=8192, chunk_size=256, preferred_step_tokens=(256, 384, 512, 768, 1024, 1536)
+    )
 
     assert [prompt_tokens(limits, decodes, 0) for decodes in (0, 1, 50, 128, 130)] == [1000, 101, 150, 228, 254]
     assert [prompt_tokens(sized, decodes, 1) for decodes in (0, 1, 20, 64, 128)] == [8192, 383, 364, 448, 384]
     assert prompt_tokens(sized, 256, 1) == 1280
 
 
-H200 = Limits(max_running=4096, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 768, 1024, 1280, 1536))
+H200 = SchedulerLimits(
+    max_running=4096,
+    batch_max_tokens=8192,
+    chunk_size=256,
+    preferred_step_tokens=(256, 384, 512, 768, 1024, 1280, 1536),
+)
 
 
 def test_the_defaults_of_a_gpu_are_the_sizes_that_were_measured_with_it() -> None:
@@ -572,15 +579,19 @@ def test_a_chunk_shrinks_with_the_context_before_it() -> None:
 
 
 def test_a_step_takes_more_prompt_tokens_if_more_requests_wait() -> None:
-    limits = Limits(max_running=256, batch_max_tokens=1000, chunk_size=100)
-    sized = Limits(max_running=256, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 1024))
+    limits = SchedulerLimits(max_running=256, batch_max_tokens=1000, chunk_size=100)
+    sized = SchedulerLimits(
+        max_running=256, batch_max_tokens=8192, chunk_size=256, preferred_step_tokens=(256, 384, 512, 1024)
+    )
 
     assert [prompt_tokens(limits, 1, waiting) for waiting in (0, 1, 2, 3, 4, 400)] == [101, 127, 153, 178, 179, 401]
     assert [prompt_tokens(sized, 8, waiting) for waiting in (0, 1, 2, 3, 4, 400)] == [248, 376, 376, 504, 504, 1016]
 
 
 def test_a_step_with_prompts_has_a_size_that_the_device_computes_well() -> None:
-    scheduler = make(100_000, max_running=64, batch_max_tokens=8192, chunk_size=256, sizes=(256, 384, 512, 1024))
+    scheduler = make(
+        100_000, max_running=64, batch_max_tokens=8192, chunk_size=256, preferred_step_tokens=(256, 384, 512, 1024)
+    )
     server = Server(scheduler)
     for req_id in range(20):
         scheduler.add(make_req(req_id, [req_id, 2, 3], 500))
@@ -690,7 +701,7 @@ def test_short_prompts_share_a_step() -> None:
 def test_step_limits_are_the_operators_or_the_devices(
     worker: dict[str, int], router: dict[str, int], device: StepLimits, wanted: tuple[int, int | None]
 ) -> None:
-    limits = limits_of(WorkerConfig(**worker), RouterConfig(**router), device)  # type: ignore[arg-type]
+    limits = make_limits(WorkerConfig(**worker), RouterConfig(**router), device)  # type: ignore[arg-type]
 
     assert (limits.batch_max_tokens, limits.chunk_size) == wanted
 
@@ -751,7 +762,7 @@ def test_the_newest_request_of_the_lowest_priority_is_preempted_first(policy: st
     """With fifo the newest request, whatever the priority."""
     scheduler = make(40, policy, max_running=3, token_ratio=1.0)
     for _ in range(64):
-        scheduler._estimate.learn(2)
+        scheduler._estimate.observe(2)
     reqs = [make_req(i, [i, 1, 2, 3], 30, priority=priority) for i, priority in enumerate((0, 1, 0))]
     for req in reqs:
         req.eos_ids = ()

@@ -34,7 +34,7 @@ def test_without_history_the_estimate_is_the_maximum() -> None:
 def test_the_estimate_is_a_quantile_of_the_outputs_that_were_longer() -> None:
     estimate = OutputEstimate(quantile=0.5)
     for length in range(1, 101):
-        estimate.learn(length)
+        estimate.observe(length)
 
     guess = estimate.remaining(np.array([0, 50, 99, 100, 200]), np.array([1000, 1000, 1000, 1000, 1000]))
 
@@ -44,6 +44,6 @@ def test_the_estimate_is_a_quantile_of_the_outputs_that_were_longer() -> None:
 def test_the_estimate_is_at_least_one_and_at_most_the_maximum() -> None:
     estimate = OutputEstimate()
     for length in [5] * MIN_HISTORY:
-        estimate.learn(length)
+        estimate.observe(length)
 
     assert estimate.remaining(np.array([0, 4, 4]), np.array([3, 5, 1000])).tolist() == [3, 1, 1]

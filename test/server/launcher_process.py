@@ -31,9 +31,9 @@ def note(text):
 """
 WORKER = """
     def main(boot, parent):
-        parent.send(Phase("weights", 0.25))
+        parent.send(StartupPhase("weights", 0.25))
         figures = dict(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1)
-        parent.send(EngineReady(**figures, computed_in="in float16 on a fake"))
+        parent.send(EngineReady(**figures, dtype_and_device="in float16 on a fake"))
         signal.pause()
     run_child("model worker", main)
 """

@@ -20,7 +20,7 @@ from test.server.launcher_process import DRAIN_TIMEOUT_S, WORKER, start_launcher
 
 SLOW_TO_LOAD = """
     def main(boot, parent):
-        parent.send(Phase("import torch", 1.0))
+        parent.send(StartupPhase("import torch", 1.0))
         note("loading")
         signal.pause()
     run_child("model worker", main)

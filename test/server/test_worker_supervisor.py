@@ -159,17 +159,17 @@ def test_a_worker_that_hangs_is_replaced_and_processes_that_wait_for_it_survive(
 class CrashingProcesses:
     """Workers that die as soon as they are ready."""
 
-    def __init__(self, explained: set[int]) -> None:
+    def __init__(self, caused_by_request: set[int]) -> None:
         self.router = SimpleNamespace(worker_failures=asyncio.Queue[WorkersLost](), send=lambda message: None)
         self.engine = "engine"
         self.ready_s = 0.0
         self.generation = 0
-        self._explained = explained
+        self._caused_by_request = caused_by_request
 
     async def wait_worker_death(self) -> Any:
         await asyncio.sleep(0.01)
-        is_explained = self.generation in self._explained
-        self.router.worker_failures.put_nowait(WorkersLost(self.generation, "it hung up", is_explained))
+        caused_by_request = self.generation in self._caused_by_request
+        self.router.worker_failures.put_nowait(WorkersLost(self.generation, "it hung up", caused_by_request))
         await asyncio.sleep(0)  # the router's report arrives before the process exits
         return RuntimeError(f"death {self.generation}")
 
@@ -185,9 +185,9 @@ class CrashingProcesses:
     def kill_workers(self, reason: str | None = None) -> None: ...
 
 
-def deaths_until_it_gives_up(explained: set[int]) -> int:
+def deaths_until_it_gives_up(caused_by_request: set[int]) -> int:
     async def run() -> int:
-        processes: Any = CrashingProcesses(explained)
+        processes: Any = CrashingProcesses(caused_by_request)
         supervisor = WorkerSupervisor(processes, LaunchConfig())
         handling = asyncio.create_task(supervisor.handle_router_reports())
         with pytest.raises(RuntimeError, match="death"):

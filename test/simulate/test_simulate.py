@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lightserve.router.policy import POLICIES
-from lightserve.router.scheduler import Limits
+from lightserve.router.scheduler import SchedulerLimits
 from lightserve.simulate.__main__ import main
 from lightserve.simulate.gpu import CostModel
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed, lognormal
@@ -19,7 +19,7 @@ from lightserve.simulate.simulation import Result, Setup, Simulation, quantile, 
 
 FLAT = CostModel(matmul_ms=((1, 10.0), (1000, 10.0)), bytes_per_s=float("inf"), pairs_per_s=float("inf"), rest_s=(0, 0))
 SMALL = Load(lognormal(20, 1.0, 200), lognormal(15, 0.8, 100), count=80, streams=20, max_new_tokens=100)
-TIGHT = Setup(limits=Limits(16, 64, 32, token_ratio=1.0), quantile=0.5, pool_size=300)
+TIGHT = Setup(limits=SchedulerLimits(16, 64, 32, token_ratio=1.0), quantile=0.5, pool_size=300)
 
 
 def figures(result: Result) -> tuple[object, ...]:
@@ -52,7 +52,7 @@ def test_streams_that_continue_at_once_get_one_token_each_a_step() -> None:
     for that one. So a request takes 5 steps, and its stream 6.
     """
     load = Load(fixed(8), fixed(5), count=40, streams=4, max_new_tokens=50)
-    setup = Setup(limits=Limits(4, 64, 64), cost=FLAT)
+    setup = Setup(limits=SchedulerLimits(4, 64, 64), cost=FLAT)
 
     result = simulate(setup, load)
 
@@ -105,7 +105,7 @@ def test_the_same_seed_gives_the_same_figures_and_another_gives_others() -> None
 
 def test_cache_aware_finds_more_in_the_cache_when_prefixes_compete_for_memory() -> None:
     load = Load(fixed(20), fixed(10), count=300, streams=60, max_new_tokens=10, num_prefixes=12, prefix_len=200)
-    setup = Setup(limits=Limits(4, 512, 512), pool_size=1500)
+    setup = Setup(limits=SchedulerLimits(4, 512, 512), pool_size=1500)
 
     hits = {policy: simulate(replace(setup, policy=policy), load).hit_rate for policy in POLICIES}
 
@@ -115,7 +115,7 @@ def test_cache_aware_finds_more_in_the_cache_when_prefixes_compete_for_memory() 
 
 def test_priority_serves_the_urgent_first() -> None:
     load = replace(SMALL, urgent=0.2)
-    setup = replace(TIGHT, limits=Limits(2, 64, 64))
+    setup = replace(TIGHT, limits=SchedulerLimits(2, 64, 64))
 
     fifo, priority = (simulate(replace(setup, policy=policy), load) for policy in ("fifo", "priority"))
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
-from lightserve.io_struct import Drain, Drained, EngineDied, Failed, FromChild, Phase, Ready, ToChild
+from lightserve.io_struct import ChildFailed, Drain, Drained, EngineDied, FromChild, Ready, StartupPhase, ToChild
 from lightserve.utils.process import Boot, process_name
 
 ROOT = Path(__file__).parent.parent.parent
@@ -25,7 +25,7 @@ DEADLINE_S = 120.0  # far longer than any test needs, even on a loaded machine
 PRELUDE = """
 import asyncio, signal, sys
 from lightserve.errors import ModelFilesError
-from lightserve.io_struct import Drained, Failed, Phase, Ready
+from lightserve.io_struct import Drained, ChildFailed, StartupPhase, Ready
 from lightserve.utils.process import run_child
 """
 
@@ -92,15 +92,15 @@ def test_a_child_gets_the_whole_config_and_its_index(launch: Launch) -> None:
     launcher = launch("""
         async def main(boot, parent):
             worker, router, http = boot.config.worker, boot.config.router, boot.config.http
-            parent.send(Phase(f"{worker.tp} {router.eos_id} {http.api_key} {boot.index}", 1.0))
-            parent.send(Phase(f"{boot.address('router')} {boot.path('worker-0')}", 2.0))
+            parent.send(StartupPhase(f"{worker.tp} {router.eos_id} {http.api_key} {boot.index}", 1.0))
+            parent.send(StartupPhase(f"{boot.address('router')} {boot.path('worker-0')}", 2.0))
         run_child("router", main)
     """)
 
     launcher.boot(index=3)
 
-    assert launcher.recv() == Phase("2 [7] ['k'] 3", 1.0)
-    assert launcher.recv() == Phase("ipc:///tmp/run/router /tmp/run/worker-0", 2.0)
+    assert launcher.recv() == StartupPhase("2 [7] ['k'] 3", 1.0)
+    assert launcher.recv() == StartupPhase("ipc:///tmp/run/router /tmp/run/worker-0", 2.0)
 
 
 def test_messages_wait_for_a_busy_loop_and_keep_their_order(launch: Launch) -> None:
@@ -109,7 +109,7 @@ def test_messages_wait_for_a_busy_loop_and_keep_their_order(launch: Launch) -> N
             parent.send(Ready())
             sys.stdin.readline()  # blocks the loop
             for _ in range(2):
-                parent.send(Phase(repr(await parent.recv()), 0.0))
+                parent.send(StartupPhase(repr(await parent.recv()), 0.0))
         run_child("httpserver", main)
     """)
     launcher.boot()
@@ -119,8 +119,8 @@ def test_messages_wait_for_a_busy_loop_and_keep_their_order(launch: Launch) -> N
     launcher.send(EngineDied("x"))
     launcher.process.communicate("go on\n", timeout=DEADLINE_S)
 
-    assert launcher.recv() == Phase("Drain()", 0.0)
-    assert launcher.recv() == Phase("EngineDied(message='x')", 0.0)
+    assert launcher.recv() == StartupPhase("Drain()", 0.0)
+    assert launcher.recv() == StartupPhase("EngineDied(message='x')", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_configuration_error_is_reported_without_a_traceback(launch: Launch) -
 
     launcher.boot()
 
-    assert launcher.recv() == Failed("config.json: broken; fetch it again")
+    assert launcher.recv() == ChildFailed("config.json: broken; fetch it again")
     assert launcher.wait() == (2, "")
 
 
@@ -199,7 +199,7 @@ def test_a_crash_is_reported_with_a_traceback(launch: Launch) -> None:
 
     launcher.boot()
 
-    assert launcher.recv() == Failed("ZeroDivisionError: by zero")
+    assert launcher.recv() == ChildFailed("ZeroDivisionError: by zero")
     code, stderr = launcher.wait()
     assert code == 1
     assert "in fail" in stderr

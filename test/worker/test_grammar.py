@@ -298,10 +298,10 @@ def test_a_prepared_grammar_is_compiled_for_all_requests(small_folder: str, monk
         return llguidance(spec, special_tokens)
 
     monkeypatch.setattr(compiler_module, "_llguidance", counted)
-    grammars.prepare(DIGITS, (EOS,))
+    grammars.compile_grammar(DIGITS, (EOS,))
     assert made == [DIGITS] * LANES
 
-    grammars.prepare(DIGITS, (EOS,))
+    grammars.compile_grammar(DIGITS, (EOS,))
     opened = [grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,))) for i in range(40)]
     assert all(grammar is not None and grammar.matcher is not None for grammar in opened)
 
@@ -327,7 +327,7 @@ def test_a_request_does_not_wait_for_the_compilation_of_other_grammars(
     small_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammars = Grammars(resolve(small_folder), 131)
-    grammars.prepare(DIGITS, (EOS,))
+    grammars.compile_grammar(DIGITS, (EOS,))
     may_compile, is_compiling = threading.Event(), threading.Event()
     compile_now = GrammarCompiler.compile
 
@@ -337,24 +337,24 @@ def test_a_request_does_not_wait_for_the_compilation_of_other_grammars(
         return compile_now(compiler, spec)
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
-    preparing = threading.Thread(target=grammars.prepare, args=(GrammarSpec("regex", "[ab]*"), (EOS,)))
-    preparing.start()
+    compiling = threading.Thread(target=grammars.compile_grammar, args=(GrammarSpec("regex", "[ab]*"), (EOS,)))
+    compiling.start()
     assert is_compiling.wait(DEADLINE_S)
 
     opened = grammars.open(NewReq(0, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,)))
     assert opened is not None
     assert opened.matcher is not None  # would wait until the test gives up
     may_compile.set()
-    preparing.join(DEADLINE_S)
+    compiling.join(DEADLINE_S)
 
     assert all(lane.find(GrammarSpec("regex", "[ab]*")) is not None for lane in grammars._compilers_for((EOS,)))
 
 
 def test_a_grammar_that_does_not_compile_is_an_error_of_its_request_alone(llm: LLM) -> None:
-    llm.worker.prepare(GrammarSpec("regex", "("), (EOS,))
+    llm.worker.compile_grammar(GrammarSpec("regex", "("), (EOS,))
 
     with pytest.raises(InvalidRequestError, match="cannot be used"):
-        llm.worker._grammars.prepare(GrammarSpec("regex", "("), (EOS,))
+        llm.worker._grammars.compile_grammar(GrammarSpec("regex", "("), (EOS,))
 
 
 def test_an_output_is_free_after_its_prefix(llm: LLM) -> None:

@@ -39,7 +39,9 @@ class Profile:
 
 # The step sizes are those of an 8B model. A decode step takes 5 ms, and 10 ms with 384 tokens, prompt tokens included.
 # Its matmuls take longer for 448 tokens than for 512, and for 1,088 a fifth longer than for 1,024.
-H200_LIMITS = StepLimits(batch_max_tokens=8192, chunked_prefill_size=256, sizes=(256, 384, 512, 768, 1024, 1280, 1536))
+H200_LIMITS = StepLimits(
+    batch_max_tokens=8192, chunked_prefill_size=256, preferred_step_tokens=(256, 384, 512, 768, 1024, 1280, 1536)
+)
 H200_GRAPHS = GraphRanges(
     # A step of few rows costs what reading the weights costs, so the steps between these are padded.
     decodes=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512),
@@ -74,7 +76,7 @@ def gpu_profile(name: str, multiprocessors: int, shared_bytes: int) -> Profile:
             return measured
     limits, graphs = H200_LIMITS, H200_GRAPHS
     share = min(multiprocessors / H200.multiprocessors, 1.0)
-    sizes = _scaled(limits.sizes, share)
+    sizes = _scaled(limits.preferred_step_tokens, share)
     chunk = _rounded((limits.chunked_prefill_size or 0) * share, CHUNK_TOKENS)
     return replace(
         H200,

@@ -14,7 +14,7 @@ may be planned before the tokens of the first are back: workers run steps in ord
 earlier step in flight still reads.
 """
 
-from lightserve.router.scheduler.limits import Limits, limits_of
+from lightserve.router.scheduler.limits import SchedulerLimits, make_limits
 from lightserve.router.scheduler.scheduler import Scheduler
 
-__all__ = ["Limits", "Scheduler", "limits_of"]
+__all__ = ["Scheduler", "SchedulerLimits", "make_limits"]

@@ -1,4 +1,4 @@
-"""Which waiting requests start, so that seats, the prompt tokens of a step and the KV pool suffice."""
+"""Admits waiting requests, within the limits on running requests, on prompt tokens per step and on KV memory."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunking
-from lightserve.router.scheduler.limits import Limits
+from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.token_budget import OutputEstimate, peak_tokens
 
-WORTH_WAITING = 32  # tokens of a common prefix that another request computes now; fewer are computed again
+MIN_PENDING_PREFIX_TOKENS = 32  # a request waits for a prefix of so many tokens that another one computes now
 
 
 class AdmissionControl:
     def __init__(
-        self, queue: ReqQueue, batch: RunningBatch, chunking: Chunking, limits: Limits, estimate: OutputEstimate
+        self,
+        queue: ReqQueue,
+        batch: RunningBatch,
+        chunking: Chunking,
+        limits: SchedulerLimits,
+        estimate: OutputEstimate,
     ) -> None:
         self._queue = queue
         self._batch = batch
@@ -69,13 +74,13 @@ class AdmissionControl:
         others = [other for other in prefilling if other.salt == req.salt]
         if not others or req.needs_prompt_computed:
             return False
-        enough = self._pool.cached_len(req) + WORTH_WAITING
+        enough = self._pool.cached_len(req) + MIN_PENDING_PREFIX_TOKENS
         return any(common_len(req.prompt, other.prompt) >= enough for other in others)
 
     def _fits(self, req: Req) -> bool:
         """Whether the peak with this request fits the pool. If so, the request holds its cached tokens."""
         pool = self._pool
-        pool.open(req)
+        pool.attach_prefix(req)
         reqs = [*self._batch, req]
         generated = np.array([one.planned_outputs for one in reqs])
         max_new_tokens = np.array([one.max_new_tokens for one in reqs])
@@ -84,7 +89,7 @@ class AdmissionControl:
         held = generated + np.array([len(one.prompt_ids) - one.shared_len for one in reqs])  # once prompts are computed
         if pool.shared_tokens + peak_tokens(held, remaining) <= pool.size or len(reqs) == 1:
             return True
-        pool.close(req)
+        pool.release(req)
         return False
 
     def _start(self, req: Req, now_s: float) -> None:

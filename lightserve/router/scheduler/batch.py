@@ -38,15 +38,15 @@ class RunningBatch:
         """Remove a request from the workers and free its KV."""
         self.isolation.release(req)
         del self._reqs[req.req_id]
-        self.pool.close(req)
+        self.pool.release(req)
         self._released[req.req_id] = None
 
     @property
     def has_rows_to_free(self) -> bool:
         return not self._in_workers.isdisjoint(self._released)
 
-    def sync_workers(self, admitted: Iterable[Req]) -> tuple[list[Req], list[int]]:
-        """Which requests enter the workers with the next step, and which the workers free before it.
+    def take_new_and_freed(self, admitted: Iterable[Req]) -> tuple[list[Req], list[int]]:
+        """Return the requests that enter the workers with the next step, and the ids that the workers free before it.
 
         A request may be preempted and admitted again between two steps, in either order: what the workers have to do
         depends on whether they hold the request, and on whether it runs now.

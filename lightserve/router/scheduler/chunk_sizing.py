@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightserve.router.scheduler.limits import Limits
+from lightserve.router.scheduler.limits import SchedulerLimits
 
 TOKENS_PER_DECODE = 2  # that a step with prompts has more for every decoding request
 # And for every decode beyond MANY_DECODES, whose step is long anyway. Otherwise prompts arrive faster than they are
@@ -22,7 +22,7 @@ MIN_SHARE = 1 / 16  # of batch_max_tokens, beside any number of decodes
 TOO_SMALL = 3 / 4  # of the device's smallest size: below this a step has the size that the operator wants
 
 
-def prompt_tokens(limits: Limits, decodes: int, waiting: int, context: float = 0.0) -> int:
+def prompt_tokens(limits: SchedulerLimits, decodes: int, waiting: int, context: float = 0.0) -> int:
     """Prompt tokens of a step with ``decodes`` decoding requests, while ``waiting`` requests have no first token.
 
     Without decodes, prompts fill the step. The more requests decode, the longer their step takes anyway, and the more
@@ -37,20 +37,22 @@ def prompt_tokens(limits: Limits, decodes: int, waiting: int, context: float = 0
     tokens = _beside_decodes(limits, limits.chunk_size, decodes, waiting, context)
     if context > LONG_CONTEXT:
         shrunk = tokens / (1 + (context - LONG_CONTEXT) / CONTEXT_OF_EQUAL_COST)
-        tokens = _fit_device(limits.sizes, round(max(shrunk, limits.chunk_size * MIN_CHUNK, 1)), decodes)
+        tokens = _fit_device(
+            limits.preferred_step_tokens, round(max(shrunk, limits.chunk_size * MIN_CHUNK, 1)), decodes
+        )
     return max(min(room, tokens), 1)
 
 
-def _beside_decodes(limits: Limits, chunk_size: int, decodes: int, waiting: int, context: float) -> int:
+def _beside_decodes(limits: SchedulerLimits, chunk_size: int, decodes: int, waiting: int, context: float) -> int:
     """Prompt tokens behind a context of up to LONG_CONTEXT tokens."""
     chunks = min(1 + min(waiting, FIRST_WAITING) / 4 + waiting * CHUNKS_PER_WAITING, MAX_CHUNKS)
     length = min(max(context - SHORT_CONTEXT, 0) / (MEDIUM_CONTEXT - SHORT_CONTEXT), 1)
     for_decodes = TOKENS_PER_DECODE * decodes + TOKENS_PER_DECODE_OF_MANY * max(decodes - MANY_DECODES, 0)
     total = round((chunks * chunk_size + for_decodes) * (1 - MAX_SHORTENING * length))
-    if not limits.sizes:
+    if not limits.preferred_step_tokens:
         return total - decodes
     most = max(decodes, chunk_size) + MAX_CHUNKS_BESIDE_MANY * chunk_size
-    return _fit_device(limits.sizes, min(total, most) - decodes, decodes)
+    return _fit_device(limits.preferred_step_tokens, min(total, most) - decodes, decodes)
 
 
 def _fit_device(sizes: tuple[int, ...], tokens: int, decodes: int) -> int:

@@ -7,18 +7,18 @@ import math
 from lightserve.router.policy import Policy
 from lightserve.router.req import Req
 from lightserve.router.scheduler.chunk_sizing import prompt_tokens
-from lightserve.router.scheduler.limits import Limits
+from lightserve.router.scheduler.limits import SchedulerLimits
 
 SHARE_OF_OLDEST = 0.25  # of a step's prompt tokens: a long prompt continues beside any number of short ones
 # Prompts with at most so many tokens left are computed in the order of arrival, before all others. Shortest first would
-# make the TTFT p99 6 % longer at 20 requests a second of 256 to 768 tokens.
+# make the TTFT p99 6 % longer at 20 requests per second of 256 to 768 tokens.
 SHORT_PROMPT = 1_024
 
-Part = tuple[Req, int]  # so many of the request's next tokens
+Chunk = tuple[Req, int]  # the request, and how many of its next tokens to compute
 
 
 class Chunking:
-    def __init__(self, limits: Limits, policy: Policy) -> None:
+    def __init__(self, limits: SchedulerLimits, policy: Policy) -> None:
         self._limits = limits
         self._policy = policy
 
@@ -34,19 +34,19 @@ class Chunking:
         """How much of the budget one prompt is sure to get, so that admission counts it as taken."""
         return budget if self._limits.chunk_size is None else math.ceil(budget * SHARE_OF_OLDEST)
 
-    def divide(self, prompts: list[Req], decodes: int, num_waiting: int, available: int) -> list[Part]:
+    def divide(self, prompts: list[Req], decodes: int, num_waiting: int, available: int) -> list[Chunk]:
         """``available``: slots of the KV pool for these prompts."""
         budget = self.budget(prompts, decodes, num_waiting)
         if self._limits.chunk_size is None:
             return _whole_prompts(prompts, budget, available)
-        parts = self._chunks(prompts, budget, available)
-        tokens = sum(count for _, count in parts)
-        context = sum(count * req.planned_len for req, count in parts) / max(tokens, 1)
+        chunks = self._divide_by_need(prompts, budget, available)
+        tokens = sum(count for _, count in chunks)
+        context = sum(count * req.planned_len for req, count in chunks) / max(tokens, 1)
         if not context:
-            return parts
-        return self._chunks(prompts, self.budget(prompts, decodes, num_waiting, context), available)
+            return chunks
+        return self._divide_by_need(prompts, self.budget(prompts, decodes, num_waiting, context), available)
 
-    def _chunks(self, prompts: list[Req], budget: int, available: int) -> list[Part]:
+    def _divide_by_need(self, prompts: list[Req], budget: int, available: int) -> list[Chunk]:
         """Short prompts go first, so that a long one does not delay them. The oldest prompt always gets its share."""
         left = min(budget, available)
         counts = {req.req_id: 0 for req in prompts}
@@ -58,12 +58,12 @@ class Chunking:
         return [(req, counts[req.req_id]) for req in prompts if counts[req.req_id]]
 
 
-def _whole_prompts(prompts: list[Req], budget: int, available: int) -> list[Part]:
+def _whole_prompts(prompts: list[Req], budget: int, available: int) -> list[Chunk]:
     """In their order. The last prompt may exceed the budget."""
-    parts = []
+    chunks = []
     for req in prompts:
         if budget > 0 and req.unplanned <= available:
-            parts.append((req, req.unplanned))
+            chunks.append((req, req.unplanned))
             budget -= req.unplanned
             available -= req.unplanned
-    return parts
+    return chunks

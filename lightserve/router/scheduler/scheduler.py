@@ -14,8 +14,8 @@ from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue
 from lightserve.router.scheduler.admission import AdmissionControl
 from lightserve.router.scheduler.batch import RunningBatch
-from lightserve.router.scheduler.chunking import Chunking, Part
-from lightserve.router.scheduler.limits import Limits
+from lightserve.router.scheduler.chunking import Chunk, Chunking
+from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.preemption import Preemption
 from lightserve.router.token_budget import OutputEstimate
 
@@ -33,7 +33,7 @@ class Scheduler:
     def __init__(
         self,
         pool: KvPool,
-        limits: Limits,
+        limits: SchedulerLimits,
         policy: Policy | None = None,
         estimate: OutputEstimate | None = None,
     ) -> None:
@@ -91,7 +91,7 @@ class Scheduler:
         is_empty = not rows and not any(req in self._batch for req in admitted)
         if is_empty and (len(self._batch) or not self._batch.has_rows_to_free):
             return None  # freed rows can wait for the next step, unless there will be none
-        new, free = self._batch.sync_workers(admitted)
+        new, free = self._batch.take_new_and_freed(admitted)
         self._in_flight.append(PlannedStep(rows, planned))
         return Step(rows, [admitted[req] for req in new], free)
 
@@ -115,8 +115,8 @@ class Scheduler:
         req.add_token(out)
         self._isolation.clear(req)
         if req.finish_reason is not None:
-            if req.max_new_tokens > 1:  # a step of a beam search makes one token: it is no example of an output
-                self._estimate.learn(len(req.output_ids))
+            if req.max_new_tokens > 1:  # a beam search makes requests of one token: they would spoil the estimate
+                self._estimate.observe(len(req.output_ids))
             self._drop(req)
         return req
 
@@ -125,7 +125,7 @@ class Scheduler:
         req = self._batch.find(failure.req_id) or self._queue.find_preempted(failure.req_id)
         if req is None or not req.in_flight:
             return None
-        req.fail(failure)
+        req.fail()
         self._drop(req)
         if failure.status >= 500:
             self.pool.discard(req)
@@ -149,12 +149,12 @@ class Scheduler:
     def cancel_steps(self) -> None:
         """The steps in flight failed, and the workers have freed all requests. Drops all requests.
 
-        It is unknown what those steps computed, so their slots are taken back, also from the prefix cache.
+        It is unknown what those steps computed, so their slots are freed, also those in the prefix cache.
         """
         for req in self._batch:
-            req.take_back()
+            req.roll_back()
         self._drop_all(lambda req: True)
-        self.pool.take_back([slot for step in self._in_flight for row in step.rows for slot in row.slots])
+        self.pool.roll_back([slot for step in self._in_flight for row in step.rows for slot in row.slots])
         self._in_flight.clear()
         self._batch.clear()
 
@@ -198,32 +198,32 @@ class Scheduler:
 
     def _plan_rows(self) -> tuple[list[StepRow], list[PlannedRow]]:
         """Allocate KV slots for the tokens of the next step."""
-        parts = self._parts()
-        while not parts and self._preemption.is_stuck():
+        chunks = self._chunks()
+        while not chunks and self._preemption.is_stuck():
             self._preemption.preempt_newest()
-            parts = self._parts()
-        slots = self.pool.alloc(sum(count for _, count in parts))
+            chunks = self._chunks()
+        slots = self.pool.alloc(sum(count for _, count in chunks))
         rows: list[StepRow] = []
         planned: list[PlannedRow] = []
         begin = 0
-        for req, count in parts:
+        for req, count in chunks:
             own = slots[begin : begin + count]
             begin += count
             is_prompt = req.planned_len < len(req.prompt_ids)
             req.plan(own)
             if is_prompt:
-                self.pool.share(req)
+                self.pool.cache_prompt(req)
             rows.append(StepRow(req.req_id, own))
             planned.append((req, req.num_admissions, req.planned_len))
         return rows, planned
 
-    def _parts(self) -> list[Part]:
+    def _chunks(self) -> list[Chunk]:
         """How many tokens of each request the next step computes: one of each decode, then prompt tokens."""
         isolated = self._isolation.isolated
         unplanned = [(req, req.unplanned) for req in ([isolated] if isolated else self._batch)]
-        parts = [part for part in unplanned if part[1] == 1]
+        chunks = [(req, count) for req, count in unplanned if count == 1]
         prompts = [req for req, count in unplanned if count > 1]
         if prompts:
-            decodes = len(parts)
-            parts += self._chunking.divide(prompts, decodes, len(self._queue), self.pool.available - decodes)
-        return parts
+            decodes = len(chunks)
+            chunks += self._chunking.divide(prompts, decodes, len(self._queue), self.pool.available - decodes)
+        return chunks

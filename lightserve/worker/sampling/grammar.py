@@ -93,7 +93,7 @@ class GrammarOutput:
         sampling = new.sampling
         self._grammar = grammar
         self._rules = ReqRules(sampling, new.stopping, new.eos_ids)  # not shared: it keeps what n-grams it has seen
-        self._token_ids = list(new.prompt_ids)
+        self._token_ids = list(new.token_ids)
         self._may_force = sampling.logprobs is None and sampling.thinking is None  # both need a step for each token
 
     @property
@@ -144,7 +144,7 @@ class Grammars:
             eos_ids = tuple(token for token in eos_ids if token < self._vocab_size)
             self._open_thread.submit(self._compilers_for, eos_ids)
 
-    def prepare(self, spec: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+    def compile_grammar(self, spec: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
         """Compile a grammar for all lanes, and wait for it. InvalidRequestError says what is wrong with it."""
         if any(compiler.find(spec) is None for compiler in self._compilers_for(eos_ids)):
             for compiled in self._compile(spec, eos_ids):
@@ -159,7 +159,7 @@ class Grammars:
         sampling = new.sampling
         if sampling.grammar is None:
             return None
-        output_ids = new.prompt_ids[len(new.prompt_ids) - new.output_len :]
+        output_ids = new.token_ids[len(new.token_ids) - new.output_len :]
         lane = self._opened // LANE_REQS % self._lanes
         self._opened += 1
         compiled = self._open_thread.submit(self._matcher_after, sampling.grammar, new.eos_ids, output_ids, lane)

@@ -39,11 +39,11 @@ def silent(manager: HttpServerManager) -> None:
 
 
 def stuck(manager: HttpServerManager) -> None:
-    manager.stats = RouterStats(time.monotonic(), 61.0, RouterMetrics().snapshot())
+    manager.stats = RouterStats(61.0, RouterMetrics().snapshot())
 
 
 def without_worker(manager: HttpServerManager) -> None:
-    manager.stats = RouterStats(time.monotonic(), 0.0, RouterMetrics().snapshot(), has_workers=False)
+    manager.stats = RouterStats(0.0, RouterMetrics().snapshot(), has_workers=False)
 
 
 TROUBLES = [
@@ -165,7 +165,7 @@ def test_the_load_is_the_share_of_the_kv_pool(tmp_path: Path) -> None:
 
         metrics = RouterMetrics()
         metrics.set_load(running=2, waiting=0, used_tokens=1024, total_tokens=4096)
-        server.context.manager.stats = RouterStats(0.0, 0.0, metrics.snapshot())
+        server.context.manager.stats = RouterStats(0.0, metrics.snapshot())
 
         assert (await server.get("/token_load")).json() == load(0.25)
 
@@ -179,7 +179,7 @@ def test_metrics_show_the_last_snapshot_of_the_router(tmp_path: Path) -> None:
 
         metrics = RouterMetrics()
         metrics.next_tokens(0.01, count=7)
-        server.context.manager.stats = RouterStats(0.0, 0.0, metrics.snapshot())
+        server.context.manager.stats = RouterStats(0.0, metrics.snapshot())
         after = await server.get("/metrics")
 
         assert after.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
