@@ -21,7 +21,7 @@ from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_toke
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, make_limits
-from lightserve.worker.rpc import Collect
+from lightserve.worker.rpc import GetResult
 from lightserve.worker.worker import ModelWorker
 
 Prompt = str | Sequence[int]
@@ -73,7 +73,7 @@ class LLM:
         limits = make_limits(self.config, RouterConfig(), self.worker.step_limits)
         self._scheduler = Scheduler(KvPool(self.worker.max_total_token_num), limits)
         self._open: dict[int, _OpenStream] = {}
-        self._in_flight: deque[Collect] = deque()  # steps that were launched, oldest first
+        self._in_flight: deque[GetResult] = deque()  # steps that were launched, oldest first
         self._ids = itertools.count()
 
     @property

@@ -135,7 +135,7 @@ LAYERS: dict[str, set[str]] = {
 }
 TORCH_FREE = [
     "common.compile.cache",
-    "common.compile.processes",
+    "common.compile.client",
     "common.kv.token_slots",
     "config",
     "detokenization.stop",

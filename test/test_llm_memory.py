@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 
 from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
-from lightserve.worker.rpc import Collect
+from lightserve.worker.rpc import GetResult
 from test.models.tiny import build_hf
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -103,7 +103,7 @@ def test_a_prompt_generates_the_same_text_after_its_step_failed(
     cached = llm.generate([system], sampling(0, 1))[0].token_ids
     launch, steps = llm.worker.launch, []
 
-    def fail_at_last(step: Step) -> Collect:
+    def fail_at_last(step: Step) -> GetResult:
         steps.append(step)
         if len(steps) == failing_step:
             raise error

@@ -25,13 +25,14 @@ from unittest.mock import patch
 
 import torch
 
+from lightserve.common.device import H200_GRAPHS
 from lightserve.errors import ServerError
 from lightserve.grammar.compiler import schema_grammar
 from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import load_tokenizer
-from lightserve.worker.rpc import Collect
+from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import ReqGrammar
 from lightserve.worker.step_runner import graph_shapes
 
@@ -96,7 +97,7 @@ def open_model(args: argparse.Namespace, shape: dict[str, int]) -> Iterator[LLM]
 def remove_forward_pass(llm: LLM) -> None:
     """Replace it by one that returns the same logits at every step."""
     model = llm.worker.model
-    rows = max(shape.requests for shape in graph_shapes(llm.config.running_max_req_size))
+    rows = max(shape.requests for shape in graph_shapes(llm.config.running_max_req_size, H200_GRAPHS))
     logits = torch.randn(rows, model.config.vocab_size, generator=torch.Generator().manual_seed(0))
     logits = logits.to(model.device, model.args.dtype)
     model.hidden_states = lambda step: step  # type: ignore
@@ -136,7 +137,7 @@ def run(llm: LLM, batch: list[GenerationParams]) -> Rate:
     begun: list[tuple[float, float, Step]] = []  # wall clock, processor time
     launch = llm.worker.launch
 
-    def timed(step: Step) -> Collect:
+    def timed(step: Step) -> GetResult:
         begun.append((time.perf_counter(), time.process_time(), step))
         return launch(step)
 

@@ -33,7 +33,7 @@ from lightserve.errors import ServerError
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
 from lightserve.model_files.source import resolve
 from lightserve.server.args import Parser, add_flags, take
-from lightserve.worker.rpc import Collect
+from lightserve.worker.rpc import GetResult
 from lightserve.worker.worker import ModelWorker
 
 WHAT = [(__doc__ or "").split("\n\n")[part] for part in (0, 2)]  # without the commands
@@ -92,7 +92,7 @@ class StaticBench:
 
     def run(self, steps: Iterable[Step]) -> tuple[list[float], list[float]]:
         """When the tokens of each step were there, and how long its launch took."""
-        in_flight: deque[Collect] = deque()
+        in_flight: deque[GetResult] = deque()
         finished, launched = [], []
         for step in steps:
             begin = time.perf_counter()

@@ -10,7 +10,7 @@ from typing import Any
 from lightserve.errors import ModelFilesError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-QUANT_METHODS: set[str] = set()  # supported formats: the names in common/quantization/choice.py
+QUANT_METHODS: set[str] = set()  # supported formats: the names in common/quantization/registry.py
 # A config.json with larger values is damaged. These limits refuse it before anything of that size is built.
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**24  # rows and columns: the largest vocabularies have 2**18
@@ -75,7 +75,8 @@ class RopeConfig:
         if self.theta <= 1 or self.partial_rotary_factor > 1 or self.high_freq_factor <= self.low_freq_factor:
             raise ModelFilesError(
                 f"config.json: rope_theta {self.theta}, partial_rotary_factor {self.partial_rotary_factor}, "
-                f"low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor} make no sense"
+                f"low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor} are "
+                "inconsistent; fetch config.json again"
             )
 
 
@@ -140,7 +141,7 @@ class ModelConfig:
         """The most tokens of a request: the operator's limit, or the trained length."""
         if wanted is not None and wanted > self.longest_position:
             raise ModelFilesError(
-                f"max_req_total_len={wanted}, but the model reaches {self.longest_position} tokens; lower it"
+                f"max_req_total_len={wanted}, but the model supports {self.longest_position} tokens; lower it"
             )
         return wanted or self.max_position
 
@@ -205,7 +206,7 @@ def _bad_value(keys: tuple[str, ...], value: Any, wanted: str) -> ModelFilesErro
 
 
 def _first(hf: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
-    """The first key that has a value other than null."""
+    """The value of the first key that is present and not null."""
     for key in keys:
         if hf.get(key) is not None:
             return hf[key]

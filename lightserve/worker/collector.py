@@ -26,7 +26,7 @@ from torch import Tensor
 from lightserve.common.device import copy_to_host
 from lightserve.io_struct import ReqFailed, StepResult, Token, TokenOut
 from lightserve.worker.infer_batch import SampledRow, TokenUpdate
-from lightserve.worker.rpc import Collect
+from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import NO_TOKEN_LEFT, GrammarOutput
 from lightserve.worker.sampling.logprobs import NO_LOGPROBS, SampledLogprobs, TopLogprobs, join_chunks
 from lightserve.worker.sampling.sampler import NONE_ALLOWED
@@ -60,7 +60,7 @@ class StepCollector:
         self._pending: deque[PendingStep] = deque()  # in launch order
         self._updates: deque[list[TokenUpdate]] = deque()  # one list per step
 
-    def add(self, step: PendingStep) -> Collect:
+    def add(self, step: PendingStep) -> GetResult:
         """A function that waits for the result of ``step``, the step that was launched last."""
         self._pending.append(step)
         return partial(self._collect, step)
@@ -110,7 +110,7 @@ class StepCollector:
             tokens += outs
             if error is not None:
                 failed.append(ReqFailed(req.req_id, 400, error))
-            updates.append((req, [token.id, *(out.token.id for out in outs[1:])], not req.output.is_free))
+            updates.append((req, [token.id, *(out.token.id for out in outs[1:])], not req.output.is_unconstrained))
         self._updates.append(updates)
         return StepResult(tokens, failed)
 

@@ -59,7 +59,8 @@ class InferReq:
         has_first_token = self.output_len > 0  # the prompt's logprobs came with it
         is_wanted = self.sampling.prompt_logprobs is not None and not has_first_token
         self.prompt_chunks = [] if is_wanted else None
-        is_greedy = self.sampling.is_greedy or self.rules.is_special  # Sampler samples special ones: no noise for them
+        # the step's own token is not used if Sampler samples the request, so no noise is computed for it
+        is_greedy = self.sampling.is_greedy or self.rules.needs_sampler
         self.temperature = 0.0 if is_greedy else self.sampling.temperature
 
     @property
@@ -103,8 +104,8 @@ class InferReq:
         return self.thinking.forced_after(self.token_ids[self.prompt_len :])
 
 
-# A row of a step whose token is the next one of a request. With its first token, the logprobs of the whole prompt, if
-# they are wanted. It is a plain tuple, like TokenUpdate: every step makes one for each request.
+# A row of a step, the request that gets its token, and the logprobs of the prompt if this is the first token and they
+# are requested. It is a plain tuple, like TokenUpdate, because every step makes one for each request.
 SampledRow = tuple[int, InferReq, list[PromptChunk] | None]
 # A request, its sampled token and the tokens that its grammar forces after it, and whether the grammar limits the next.
 TokenUpdate = tuple[InferReq, list[int], bool]
@@ -149,7 +150,7 @@ class InferBatch:
     def __init__(
         self, req_manager: ReqManager, padding_slot: int, device: torch.device, shares_prefixes: bool = True
     ) -> None:
-        """``shares_prefixes``: attention learns which requests of a step begin with the same slots."""
+        """``shares_prefixes``: steps pass groups of requests that begin with the same slots to attention."""
         self._req_manager = req_manager
         self.padding_slot = padding_slot  # it changes with the size of the KV pool
         self._device = device
@@ -200,16 +201,16 @@ class InferBatch:
             self._prefixes.discard(req)
 
     def clear(self) -> None:
-        """Remove all requests, also one that an interrupt stopped on its way in."""
+        """Remove all requests, also one whose ``add`` was interrupted."""
         self._reqs.clear()
         self._prefixes = SharedPrefixes()
         self._req_manager.free_all()
 
-    def pack(self, rows: Sequence[StepRow], fit: Callable[[StepShape], StepShape]) -> PackedStep:
+    def pack(self, rows: Sequence[StepRow], captured_shape: Callable[[StepShape], StepShape]) -> PackedStep:
         """The input of a step. Its tokens count as cached from now on, and its requests may be in another order.
 
-        ``fit`` returns the padded shape. A step that computes logprobs of prompts keeps its shape: no captured step
-        does that.
+        ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts keeps its shape,
+        because no captured step computes them.
         """
         self._record_prompts(rows)
         rows, groups = self._arrange(rows)
@@ -219,7 +220,7 @@ class InferBatch:
         start = np.cumsum(q_len, dtype=np.int32) - q_len
         prompt_targets = _prompt_targets(reqs, start.tolist(), q_len.tolist())
         shape = StepShape(count, len(rows), bool((q_len == 1).any()), bool((q_len > 1).any()), bool(groups))
-        shape = shape if prompt_targets else fit(shape)
+        shape = shape if prompt_targets else captured_shape(shape)
         inputs, columns = padded_input(shape, self._padding)
 
         table_rows = np.array([req.row for req in reqs], dtype=np.int32)

@@ -21,7 +21,7 @@ FLOAT32_BYTES = 4
 MAX_SLOTS = 2**24
 
 
-def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: Device, launch_kernels: Callable[[], None]) -> int:
+def kv_size(config: WorkerConfig, model: TpPartBaseModel, platform: Device, launch_kernels: Callable[[], None]) -> int:
     """``model`` has its weights, and a tiny KV pool.
 
     The kernels that ``launch_kernels`` launches are compiled together with those of the largest step: that takes no
@@ -30,16 +30,16 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: Device, launch_k
     max_len, max_reqs = model.req_manager.max_len, model.req_manager.max_reqs
     if config.max_total_token_num is not None:
         return config.max_total_token_num
-    largest_step = partial(_largest_step, config, model, kind)
+    largest_step = partial(_largest_step, config, model, platform)
 
     def launch_all() -> None:
         largest_step()
         launch_kernels()
 
-    kind.compile_kernels(model.device, launch_all)
-    peak = kind.peak_bytes(model.device, largest_step)
+    platform.compile_kernels(model.device, launch_all)
+    peak = platform.peak_bytes(model.device, largest_step)
     peak += COPIES_OF_LOGITS * FLOAT32_BYTES * max_reqs * model.config.vocab_size if peak else 0
-    budget = max(kind.kv_budget(model.device, config.mem_fraction) - peak, 0)
+    budget = max(platform.kv_budget(model.device, config.mem_fraction) - peak, 0)
     fits = budget // model.kv_layout.bytes_per_token
     fits = min(model.tp.min_of_ranks(fits, model.device), MAX_SLOTS)
     if fits < max_len:
@@ -50,10 +50,10 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, kind: Device, launch_k
     return fits
 
 
-def _largest_step(config: WorkerConfig, model: TpPartBaseModel, kind: Device) -> None:
+def _largest_step(config: WorkerConfig, model: TpPartBaseModel, platform: Device) -> None:
     """A step with the most tokens and the most requests. It computes padding, which takes as much memory."""
     batch = InferBatch(model.req_manager, model.mem_manager.padding_slot, model.device)
-    tokens = config.batch_max_tokens or kind.profile(model.device).step_limits.batch_max_tokens
+    tokens = config.batch_max_tokens or platform.profile(model.device).step_limits.batch_max_tokens
     decodes = model.req_manager.max_reqs - 1
     shape = StepShape(tokens + decodes, decodes + 1, has_decodes=True, has_prompts=True)
-    StepRunner(model, batch, kind).run(batch.padding(shape), shape)
+    StepRunner(model, batch, platform).run(batch.padding(shape), shape)

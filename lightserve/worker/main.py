@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 
 from lightserve.common.compile.cache import use_writable_cache
-from lightserve.common.compile.processes import compile_server
+from lightserve.common.compile.client import compile_server
 from lightserve.io_struct import EngineReady, StartupPhase
 from lightserve.model_files.source import resolve
 from lightserve.utils.process import Boot, Parent, run_child
@@ -27,11 +27,11 @@ def main(boot: Boot, parent: Parent) -> None:
             from lightserve.common.parallel import ParallelSizes, connect_ranks
             from lightserve.worker.worker import ModelWorker
         server = StepServer(boot.worker_path(boot.index, boot.generation))
-        kind = pick_device(config.device)
+        platform = pick_device(config.device)
         with _phase(parent, "load and compile"):
             source = resolve(config.model_dir, needs_weights=config.load_format == "auto")
             store = f"file://{boot.path('tp')}"
-            parallel = connect_ranks(boot.index, ParallelSizes(tp=config.tp), store, kind.comm_backend)
+            parallel = connect_ranks(boot.index, ParallelSizes(tp=config.tp), store, platform.comm_backend)
             worker = ModelWorker(config, source, parallel)
         with _phase(parent, "warm up"):
             worker.warm_up()

@@ -7,7 +7,7 @@ from functools import partial
 
 from lightserve.io_struct import EngineReady, Step, StepResult, Token, TokenOut
 from lightserve.utils.process import Boot, Parent, run_child
-from lightserve.worker.rpc import Collect, StepServer
+from lightserve.worker.rpc import GetResult, StepServer
 
 CONTEXT_LEN = 8192
 VOCAB_SIZE = 32_000
@@ -21,7 +21,7 @@ class NullWorker:
         self._missing: dict[int, int] = {}  # tokens of a request that are not computed yet
         self._last: dict[int, int] = {}  # token of a request
 
-    def launch(self, step: Step) -> Collect:
+    def launch(self, step: Step) -> GetResult:
         return partial(self._run, step)
 
     def _run(self, step: Step) -> StepResult:

@@ -16,8 +16,8 @@ from lightserve.io_struct import GrammarSpec, Step, StepResult
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "log_exceptions": False}
 
-Collect = Callable[[], StepResult]
-Launch = Callable[[Step], Collect]  # starts a step; what it returns waits for the result
+GetResult = Callable[[], StepResult]
+Launch = Callable[[Step], GetResult]  # starts a step, and returns a function that waits for its result
 CompileGrammar = Callable[[GrammarSpec, tuple[int, ...]], None]  # compiles a grammar, for these end tokens
 
 _decode_step = msgspec.msgpack.Decoder(Step).decode

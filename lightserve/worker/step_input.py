@@ -26,13 +26,13 @@ Values = Sequence[float] | np.ndarray
 
 
 class StepShape(NamedTuple):
-    """What a step launches depends on this alone."""
+    """The shape of a step. The kernels that it launches depend on nothing else."""
 
     tokens: int
     requests: int
-    has_decodes: bool  # requests with one token
-    has_prompts: bool  # requests with several
-    has_shared: bool = False  # requests with one, in groups that share a prefix
+    has_decodes: bool  # some requests compute one token
+    has_prompts: bool  # some requests compute several
+    has_shared: bool = False  # some of the decodes form groups that share a prefix
 
 
 class Padding(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.basemodel import ModelInput, TpPartBaseModel
-from lightserve.common.device import H200_GRAPHS, Device, GraphRanges, Graphs, pinned, to_device
+from lightserve.common.device import Device, GraphRanges, Graphs, pinned, to_device
 from lightserve.worker.infer_batch import MIN_SHARING, InferBatch
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
@@ -34,7 +34,7 @@ class StepRunner:
 
     def launch_every_shape(self) -> None:
         """Launch every kernel of the steps that ``capture`` will capture, and those of masks."""
-        with self._model.one_layer_of_each_kind():
+        with self._model.distinct_layers_only():
             for shape in self._to_capture():
                 _launch_masks(self._compute(self._padding(shape), shape).logits)
 
@@ -47,17 +47,17 @@ class StepRunner:
         """The largest first: smaller ones then reuse its memory."""
         if self._graphs is None or self._ranges is None:
             return []
-        shapes = graph_shapes(self._model.req_manager.max_reqs, self._batch.shares_prefixes, self._ranges)
+        shapes = graph_shapes(self._model.req_manager.max_reqs, self._ranges, self._batch.shares_prefixes)
         return sorted(shapes, reverse=True)
 
     def _padding(self, shape: StepShape) -> Tensor:
         return to_device(self._batch.padding(shape), self._model.device)
 
-    def fit(self, shape: StepShape) -> StepShape:
-        """The smallest captured shape that holds this one, or this one."""
+    def captured_shape(self, shape: StepShape) -> StepShape:
+        """The captured shape to pad this one to, or this shape if there is none."""
         if self._graphs is None or self._ranges is None:
             return shape
-        larger = padded(shape, self._ranges)
+        larger = graph_shape_for(shape, self._ranges)
         return shape if larger is None or larger not in self._graphs else larger
 
     @torch.inference_mode()
@@ -117,39 +117,40 @@ def _launch_masks(logits: Tensor) -> None:
     ops.mask_logits(logits.float(), rows, bitmask)
 
 
-def graph_shapes(max_reqs: int, shares_prefixes: bool = True, ranges: GraphRanges = H200_GRAPHS) -> Iterator[StepShape]:
+def graph_shapes(max_reqs: int, ranges: GraphRanges, shares_prefixes: bool = True) -> Iterator[StepShape]:
     """The shapes that are worth capturing for a server that runs ``max_reqs`` requests at once."""
-    most = _at_least(max_reqs, ranges.decodes) or ranges.decodes[-1]
+    most = _next_size(max_reqs, ranges.decodes) or ranges.decodes[-1]
     for count in ranges.decodes:
         if count <= most:
             yield StepShape(count, count, has_decodes=True, has_prompts=False)
         if shares_prefixes and MIN_SHARING <= count <= most:
             yield StepShape(count, count, has_decodes=True, has_prompts=False, has_shared=True)
     for tokens in ranges.tokens:
-        is_hidden = tokens > ranges.hiding_tokens
-        if not is_hidden:
-            yield StepShape(tokens, ranges.prompts, has_decodes=False, has_prompts=True)
+        is_launch_bound = tokens <= ranges.max_launch_bound_tokens
+        if is_launch_bound:
+            yield StepShape(tokens, ranges.prefill_requests, has_decodes=False, has_prompts=True)
         for requests in ranges.requests:
-            if requests < min(tokens, most + ranges.prompts + 1) and (not is_hidden or requests > ranges.many_requests):
+            is_launch_slow = requests > ranges.slow_launch_requests
+            if requests < min(tokens, most + ranges.prefill_requests + 1) and (is_launch_bound or is_launch_slow):
                 yield StepShape(tokens, requests, has_decodes=True, has_prompts=True)
 
 
-def padded(shape: StepShape, ranges: GraphRanges = H200_GRAPHS) -> StepShape | None:
-    """The smallest graph shape that holds this one."""
+def graph_shape_for(shape: StepShape, ranges: GraphRanges) -> StepShape | None:
+    """The smallest shape of ``graph_shapes`` that holds this one; None if the padding would cost too much."""
     if not shape.has_prompts:
-        count = _at_least(shape.requests, ranges.decodes)
+        count = _next_size(shape.requests, ranges.decodes)
         return None if count is None else shape._replace(tokens=count, requests=count)
-    tokens = _at_least(shape.tokens, ranges.tokens)
+    tokens = _next_size(shape.tokens, ranges.tokens)
     if tokens is None or tokens - shape.tokens > ranges.max_padding:
         return None
-    if not shape.has_decodes and shape.requests <= ranges.prompts:
-        return StepShape(tokens, ranges.prompts, has_decodes=False, has_prompts=True)
-    requests = _at_least(shape.requests, ranges.requests)
+    if not shape.has_decodes and shape.requests <= ranges.prefill_requests:
+        return StepShape(tokens, ranges.prefill_requests, has_decodes=False, has_prompts=True)
+    requests = _next_size(shape.requests, ranges.requests)
     if requests is None or requests >= ranges.tokens[-1]:
         return None
-    tokens = max(tokens, _at_least(requests + 1, ranges.tokens) or tokens)
+    tokens = max(tokens, _next_size(requests + 1, ranges.tokens) or tokens)
     return StepShape(tokens, requests, has_decodes=True, has_prompts=True)
 
 
-def _at_least(count: int, sizes: Sequence[int]) -> int | None:
+def _next_size(count: int, sizes: Sequence[int]) -> int | None:
     return next((size for size in sizes if size >= count), None)

@@ -1,4 +1,4 @@
-"""Steps that meet every kind of request once, so that no client waits for what happens at first use."""
+"""Steps that use every code path once, so that no request waits for a compilation or a first allocation."""
 
 from __future__ import annotations
 

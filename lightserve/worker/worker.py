@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
-from lightserve.common.checkpoint.reader import open_checkpoint, outline, total_bytes
+from lightserve.common.checkpoint.reader import open_checkpoint, tensor_metadata, total_bytes
 from lightserve.common.device import Device, explain_out_of_memory, pick_device
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
@@ -21,12 +21,12 @@ from lightserve.utils.progress import Progress
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.kv_size import kv_size
-from lightserve.worker.rpc import Collect
-from lightserve.worker.sampling.grammar import Grammars
+from lightserve.worker.rpc import GetResult
+from lightserve.worker.sampling.grammar import GrammarManager
 from lightserve.worker.sampling.logits import int64s
 from lightserve.worker.sampling.logprobs import SampledLogprobs
 from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
-from lightserve.worker.sampling.step_masks import MaskMaker, StepMasks
+from lightserve.worker.sampling.step_masks import GrammarMaskBuilder, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.step_runner import StepOut, StepRunner
 from lightserve.worker.warm_up import FIRST_POOL_TOKENS, warm_up_steps
@@ -40,33 +40,33 @@ class ModelWorker:
 
     def __init__(self, config: WorkerConfig, source: ModelSource, parallel: Parallel) -> None:
         tp = parallel.tp
-        self._kind = pick_device(config.device)
-        self._device = self._kind.torch_device(tp.rank)
-        self._kind.bind(self._device, config.deterministic)
+        self._platform = pick_device(config.device)
+        self._device = self._platform.torch_device(tp.rank)
+        self._platform.bind(self._device, config.deterministic)
         self.model_config = ModelConfig.from_hf(source.hf_config())
-        self._kind.check_head_dim(self.model_config.head_dim)
+        self._platform.check_head_dim(self.model_config.head_dim)
         self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
-        dtype = _dtype(config, self.model_config, self._kind)
+        dtype = _dtype(config, self.model_config, self._platform)
         ranks = f", {tp.size} ranks" if tp.size > 1 else ""
-        self.dtype_and_device = f"in {str(dtype).removeprefix('torch.')} on {self._kind.name}{ranks}"
+        self.dtype_and_device = f"in {str(dtype).removeprefix('torch.')} on {self._platform.name}{ranks}"
         self.model = self._load_model(config, source, parallel, dtype)
         self._batch = InferBatch(
             self.model.req_manager,
             self.model.mem_manager.padding_slot,
             self._device,
-            shares_prefixes=not config.deterministic,  # attention in a fixed order makes no use of it
+            shares_prefixes=not config.deterministic,  # batch-invariant attention does not use shared prefixes
         )
         self._sampler = Sampler(self.model_config.vocab_size, self._device, self._batch.last_ids)
-        self._grammars = Grammars(source, self.model_config.vocab_size, self._device)
-        self._masks = MaskMaker(self._grammars, self._device, self._kind.launches_async)
-        self._runner = StepRunner(self.model, self._batch, self._kind)
+        self._grammars = GrammarManager(source, self.model_config.vocab_size, self._device)
+        self._masks = GrammarMaskBuilder(self._grammars, self._device, self._platform.launches_async)
+        self._runner = StepRunner(self.model, self._batch, self._platform)
         self._collector = StepCollector()
         self._resize_kv_pool(config)
 
     def _load_model(
         self, config: WorkerConfig, source: ModelSource, parallel: Parallel, dtype: torch.dtype
     ) -> TpPartBaseModel:
-        """With a KV pool that is only large enough to measure how much memory steps take."""
+        """Load the model, with a KV pool that is just large enough to measure the memory that steps take."""
         has_weights = config.load_format == "auto"
         args = ModelArgs(
             config=self.model_config,
@@ -77,27 +77,27 @@ class ModelWorker:
             max_total_token_num=FIRST_POOL_TOKENS,
             max_reqs=config.running_max_req_size,
             max_req_total_len=self.max_req_total_len,
-            outline=outline(source) if has_weights else (),
+            tensor_metadata=tensor_metadata(source) if has_weights else (),
         )
         with explain_out_of_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
             return get_model_class(self.model_config.model_type)(args)
 
     def _resize_kv_pool(self, config: WorkerConfig) -> None:
         with explain_out_of_memory("lower max_total_token_num or mem_fraction"):
-            self.model.set_kv_size(kv_size(config, self.model, self._kind, self._launch_every_kernel))
+            self.model.set_kv_size(kv_size(config, self.model, self._platform, self._launch_every_kernel))
         self._batch.padding_slot = self.model.mem_manager.padding_slot
 
     @property
     def step_limits(self) -> StepLimits:
-        return self._kind.profile(self._device).step_limits
+        return self._platform.profile(self._device).step_limits
 
     @property
     def launch_lead_s(self) -> float:
-        return self._kind.profile(self._device).launch_lead_s
+        return self._platform.profile(self._device).launch_lead_s
 
     @property
     def step_timeout_s(self) -> float:
-        return self._kind.step_timeout_s
+        return self._platform.step_timeout_s
 
     @property
     def max_total_token_num(self) -> int:
@@ -106,7 +106,7 @@ class ModelWorker:
     @property
     def pipeline_depth(self) -> int:
         """How many steps should be in flight at once."""
-        return self._kind.pipeline_depth
+        return self._platform.pipeline_depth
 
     @property
     def longest_request(self) -> int:
@@ -114,9 +114,9 @@ class ModelWorker:
         return min(self.max_req_total_len, self.max_total_token_num)
 
     def warm_up(self) -> None:
-        """Run every kind of step once. What compiles or allocates at first use does so here."""
+        """Run every kind of step once, so that no request waits for a compilation or a first allocation."""
         self._grammars.warm_up()
-        self._kind.compile_kernels(self._device, self._launch_every_kernel)
+        self._platform.compile_kernels(self._device, self._launch_every_kernel)
         self._run_warm_up_steps()
         self.capture()
 
@@ -125,7 +125,7 @@ class ModelWorker:
         self._runner.capture()
 
     def _launch_every_kernel(self) -> None:
-        with self.model.one_layer_of_each_kind():
+        with self.model.distinct_layers_only():
             self._run_warm_up_steps()
         self._runner.launch_every_shape()
 
@@ -138,26 +138,26 @@ class ModelWorker:
         return self.launch(step)()
 
     def reset(self) -> None:
-        """Free all requests and forget the steps in flight. The device finishes those before it begins another."""
+        """Free all requests and forget the steps in flight. The device still finishes them before the next step."""
         self._collector = StepCollector()
         self._batch.clear()
 
-    def launch(self, step: Step) -> Collect:
-        """Start a step without waiting for the one before. Call from one thread; what is returned, from any.
+    def launch(self, step: Step) -> GetResult:
+        """Start a step without waiting for the one before. Always call it from the same thread.
 
-        The function that is returned waits for the step's result.
+        It returns a function that waits for the step's result. Any thread may call that function.
         """
-        self._kind.enter(self._device)
+        self._platform.set_current(self._device)
         self._batch.apply(self._collector.take_updates())
         self._update_batch(step)
         if not step.rows:
             return StepResult
-        packed = self._batch.pack(step.rows, self._runner.fit)
+        packed = self._batch.pack(step.rows, self._runner.captured_shape)
         plan = self._sampler.prepare(packed.reqs)
-        masks = self._masks.begin(plan.constrained, self._wait_for_tokens)
+        masks = self._masks.build(plan.constrained, self._wait_for_tokens)
         out = self._runner.run(packed.inputs, packed.shape, packed.prompt_logprobs(self._device), masks)
         tokens, logprobs = self._sample(plan, out, masks)
-        # only now: a grammar may have forced tokens meanwhile, so that this step does not compute a request's last one
+        # after sampling: if a grammar forces tokens meanwhile, this step does not compute a request's last token
         return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed.reqs), logprobs))
 
     def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
@@ -171,7 +171,7 @@ class ModelWorker:
         for new in step.new:
             limit = new.sampling.thinking
             thinking = None if limit is None else ThinkingBudget(limit, self._grammars.token_bytes)
-            self._batch.add(new, self._grammars.open(new), thinking)
+            self._batch.add(new, self._grammars.start(new), thinking)
         for copy in step.copies:
             self._copy_kv(copy)
 
@@ -189,10 +189,10 @@ class ModelWorker:
     def _sample(
         self, plan: SamplingPlan, out: StepOut, masks: StepMasks | None
     ) -> tuple[Tensor, SampledLogprobs | None]:
-        """A token for each request of the step, and the logprobs that are wanted."""
+        """A token for each request of the step, and the requested logprobs."""
         count = len(plan.reqs)
         tokens, logits = out.tokens[:count], out.logits[:count]
-        if plan.special:
+        if plan.sampler_reqs:
             if plan.needs_tokens_in_flight:
                 self._wait_for_tokens()
             tokens = self._sampler.sample(plan, logits, tokens, masks)
@@ -200,12 +200,12 @@ class ModelWorker:
         return tokens, self._sampler.logprobs(plan, tokens, logits)
 
 
-def _dtype(config: WorkerConfig, model: ModelConfig, kind: Device) -> torch.dtype:
+def _dtype(config: WorkerConfig, model: ModelConfig, platform: Device) -> torch.dtype:
     if config.data_type == "auto":
-        return kind.dtype_for(model.hf.get("dtype") or model.hf.get("torch_dtype"))
+        return platform.dtype_for(model.hf.get("dtype") or model.hf.get("torch_dtype"))
     dtype: torch.dtype = getattr(torch, config.data_type)
-    if not kind.has_dtype(dtype):
-        raise ServerError(f"this GPU does not compute in {config.data_type}; use the data_type float16")
+    if not platform.has_dtype(dtype):
+        raise ServerError(f"this GPU does not support the data_type {config.data_type}; use float16")
     return dtype
 
 

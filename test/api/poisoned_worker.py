@@ -9,7 +9,7 @@ from functools import partial
 from lightserve.io_struct import Step
 from lightserve.utils.process import run_child
 from lightserve.worker.null_worker import NullWorker, main
-from lightserve.worker.rpc import Collect
+from lightserve.worker.rpc import GetResult
 
 POISON = 31_999
 
@@ -19,7 +19,7 @@ class PoisonedWorker(NullWorker):
         super().__init__(step_s)
         self._killers: set[int] = set()
 
-    def launch(self, step: Step) -> Collect:
+    def launch(self, step: Step) -> GetResult:
         self._killers |= {new.req_id for new in step.new if POISON in new.token_ids}
         if any(row.req_id in self._killers for row in step.rows):
             os.kill(os.getpid(), signal.SIGKILL)

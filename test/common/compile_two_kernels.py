@@ -16,7 +16,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from lightserve.common.compile.ahead import compile_ahead
-from lightserve.common.compile.processes import compile_server
+from lightserve.common.compile.client import compile_server
 from lightserve.common.triton_kernel import activation
 from test.ops.compile_kernels import AbsentCard
 

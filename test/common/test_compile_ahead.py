@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lightserve.common import ops
-from lightserve.common.compile import processes
-from lightserve.common.compile.processes import CompileServer, running_server
+from lightserve.common.compile import client
+from lightserve.common.compile.client import CompileServer, running_server
 from lightserve.common.triton_kernel import place_tokens
 from lightserve.worker import main as worker
 from test.waiting import wait_until
@@ -64,15 +64,15 @@ def test_a_worker_compiles_kernels_itself_if_the_server_fails(tmp_path: Path) ->
 def test_no_compile_server_is_started_if_the_cache_has_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     (tmp_path / "some").mkdir()
-    (tmp_path / "some" / f"{processes.EVERY_STEP_KERNEL}.json").touch()
+    (tmp_path / "some" / f"{client.EVERY_STEP_KERNEL}.json").touch()
 
-    with processes.compile_server(str(tmp_path / "line")):
+    with client.compile_server(str(tmp_path / "line")):
         assert running_server() is None
 
 
 def test_the_kernel_that_marks_a_used_cache_is_launched_in_every_mode() -> None:
-    assert hasattr(place_tokens, processes.EVERY_STEP_KERNEL)
-    assert ops.fixed_order("triton") not in ops.place_tokens.impls
+    assert hasattr(place_tokens, client.EVERY_STEP_KERNEL)
+    assert ops.batch_invariant("triton") not in ops.place_tokens.impls
 
 
 @pytest.mark.parametrize(

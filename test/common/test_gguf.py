@@ -9,7 +9,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
-from lightserve.common.checkpoint.gguf import CHUNK, gguf_outline
+from lightserve.common.checkpoint.gguf import CHUNK, gguf_metadata
 from lightserve.common.checkpoint.reader import open_checkpoint, total_bytes
 from lightserve.errors import CheckpointError, ModelFilesError
 from lightserve.model_files import resolve
@@ -113,7 +113,7 @@ def test_rows_that_the_heads_do_not_divide_are_refused(tmp_path: Path) -> None:
     assert isinstance(source, GgufSource)
 
     with pytest.raises(CheckpointError, match=r"tensor blk.0.attn_k.weight has 32 rows, no multiple of 6; convert it"):
-        list(gguf_outline(source.header, source.hf_config() | {"num_key_value_heads": 3}))
+        list(gguf_metadata(source.header, source.hf_config() | {"num_key_value_heads": 3}))
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightserve.common.device.profile import H200, KIB, GraphRanges, Profile, gpu_profile
-from lightserve.worker.step_runner import graph_shapes, padded
+from lightserve.worker.step_runner import graph_shape_for, graph_shapes
 
 CARDS = {  # multiprocessors, KiB of shared memory that a thread block may have
     "NVIDIA A100-SXM4-80GB": (108, 163),
@@ -53,7 +53,7 @@ def test_the_steps_of_a_card_of_under_half_the_size_are_half_as_long() -> None:
     assert profile.step_limits.chunked_prefill_size == 128
     assert profile.step_limits.preferred_step_tokens == (128, 256, 384, 512, 640)
     assert graphs_of(profile).tokens == (64, 128, 256, 384, 512, 640)
-    assert graphs_of(profile).hiding_tokens == 512
+    assert graphs_of(profile).max_launch_bound_tokens == 512
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -62,5 +62,5 @@ def test_every_step_size_is_captured_and_every_captured_shape_is_padded_to_itsel
     ranges = graphs_of(profile)
 
     assert set(profile.step_limits.preferred_step_tokens) <= set(ranges.tokens)
-    for shape in graph_shapes(256, ranges=ranges):
-        assert padded(shape, ranges) == shape
+    for shape in graph_shapes(256, ranges):
+        assert graph_shape_for(shape, ranges) == shape

@@ -9,7 +9,7 @@ from lightserve.io_struct import Step
 from lightserve.models.llama.model import LlamaPreAndPostLayerWeight
 from lightserve.utils.process import Boot, Parent, run_child
 from lightserve.worker import main as model_main, worker
-from lightserve.worker.rpc import Collect
+from lightserve.worker.rpc import GetResult
 from test.faults.failing_worker import NAN_TOKEN_ID, raise_at_poison
 
 
@@ -18,7 +18,7 @@ class FailingModelWorker(worker.ModelWorker):
         self._make_nan()
         super().warm_up()
 
-    def launch(self, step: Step) -> Collect:
+    def launch(self, step: Step) -> GetResult:
         raise_at_poison(step)
         return super().launch(step)
 

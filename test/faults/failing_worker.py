@@ -7,7 +7,7 @@ from functools import partial
 from lightserve.io_struct import ReqFailed, Step, StepResult
 from lightserve.utils.process import Boot, Parent, run_child
 from lightserve.worker import null_worker
-from lightserve.worker.rpc import Collect
+from lightserve.worker.rpc import GetResult
 
 POISON_PROMPT = (25, 24, 23, 22, 21)  # a prompt that crashes workers; tokens that every model has
 NAN_TOKEN_ID = 11  # a token whose embedding is NaN
@@ -19,7 +19,7 @@ def raise_at_poison(step: Step) -> None:
 
 
 class FailingWorker(null_worker.NullWorker):
-    def launch(self, step: Step) -> Collect:
+    def launch(self, step: Step) -> GetResult:
         raise_at_poison(step)
         return partial(self._make_nan, {new.req_id for new in step.new if NAN_TOKEN_ID in new.token_ids}, step)
 

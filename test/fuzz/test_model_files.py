@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 
-from lightserve.common.checkpoint.reader import open_checkpoint, outline
+from lightserve.common.checkpoint.reader import open_checkpoint, tensor_metadata
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import load_tokenizer, resolve
 from lightserve.model_files.folder import find_weight_files
@@ -85,7 +85,7 @@ def test_a_damaged_gguf_is_read_or_refused(data: st.DataObject) -> None:
         source.eos_token_ids()
         load_tokenizer(source)
         ModelConfig.from_hf(source.hf_config())
-        list(outline(source))
+        list(tensor_metadata(source))
 
 
 @FUZZ
@@ -97,7 +97,7 @@ def test_a_damaged_safetensors_file_is_read_or_refused(data: st.DataObject) -> N
     source = FolderSource("damaged", folder)
 
     with contextlib.suppress(ModelFilesError):
-        shapes = {name: tuple(tensor.shape) for name, tensor, _ in outline(source)}
+        shapes = {name: tuple(tensor.shape) for name, tensor, _ in tensor_metadata(source)}
         assert {name: tuple(tensor.shape) for name, tensor, _ in open_checkpoint(source)} == shapes
 
 

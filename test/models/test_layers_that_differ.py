@@ -71,7 +71,7 @@ def test_layers_with_other_heads_are_of_another_kind() -> None:
     hf, checkpoint = build_pair()
     model, _ = run(checkpoint, hf, RankGroup())
 
-    with model.one_layer_of_each_kind():
+    with model.distinct_layers_only():
         assert len(model.layers_infer) == 2
 
 

@@ -1,4 +1,4 @@
-"""A second way to store linears needs a LinearMethod and a line in its choice, and no change in a model."""
+"""A second way to store linears needs a LinearMethod and a line in its registry, and no change in a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightserve.common.basemodel import (
     UnquantizedLinear,
 )
 from lightserve.common.parallel import ParallelSizes, connect_ranks
-from lightserve.common.quantization import LinearMethodFactory, choice
+from lightserve.common.quantization import LinearMethodFactory, registry
 from lightserve.errors import CheckpointError
 from lightserve.model_files import model_config
 from lightserve.models.registry import get_model_class
@@ -87,12 +87,12 @@ def int8_factory(config: Mapping[str, Any]) -> LinearMethodFactory:
 def _toy_format() -> Iterator[None]:
     register()
     yield
-    del choice.METHODS[NAME]
+    del registry.METHODS[NAME]
     model_config.QUANT_METHODS.remove(NAME)
 
 
 def register() -> None:
-    choice.METHODS[NAME] = int8_factory
+    registry.METHODS[NAME] = int8_factory
     model_config.QUANT_METHODS.add(NAME)
 
 
@@ -192,5 +192,5 @@ def test_layers_with_other_linear_methods_are_of_another_kind() -> None:
     plain = build_ours(hf)
     quantised = build_int8(hf, quantized(hf))
 
-    assert plain.layer_weights[0].kind() == plain.layer_weights[1].kind()
-    assert plain.layer_weights[0].kind() != quantised.layer_weights[0].kind()
+    assert plain.layer_weights[0].kernel_key() == plain.layer_weights[1].kernel_key()
+    assert plain.layer_weights[0].kernel_key() != quantised.layer_weights[0].kernel_key()

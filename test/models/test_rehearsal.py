@@ -20,7 +20,7 @@ def test_one_layer_of_each_kind_runs_inside_the_context_and_all_layers_after_it(
     expected = session.step({0: PROMPT})
     everything = list(seen)
 
-    with model.one_layer_of_each_kind():
+    with model.distinct_layers_only():
         session.step({1: PROMPT})
     reduced = seen[len(everything) :]
     again = session.step({2: PROMPT})
@@ -36,11 +36,11 @@ def test_layers_with_other_weights_are_of_another_kind() -> None:
     context = WeightContext(Parallel(), torch.float32, model.device)
     first, second = model.layer_weights
 
-    assert first.kind() == second.kind()
+    assert first.kernel_key() == second.kernel_key()
     second.k_norm = RmsNormWeight("k_norm", 16, 1e-5, context)  # type: ignore[attr-defined]
 
-    assert first.kind() != second.kind()
-    with model.one_layer_of_each_kind():
+    assert first.kernel_key() != second.kernel_key()
+    with model.distinct_layers_only():
         assert model.layer_weights == [first, second]
 
 
@@ -48,7 +48,7 @@ def test_an_error_inside_the_context_restores_all_layers() -> None:
     model = build_ours(build_hf("llama-gqa"))
     layers = model.layers_infer
 
-    with pytest.raises(RuntimeError, match="no memory"), model.one_layer_of_each_kind():
+    with pytest.raises(RuntimeError, match="no memory"), model.distinct_layers_only():
         raise RuntimeError("no memory")
 
     assert model.layers_infer is layers

@@ -23,11 +23,11 @@ from triton.runtime.jit import JITFunction
 from lightserve.common import ops, triton_kernel
 from lightserve.common.compile.server import AbsentGpu
 from lightserve.common.device.profile import KIB, gpu_profile
-from lightserve.common.triton_kernel import fixed_order, linear, norm_linear
+from lightserve.common.triton_kernel import batch_invariant, linear, norm_linear
 from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
 from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args, share_prefixes, with_alibi
 
-BACKENDS = ("triton", ops.fixed_order("triton"))
+BACKENDS = ("triton", ops.batch_invariant("triton"))
 HEAD_DIMS = (80, 128, 256)  # padded, the usual, and large; ARGS holds 64
 HEAVY_HEAD_DIMS = {torch.float32: (256,), torch.bfloat16: (128, 512)}  # where tiles take most of shared memory
 # multiprocessors, KiB of shared memory a thread block: A100, L4, H200, B200
@@ -93,7 +93,7 @@ def compile_linear(dtype: torch.dtype) -> None:
     for config in (linear.NARROW, linear.WIDE):
         for rows in (8, 32):
             linear.multiply(torch.ones(rows, 2048, dtype=dtype), weight, None, config)
-    fixed_order.linear(torch.ones(64, 2048, dtype=dtype), weight)
+    batch_invariant.linear(torch.ones(64, 2048, dtype=dtype), weight)
 
 
 def compile_norm_linear(dtype: torch.dtype) -> None:

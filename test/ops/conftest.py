@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from lightserve.common.device.profile import H200
-from lightserve.common.triton_kernel import _card
+from lightserve.common.triton_kernel import _gpu
 
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one after the other, also the hundreds that end at once for want of an item."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(_card, "active", replace(H200, multiprocessors=12))
+        monkeypatch.setattr(_gpu, "active", replace(H200, multiprocessors=12))

@@ -10,7 +10,7 @@ import torch
 
 from lightserve.common import ops
 from lightserve.common.device.profile import H200
-from lightserve.common.triton_kernel import _card, _token_splits, token_attention
+from lightserve.common.triton_kernel import _gpu, _token_splits, token_attention
 from test.ops.cases import (
     HEAD_DIMS,
     NAN,
@@ -106,7 +106,7 @@ def test_triton_refuses_heads_that_cannot_share_the_cache() -> None:
         ops.token_attention.impls["triton"](q.mT.contiguous().mT, cache, batch, options)
 
 
-@pytest.mark.parametrize("backend", ["triton", ops.fixed_order("triton")])
+@pytest.mark.parametrize("backend", ["triton", ops.batch_invariant("triton")])
 def test_triton_refuses_a_head_dim_over_its_limit(backend: str) -> None:
     args = attention_args([(3, 1)], (1, 1), 520, torch.float32, device_of("triton"))
 
@@ -149,7 +149,7 @@ def test_a_launch_fills_the_rows_of_requests_with_one_and_no_others(lens: list[t
 @pytest.mark.parametrize("count", [4, 5, 7])
 def test_token_attention_in_waves_matches_its_definition(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two programs a kv head run at once; one request is longer than its share."""
-    monkeypatch.setattr(_card, "active", replace(H200, multiprocessors=1))
+    monkeypatch.setattr(_gpu, "active", replace(H200, multiprocessors=1))
     lens = [(140, 1), (5, 1), (0, 9), (900, 1), (70, 1), (0, 1), (30, 2), (300, 1), (450, 1)][: count + 2]
     q, cache, batch, options = attention_args(lens, (6, 2), 64, torch.float32, device_of("triton"))
     rows = [sum(new for _, new in lens[:i]) for i, (_, new) in enumerate(lens) if new == 1]
@@ -175,7 +175,7 @@ def test_splits_cover_all_keys_and_leave_no_multiprocessor_idle_for_long(
     lengths: Callable[[random.Random], int], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Brute force: 66 programs for each kv head take the splits in order."""
-    monkeypatch.setattr(_card, "active", H200)
+    monkeypatch.setattr(_gpu, "active", H200)
     chance = random.Random(count)
     keys = [lengths(chance) for _ in range(count)]
     lens = [(length - 1, 1) for length in keys]

@@ -94,10 +94,10 @@ def test_few_rows_in_bfloat16_use_the_fused_kernel(
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_in_a_fixed_order_norm_and_product_are_separate(name: str) -> None:
+def test_the_batch_invariant_norm_and_product_are_separate(name: str) -> None:
     op = ops.OPS[name]
 
-    assert op.impls[ops.fixed_order("triton")] is op.impls[ops.REFERENCE]
+    assert op.impls[ops.batch_invariant("triton")] is op.impls[ops.REFERENCE]
 
 
 def test_gate_without_up_is_refused() -> None:

@@ -79,7 +79,7 @@ def test_a_wrong_flag_is_reported(capsys: pytest.CaptureFixture[str], flags: lis
             ["--tp=3"],
             "KV",
         ),
-        ({}, ["--max_model_len=513"], "max_req_total_len=513, but the model reaches 512 tokens; lower it"),
+        ({}, ["--max_model_len=513"], "max_req_total_len=513, but the model supports 512 tokens; lower it"),
     ],
 )
 def test_a_model_that_cannot_be_served_is_reported(

@@ -134,7 +134,7 @@ FOLDERS: dict[str, tuple[Damage, str, str]] = {
     "no epsilon": (setting("config.json", rms_norm_eps=None), "config.json", "has no rms_norm_eps"),
     "NaN epsilon": (setting("config.json", rms_norm_eps=float("nan")), "config.json", "is nan, wanted a positive num"),
     "rope of text": (setting("config.json", rope_parameters={"rope_theta": "x"}), "config.json", "rope_theta is 'x'"),
-    "rope of one": (setting("config.json", rope_parameters={"rope_theta": 1}), "config.json", "make no sense"),
+    "rope of one": (setting("config.json", rope_parameters={"rope_theta": 1}), "config.json", "are inconsistent"),
     "rope is a list": (setting("config.json", rope_parameters=[1]), "config.json", "rope_parameters is [1], wanted"),
     "tied perhaps": (setting("config.json", tie_word_embeddings="no"), "config.json", "wanted true or false"),
     "end token is text": (setting("config.json", eos_token_id="end"), "config.json", "eos_token_id is 'end', not an"),
@@ -197,7 +197,7 @@ def test_a_damaged_folder_is_refused_before_a_port_is_opened(
     ("flags", "reason"),
     [
         (["--tp=3"], "do not divide among tp=3 ranks; choose a tp"),
-        (["--max_model_len=129"], "max_req_total_len=129, but the model reaches 128 tokens; lower it"),
+        (["--max_model_len=129"], "max_req_total_len=129, but the model supports 128 tokens; lower it"),
         (
             ["--max_total_token_num=1"],
             "max_total_token_num=1 is less than one request of 2 tokens; raise --max_total_token_num",
@@ -330,7 +330,10 @@ def load(folder: Path) -> str:
     ("change", "reason"),
     [
         (lambda tensors: tensors.pop(NORM), rf"lacks 1 tensors: {NORM}; fetch"),
-        (lambda tensors: tensors.update({NORM: torch.ones(63)}), f"{NORM} has shape (63,), config.json wants (64,); f"),
+        (
+            lambda tensors: tensors.update({NORM: torch.ones(63)}),
+            f"{NORM} has shape (63,), but config.json needs (64,); f",
+        ),
         (lambda tensors: tensors.update({NORM: torch.ones(64).to(torch.int8)}), f"{NORM} is int8; only float"),
         (lambda tensors: tensors.update({NORM: torch.ones(64, dtype=torch.complex64)}), f"{NORM} is C64; only float"),
     ],
@@ -360,7 +363,7 @@ def test_a_config_with_fewer_layers_than_the_checkpoint_is_refused_before_weight
 def test_an_embedding_of_another_size_is_reported_without_allocating_it(folder: Path) -> None:
     setting("config.json", vocab_size=2**24, hidden_size=2**24)(folder)
 
-    assert "wants (16777216, 16777216)" in load(folder)
+    assert "needs (16777216, 16777216)" in load(folder)
 
 
 @pytest.mark.usefixtures("no_weights_read")

@@ -9,7 +9,7 @@ import pytest
 from lightserve.grammar.compiler import choice_grammar, schema_grammar
 from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, Step
 from lightserve.llm import LLM, Generation
-from lightserve.worker.rpc import Collect
+from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import ReqGrammar
 from lightserve.worker.worker import ModelWorker
 from test.small_text import small_tokenizer
@@ -65,7 +65,7 @@ def steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     """The steps that have run."""
     run: list[Step] = []
 
-    def counted(worker: ModelWorker, step: Step) -> Collect:
+    def counted(worker: ModelWorker, step: Step) -> GetResult:
         run.append(step)
         return launch(worker, step)
 

@@ -14,15 +14,16 @@ import pytest
 from llguidance import LLMatcher
 
 from lightserve.common import ops
+from lightserve.common.device import H200_GRAPHS
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar import compiler as compiler_module
 from lightserve.grammar.compiler import GrammarCompiler, choice_grammar, schema_grammar
 from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, NewReq, SamplingParams
 from lightserve.llm import LLM, Generation
 from lightserve.model_files.source import resolve
-from lightserve.worker.sampling.grammar import LANES, Grammars, ReqGrammar
-from lightserve.worker.sampling.step_masks import MaskMaker
-from lightserve.worker.step_runner import padded
+from lightserve.worker.sampling.grammar import LANES, GrammarManager, ReqGrammar
+from lightserve.worker.sampling.step_masks import GrammarMaskBuilder
+from lightserve.worker.step_runner import graph_shape_for
 from lightserve.worker.worker import ModelWorker
 from test.small_text import small_tokenizer
 from test.waiting import DEADLINE_S
@@ -125,7 +126,9 @@ def test_masks_without_a_thread_of_their_own_are_the_same(
     expected = llm.generate(prompts(len(wanted)), wanted)
     worker = llm.worker
     monkeypatch.setattr(ModelWorker, "pipeline_depth", depth)
-    monkeypatch.setattr(worker, "_masks", MaskMaker(worker._grammars, worker.model.device, launches_async=True))
+    monkeypatch.setattr(
+        worker, "_masks", GrammarMaskBuilder(worker._grammars, worker.model.device, launches_async=True)
+    )
 
     generations = llm.generate(prompts(len(wanted)), wanted)
 
@@ -135,7 +138,9 @@ def test_masks_without_a_thread_of_their_own_are_the_same(
 def test_padded_steps_give_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = mixed(6)
     expected = llm.generate(prompts(6), wanted)
-    monkeypatch.setattr(llm.worker._runner, "fit", lambda shape: padded(shape) or shape)
+    monkeypatch.setattr(
+        llm.worker._runner, "captured_shape", lambda shape: graph_shape_for(shape, H200_GRAPHS) or shape
+    )
     ops.use_backend(ops.REFERENCE)  # the ops of the CPU backend are never padded
 
     outs = llm.generate(prompts(6), wanted)
@@ -226,12 +231,12 @@ def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path: Path, small_fold
 
 
 def test_a_request_that_enters_again_continues_where_it_was(small_folder: str) -> None:
-    grammars = Grammars(resolve(small_folder), 131)
+    grammars = GrammarManager(resolve(small_folder), 131)
     output_ids = TOKENIZER.encode("12-")
     spec = GrammarSpec("regex", "[0-9]+-[ab]")
     new = NewReq(0, [*PROMPT, *output_ids], SamplingParams(grammar=spec), 0, (EOS,), output_len=len(output_ids))
 
-    grammar = grammars.open(new)
+    grammar = grammars.start(new)
 
     assert grammar is not None
     (mask,) = grammars.masks([grammar], [()])
@@ -242,9 +247,9 @@ def test_a_request_that_enters_again_continues_where_it_was(small_folder: str) -
 
 
 def test_forbidden_ends_stay_allowed_if_nothing_else_may_come(small_folder: str) -> None:
-    grammars = Grammars(resolve(small_folder), 131)
+    grammars = GrammarManager(resolve(small_folder), 131)
     both = [
-        grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=GrammarSpec("regex", text)), 0, (EOS,)))
+        grammars.start(NewReq(i, PROMPT, SamplingParams(grammar=GrammarSpec("regex", text)), 0, (EOS,)))
         for i, text in enumerate(("a*", ""))
     ]
 
@@ -255,13 +260,13 @@ def test_forbidden_ends_stay_allowed_if_nothing_else_may_come(small_folder: str)
 
 @pytest.mark.parametrize("vocab_size", [131, 4000])  # of the model, which may have more tokens than the tokenizer
 def test_a_step_has_the_same_masks_as_each_grammar_alone(small_folder: str, vocab_size: int) -> None:
-    grammars = Grammars(resolve(small_folder), vocab_size)
+    grammars = GrammarManager(resolve(small_folder), vocab_size)
     texts = ["[ab]*", "1", "[ab]*", "[0-9]+", "", "[ab]*", "1"] * 3
-    opened = [
-        grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=GrammarSpec("regex", text)), 0, (EOS,)))
+    started = [
+        grammars.start(NewReq(i, PROMPT, SamplingParams(grammar=GrammarSpec("regex", text)), 0, (EOS,)))
         for i, text in enumerate(texts)
     ]
-    step = [*opened[:3], None, *opened[3:]]
+    step = [*started[:3], None, *started[3:]]
     forbidden = [(EOS, 5000) if i % 2 else () for i in range(len(step))]
 
     masks = grammars.masks(step, forbidden)
@@ -275,21 +280,21 @@ def test_a_step_has_the_same_masks_as_each_grammar_alone(small_folder: str, voca
 
 def test_eight_requests_of_a_grammar_share_a_lexer(small_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightserve.worker.sampling.grammar.cores", lambda: 16)
-    grammars = Grammars(resolve(small_folder), 131)
+    grammars = GrammarManager(resolve(small_folder), 131)
 
-    opened = [grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,))) for i in range(40)]
+    started = [grammars.start(NewReq(i, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,))) for i in range(40)]
 
-    lexers = [grammar.lexer_id for grammar in opened if grammar is not None]
+    lexers = [grammar.lexer_id for grammar in started if grammar is not None]
     assert len(set(lexers)) == 4
     assert lexers[:32] == [lexer for lexer in dict.fromkeys(lexers) for _ in range(8)]
     assert lexers[32:] == lexers[:8]
-    masks = grammars.masks(opened, [()] * 40)
+    masks = grammars.masks(started, [()] * 40)
     assert all(mask.tolist() == masks[0].tolist() for mask in masks)
 
 
 def test_a_prepared_grammar_is_compiled_for_all_requests(small_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightserve.worker.sampling.grammar.cores", lambda: 16)
-    grammars = Grammars(resolve(small_folder), 131)
+    grammars = GrammarManager(resolve(small_folder), 131)
     made: list[GrammarSpec] = []
     llguidance = compiler_module._llguidance
 
@@ -302,8 +307,8 @@ def test_a_prepared_grammar_is_compiled_for_all_requests(small_folder: str, monk
     assert made == [DIGITS] * LANES
 
     grammars.compile_grammar(DIGITS, (EOS,))
-    opened = [grammars.open(NewReq(i, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,))) for i in range(40)]
-    assert all(grammar is not None and grammar.matcher is not None for grammar in opened)
+    started = [grammars.start(NewReq(i, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,))) for i in range(40)]
+    assert all(grammar is not None and grammar.matcher is not None for grammar in started)
 
     assert made == [DIGITS] * LANES
 
@@ -312,11 +317,11 @@ def test_the_first_request_with_a_grammar_has_it_compiled_for_all_lanes(
     small_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightserve.worker.sampling.grammar.cores", lambda: 16)
-    grammars = Grammars(resolve(small_folder), 131)
+    grammars = GrammarManager(resolve(small_folder), 131)
 
-    opened = grammars.open(NewReq(0, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,)))
-    assert opened is not None
-    assert opened.matcher is not None
+    started = grammars.start(NewReq(0, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,)))
+    assert started is not None
+    assert started.matcher is not None
     for compiled in grammars._compiling.get((DIGITS, (EOS,)), []):
         compiled.result(DEADLINE_S)
 
@@ -326,7 +331,7 @@ def test_the_first_request_with_a_grammar_has_it_compiled_for_all_lanes(
 def test_a_request_does_not_wait_for_the_compilation_of_other_grammars(
     small_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars = Grammars(resolve(small_folder), 131)
+    grammars = GrammarManager(resolve(small_folder), 131)
     grammars.compile_grammar(DIGITS, (EOS,))
     may_compile, is_compiling = threading.Event(), threading.Event()
     compile_now = GrammarCompiler.compile
@@ -341,9 +346,9 @@ def test_a_request_does_not_wait_for_the_compilation_of_other_grammars(
     compiling.start()
     assert is_compiling.wait(DEADLINE_S)
 
-    opened = grammars.open(NewReq(0, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,)))
-    assert opened is not None
-    assert opened.matcher is not None  # would wait until the test gives up
+    started = grammars.start(NewReq(0, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,)))
+    assert started is not None
+    assert started.matcher is not None  # would wait until the test gives up
     may_compile.set()
     compiling.join(DEADLINE_S)
 
@@ -407,18 +412,18 @@ def test_an_output_with_a_prefix_ends_no_sooner_than_it_may(llm: LLM) -> None:
 
 @pytest.mark.parametrize("output", ["ab", "ab12", "abxyx"])
 def test_a_request_that_enters_again_after_its_prefix_is_free(small_folder: str, output: str) -> None:
-    grammars = Grammars(resolve(small_folder), 131)
+    grammars = GrammarManager(resolve(small_folder), 131)
     ids = [*TOKENIZER.encode(output), EOS, 130]
     new = NewReq(
         0, [*PROMPT, *ids], SamplingParams(grammar=GrammarSpec("prefix", "ab")), 0, (EOS,), output_len=len(ids)
     )
 
-    grammar = grammars.open(new)
+    grammar = grammars.start(new)
 
     assert grammar is not None
     (mask,) = grammars.masks([grammar], [()])
     assert (mask == -1).all()
-    assert grammar.is_over
+    assert grammar.is_unconstrained
     assert grammar.error is None
 
 

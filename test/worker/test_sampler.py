@@ -147,7 +147,7 @@ def sampled_by_the_step(logits: Tensor, reqs: list[InferReq]) -> Tensor:
     seeds = torch.tensor([req.seed for req in reqs], device=device)
     positions = torch.tensor([req.total_len for req in reqs], dtype=torch.int32, device=device)
     tokens = ops.sample(logits, temperatures, seeds, positions)
-    return tokens.masked_fill(torch.tensor([req.rules.is_special for req in reqs], device=device), -2)
+    return tokens.masked_fill(torch.tensor([req.rules.needs_sampler for req in reqs], device=device), -2)
 
 
 @pytest.fixture(params=[ops.REFERENCE, "triton"])

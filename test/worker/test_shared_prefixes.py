@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from lightserve.common import ops
-from lightserve.common.device import H200
+from lightserve.common.device import H200, H200_GRAPHS
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.parallel import Parallel
-from lightserve.common.triton_kernel import _card
+from lightserve.common.triton_kernel import _gpu
 from lightserve.config import WorkerConfig
 from lightserve.io_struct import GenerationParams, NewReq, SamplingParams, Step, StepRow
 from lightserve.llm import LLM
@@ -26,7 +26,7 @@ from lightserve.worker import infer_batch, shared_prefixes, step_runner
 from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.shared_prefixes import Arrangement, SharedPrefixes
 from lightserve.worker.step_input import StepShape, columns_of
-from lightserve.worker.step_runner import graph_shapes, padded
+from lightserve.worker.step_runner import graph_shape_for, graph_shapes
 from lightserve.worker.worker import ModelWorker
 
 Prefixes = dict[int, tuple[int, ...]]  # slots by request
@@ -222,12 +222,14 @@ def test_a_batch_that_is_to_share_nothing_keeps_its_order() -> None:
 
 
 def test_only_decode_steps_of_some_size_are_captured_for_groups() -> None:
-    shared = [shape for shape in graph_shapes(100) if shape.has_shared]
+    shared = [shape for shape in graph_shapes(100, H200_GRAPHS) if shape.has_shared]
 
     assert {shape.requests for shape in shared} == {2, 4, 8, 16, 24, 32, 48, 64, 96, 128} - {2, 4, 8}
     assert not any(shape.has_prompts for shape in shared)
-    assert not any(shape.has_shared for shape in graph_shapes(100, shares_prefixes=False))
-    assert padded(StepShape(17, 17, True, False, has_shared=True)) == StepShape(24, 24, True, False, has_shared=True)
+    assert not any(shape.has_shared for shape in graph_shapes(100, H200_GRAPHS, shares_prefixes=False))
+    assert graph_shape_for(StepShape(17, 17, True, False, has_shared=True), H200_GRAPHS) == StepShape(
+        24, 24, True, False, has_shared=True
+    )
 
 
 def make(folder: str, device: str) -> ModelWorker:
@@ -322,7 +324,7 @@ def test_the_order_of_grouped_rows_changes_no_token(folder: str, monkeypatch: py
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only where there is no GPU")
 def test_attention_that_reads_prefixes_once_changes_no_token(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # the interpreter runs programs one after the other
-    monkeypatch.setattr(_card, "active", dataclasses.replace(H200, multiprocessors=2))
+    monkeypatch.setattr(_gpu, "active", dataclasses.replace(H200, multiprocessors=2))
 
     try:
         shared = run_both(make(folder, "cpu"), 10, monkeypatch, attention="triton")

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from lightserve.common import ops
+from lightserve.common.device import H200_GRAPHS
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.worker import step_runner
 from lightserve.worker.step_input import StepShape
-from lightserve.worker.step_runner import StepRunner, graph_shapes, padded
+from lightserve.worker.step_runner import StepRunner, graph_shape_for, graph_shapes
 from lightserve.worker.worker import ModelWorker
 
 MAX_REQS = 12
@@ -99,13 +100,13 @@ def test_a_padded_step_gives_the_tokens_of_the_step(folder: str, definitions: No
     expected = Driver(worker, seed=0).run(15)
     shapes: list[tuple[StepShape, StepShape]] = []
 
-    def fit(shape: StepShape) -> StepShape:
-        larger = padded(shape)
+    def captured_shape(shape: StepShape) -> StepShape:
+        larger = graph_shape_for(shape, H200_GRAPHS)
         assert larger is not None
         shapes.append((shape, larger))
         return larger
 
-    worker._runner.fit = fit  # type: ignore[method-assign]
+    worker._runner.captured_shape = captured_shape  # type: ignore[method-assign]
     outs = Driver(worker, seed=0).run(15)
 
     assert [(out.req_id, out.token.id) for out in outs] == [(out.req_id, out.token.id) for out in expected]
@@ -147,32 +148,32 @@ def test_graphs_give_the_tokens_of_plain_launches(folder: str) -> None:
 
 
 def test_every_shape_that_is_captured_is_padded_to_itself() -> None:
-    for shape in graph_shapes(100):
-        assert padded(shape) == shape
+    for shape in graph_shapes(100, H200_GRAPHS):
+        assert graph_shape_for(shape, H200_GRAPHS) == shape
 
 
 def test_steps_that_take_longer_than_launching_are_captured_only_where_many_decode() -> None:
-    long = [shape for shape in graph_shapes(256) if shape.tokens > 1024]
+    long = [shape for shape in graph_shapes(256, H200_GRAPHS) if shape.tokens > 1024]
 
     assert {shape.requests for shape in long} == {136, 264}
     assert all(shape.has_decodes and shape.has_prompts for shape in long)
-    assert not any(shape.tokens > 1024 for shape in graph_shapes(64))
+    assert not any(shape.tokens > 1024 for shape in graph_shapes(64, H200_GRAPHS))
 
 
 def test_a_step_is_padded_to_the_next_shape_or_not_at_all() -> None:
     def shape(tokens: int, requests: int, kind: str) -> StepShape:
         return StepShape(tokens, requests, has_decodes=kind != "prompts", has_prompts=kind != "decodes")
 
-    assert padded(shape(3, 3, "decodes")) == shape(4, 4, "decodes")
-    assert padded(shape(512, 512, "decodes")) == shape(512, 512, "decodes")
-    assert padded(shape(513, 513, "decodes")) is None
-    assert padded(shape(100, 1, "prompts")) == shape(128, 8, "prompts")
-    assert padded(shape(100, 9, "prompts")) == shape(128, 24, "both")
-    assert padded(shape(20 + 65, 22, "both")) == shape(128, 24, "both")
-    assert padded(shape(130, 100, "both")) == shape(256, 136, "both")
-    assert padded(shape(110, 100, "both")) == shape(256, 136, "both")
-    assert padded(shape(600, 1, "prompts")) == shape(768, 8, "prompts")
-    assert padded(shape(1600, 1, "prompts")) is None
-    assert padded(shape(1250, 250, "both")) == shape(1280, 264, "both")
-    assert padded(shape(1000, 190, "both")) == shape(1024, 264, "both")
-    assert padded(shape(500, 300, "both")) is None
+    assert graph_shape_for(shape(3, 3, "decodes"), H200_GRAPHS) == shape(4, 4, "decodes")
+    assert graph_shape_for(shape(512, 512, "decodes"), H200_GRAPHS) == shape(512, 512, "decodes")
+    assert graph_shape_for(shape(513, 513, "decodes"), H200_GRAPHS) is None
+    assert graph_shape_for(shape(100, 1, "prompts"), H200_GRAPHS) == shape(128, 8, "prompts")
+    assert graph_shape_for(shape(100, 9, "prompts"), H200_GRAPHS) == shape(128, 24, "both")
+    assert graph_shape_for(shape(20 + 65, 22, "both"), H200_GRAPHS) == shape(128, 24, "both")
+    assert graph_shape_for(shape(130, 100, "both"), H200_GRAPHS) == shape(256, 136, "both")
+    assert graph_shape_for(shape(110, 100, "both"), H200_GRAPHS) == shape(256, 136, "both")
+    assert graph_shape_for(shape(600, 1, "prompts"), H200_GRAPHS) == shape(768, 8, "prompts")
+    assert graph_shape_for(shape(1600, 1, "prompts"), H200_GRAPHS) is None
+    assert graph_shape_for(shape(1250, 250, "both"), H200_GRAPHS) == shape(1280, 264, "both")
+    assert graph_shape_for(shape(1000, 190, "both"), H200_GRAPHS) == shape(1024, 264, "both")
+    assert graph_shape_for(shape(500, 300, "both"), H200_GRAPHS) is None

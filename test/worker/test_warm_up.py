@@ -6,7 +6,7 @@ from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.io_struct import NewReq, Step
 from lightserve.model_files.source import resolve
-from lightserve.worker.rpc import Collect
+from lightserve.worker.rpc import GetResult
 from lightserve.worker.worker import ModelWorker
 
 
@@ -20,7 +20,7 @@ def test_warm_up_runs_every_kind_of_request_and_leaves_none(
     run: list[NewReq] = []
     launch = worker.launch
 
-    def watched(step: Step) -> Collect:
+    def watched(step: Step) -> GetResult:
         run.extend(step.new)
         return launch(step)
 

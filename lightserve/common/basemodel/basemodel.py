@@ -40,7 +40,7 @@ class ModelArgs:
     max_total_token_num: int
     max_reqs: int
     max_req_total_len: int
-    outline: Iterable[CheckpointTensor] = ()  # the checkpoint without its numbers, to check it before loading
+    tensor_metadata: Iterable[CheckpointTensor] = ()  # names, shapes and dtypes, to check them before loading
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class TpPartBaseModel:
         """Refuse a config.json with options that the model's code does not implement."""
 
     def _init_weights(self) -> None:
-        self._check_outline()
+        self._check_metadata()
         self.pre_post_weight, self.layer_weights = self._new_weights(self.device)
         layers = [self.pre_post_weight, *self.layer_weights]
         if self.args.checkpoint is None:
@@ -110,12 +110,12 @@ class TpPartBaseModel:
         layers = [self.transformer_weight_class(i, config, context) for i, config in enumerate(configs)]
         return self.pre_and_post_weight_class(self.config, context), layers
 
-    def _check_outline(self) -> None:
-        """Check the outline against weights on the meta device: a wrong config.json may ask for too much memory."""
-        outline = list(self.args.outline)
-        if outline:
+    def _check_metadata(self) -> None:
+        """Check the checkpoint against weights on the meta device: a wrong config.json may need too much memory."""
+        tensor_metadata = list(self.args.tensor_metadata)
+        if tensor_metadata:
             pre_post, layers = self._new_weights(torch.device("meta"))
-            check_weights([pre_post, *layers], self.adapt_checkpoint(outline), self.config.num_layers)
+            check_weights([pre_post, *layers], self.adapt_checkpoint(tensor_metadata), self.config.num_layers)
 
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""
@@ -156,21 +156,21 @@ class TpPartBaseModel:
         """Create whatever else a model needs."""
 
     @contextmanager
-    def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Run steps on one layer of each kind. They launch every kernel of a full step, so all kernels get compiled."""
+    def distinct_layers_only(self) -> Iterator[None]:
+        """Run steps on layers of distinct kernel keys only. They launch every kernel that a full step launches."""
         whole = self.layers_infer, self.layer_weights
         layers = zip(*whole, strict=True)
-        kinds = {self._kind(infer, weight): (infer, weight) for infer, weight in layers}
-        self.layers_infer = [infer for infer, _ in kinds.values()]
-        self.layer_weights = [weight for _, weight in kinds.values()]
+        distinct = {self._kernel_key(infer, weight): (infer, weight) for infer, weight in layers}
+        self.layers_infer = [infer for infer, _ in distinct.values()]
+        self.layer_weights = [weight for _, weight in distinct.values()]
         try:
             yield
         finally:
             self.layers_infer, self.layer_weights = whole
 
-    def _kind(self, infer: TransformerLayerInfer[Any, Any], weight: TransformerLayerWeight) -> Hashable:
+    def _kernel_key(self, infer: TransformerLayerInfer[Any, Any], weight: TransformerLayerWeight) -> Hashable:
         kv_group = self.kv_layout.group_of(infer.layer_num)
-        return type(infer), weight.kind(), None if kv_group is None else kv_group.plan_key
+        return type(infer), weight.kernel_key(), None if kv_group is None else kv_group.plan_key
 
     @torch.inference_mode()
     def forward(self, step: ModelInput) -> Tensor:

@@ -57,7 +57,7 @@ def gguf_tensors(header: GgufHeader, config: dict[str, Any]) -> Iterator[tuple[s
             yield name, _reorder(header, entry.name, _read(file, entry), config)
 
 
-def gguf_outline(header: GgufHeader, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def gguf_metadata(header: GgufHeader, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The same tensors on the meta device."""
     for entry, name in _wanted(header):
         yield name, _reorder(header, entry.name, torch.empty(entry.shape, device="meta"), config)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import safetensors
 import torch
 
-from lightserve.common.checkpoint.gguf import gguf_bytes, gguf_outline, gguf_tensors
+from lightserve.common.checkpoint.gguf import gguf_bytes, gguf_metadata, gguf_tensors
 from lightserve.errors import CheckpointError
 from lightserve.model_files.safetensors_header import read_header, tensor_bytes
 from lightserve.model_files.source import GgufSource, ModelSource
@@ -53,13 +53,13 @@ def open_checkpoint(source: ModelSource) -> Iterator[CheckpointTensor]:
             yield CheckpointTensor(name, tensor, str(file))
 
 
-def outline(source: ModelSource) -> Iterator[CheckpointTensor]:
-    """The same tensors on the meta device, in milliseconds: enough to check names, shapes and dtypes."""
+def tensor_metadata(source: ModelSource) -> Iterator[CheckpointTensor]:
+    """The same tensors on the meta device: enough to check names, shapes and dtypes. It takes milliseconds."""
     for file in source.weight_files():
         if isinstance(source, GgufSource):
-            tensors = gguf_outline(source.header, source.hf_config())
+            tensors = gguf_metadata(source.header, source.hf_config())
         elif file.suffix == ".safetensors":
-            tensors = _safetensors_outline(file)
+            tensors = _safetensors_metadata(file)
         else:
             tensors = _torch_file(file, META)
         for name, tensor in tensors:
@@ -91,10 +91,11 @@ def _safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise CheckpointError(f"{file}: not readable as safetensors ({error}); fetch it again") from error
 
 
-def _safetensors_outline(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _safetensors_metadata(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for name, (dtype, shape, _) in read_header(file).items():
         if dtype not in DTYPES:
-            raise CheckpointError(f"{file}: {name} is {dtype[:100]}; only float checkpoints load")
+            remedy = "only float checkpoints are supported; fetch the unquantised model"
+            raise CheckpointError(f"{file}: {name} is {dtype[:100]}; {remedy}")
         yield name, torch.empty(shape, dtype=DTYPES[dtype], device=META)
 
 

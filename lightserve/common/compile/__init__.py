@@ -4,7 +4,7 @@ A model launches some hundred kernels. Compiled one after the other at first use
 weights. So a worker compiles them ahead and in parallel:
 
 1. ``cache.py``: before Triton is imported, the worker makes sure that Triton's cache folder can be written. If the
-   cache holds no kernels yet, it starts a compile server (``processes.py``).
+   cache holds no kernels yet, it starts a compile server (``client.py``).
 2. ``server.py``: the compile server imports all kernels while the worker imports torch. It forks one process for each
    kernel that it is asked for. It needs no GPU and writes the result to Triton's cache.
 3. ``ahead.py``: the worker runs its steps once under ``compile_ahead``. Each launch of an uncompiled kernel starts a

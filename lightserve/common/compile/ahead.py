@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from triton import knobs
 from triton.runtime import driver
 
-from lightserve.common.compile.processes import running_server
+from lightserve.common.compile.client import running_server
 
 MAX_THREADS = 16  # each waits for the compile server, or compiles itself
 

@@ -1,6 +1,6 @@
 """The compile server: it imports all kernels once and forks a process for each kernel that it is asked for.
 
-``processes.py`` starts it as ``python -m lightserve.common.compile.server FD``, where FD is a listening socket. It ends
+``client.py`` starts it as ``python -m lightserve.common.compile.server FD``, where FD is a listening socket. It ends
 when its standard input is closed.
 """
 
@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import lightserve.common.triton_kernel  # noqa: F401  which takes seconds
-from lightserve.common.compile.processes import COMPILED
+from lightserve.common.compile.client import COMPILED
 
 
 class AbsentGpu:

@@ -3,7 +3,7 @@
 from lightserve.common.cpu_kernel import (
     activation,
     attention,
-    fixed_order,
+    batch_invariant,
     linear,
     mask_logits,
     norm,
@@ -15,7 +15,7 @@ from lightserve.common.cpu_kernel import (
 __all__ = [
     "activation",
     "attention",
-    "fixed_order",
+    "batch_invariant",
     "linear",
     "mask_logits",
     "norm",

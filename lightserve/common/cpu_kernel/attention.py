@@ -121,7 +121,7 @@ def _plan(batch: AttnBatch, options: AttnOptions) -> tuple[list[_Group], list[_P
     key = ("cpu", options.key)
     plan = batch.plans.get(key)
     if plan is None:
-        options.refuse_all_but("cpu", "alibi_slopes")
+        options.check_supported("cpu", "alibi_slopes")
         plan = batch.plans[key] = _make_plan(batch)
     return plan
 

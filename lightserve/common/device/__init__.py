@@ -1,8 +1,9 @@
 """What LightServe asks of hardware.
 
 ``base.py`` says what a device must offer; ``cpu.py`` and ``cuda.py`` are the built-in ones, and ``registry.py`` finds
-them by name, together with those of other packages. ``profile.py`` holds what differs from card to card. No other
-package names a kind of device.
+them by name, together with those of other packages. ``profile.py`` holds what differs between GPU models. Other
+packages use a ``Device``. Exceptions: the worker looks for ``/dev/nvidiactl`` before torch is imported, and
+``checkpoint/upload.py`` uses CUDA streams.
 """
 
 from lightserve.common.device.base import Device, Graphs, HostCopy

@@ -43,17 +43,17 @@ class Device(ABC):
     ops_backend: ClassVar[str]  # of common.ops
     ops_module: ClassVar[str]  # importing it registers the backend
     comm_backend: ClassVar[str]  # of torch.distributed
-    dtypes: ClassVar[tuple[torch.dtype, ...]]  # that models keep; a model of another dtype is computed in the first
-    pipeline_depth: ClassVar[int]  # steps in flight: an accelerator must find its next step ready
+    dtypes: ClassVar[tuple[torch.dtype, ...]]  # supported; a model of another dtype is computed in the first
+    pipeline_depth: ClassVar[int]  # steps in flight; 2 if the device should find its next step queued
     launches_async: ClassVar[bool]  # whether a launch returns before the work is done
-    step_timeout_s: ClassVar[float]  # default: no healthy step takes so long
+    step_timeout_s: ClassVar[float]  # default of --step_timeout: a step that takes longer has hung
     max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
 
     # which devices there are
 
     @abstractmethod
-    def unavailable(self) -> str | None:
-        """Why this machine has no such device, with a remedy; None: it has one."""
+    def unavailable_reason(self) -> str | None:
+        """Why this machine has no such device, with a remedy; None if it has one."""
 
     @abstractmethod
     def torch_device(self, rank: int) -> torch.device:
@@ -61,10 +61,10 @@ class Device(ABC):
 
     @abstractmethod
     def profile(self, device: torch.device) -> Profile:
-        """What ``device`` is measured or declared to do well."""
+        """The size of ``device``, and the numbers that were tuned for it."""
 
     @abstractmethod
-    def enter(self, device: torch.device) -> None:
+    def set_current(self, device: torch.device) -> None:
         """Make ``device`` the current one of this thread."""
 
     # operators
@@ -77,9 +77,9 @@ class Device(ABC):
         import_module(self.ops_module)
         backends = [self.ops_backend]
         if deterministic:
-            backends.insert(0, ops.fixed_order(self.ops_backend))
+            backends.insert(0, ops.batch_invariant(self.ops_backend))
         ops.use_backend(*backends)
-        self.enter(device)
+        self.set_current(device)
 
     def dtype_for(self, model_dtype: str | None) -> torch.dtype:
         """The dtype to compute a model in unless the operator sets one."""

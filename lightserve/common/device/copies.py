@@ -20,8 +20,8 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Host memory to write into, from which ``device`` copies without making the host wait: pinned for a GPU.
 
-    Torch keeps it until copies from it are over. To pin memory that was allocated elsewhere copies it. From 32,768
-    numbers on that copy uses all threads of torch, which then spin at 100 % for milliseconds.
+    Torch keeps it until the copies from it have finished. Pinning memory that was allocated otherwise would copy it.
+    From 32,768 numbers on, that copy would use all threads of torch, which then spin at 100 % for milliseconds.
     """
     return registry.device_of(device).host_memory(shape, dtype)
 

@@ -28,7 +28,7 @@ class CpuDevice(Device):
     launches_async = False
     step_timeout_s = 600.0  # 2048 tokens of a model of 8 billion weights on two cores take minutes
 
-    def unavailable(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         return None
 
     def torch_device(self, rank: int) -> torch.device:
@@ -41,7 +41,7 @@ class CpuDevice(Device):
             step_limits=StepLimits(batch_max_tokens=2048, chunked_prefill_size=64),
         )
 
-    def enter(self, device: torch.device) -> None:
+    def set_current(self, device: torch.device) -> None:
         """Nothing to do: every thread runs on the CPU."""
 
     def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:

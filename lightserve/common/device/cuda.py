@@ -30,7 +30,7 @@ class CudaDevice(Device):
     step_timeout_s = 60.0  # 8192 tokens of a model of 70 billion weights take seconds; kernels compile before
     max_head_dim = 512  # as in triton_kernel/_attention.py
 
-    def unavailable(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         if torch.cuda.is_available():
             return None
         return "no CUDA device is usable here: check the driver with nvidia-smi, or use the device cpu"
@@ -44,7 +44,7 @@ class CudaDevice(Device):
     def profile(self, device: torch.device) -> Profile:
         return _profile(device)
 
-    def enter(self, device: torch.device) -> None:
+    def set_current(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
 
     def has_dtype(self, dtype: torch.dtype) -> bool:
@@ -60,7 +60,7 @@ class CudaDevice(Device):
     def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:
         from lightserve.common.compile.ahead import compile_ahead  # imports triton
 
-        with compile_ahead(lambda: self.enter(device)):
+        with compile_ahead(lambda: self.set_current(device)):
             work()
 
     def graphs(self, function: Callable[[Tensor, Any], Out]) -> Graphs[Any, Out]:
@@ -76,12 +76,12 @@ class CudaDevice(Device):
         return peak
 
     def kv_budget(self, device: torch.device, mem_fraction: float) -> int:
-        """All that is free but 1 - ``mem_fraction`` of the card."""
+        """The free memory, less ``1 - mem_fraction`` of the GPU's total."""
         free, total = torch.cuda.mem_get_info(device)
         return max(int(free - total * (1 - mem_fraction)), 0)
 
     def to_device(self, array: np.ndarray, device: torch.device) -> Tensor:
-        """From pinned memory, which torch keeps until the copy is over."""
+        """From pinned memory, which torch keeps until the copy has finished."""
         return pinned(array).to(device, non_blocking=True)
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""What differs from card to card: its size, and the numbers that were tuned for it.
+"""What differs between GPU models: their size, and the numbers that were tuned for them.
 
 The numbers of the H200 were measured. Every other GPU gets a profile that ``gpu_profile`` derives from its properties.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from lightserve.io_struct import StepLimits
 
 KIB = 1024
-TILE_TOKENS = 128  # of a matmul: a step of another size pays for the next one
+TILE_TOKENS = 128  # of a matmul: a step takes as long as one of the next multiple
 CHUNK_TOKENS = 64
 
 
@@ -18,13 +18,13 @@ CHUNK_TOKENS = 64
 class GraphRanges:
     """Shapes of steps that are captured as graphs. A step is padded to the next one."""
 
-    decodes: tuple[int, ...]  # requests of a step in which all decode
-    tokens: tuple[int, ...]  # of a step with prompts
-    prompts: int  # requests of a step with prompts in which nobody decodes
-    requests: tuple[int, ...]  # of a step with prompts in which others decode
-    hiding_tokens: int  # a step of more tokens hides the time that Python takes to launch it
-    many_requests: int  # beside which launching is so slow that longer steps are captured too
-    max_padding: int  # tokens: to compute so many takes no longer than a graph saves
+    decodes: tuple[int, ...]  # numbers of requests of a decode step
+    tokens: tuple[int, ...]  # numbers of tokens of a step with prompts
+    prefill_requests: int  # most requests of a step without decodes
+    requests: tuple[int, ...]  # numbers of requests of a step with prompts and decodes
+    max_launch_bound_tokens: int  # larger steps compute for longer than Python takes to launch them
+    slow_launch_requests: int  # with more requests launching is so slow that larger steps are captured too
+    max_padding: int  # in tokens: computing so many takes no longer than a graph saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Profile:
     step_limits: StepLimits  # unless the operator sets others
     multiprocessors: int  # that run thread blocks; the cores of a CPU
     shared_bytes: int = 0  # shared memory that one thread block may ask for (opt-in); 0: there is none
-    launch_lead_s: float = 0.0  # before a step ends, the next one is planned, sent and launched in this time
+    launch_lead_s: float = 0.0  # how long planning, sending and launching the next step takes
     graphs: GraphRanges | None = None  # None: the device has no graphs
 
 
@@ -46,11 +46,11 @@ H200_GRAPHS = GraphRanges(
     # A step of few rows costs what reading the weights costs, so the steps between these are padded.
     decodes=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512),
     tokens=(64, 128, 256, 384, 512, 768, 1024, 1280, 1536),
-    prompts=8,
+    prefill_requests=8,
     requests=(24, 40, 72, 136, 264),
     # Launching a step from Python takes up to 29 ms, which computing more than 1,024 tokens hides.
-    hiding_tokens=1024,
-    many_requests=128,
+    max_launch_bound_tokens=1024,
+    slow_launch_requests=128,
     max_padding=256,
 )
 H200 = Profile(
@@ -65,9 +65,9 @@ MEASURED = (H200,)
 
 
 def gpu_profile(name: str, multiprocessors: int, shared_bytes: int) -> Profile:
-    """The measured profile of a card, or one that is derived from the H200's.
+    """The measured profile of a GPU, or one that is derived from the H200's.
 
-    A card with fewer multiprocessors computes fewer tokens in the same time. So numbers of tokens shrink in proportion
+    A GPU with fewer multiprocessors computes fewer tokens in the same time. So numbers of tokens shrink in proportion
     to the multiprocessors, rounded to whole tiles of a matmul; they never grow past what was measured. The host's
     launches cost the same, so the numbers of requests and the launch lead stay.
     """
@@ -87,7 +87,7 @@ def gpu_profile(name: str, multiprocessors: int, shared_bytes: int) -> Profile:
         graphs=replace(
             graphs,
             tokens=tuple(sorted({*graphs.tokens[:2], *sizes})),  # the scheduler's sizes, and two for short prompts
-            hiding_tokens=_rounded(graphs.hiding_tokens * share, TILE_TOKENS),
+            max_launch_bound_tokens=_rounded(graphs.max_launch_bound_tokens * share, TILE_TOKENS),
         ),
     )
 

@@ -36,9 +36,9 @@ def device_named(name: str) -> Device:
 def pick_device(name: str | None = None) -> Device:
     """The device that the operator named, or the best one of this machine: an accelerator if there is one."""
     if name is None:
-        return next(device for device in _by_preference() if device.unavailable() is None)
+        return next(device for device in _by_preference() if device.unavailable_reason() is None)
     device = device_named(name)
-    reason = device.unavailable()
+    reason = device.unavailable_reason()
     if reason is not None:
         raise ServerError(reason)
     return device

@@ -6,7 +6,7 @@ from lightserve.common.ops.embedding import vocab_embedding
 from lightserve.common.ops.linear import linear
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lightserve.common.ops.norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
-from lightserve.common.ops.registry import OPS, REFERENCE, fixed_order, use_backend
+from lightserve.common.ops.registry import OPS, REFERENCE, batch_invariant, use_backend
 from lightserve.common.ops.rotary import rotary, rotary_write_kv
 from lightserve.common.ops.sampling import (
     NO_TOKEN,
@@ -36,8 +36,8 @@ __all__ = [
     "add_rms_norm_linear",
     "add_watermark",
     "apply_penalties",
+    "batch_invariant",
     "context_attention",
-    "fixed_order",
     "gelu",
     "gelu_and_mul",
     "gelu_tanh",

@@ -51,10 +51,10 @@ class AttnOptions:
 
     @property
     def key(self) -> Hashable:
-        """What of it a plan depends on: all but the numbers that kernels read or multiply by."""
+        """The part of the options that a plan depends on. It lacks values that kernels only read or multiply by."""
         return self.alibi_slopes is not None, self.causal, self.window, self.softcap is not None, self.sinks is not None
 
-    def refuse_all_but(self, backend: str, *implemented: str) -> None:
+    def check_supported(self, backend: str, *implemented: str) -> None:
         """Raise if an option is set that is not among ``implemented``; ``scale`` always is."""
         for name, default in OPTION_DEFAULTS.items():
             value = getattr(self, name)
@@ -97,7 +97,7 @@ def token_attention(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: Attn
 
 
 def _attend(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
-    options.refuse_all_but(REFERENCE, "alibi_slopes")
+    options.check_supported(REFERENCE, "alibi_slopes")
     out = torch.empty_like(q)
     columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
     for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):

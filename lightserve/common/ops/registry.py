@@ -1,9 +1,9 @@
 """Operators: one meaning, one implementation per backend.
 
 An op is declared by its PyTorch body. That body defines the op, runs on any device that has nothing better, and is the
-oracle of the op's tests. A backend replaces the ops that it computes faster; a coarse op whose body calls finer ops
-gains as soon as those do. A device has a second backend, ``fixed_order`` of its name, which gives up speed so that the
-result of a row does not depend on the rows beside it.
+oracle of the op's tests. A backend replaces the ops that it computes faster. An op whose body calls other ops becomes
+faster with them. A device has a second, slower backend, ``batch_invariant(name)``: the result of a row does not depend
+on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ R = TypeVar("R")
 REFERENCE = "torch"
 
 
-def fixed_order(backend: str) -> str:
-    """The backend that sums in a fixed order where ``backend`` sums in the order that suits the batch."""
-    return f"{backend}_fixed_order"
+def batch_invariant(backend: str) -> str:
+    """The name of the backend whose sums have a fixed order. In ``backend`` the order depends on the batch."""
+    return f"{backend}_batch_invariant"
 
 
 OPS: dict[str, Op[Any, Any]] = {}

@@ -64,7 +64,7 @@ class LinearMethod(ABC):
     """Owns the tensors of one linear on one rank, and computes with them.
 
     The constructor takes a ``LinearSpec``, the dtype of the activations and the device, and allocates; the device may
-    be ``meta``. A fused method returns None where it is not offered. Callers then compute the two steps one by one.
+    be ``meta``. A fused method returns None if it is not implemented. The caller then computes both parts separately.
     """
 
     @abstractmethod
@@ -90,7 +90,7 @@ class LinearMethod(ABC):
     def process_weights_after_loading(self) -> None:  # noqa: B027  most need nothing
         """Called once all pieces are filled. A method may repack its tensors here."""
 
-    def kind(self) -> Hashable:
+    def kernel_key(self) -> Hashable:
         """Equal for methods that launch the same kernels."""
         stored = ((piece.shape, None if piece.into is None else piece.into.dtype) for piece in self.pieces())
         return (type(self), *stored)

@@ -4,8 +4,8 @@ from lightserve.common.triton_kernel import (
     activation,
     add_watermark,
     apply_penalties,
+    batch_invariant,
     context_attention,
-    fixed_order,
     layer_norm,
     linear,
     mask_logits,
@@ -20,14 +20,14 @@ from lightserve.common.triton_kernel import (
     vocab_embedding,
     write_kv,
 )
-from lightserve.common.triton_kernel._card import use_profile
+from lightserve.common.triton_kernel._gpu import use_profile
 
 __all__ = [
     "activation",
     "add_watermark",
     "apply_penalties",
+    "batch_invariant",
     "context_attention",
-    "fixed_order",
     "layer_norm",
     "linear",
     "mask_logits",

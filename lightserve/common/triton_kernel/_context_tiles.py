@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel._blocks import cdiv
-from lightserve.common.triton_kernel._card import stages_that_fit
 from lightserve.common.triton_kernel._check import check_last_contiguous, tensors_of
+from lightserve.common.triton_kernel._gpu import stages_that_fit
 
 REQ_IDX = tl.constexpr(0)  # fields of a tile: the request's row of req_to_token
 START_LOC = tl.constexpr(1)  # its first row in q

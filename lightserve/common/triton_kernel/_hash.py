@@ -1,4 +1,4 @@
-"""The hash behind everything that looks random and must be the same on every device."""
+"""The hash behind sampling noise and watermarks. It gives the same numbers on every device."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightserve.common.triton_kernel._blocks import next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous, rows_in_place
 
-ELEMENTS_A_WARP = 512  # 16 in a lane: two 16-byte loads of float16
+ELEMENTS_PER_WARP = 512  # 16 in a lane: two 16-byte loads of float16
 MAX_WARPS = 16
 
 
@@ -51,6 +51,6 @@ def launch_norm(
         width,
         eps,
         BLOCK=block,
-        num_warps=min(max(block // ELEMENTS_A_WARP, 1), MAX_WARPS),
+        num_warps=min(max(block // ELEMENTS_PER_WARP, 1), MAX_WARPS),
     )
     return out

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import _card
+from lightserve.common.triton_kernel import _gpu
 from lightserve.common.triton_kernel._attention import LOG2_E, head_block
 from lightserve.common.triton_kernel._blocks import cdiv, few_sizes
 from lightserve.common.triton_kernel._context_tiles import Tiling, packed_heads, tiling_of
@@ -179,7 +179,7 @@ def plan_shared_prefix(batch: ops.AttnBatch, q: Tensor, kv_heads: int, groups: T
     tiling = _tiling(q)
     tile = tiling.rows // packed
     requests = len(batch.b_req_idx)
-    wanted = cdiv(_card.active.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR, heads // packed)
+    wanted = cdiv(_gpu.active.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR, heads // packed)
     max_items = wanted + requests // tile + len(groups)  # a last split or tile may be shorter
     new = batch.b_req_idx.new_empty
     found = SharedPrefixPlan(

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import _card
+from lightserve.common.triton_kernel import _gpu
 from lightserve.common.triton_kernel._blocks import few_sizes
 from lightserve.common.triton_kernel._check import check_last_contiguous, tensors_of
 
@@ -41,9 +41,9 @@ class SplitPlan:
 
 @triton.jit
 def _max_split_len(keys, slots, min_split):
-    """The length of splits for which ``slots`` programs are enough, where a shorter split rides beside another.
+    """A split length for which ``slots`` programs are enough. Requests of up to half that length are not counted.
 
-    Twice the average share of a slot is always enough; the share itself is if the lengths happen to fit.
+    Twice the average number of keys per slot is always enough. The loop tries shorter lengths, down to that average.
     """
     share = tl.maximum(tl.cdiv(tl.sum(keys, axis=0), slots), min_split)
     longest = 2 * share
@@ -156,7 +156,7 @@ def plan_splits(
     q_heads, kv_heads = heads
     b_seq_len = batch.b_seq_len
     requests = len(b_seq_len)
-    wave = max(_card.active.multiprocessors * programs_per_sm // kv_heads, 1)
+    wave = max(_gpu.active.multiprocessors * programs_per_sm // kv_heads, 1)
     max_splits = wave + requests  # the last split of a request may be shorter
     found = SplitPlan(
         splits=b_seq_len.new_empty((max_splits, SPLIT_FIELDS.value)),

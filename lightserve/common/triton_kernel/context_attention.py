@@ -162,7 +162,7 @@ def _launch(
     key = ("context_attention", tokens, min_new_tokens, options.key)  # layers of other head shapes have other tiles
     tiles = batch.plans.get(key)
     if tiles is None:
-        options.refuse_all_but("triton", "alibi_slopes")
+        options.check_supported("triton", "alibi_slopes")
         tiles = batch.plans[key] = list_tiles(batch, len(q), tokens, min_new_tokens)
     _context_attention_kernel[(tiles.shape[0] * (heads // packed),)](
         q,

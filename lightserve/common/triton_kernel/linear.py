@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
-from lightserve.common.triton_kernel._card import stages_that_fit
 from lightserve.common.triton_kernel._check import check_last_contiguous
+from lightserve.common.triton_kernel._gpu import stages_that_fit
 
 MIN_ROWS = 8  # of the input in one multiply instruction
 MIN_BLOCK_K = 16  # the shortest sum that tl.dot takes

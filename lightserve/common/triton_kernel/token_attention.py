@@ -23,8 +23,8 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.triton_kernel._attention import LOG2_E, MIN_DOT, dot_block, head_block
 from lightserve.common.triton_kernel._blocks import next_power_of_2
-from lightserve.common.triton_kernel._card import fits, programs_on_a_multiprocessor, stages_that_fit
 from lightserve.common.triton_kernel._check import check_last_contiguous
+from lightserve.common.triton_kernel._gpu import fits, programs_per_multiprocessor, stages_that_fit
 from lightserve.common.triton_kernel._shared_prefix import (
     MAX_SPLITS,
     SharedPrefixPlan,
@@ -238,7 +238,7 @@ def config_of(dtype: torch.dtype, block_d: int, block_m: int) -> Config:
         block_n=block_n,
         num_warps=num_warps,
         num_stages=stages_that_fit(block_n * key_bytes, num_stages, query_bytes),
-        programs_per_sm=programs_on_a_multiprocessor(programs_per_sm),
+        programs_per_sm=programs_per_multiprocessor(programs_per_sm),
     )
 
 
@@ -273,7 +273,7 @@ def launch(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnO
     key = ("token_attention", heads, kv_heads, dim, kv_cache.dtype, q.dtype, options.key)
     plan: _Plan | None = batch.plans.get(key)
     if plan is None:
-        options.refuse_all_but("triton", "alibi_slopes")
+        options.check_supported("triton", "alibi_slopes")
         plan = batch.plans[key] = _make_plan(q, kv_cache, batch)
     config, found, shared = plan
     if shared is not None:

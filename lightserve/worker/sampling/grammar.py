@@ -36,21 +36,21 @@ NO_TOKEN_LEFT = (
 
 
 class ReqGrammar:
-    """How far a request has got in its grammar. One thread uses it at a time: see collector.py."""
+    """The state of a request in its grammar. One thread uses it at a time: see collector.py."""
 
     def __init__(self, matcher: Future[LLMatcher], is_prefix: bool = False, lexer_id: int = 0) -> None:
         """``is_prefix``: any text may follow after a text of the grammar."""
         self.lexer_id = lexer_id  # matchers with the same one share a lexer
         self.error: str | None = None  # why no token may follow
-        self.is_over = False  # any token may follow
+        self.is_unconstrained = False  # any token may follow
         self._is_prefix = is_prefix
         self._compiled = matcher
         self._matcher: LLMatcher | None = None
 
     @property
     def matcher(self) -> LLMatcher | None:
-        """Waits for the compilation. None if that failed with ``error``, or if the grammar is over."""
-        if self._matcher is None and self.error is None and not self.is_over:
+        """Waits for the compilation. None if it failed with ``error``, or if ``is_unconstrained``."""
+        if self._matcher is None and self.error is None and not self.is_unconstrained:
             try:
                 self._matcher = self._compiled.result()
                 self._check_end()
@@ -83,7 +83,7 @@ class ReqGrammar:
 
     def _check_end(self) -> None:
         if self._is_prefix and self._matcher is not None and self._matcher.is_accepting():
-            self.is_over, self._matcher = True, None
+            self.is_unconstrained, self._matcher = True, None
 
 
 class GrammarOutput:
@@ -97,9 +97,9 @@ class GrammarOutput:
         self._may_force = sampling.logprobs is None and sampling.thinking is None  # both need a step for each token
 
     @property
-    def is_free(self) -> bool:
+    def is_unconstrained(self) -> bool:
         """Whether any token may follow."""
-        return self._grammar.is_over
+        return self._grammar.is_unconstrained
 
     def add(self, token_id: int) -> tuple[bool, str | None]:
         """Append a sampled token. Returns whether it completes the grammar, and why it is not allowed, if so."""
@@ -110,16 +110,16 @@ class GrammarOutput:
     def forced(self) -> Iterator[tuple[int, bool]]:
         """Append the tokens of the only text that may follow. Yields each, and whether it completes the grammar.
 
-        It stops before a token that another rule forbids: to sample that one finds that no token is left.
+        It stops before a token that another rule forbids. The next step then samples, and finds that no token is left.
         """
         for token_id in self._grammar.forced() if self._may_force else ():
-            if self.is_free or not self._rules.permits(token_id, self._token_ids):
+            if self.is_unconstrained or not self._rules.permits(token_id, self._token_ids):
                 break
             is_complete, _ = self.add(token_id)
             yield token_id, is_complete
 
 
-class Grammars:
+class GrammarManager:
     """Compiles the grammars of a worker's requests, and makes the masks of its steps."""
 
     def __init__(self, source: ModelSource, vocab_size: int, device: torch.device = CPU) -> None:
@@ -131,18 +131,18 @@ class Grammars:
         self._executor_of = lru_cache(maxsize=None)(LLExecutor)  # by the number of threads
         self._compilers_of = lru_cache(maxsize=2)(self._make_compilers)  # by end tokens; a server uses one set
         self._lanes = min(cores(), LANES)
-        self._opened = 0
+        self._started = 0
         self._lock = threading.Lock()  # for the compilers and _compiling
         self._compiling: dict[Hashable, list[Future[LLMatcher]]] = {}  # by grammar and end tokens
         self._compile_threads = ThreadPoolExecutor(self._lanes, "compile-grammar")
-        self._open_thread = ThreadPoolExecutor(1, "open-grammar")  # not behind the compilation of other grammars
+        self._start_thread = ThreadPoolExecutor(1, "start-grammar")  # not behind the compilation of other grammars
 
     def warm_up(self) -> None:
         """Read the vocabulary in a thread, before a request needs it."""
         if has_tokenizer(self._source):
             eos_ids = self._source.eos_token_ids()
             eos_ids = tuple(token for token in eos_ids if token < self._vocab_size)
-            self._open_thread.submit(self._compilers_for, eos_ids)
+            self._start_thread.submit(self._compilers_for, eos_ids)
 
     def compile_grammar(self, spec: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
         """Compile a grammar for all lanes, and wait for it. InvalidRequestError says what is wrong with it."""
@@ -154,15 +154,15 @@ class Grammars:
         """The bytes that a token adds to a text."""
         return self._tokenizer.decoder.token_bytes(token_id)
 
-    def open(self, new: NewReq) -> ReqGrammar | None:
-        """The grammar of a request that enters, after the output that it has already. It is compiled in a thread."""
+    def start(self, new: NewReq) -> ReqGrammar | None:
+        """The grammar of a new request, advanced by the output that it has already. A thread compiles it."""
         sampling = new.sampling
         if sampling.grammar is None:
             return None
         output_ids = new.token_ids[len(new.token_ids) - new.output_len :]
-        lane = self._opened // LANE_REQS % self._lanes
-        self._opened += 1
-        compiled = self._open_thread.submit(self._matcher_after, sampling.grammar, new.eos_ids, output_ids, lane)
+        lane = self._started // LANE_REQS % self._lanes
+        self._started += 1
+        compiled = self._start_thread.submit(self._matcher_after, sampling.grammar, new.eos_ids, output_ids, lane)
         return ReqGrammar(compiled, sampling.grammar.kind == "prefix", lexer_id=hash((sampling.grammar, lane)))
 
     def masks(self, grammars: Sequence[ReqGrammar | None], forbidden: Sequence[tuple[int, ...]]) -> Tensor:

@@ -1,6 +1,6 @@
 """Log-probabilities of sampled tokens and of prompts, for the requests that want them.
 
-They are of the model: no rule, temperature or filter has changed the logits.
+They come from the unmodified logits: before rules, temperature and filters.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class ReqRules:
         "filters",
         "first_ids",
         "has_grammar",
-        "is_special",
+        "needs_sampler",
     )
 
     def __init__(self, sampling: SamplingParams, stopping: StoppingParams, eos_ids: tuple[int, ...]) -> None:
@@ -57,7 +57,7 @@ class ReqRules:
         self._ngrams = NgramBans(sampling.no_repeat_ngram_size) if sampling.no_repeat_ngram_size else None
         self._length_decay = None if stopping.ignore_eos else sampling.exponential_decay_length_penalty
         self.filters = None if sampling.is_greedy else _filters(sampling)  # None: greedy
-        self.is_special = bool(  # a step samples by temperature and grammar alone: Sampler must sample this request
+        self.needs_sampler = bool(  # a step samples by temperature and grammar alone: Sampler must sample this request
             self.allowed_ids.size
             or self.first_ids.size
             or self.bias_ids.size
@@ -100,7 +100,7 @@ class ReqRules:
 
     def permits(self, token_id: int, token_ids: list[int]) -> bool:
         """Whether ``token_id`` may follow ``token_ids``, the last of which is output. Early ends are permitted."""
-        if not self.is_special:
+        if not self.needs_sampler:
             return True
         if self.allowed_ids.size and token_id not in self.allowed_ids:
             return False

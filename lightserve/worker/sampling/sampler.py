@@ -14,7 +14,7 @@ from lightserve.worker.infer_batch import InferReq
 from lightserve.worker.sampling.logits import LogitRules, floats, int32s, int64s
 from lightserve.worker.sampling.logprobs import SampledLogprobs
 from lightserve.worker.sampling.req_rules import Filters
-from lightserve.worker.sampling.step_masks import Constrained, StepMasks
+from lightserve.worker.sampling.step_masks import ConstrainedBatch, StepMasks
 from lightserve.worker.sampling.token_history import TokenHistory
 
 NONE_ALLOWED = -2  # in place of a token: the logits are numbers, but the rules of the request forbid every token
@@ -52,13 +52,13 @@ class RandomRows:
 class SamplingPlan:
     """The parameters of a batch's requests as tensors. It is made again only when the requests change.
 
-    Rows of ``rules`` and ``random`` count the special requests, not all requests.
+    Rows of ``rules`` and ``random`` count the requests that Sampler samples, not all requests.
     """
 
     reqs: list[InferReq]
-    special: list[InferReq]  # the step itself does not sample their tokens
-    special_rows: Tensor | None  # [special] int64, of the batch; None: all of it
-    constrained: Constrained | None
+    sampler_reqs: list[InferReq]  # the step itself does not sample their tokens
+    sampler_rows: Tensor | None  # [sampler_reqs] int64, their rows in the batch; None: all rows
+    constrained: ConstrainedBatch | None
     rules: LogitRules
     random: RandomRows | None  # the other rows are greedy
     logprobs: dict[int, int]  # row of the batch: how many top logprobs the request wants
@@ -69,32 +69,32 @@ class SamplingPlan:
 
 
 def make_plan(reqs: list[InferReq], vocab: int, device: torch.device) -> SamplingPlan:
-    special = [(row, req) for row, req in enumerate(reqs) if req.rules.is_special]
-    rows = [(i, req) for i, (_, req) in enumerate(special)]
+    sampler_reqs = [(row, req) for row, req in enumerate(reqs) if req.rules.needs_sampler]
+    rows = [(i, req) for i, (_, req) in enumerate(sampler_reqs)]
     return SamplingPlan(
         reqs=list(reqs),
-        special=[req for _, req in special],
-        special_rows=None if len(special) == len(reqs) else int64s([row for row, _ in special], device),
-        constrained=Constrained.of(reqs, device),
+        sampler_reqs=[req for _, req in sampler_reqs],
+        sampler_rows=None if len(sampler_reqs) == len(reqs) else int64s([row for row, _ in sampler_reqs], device),
+        constrained=ConstrainedBatch.of(reqs, device),
         rules=LogitRules.of(rows, vocab, device),
         random=_random_rows([req for _, req in rows], device),
         logprobs={row: req.sampling.logprobs for row, req in enumerate(reqs) if req.sampling.logprobs is not None},
     )
 
 
-def _random_rows(special: list[InferReq], device: torch.device) -> RandomRows | None:
+def _random_rows(sampler_reqs: list[InferReq], device: torch.device) -> RandomRows | None:
     by_filters: list[list[int]] = [[] for _ in Filters]
-    for row, req in enumerate(special):
+    for row, req in enumerate(sampler_reqs):
         if req.rules.filters is not None:
             by_filters[req.rules.filters].append(row)
     rows = list(chain.from_iterable(by_filters))
     if not rows:
         return None
-    reqs = [special[row] for row in rows]
+    reqs = [sampler_reqs[row] for row in rows]
     typical_end, both_end, top_end, _ = accumulate(map(len, by_filters))
     return RandomRows(
         reqs=reqs,
-        rows=None if rows == list(range(len(special))) else int64s(rows, device),
+        rows=None if rows == list(range(len(sampler_reqs))) else int64s(rows, device),
         temperature=floats([req.sampling.temperature for req in reqs], device)[:, None],
         b_seed=int64s([req.seed for req in reqs], device),
         top=_top_filter(reqs, slice(typical_end, top_end), device),
@@ -120,7 +120,10 @@ def _typical_filter(reqs: list[InferReq], rows: slice, device: torch.device) -> 
 
 
 class Sampler:
-    """Keeps what steps share: the plan of the last batch, and the tokens that penalties and watermarks depend on."""
+    """Samples the requests of ``SamplingPlan.sampler_reqs``.
+
+    It keeps the plan of the last batch, and the tokens that penalties and watermarks depend on.
+    """
 
     def __init__(self, vocab: int, device: torch.device, last_ids: Tensor) -> None:
         self._vocab = vocab
@@ -138,28 +141,28 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, plan: SamplingPlan, logits: Tensor, tokens: Tensor, masks: StepMasks | None = None) -> Tensor:
-        """``tokens``, ``[batch]``, that the step sampled, with other tokens for the special requests.
+        """Replace the tokens of the requests in ``plan.sampler_reqs``. ``tokens``: ``[batch]``, sampled by the step.
 
-        ``logits`` do not change. A row for which the step found no token gets none here: its logits are not numbers,
-        and rules that forbid tokens may hide that.
+        ``logits`` do not change. If the step found no token for a row, the row gets none here either: its logits are
+        not finite, which masks may hide.
         """
-        if not plan.special:
+        if not plan.sampler_reqs:
             return tokens
-        if masks is not None and not masks.has_special:
+        if masks is not None and not masks.has_sampler_rows:
             masks = None
-        if plan.special_rows is None:
+        if plan.sampler_rows is None:
             return _merge(tokens, self._sample(logits, plan, masks))
-        sampled = self._sample(logits[plan.special_rows], plan, masks)
-        return tokens.index_copy(0, plan.special_rows, _merge(tokens[plan.special_rows], sampled))
+        sampled = self._sample(logits[plan.sampler_rows], plan, masks)
+        return tokens.index_copy(0, plan.sampler_rows, _merge(tokens[plan.sampler_rows], sampled))
 
     @torch.inference_mode()
     def logprobs(self, plan: SamplingPlan, tokens: Tensor, logits: Tensor) -> SampledLogprobs | None:
-        """``logits`` of the model."""
+        """``logits``: as the model computed them."""
         return SampledLogprobs(tokens, logits, plan.logprobs) if plan.logprobs else None
 
     def _sample(self, logits: Tensor, plan: SamplingPlan, masks: StepMasks | None) -> Tensor:
-        """``logits``: rows of the special requests."""
-        changed = plan.rules.apply(logits, masks, self._history, in_place=plan.special_rows is not None)
+        """``logits``: rows of the requests that Sampler samples."""
+        changed = plan.rules.apply(logits, masks, self._history, in_place=plan.sampler_rows is not None)
         if plan.random is None:
             return _sample_greedily(changed)
         tokens = _sample_randomly(changed, plan.random)

@@ -17,7 +17,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.beam_search.algorithm import BeamParams, BeamResult, BeamSearch, Candidates
 from lightserve.io_struct import FinishReason, Step
 from lightserve.llm import LLM
-from lightserve.worker.rpc import Collect
+from lightserve.worker.rpc import GetResult
 from test.models.tiny import build_hf
 from test.real_model import PROMPTS, transformers_smollm2
 
@@ -264,7 +264,7 @@ def test_beams_share_the_kv_of_their_prefixes(tiny: Tiny, monkeypatch: pytest.Mo
     steps: list[Step] = []
     launch = llm.worker.launch
 
-    def counting(step: Step) -> Collect:
+    def counting(step: Step) -> GetResult:
         steps.append(step)
         return launch(step)
 

@@ -23,9 +23,9 @@ class LayerWeight:
         for weight in self._weights():
             yield from weight.pieces()
 
-    def kind(self) -> Hashable:
+    def kernel_key(self) -> Hashable:
         """Equal for layers that launch the same kernels."""
-        return (type(self), *(weight.kind() for weight in self._weights()))
+        return (type(self), *(weight.kernel_key() for weight in self._weights()))
 
     def process_weights_after_loading(self) -> None:
         for weight in self._weights():

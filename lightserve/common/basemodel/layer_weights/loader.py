@@ -41,12 +41,12 @@ def load_weights(layers: Sequence[LayerWeight], checkpoint: Iterable[CheckpointT
         layer.process_weights_after_loading()
 
 
-def check_weights(layers: Iterable[LayerWeight], outline: Iterable[CheckpointTensor], num_layers: int) -> None:
+def check_weights(layers: Iterable[LayerWeight], tensor_metadata: Iterable[CheckpointTensor], num_layers: int) -> None:
     """Find the errors that `load_weights` would find, before any tensor is read or allocated."""
     wanted = _pieces_by_name(layers)
     used = set(wanted)
     unused: dict[str, str] = {}
-    for name, tensor, file in outline:
+    for name, tensor, file in tensor_metadata:
         if name in wanted:
             _check(wanted.pop(name), tensor, file)
         elif name not in used:
@@ -89,8 +89,8 @@ def _fill(piece: Piece, tensor: torch.Tensor, file: str, upload: Upload) -> None
 def _check(piece: Piece, tensor: torch.Tensor, file: str) -> None:
     if tuple(tensor.shape) != piece.shape:
         raise CheckpointError(
-            f"{file}: {piece.name} has shape {tuple(tensor.shape)}, config.json wants {piece.shape}; "
-            "fetch the two that belong together"
+            f"{file}: {piece.name} has shape {tuple(tensor.shape)}, but config.json needs {piece.shape}; "
+            "fetch the checkpoint and the config.json of the same model"
         )
     if tensor.dtype not in piece.dtypes:
         raise CheckpointError(f"{file}: {piece.name} is {_name(tensor.dtype)}; {_wanted(piece)}")
@@ -98,7 +98,7 @@ def _check(piece: Piece, tensor: torch.Tensor, file: str) -> None:
 
 def _wanted(piece: Piece) -> str:
     if piece.dtypes == FLOATS:
-        return "only float checkpoints load here; fetch the unquantised model"
+        return "only float checkpoints are supported; fetch the unquantised model"
     return f"this model needs {' or '.join(map(_name, piece.dtypes))}; fetch the config.json of this checkpoint"
 
 
@@ -109,12 +109,12 @@ def _name(dtype: torch.dtype) -> str:
 def _check_none_is_missing(wanted: Mapping[str, Piece]) -> None:
     if wanted:
         raise CheckpointError(
-            f"the checkpoint lacks {_listed(sorted(wanted))}; fetch its files again, with the config.json of that model"
+            f"the checkpoint lacks {_listed(sorted(wanted))}; fetch its files and its config.json again"
         )
 
 
 def _check_no_layer_is_unused(unused: Mapping[str, str], used: Iterable[str], num_layers: int) -> None:
-    """A model that leaves out its last layers runs, and its text is wrong."""
+    """Refuse a checkpoint with more layers than config.json: the model would run, and its text would be wrong."""
     names = whole_unused_layers(unused, used, num_layers)
     if names:
         last = max(map(number_of_layer, names))

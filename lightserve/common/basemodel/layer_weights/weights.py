@@ -55,7 +55,7 @@ class Weight(ABC):
     @abstractmethod
     def pieces(self) -> Iterator[Piece]: ...
 
-    def kind(self) -> Hashable:
+    def kernel_key(self) -> Hashable:
         """Equal for weights that launch the same kernels."""
         return (type(self), *(piece.shape for piece in self.pieces()))
 
@@ -126,8 +126,8 @@ class LinearWeight(Weight):
     def pieces(self) -> Iterator[Piece]:
         return self.method.pieces()
 
-    def kind(self) -> Hashable:
-        return type(self), self.method.kind()
+    def kernel_key(self) -> Hashable:
+        return type(self), self.method.kernel_key()
 
     def process_weights_after_loading(self) -> None:
         self.method.process_weights_after_loading()

@@ -1,4 +1,4 @@
-"""The card that kernels are launched on. Wrappers choose their tiles by it; the tuned choices are those of an H200."""
+"""The GPU that kernels are launched on. Wrappers choose tiles that fit it; the tiles were tuned on an H200."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from functools import cache
 
 from lightserve.common.device.profile import H200, Profile
 
-active = H200  # a process has one card
+active = H200  # a process uses one GPU
 
 SLACK_BYTES = 2048  # of shared memory, for slots and sums beside the tiles
 
 
 def use_profile(profile: Profile) -> None:
-    """Choose tiles for this card from now on. A device calls it when it binds its ops."""
+    """Choose tiles for this GPU from now on. A device calls it when it binds its ops."""
     global active
     active = profile
 
@@ -27,7 +27,7 @@ def fits(tile_bytes: int, num_stages: int, resident_bytes: int = 0) -> bool:
 
 
 def stages_that_fit(tile_bytes: int, num_stages: int, resident_bytes: int = 0) -> int:
-    """The most stages, up to ``num_stages``, for which a pipelined loop has room; at the least 1."""
+    """The most stages, up to ``num_stages``, for which a pipelined loop has room; at least 1."""
     return _stages(tile_bytes, num_stages, resident_bytes, active.shared_bytes)
 
 
@@ -41,6 +41,6 @@ def _needed(tile_bytes: int, num_stages: int, resident_bytes: int) -> int:
     return max(num_stages - 1, 1) * tile_bytes + resident_bytes + SLACK_BYTES
 
 
-def programs_on_a_multiprocessor(on_h200: int) -> int:
-    """Programs that run side by side on a multiprocessor, if so many do on an H200: shared memory limits them."""
+def programs_per_multiprocessor(on_h200: int) -> int:
+    """How many programs a multiprocessor runs at once, given the number on an H200. Shared memory limits them."""
     return max(round(on_h200 * active.shared_bytes / H200.shared_bytes), 1)

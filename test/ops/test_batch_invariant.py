@@ -1,4 +1,4 @@
-"""In a fixed order the result of a row has the same bits, whatever is computed beside it."""
+"""With a batch-invariant backend the result of a row has the same bits, whatever is computed beside it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightserve.common import ops
 from test.ops.cases import attention_args, context_attention_args, device_of, ints, randn
 
 PAIRS = [
-    (ops.fixed_order("cpu"), torch.float32),
-    (ops.fixed_order("cpu"), torch.bfloat16),
-    (ops.fixed_order("triton"), torch.float32),
-    pytest.param(ops.fixed_order("triton"), torch.float16, marks=pytest.mark.gpu),
-    pytest.param(ops.fixed_order("triton"), torch.bfloat16, marks=pytest.mark.gpu),
+    (ops.batch_invariant("cpu"), torch.float32),
+    (ops.batch_invariant("cpu"), torch.bfloat16),
+    (ops.batch_invariant("triton"), torch.float32),
+    pytest.param(ops.batch_invariant("triton"), torch.float16, marks=pytest.mark.gpu),
+    pytest.param(ops.batch_invariant("triton"), torch.bfloat16, marks=pytest.mark.gpu),
 ]
-each_fixed_order = pytest.mark.parametrize(("backend", "dtype"), PAIRS)
+each_backend = pytest.mark.parametrize(("backend", "dtype"), PAIRS)
 
 
-@each_fixed_order
+@each_backend
 @pytest.mark.parametrize(("wide_in", "wide_out"), [(96, 40), (1000, 300), (576, 1536)])
 def test_a_product_does_not_depend_on_the_other_rows(
     backend: str, dtype: torch.dtype, wide_in: int, wide_out: int
@@ -36,7 +36,7 @@ def test_a_product_does_not_depend_on_the_other_rows(
         assert torch.equal(linear(x[begin:end], weight), whole[begin:end])
 
 
-@each_fixed_order
+@each_backend
 @pytest.mark.parametrize("has_alibi", [False, True])
 def test_attention_does_not_depend_on_what_was_cached(backend: str, dtype: torch.dtype, has_alibi: bool) -> None:
     length, heads, device = 150, (6, 2), device_of(backend)
@@ -59,7 +59,7 @@ def test_attention_does_not_depend_on_what_was_cached(backend: str, dtype: torch
         assert torch.equal(attend(ready, end), whole[ready:end])
 
 
-@each_fixed_order
+@each_backend
 def test_a_decode_does_not_depend_on_the_other_requests(backend: str, dtype: torch.dtype) -> None:
     lens = [(5, 1), (200, 1), (64, 1), (0, 1), (33, 1)]
     q, cache, batch, options = attention_args(lens, (4, 2), 64, dtype, device_of(backend))

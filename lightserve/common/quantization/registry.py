@@ -1,4 +1,4 @@
-"""Which ``LinearMethod`` a model's linears use. A quantised format is a new method and one line in ``METHODS``."""
+"""The linear methods by the ``quant_method`` of config.json. A new format is a method and a line in ``METHODS``."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lightserve.common import ops
 from lightserve.common.ops import AttnBatch, AttnOptions
 
-BACKEND = ops.fixed_order("cpu")
+BACKEND = ops.batch_invariant("cpu")
 ROWS = 32  # of a block: 256 rows take 1.4 to 2.5 times as long as in one product, in blocks of 8 up to 10 times
 POSITIONS = 8  # of a block of queries: a decode computes 8 and needs one
 
@@ -36,7 +36,7 @@ def context_attention(q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch,
 
 @ops.token_attention.impl(BACKEND)
 def token_attention(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
-    options.refuse_all_but(BACKEND, "alibi_slopes")
+    options.check_supported(BACKEND, "alibi_slopes")
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
     for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):

@@ -11,7 +11,7 @@ from lightserve.common import ops
 from lightserve.common.triton_kernel import linear as few_rows
 from lightserve.common.triton_kernel.context_attention import attend_in_order
 
-BACKEND = ops.fixed_order("triton")
+BACKEND = ops.batch_invariant("triton")
 LINEAR = few_rows.Config(block_n=64, block_bytes=256, num_warps=4, num_stages=4)
 LINEAR_ROWS = 64  # of the input for each program
 
