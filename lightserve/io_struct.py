@@ -386,7 +386,7 @@ class MetricsSnapshot(msgspec.Struct, frozen=True):
 
 
 class RouterStats(msgspec.Struct, frozen=True, tag=True):
-    """The heartbeat of router and detokenizer, once a second, with the current metrics."""
+    """The heartbeat of router and detokenizer, every second, with the current metrics."""
 
     step_age_s: float  # age of the oldest step in flight; 0 when idle
     metrics: MetricsSnapshot

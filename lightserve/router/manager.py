@@ -127,7 +127,7 @@ class RouterManager:
                 self.steps.wake()
 
     async def _send_heartbeats(self, log: ThroughputLog) -> None:
-        """Send the metrics once a second, and log a throughput line now and then."""
+        """Send the metrics every second, and log a throughput line at the configured interval."""
         while True:
             self.steps.check_workers()
             self._reporter.send_heartbeat(self.steps.step_age_s(), self.steps.has_workers)

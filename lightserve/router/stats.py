@@ -48,7 +48,7 @@ class RouterMetrics:
         """So many of the tokens counted by ``next_tokens`` were forced by a grammar."""
         self.values["forced_tokens_total"] += count
 
-    def finished(  # noqa: PLR0913  called once a request with plain numbers
+    def finished(  # noqa: PLR0913  called once per request with plain numbers
         self,
         reason: str,
         e2e_s: float,

@@ -1,7 +1,7 @@
 """When the router sends the next step: shortly before the step in flight ends.
 
 A step that is sent earlier waits in the workers, and a request that arrives then waits for both steps. On one H200 with
-20 requests a second, sending late lowers the median TTFT from 30.8 to 29.4 ms. If requests have to wait for the step
+20 requests per second, sending late lowers the median TTFT from 30.8 to 29.4 ms. If requests have to wait for the step
 after the next anyway, the router sends the next step at once.
 """
 

@@ -48,7 +48,7 @@ def arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--load", choices=LOADS, default="sharegpt")
     add("--requests", type=int, default=2000)
-    add("--rate", type=float, help="requests a second, at random times; omitted: --streams")
+    add("--rate", type=float, help="requests per second, at random times; omitted: --streams")
     add("--streams", type=int, default=256, help="clients that send one request after the other")
     add("--prompt_len", type=int, help="instead of the load's lengths")
     add("--output_len", type=int, help="instead of the load's lengths")

@@ -14,7 +14,7 @@ EOS, OTHER = 0, 1  # token ids that the simulated model returns
 class CostModel:
     """How long a step takes. The defaults: Llama-3-8B in bfloat16 on one H200, measured 2026-11-15.
 
-    Matmuls were measured with cuBLAS in a CUDA graph, from 192 tokens on for so long that the card is at its power
+    Matmuls were measured with cuBLAS in a CUDA graph, from 192 tokens on for so long that the GPU is at its power
     limit, as under load; more tokens may take less time. A step that mixes prompts and decodes is one matmul over all
     its tokens. Attention of a prompt takes 31 ms for 32 million pairs of query and key. All the rest takes 2.1 us a
     token.

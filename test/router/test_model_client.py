@@ -33,7 +33,7 @@ def in_order(run: Callable[[Step], StepResult]) -> Launch:
 
 
 def served(tmp_path: Path, *runs: Callable[[Step], StepResult]) -> list[str]:
-    """A thread a rank; the paths of their sockets."""
+    """Start a thread per rank, and return the paths of their sockets."""
     paths = []
     for rank, run in enumerate(runs):
         path = str(tmp_path / f"worker-{rank}")

@@ -46,7 +46,7 @@ def test_every_request_ends_with_all_its_tokens(policy: str, rate: float | None)
 
 
 def test_streams_that_continue_at_once_get_one_token_each_a_step() -> None:
-    """10 ms a step, 4 streams of 5 tokens: 400 tokens a second, except while the next request is planned.
+    """10 ms per step, 4 streams of 5 tokens: 400 tokens per second, except while the next request is planned.
 
     With two steps in flight, the step after a request's last is planned before its end is known: the next request waits
     for that one. So a request takes 5 steps, and its stream 6.

@@ -27,7 +27,7 @@ def limit_of(max_tokens: int = LIMIT, is_begun: bool = True, end: str = END) -> 
 
 
 def forced(text: str, **limit: Any) -> list[str | None]:
-    """What must follow each beginning of a text, of one character a token, as a text."""
+    """What must follow each beginning of a text, of one character per token, as a text."""
     budget = ThinkingBudget(limit_of(**limit), TOKENIZER.decoder.token_bytes)
     ids = [TOKENIZER.encode(char)[0] for char in text]
     found = [budget.forced_after(ids[:count]) if budget.may_force(count) else None for count in range(len(ids) + 1)]

@@ -93,9 +93,9 @@ class CudaDevice(Device):
 
 @lru_cache
 def _profile(device: torch.device) -> Profile:
-    card = torch.cuda.get_device_properties(device)
-    shared_bytes: int = card.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub lacks it
-    return gpu_profile(card.name, card.multi_processor_count, shared_bytes)
+    gpu = torch.cuda.get_device_properties(device)
+    shared_bytes: int = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub lacks it
+    return gpu_profile(gpu.name, gpu.multi_processor_count, shared_bytes)
 
 
 class CudaHostCopy:

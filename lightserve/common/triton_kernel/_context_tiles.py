@@ -52,7 +52,7 @@ MAX_PACKED = 16  # query heads in a tile; if more share a kv head, each head has
 
 
 def tiling_of(element_bytes: int, block_d: int) -> Tiling:
-    """The tiles for a block of the head dimension, in as many stages as the card has room for."""
+    """The tiles for a block of the head dimension, in as many stages as the GPU has room for."""
     tiling = TILINGS[element_bytes, max(block_d, SMALLEST_BLOCK)]
     row_bytes = element_bytes * block_d
     tile_bytes, resident_bytes = 2 * tiling.keys * row_bytes, tiling.rows * row_bytes

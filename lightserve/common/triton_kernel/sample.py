@@ -1,7 +1,7 @@
 """Sampling in two kernels: the best token of each block of a row, then the best of the blocks.
 
 Rows with a temperature get Gumbel noise. Tokens that a mask forbids are skipped, so masked logits are read once and
-never written. A program loads its block in one go, so that even one row is spread over the card.
+never written. A program loads its block at once, so that even one row is spread over the GPU.
 """
 
 from __future__ import annotations

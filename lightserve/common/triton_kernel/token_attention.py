@@ -1,8 +1,8 @@
 """Attention of decode rows: split-KV, with one program for each split of a request's keys (``_token_splits.py``).
 
 The grid depends only on the number of requests, so a CUDA graph serves any lengths and any mixed step. A small kernel
-lists the splits on the device, once a step; programs without a split end at once. A program serves all query heads that
-share a kv head, so each key and value is loaded once. If a request has several splits, the program that finishes last
+lists the splits on the device, once per step; programs without a split end at once. A program serves all query heads
+that share a kv head, so each key and value is loaded once. If a request has several splits, the program that finishes last
 merges their partial results, always in the same order. The length of a split depends on the whole batch, so the last
 bits of a request's result do too.
 
@@ -218,7 +218,7 @@ def _token_attention_kernel(
 
 
 def config_of(dtype: torch.dtype, block_d: int, block_m: int) -> Config:
-    """The largest tiles that fit the card.
+    """The largest tiles that fit the GPU.
 
     For rows up to 256 bytes they are the fastest on an H200 for 64 requests of 1,150 tokens in bfloat16. Those for
     longer rows were not measured.

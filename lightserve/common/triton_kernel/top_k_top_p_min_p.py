@@ -21,7 +21,7 @@ from lightserve.common.triton_kernel._check import check_last_contiguous
 from lightserve.common.triton_kernel._threshold_search import LOWEST_KEY, depths_of, find_threshold, keys_of, masses_of
 from lightserve.common.triton_kernel._threshold_window import BINS, count_block, heavy_end, window_of
 
-BLOCK = 2048  # as in sample: even one row is spread over the card
+BLOCK = 2048  # as in sample: even one row is spread over the GPU
 WARPS = 4
 CAPACITY = 16384  # tokens gathered of a row
 # Tokens that the search compares at once. 256 rows of 128,256 on an H200, top-p and with top-k: 524 and 478 us; with

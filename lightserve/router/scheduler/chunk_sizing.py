@@ -1,33 +1,33 @@
-"""How many prompt tokens a step computes beside the requests that decode in it."""
+"""How many prompt tokens a step computes in addition to its decodes."""
 
 from __future__ import annotations
 
 from lightserve.router.scheduler.limits import SchedulerLimits
 
-TOKENS_PER_DECODE = 2  # that a step with prompts has more for every decoding request
-# And for every decode beyond MANY_DECODES, whose step is long anyway. Otherwise prompts arrive faster than they are
-# computed: of 256 streams with prompts of 1,024 tokens, steps of 1,024 tokens keep 50 waiting, for 2 s each.
+TOKENS_PER_DECODE = 2  # a step with prompts grows by so many tokens per decoding request
+# It grows by more per decode beyond MANY_DECODES: such a step is long anyway. Otherwise prompts arrive faster than they
+# are computed. Example: of 256 streams with prompts of 1,024 tokens, steps of 1,024 tokens keep 50 waiting for 2 s each.
 MANY_DECODES, TOKENS_PER_DECODE_OF_MANY = 128, 12
-FIRST_WAITING = 3  # requests without a first token, each of which makes a step longer by a quarter of a chunk
-CHUNKS_PER_WAITING = 1 / 128  # that each further waiting request adds: a long queue needs long steps
-MAX_CHUNKS = 4  # beside the tokens for decodes
-MAX_CHUNKS_BESIDE_MANY = 5  # with the tokens for decodes: 1,280 prompt tokens beside 256 decodes and more on a GPU
+FIRST_WAITING = 3  # each of the first waiting requests makes a step longer by a quarter of a chunk
+CHUNKS_PER_WAITING = 1 / 128  # chunks that every waiting request adds: a long queue needs long steps
+MAX_CHUNKS = 4  # not counting the tokens for decodes
+MAX_CHUNKS_BESIDE_MANY = 5  # counting the tokens for decodes: 1,280 prompt tokens with 256 or more decodes on a GPU
 # A step is shorter if its prompt tokens have between SHORT_CONTEXT and MEDIUM_CONTEXT tokens before them.
 SHORT_CONTEXT, MEDIUM_CONTEXT, MAX_SHORTENING = 500, 1_500, 1 / 3
-# And it shrinks further behind LONG_CONTEXT. The attention of a token takes as long as its matmuls (26 us) behind
-# CONTEXT_OF_EQUAL_COST tokens: Llama-3-8B on one H200, see simulate/gpu.py.
+# It shrinks further after LONG_CONTEXT tokens. With CONTEXT_OF_EQUAL_COST tokens before it, the attention of a token
+# takes as long as its matmuls (26 us), for Llama-3-8B on one H200: see simulate/gpu.py.
 LONG_CONTEXT, CONTEXT_OF_EQUAL_COST = 9_000, 27_000
-MIN_CHUNK = 1 / 8  # of the chunk size, behind any context
-MIN_SHARE = 1 / 16  # of batch_max_tokens, beside any number of decodes
-TOO_SMALL = 3 / 4  # of the device's smallest size: below this a step has the size that the operator wants
+MIN_CHUNK = 1 / 8  # of the chunk size, after any context
+MIN_SHARE = 1 / 16  # of batch_max_tokens, with any number of decodes
+TOO_SMALL = 3 / 4  # of the smallest preferred size: smaller steps are not rounded
 
 
 def prompt_tokens(limits: SchedulerLimits, decodes: int, waiting: int, context: float = 0.0) -> int:
     """Prompt tokens of a step with ``decodes`` decoding requests, while ``waiting`` requests have no first token.
 
     Without decodes, prompts fill the step. The more requests decode, the longer their step takes anyway, and the more
-    prompt tokens it can take without being noticed. ``context``: tokens before a prompt token, on average; they make
-    its attention more expensive.
+    prompt tokens it can take at little extra latency. ``context``: the average number of tokens before a prompt token;
+    they make its attention more expensive.
     """
     if decodes == 0:
         return limits.batch_max_tokens
@@ -44,7 +44,7 @@ def prompt_tokens(limits: SchedulerLimits, decodes: int, waiting: int, context: 
 
 
 def _beside_decodes(limits: SchedulerLimits, chunk_size: int, decodes: int, waiting: int, context: float) -> int:
-    """Prompt tokens behind a context of up to LONG_CONTEXT tokens."""
+    """Prompt tokens after a context of up to LONG_CONTEXT tokens."""
     chunks = min(1 + min(waiting, FIRST_WAITING) / 4 + waiting * CHUNKS_PER_WAITING, MAX_CHUNKS)
     length = min(max(context - SHORT_CONTEXT, 0) / (MEDIUM_CONTEXT - SHORT_CONTEXT), 1)
     for_decodes = TOKENS_PER_DECODE * decodes + TOKENS_PER_DECODE_OF_MANY * max(decodes - MANY_DECODES, 0)
