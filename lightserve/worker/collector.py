@@ -72,7 +72,7 @@ class StepCollector:
                 _result_or_raise(self._collect_next())
 
     def take_updates(self) -> Iterator[TokenUpdate]:
-        """What was collected since the last call. For the launching thread."""
+        """The tokens that were collected since the last call. Only the launching thread calls this."""
         while self._updates:
             yield from self._updates.popleft()
 
@@ -122,7 +122,7 @@ def _result_or_raise(step: PendingStep) -> StepResult:
 
 
 def _failure(req_id: int, token_id: int) -> ReqFailed:
-    """``token_id``: a value that stands for no token."""
+    """The failure of a request without a token. ``token_id``: the value in place of its token."""
     return ReqFailed(req_id, 400, NO_TOKEN_LEFT) if token_id == NONE_ALLOWED else ReqFailed(req_id, 500, NOT_FINITE)
 
 

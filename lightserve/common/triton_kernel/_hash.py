@@ -1,4 +1,4 @@
-"""The hash behind all pseudo-random numbers of kernels, such as sampling noise. It gives the same numbers on every device."""
+"""The hash behind sampling noise and watermarks. It gives the same numbers on every device."""
 
 from __future__ import annotations
 

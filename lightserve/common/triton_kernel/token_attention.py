@@ -2,9 +2,9 @@
 
 The grid depends only on the number of requests, so a CUDA graph serves any lengths and any mixed step. A small kernel
 lists the splits on the device, once per step; programs without a split end at once. A program serves all query heads
-that share a kv head, so each key and value is loaded once. If a request has several splits, the program that finishes last
-merges their partial results, always in the same order. The length of a split depends on the whole batch, so the last
-bits of a request's result do too.
+that share a kv head, so each key and value is loaded once. If a request has several splits, the program that finishes
+last merges their partial results, always in the same order. The length of a split depends on the whole batch, so the
+last bits of a request's result do too.
 
 If requests share a prefix, another kernel attends to it first (``_shared_prefix.py``). The splits then cover only the
 keys behind the prefix, and the merge adds the partial results of the prefix last.

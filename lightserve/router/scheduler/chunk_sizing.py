@@ -6,7 +6,7 @@ from lightserve.router.scheduler.limits import SchedulerLimits
 
 TOKENS_PER_DECODE = 2  # a step with prompts grows by so many tokens per decoding request
 # It grows by more per decode beyond MANY_DECODES: such a step is long anyway. Otherwise prompts arrive faster than they
-# are computed. Example: of 256 streams with prompts of 1,024 tokens, steps of 1,024 tokens keep 50 waiting for 2 s each.
+# are computed: of 256 streams with prompts of 1,024 tokens, steps of 1,024 tokens keep 50 waiting for 2 s each.
 MANY_DECODES, TOKENS_PER_DECODE_OF_MANY = 128, 12
 FIRST_WAITING = 3  # each of the first waiting requests makes a step longer by a quarter of a chunk
 CHUNKS_PER_WAITING = 1 / 128  # chunks that every waiting request adds: a long queue needs long steps

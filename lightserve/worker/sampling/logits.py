@@ -25,7 +25,7 @@ Rows = list[tuple[int, InferReq]]  # rows of the logits, and their requests
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """In ``rows``, only the tokens of the entries may come."""
+    """In ``rows``, only the tokens of the entries are allowed."""
 
     rows: Tensor  # [restricted] int64
     entry_rows: Tensor  # [entries] int64
@@ -177,14 +177,14 @@ def _entries(ids_of_rows: list[tuple[int, np.ndarray]], vocab: int) -> tuple[np.
 
 
 def _forbid(logits: Tensor, entries: list[tuple[int, int]]) -> None:
-    """``entries``: a row, and a token that may not come there."""
+    """``entries``: a row, and a token that is forbidden there."""
     known = [(row, token) for row, token in entries if token < logits.shape[1]]
     rows = int64s([row for row, _ in known], logits.device)
     logits[rows, int64s([token for _, token in known], logits.device)] = float("-inf")
 
 
 def _force(logits: Tensor, entries: list[tuple[int, int]]) -> None:
-    """``entries``: a row, and the token that comes there, whatever the other rules say."""
+    """``entries``: a row, and the token that is forced there, against all other rules."""
     rows = int64s([row for row, _ in entries], logits.device)
     logits.index_fill_(0, rows, float("-inf"))
     logits[rows, int64s([token for _, token in entries], logits.device)] = 0.0

@@ -57,7 +57,7 @@ class ReqRules:
         self._ngrams = NgramBans(sampling.no_repeat_ngram_size) if sampling.no_repeat_ngram_size else None
         self._length_decay = None if stopping.ignore_eos else sampling.exponential_decay_length_penalty
         self.filters = None if sampling.is_greedy else _filters(sampling)  # None: greedy
-        self.needs_sampler = bool(  # a step samples by temperature and grammar alone: Sampler must sample this request
+        self.needs_sampler = bool(  # other rules than temperature and grammar: the step itself cannot sample it
             self.allowed_ids.size
             or self.first_ids.size
             or self.bias_ids.size
@@ -108,7 +108,7 @@ class ReqRules:
         return not is_banned and token_id not in self.forbidden_after(token_ids, self._min_new_tokens)
 
     def unwanted_ends(self, output_len: int) -> tuple[int, ...]:
-        """End tokens that may not come although the grammar allows them, unless it allows nothing else."""
+        """End tokens that are forbidden although the grammar allows them, unless it allows no other token."""
         return tuple(self._ends) if output_len < self._min_new_tokens else self._eos_ids
 
 

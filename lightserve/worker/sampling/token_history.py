@@ -1,4 +1,4 @@
-"""The tokens so far of requests whose sampling depends on them, on the device. A step sends only the newest of each."""
+"""The tokens so far of requests whose sampling depends on them, on the device. A step adds only the newest."""
 
 from __future__ import annotations
 
