@@ -33,7 +33,7 @@ def test_a_prompt_gets_a_response_and_its_speed_on_stderr() -> None:
         (["--model", __file__], "not a GGUF file"),
         (["--temperature", "-1"], "lightserve: temperature: Expected `float` >= 0.0, found -1.0"),
         (["--data_type", "int3"], "invalid choice: 'int3'"),
-        (["--max-model-len", "99999"], "the model reaches 8192 tokens"),
+        (["--max-model-len", "99999"], "the model supports 8192 tokens"),
         (["--running_max_req_size", "0"], "must be at least 1"),
     ],
 )

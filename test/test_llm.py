@@ -238,7 +238,7 @@ def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, Any]) -> N
     ("options", "error", "message"),
     [
         ({"model_dir": "/no/such/folder"}, ModelFilesError, "/no/such/folder"),
-        ({"max_req_total_len": 9000}, ServerError, "reaches 8192"),
+        ({"max_req_total_len": 9000}, ServerError, "supports 8192"),
         ({"data_type": "float8"}, ServerError, "float32, float16, bfloat16"),
         ({"device": "tpu"}, ServerError, "'tpu' is not supported"),
         ({"tp": 2}, ServerError, "single rank"),

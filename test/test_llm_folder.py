@@ -84,7 +84,7 @@ def test_rope_scaling_stretches_the_longest_request(folder: Path, tmp_path: Path
         len(llm.generate([list(range(130)) * 3], GenerationParams.of(max_new_tokens=4, ignore_eos=True))[0].token_ids)
         == 4
     )
-    with pytest.raises(ServerError, match="the model reaches 512 tokens"):
+    with pytest.raises(ServerError, match="the model supports 512 tokens"):
         LLM(str(tmp_path), load_format="dummy", device="cpu", max_req_total_len=513)
 
 

@@ -174,7 +174,7 @@ CODES = "model.layers.1.mlp.down_proj.weight"
     ("name", "change", "message"),
     [
         (SCALE, lambda t: None, rf"lacks 1 tensors: {SCALE}"),
-        (SCALE, lambda t: t._replace(tensor=t.tensor[:-1]), rf"memory: {SCALE} has shape \(63,\).*wants \(64,\)"),
+        (SCALE, lambda t: t._replace(tensor=t.tensor[:-1]), rf"memory: {SCALE} has shape \(63,\).*needs \(64,\)"),
         (CODES, lambda t: t._replace(tensor=t.tensor.float()), rf"memory: {CODES} is float32; this model needs int8"),
     ],
     ids=["missing", "misshapen", "mistyped"],

@@ -49,7 +49,7 @@ def test_a_misshapen_tensor_is_named_with_its_file_and_both_shapes() -> None:
     hf = build_hf("llama-gqa")
     checkpoint = changed(hf, lambda t: t._replace(tensor=t.tensor[:-1]) if t.name == NORM else t)
 
-    with pytest.raises(CheckpointError, match=rf"shard-7\.safetensors: {NORM} has shape \(63,\).*wants \(64,\)"):
+    with pytest.raises(CheckpointError, match=rf"shard-7\.safetensors: {NORM} has shape \(63,\).*needs \(64,\)"):
         build(hf, checkpoint)
 
 

@@ -148,7 +148,7 @@ def test_a_launch_fills_the_rows_of_requests_with_one_and_no_others(lens: list[t
 
 @pytest.mark.parametrize("count", [4, 5, 7])
 def test_token_attention_in_waves_matches_its_definition(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two programs a kv head run at once; one request is longer than its share."""
+    """Two programs per kv head run at once; one request is longer than its share."""
     monkeypatch.setattr(_gpu, "active", replace(H200, multiprocessors=1))
     lens = [(140, 1), (5, 1), (0, 9), (900, 1), (70, 1), (0, 1), (30, 2), (300, 1), (450, 1)][: count + 2]
     q, cache, batch, options = attention_args(lens, (6, 2), 64, torch.float32, device_of("triton"))
