@@ -104,7 +104,7 @@ def test_an_unsupported_encoding_is_named_with_tensor_and_file(tmp_path: Path) -
     raw = np.zeros((4, GGML_QUANT_SIZES[GGMLQuantizationType.IQ2_XXS][1]), dtype=np.uint8)
     path = save_embedding(tmp_path / "model.gguf", GGMLQuantizationType.IQ2_XXS, raw)
 
-    with pytest.raises(ModelFilesError, match=r"model.gguf: tensor token_embd.weight is of type IQ2_XXS; supported"):
+    with pytest.raises(ModelFilesError, match=r"model.gguf: tensor token_embd.weight has type IQ2_XXS; supported"):
         resolve(str(path))
 
 
