@@ -194,7 +194,7 @@ def _structure(triggers: list[str], begin: str, schema: Any, end: str) -> Struct
     if trigger is None:
         raise InvalidRequestError(f"the structure {begin[:100]!r} starts with none of the triggers")
     if not isinstance(schema, dict):
-        raise InvalidRequestError("the schema of the structure {begin[:100]!r} must be an object")
+        raise InvalidRequestError(f"the schema of the structure {begin[:100]!r} must be an object")
     return StructTag(trigger=trigger, begin=begin, grammar=schema, end=end)
 
 

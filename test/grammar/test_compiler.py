@@ -145,6 +145,13 @@ def test_an_invalid_grammar_is_refused_with_a_short_message(name: str) -> None:
     assert len(str(refused.value)) < 1000
 
 
+def test_the_error_about_a_schema_that_is_no_object_names_the_structure() -> None:
+    tag = {"structures": [{"begin": "<call>", "schema": 5, "end": ""}], "triggers": ["<"]}
+
+    with pytest.raises(InvalidRequestError, match="schema of the structure '<call>' must be an object"):
+        COMPILER.compile(structural_tag_grammar(tag))
+
+
 def test_keywords_that_cannot_be_enforced_are_ignored_if_the_schema_is_not_strict() -> None:
     matcher = COMPILER.compile(schema_grammar({"type": "array", "uniqueItems": True}, is_strict=False))
 
