@@ -32,7 +32,7 @@ from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
 from lightserve.model_files.source import resolve
-from lightserve.server.args import Parser, add_flags, take
+from lightserve.server.args import Parser, add_flags, config_from_args
 from lightserve.worker.rpc import Collect
 from lightserve.worker.worker import ModelWorker
 
@@ -228,7 +228,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, WorkerConfig]:
     parser.add_argument("--repeats", type=int, default=7, help="times that a prompt is computed")
     parser.add_argument("--profile", action="store_true", help="where the time of a step goes, instead of the tables")
     args = parser.parse(argv)
-    return args, take(WorkerConfig, args)
+    return args, config_from_args(WorkerConfig, args)
 
 
 def main(argv: list[str] | None = None) -> None:

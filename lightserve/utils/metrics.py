@@ -56,7 +56,7 @@ _REQUEST_S = (
 _REQUEST_TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
 _STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 16)))
 
-CATALOGUE = (
+METRICS = (
     _gauge("num_requests_running", "Requests that the workers compute."),
     _gauge("num_requests_waiting", "Requests that wait for room."),
     _gauge("kv_cache_usage_perc", "Share of the KV pool in use; 1 is all of it."),
@@ -109,12 +109,12 @@ class Histogram:
 
 
 class Recorder:
-    """Holds every metric of the catalogue, from zero. Its user writes ``values`` and ``labelled`` directly."""
+    """Holds every metric of METRICS, from zero. Its user writes ``values`` and ``labelled`` directly."""
 
     def __init__(self) -> None:
-        self.values = {one.name: 0.0 for one in CATALOGUE if one.kind is not Kind.HISTOGRAM and one.label is None}
-        self.labelled = {one.name: dict.fromkeys(one.label_values, 0.0) for one in CATALOGUE if one.label is not None}
-        self.histograms = {one.name: Histogram(one.buckets) for one in CATALOGUE if one.kind is Kind.HISTOGRAM}
+        self.values = {one.name: 0.0 for one in METRICS if one.kind is not Kind.HISTOGRAM and one.label is None}
+        self.labelled = {one.name: dict.fromkeys(one.label_values, 0.0) for one in METRICS if one.label is not None}
+        self.histograms = {one.name: Histogram(one.buckets) for one in METRICS if one.kind is Kind.HISTOGRAM}
 
     def snapshot(self) -> MetricsSnapshot:
         return MetricsSnapshot(

@@ -484,7 +484,9 @@ def test_a_bad_field_of_lightllm_or_tgi_is_refused_in_its_own_shape(client: Clie
     lightllm = [{**one, name: value} for name, values in LIGHTLLM_BAD.items() for value in values]
     tgi = [{**tgi_one, name: value} for name, values in TGI_BAD.items() for value in values]
 
-    check_refused(client, [(path, {"inputs": "x", "parameters": parameters}) for parameters in lightllm + NO_PARAMETERS])
+    check_refused(
+        client, [(path, {"inputs": "x", "parameters": parameters}) for parameters in lightllm + NO_PARAMETERS]
+    )
     check_refused(client, [(path, {"inputs": inputs, "parameters": one}) for inputs in LIGHTLLM_BAD_INPUTS])
     check_refused(client, [(path, {"inputs": "x", "parameters": {**tgi_one, "n": 1}}), (path, {})])
     check_refused(client, [(path, {"inputs": "x", "parameters": parameters}) for parameters in tgi], 422, is_tgi_error)

@@ -179,7 +179,7 @@ def test_matchers_of_one_grammar_are_independent() -> None:
 
 
 def test_only_the_most_recent_grammars_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "MAX_KEPT", 2)
+    monkeypatch.setattr(grammar_compiler, "MAX_CACHED", 2)
     compiler = GrammarCompiler(TOKENIZER, 131, (EOS_ID,))
     first, second, third = (GrammarSpec("regex", text) for text in ("a", "b", "c"))
 
@@ -194,7 +194,7 @@ def test_only_the_most_recent_grammars_are_cached(monkeypatch: pytest.MonkeyPatc
 
 
 def test_lanes_compile_separately_and_share_one_cache_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "MAX_KEPT", 4)
+    monkeypatch.setattr(grammar_compiler, "MAX_CACHED", 4)
     one, other = GrammarCompiler(TOKENIZER, 131, (EOS_ID,)).lanes(2)
     specs = [GrammarSpec("regex", text) for text in ("a", "b", "c")]
 

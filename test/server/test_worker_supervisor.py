@@ -19,35 +19,36 @@ from test.server.launcher_process import LauncherProcess, start_launcher, wait_u
 from test.waiting import until as until_in_loop
 
 WORKER = """
-    def main(boot, parent):
-        note(f"rank {boot.index} of {boot.config.worker.tp}, {boot.config.worker.max_total_token_num} tokens")
-        Path(boot.path(f"tp")).touch(exist_ok=False) if boot.index == 0 else None
+    def main(child_config, launcher):
+        worker = child_config.config.worker
+        note(f"rank {child_config.index} of {worker.tp}, {worker.max_total_token_num} tokens")
+        Path(child_config.path(f"tp")).touch(exist_ok=False) if child_config.index == 0 else None
         if Path(__file__).with_name("broken").exists():
             raise RuntimeError("no memory is left")
         if Path(__file__).with_name("broken_once").exists():
             Path(__file__).with_name("broken_once").unlink()
             raise RuntimeError("no memory is left yet")
-        parent.send(EngineReady(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1))
+        launcher.send(EngineReady(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1))
         signal.pause()
     run_child("model worker", main)
 """
 ROUTER = """
-    async def main(boot, parent):
+    async def main(child_config, launcher):
         while True:
-            note(type(await parent.recv()).__name__)
-            parent.send(Ready())
+            note(type(await launcher.recv()).__name__)
+            launcher.send(Ready())
     run_child("router", main)
 """
 REPORTING_ROUTER = """
-    async def main(boot, parent):
-        await parent.recv()
-        parent.send(Ready())
+    async def main(child_config, launcher):
+        await launcher.recv()
+        launcher.send(Ready())
         generation = 0
         while True:
             await asyncio.to_thread(Path(__file__).with_name("go").read_text)  # until the fifo is opened
-            parent.send(WorkersLost(generation, "a step has been running for 61 s", False))
-            last, generation = generation, (await parent.recv()).generation
-            parent.send(WorkersLost(last, "this report is about the previous worker", False))
+            launcher.send(WorkersLost(generation, "a step has been running for 61 s", False))
+            last, generation = generation, (await launcher.recv()).generation
+            launcher.send(WorkersLost(last, "this report is about the previous worker", False))
             note(f"new workers {generation}")
     run_child("router", main)
 """

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.beam_search import BeamFields
+from lightserve.httpserver.fields.beam_fields import BeamFields
 from lightserve.httpserver.fields.grammar import GrammarFields
 from lightserve.httpserver.fields.scheduling import SchedulingFields
 from lightserve.httpserver.fields.stopping import StopStrings

@@ -10,7 +10,7 @@ from pydantic import Field
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.beam_search.algorithm import BeamParams
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.beam_search import BeamFields, not_with_beam_search, refuse_excluded_params
+from lightserve.httpserver.fields.beam_fields import BeamFields, not_with_beam_search, refuse_excluded_params
 from lightserve.httpserver.fields.generation import MAX_ALLOWED_IDS, TokenRuleFields
 from lightserve.httpserver.fields.grammar import GuidedFields, requested_grammar
 from lightserve.httpserver.fields.inputs import check_input_ids, refuse_media

@@ -30,7 +30,7 @@ async def lightllm_response(
     streams = bool(body.stream) if streams is None else streams
     parsed = await lightllm_request(context, body, streams)
     log.prompt_tokens = len(parsed.prompt_request.prompt_ids)
-    tokenizer = context.maybe_tokenizer
+    tokenizer = context.optional_tokenizer
     special = frozenset() if tokenizer is None else tokenizer.special_ids
     if parsed.beam_params is not None:
         choices = await until_disconnect(

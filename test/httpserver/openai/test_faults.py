@@ -315,7 +315,7 @@ def test_n_choices_at_temperature_0_are_n_equal_texts(server: Server) -> None:
 
 def test_a_model_without_a_tokenizer_completes_token_ids(tmp_path_factory: pytest.TempPathFactory) -> None:
     with running(tmp_path_factory.mktemp("run")) as server:
-        object.__setattr__(server.context, "maybe_tokenizer", None)
+        object.__setattr__(server.context, "optional_tokenizer", None)
 
         text, ids = server.complete(), server.complete(prompt=[1, 2])
 
