@@ -13,7 +13,6 @@ has a step of its own. The CPU time of all threads is printed too, for a machine
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,32 +24,17 @@ from unittest.mock import patch
 
 import torch
 
+from lightserve.benchmark.models import LARGE, TINY, save_model
 from lightserve.errors import ServerError
 from lightserve.grammar.compiler import schema_grammar
 from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
-from lightserve.model_files.source import resolve
-from lightserve.model_files.tokenizer import load_tokenizer
 from lightserve.worker.rpc import Collect
 from lightserve.worker.sampling.grammar import ReqGrammar
 from lightserve.worker.step_runner import graph_shapes
 
 PROMPT_LEN = 16
 REPEATS = 5
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-LARGE = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
 KINDS = {"none": 0.0, "special": 0.0, "half": 0.5, "all": 1.0, "one by one": 1.0}  # the share that is constrained
 PERSON = {
     "type": "object",
@@ -63,24 +47,6 @@ PERSON = {
     "additionalProperties": False,
 }
 ENDLESS = {"type": "array", "items": PERSON, "minItems": 100_000}
-
-
-def save_model(folder: Path, model_dir: str | None, shape: dict[str, int]) -> None:
-    """A model of random weights with a real tokenizer."""
-    source = resolve(model_dir, needs_weights=False)
-    tokenizer = load_tokenizer(source)
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": source.hf_config()["vocab_size"],
-        **shape,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "eos_token_id": list(source.eos_token_ids()),
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text(tokenizer.to_json())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer.eos_token}))
 
 
 @contextmanager
