@@ -355,7 +355,7 @@ def test_a_request_one_token_too_long_is_refused(client: Client) -> None:
 
     assert one_more["code"] == longer["code"] == "context_length_exceeded"
     assert f"{CONTEXT - 1} tokens; the limit with 2 new tokens is {CONTEXT - 2}" in one_more["message"]
-    assert f"{CONTEXT} tokens; at most {CONTEXT - 1}" in longer["message"]
+    assert f"the prompt has {CONTEXT} tokens; the limit is {CONTEXT - 1}" in longer["message"]
 
 
 ODD_PROMPTS = [
