@@ -178,7 +178,7 @@ class LaunchConfig:
         60.0, "seconds without a heartbeat after which a process is killed, a worker after half of that; 0: never"
     )
     null_worker: bool = option(
-        False, "run without a model: a worker that invents tokens, to measure the rest of the server"
+        False, "run without a model: the worker returns made-up tokens, to measure the rest of the server"
     )
     null_step_ms: float = option(0.0, "milliseconds that a step of the null worker takes")
 

@@ -1,4 +1,4 @@
-"""Cost of grammars: tokens a second if none, half or all of a batch is constrained to JSON.
+"""Cost of grammars: tokens per second if none, half or all of a batch is constrained to JSON.
 
     python -m lightserve.benchmark.grammar [--model_dir DIR] [--device cpu] [--batch 32] [--tokens 64] [--large]
 
@@ -152,7 +152,7 @@ def main() -> None:
     args = parser.parse_args()
     rates = measure_models(args)
     print(f"{args.batch} requests, best of {REPEATS} runs\n")
-    print("| model | constrained | tokens/s | of free | ms a step | CPU ms a step | tokens a step |")
+    print("| model | constrained | tokens/s | of free | ms per step | CPU ms per step | tokens per step |")
     print("|---|---|--:|--:|--:|--:|--:|")
     for model, by_kind in rates.items():
         for kind, rate in by_kind.items():

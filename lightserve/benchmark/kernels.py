@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
-from lightserve.benchmark.ceilings import Ceilings, measure_ceilings, seconds_a_call
+from lightserve.benchmark.ceilings import Ceilings, measure_ceilings, seconds_per_call
 from lightserve.benchmark.kernel_cases import LLAMA3_8B, TINY, Case, InputFactory, Inputs, cases_of
 from lightserve.common.device import pick_device
 from lightserve.errors import ServerError
@@ -23,7 +23,7 @@ MAX_COPIES = 128  # of the inputs; the inputs of the smallest ops stay in the ca
 
 def seconds_of(case: Case, factory: InputFactory, call: Callable[..., object], inputs: Inputs) -> float:
     copies = min(max(2, round(ROTATED_BYTES / case.num_bytes)), MAX_COPIES if factory.device.type != "cpu" else 2)
-    return seconds_a_call([partial(call, *inputs(factory)) for _ in range(copies)], factory.device)
+    return seconds_per_call([partial(call, *inputs(factory)) for _ in range(copies)], factory.device)
 
 
 def row_of(case: Case, factory: InputFactory, ceilings: Ceilings) -> str:

@@ -1,4 +1,4 @@
-"""Throughput of the server without a model: streamed tokens a second, and CPU time a token of each process.
+"""Throughput of the server without a model: streamed tokens per second, and CPU time per token of each process.
 
     python -m lightserve.benchmark.serving_path --streams 64 --http 1 2
 
@@ -85,8 +85,8 @@ def measure(http_workers: int, load: Load, flags: list[str]) -> str:
     tokens = load.streams * load.rounds * load.tokens
     costs = {name: (after[name] - before[name]) / tokens * 1e6 for name in sorted(after)}
     row = ", ".join(f"{name} {cost:.0f}" for name, cost in (costs | {"client": own / tokens * 1e6}).items())
-    rates = f"{tokens / result.seconds:,.0f} tokens/s, {result.events / result.reads:.1f} events a read"
-    return f"{load.api}, {http_workers} http: {rates}; CPU us a token: {row}"
+    rates = f"{tokens / result.seconds:,.0f} tokens/s, {result.events / result.reads:.1f} events per read"
+    return f"{load.api}, {http_workers} http: {rates}; CPU us per token: {row}"
 
 
 def main() -> None:

@@ -174,7 +174,7 @@ def prefill_work(text: str) -> Work:
 
 def print_decodes(bench: StaticBench, ceilings: Ceilings, works: Iterable[Work], steps: int) -> None:
     print(
-        f"{'decode: batch x context':>24} {'ms a step':>10} {'floor ms':>9} {'of it':>6} {'launch ms':>10} {'tok/s':>9}"
+        f"{'decode: batch x context':>24} {'ms/step':>10} {'floor ms':>9} {'of it':>6} {'launch ms':>10} {'tok/s':>9}"
     )
     for work in works:
         name = f"{work.batch}x{work.cached}"

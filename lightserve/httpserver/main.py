@@ -27,7 +27,7 @@ from lightserve.utils.tls import server_context
 
 KEEP_ALIVE_S = 75  # longer than the idle time of common client pools, so that the client closes first
 
-# p99 of /health in ms, with 2,500 connections at once on two cores: 800 to 1,650 with 8 accepts an iteration of the
+# p99 of /health in ms, with 2,500 connections at once on two cores: 800 to 1,650 with 8 accepts per iteration of the
 # event loop, 215 to 470 with 32, 165 to 280 with 64, 133 to 173 with 128. An iteration without a connection costs
 # nothing, one with a connection some 50 us.
 ACCEPTS_PER_ITERATION = 128
@@ -53,7 +53,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
 
 
 def _listeners(sock: socket.socket) -> list[socket.socket]:
-    """Duplicates of the socket: the event loop accepts one connection an iteration from each."""
+    """Duplicates of the socket: the event loop accepts one connection per iteration from each."""
     return [sock, *(sock.dup() for _ in range(ACCEPTS_PER_ITERATION - 1))]
 
 

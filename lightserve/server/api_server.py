@@ -115,7 +115,7 @@ class Launcher:
     async def _wait_ready(self, url: str, begin_s: float, started_s: float) -> None:
         engine = await self._processes.wait_ready()
         self._is_serving = True
-        own = [Phase("checks", started_s - begin_s), Phase("in all", time.monotonic() - begin_s)]
+        own = [Phase("checks", started_s - begin_s), Phase("total", time.monotonic() - begin_s)]
         phases = {child.role: child.phases for child in self._processes.children} | {"start": own}
         print_text(banner(url, self._model, engine, self._config.http.num_processes, phases))
 

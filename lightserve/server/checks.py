@@ -64,7 +64,9 @@ def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer
             f"{worker.max_req_total_len or 2} tokens; raise --max_total_token_num, or lower --max_req_total_len to it"
         )
     if tokenizer is not None and tokenizer.num_ids > model.vocab_size:
-        text = "%s: the tokenizer has %d tokens, the model's embedding only %d: texts that need the others are refused"
+        text = (
+            "%s: the tokenizer has %d tokens, the model's embedding only %d; prompts with the other tokens are refused"
+        )
         logger.warning(text, source.path, tokenizer.num_ids, model.vocab_size)
 
 

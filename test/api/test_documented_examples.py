@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 EXAMPLES = re.findall(r"```\n((?:GET|POST) /[^\n]*)\n\n(.*?)\n```", PAGE.read_text(), flags=re.DOTALL)
-JSON = r"[{\[][\"{].*"  # one a line
+JSON = r"[{\[][\"{].*"  # one per line
 # differs from run to run; what was cached is no input in Anthropic's usage
 DRAWN = (
     r'("(?:chat)?cmpl-|"(?:resp|msg)_|"request_id":"|"created(?:_at)?":|"version":"|"cached_tokens":'

@@ -108,7 +108,7 @@ def restarted(server: ServerProcess, times: int) -> Callable[[], bool]:
 
 
 def deaths_of(server: ServerProcess) -> int:
-    return server.log.count("died (signal 9); starting another")
+    return server.log.count("died (signal 9); restarting the workers")
 
 
 def health(server: ServerProcess) -> int:
@@ -141,7 +141,7 @@ def test_sixteen_streams_end_with_the_same_text_when_their_worker_is_killed(smal
         kill_worker(small)
         again = [response.result() for response in responses]
 
-    assert small.log.count("model worker 0 died (signal 9); starting another") == 1
+    assert small.log.count("model worker 0 died (signal 9); restarting the workers") == 1
     assert [choice for response in whole for choice in response if "finish_reason" not in choice] == []
     assert again == whole
     wait_until(lambda: small.metrics()["worker_restarts_total"] == 1)
@@ -224,7 +224,7 @@ def test_two_ranks_are_replaced_together(tmp_path: Path) -> None:
         kill_worker(server, "ls-worker-1")
 
         assert [response.result() for response in responses] == whole
-        assert "model worker 1 died (signal 9); starting another" in server.log
+        assert "model worker 1 died (signal 9); restarting the workers" in server.log
         assert server.stop() == 0
 
 

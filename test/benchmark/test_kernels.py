@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightserve.benchmark import kernels
-from lightserve.benchmark.ceilings import Ceilings, seconds_a_call
+from lightserve.benchmark.ceilings import Ceilings, seconds_per_call
 from lightserve.benchmark.kernel_cases import LLAMA3_8B, TINY, Case, InputFactory, cases_of
 from lightserve.common import ops
 from lightserve.errors import ServerError
@@ -61,7 +61,7 @@ def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
 def test_the_time_of_a_call_is_the_time_of_one_of_them() -> None:
     calls: list[int] = []
 
-    seconds = seconds_a_call([lambda: calls.append(0), lambda: calls.append(1)], CPU, repeats=2)
+    seconds = seconds_per_call([lambda: calls.append(0), lambda: calls.append(1)], CPU, repeats=2)
 
     assert 0 < seconds < 1e-3
     assert calls.count(0) == calls.count(1)

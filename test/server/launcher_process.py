@@ -150,7 +150,7 @@ class LauncherProcess:
 
     def wait_ready(self) -> None:
         self.wait_for_output("is ready at")
-        self.wait_for_output("in all")
+        self.wait_for_output(", total ")
 
     def exit_code(self) -> int:
         return self.process.wait(DEADLINE_S)

@@ -1,7 +1,6 @@
 """The fields that OpenAI's chat and completions share, with what vLLM and LightLLM users add to them.
 
-Every field may be null, which is as good as absent. The fields in UNSUPPORTED are refused; any other unknown field is
-ignored.
+Every field may be null, which means absent. The fields in UNSUPPORTED are refused; any other unknown field is ignored.
 """
 
 from __future__ import annotations

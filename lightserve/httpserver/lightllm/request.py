@@ -52,7 +52,7 @@ StopSequences = Annotated[list[str | Ids], Field(fail_fast=True)]
 
 
 class LightllmParameters(SchedulingFields, BeamFields, GuidedFields, TokenRuleFields):
-    """A null is as good as absent. Unknown parameters are allowed and have no effect."""
+    """null means absent. Unknown parameters are allowed and have no effect."""
 
     best_of: int | None = Field(default=None, description="sequences to generate; default n")
     n: int | None = Field(default=None, description="sequences to return, the most likely; default best_of")

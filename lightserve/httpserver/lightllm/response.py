@@ -84,7 +84,7 @@ def _tokens(outs: Sequence[StrOut], prompt_tokens: int, special: Collection[int]
 
 
 class LightllmEventWriter:
-    """Writes one event a token: ``data:`` + compact JSON + blank line."""
+    """Writes one event per token: ``data:`` + compact JSON + blank line."""
 
     def __init__(self, prompt_tokens: int, special: Collection[int]) -> None:
         self.count = 0

@@ -111,7 +111,9 @@ def _tool_choice(value: Any) -> Any:
     match value:
         case {"type": "function", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
-    raise PydanticCustomError("tool_choice", "auto, none, required, or a function as its type and its name")
+    raise PydanticCustomError(
+        "tool_choice", "must be auto, none, required, or an object with the type function and the name of the function"
+    )
 
 
 ToolChoice = Annotated[

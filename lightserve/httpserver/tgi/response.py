@@ -147,7 +147,7 @@ def _timings(log: AccessLog, outs: Sequence[StrOut], validated_s: float) -> dict
 
 
 class TgiEventWriter:
-    """Writes one event a token; the last one has the whole text."""
+    """Writes one event per token; the last one has the whole text."""
 
     def __init__(self, parsed: TgiRequest, tokenizer: Tokenizer) -> None:
         self.count = 0
