@@ -290,7 +290,7 @@ def _write_inputs(shape: Shape, rows: int, factory: InputFactory) -> tuple[Tenso
 
 
 def _decode_inputs(shape: Shape, batch: int, factory: InputFactory) -> tuple[Any, ...]:
-    """Slots as a scheduler assigns them: those of a prompt are neighbours, and those of a decode step are."""
+    """Slots as a scheduler assigns them: the slots of a prompt are neighbours, and so are the slots of a decode step."""
     prompt, output = shape.context
     prompts = torch.arange(batch * prompt, device=factory.device).view(batch, prompt)
     outputs = torch.arange(batch * output, device=factory.device).view(output, batch).T + batch * prompt
@@ -298,7 +298,7 @@ def _decode_inputs(shape: Shape, batch: int, factory: InputFactory) -> tuple[Any
 
 
 def _shared_inputs(shape: Shape, has_hint: bool, factory: InputFactory) -> tuple[Any, ...]:
-    """Slots of a prefix are neighbours, and so are those of a decode step."""
+    """The slots of a prefix are neighbours, and so are the slots of a decode step."""
     batch, prefix, own = shape.shared
     prefixes = torch.arange(prefix, device=factory.device).expand(batch, prefix)
     outputs = torch.arange(batch * own, device=factory.device).view(own, batch).T + prefix
