@@ -172,7 +172,7 @@ def test_a_closed_stream_frees_its_memory(llm: LLM) -> None:
         ([5, 49152], InvalidRequestError, r"0\.\.49151"),
         ([5, -1], InvalidRequestError, r"0\.\.49151"),
         ([[5.5]], InvalidRequestError, "must be integers"),
-        ("word " * 1500, PromptTooLongError, "1501 tokens; at most 999 are possible"),
+        ("word " * 1500, PromptTooLongError, "1501 tokens; the limit is 999"),
     ],
 )
 def test_a_bad_prompt_is_refused_and_the_next_one_served(
