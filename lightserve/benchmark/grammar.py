@@ -4,10 +4,10 @@
 
 Two models have the vocabulary of --model_dir: "tiny" has one small layer of random weights, "null" has no forward pass
 and the same logits at every step. So most of the time is sampling. A model of a useful size hides more of it, and an
-accelerator computes the next step while the masks are computed: --large adds a model of the shape of Llama-3-8B, for a GPU.
-Only steps in which all requests decode count, the best of several runs. "special" requests are free and have a logit
-bias of 0, which the captured step does not support. "one by one" requests are all constrained, and every forced token
-has a step of its own. The CPU time of all threads is printed too, for a machine that is busy otherwise.
+accelerator computes the next step while the host computes masks: --large adds a model with Llama-3-8B's shape, for a
+GPU. Only steps in which all requests decode count, the best of several runs. "special" requests are free and have a
+logit bias of 0, which the captured step does not support. "one by one" requests are all constrained, and every forced
+token has a step of its own. The CPU time of all threads is printed too, for a machine that is busy otherwise.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ def _write_inputs(shape: Shape, rows: int, factory: InputFactory) -> tuple[Tenso
 
 
 def _decode_inputs(shape: Shape, batch: int, factory: InputFactory) -> tuple[Any, ...]:
-    """Slots as a scheduler assigns them: the slots of a prompt are neighbours, and so are the slots of a decode step."""
+    """Slots as a scheduler assigns them: the slots of a prompt are neighbours, so are the slots of a decode step."""
     prompt, output = shape.context
     prompts = torch.arange(batch * prompt, device=factory.device).view(batch, prompt)
     outputs = torch.arange(batch * output, device=factory.device).view(output, batch).T + batch * prompt
