@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from lightserve.errors import ServerError
+from lightserve.utils.cpu import available_cores
 
 Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
@@ -161,7 +161,7 @@ class HttpConfig:
     @property
     def num_processes(self) -> int:
         """The number of HTTP processes; the same in every process of this server."""
-        return self.httpserver_workers or min(max(cores() // CORES_PER_HTTP_PROCESS, 1), MAX_HTTP_PROCESSES)
+        return self.httpserver_workers or min(max(available_cores() // CORES_PER_HTTP_PROCESS, 1), MAX_HTTP_PROCESSES)
 
     @property
     def compat_names(self) -> list[str]:
@@ -178,7 +178,7 @@ class LaunchConfig:
         60.0, "seconds without a heartbeat after which a process is killed, a worker after half of that; 0: never"
     )
     null_worker: bool = option(
-        False, "run without a model: a worker that invents tokens, to measure the rest of the server"
+        False, "run without a model: the worker returns made-up tokens, to measure the rest of the server"
     )
     null_step_ms: float = option(0.0, "milliseconds that a step of the null worker takes")
 
@@ -192,13 +192,6 @@ class ServerConfig:
     router: RouterConfig
     http: HttpConfig
     launch: LaunchConfig
-
-
-def cores() -> int:
-    """The number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on a Mac
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _at_least(config: Any, least: int, *names: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from lightserve.config import WorkerConfig
 from lightserve.errors import LightserveError
 from lightserve.io_struct import GenerationParams
-from lightserve.server.args import Parser, add_flags, take
+from lightserve.server.args import Parser, add_flags, config_from_args
 
 DEFAULT_PROMPT = "What is the capital of France, and what is it known for?"
 
@@ -25,7 +25,7 @@ def main() -> None:
     args = parser.parse()
     try:
         params = GenerationParams.of(max_new_tokens=args.max_new_tokens, temperature=args.temperature)
-        generate(take(WorkerConfig, args), args.prompt, params)
+        generate(config_from_args(WorkerConfig, args), args.prompt, params)
     except LightserveError as error:
         print(f"lightserve: {error}", file=sys.stderr)
         sys.exit(2)

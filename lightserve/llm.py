@@ -191,7 +191,7 @@ class LLM:
             while len(self._in_flight) < self.worker.pipeline_depth and (step := self._scheduler.next_step()):
                 self._in_flight.append(self.worker.launch(step))
             if not self._in_flight:
-                raise ServerError("the request was dropped: a step that it shared with others failed")
+                raise ServerError("the request was dropped because a step of its batch failed")
             result = self._in_flight.popleft()()
             self._scheduler.complete_step()
             self._distribute(result)

@@ -30,7 +30,7 @@ from lightserve.httpserver.wire.body import Body, validate
 from lightserve.models.registry import MODELS
 from lightserve.server.args import parse_server
 from lightserve.simulate.__main__ import arguments as simulate_arguments
-from lightserve.utils.metrics import CATALOGUE
+from lightserve.utils.metrics import METRICS
 from test.httpserver.app_client import served
 
 ROOT = Path(__file__).parent.parent
@@ -179,7 +179,7 @@ def test_endpoints_in_the_readme_are_on_the_api_page() -> None:
         pytest.param(list(lightllm_request.UNSUPPORTED), id="lightllm-unsupported"),
         pytest.param([*TgiBody.model_fields, *TgiParameters.model_fields], id="tgi"),
         pytest.param([*LIGHTLLM_ONLY, *TGI_ONLY], id="marks"),
-        pytest.param([one.name for one in (*CATALOGUE, ENGINE_UP)], id="metrics"),
+        pytest.param([one.name for one in (*METRICS, ENGINE_UP)], id="metrics"),
         pytest.param([NAMES["lightllm"].prefix + name for name in NAMES["lightllm"].ours], id="metrics-lightllm"),
     ],
 )

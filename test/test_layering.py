@@ -26,7 +26,7 @@ LAYERS: dict[str, set[str]] = {
     "utils.net": {"errors"},
     "utils.tls": {"errors"},
     "utils.process": {"errors", "config", "io_struct"},
-    "config": {"errors"},
+    "config": {"errors", "utils"},
     "io_struct": {"errors"},
     "model_files": {"errors", "utils"},
     "output_parsing": {"errors"},

@@ -34,13 +34,14 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     count, side = (2**29, 8192) if is_gpu else (2**22, 512)
     source = torch.zeros(count, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
-    copy_s = seconds_a_call([lambda: torch.neg(source, out=target)], device)  # copy_ would take the slower copy engine
+    # copy_ would take the slower copy engine
+    copy_s = seconds_per_call([lambda: torch.neg(source, out=target)], device)
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    matmul_s = seconds_a_call([lambda: a @ b], device)
+    matmul_s = seconds_per_call([lambda: a @ b], device)
     return Ceilings(2 * source.nbytes / copy_s, 2 * side**3 / matmul_s)
 
 
-def seconds_a_call(calls: Sequence[Call], device: torch.device, repeats: int = REPEATS) -> float:
+def seconds_per_call(calls: Sequence[Call], device: torch.device, repeats: int = REPEATS) -> float:
     """The median time of one of ``calls``, which run one after the other.
 
     They should compute the same with different tensors, which together exceed the cache. On a GPU they are replayed as

@@ -1,19 +1,18 @@
-"""Cost of grammars: tokens a second if none, half or all of a batch is constrained to JSON.
+"""Cost of grammars: tokens per second if none, half or all of a batch is constrained to JSON.
 
     python -m lightserve.benchmark.grammar [--model_dir DIR] [--device cpu] [--batch 32] [--tokens 64] [--large]
 
 Two models have the vocabulary of --model_dir: "tiny" has one small layer of random weights, "null" has no forward pass
-and the same logits at every step. So the time is mostly that of sampling. A model of a useful size hides more of it,
-and an accelerator computes the next step beside the masks: --large adds a model of the shape of Llama-3-8B, for a GPU.
-Only steps in which all requests decode count, the best of several runs. "special" requests are free and have a logit
-bias of 0, which the captured step does not support. "one by one" requests are all constrained, and every forced token
-has a step of its own. The CPU time of all threads is printed too, for a machine that is busy otherwise.
+and the same logits at every step. So most of the time is sampling. A model of a useful size hides more of it, and an
+accelerator computes the next step while the host computes masks: --large adds a model with Llama-3-8B's shape, for a
+GPU. Only steps in which all requests decode count, the best of several runs. "special" requests are free and have a
+logit bias of 0, which the captured step does not support. "one by one" requests are all constrained, and every forced
+token has a step of its own. The CPU time of all threads is printed too, for a machine that is busy otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,33 +24,18 @@ from unittest.mock import patch
 
 import torch
 
+from lightserve.benchmark.models import LARGE, TINY, save_model
 from lightserve.common.device import H200_GRAPHS
 from lightserve.errors import ServerError
 from lightserve.grammar.compiler import schema_grammar
 from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
-from lightserve.model_files.source import resolve
-from lightserve.model_files.tokenizer import load_tokenizer
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import ReqGrammar
 from lightserve.worker.step_runner import graph_shapes
 
 PROMPT_LEN = 16
 REPEATS = 5
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-LARGE = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
 KINDS = {"none": 0.0, "special": 0.0, "half": 0.5, "all": 1.0, "one by one": 1.0}  # the share that is constrained
 PERSON = {
     "type": "object",
@@ -64,24 +48,6 @@ PERSON = {
     "additionalProperties": False,
 }
 ENDLESS = {"type": "array", "items": PERSON, "minItems": 100_000}
-
-
-def save_model(folder: Path, model_dir: str | None, shape: dict[str, int]) -> None:
-    """A model of random weights with a real tokenizer."""
-    source = resolve(model_dir, needs_weights=False)
-    tokenizer = load_tokenizer(source)
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": source.hf_config()["vocab_size"],
-        **shape,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "eos_token_id": list(source.eos_token_ids()),
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text(tokenizer.to_json())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer.eos_token}))
 
 
 @contextmanager
@@ -187,7 +153,7 @@ def main() -> None:
     args = parser.parse_args()
     rates = measure_models(args)
     print(f"{args.batch} requests, best of {REPEATS} runs\n")
-    print("| model | constrained | tokens/s | of free | ms a step | CPU ms a step | tokens a step |")
+    print("| model | constrained | tokens/s | of free | ms per step | CPU ms per step | tokens per step |")
     print("|---|---|--:|--:|--:|--:|--:|")
     for model, by_kind in rates.items():
         for kind, rate in by_kind.items():

@@ -62,7 +62,7 @@ TINY = Shape(
 )
 
 
-class Lab:
+class InputFactory:
     """Makes new inputs at every call."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -90,7 +90,7 @@ class Lab:
         return self._table
 
 
-Inputs = Callable[[Lab], tuple[Any, ...]]
+Inputs = Callable[[InputFactory], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,10 @@ def linear_cases(shape: Shape, item: int) -> Iterator[Case]:
     for name, (out, into) in weights.items():
         for rows in (*shape.batches, *(() if name == "head" else _fresh(shape))):
 
-            def inputs(lab: Lab, rows: int = rows, out: int = out, into: int = into) -> tuple[Tensor, Tensor]:
-                return lab.randn(rows, into), lab.randn(out, into)
+            def inputs(
+                factory: InputFactory, rows: int = rows, out: int = out, into: int = into
+            ) -> tuple[Tensor, Tensor]:
+                return factory.randn(rows, into), factory.randn(out, into)
 
             num_bytes = item * (out * into + rows * (out + into))
             yield Case(f"linear {name}", f"{rows}", inputs, ops.linear, F.linear, num_bytes, 2.0 * rows * out * into)
@@ -216,12 +218,12 @@ def _fresh(shape: Shape) -> list[int]:
 
 
 def _randn(*shape_and_lab: Any) -> tuple[Tensor]:
-    *shape, lab = shape_and_lab
-    return (lab.randn(*shape),)
+    *shape, factory = shape_and_lab
+    return (factory.randn(*shape),)
 
 
-def _norm_inputs(shape: Shape, rows: int, lab: Lab) -> tuple[Tensor, Tensor, Tensor]:
-    return lab.randn(rows, shape.hidden), lab.randn(rows, shape.hidden), lab.randn(shape.hidden)
+def _norm_inputs(shape: Shape, rows: int, factory: InputFactory) -> tuple[Tensor, Tensor, Tensor]:
+    return factory.randn(rows, shape.hidden), factory.randn(rows, shape.hidden), factory.randn(shape.hidden)
 
 
 def _add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
@@ -232,8 +234,8 @@ def _torch_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(residual.add_(x), weight.shape, weight, EPS)
 
 
-def _norm_linear_inputs(shape: Shape, rows: int, out: int, lab: Lab) -> tuple[Tensor, ...]:
-    return *_norm_inputs(shape, rows, lab), lab.randn(out, shape.hidden)
+def _norm_linear_inputs(shape: Shape, rows: int, out: int, factory: InputFactory) -> tuple[Tensor, ...]:
+    return *_norm_inputs(shape, rows, factory), factory.randn(out, shape.hidden)
 
 
 def _add_norm_linear(x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:
@@ -257,8 +259,8 @@ def _torch_silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _embedding_inputs(shape: Shape, rows: int, lab: Lab) -> tuple[Tensor, Tensor]:
-    return lab.below(shape.vocab, rows), lab.table(shape.vocab, shape.hidden)
+def _embedding_inputs(shape: Shape, rows: int, factory: InputFactory) -> tuple[Tensor, Tensor]:
+    return factory.below(shape.vocab, rows), factory.table(shape.vocab, shape.hidden)
 
 
 def _embed(ids: Tensor, table: Tensor) -> Tensor:
@@ -269,12 +271,12 @@ def _torch_embed(ids: Tensor, table: Tensor) -> Tensor:
     return F.embedding(ids, table)
 
 
-def _rotary_inputs(shape: Shape, rows: int, lab: Lab) -> tuple[Tensor, ...]:
+def _rotary_inputs(shape: Shape, rows: int, factory: InputFactory) -> tuple[Tensor, ...]:
     """q, k and v are views of one projection's output."""
-    qkv = lab.randn(rows, shape.heads + 2 * shape.kv_heads, shape.dim)
+    qkv = factory.randn(rows, shape.heads + 2 * shape.kv_heads, shape.dim)
     q, kv = qkv.split_with_sizes([shape.heads, 2 * shape.kv_heads], dim=1)
-    cos, sin = (lab.randn(rows, shape.dim // 2, dtype=torch.float32) for _ in range(2))
-    return q, kv, cos, sin, lab.ints(range(rows)), lab.randn(rows + 1, 2 * shape.kv_heads, shape.dim)
+    cos, sin = (factory.randn(rows, shape.dim // 2, dtype=torch.float32) for _ in range(2))
+    return q, kv, cos, sin, factory.ints(range(rows)), factory.randn(rows + 1, 2 * shape.kv_heads, shape.dim)
 
 
 def _torch_rotary_write_kv(q: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
@@ -282,69 +284,69 @@ def _torch_rotary_write_kv(q: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, slot
     ops.write_kv.impls[ops.REFERENCE](kv, slots, kv_cache)
 
 
-def _write_inputs(shape: Shape, rows: int, lab: Lab) -> tuple[Tensor, Tensor, Tensor]:
-    _, kv, _, _, slots, kv_cache = _rotary_inputs(shape, rows, lab)
+def _write_inputs(shape: Shape, rows: int, factory: InputFactory) -> tuple[Tensor, Tensor, Tensor]:
+    _, kv, _, _, slots, kv_cache = _rotary_inputs(shape, rows, factory)
     return kv, slots, kv_cache
 
 
-def _decode_inputs(shape: Shape, batch: int, lab: Lab) -> tuple[Any, ...]:
-    """Slots as a scheduler assigns them: those of a prompt are neighbours, and those of a decode step are."""
+def _decode_inputs(shape: Shape, batch: int, factory: InputFactory) -> tuple[Any, ...]:
+    """Slots as a scheduler assigns them: the slots of a prompt are neighbours, so are the slots of a decode step."""
     prompt, output = shape.context
-    prompts = torch.arange(batch * prompt, device=lab.device).view(batch, prompt)
-    outputs = torch.arange(batch * output, device=lab.device).view(output, batch).T + batch * prompt
-    return _last_tokens(shape, torch.cat((prompts, outputs), dim=1), None, lab)
+    prompts = torch.arange(batch * prompt, device=factory.device).view(batch, prompt)
+    outputs = torch.arange(batch * output, device=factory.device).view(output, batch).T + batch * prompt
+    return _last_tokens(shape, torch.cat((prompts, outputs), dim=1), None, factory)
 
 
-def _shared_inputs(shape: Shape, has_hint: bool, lab: Lab) -> tuple[Any, ...]:
-    """Slots of a prefix are neighbours, and so are those of a decode step."""
+def _shared_inputs(shape: Shape, has_hint: bool, factory: InputFactory) -> tuple[Any, ...]:
+    """The slots of a prefix are neighbours, and so are the slots of a decode step."""
     batch, prefix, own = shape.shared
-    prefixes = torch.arange(prefix, device=lab.device).expand(batch, prefix)
-    outputs = torch.arange(batch * own, device=lab.device).view(own, batch).T + prefix
-    groups = lab.ints([0, batch, prefix, 0, *[0] * 28]).view(8, 4) if has_hint else None
-    return _last_tokens(shape, torch.cat((prefixes, outputs), dim=1), groups, lab)
+    prefixes = torch.arange(prefix, device=factory.device).expand(batch, prefix)
+    outputs = torch.arange(batch * own, device=factory.device).view(own, batch).T + prefix
+    groups = factory.ints([0, batch, prefix, 0, *[0] * 28]).view(8, 4) if has_hint else None
+    return _last_tokens(shape, torch.cat((prefixes, outputs), dim=1), groups, factory)
 
 
-def _last_tokens(shape: Shape, slots: Tensor, shared_prefixes: Tensor | None, lab: Lab) -> tuple[Any, ...]:
+def _last_tokens(shape: Shape, slots: Tensor, shared_prefixes: Tensor | None, factory: InputFactory) -> tuple[Any, ...]:
     """Attention of the last token of each request; ``slots`` ``[batch, tokens]`` are theirs, without gaps from 0 on."""
     batch, length = slots.shape
-    lengths = lab.ints([length] * batch)
+    lengths = factory.ints([length] * batch)
     attn = ops.AttnBatch(
         req_to_token=slots.int(),
-        b_req_idx=lab.ints(range(batch)),
-        b_start_loc=lab.ints(range(batch)),
+        b_req_idx=factory.ints(range(batch)),
+        b_start_loc=factory.ints(range(batch)),
         b_seq_len=lengths,
         b_ready_cache_len=lengths - 1,
         shared_prefixes=shared_prefixes,
     )
-    kv_cache = lab.randn(int(slots.max()) + 2, 2 * shape.kv_heads, shape.dim)
-    return lab.randn(batch, shape.heads, shape.dim), kv_cache, attn, ops.AttnOptions(shape.dim**-0.5)
+    kv_cache = factory.randn(int(slots.max()) + 2, 2 * shape.kv_heads, shape.dim)
+    return factory.randn(batch, shape.heads, shape.dim), kv_cache, attn, ops.AttnOptions(shape.dim**-0.5)
 
 
-def _prompt_inputs(shape: Shape, new: int, cached: int, lab: Lab) -> tuple[Any, ...]:
+def _prompt_inputs(shape: Shape, new: int, cached: int, factory: InputFactory) -> tuple[Any, ...]:
     length = new + cached
     attn = ops.AttnBatch(
-        req_to_token=torch.arange(length, device=lab.device, dtype=torch.int32)[None],
-        b_req_idx=lab.ints([0]),
-        b_start_loc=lab.ints([0]),
-        b_seq_len=lab.ints([length]),
-        b_ready_cache_len=lab.ints([cached]),
+        req_to_token=torch.arange(length, device=factory.device, dtype=torch.int32)[None],
+        b_req_idx=factory.ints([0]),
+        b_start_loc=factory.ints([0]),
+        b_seq_len=factory.ints([length]),
+        b_ready_cache_len=factory.ints([cached]),
     )
-    kv_cache = lab.randn(length + 1, 2 * shape.kv_heads, shape.dim)
-    q = lab.randn(new, shape.heads, shape.dim)
+    kv_cache = factory.randn(length + 1, 2 * shape.kv_heads, shape.dim)
+    q = factory.randn(new, shape.heads, shape.dim)
     return q, kv_cache[cached:length].clone(), kv_cache, attn, ops.AttnOptions(shape.dim**-0.5)
 
 
-def _sdpa_decode_inputs(shape: Shape, batch: int, length: int, lab: Lab) -> tuple[Tensor, Tensor, Tensor]:
-    k, v = (lab.randn(batch, shape.kv_heads, length, shape.dim) for _ in range(2))
-    return lab.randn(batch, shape.heads, 1, shape.dim), k, v
+def _sdpa_decode_inputs(shape: Shape, batch: int, length: int, factory: InputFactory) -> tuple[Tensor, Tensor, Tensor]:
+    k, v = (factory.randn(batch, shape.kv_heads, length, shape.dim) for _ in range(2))
+    return factory.randn(batch, shape.heads, 1, shape.dim), k, v
 
 
-def _sdpa_prompt_inputs(shape: Shape, new: int, cached: int, lab: Lab) -> tuple[Tensor, Tensor, Tensor]:
+def _sdpa_prompt_inputs(shape: Shape, new: int, cached: int, factory: InputFactory) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads = (
         shape.heads if cached else shape.kv_heads
     )  # torch has no causal mask at the lower right with shared heads
-    k, v = (lab.randn(1, kv_heads, new + cached, shape.dim) for _ in range(2))
-    return lab.randn(1, shape.heads, new, shape.dim), k, v
+    k, v = (factory.randn(1, kv_heads, new + cached, shape.dim) for _ in range(2))
+    return factory.randn(1, shape.heads, new, shape.dim), k, v
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
@@ -355,13 +357,13 @@ def _sdpa_behind(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
 
 
-def _logits(shape: Shape, batch: int, lab: Lab) -> tuple[Tensor]:
-    return (lab.randn(batch, shape.vocab, dtype=torch.float32),)
+def _logits(shape: Shape, batch: int, factory: InputFactory) -> tuple[Tensor]:
+    return (factory.randn(batch, shape.vocab, dtype=torch.float32),)
 
 
-def _sample_inputs(shape: Shape, batch: int, temperature: float, lab: Lab) -> tuple[Tensor, ...]:
-    seeds, positions = lab.below(2**62, batch), lab.below(10_000, batch, dtype=torch.int32)
-    return lab.randn(batch, shape.vocab), lab.full(temperature, batch), seeds, positions
+def _sample_inputs(shape: Shape, batch: int, temperature: float, factory: InputFactory) -> tuple[Tensor, ...]:
+    seeds, positions = factory.below(2**62, batch), factory.below(10_000, batch, dtype=torch.int32)
+    return factory.randn(batch, shape.vocab), factory.full(temperature, batch), seeds, positions
 
 
 def _torch_argmax(logits: Tensor, *_: Tensor) -> Tensor:
@@ -375,13 +377,15 @@ def _torch_sample(logits: Tensor, temperature: Tensor, *_: Tensor) -> Tensor:
     )  # as torch.multinomial, which synchronises with the host
 
 
-def _limit_inputs(shape: Shape, batch: int, lab: Lab) -> tuple[Tensor, ...]:
-    top_k = lab.full(50, batch, dtype=torch.int32)
-    return *_logits(shape, batch, lab), top_k, lab.full(0.9, batch), lab.full(0.02, batch)
+def _limit_inputs(shape: Shape, batch: int, factory: InputFactory) -> tuple[Tensor, ...]:
+    top_k = factory.full(50, batch, dtype=torch.int32)
+    return *_logits(shape, batch, factory), top_k, factory.full(0.9, batch), factory.full(0.02, batch)
 
 
-def _penalty_inputs(shape: Shape, batch: int, lab: Lab) -> tuple[Any, ...]:
-    rows = lab.ints(range(batch))
-    seen = lab.below(100, batch, shape.vocab, dtype=torch.int32).clamp_(min=98) - 98
-    penalties = ops.Penalties(rows, lab.full(1.1, batch), lab.full(0.1, batch), lab.full(0.1, batch), rows, seen)
-    return *_logits(shape, batch, lab), penalties
+def _penalty_inputs(shape: Shape, batch: int, factory: InputFactory) -> tuple[Any, ...]:
+    rows = factory.ints(range(batch))
+    seen = factory.below(100, batch, shape.vocab, dtype=torch.int32).clamp_(min=98) - 98
+    penalties = ops.Penalties(
+        rows, factory.full(1.1, batch), factory.full(0.1, batch), factory.full(0.1, batch), rows, seen
+    )
+    return *_logits(shape, batch, factory), penalties

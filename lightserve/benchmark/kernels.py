@@ -12,8 +12,8 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
-from lightserve.benchmark.ceilings import Ceilings, measure_ceilings, seconds_a_call
-from lightserve.benchmark.kernel_cases import LLAMA3_8B, TINY, Case, Inputs, Lab, cases_of
+from lightserve.benchmark.ceilings import Ceilings, measure_ceilings, seconds_per_call
+from lightserve.benchmark.kernel_cases import LLAMA3_8B, TINY, Case, InputFactory, Inputs, cases_of
 from lightserve.common.device import pick_device
 from lightserve.errors import ServerError
 
@@ -21,13 +21,13 @@ ROTATED_BYTES = 256 * 2**20  # over five times the L2 cache of an H200
 MAX_COPIES = 128  # of the inputs; the inputs of the smallest ops stay in the cache, as in a step
 
 
-def seconds_of(case: Case, lab: Lab, call: Callable[..., object], inputs: Inputs) -> float:
-    copies = min(max(2, round(ROTATED_BYTES / case.num_bytes)), MAX_COPIES if lab.device.type != "cpu" else 2)
-    return seconds_a_call([partial(call, *inputs(lab)) for _ in range(copies)], lab.device)
+def seconds_of(case: Case, factory: InputFactory, call: Callable[..., object], inputs: Inputs) -> float:
+    copies = min(max(2, round(ROTATED_BYTES / case.num_bytes)), MAX_COPIES if factory.device.type != "cpu" else 2)
+    return seconds_per_call([partial(call, *inputs(factory)) for _ in range(copies)], factory.device)
 
 
-def row_of(case: Case, lab: Lab, ceilings: Ceilings) -> str:
-    ours_s = seconds_of(case, lab, case.ours, case.inputs)
+def row_of(case: Case, factory: InputFactory, ceilings: Ceilings) -> str:
+    ours_s = seconds_of(case, factory, case.ours, case.inputs)
     floor_s = ceilings.floor_s(case.num_bytes, case.flops)
     is_memory_bound = case.num_bytes / ceilings.bytes_per_s == floor_s
     amount, unit = (case.num_bytes, "TB/s") if is_memory_bound else (case.flops, "TFLOP/s")
@@ -35,7 +35,7 @@ def row_of(case: Case, lab: Lab, ceilings: Ceilings) -> str:
     row += f"{floor_s / ours_s:7.1%}"
     if case.torch is None:
         return row
-    torch_s = seconds_of(case, lab, case.torch, case.torch_inputs or case.inputs)
+    torch_s = seconds_of(case, factory, case.torch, case.torch_inputs or case.inputs)
     return row + f" {torch_s * 1e6:10.1f} {amount / torch_s / 1e12:8.2f} {torch_s / ours_s:8.2f}x"
 
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{'op':20} {'rows or requests':>16} {'us':>10} {'reached':>16} {'of most':>7} {'torch us':>10}")
     for case in cases:
         if any(part in case.op for part in args.ops):
-            print(row_of(case, Lab(device, dtype), ceilings), flush=True)
+            print(row_of(case, InputFactory(device, dtype), ceilings), flush=True)
 
 
 if __name__ == "__main__":

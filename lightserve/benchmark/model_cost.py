@@ -1,4 +1,4 @@
-"""What a step costs a device at the least: the bytes it must read and the products it must form."""
+"""The minimum cost of a step: the bytes that a device must read and the multiplications that it must compute."""
 
 from __future__ import annotations
 

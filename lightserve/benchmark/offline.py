@@ -40,7 +40,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    prefill: float  # tokens a second
+    prefill: float  # tokens per second
     decode: float
 
     @property
@@ -110,7 +110,7 @@ def main() -> None:
     if not args.no_transformers:
         runs["transformers"] = transformers_run(load_transformers(resolve(args.model_dir)))
     print(f"float32, {args.threads} threads, {args.prompt_len}-token prompts, {args.new_tokens} new tokens")
-    print(f"{'batch':>5} {'':12} {'prefill tok/s':>14} {'GFLOP/s':>8} {'decode tok/s':>13} {'ms a step':>10}")
+    print(f"{'batch':>5} {'':12} {'prefill tok/s':>14} {'GFLOP/s':>8} {'decode tok/s':>13} {'ms/step':>10}")
     for batch in args.batches:
         speeds = measure(runs, Load(batch, args.prompt_len, args.new_tokens, args.repeats))
         for name, speed in speeds.items():

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lightserve.benchmark.serving_path import Server
+from lightserve.benchmark.server import Server
 
-ANSWER_S = 600.0
+RESPONSE_S = 600.0
 SENTENCE = "The quick brown fox jumps over the lazy dog near the old bridge. "  # 14 tokens of most vocabularies
 TOKENS_OF_SENTENCE = 14
 
@@ -49,16 +49,16 @@ class Client:
         self._url = url
         self._options = {"max_tokens": new_tokens, "ignore_eos": True, "temperature": 0, **options}
 
-    def ask(self, messages: list[Message]) -> Message:
-        """The answer, as the chat's next message."""
+    def send(self, messages: list[Message]) -> Message:
+        """Send a chat; the response as its next message."""
         raw = json.dumps({"messages": messages, **self._options}).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self._url}/v1/chat/completions", raw, headers)
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
-            answer = json.load(response)
-        self.cost.prompt_tokens += answer["usage"]["prompt_tokens"]
-        self.cost.cached_tokens += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+        with urllib.request.urlopen(request, timeout=RESPONSE_S) as response:
+            completion = json.load(response)
+        self.cost.prompt_tokens += completion["usage"]["prompt_tokens"]
+        self.cost.cached_tokens += completion["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return {"role": "assistant", "content": completion["choices"][0]["message"]["content"]}
 
 
 def system_prompt(tokens: int) -> Message:
@@ -70,14 +70,14 @@ def shared_prompt(client: Client, requests: int, tokens: int) -> None:
     system = system_prompt(tokens)
     chats = [[system, {"role": "user", "content": f"{i}: what comes next, and why?"}] for i in range(requests)]
     with ThreadPoolExecutor(requests) as pool:
-        list(pool.map(client.ask, chats))
+        list(pool.map(client.send, chats))
 
 
 def chat(client: Client, turns: int) -> None:
     messages: list[Message] = []
     for turn in range(turns):
         messages.append({"role": "user", "content": f"Question {turn}: {SENTENCE * 3}What happened then?"})
-        messages.append(client.ask(messages))
+        messages.append(client.send(messages))
 
 
 def run(url: str, new_tokens: int, options: dict[str, Any], load: Callable[[Client], None]) -> Cost:
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32, help="sent at once")
     parser.add_argument("--system", type=int, default=1000, help="tokens of the system prompt that they share")
     parser.add_argument("--turns", type=int, default=10, help="of the chat")
-    parser.add_argument("--new_tokens", type=int, default=16, help="of every answer")
+    parser.add_argument("--new_tokens", type=int, default=16, help="output tokens of every request")
     parser.add_argument("--runs", type=int, default=3)
     args, flags = parser.parse_known_args()
     loads: dict[str, Callable[[Client], None]] = {

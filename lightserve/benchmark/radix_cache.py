@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     columns = [best_of(args.repeats, num_tokens, args.calls) for num_tokens in args.tokens]
-    print("us a thousand tokens (us a call)")
+    print("us per thousand tokens (us per call)")
     print(f"{'cached tokens':36}" + "".join(f"{num_tokens:>18,}" for num_tokens in args.tokens))
     for name in columns[0]:
         cells = (f"{column[name].us_a_thousand:.2f} ({column[name].us_a_call:.1f})" for column in columns)

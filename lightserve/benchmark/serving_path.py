@@ -1,4 +1,4 @@
-"""Throughput of the server without a model: streamed tokens a second, and CPU time a token of each process.
+"""Throughput of the server without a model: streamed tokens per second, and CPU time per token of each process.
 
     python -m lightserve.benchmark.serving_path --streams 64 --http 1 2
 
@@ -11,21 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import re
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
+from lightserve.benchmark.server import Server
 from lightserve.benchmark.stream_client import StreamClient, finish, post
 
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-START_S = 60.0
 DRIVE_S = 300.0
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "lightllm": "/generate_stream"}
 
@@ -77,51 +69,6 @@ async def drive(load: Load, url: str) -> Result:
     return result
 
 
-class Server:
-    """A real server in its own processes."""
-
-    def __init__(self, flags: list[str]) -> None:
-        self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115  closed in stop
-        command = [sys.executable, "-m", "lightserve.server.api_server", "--port", "0", "--disable_log_requests"]
-        command += flags
-        self._process = subprocess.Popen(command, stderr=self._log)
-
-    def wait_until_ready(self) -> str:
-        end = time.monotonic() + START_S
-        while time.monotonic() < end and self._process.poll() is None:
-            found = re.search(r"ready at (\S+)", self.log())
-            if found:
-                return found[1]
-            time.sleep(0.05)
-        raise RuntimeError(f"the server did not start: {self.log()}")
-
-    def log(self) -> str:
-        return Path(self._log.name).read_text()
-
-    def processes(self) -> Iterator[tuple[int, str]]:
-        """Pid and name of each."""
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                name, _, rest = path.read_text().partition("(")[2].rpartition(")")
-            except OSError:  # it has just ended
-                continue
-            if name.startswith("ls-") and int(rest.split()[1]) == self._process.pid:
-                yield int(path.parent.name), name
-
-    def cpu_s(self) -> dict[str, float]:
-        """CPU seconds used so far, by process."""
-        used: dict[str, float] = {}
-        for pid, name in self.processes():
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            used[name] = used.get(name, 0.0) + (int(fields[11]) + int(fields[12])) * TICK_S
-        return used
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(30)
-        self._log.close()
-
-
 def measure(http_workers: int, load: Load, flags: list[str]) -> str:
     import uvloop
 
@@ -138,8 +85,8 @@ def measure(http_workers: int, load: Load, flags: list[str]) -> str:
     tokens = load.streams * load.rounds * load.tokens
     costs = {name: (after[name] - before[name]) / tokens * 1e6 for name in sorted(after)}
     row = ", ".join(f"{name} {cost:.0f}" for name, cost in (costs | {"client": own / tokens * 1e6}).items())
-    rates = f"{tokens / result.seconds:,.0f} tokens/s, {result.events / result.reads:.1f} events a read"
-    return f"{load.api}, {http_workers} http: {rates}; CPU us a token: {row}"
+    rates = f"{tokens / result.seconds:,.0f} tokens/s, {result.events / result.reads:.1f} events per read"
+    return f"{load.api}, {http_workers} http: {rates}; CPU us per token: {row}"
 
 
 def main() -> None:

@@ -26,12 +26,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightserve.benchmark.serving_path import Server
+from lightserve.benchmark.models import TINY, save_model
+from lightserve.benchmark.server import Server
 from lightserve.benchmark.soak_requests import KINDS, Kind
 from lightserve.benchmark.storm import held_by, until_idle
-from lightserve.benchmark.stream_client import LeavingClient, StreamClient, finish, post
+from lightserve.benchmark.stream_client import DisconnectingClient, StreamClient, finish, post
+from lightserve.model_files.source import resolve
 
-ANSWER_S = 120.0  # a request that takes longer counts as lost
+RESPONSE_S = 120.0  # a request that takes longer counts as lost
 GOLDEN = {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
 ABORT_EVERY_S = 0.2
 GOLDEN_EVERY = 50  # requests
@@ -44,35 +46,36 @@ class Soak:
     """The requests sent so far, and how they ended."""
 
     url: str
-    chance: random.Random
+    rng: random.Random
     golden: str = ""
     ends: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.golden = self._ask_golden()
+        self.golden = self._send_golden()
 
     async def run(self, clients: int, seconds: float) -> None:
         end_s = time.monotonic() + seconds
         async with asyncio.TaskGroup() as tasks:
             for _ in range(clients):
-                tasks.create_task(self._be_a_client(end_s))
+                tasks.create_task(self._run_client(end_s))
 
-    async def _be_a_client(self, end_s: float) -> None:
+    async def _run_client(self, end_s: float) -> None:
         while time.monotonic() < end_s:
-            kind = self.chance.choices(KINDS, [kind.weight for kind in KINDS])[0]
-            await self._ask(kind)
+            kind = self.rng.choices(KINDS, [kind.weight for kind in KINDS])[0]
+            await self._send(kind)
             if self.ends.total() % GOLDEN_EVERY == 0:
                 await asyncio.to_thread(self._check_golden)
 
-    async def _ask(self, kind: Kind) -> None:
-        name = f"soak-{self.chance.getrandbits(48):x}"
-        path, body = kind.make(self.chance)
+    async def _send(self, kind: Kind) -> None:
+        name = f"soak-{self.rng.getrandbits(48):x}"
+        path, body = kind.make(self.rng)
         raw = body if isinstance(body, bytes) else json.dumps({**body, **kind.named(name)}).encode()
         request = post(urlsplit(self.url).netloc, path, raw)
-        client = StreamClient(request) if kind.leaves_after is None else LeavingClient(request, kind.leaves_after)
+        events = kind.disconnects_after
+        client = StreamClient(request) if events is None else DisconnectingClient(request, events)
         try:
-            async with asyncio.timeout(ANSWER_S), asyncio.TaskGroup() as tasks:
+            async with asyncio.timeout(RESPONSE_S), asyncio.TaskGroup() as tasks:
                 ending = tasks.create_task(finish(client, self.url))
                 while kind.is_aborted and not ending.done():  # the abort may arrive before the request
                     await asyncio.to_thread(self._post, "/abort_request", {"request_id": name})
@@ -81,20 +84,20 @@ class Soak:
             self.wrong.append(f"{kind.name}: {error!r}")
             return
         self.ends[kind.name] += 1
-        if not kind.is_well_ended(client.status, ending.result()):
+        if not kind.is_expected_end(client.status, ending.result()):
             self.wrong.append(f"{kind.name}: {client.status} {ending.result()!r}")
 
     def _check_golden(self) -> None:
-        if (text := self._ask_golden()) != self.golden:
-            self.wrong.append(f"a known request was answered {text!r}, not {self.golden!r}")
+        if (text := self._send_golden()) != self.golden:
+            self.wrong.append(f"a known request returned {text!r}, not {self.golden!r}")
 
-    def _ask_golden(self) -> str:
+    def _send_golden(self) -> str:
         return str(self._post("/v1/completions", GOLDEN)["choices"][0]["text"])
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+        with urllib.request.urlopen(request, timeout=RESPONSE_S) as response:
             return json.load(response)
 
 
@@ -130,9 +133,6 @@ def table(columns: dict[str, Figures]) -> str:
 
 def tiny_model(folder: Path) -> list[str]:
     """A model of random weights with the default model's tokenizer and chat template, and the flags that serve it."""
-    from lightserve.benchmark.grammar import TINY, save_model
-    from lightserve.model_files.source import resolve
-
     save_model(folder, None, TINY)
     template = resolve(None, needs_weights=False).chat_template()
     (folder / "chat_template.jinja").write_text(template or "")
@@ -157,7 +157,7 @@ def soak(args: argparse.Namespace, flags: list[str]) -> int:
     ends = ", ".join(f"{count} {name}" for name, count in state.ends.most_common())
     print(f"{state.ends.total()} requests in {args.minutes:g} minutes by {args.clients} clients: {ends}")
     print(table(columns))
-    print("\n".join(wrong) or "all as it must be")
+    print("\n".join(wrong) or "passed: nothing is wrong")
     return 1 if wrong else 0
 
 

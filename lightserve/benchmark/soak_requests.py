@@ -56,32 +56,32 @@ class Kind:
     make: Callable[[Random], tuple[str, Body]]  # path and body
     weight: int = 4
     statuses: tuple[int, ...] = (200,)
-    end: bytes = b""  # that an answer with status 200 must have near its end
-    leaves_after: int | None = None  # events; None: it stays
+    end: bytes = b""  # that a response with status 200 must have near its end
+    disconnects_after: int | None = None  # events: it disconnects then; None: it waits for the end
     is_aborted: bool = False  # by name, until it has ended
 
     def named(self, name: str) -> dict[str, Any]:
         return {"request_id": name} if self.is_aborted else {}
 
-    def is_well_ended(self, status: int, end: bytes) -> bool:
-        if self.leaves_after is not None:
+    def is_expected_end(self, status: int, end: bytes) -> bool:
+        if self.disconnects_after is not None:
             return status in (0, 200, OVERLOADED)
         if status == OVERLOADED:
             return True
         return status in self.statuses and (status != 200 or self.end in end)
 
 
-def text(chance: Random, most: int = 60) -> str:
-    return " ".join(chance.choices(WORDS, k=chance.randint(1, most)))
+def text(rng: Random, most: int = 60) -> str:
+    return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
 
 
-def messages(chance: Random) -> dict[str, Any]:
-    turns = [{"role": "user", "content": text(chance)}, {"role": "assistant", "content": text(chance)}]
-    return {"messages": (turns * chance.randint(0, 2)) + turns[:1]}
+def messages(rng: Random) -> dict[str, Any]:
+    turns = [{"role": "user", "content": text(rng)}, {"role": "assistant", "content": text(rng)}]
+    return {"messages": (turns * rng.randint(0, 2)) + turns[:1]}
 
 
-def sampling(chance: Random, most: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"max_tokens": chance.randint(1, most), "temperature": chance.choice((0, 0.7, 1.0))}
+def sampling(rng: Random, most: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"max_tokens": rng.randint(1, most), "temperature": rng.choice((0, 0.7, 1.0))}
     extra: tuple[dict[str, Any], ...] = (
         {},
         {"seed": 7},
@@ -90,67 +90,67 @@ def sampling(chance: Random, most: int) -> dict[str, Any]:
         {"presence_penalty": 1.0},
         {"ignore_eos": True},
     )
-    return found | chance.choice(extra)
+    return found | rng.choice(extra)
 
 
-def short(chance: Random) -> tuple[str, Body]:
-    return COMPLETE, {"prompt": text(chance), **sampling(chance, 16)}
+def short(rng: Random) -> tuple[str, Body]:
+    return COMPLETE, {"prompt": text(rng), **sampling(rng, 16)}
 
 
-def streamed(chance: Random) -> tuple[str, Body]:
-    return CHAT, {**messages(chance), **sampling(chance, 64), "stream": True}
+def streamed(rng: Random) -> tuple[str, Body]:
+    return CHAT, {**messages(rng), **sampling(rng, 64), "stream": True}
 
 
-def long(chance: Random) -> tuple[str, Body]:
-    return COMPLETE, {"prompt": text(chance, 800), **sampling(chance, 400), "stream": True}
+def long(rng: Random) -> tuple[str, Body]:
+    return COMPLETE, {"prompt": text(rng, 800), **sampling(rng, 400), "stream": True}
 
 
-def endless(chance: Random) -> tuple[str, Body]:
-    body = {"prompt": text(chance), "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    return COMPLETE, body | {"n": chance.choice((1, 2))}
+def endless(rng: Random) -> tuple[str, Body]:
+    body = {"prompt": text(rng), "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    return COMPLETE, body | {"n": rng.choice((1, 2))}
 
 
-def several(chance: Random) -> tuple[str, Body]:
-    return CHAT, {**messages(chance), **sampling(chance, 32), "n": chance.randint(2, 4), "logprobs": True}
+def several(rng: Random) -> tuple[str, Body]:
+    return CHAT, {**messages(rng), **sampling(rng, 32), "n": rng.randint(2, 4), "logprobs": True}
 
 
-def constrained(chance: Random) -> tuple[str, Body]:
+def constrained(rng: Random) -> tuple[str, Body]:
     wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
-    return CHAT, {**messages(chance), **sampling(chance, 48), "response_format": wanted}
+    return CHAT, {**messages(rng), **sampling(rng, 48), "response_format": wanted}
 
 
-def by_regex(chance: Random) -> tuple[str, Body]:
-    return COMPLETE, {"prompt": text(chance), "max_tokens": 16, "structured_outputs": {"regex": "[ab]{5,9}"}}
+def by_regex(rng: Random) -> tuple[str, Body]:
+    return COMPLETE, {"prompt": text(rng), "max_tokens": 16, "structured_outputs": {"regex": "[ab]{5,9}"}}
 
 
-def lightllm(chance: Random) -> tuple[str, Body]:
-    parameters = {"max_new_tokens": chance.randint(1, 32), "do_sample": chance.random() < 0.5, "return_details": True}
-    return GENERATE, {"inputs": text(chance), "parameters": parameters}
+def lightllm(rng: Random) -> tuple[str, Body]:
+    parameters = {"max_new_tokens": rng.randint(1, 32), "do_sample": rng.random() < 0.5, "return_details": True}
+    return GENERATE, {"inputs": text(rng), "parameters": parameters}
 
 
-def tgi(chance: Random) -> tuple[str, Body]:
-    parameters = {"max_new_tokens": chance.randint(1, 32), "details": True, "stop": ["zz"]}
-    return "/generate_stream", {"inputs": text(chance), "parameters": parameters}
+def tgi(rng: Random) -> tuple[str, Body]:
+    parameters = {"max_new_tokens": rng.randint(1, 32), "details": True, "stop": ["zz"]}
+    return "/generate_stream", {"inputs": text(rng), "parameters": parameters}
 
 
-def responses(chance: Random) -> tuple[str, Body]:
-    return "/v1/responses", {"input": text(chance), "max_output_tokens": chance.randint(1, 32), "stream": True}
+def responses(rng: Random) -> tuple[str, Body]:
+    return "/v1/responses", {"input": text(rng), "max_output_tokens": rng.randint(1, 32), "stream": True}
 
 
-def anthropic(chance: Random) -> tuple[str, Body]:
-    return "/v1/messages", {**messages(chance), "max_tokens": chance.randint(1, 32), "stream": True}
+def anthropic(rng: Random) -> tuple[str, Body]:
+    return "/v1/messages", {**messages(rng), "max_tokens": rng.randint(1, 32), "stream": True}
 
 
-def tokenized(chance: Random) -> tuple[str, Body]:
-    return "/tokenize", {"prompt": text(chance, 500)}
+def tokenized(rng: Random) -> tuple[str, Body]:
+    return "/tokenize", {"prompt": text(rng, 500)}
 
 
-def late(chance: Random) -> tuple[str, Body]:
-    return COMPLETE, {"prompt": text(chance), "max_tokens": 2000, "ignore_eos": True, "timeout": 0.2}
+def late(rng: Random) -> tuple[str, Body]:
+    return COMPLETE, {"prompt": text(rng), "max_tokens": 2000, "ignore_eos": True, "timeout": 0.2}
 
 
-def bad(chance: Random) -> tuple[str, Body]:
-    return chance.choice(BAD)
+def bad(rng: Random) -> tuple[str, Body]:
+    return rng.choice(BAD)
 
 
 DONE = b"data: [DONE]"
@@ -158,7 +158,7 @@ KINDS = [
     Kind("short", short, weight=12),
     Kind("streamed", streamed, weight=8, end=DONE),
     Kind("long", long, weight=2, end=DONE),
-    Kind("several answers", several),
+    Kind("several choices", several),
     Kind("by schema", constrained),
     Kind("by regex", by_regex),
     Kind("LightLLM's", lightllm),
@@ -166,10 +166,10 @@ KINDS = [
     Kind("responses", responses, end=b'"output_tokens":'),
     Kind("messages", anthropic, end=b"message_stop"),
     Kind("tokenized", tokenized, weight=2),
-    Kind("too late", late, weight=1, statuses=(200, 504)),
+    Kind("past its deadline", late, weight=1, statuses=(200, 504)),
     Kind("bad", bad, weight=8, statuses=(400, 422)),
-    Kind("left at once", endless, leaves_after=0),
-    Kind("left at the first event", endless, leaves_after=1),
-    Kind("left in the middle", endless, leaves_after=50),
+    Kind("disconnected at once", endless, disconnects_after=0),
+    Kind("disconnected at the first event", endless, disconnects_after=1),
+    Kind("disconnected in the middle", endless, disconnects_after=50),
     Kind("aborted", endless, statuses=(200, 499), end=DONE, is_aborted=True),
 ]

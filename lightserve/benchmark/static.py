@@ -32,7 +32,7 @@ from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
 from lightserve.model_files.source import resolve
-from lightserve.server.args import Parser, add_flags, take
+from lightserve.server.args import Parser, add_flags, config_from_args
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.worker import ModelWorker
 
@@ -174,7 +174,7 @@ def prefill_work(text: str) -> Work:
 
 def print_decodes(bench: StaticBench, ceilings: Ceilings, works: Iterable[Work], steps: int) -> None:
     print(
-        f"{'decode: batch x context':>24} {'ms a step':>10} {'floor ms':>9} {'of it':>6} {'launch ms':>10} {'tok/s':>9}"
+        f"{'decode: batch x context':>24} {'ms/step':>10} {'floor ms':>9} {'of it':>6} {'launch ms':>10} {'tok/s':>9}"
     )
     for work in works:
         name = f"{work.batch}x{work.cached}"
@@ -228,7 +228,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, WorkerConfig]:
     parser.add_argument("--repeats", type=int, default=7, help="times that a prompt is computed")
     parser.add_argument("--profile", action="store_true", help="where the time of a step goes, instead of the tables")
     args = parser.parse(argv)
-    return args, take(WorkerConfig, args)
+    return args, config_from_args(WorkerConfig, args)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -92,15 +92,15 @@ def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
 
 
 def profile_steps(run: Callable[[], float], steps: int) -> str:
-    """Run ``steps`` steps unprofiled, under torch.profiler and under cProfile; ``run`` returns seconds a step."""
+    """Run ``steps`` steps unprofiled, under torch.profiler and under cProfile; ``run`` returns seconds per step."""
     run()
-    plain = f"{run() * 1e6:.0f} us a step unprofiled"
+    plain = f"{run() * 1e6:.0f} us per step unprofiled"
     return "\n".join([plain, gpu_table(_traced(run), steps), _host_table(run, steps)])
 
 
 def gpu_table(gpu: GpuTime, steps: int) -> str:
     lines = [
-        f"GPU: {gpu.span / steps:.0f} us a step under the profiler, busy {gpu.busy_share:.1%}, "
+        f"GPU: {gpu.span / steps:.0f} us per step under the profiler, busy {gpu.busy_share:.1%}, "
         f"{sum(gpu.counts.values()) / steps:.0f} kernels"
     ]
     rows = [*_largest(gpu.groups), ("idle", gpu.idle)]
@@ -130,7 +130,7 @@ def _traced(run: Callable[[], object]) -> GpuTime:
 def _host_table(run: Callable[[], object], steps: int) -> str:
     profile = cProfile.Profile()
     profile.runcall(run)
-    lines = ["host, under cProfile, which adds much of its own: us a step with callees, without, calls a step"]
+    lines = ["host, under cProfile, which adds much of its own: us per step with callees, without, calls per step"]
     entries = sorted(profile.getstats(), key=lambda entry: -entry.totaltime)
     for entry in [entry for entry in entries if _is_ours(entry.code)][:SHOWN_FUNCTIONS]:
         with_callees, alone = (seconds * 1e6 / steps for seconds in (entry.totaltime, entry.inlinetime))

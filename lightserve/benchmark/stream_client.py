@@ -1,4 +1,4 @@
-"""Clients that cost little: thousands of them fit into one process."""
+"""Clients with little overhead: one process can run thousands of them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import asyncio
 from typing import cast
 from urllib.parse import urlsplit
 
-KEPT_BYTES = 200  # of the end of an answer
+KEPT_BYTES = 200  # of the end of a response
 
 
 class StreamClient(asyncio.Protocol):
-    """Sends one request and counts the events until its answer ends; parses as little as possible."""
+    """Sends one request and counts the events until the response ends; parses as little as possible."""
 
     def __init__(self, request: bytes) -> None:
         self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.events = 0
         self.reads = 0
-        self.status = 0  # of the answer; 0 if none came
+        self.status = 0  # of the response; 0: there was none
         self._request = request
         self._end = b""
 
@@ -38,31 +38,31 @@ class StreamClient(asyncio.Protocol):
             self.done.set_result(self._end)
 
 
-class LeavingClient(StreamClient):
-    """Hangs up after so many events, 0: as soon as it has asked."""
+class DisconnectingClient(StreamClient):
+    """Disconnects after ``events`` events. 0: as soon as it has sent its request."""
 
     def __init__(self, request: bytes, events: int) -> None:
         super().__init__(request)
-        self._patience = events
+        self._max_events = events
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._leave_in_time()
+        self._disconnect_if_due()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._leave_in_time()
+        self._disconnect_if_due()
 
-    def _leave_in_time(self) -> None:
-        if self.events >= self._patience:
+    def _disconnect_if_due(self) -> None:
+        if self.events >= self._max_events:
             self.close()
 
 
 async def finish(client: StreamClient, url: str) -> bytes:
-    """Send its request there; the end of the answer."""
-    place = urlsplit(url)
+    """Send its request to ``url``. Returns the last bytes of the response."""
+    address = urlsplit(url)
     loop = asyncio.get_running_loop()
-    await loop.create_connection(lambda: client, place.hostname or "", place.port or 80)
+    await loop.create_connection(lambda: client, address.hostname or "", address.port or 80)
     try:
         return await client.done
     finally:
@@ -70,7 +70,7 @@ async def finish(client: StreamClient, url: str) -> bytes:
 
 
 def post(host: str, path: str, body: bytes) -> bytes:
-    """A request after whose answer the server closes the connection."""
+    """A request after which the server closes the connection."""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"

@@ -25,7 +25,7 @@ class StopMatcher:
             return text
         if self.matched is not None or not text:
             return ""
-        self._ahead = self._lengths
+        self._tentative_lengths = self._lengths
         if not self._n_held and self._first_chars.isdisjoint(text):
             return text
         ends, lengths = self._scan(text, self._lengths)
@@ -35,11 +35,11 @@ class StopMatcher:
         self._set_lengths(lengths)
         return shown
 
-    def would_match(self, ahead: str) -> bool:
-        """Whether a stop string ends in ``ahead``, tentative text that the next ``push`` replaces."""
-        if not ahead or self.matched is not None:
+    def would_match(self, tentative_text: str) -> bool:
+        """Whether a stop string ends in ``tentative_text``, which the next ``push`` replaces."""
+        if not tentative_text or self.matched is not None:
             return False
-        ends, self._ahead = self._scan(ahead, self._ahead)
+        ends, self._tentative_lengths = self._scan(tentative_text, self._tentative_lengths)
         return any(ends)
 
     def flush(self) -> str:
@@ -51,7 +51,7 @@ class StopMatcher:
     def _set_lengths(self, lengths: list[int]) -> None:
         self._lengths = lengths  # for each stop string: how many of its first characters the text ends with
         self._n_held = max(lengths, default=0)  # characters at the end of the text that were not returned yet
-        self._ahead = lengths  # the same at the end of the tentative text
+        self._tentative_lengths = lengths  # the same at the end of the tentative text
 
     def _scan(self, text: str, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
         """Where each stop string first ends in ``text`` (0: nowhere), and the new ``lengths``."""

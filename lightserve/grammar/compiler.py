@@ -31,7 +31,7 @@ from lightserve.io_struct import GrammarSpec
 from lightserve.model_files.tokenizer import Tokenizer
 
 MAX_REGEX_LENGTH = 16 * 1024  # characters
-MAX_KEPT = 256  # compiled grammars
+MAX_CACHED = 256  # compiled grammars
 MAX_NESTING = 64  # levels of JSON in a grammar: llguidance and Python recurse into it
 MAX_MESSAGE_LENGTH = 500  # characters of an error: it quotes the grammar
 # Limits on the cost of a grammar. With llguidance's defaults a mask of (a{1000}){1000} takes 1 s, with these 0.1 s.
@@ -88,16 +88,16 @@ class GrammarCompiler:
         """``vocab_size`` is the model's. Any of ``eos_ids`` may end a complete output."""
         self._special_tokens = tokenizer.special_tokens
         self._tokenizer = _ll_tokenizer(tokenizer, vocab_size, eos_ids)
-        self._max_kept = MAX_KEPT
-        self._kept: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+        self._max_cached = MAX_CACHED
+        self._cache: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
     def lanes(self, count: int) -> list[GrammarCompiler]:
         """``count`` compilers that share the cache size of this one. Matchers of different lanes share no lexer."""
         lanes = [copy(self) for _ in range(count)]
         for lane in lanes:
-            lane._max_kept = MAX_KEPT // count
-            lane._kept, lane._lock = OrderedDict(), threading.Lock()
+            lane._max_cached = MAX_CACHED // count
+            lane._cache, lane._lock = OrderedDict(), threading.Lock()
         return lanes
 
     @property
@@ -108,10 +108,10 @@ class GrammarCompiler:
     def find(self, spec: GrammarSpec) -> LLMatcher | None:
         """A matcher in its start state if the compiled grammar is cached."""
         with self._lock:
-            if spec not in self._kept:
+            if spec not in self._cache:
                 return None
-            self._kept.move_to_end(spec)
-            return self._kept[spec].deep_copy()
+            self._cache.move_to_end(spec)
+            return self._cache[spec].deep_copy()
 
     def compile(self, spec: GrammarSpec) -> LLMatcher:
         """A matcher in its start state, for one output. InvalidRequestError says what is wrong with the grammar."""
@@ -124,9 +124,9 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _error(matcher.get_error())
         with self._lock:
-            self._kept[spec] = matcher
-            while len(self._kept) > self._max_kept:
-                self._kept.popitem(last=False)
+            self._cache[spec] = matcher
+            while len(self._cache) > self._max_cached:
+                self._cache.popitem(last=False)
             return matcher.deep_copy()
 
 
@@ -194,7 +194,7 @@ def _structure(triggers: list[str], begin: str, schema: Any, end: str) -> Struct
     if trigger is None:
         raise InvalidRequestError(f"the structure {begin[:100]!r} starts with none of the triggers")
     if not isinstance(schema, dict):
-        raise InvalidRequestError("the schema of the structure {begin[:100]!r} must be an object")
+        raise InvalidRequestError(f"the schema of the structure {begin[:100]!r} must be an object")
     return StructTag(trigger=trigger, begin=begin, grammar=schema, end=end)
 
 

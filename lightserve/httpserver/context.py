@@ -29,21 +29,21 @@ class ServerContext:
     config: HttpConfig
     model_name: str
     manager: HttpServerManager
-    maybe_tokenizer: Tokenizer | None  # a folder with dummy weights may have none
+    optional_tokenizer: Tokenizer | None  # a folder with dummy weights may have none
     grammars: GrammarCheck = field(default_factory=GrammarCheck)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def tokenizer(self) -> Tokenizer:
-        if self.maybe_tokenizer is None:
+        if self.optional_tokenizer is None:
             raise InvalidRequestError("this model has no tokenizer; give prompts as token ids")
-        return self.maybe_tokenizer
+        return self.optional_tokenizer
 
     def warm_up(self) -> None:
         """Prepare what the first request would wait for: 0.3 s with a vocabulary of 128,000."""
-        if self.maybe_tokenizer is not None:
-            self.grammars.prepare(self.maybe_tokenizer)
-            self.maybe_tokenizer.warm_up()
+        if self.optional_tokenizer is not None:
+            self.grammars.prepare(self.optional_tokenizer)
+            self.optional_tokenizer.warm_up()
 
     async def read(self, request: Request) -> dict[str, Any]:
         return await read_json(request, self.config.max_body_bytes)

@@ -1,4 +1,4 @@
-"""Log probabilities as numbers: those of a prompt out of the arrays in which they travel, and what JSON can hold.
+"""Log probabilities: those of a prompt are unpacked from the arrays of a message; -inf is replaced for JSON.
 
 llm.py imports this module too: it needs neither torch nor a web framework.
 """
@@ -25,7 +25,7 @@ class PromptToken(NamedTuple):
 
 
 def unpack_prompt_logprobs(prompt_ids: Sequence[int], packed: PromptLogprobs | None) -> list[PromptToken]:
-    """One entry a token. ``packed`` is None where no model runs (--null_worker): every logprob is -inf then."""
+    """One entry per token. Without a model (--null_worker) ``packed`` is None and every logprob is -inf."""
     first, *rest = prompt_ids
     tokens = [PromptToken(first, None, 0, [])]
     if packed is None:

@@ -20,45 +20,47 @@ from lightserve.httpserver.manager import HttpServerManager
 from lightserve.httpserver.wire.protocol import LimitedProtocol
 from lightserve.io_struct import Drain, Drained, EngineDied, EngineReady, Ready, ToHttpserver, ToRouter
 from lightserve.model_files.source import resolve
-from lightserve.model_files.tokenizer import tokenizer_if_any
+from lightserve.model_files.tokenizer import load_tokenizer_or_none
 from lightserve.utils.channel import Receiver, Sender
-from lightserve.utils.process import Boot, Parent, run_child
+from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.utils.tls import server_context
 
 KEEP_ALIVE_S = 75  # longer than the idle time of common client pools, so that the client closes first
 
-# p99 of /health in ms, with 2,500 connections at once on two cores: 800 to 1,650 with 8 accepts an iteration of the
+# p99 of /health in ms, with 2,500 connections at once on two cores: 800 to 1,650 with 8 accepts per iteration of the
 # event loop, 215 to 470 with 32, 165 to 280 with 64, 133 to 173 with 128. An iteration without a connection costs
 # nothing, one with a connection some 50 us.
 ACCEPTS_PER_ITERATION = 128
 
 
-async def main(boot: Boot, parent: Parent) -> None:
-    config = boot.config
-    from_detokenization: Receiver[ToHttpserver] = Receiver(boot.address(f"http-{boot.index}"), ToHttpserver)
-    to_router: Sender[ToRouter] = Sender(boot.address("router"))
-    manager = HttpServerManager(boot.index, to_router, from_detokenization)
+async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
+    config = child_config.config
+    from_detokenization: Receiver[ToHttpserver] = Receiver(
+        child_config.address(f"http-{child_config.index}"), ToHttpserver
+    )
+    to_router: Sender[ToRouter] = Sender(child_config.address("router"))
+    manager = HttpServerManager(child_config.index, to_router, from_detokenization)
     source = resolve(config.worker.model_dir, needs_weights=False)
     name = config.http.model_name or source.name
-    context = ServerContext(config.http, name, manager, tokenizer_if_any(source))
+    context = ServerContext(config.http, name, manager, load_tokenizer_or_none(source))
     context.warm_up()
     output_formats(context)  # an unknown --tool_call_parser or --reasoning_parser fails here
-    server = _Server(context, parent)
+    server = _Server(context, launcher)
     async with asyncio.TaskGroup() as tasks:  # the process ends when one of them fails; the launcher logs the reason
         tasks.create_task(manager.run())
-        tasks.create_task(_handle_launcher(parent, manager))
-        tasks.create_task(server.serve(sockets=_listeners(socket.socket(fileno=boot.listen_fd))))
+        tasks.create_task(_handle_launcher(launcher, manager))
+        tasks.create_task(server.serve(sockets=_listeners(socket.socket(fileno=child_config.listen_fd))))
 
 
 def _listeners(sock: socket.socket) -> list[socket.socket]:
-    """Duplicates of the socket: the event loop accepts one connection an iteration from each."""
+    """Duplicates of the socket: the event loop accepts one connection per iteration from each."""
     return [sock, *(sock.dup() for _ in range(ACCEPTS_PER_ITERATION - 1))]
 
 
 class _Server(uvicorn.Server):
     """Sends Ready when it listens; the launcher handles signals."""
 
-    def __init__(self, context: ServerContext, parent: Parent) -> None:
+    def __init__(self, context: ServerContext, launcher: LauncherConnection) -> None:
         config = uvicorn.Config(
             build_app(context),
             http=LimitedProtocol,
@@ -72,12 +74,12 @@ class _Server(uvicorn.Server):
             ssl_context_factory=_tls_of(context.config),
         )
         super().__init__(config)
-        self._parent = parent
+        self._launcher = launcher
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         gc.freeze()  # objects that exist now live until the end: the collector can skip them
-        self._parent.send(Ready())
+        self._launcher.send(Ready())
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
@@ -90,23 +92,23 @@ def _tls_of(config: HttpConfig) -> Callable[..., ssl.SSLContext] | None:
     return lambda *_: context
 
 
-async def _handle_launcher(parent: Parent, manager: HttpServerManager) -> None:
+async def _handle_launcher(launcher: LauncherConnection, manager: HttpServerManager) -> None:
     """Handle the messages of the launcher."""
     async with asyncio.TaskGroup() as tasks:
         while True:
-            message = await parent.recv()
+            message = await launcher.recv()
             if isinstance(message, EngineReady):
                 manager.engine_ready(message)
             elif isinstance(message, EngineDied):
                 manager.engine_died(message.message)
             elif isinstance(message, Drain):
                 manager.drain()
-                tasks.create_task(_report_drained(parent, manager))
+                tasks.create_task(_report_drained(launcher, manager))
 
 
-async def _report_drained(parent: Parent, manager: HttpServerManager) -> None:
+async def _report_drained(launcher: LauncherConnection, manager: HttpServerManager) -> None:
     await manager.wait_drained()
-    parent.send(Drained())
+    launcher.send(Drained())
 
 
 if __name__ == "__main__":

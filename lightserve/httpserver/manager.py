@@ -39,7 +39,7 @@ from lightserve.utils.channel import Receiver, Sender
 
 DEFAULT_SCHEDULING = SchedulingParams()
 MAX_UNREAD = 2**16  # tokens of a request, some 20 MB, that the client has not read
-HEARTBEAT_TIMEOUT_S = 5.0  # the router sends one a second
+HEARTBEAT_TIMEOUT_S = 5.0  # the router sends one per second
 SLOW_STEP_SHARE = 0.25  # of step_timeout_s: a step that runs longer makes the server unhealthy
 
 

@@ -102,5 +102,5 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _strftime_now(date_format: str) -> str:
+    return datetime.now().strftime(date_format)

@@ -145,7 +145,7 @@ def has_tokenizer(source: ModelSource) -> bool:
     return isinstance(source, GgufSource) or any(source.path.glob("tokenizer*"))
 
 
-def tokenizer_if_any(source: ModelSource) -> Tokenizer | None:
+def load_tokenizer_or_none(source: ModelSource) -> Tokenizer | None:
     return load_tokenizer(source) if has_tokenizer(source) else None
 
 

@@ -1,6 +1,15 @@
 """Splits a model's output into reasoning, content and tool calls. Text in, deltas out; independent of the server."""
 
-from lightserve.output_parsing.deltas import Call, CallArguments, CallStart, Content, Delta, Output, Reasoning, fold
+from lightserve.output_parsing.deltas import (
+    Call,
+    CallArguments,
+    CallStart,
+    Content,
+    Delta,
+    Output,
+    Reasoning,
+    merge_deltas,
+)
 from lightserve.output_parsing.parser import OutputParser, ToolCallParser
 
 __all__ = [
@@ -13,5 +22,5 @@ __all__ = [
     "OutputParser",
     "Reasoning",
     "ToolCallParser",
-    "fold",
+    "merge_deltas",
 ]

@@ -52,7 +52,7 @@ class Output:
     calls: list[Call] = field(default_factory=list)
 
 
-def fold(deltas: Iterable[Delta]) -> Output:
+def merge_deltas(deltas: Iterable[Delta]) -> Output:
     contents: list[str] = []
     reasonings: list[str] = []
     calls: list[Call] = []

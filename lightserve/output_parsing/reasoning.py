@@ -24,13 +24,13 @@ class ReasoningFormat:
 
 
 THINK = ReasoningFormat("<think>", "</think>")
-KNOWN = (
+KNOWN_FORMATS = (
     THINK,
     ReasoningFormat("[THINK]", "[/THINK]"),
     ReasoningFormat("<seed:think>", "</seed:think>"),
     ReasoningFormat("◁think▷", "◁/think▷"),
 )
-BY_NAME = {"qwen3": THINK, "deepseek_r1": ReasoningFormat("<think>", "</think>", is_implied=True)}
+FORMATS_BY_NAME = {"qwen3": THINK, "deepseek_r1": ReasoningFormat("<think>", "</think>", is_implied=True)}
 
 
 def reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
@@ -38,20 +38,20 @@ def reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
     if choice == "none":
         return None
     if choice == "auto":
-        return next((one for one in KNOWN if one.end in template), None)
+        return next((one for one in KNOWN_FORMATS if one.end in template), None)
     begin, _, end = choice.partition(",")
-    if choice not in BY_NAME and not (begin and end):
-        known = ", ".join(["auto", "none", *BY_NAME])
+    if choice not in FORMATS_BY_NAME and not (begin and end):
+        known = ", ".join(["auto", "none", *FORMATS_BY_NAME])
         raise ServerError(f"unknown --reasoning_parser {choice!r}; use one of {known}, or two tags as BEGIN,END")
-    return BY_NAME.get(choice) or ReasoningFormat(begin, end)
+    return FORMATS_BY_NAME.get(choice) or ReasoningFormat(begin, end)
 
 
 class ReasoningParser:
     """Splits an output into reasoning and content. White space next to the tags is dropped."""
 
-    def __init__(self, form: ReasoningFormat, is_inside: bool) -> None:
+    def __init__(self, reasoning_format: ReasoningFormat, is_inside: bool) -> None:
         self.is_reasoning = is_inside
-        self._form = form
+        self._format = reasoning_format
         self._stream = TextStream()
         self._deltas: list[Delta] = []
         self._space = ""  # at the end of the reasoning, emitted when more reasoning follows
@@ -75,12 +75,12 @@ class ReasoningParser:
         stream = self._stream
         stream.mark()
         yield from stream.skip_space()
-        has_tag = yield from stream.accept(self._form.begin)  # a model may repeat the tag of the prompt
+        has_tag = yield from stream.accept(self._format.begin)  # a model may repeat the tag of the prompt
         skipped = stream.take_marked()
         self.is_reasoning = self.is_reasoning or has_tag
         if self.is_reasoning:
             yield from stream.skip_space()
-            yield from stream.emit_until((self._form.end,), self._emit_reasoning)
+            yield from stream.emit_until((self._format.end,), self._emit_reasoning)
             self.is_reasoning = False
             yield from stream.skip_space()
         else:

@@ -15,42 +15,44 @@ from lightserve.router.scheduler import Scheduler, make_limits
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger
-from lightserve.utils.process import Boot, Parent, run_child
+from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 
 logger = init_logger(__name__)
 
 
-async def main(boot: Boot, parent: Parent) -> None:
-    config = boot.config
-    inbox: Receiver[ToRouter] = Receiver(boot.address("router"), ToRouter)
-    to_detokenization: Sender[ToDetokenization] = Sender(boot.address("detokenization"))
+async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
+    config = child_config.config
+    inbox: Receiver[ToRouter] = Receiver(child_config.address("router"), ToRouter)
+    to_detokenization: Sender[ToDetokenization] = Sender(child_config.address("detokenization"))
     policy = make_policy(config.router.router_policy)  # a wrong name fails the start before the weights are loaded
-    engine = await parent.recv()
+    engine = await launcher.recv()
     if not isinstance(engine, EngineReady):
         raise TypeError(f"the first message must be EngineReady, not {engine!r}")
     limits = make_limits(config.worker, config.router, engine.step_limits)
     scheduler = Scheduler(KvPool(engine.max_total_token_num), limits, policy)
 
     def connect(generation: int) -> RpycModelClient:
-        paths = [boot.worker_path(rank, generation) for rank in range(config.worker.tp)]
+        paths = [child_config.worker_path(rank, generation) for rank in range(config.worker.tp)]
 
         def report_lost(reason: str, caused_by_request: bool) -> None:
-            parent.send(WorkersLost(generation, reason, caused_by_request))
+            launcher.send(WorkersLost(generation, reason, caused_by_request))
 
         return RpycModelClient(paths, report_lost)
 
     manager = RouterManager(scheduler, connect(0), engine, inbox, to_detokenization, config.router)
-    parent.send(Ready())
+    launcher.send(Ready())
     gc.freeze()  # what exists now is never freed, so no collection has to visit it
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(manager.run(ThroughputLog(manager.metrics, config.router.log_stats_interval)))
-        tasks.create_task(_use_new_workers(parent, manager, connect))
+        tasks.create_task(_use_new_workers(launcher, manager, connect))
 
 
-async def _use_new_workers(parent: Parent, manager: RouterManager, connect: Callable[[int], RpycModelClient]) -> None:
+async def _use_new_workers(
+    launcher: LauncherConnection, manager: RouterManager, connect: Callable[[int], RpycModelClient]
+) -> None:
     """Connect whenever the launcher has replaced lost workers."""
     while True:
-        message = await parent.recv()
+        message = await launcher.recv()
         if isinstance(message, NewWorkers):
             try:
                 manager.use_workers(connect(message.generation))

@@ -27,7 +27,7 @@ from lightserve.errors import LightserveError
 from lightserve.io_struct import StartupPhase
 from lightserve.server.args import parse_server
 from lightserve.server.banner import banner, print_line, print_text
-from lightserve.server.checks import ModelFacts, check
+from lightserve.server.checks import ModelInfo, check
 from lightserve.server.keys import with_keys
 from lightserve.server.process_group import Modules, ProcessGroup
 from lightserve.server.run_directory import run_directory
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, modules: Modules | None = None) -> i
 
 
 async def launch(
-    config: ServerConfig, model: ModelFacts, sockets: Sequence[socket.socket], modules: Modules, begin_s: float
+    config: ServerConfig, model: ModelInfo, sockets: Sequence[socket.socket], modules: Modules, begin_s: float
 ) -> int:
     signals = stop_signals()  # from here on, a signal ends this process only after it has cleaned up
     with run_directory() as run_dir:
@@ -65,7 +65,7 @@ class Launcher:
     """One run of the server."""
 
     def __init__(
-        self, config: ServerConfig, model: ModelFacts, processes: ProcessGroup, signals: asyncio.Queue[signal.Signals]
+        self, config: ServerConfig, model: ModelInfo, processes: ProcessGroup, signals: asyncio.Queue[signal.Signals]
     ) -> None:
         self._config = config
         self._model = model
@@ -115,7 +115,7 @@ class Launcher:
     async def _wait_ready(self, url: str, begin_s: float, started_s: float) -> None:
         engine = await self._processes.wait_ready()
         self._is_serving = True
-        own = [StartupPhase("checks", started_s - begin_s), StartupPhase("in all", time.monotonic() - begin_s)]
+        own = [StartupPhase("checks", started_s - begin_s), StartupPhase("total", time.monotonic() - begin_s)]
         phases = {child.role: child.phases for child in self._processes.children} | {"start": own}
         print_text(banner(url, self._model, engine, self._config.http.num_processes, phases))
 

@@ -50,7 +50,7 @@ def parse_server(argv: Sequence[str] | None = None) -> ServerConfig:
     for name, config_class in parts.items():
         add_flags(parser.add_argument_group(name, config_class.__doc__), config_class)
     namespace = parser.parse(argv)
-    return ServerConfig(**{name: take(config_class, namespace) for name, config_class in parts.items()})
+    return ServerConfig(**{name: config_from_args(config_class, namespace) for name, config_class in parts.items()})
 
 
 def add_flags(parser: argparse._ActionsContainer, config_class: type[Any]) -> None:
@@ -62,7 +62,7 @@ def add_flags(parser: argparse._ActionsContainer, config_class: type[Any]) -> No
         parser.add_argument(*spellings, dest=spec.name, **_kind_of(hints[spec.name]), **_help_of(spec))
 
 
-def take(config_class: type[C], namespace: argparse.Namespace) -> C:
+def config_from_args(config_class: type[C], namespace: argparse.Namespace) -> C:
     names = [spec.name for spec in fields(config_class)]  # type: ignore[arg-type]
     return config_class(**{name: getattr(namespace, name) for name in names})
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from lightserve.io_struct import EngineReady, StartupPhase
-from lightserve.server.checks import ModelFacts
+from lightserve.server.checks import ModelInfo
 
 
 def print_line(message: object) -> None:
@@ -20,7 +20,7 @@ def print_text(text: str) -> None:
 
 
 def banner(
-    url: str, model: ModelFacts, engine: EngineReady, http_processes: int, phases: Mapping[str, Sequence[StartupPhase]]
+    url: str, model: ModelInfo, engine: EngineReady, http_processes: int, phases: Mapping[str, Sequence[StartupPhase]]
 ) -> str:
     """The text for a server that is ready. ``phases`` are the start-up times of each process."""
     rows = {

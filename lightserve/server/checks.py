@@ -9,7 +9,7 @@ from lightserve.config import HttpConfig, ServerConfig
 from lightserve.errors import ModelFilesError, ServerError
 from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.source import ModelSource, resolve
-from lightserve.model_files.tokenizer import Tokenizer, tokenizer_if_any
+from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import check_supported
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
@@ -19,23 +19,23 @@ logger = init_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelInfo:
     name: str  # the name that clients use
     architecture: str
 
 
-def check(config: ServerConfig) -> ModelFacts:
+def check(config: ServerConfig) -> ModelInfo:
     """Raise a LightserveError that says what the operator must change. Download the default model if it is used."""
     net.bind(config.http.host, config.http.port).close()
     _check_access(config.http)
     is_weightless = config.launch.null_worker or config.worker.load_format == "dummy"
     source = resolve(config.worker.model_dir, needs_weights=not is_weightless)
-    tokenizer = tokenizer_if_any(source)
+    tokenizer = load_tokenizer_or_none(source)
     if not config.launch.null_worker:
         _check_model(source, config, tokenizer)
     _warn_about_missing_parts(source, config, tokenizer)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]
-    return ModelFacts(config.http.model_name or source.name, str(architectures[0]))
+    return ModelInfo(config.http.model_name or source.name, str(architectures[0]))
 
 
 def _check_access(http: HttpConfig) -> None:
@@ -64,7 +64,9 @@ def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer
             f"{worker.max_req_total_len or 2} tokens; raise --max_total_token_num, or lower --max_req_total_len to it"
         )
     if tokenizer is not None and tokenizer.num_ids > model.vocab_size:
-        text = "%s: the tokenizer has %d tokens, the model's embedding only %d: texts that need the others are refused"
+        text = (
+            "%s: the tokenizer has %d tokens, the model's embedding only %d; prompts with the other tokens are refused"
+        )
         logger.warning(text, source.path, tokenizer.num_ids, model.vocab_size)
 
 

@@ -29,7 +29,7 @@ from lightserve.io_struct import (
     ToChild,
     WorkersLost,
 )
-from lightserve.utils.process import STOP_SIGNALS, Boot
+from lightserve.utils.process import STOP_SIGNALS, ChildConfig
 
 EXIT_GRACE_S = 2.0  # from the first evidence that a child is exiting until the launcher kills it
 
@@ -64,14 +64,14 @@ class ChildProcess:
         self._receiving = asyncio.create_task(self._receive())
 
     @classmethod
-    async def start(cls, role: str, module: str, boot: Boot, env: Mapping[str, str]) -> ChildProcess:
+    async def start(cls, role: str, module: str, child_config: ChildConfig, env: Mapping[str, str]) -> ChildProcess:
         ours, theirs = socket.socketpair()
         with theirs, _stop_signals_blocked():
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", module, str(theirs.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**env, **os.environ},  # the operator's environment takes precedence
-                pass_fds=[fd for fd in (theirs.fileno(), boot.listen_fd) if fd is not None],
+                pass_fds=[fd for fd in (theirs.fileno(), child_config.listen_fd) if fd is not None],
                 start_new_session=True,  # Ctrl-C reaches only the launcher, and killpg reaches the child's own children
             )
         try:
@@ -80,7 +80,7 @@ class ChildProcess:
             process.kill()
             await process.wait()
             raise
-        child._write(boot)
+        child._write(child_config)
         return child
 
     @property
@@ -159,7 +159,7 @@ class ChildProcess:
                 self.missed_heartbeats = 0
                 self._pong_received.set()
 
-    def _write(self, message: Boot | ToChild) -> None:
+    def _write(self, message: ChildConfig | ToChild) -> None:
         if not self._writer.is_closing():
             self._writer.write(msgspec.json.encode(message) + b"\n")
 

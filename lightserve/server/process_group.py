@@ -16,7 +16,7 @@ import msgspec
 from lightserve.config import ServerConfig
 from lightserve.io_struct import EngineReady, ToChild
 from lightserve.server.child_process import ChildDiedError, ChildProcess
-from lightserve.utils.process import Boot
+from lightserve.utils.process import ChildConfig
 
 # A worker gets these before it imports torch. OpenMP threads that spin while they wait run 4x slower as soon as another
 # process needs a core, which is always the case here; threads that sleep at once run 1.3x slower. So they spin for
@@ -60,12 +60,12 @@ class ProcessGroup:
         """Start every process, the slowest to load first, and one HTTP process for each of ``sockets``."""
         modules = self._modules
         await self.start_workers()
-        await self._start("detokenizer", modules.detokenizer, self._boot())
-        self.router = await self._start("router", modules.router, self._boot())
+        await self._start("detokenizer", modules.detokenizer, self._child_config())
+        self.router = await self._start("router", modules.router, self._child_config())
         for index, sock in enumerate(sockets):
             with sock:
-                boot = self._boot(index, sock.fileno())
-                self._httpservers.append(await self._start(f"httpserver {index}", modules.httpserver, boot))
+                child_config = self._child_config(index, sock.fileno())
+                self._httpservers.append(await self._start(f"httpserver {index}", modules.httpserver, child_config))
 
     async def start_workers(self) -> None:
         """Start the model workers. Replacements get the KV size of the first ones: router and clients rely on it."""
@@ -75,8 +75,8 @@ class ProcessGroup:
             config = replace(config, worker=replace(config.worker, max_total_token_num=size))
         module = self._modules.null_worker if config.launch.null_worker else self._modules.worker
         for rank in range(config.worker.tp):
-            boot = Boot(config, self._run_dir, rank, generation=self.generation)
-            self.workers.append(await self._start(f"model worker {rank}", module, boot, WORKER_ENV))
+            child_config = ChildConfig(config, self._run_dir, rank, generation=self.generation)
+            self.workers.append(await self._start(f"model worker {rank}", module, child_config, WORKER_ENV))
 
     async def wait_ready(self) -> EngineReady:
         """Pass the workers' ready message to the router, then to the HTTP processes, which then accept requests."""
@@ -114,7 +114,7 @@ class ProcessGroup:
 
     async def reap_workers(self, timeout_s: float) -> bool:
         """Kill the remaining ranks after one died. Return whether all of them exited in time."""
-        socket_paths = [self._boot().worker_path(rank, self.generation) for rank in range(len(self.workers))]
+        socket_paths = [self._child_config().worker_path(rank, self.generation) for rank in range(len(self.workers))]
         self.generation += 1
         self.kill_workers()
         try:
@@ -125,7 +125,7 @@ class ProcessGroup:
             return False
         self.children = [child for child in self.children if child not in self.workers]
         self.workers = []
-        for path in (*socket_paths, self._boot().path("tp")):  # "tp" is the rendezvous file of the ranks
+        for path in (*socket_paths, self._child_config().path("tp")):  # "tp" is the rendezvous file of the ranks
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         return True
@@ -172,10 +172,12 @@ class ProcessGroup:
             for message in messages:
                 child.send(message)
 
-    def _boot(self, index: int = 0, listen_fd: int | None = None) -> Boot:
-        return Boot(self._config, self._run_dir, index, listen_fd)
+    def _child_config(self, index: int = 0, listen_fd: int | None = None) -> ChildConfig:
+        return ChildConfig(self._config, self._run_dir, index, listen_fd)
 
-    async def _start(self, role: str, module: str, boot: Boot, env: Mapping[str, str] | None = None) -> ChildProcess:
-        child = await ChildProcess.start(role, module, boot, env or {})
+    async def _start(
+        self, role: str, module: str, child_config: ChildConfig, env: Mapping[str, str] | None = None
+    ) -> ChildProcess:
+        child = await ChildProcess.start(role, module, child_config, env or {})
         self.children.append(child)
         return child

@@ -38,7 +38,7 @@ class WorkerSupervisor:
         died = await self._processes.wait_worker_death()
         load_timeout_s = max(MIN_LOAD_TIMEOUT_S, LOAD_TIMEOUT_FACTOR * (self._processes.ready_s - begin_s))
         while self._may_restart and self._processes.engine is not None and not await self._must_give_up():
-            print_line(f"{died}; starting another")
+            print_line(f"{died}; restarting the workers")
             since_s, self._ready_s = time.monotonic(), None
             if not await self._processes.reap_workers(REAP_TIMEOUT_S):
                 print_line(f"a killed model worker did not exit within {REAP_TIMEOUT_S:.0f} s: giving up")
@@ -91,7 +91,7 @@ class WorkerSupervisor:
             self._processes.kill_workers(f"it was not ready within {timeout_s:.0f} s")
             return
         if engine != self._processes.engine:
-            self._processes.kill_workers("it serves another model than the worker that it replaces")
+            self._processes.kill_workers("it serves a different model than the worker it replaces")
             return
         self._processes.router.send(NewWorkers(self._processes.generation))
         self._ready_s = time.monotonic()

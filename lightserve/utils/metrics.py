@@ -56,41 +56,43 @@ _REQUEST_S = (
 _REQUEST_TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
 _STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 16)))
 
-CATALOGUE = (
-    _gauge("num_requests_running", "Requests that the workers compute."),
-    _gauge("num_requests_waiting", "Requests that wait for room."),
+METRICS = (
+    _gauge("num_requests_running", "Requests that are running."),
+    _gauge("num_requests_waiting", "Requests that are waiting in the queue."),
     _gauge("kv_cache_usage_perc", "Share of the KV pool in use; 1 is all of it."),
     _gauge("kv_used_tokens", "Tokens of the KV pool in use."),
-    _counter("prompt_tokens_total", "Prompt tokens of requests whose prompt is computed, cached ones too."),
+    _counter("prompt_tokens_total", "Prompt tokens of admitted requests, including cached tokens."),
     _counter("generation_tokens_total", "Tokens generated."),
-    _counter("forced_tokens_total", "Of them, those that a grammar forced: no step of their own sampled them."),
+    _counter("forced_tokens_total", "Generated tokens that a grammar forced; they needed no sampling step."),
     Metric(
         "request_success_total",
         Kind.COUNTER,
-        "Requests that ended, by how.",
+        "Requests that ended, by finish reason.",
         label="finished_reason",
         label_values=("stop", "length", "abort"),
     ),
     _counter("request_refused_total", "Requests refused because the queue was full."),
     _counter("request_failed_total", "Requests that ended with an error after they were accepted."),
     _counter("request_numerical_error_total", "Requests that failed because their logits were not finite numbers."),
-    _counter("worker_restarts_total", "Times that the model workers died and were replaced."),
-    _counter("num_preemptions_total", "Times a running request was preempted to make room."),
+    _counter("worker_restarts_total", "Number of times that the model workers died and were restarted."),
+    _counter(
+        "num_preemptions_total", "Number of times that a running request was preempted to free slots of the KV pool."
+    ),
     _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
-    _counter("prefix_cache_evicted_tokens_total", "Tokens dropped from the prefix cache to make room."),
-    _histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_S),
-    _histogram("inter_token_latency_seconds", "Between two tokens of a request.", _TOKEN_S),
-    _histogram("request_time_per_output_token_seconds", "Mean time a token after a request's first.", _TOKEN_S),
-    _histogram("e2e_request_latency_seconds", "From a request's arrival to its last token.", _REQUEST_S),
-    _histogram("request_queue_time_seconds", "From a request's arrival to its first step.", _REQUEST_S),
-    _histogram("request_prefill_time_seconds", "From a request's first step to its first token.", _REQUEST_S),
-    _histogram("request_decode_time_seconds", "From a request's first token to its last.", _REQUEST_S),
-    _histogram("request_inference_time_seconds", "From a request's first step to its last token.", _REQUEST_S),
-    _histogram("request_prompt_tokens", "Prompt tokens a request.", _REQUEST_TOKENS),
-    _histogram("request_generation_tokens", "Tokens generated a request.", _REQUEST_TOKENS),
-    _histogram("request_max_num_generation_tokens", "Tokens that a request allowed.", _REQUEST_TOKENS),
-    _histogram("iteration_tokens_total", "Tokens computed a step.", _STEP_TOKENS),
+    _counter("prefix_cache_evicted_tokens_total", "Tokens evicted from the prefix cache to free slots of the KV pool."),
+    _histogram("time_to_first_token_seconds", "Time from a request's arrival to its first token.", _FIRST_TOKEN_S),
+    _histogram("inter_token_latency_seconds", "Time between two tokens of a request.", _TOKEN_S),
+    _histogram("request_time_per_output_token_seconds", "Mean time per output token after the first.", _TOKEN_S),
+    _histogram("e2e_request_latency_seconds", "Time from a request's arrival to its last token.", _REQUEST_S),
+    _histogram("request_queue_time_seconds", "Time from a request's arrival to its first step.", _REQUEST_S),
+    _histogram("request_prefill_time_seconds", "Time from a request's first step to its first token.", _REQUEST_S),
+    _histogram("request_decode_time_seconds", "Time from a request's first token to its last token.", _REQUEST_S),
+    _histogram("request_inference_time_seconds", "Time from a request's first step to its last token.", _REQUEST_S),
+    _histogram("request_prompt_tokens", "Prompt tokens per request.", _REQUEST_TOKENS),
+    _histogram("request_generation_tokens", "Generated tokens per request.", _REQUEST_TOKENS),
+    _histogram("request_max_num_generation_tokens", "Maximum output tokens that a request allows.", _REQUEST_TOKENS),
+    _histogram("iteration_tokens_total", "Tokens computed per step.", _STEP_TOKENS),
 )
 
 
@@ -109,12 +111,12 @@ class Histogram:
 
 
 class Recorder:
-    """Holds every metric of the catalogue, from zero. Its user writes ``values`` and ``labelled`` directly."""
+    """Holds every metric of METRICS, from zero. Its user writes ``values`` and ``labelled`` directly."""
 
     def __init__(self) -> None:
-        self.values = {one.name: 0.0 for one in CATALOGUE if one.kind is not Kind.HISTOGRAM and one.label is None}
-        self.labelled = {one.name: dict.fromkeys(one.label_values, 0.0) for one in CATALOGUE if one.label is not None}
-        self.histograms = {one.name: Histogram(one.buckets) for one in CATALOGUE if one.kind is Kind.HISTOGRAM}
+        self.values = {one.name: 0.0 for one in METRICS if one.kind is not Kind.HISTOGRAM and one.label is None}
+        self.labelled = {one.name: dict.fromkeys(one.label_values, 0.0) for one in METRICS if one.label is not None}
+        self.histograms = {one.name: Histogram(one.buckets) for one in METRICS if one.kind is Kind.HISTOGRAM}
 
     def snapshot(self) -> MetricsSnapshot:
         return MetricsSnapshot(

@@ -1,8 +1,8 @@
 """A child process of the launcher, seen from the child: how it starts, talks to the launcher, and exits.
 
 The launcher gives every child one end of a socket pair, the control socket; its file descriptor is the only argument.
-Lines of JSON cross it: first a Boot, then ToChild one way and FromChild the other. When it closes, the launcher has
-exited. ``server/child_process.py`` is the launcher's side.
+Lines of JSON cross it: first a ChildConfig, then ToChild one way and FromChild the other. When it closes, the launcher
+has exited. ``server/child_process.py`` is the launcher's side.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 _NAME_LEN = 15  # the kernel truncates longer names
 
 
-class Boot(msgspec.Struct, frozen=True):
+class ChildConfig(msgspec.Struct, frozen=True):
     """The first message to a child: its configuration."""
 
     config: ServerConfig
@@ -57,7 +57,7 @@ class Boot(msgspec.Struct, frozen=True):
         return f"ipc://{self.path(name)}"
 
 
-class Parent:
+class LauncherConnection:
     """The connection to the launcher. When the launcher exits, the child exits too, whatever it is doing."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -96,7 +96,7 @@ class Parent:
             self._inbox.put_nowait(message)
 
 
-Main = Callable[[Boot, Parent], Coroutine[Any, Any, None] | None]
+Main = Callable[[ChildConfig, LauncherConnection], Coroutine[Any, Any, None] | None]
 
 
 def run_child(role: str, main: Main) -> NoReturn:
@@ -107,16 +107,16 @@ def run_child(role: str, main: Main) -> NoReturn:
     """
     control = _control_socket(sys.argv)
     lines = _lines(control)
-    parent = Parent(control)
+    launcher = LauncherConnection(control)
     first = next(lines, None)
     if first is None:  # the launcher exited while this process was importing
         _exit(EXIT_CRASH)
     try:
-        boot = msgspec.json.decode(first, type=Boot)
-        _prepare(role, boot.index)
-        _run(main, boot, parent, lines)
+        child_config = msgspec.json.decode(first, type=ChildConfig)
+        _prepare(role, child_config.index)
+        _run(main, child_config, launcher, lines)
     except BaseException as error:
-        _exit(_report(error, parent))
+        _exit(_report(error, launcher))
     _exit(0)
 
 
@@ -154,33 +154,33 @@ def process_name(role: str, index: int) -> str:
     return f"ls-{role.split()[-1]}"[: _NAME_LEN - len(suffix)] + suffix
 
 
-def _run(main: Main, boot: Boot, parent: Parent, lines: Iterator[bytes]) -> None:
+def _run(main: Main, child_config: ChildConfig, launcher: LauncherConnection, lines: Iterator[bytes]) -> None:
     if not inspect.iscoroutinefunction(main):
-        parent.watch(lines, loop=None)
-        main(boot, parent)
+        launcher.watch(lines, loop=None)
+        main(child_config, launcher)
         return
     import uvloop  # here, because workers start faster without it
 
     async def run() -> None:
-        parent.watch(lines, asyncio.get_running_loop())
-        work = main(boot, parent)
+        launcher.watch(lines, asyncio.get_running_loop())
+        work = main(child_config, launcher)
         if work is not None:
             await work
 
     uvloop.run(run())
 
 
-def _report(error: BaseException, parent: Parent) -> int:
+def _report(error: BaseException, launcher: LauncherConnection) -> int:
     """Send the launcher one line and print the traceback. Return the exit code."""
     cause = error
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
     message = one_line(cause)
     if isinstance(cause, LightserveError):
-        parent.send(ChildFailed(message))
+        launcher.send(ChildFailed(message))
         return EXIT_CONFIG_ERROR
     traceback.print_exception(error)
-    parent.send(ChildFailed(f"{type(cause).__name__}: {message}"))
+    launcher.send(ChildFailed(f"{type(cause).__name__}: {message}"))
     return EXIT_CRASH
 
 

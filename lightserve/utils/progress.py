@@ -54,12 +54,12 @@ class Progress:
         self._write(f"{self._line()} in {self._clock() - self._start:.1f} s", is_last=True)
 
     def _line(self) -> str:
-        return f"{self._label}: {self._percent():.0f} % of {readable(self._total)}, {readable(self._rate())}/s"
+        return f"{self._label}: {self._percent():.0f} % of {format_bytes(self._total)}, {format_bytes(self._rate())}/s"
 
     def _bar(self) -> str:
         filled = round(BAR_WIDTH * self._percent() / 100)
         bar = "#" * filled + "-" * (BAR_WIDTH - filled)
-        return f"{self._label} [{bar}] {self._percent():3.0f} % {readable(self._rate())}/s"
+        return f"{self._label} [{bar}] {self._percent():3.0f} % {format_bytes(self._rate())}/s"
 
     def _percent(self) -> float:
         return min(100.0, 100.0 * self._done / self._total) if self._total else 100.0
@@ -75,7 +75,7 @@ class Progress:
         self._stream.flush()
 
 
-def readable(n_bytes: float) -> str:
+def format_bytes(n_bytes: float) -> str:
     for unit in ("B", "kB", "MB"):
         if n_bytes < 1000:
             return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"

@@ -12,31 +12,31 @@ from lightserve.common.compile.cache import use_writable_cache
 from lightserve.common.compile.client import compile_server
 from lightserve.io_struct import EngineReady, StartupPhase
 from lightserve.model_files.source import resolve
-from lightserve.utils.process import Boot, Parent, run_child
+from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker.rpc import StepServer
 
 GPU = "/dev/nvidiactl"  # a check with torch would take seconds
 
 
-def main(boot: Boot, parent: Parent) -> None:
-    config = boot.config.worker
-    use_writable_cache(boot.path("triton"))
-    with _compilers(config.device, boot.path(f"compiler-{boot.index}-{boot.generation}")):
-        with _phase(parent, "import torch"):
+def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
+    config = child_config.config.worker
+    use_writable_cache(child_config.path("triton"))
+    with _compilers(config.device, child_config.path(f"compiler-{child_config.index}-{child_config.generation}")):
+        with _phase(launcher, "import torch"):
             from lightserve.common.device import pick_device
             from lightserve.common.parallel import ParallelSizes, connect_ranks
             from lightserve.worker.worker import ModelWorker
-        server = StepServer(boot.worker_path(boot.index, boot.generation))
+        server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
         platform = pick_device(config.device)
-        with _phase(parent, "load and compile"):
+        with _phase(launcher, "load and compile"):
             source = resolve(config.model_dir, needs_weights=config.load_format == "auto")
-            store = f"file://{boot.path('tp')}"
-            parallel = connect_ranks(boot.index, ParallelSizes(tp=config.tp), store, platform.comm_backend)
+            store = f"file://{child_config.path('tp')}"
+            parallel = connect_ranks(child_config.index, ParallelSizes(tp=config.tp), store, platform.comm_backend)
             worker = ModelWorker(config, source, parallel)
-        with _phase(parent, "warm up"):
+        with _phase(launcher, "warm up"):
             worker.warm_up()
     vocab_size = worker.model_config.vocab_size
-    parent.send(
+    launcher.send(
         EngineReady(
             max_total_token_num=worker.max_total_token_num,
             max_req_total_len=worker.longest_request,
@@ -59,10 +59,10 @@ def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _phase(parent: Parent, name: str) -> Iterator[None]:
+def _phase(launcher: LauncherConnection, name: str) -> Iterator[None]:
     begin = time.monotonic()
     yield
-    parent.send(StartupPhase(name, time.monotonic() - begin))
+    launcher.send(StartupPhase(name, time.monotonic() - begin))
 
 
 if __name__ == "__main__":

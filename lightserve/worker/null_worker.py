@@ -6,7 +6,7 @@ import time
 from functools import partial
 
 from lightserve.io_struct import EngineReady, Step, StepResult, Token, TokenOut
-from lightserve.utils.process import Boot, Parent, run_child
+from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker.rpc import GetResult, StepServer
 
 CONTEXT_LEN = 8192
@@ -42,12 +42,12 @@ class NullWorker:
         return StepResult(outs)
 
 
-def main(boot: Boot, parent: Parent, worker_class: type[NullWorker] = NullWorker) -> None:
-    config = boot.config.worker
-    server = StepServer(boot.worker_path(boot.index, boot.generation))
+def main(child_config: ChildConfig, launcher: LauncherConnection, worker_class: type[NullWorker] = NullWorker) -> None:
+    config = child_config.config.worker
+    server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
     context_len = config.max_req_total_len or CONTEXT_LEN
     pool_len = config.max_total_token_num or config.running_max_req_size * context_len
-    parent.send(
+    launcher.send(
         EngineReady(
             max_total_token_num=pool_len,
             max_req_total_len=min(context_len, pool_len),
@@ -56,7 +56,7 @@ def main(boot: Boot, parent: Parent, worker_class: type[NullWorker] = NullWorker
             step_timeout_s=config.step_timeout or 0.0,
         )
     )
-    server.serve(worker_class(boot.config.launch.null_step_ms / 1e3).launch)
+    server.serve(worker_class(child_config.config.launch.null_step_ms / 1e3).launch)
 
 
 if __name__ == "__main__":

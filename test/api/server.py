@@ -25,7 +25,7 @@ from test.waiting import wait_until
 
 START_S = 240.0  # enough for a loaded machine
 STOP_S = 30.0
-ANSWER_S = 300.0
+RESPONSE_S = 300.0
 SAMPLED_S = 2.0  # the router sends its metrics once a second, a little later on a loaded machine
 
 
@@ -56,7 +56,7 @@ class ServerProcess:
 
     def is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=ANSWER_S, context=self.tls):
+            with urllib.request.urlopen(f"{self.url}/health", timeout=RESPONSE_S, context=self.tls):
                 return True
         except urllib.error.HTTPError:
             return False
@@ -73,14 +73,14 @@ class ServerProcess:
         headers |= {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S, context=self.tls) as response:
+            with urllib.request.urlopen(request, timeout=RESPONSE_S, context=self.tls) as response:
                 return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
     def metrics(self) -> dict[str, float]:
         """The metrics of at most a second ago, without the prefix; distinguishing labels follow a slash."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=ANSWER_S, context=self.tls) as response:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=RESPONSE_S, context=self.tls) as response:
             text = response.read().decode()
         found = {}
         for family in text_string_to_metric_families(text):

@@ -40,13 +40,13 @@ def texts_of(beams: Sequence[BeamResult]) -> list[str]:
 def test_completions_are_the_beams_of_transformers(server: ServerProcess, golden: list[list[BeamResult]]) -> None:
     body = {"prompt": TEXTS, "use_beam_search": True, "best_of": 4, "n": 4, "max_tokens": 16}
 
-    status, answer = server.post("/v1/completions", body)
+    status, response = server.post("/v1/completions", body)
 
-    assert status == 200, answer
+    assert status == 200, response
     everyone = [one for beams in golden for one in beams]
-    assert [choice["text"] for choice in answer["choices"]] == [text for beams in golden for text in texts_of(beams)]
-    assert [choice["finish_reason"] for choice in answer["choices"]] == [one.finish_reason.value for one in everyone]
-    assert answer["usage"]["completion_tokens"] == sum(len(one.token_ids) for one in everyone)
+    assert [choice["text"] for choice in response["choices"]] == [text for beams in golden for text in texts_of(beams)]
+    assert [choice["finish_reason"] for choice in response["choices"]] == [one.finish_reason.value for one in everyone]
+    assert response["usage"]["completion_tokens"] == sum(len(one.token_ids) for one in everyone)
     assert any(one.finish_reason is FinishReason.STOP for one in everyone)
 
 
@@ -54,11 +54,11 @@ def test_completions_are_the_beams_of_transformers(server: ServerProcess, golden
 def test_generate_gives_the_best_beams(server: ServerProcess, golden: list[list[BeamResult]], index: int) -> None:
     body = {"inputs": TEXTS[index], "parameters": {"num_beams": 4, "n": 2, "max_new_tokens": 16}}
 
-    status, answer = server.post("/generate", body)
+    status, response = server.post("/generate", body)
 
-    assert status == 200, answer
-    assert answer["generated_text"] == texts_of(golden[index][:2])
-    assert answer["count_output_tokens"] == [len(one.token_ids) for one in golden[index][:2]]
+    assert status == 200, response
+    assert response["generated_text"] == texts_of(golden[index][:2])
+    assert response["count_output_tokens"] == [len(one.token_ids) for one in golden[index][:2]]
 
 
 def test_beams_end_at_the_end_tokens_of_the_operator(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_beams_compute_each_token_once_and_free_their_memory(server: ServerProce
     body = {"inputs": list(range(1000, 1100)), "parameters": parameters}
 
     with server.computing() as computed:
-        status, answer = server.post("/generate", body)
+        status, response = server.post("/generate", body)
 
-    assert status == 200, answer
+    assert status == 200, response
     assert computed.tokens == 100 + 7 * 4
     assert server.metrics()["kv_used_tokens"] == 0

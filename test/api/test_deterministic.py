@@ -16,9 +16,9 @@ pytestmark = pytest.mark.slow
 
 def logprobs(server: ServerProcess, prompt: str, **options: Any) -> Any:
     body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "logprobs": 3, **options}
-    status, answer = server.post("/v1/completions", body)
-    assert status == 200, answer
-    return answer["choices"][0]["logprobs"]
+    status, response = server.post("/v1/completions", body)
+    assert status == 200, response
+    return response["choices"][0]["logprobs"]
 
 
 def test_results_do_not_depend_on_other_requests_or_the_cache(tmp_path: Path) -> None:

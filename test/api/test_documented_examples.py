@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 EXAMPLES = re.findall(r"```\n((?:GET|POST) /[^\n]*)\n\n(.*?)\n```", PAGE.read_text(), flags=re.DOTALL)
-JSON = r"[{\[][\"{].*"  # one a line
+JSON = r"[{\[][\"{].*"  # one per line
 # differs from run to run; what was cached is no input in Anthropic's usage
 DRAWN = (
     r'("(?:chat)?cmpl-|"(?:resp|msg)_|"request_id":"|"created(?:_at)?":|"version":"|"cached_tokens":'
@@ -26,9 +26,9 @@ DRAWN = (
 )
 
 
-@pytest.mark.parametrize(("request_line", "answer"), EXAMPLES, ids=[line[:60] for line, _ in EXAMPLES])
-def test_the_response_is_the_documented_one(server: ServerProcess, request_line: str, answer: str) -> None:
-    found, shown = ask(server.url, request_line), re.sub(DRAWN, r"\g<1>0", answer)
+@pytest.mark.parametrize(("request_line", "documented"), EXAMPLES, ids=[line[:60] for line, _ in EXAMPLES])
+def test_the_response_is_the_documented_one(server: ServerProcess, request_line: str, documented: str) -> None:
+    found, shown = ask(server.url, request_line), re.sub(DRAWN, r"\g<1>0", documented)
 
     assert around_json(found) == around_json(shown)
     for one, other in zip(json_in(found), json_in(shown), strict=True):

@@ -57,8 +57,8 @@ class Client:
 
     def post(self, path: str, body: Any) -> tuple[int, Any]:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        status, answer = self.send("POST", path, raw, JSON)
-        return status, {} if answer.startswith(b"data:") else json.loads(answer)  # a stream is not an error
+        status, response = self.send("POST", path, raw, JSON)
+        return status, {} if response.startswith(b"data:") else json.loads(response)  # a stream is not an error
 
     def close(self) -> None:
         self._connection.close()
@@ -80,9 +80,9 @@ class Client:
 
     def golden(self) -> Any:
         body = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 6, "return_details": True}}
-        status, answer = self.post(GENERATE, body)
-        assert status == 200, answer
-        return [token["id"] for token in answer["tokens"]]
+        status, response = self.post(GENERATE, body)
+        assert status == 200, response
+        return [token["id"] for token in response["tokens"]]
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +103,13 @@ def server_unharmed(client: Client, golden: Any) -> Iterator[None]:
     assert client.golden() == golden
 
 
-def is_openai_error(answer: Any) -> bool:
-    error = answer.get("error")
+def is_openai_error(response: Any) -> bool:
+    error = response.get("error")
     return isinstance(error, dict) and set(error) == {"message", "type", "param", "code"} and len(str(error)) < 800
 
 
-def is_tgi_error(answer: Any) -> bool:
-    return set(answer) == {"error", "error_type"} and len(answer["error"]) < 800
+def is_tgi_error(response: Any) -> bool:
+    return set(response) == {"error", "error_type"} and len(response["error"]) < 800
 
 
 def check_refused(
@@ -117,16 +117,18 @@ def check_refused(
 ) -> None:
     wrong = []
     for path, body in cases:
-        found, answer = client.post(path, body)
-        if found != status or not has_shape(answer):
-            wrong.append(f"{path} {str(body)[:100]} -> {found} {str(answer)[:300]}")
+        found, response = client.post(path, body)
+        if found != status or not has_shape(response):
+            wrong.append(f"{path} {str(body)[:100]} -> {found} {str(response)[:300]}")
     assert not wrong, "\n".join(wrong)
 
 
 def check_served(client: Client, cases: list[tuple[str, Any]]) -> None:
-    answers = [(path, body, *client.post(path, body)) for path, body in cases]
+    responses = [(path, body, *client.post(path, body)) for path, body in cases]
     wrong = [
-        f"{path} {str(body)[:100]} -> {status} {answer}" for path, body, status, answer in answers if status != 200
+        f"{path} {str(body)[:100]} -> {status} {response}"
+        for path, body, status, response in responses
+        if status != 200
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -353,7 +355,7 @@ def test_a_request_one_token_too_long_is_refused(client: Client) -> None:
 
     assert one_more["code"] == longer["code"] == "context_length_exceeded"
     assert f"{CONTEXT - 1} tokens; the limit with 2 new tokens is {CONTEXT - 2}" in one_more["message"]
-    assert f"{CONTEXT} tokens; at most {CONTEXT - 1}" in longer["message"]
+    assert f"the prompt has {CONTEXT} tokens; the limit is {CONTEXT - 1}" in longer["message"]
 
 
 ODD_PROMPTS = [
@@ -520,7 +522,7 @@ def test_wrong_paths_and_methods(client: Client) -> None:
 
     assert [status for status, _ in found] == [404] * 9 + [405]
     assert {status for status, _ in refused} == {405}
-    assert all(is_openai_error(json.loads(answer)) for _, answer in found + refused)
+    assert all(is_openai_error(json.loads(response)) for _, response in found + refused)
 
 
 def http_request(*lines: bytes, body: bytes = b"") -> bytes:
@@ -562,17 +564,17 @@ RAW: list[tuple[int, bytes]] = [
 def test_malformed_http_is_refused(client: Client) -> None:
     wrong = []
     for status, data in RAW:
-        answer = client.raw(data)
-        head, _, body = answer.partition(b"\r\n\r\n")
+        response = client.raw(data)
+        head, _, body = response.partition(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 %d " % status) or not (status == 200 or is_openai_error(json.loads(body))):
-            wrong.append(f"{data[:80]!r} -> {answer[:300]!r}, not {status}")
+            wrong.append(f"{data[:80]!r} -> {response[:300]!r}, not {status}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_a_request_id_is_sanitised(client: Client) -> None:
-    answer = client.raw(http_request(GET, "X-Request-Id: é<b>\t;a=1".encode()))
+    response = client.raw(http_request(GET, "X-Request-Id: é<b>\t;a=1".encode()))
 
-    assert b"x-request-id: ba1\r\n" in answer.lower() + b"\r\n"
+    assert b"x-request-id: ba1\r\n" in response.lower() + b"\r\n"
 
 
 def test_an_incomplete_body_leaves_nothing_behind(client: Client) -> None:

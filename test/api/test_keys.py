@@ -25,8 +25,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
 def test_the_openai_client_needs_a_key(guarded: ServerProcess) -> None:
     def ask(key: str) -> str:
         client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0)
-        answer = client.completions.create(model="SmolLM2-135M-Instruct", prompt="Hello", max_tokens=3)
-        return answer.choices[0].finish_reason
+        response = client.completions.create(model="SmolLM2-135M-Instruct", prompt="Hello", max_tokens=3)
+        return response.choices[0].finish_reason
 
     assert ask("first-key") == ask("second-key") == ask("boss") == "length"
     with pytest.raises(openai.AuthenticationError) as refused:
@@ -55,11 +55,11 @@ def test_health_needs_no_key(guarded: ServerProcess, path: str) -> None:
     ("key", "status"), [("boss", 200), ("third-key", 403), ("nobody", 401), ("# of the team", 401)]
 )
 def test_aborting_requests_of_others_needs_the_admin_key(guarded: ServerProcess, key: str, status: int) -> None:
-    found, answer = guarded.post("/abort_request", {"request_id": "nobody-has-it"}, Authorization=f"Bearer {key}")
+    found, response = guarded.post("/abort_request", {"request_id": "nobody-has-it"}, Authorization=f"Bearer {key}")
 
     assert found == status
     if status == 403:
-        error = answer["error"]
+        error = response["error"]
         assert (error["type"], error["code"]) == ("permission_error", "insufficient_permissions")
 
 

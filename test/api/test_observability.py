@@ -18,9 +18,9 @@ IDLE_S = 5.0
 
 
 def post(server: ServerProcess, path: str, body: dict[str, Any], **headers: str) -> Any:
-    status, answer = server.post(path, body, **headers)
-    assert status == 200, answer
-    return answer
+    status, response = server.post(path, body, **headers)
+    assert status == 200, response
+    return response
 
 
 def test_requests_appear_in_log_and_metrics(tmp_path: Path) -> None:
@@ -65,10 +65,10 @@ def test_max_model_len_is_limited_by_the_kv_pool(tmp_path: Path) -> None:
     with running_server(tmp_path / "log", "--null_worker", "--max_total_token_num", "600") as server:
         with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as response:
             longest = json.load(response)["data"][0]["max_model_len"]
-        answer = post(server, "/v1/completions", {"prompt": [1, 2], "max_tokens": longest - 2})
+        completion = post(server, "/v1/completions", {"prompt": [1, 2], "max_tokens": longest - 2})
 
     assert longest == 600
-    assert answer["usage"]["total_tokens"] == longest
+    assert completion["usage"]["total_tokens"] == longest
 
 
 @pytest.mark.slow

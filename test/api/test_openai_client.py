@@ -26,19 +26,19 @@ def client(server: ServerProcess) -> openai.OpenAI:
 
 def test_chat(client: openai.OpenAI) -> None:
     client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=1)
-    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=40)
+    response = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=40)
 
-    assert answer.object == "chat.completion"
-    assert answer.model == MODEL
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].message.content == ANSWER
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == 37
-    assert answer.usage.completion_tokens == 8
-    assert answer.usage.total_tokens == 45
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 36  # all but the last: it was asked before
+    assert response.object == "chat.completion"
+    assert response.model == MODEL
+    assert response.choices[0].message.role == "assistant"
+    assert response.choices[0].message.content == ANSWER
+    assert response.choices[0].finish_reason == "stop"
+    assert response.usage is not None
+    assert response.usage.prompt_tokens == 37
+    assert response.usage.completion_tokens == 8
+    assert response.usage.total_tokens == 45
+    assert response.usage.prompt_tokens_details is not None
+    assert response.usage.prompt_tokens_details.cached_tokens == 36  # all but the last: it was asked before
 
 
 def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
@@ -96,10 +96,10 @@ def test_a_joined_completion_stream_equals_the_response(client: openai.OpenAI) -
 
 def test_n_choices_of_a_seed_differ_and_repeat(client: openai.OpenAI) -> None:
     def ask() -> list[str | None]:
-        answer = client.chat.completions.create(
+        response = client.chat.completions.create(
             model=MODEL, messages=QUESTION, n=3, seed=5, max_tokens=24, temperature=1.3
         )
-        return [choice.message.content for choice in answer.choices]
+        return [choice.message.content for choice in response.choices]
 
     first = ask()
 
@@ -108,11 +108,11 @@ def test_n_choices_of_a_seed_differ_and_repeat(client: openai.OpenAI) -> None:
 
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
+    response = client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_tokens=7, logprobs=True, top_logprobs=3
     )
 
-    logprobs = answer.choices[0].logprobs
+    logprobs = response.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
     assert "".join(entry.token for entry in logprobs.content) == ANSWER
@@ -127,23 +127,23 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
 
 
 def test_completion_logprobs(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt="One, two,", max_tokens=6, temperature=0, logprobs=2)
+    response = client.completions.create(model=MODEL, prompt="One, two,", max_tokens=6, temperature=0, logprobs=2)
 
-    logprobs = answer.choices[0].logprobs
+    logprobs = response.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.tokens is not None
     assert logprobs.text_offset is not None
-    assert "".join(logprobs.tokens) == answer.choices[0].text
+    assert "".join(logprobs.tokens) == response.choices[0].text
     assert logprobs.text_offset[0] == 0
     assert len(logprobs.token_logprobs or []) == len(logprobs.top_logprobs or []) == 6
 
 
 def test_stop_strings_are_removed_and_reported(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, stop=[" is Par"])
+    response = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, stop=[" is Par"])
 
-    assert answer.choices[0].message.content == "The capital of France"
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.choices[0].stop_reason == " is Par"  # type: ignore[attr-defined]
+    assert response.choices[0].message.content == "The capital of France"
+    assert response.choices[0].finish_reason == "stop"
+    assert response.choices[0].stop_reason == " is Par"  # type: ignore[attr-defined]
 
 
 def test_a_prompt_can_be_token_ids(client: openai.OpenAI) -> None:

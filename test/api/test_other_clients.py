@@ -25,13 +25,13 @@ def tgi(server: ServerProcess) -> Any:
 
 
 def test_tgi_generate_with_details(tgi: Any) -> None:
-    answer = tgi.generate(PROMPT, max_new_tokens=8, do_sample=False)
+    response = tgi.generate(PROMPT, max_new_tokens=8, do_sample=False)
 
-    assert answer.generated_text.startswith(" Paris")
-    assert answer.details.generated_tokens == 8
-    assert answer.details.finish_reason == "length"
-    assert "".join(token.text for token in answer.details.tokens) == answer.generated_text
-    assert all(token.logprob <= 0 for token in answer.details.tokens)
+    assert response.generated_text.startswith(" Paris")
+    assert response.details.generated_tokens == 8
+    assert response.details.finish_reason == "length"
+    assert "".join(token.text for token in response.details.tokens) == response.generated_text
+    assert all(token.logprob <= 0 for token in response.details.tokens)
 
 
 def test_a_joined_tgi_stream_equals_the_whole_response(tgi: Any) -> None:

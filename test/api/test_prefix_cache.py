@@ -28,9 +28,9 @@ QUESTIONS = [
 
 
 def ask(server: ServerProcess, path: str, **body: Any) -> Any:
-    status, answer = server.post(path, {"temperature": 0} | body)
-    assert status == 200, answer
-    return answer
+    status, response = server.post(path, {"temperature": 0} | body)
+    assert status == 200, response
+    return response
 
 
 def cached(usage: dict[str, Any]) -> int:
@@ -48,12 +48,12 @@ def test_each_turn_of_a_chat_computes_only_its_new_tokens(server: ServerProcess)
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
 
-        answer = ask(server, CHAT, messages=messages, max_tokens=12, cache_salt="a chat")
+        response = ask(server, CHAT, messages=messages, max_tokens=12, cache_salt="a chat")
 
-        usage = answer["usage"]
+        usage = response["usage"]
         assert cached(usage) == max(known - 1, 0), messages  # the KV of an answer's last token is never computed
         known = usage["total_tokens"]
-        messages.append(answer["choices"][0]["message"])
+        messages.append(response["choices"][0]["message"])
     assert known > 200
 
 
@@ -63,9 +63,9 @@ def test_a_system_prompt_of_concurrent_requests_is_computed_once(server: ServerP
     users = [{"role": "user", "content": f"{i} is a number. Why?"} for i in range(32)]
     bodies = [{"messages": [system, user], "max_tokens": 1, "cache_salt": "at once"} for user in users]
 
-    answers = asyncio.run(at_once(server, CHAT, bodies))
+    responses = asyncio.run(at_once(server, CHAT, bodies))
 
-    usages = [answer["usage"] for answer in answers]
+    usages = [response["usage"] for response in responses]
     own = [usage["prompt_tokens"] - shared for usage in usages]
     computed = sum(usage["prompt_tokens"] - cached(usage) for usage in usages)
     assert 900 < shared < 1100
@@ -78,10 +78,10 @@ def test_choices_of_one_prompt_share_its_prefill(server: ServerProcess) -> None:
 
     for options in ({"cache_salt": "four"}, {"disable_prompt_cache": True}):
         with server.computing() as computed:
-            answer = ask(server, COMPLETE, **body, **options)
+            response = ask(server, COMPLETE, **body, **options)
 
-        assert len({choice["text"] for choice in answer["choices"]}) > 1
-        assert answer["usage"]["prompt_tokens"] == 300
+        assert len({choice["text"] for choice in response["choices"]}) > 1
+        assert response["usage"]["prompt_tokens"] == 300
         assert computed.tokens == 300 + 3 * 1 + 4 * 3  # the others compute the last token of the prompt only
 
 

@@ -35,9 +35,9 @@ def true_logprobs(ids: list[int]) -> torch.Tensor:
 
 
 def complete(server: ServerProcess, **fields: Any) -> dict[str, Any]:
-    status, answer = server.post("/v1/completions", {"temperature": 0, **fields})
-    assert status == 200, answer
-    return dict(answer)
+    status, response = server.post("/v1/completions", {"temperature": 0, **fields})
+    assert status == 200, response
+    return dict(response)
 
 
 def test_echoed_logprobs_of_prompt_and_output_equal_transformers_in_a_batch(server: ServerProcess) -> None:
@@ -45,10 +45,10 @@ def test_echoed_logprobs_of_prompt_and_output_equal_transformers_in_a_batch(serv
     asks += [partial(complete, server, prompt=prompt, max_tokens=40) for prompt in PROMPTS[:4]]
 
     with ThreadPoolExecutor(len(asks)) as pool:
-        answers = [future.result() for future in [pool.submit(ask) for ask in asks]]
+        responses = [future.result() for future in [pool.submit(ask) for ask in asks]]
 
-    for answer in answers[:2]:
-        for choice, prompt in zip(answer["choices"], BATCH, strict=True):
+    for response in responses[:2]:
+        for choice, prompt in zip(response["choices"], BATCH, strict=True):
             assert_true(choice, prompt)
 
 
@@ -85,10 +85,10 @@ def test_prompt_logprobs_of_a_chat_contain_the_top_tokens(server: ServerProcess)
     messages = [{"role": "user", "content": PROMPTS[1]}]
     body = {"messages": messages, "max_tokens": 1, "prompt_logprobs": K}
 
-    status, answer = server.post("/v1/chat/completions", body)
+    status, response = server.post("/v1/chat/completions", body)
 
-    assert status == 200, answer
-    first, *entries = answer["prompt_logprobs"]
+    assert status == 200, response
+    first, *entries = response["prompt_logprobs"]
     assert first is None
     tokenizer = smollm2_tokenizer()
     ids = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
@@ -102,10 +102,10 @@ def test_prompt_logprobs_of_a_chat_contain_the_top_tokens(server: ServerProcess)
 def test_tgi_returns_the_prefill(server: ServerProcess) -> None:
     body = {"inputs": PROMPTS[0], "parameters": {"decoder_input_details": True, "max_new_tokens": 2}}
 
-    status, answer = server.post("/generate", body)
+    status, response = server.post("/generate", body)
 
-    assert status == 200, answer
-    prefill = answer["details"]["prefill"]
+    assert status == 200, response
+    prefill = response["details"]["prefill"]
     ids = smollm2_tokenizer().encode(PROMPTS[0])
     assert [token["id"] for token in prefill] == ids
     assert "".join(token["text"] for token in prefill) == PROMPTS[0]

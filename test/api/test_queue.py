@@ -69,9 +69,9 @@ def test_a_timeout_ends_a_request_that_waits(narrow: ServerProcess) -> None:
     before = narrow.metrics()["request_failed_total"]
 
     with busy(narrow):
-        status, answer = narrow.post(COMPLETE, body(timeout=0.2))
+        status, response = narrow.post(COMPLETE, body(timeout=0.2))
 
-        assert (status, answer["error"]["code"]) == (504, "timeout")
+        assert (status, response["error"]["code"]) == (504, "timeout")
         wait_until(lambda: narrow.metrics()["request_failed_total"] == before + 1)
         waiting(narrow, 0)
 
@@ -88,9 +88,9 @@ def test_a_timeout_ends_a_request_that_runs_and_frees_its_memory(
 ) -> None:
     before = narrow.metrics()["request_failed_total"]
 
-    status, answer = narrow.post(path, asked)
+    status, response = narrow.post(path, asked)
 
-    assert (status, answer["error"]["code"]) == (504, "timeout")
+    assert (status, response["error"]["code"]) == (504, "timeout")
     wait_until(lambda: narrow.metrics()["request_failed_total"] == before + 1)
     seen = narrow.metrics()
     assert (seen["kv_used_tokens"], seen["num_requests_running"]) == (0, 0)
@@ -117,9 +117,9 @@ def test_a_full_queue_refuses_and_counts_it(narrow: ServerProcess) -> None:
             thread.start()
         waiting(narrow, 4)
 
-        status, answer = narrow.post(COMPLETE, body())
+        status, response = narrow.post(COMPLETE, body())
 
-        assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert (status, response["error"]["code"]) == (429, "rate_limit_exceeded")
     for thread in threads:
         thread.join(30)
     wait_until(lambda: narrow.metrics()["request_refused_total"] == before + 1)
@@ -133,8 +133,8 @@ def test_more_prompts_than_may_wait_are_a_rate_limit_to_the_openai_client(narrow
 
     assert refused.value.code == "rate_limit_exceeded"
     assert refused.value.response.headers["retry-after"] == "1"
-    answer = client.completions.create(model=MODEL, prompt=[[1, 2, 3]] * 4, max_tokens=4)  # the places are free again
-    assert [choice.finish_reason for choice in answer.choices] == ["length"] * 4
+    response = client.completions.create(model=MODEL, prompt=[[1, 2, 3]] * 4, max_tokens=4)  # the places are free again
+    assert [choice.finish_reason for choice in response.choices] == ["length"] * 4
 
 
 def test_an_operators_abort_counts_as_one(narrow: ServerProcess) -> None:

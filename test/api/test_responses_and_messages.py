@@ -10,7 +10,7 @@ import anthropic
 import openai
 import pytest
 
-from test.api.server import ANSWER_S, ServerProcess, running_server
+from test.api.server import RESPONSE_S, ServerProcess, running_server
 
 pytestmark = pytest.mark.slow
 
@@ -37,20 +37,20 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
 
 @pytest.fixture(scope="module")
 def gpt(tool_server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0, timeout=ANSWER_S)
+    return openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0, timeout=RESPONSE_S)
 
 
 @pytest.fixture(scope="module")
 def claude(tool_server: ServerProcess) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=tool_server.url, api_key="none", max_retries=0, timeout=ANSWER_S)
+    return anthropic.Anthropic(base_url=tool_server.url, api_key="none", max_retries=0, timeout=RESPONSE_S)
 
 
 def test_the_openai_client_gets_a_response(gpt: openai.OpenAI) -> None:
-    answer = gpt.responses.create(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=32)
+    response = gpt.responses.create(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=32)
 
-    assert (answer.status, answer.output_text) == ("completed", ANSWER)
-    assert answer.usage is not None
-    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (37, 8)
+    assert (response.status, response.output_text) == ("completed", ANSWER)
+    assert response.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (37, 8)
 
 
 def test_the_openai_client_gets_the_same_in_a_stream(gpt: openai.OpenAI) -> None:
@@ -64,19 +64,19 @@ def test_the_openai_client_gets_the_same_in_a_stream(gpt: openai.OpenAI) -> None
 
 
 def test_the_openai_client_gets_the_reason_of_an_incomplete_response(gpt: openai.OpenAI) -> None:
-    answer = gpt.responses.create(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=2)
+    response = gpt.responses.create(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=2)
 
-    assert (answer.status, answer.output_text) == ("incomplete", "The capital")
-    assert answer.incomplete_details is not None
-    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert (response.status, response.output_text) == ("incomplete", "The capital")
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
 
 
 def test_the_openai_client_gets_json(gpt: openai.OpenAI) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}}
 
-    answer = gpt.responses.create(model=MODEL, input=QUESTION, temperature=0, text=form)
+    response = gpt.responses.create(model=MODEL, input=QUESTION, temperature=0, text=form)
 
-    assert set(json.loads(answer.output_text)) == {"city", "unit"}
+    assert set(json.loads(response.output_text)) == {"city", "unit"}
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -86,24 +86,24 @@ def test_the_openai_client_gets_a_forced_call(gpt: openai.OpenAI, is_stream: boo
 
     if is_stream:
         with gpt.responses.stream(model=MODEL, input=QUESTION, **fields) as stream:
-            answer: Any = stream.get_final_response()
+            response: Any = stream.get_final_response()
     else:
-        answer = gpt.responses.create(model=MODEL, input=QUESTION, **fields)
+        response = gpt.responses.create(model=MODEL, input=QUESTION, **fields)
 
-    [call] = answer.output
+    [call] = response.output
     assert (call.type, call.name) == ("function_call", "weather")
     assert set(json.loads(call.arguments)) == {"city", "unit"}
 
 
 def test_the_anthropic_client_gets_a_message(claude: anthropic.Anthropic) -> None:
-    answer: Any = claude.messages.create(model=MODEL, messages=TURNS, max_tokens=32, extra_body=GREEDY)
+    response: Any = claude.messages.create(model=MODEL, messages=TURNS, max_tokens=32, extra_body=GREEDY)
     counted = claude.messages.count_tokens(model=MODEL, messages=TURNS)
 
-    assert [block.text for block in answer.content] == [ANSWER]
-    assert answer.stop_reason == "end_turn"
-    assert answer._request_id
-    assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == counted.input_tokens == 37
-    assert answer.usage.output_tokens == 8
+    assert [block.text for block in response.content] == [ANSWER]
+    assert response.stop_reason == "end_turn"
+    assert response._request_id
+    assert response.usage.input_tokens + response.usage.cache_read_input_tokens == counted.input_tokens == 37
+    assert response.usage.output_tokens == 8
 
 
 def test_the_anthropic_client_gets_the_same_in_a_stream(claude: anthropic.Anthropic) -> None:
@@ -135,12 +135,12 @@ def test_the_anthropic_client_gets_a_forced_call(claude: anthropic.Anthropic, is
 
     if is_stream:
         with claude.messages.stream(model=MODEL, **fields) as stream:
-            answer: Any = stream.get_final_message()
+            response: Any = stream.get_final_message()
     else:
-        answer = claude.messages.create(model=MODEL, **fields)
+        response = claude.messages.create(model=MODEL, **fields)
 
-    [block] = answer.content
-    assert (block.type, block.name, answer.stop_reason) == ("tool_use", "weather", "tool_use")
+    [block] = response.content
+    assert (block.type, block.name, response.stop_reason) == ("tool_use", "weather", "tool_use")
     assert set(block.input) == {"city", "unit"}
 
 

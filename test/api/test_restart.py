@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from test.api.poisoned_worker import POISON
-from test.api.server import ANSWER_S, ServerProcess, running_server
+from test.api.server import RESPONSE_S, ServerProcess, running_server
 from test.test_numerics import BAD_TOKEN, save_spoilt_model
 from test.waiting import wait_until
 
@@ -59,12 +59,12 @@ class Clients:
     def _answer(self, body: dict[str, Any]) -> list[Any]:
         """The choices, joined if streamed; an error unchanged."""
         place = urlsplit(self._server.url)
-        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=ANSWER_S)
+        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=RESPONSE_S)
         connection.request("POST", COMPLETE, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         if not body["stream"] or response.status != 200:
-            answer = json.load(response)
-            return comparable(answer["choices"]) if response.status == 200 else [response.status, answer["error"]]
+            parsed = json.load(response)
+            return comparable(parsed["choices"]) if response.status == 200 else [response.status, parsed["error"]]
         pieces: dict[int, list[Any]] = defaultdict(list)
         for line in response:
             if line.startswith(b"data: {"):
@@ -108,12 +108,12 @@ def restarted(server: ServerProcess, times: int) -> Callable[[], bool]:
 
 
 def deaths_of(server: ServerProcess) -> int:
-    return server.log.count("died (signal 9); starting another")
+    return server.log.count("died (signal 9); restarting the workers")
 
 
 def health(server: ServerProcess) -> int:
     place = urlsplit(server.url)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=ANSWER_S)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=RESPONSE_S)
     connection.request("GET", "/health")
     return connection.getresponse().status
 
@@ -133,16 +133,16 @@ def sixteen() -> list[dict[str, Any]]:
 
 def test_sixteen_streams_end_with_the_same_text_when_their_worker_is_killed(small: ServerProcess) -> None:
     with clients_of(small) as clients:
-        whole = [answer.result() for answer in clients.ask(sixteen())]
+        whole = [response.result() for response in clients.ask(sixteen())]
         before = clients.events
 
-        answers = clients.ask(sixteen())
+        responses = clients.ask(sixteen())
         wait_until(lambda: clients.events > before + 100)
         kill_worker(small)
-        again = [answer.result() for answer in answers]
+        again = [response.result() for response in responses]
 
-    assert small.log.count("model worker 0 died (signal 9); starting another") == 1
-    assert [choice for answer in whole for choice in answer if "finish_reason" not in choice] == []
+    assert small.log.count("model worker 0 died (signal 9); restarting the workers") == 1
+    assert [choice for response in whole for choice in response if "finish_reason" not in choice] == []
     assert again == whole
     wait_until(lambda: small.metrics()["worker_restarts_total"] == 1)
     wait_until(lambda: small.metrics()["kv_used_tokens"] == small.metrics()["num_requests_running"] == 0)
@@ -152,12 +152,12 @@ def test_a_request_with_a_nan_fails_and_others_in_its_batch_do_not(small: Server
     good = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "stream": True, "ignore_eos": True}
     bad = good | {"prompt": [3, BAD_TOKEN, 4]}
     with clients_of(small) as clients:
-        (alone,) = (answer.result() for answer in clients.ask([good]))
+        (alone,) = (response.result() for response in clients.ask([good]))
 
-        answers = [answer.result() for answer in clients.ask([good, bad, good, bad | {"stream": False}])]
+        responses = [response.result() for response in clients.ask([good, bad, good, bad | {"stream": False}])]
 
-    assert answers[0] == answers[2] == alone
-    for status, error in (answers[1], answers[3]):
+    assert responses[0] == responses[2] == alone
+    for status, error in (responses[1], responses[3]):
         assert status == 500
         assert error["message"].startswith("numerical error")
         assert error["code"] == "not_computable"
@@ -179,14 +179,14 @@ def test_a_request_that_crashes_workers_fails_and_others_continue(poisoned: Serv
     deaths = deaths_of(poisoned)
     with clients_of(poisoned) as clients:
         others = [counted(first) for first in range(100, 108)]
-        whole = [answer.result() for answer in clients.ask(others)]
+        whole = [response.result() for response in clients.ask(others)]
         before = clients.events
 
-        answers = clients.ask(others)
+        responses = clients.ask(others)
         wait_until(lambda: clients.events > before + 20)
         (killer,) = clients.ask([counted(0) | {"prompt": [1, POISON, 2]}])
         status, error = killer.result()
-        again = [answer.result() for answer in answers]
+        again = [response.result() for response in responses]
 
     assert (status, error["code"]) == (500, "not_computable")
     assert "died twice" in error["message"]
@@ -216,15 +216,15 @@ def test_two_ranks_are_replaced_together(tmp_path: Path) -> None:
     folder = save_spoilt_model(tmp_path)
     flags = ("--model_dir", folder, "--device", "cpu", "--max_total_token_num", "4096", "--tp", "2")
     with running_server(tmp_path / "log", *flags) as server, clients_of(server) as clients:
-        whole = [answer.result() for answer in clients.ask(sixteen())]
+        whole = [response.result() for response in clients.ask(sixteen())]
         before = clients.events
 
-        answers = clients.ask(sixteen())
+        responses = clients.ask(sixteen())
         wait_until(lambda: clients.events > before + 100)
         kill_worker(server, "ls-worker-1")
 
-        assert [answer.result() for answer in answers] == whole
-        assert "model worker 1 died (signal 9); starting another" in server.log
+        assert [response.result() for response in responses] == whole
+        assert "model worker 1 died (signal 9); restarting the workers" in server.log
         assert server.stop() == 0
 
 
@@ -232,16 +232,16 @@ def test_two_ranks_are_replaced_together(tmp_path: Path) -> None:
 def test_streams_complete_although_the_worker_dies_twice(tmp_path: Path) -> None:
     with running_server(tmp_path / "log", *NULL) as server, clients_of(server) as clients:
         asks = [counted(first, tokens=200) for first in range(100, 116)]
-        whole = [answer.result() for answer in clients.ask(asks)]
+        whole = [response.result() for response in clients.ask(asks)]
 
-        answers = clients.ask(asks)
+        responses = clients.ask(asks)
         for times in (1, 2):
             seen = clients.events
             wait_until(lambda: clients.events > seen + 200)  # noqa: B023  awaited at once
             kill_worker(server)
             wait_until(restarted(server, times))
 
-        assert [answer.result() for answer in answers] == whole
+        assert [response.result() for response in responses] == whole
         assert server.metrics()["request_failed_total"] == 0
         assert server.stop() == 0
 
@@ -250,23 +250,23 @@ def test_streams_complete_although_the_worker_dies_twice(tmp_path: Path) -> None
 def test_streams_complete_although_the_worker_dies_during_prefill(tmp_path: Path) -> None:
     flags = ("--null_worker", "--null_step_ms", "1000")  # a prompt of 6000 tokens takes three steps
     with running_server(tmp_path / "log", *flags) as server, clients_of(server) as clients:
-        (answer,) = clients.ask([counted(7, tokens=2) | {"prompt": list(range(1, 6001))}])
+        (response,) = clients.ask([counted(7, tokens=2) | {"prompt": list(range(1, 6001))}])
         wait_until(lambda: server.metrics()["num_requests_running"] == 1)
 
         kill_worker(server)
 
-        assert answer.result()[0]["finish_reason"] == "length"
+        assert response.result()[0]["finish_reason"] == "length"
 
 
 @pytest.mark.long
 def test_a_worker_that_is_stopped_is_replaced(tmp_path: Path) -> None:
     with running_server(tmp_path / "log", *NULL, "--step_timeout", "4") as server, clients_of(server) as clients:
-        answers = clients.ask([counted(first) for first in range(100, 108)])
+        responses = clients.ask([counted(first) for first in range(100, 108)])
         wait_until(lambda: clients.events > 50)
 
         server.processes()["ls-worker"][0].suspend()
         wait_until(lambda: health(server) == 503)
-        ends = [answer.result() for answer in answers]
+        ends = [response.result() for response in responses]
 
         assert [end[0]["finish_reason"] for end in ends] == ["length"] * 8
         assert "it was killed: a step has been running for" in server.log
@@ -276,13 +276,13 @@ def test_a_worker_that_is_stopped_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", ["ls-router", "ls-detokenizer"])
 def test_a_stopped_process_makes_health_fail_and_ends_the_server(tmp_path: Path, role: str) -> None:
     with running_server(tmp_path / "log", *NULL, "--process_timeout", "10") as server, clients_of(server) as clients:
-        answers = clients.ask([counted(first, tokens=5000) for first in range(100, 104)])
+        responses = clients.ask([counted(first, tokens=5000) for first in range(100, 104)])
         wait_until(lambda: clients.events > 20)
 
         server.processes()[role][0].suspend()
         wait_until(lambda: health(server) == 503, 9)
 
-        ends = [answer.result() for answer in answers]
+        ends = [response.result() for response in responses]
         assert all(end[0]["type"] == "service_unavailable" for end in ends)
         assert server.process.wait(30) == 1
         assert "it was killed: it did not answer for 10 s" in server.log

@@ -19,13 +19,13 @@ TEXT = " ".join(LONG.split())  # words with one space between
 
 def generate(server: ServerProcess, inputs: str, **parameters: Any) -> dict[str, Any]:
     """Send the parameters in LightLLM's or TGI's schema."""
-    status, answer = server.post("/generate", {"inputs": inputs, "parameters": parameters})
-    assert status == 200, answer
-    return dict(answer)
+    status, response = server.post("/generate", {"inputs": inputs, "parameters": parameters})
+    assert status == 200, response
+    return dict(response)
 
 
-def ids_of(answer: dict[str, Any]) -> list[int]:
-    tokens = answer["tokens"] if "tokens" in answer else answer["details"]["tokens"]
+def ids_of(response: dict[str, Any]) -> list[int]:
+    tokens = response["tokens"] if "tokens" in response else response["details"]["tokens"]
     return [token["id"] for token in tokens]
 
 
@@ -39,13 +39,13 @@ def cut_prompts(count: int) -> list[str]:
 def test_a_healed_prompt_plus_its_output_starts_with_the_prompt(server: ServerProcess) -> None:
     prompts = [*cut_prompts(16), "日本の首都は東", "I 😀 yo"]
 
-    status, answer = server.post(
+    status, response = server.post(
         "/v1/completions", {"prompt": prompts, "max_tokens": 4, "token_healing": True, "logprobs": 0, "echo": True}
     )
 
-    assert status == 200, answer
+    assert status == 200, response
     tokenizer = smollm2_tokenizer()
-    for prompt, choice in zip(prompts, answer["choices"], strict=True):
+    for prompt, choice in zip(prompts, response["choices"], strict=True):
         spelled = b"".join(
             bytes.fromhex(token[6:].replace("\\x", "")) if token.startswith("bytes:") else token.encode()
             for token in choice["logprobs"]["tokens"]
@@ -53,7 +53,7 @@ def test_a_healed_prompt_plus_its_output_starts_with_the_prompt(server: ServerPr
         assert choice["text"].startswith(prompt)
         assert spelled.decode(errors="ignore").startswith(prompt)
         assert choice["text"].rstrip("\ufffd").startswith(spelled.decode(errors="ignore")[: len(choice["text"]) - 2])
-    assert answer["usage"]["prompt_tokens"] < sum(len(tokenizer.encode(prompt)) for prompt in prompts)
+    assert response["usage"]["prompt_tokens"] < sum(len(tokenizer.encode(prompt)) for prompt in prompts)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,11 @@ def test_a_healed_prompt_gets_the_tokens_of_the_whole_word(server: ServerProcess
 def test_no_repeat_ngram_size_prevents_repetition(server: ServerProcess) -> None:
     repeated = "one two three " * 4
     prompt_ids = smollm2_tokenizer().encode(repeated)
-    answer = generate(server, repeated, max_new_tokens=20, return_details=True, no_repeat_ngram_size=3, ignore_eos=True)
+    response = generate(
+        server, repeated, max_new_tokens=20, return_details=True, no_repeat_ngram_size=3, ignore_eos=True
+    )
 
-    ids = [*prompt_ids, *ids_of(answer)]
+    ids = [*prompt_ids, *ids_of(response)]
     runs = [tuple(ids[i : i + 3]) for i in range(len(ids) - 2)]
     new = runs[len(prompt_ids) - 2 :]
     assert len(set(new)) == len(new)
@@ -92,13 +94,13 @@ def test_an_exponential_length_penalty_ends_the_output_sooner(server: ServerProc
 def test_the_output_starts_with_one_of_the_allowed_first_tokens(server: ServerProcess) -> None:
     first = [smollm2_tokenizer().encode(word)[0] for word in (" yes", " no")]
 
-    answer = generate(server, PROMPT, max_new_tokens=3, return_details=True, first_allowed_token_ids=first)
+    response = generate(server, PROMPT, max_new_tokens=3, return_details=True, first_allowed_token_ids=first)
 
-    assert ids_of(answer)[0] in first
-    assert ids_of(answer)[1] not in first
+    assert ids_of(response)[0] in first
+    assert ids_of(response)[1] not in first
 
 
 def test_a_watermark_is_detected_in_the_output(server: ServerProcess) -> None:
-    answer = generate(server, PROMPT, max_new_tokens=60, details=True, temperature=1.0, seed=4, watermark=True)
+    response = generate(server, PROMPT, max_new_tokens=60, details=True, temperature=1.0, seed=4, watermark=True)
 
-    assert look_for_watermark(ids_of(answer)).z_score > 3
+    assert look_for_watermark(ids_of(response)).z_score > 3

@@ -90,12 +90,15 @@ def test_json_is_valid_for_its_schema(server: ServerProcess, count: int) -> None
     schemas = [schema_of(seed) for seed in range(count)]
     requests = [options_of(seed) | {"response_format": response_format(schema)} for seed, schema in enumerate(schemas)]
 
-    answers = ask_all(server, requests)
+    responses = ask_all(server, requests)
 
     ended = [
-        (schema, text) for schema, answer in zip(schemas, answers, strict=True) for text, why in answer if why == "stop"
+        (schema, text)
+        for schema, response in zip(schemas, responses, strict=True)
+        for text, why in response
+        if why == "stop"
     ]
-    assert len(ended) > 0.7 * sum(map(len, answers))
+    assert len(ended) > 0.7 * sum(map(len, responses))
     for schema, text in ended:
         jsonschema_rs.validate(schema, json.loads(text))
 
@@ -103,8 +106,8 @@ def test_json_is_valid_for_its_schema(server: ServerProcess, count: int) -> None
 def test_json_object_gives_a_json_object(server: ServerProcess) -> None:
     requests = [options_of(seed) | {"response_format": {"type": "json_object"}} for seed in range(4)]
 
-    for answer in ask_all(server, requests):
-        for text, why in answer:
+    for response in ask_all(server, requests):
+        for text, why in response:
             assert why == "length" or isinstance(json.loads(text), dict)
 
 
@@ -112,8 +115,8 @@ def test_json_object_gives_a_json_object(server: ServerProcess) -> None:
 def test_the_output_matches_its_regular_expression(server: ServerProcess, regex: str) -> None:
     requests = [options_of(seed) | {"extra_body": {"guided_regex": regex}} for seed in range(6)]
 
-    for answer in ask_all(server, requests):
-        for text, why in answer:
+    for response in ask_all(server, requests):
+        for text, why in response:
             assert why == "stop"
             assert re.fullmatch(regex, text)
 
@@ -122,16 +125,16 @@ def test_the_output_is_one_of_the_choices(server: ServerProcess) -> None:
     choices = {"Paris", "Rome", "New York"}
     body = {"structured_outputs": {"choice": sorted(choices)}}
 
-    answers = ask_all(server, [options_of(seed) | {"extra_body": body} for seed in range(6)])
+    responses = ask_all(server, [options_of(seed) | {"extra_body": body} for seed in range(6)])
 
-    assert {text for answer in answers for text, _ in answer} <= choices
+    assert {text for response in responses for text, _ in response} <= choices
 
 
 def test_the_output_matches_its_grammar(server: ServerProcess) -> None:
     body = {"structured_outputs": {"grammar": EXPRESSION}}
 
-    for answer in ask_all(server, [options_of(seed) | {"extra_body": body} for seed in range(2)]):
-        for text, why in answer:
+    for response in ask_all(server, [options_of(seed) | {"extra_body": body} for seed in range(2)]):
+        for text, why in response:
             assert why == "length" or is_expression(text)
 
 
@@ -151,20 +154,20 @@ def test_lightllm_and_tgi_support_the_same_grammars(server: ServerProcess) -> No
     ]
 
     for parameters in bodies:
-        status, answer = server.post("/generate", {"inputs": "The age of Bob:", "parameters": parameters})
+        status, response = server.post("/generate", {"inputs": "The age of Bob:", "parameters": parameters})
 
-        assert status == 200, answer
-        text = answer["generated_text"]
+        assert status == 200, response
+        text = response["generated_text"]
         jsonschema_rs.validate(schema, json.loads(text[0] if isinstance(text, list) else text))
 
 
 def test_a_request_whose_grammar_is_stuck_fails_alone(server: ServerProcess) -> None:
-    status, answer = server.post(
+    status, response = server.post(
         "/v1/completions", {"prompt": "x", "guided_regex": "[0-9]+", "allowed_token_ids": [1000], "max_tokens": 5}
     )
 
     assert status == 400
-    assert "no token is left" in answer["error"]["message"]
+    assert "no token is left" in response["error"]["message"]
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
 

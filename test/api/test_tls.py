@@ -44,19 +44,21 @@ def ask(server: ServerProcess, context: ssl.SSLContext, headers: dict[str, str],
     client = connection(server, context)
     try:
         client.request("POST", "/v1/completions", body, {"Content-Type": "application/json", **headers})
-        answer = client.getresponse()
-        return answer.status, answer.read()
+        response = client.getresponse()
+        return response.status, response.read()
     finally:
         client.close()
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_client_with_a_certificate_is_served(server: ServerProcess, is_stream: bool) -> None:
-    status, answer = ask(server, client_context(), {}, stream=is_stream)
+    status, response = ask(server, client_context(), {}, stream=is_stream)
 
     assert server.url.startswith("https://")
     assert status == 200
-    assert answer.endswith(b"data: [DONE]\n\n") if is_stream else json.loads(answer)["usage"]["completion_tokens"] == 3
+    assert (
+        response.endswith(b"data: [DONE]\n\n") if is_stream else json.loads(response)["usage"]["completion_tokens"] == 3
+    )
 
 
 def test_a_client_without_a_certificate_is_refused(server: ServerProcess) -> None:
@@ -71,10 +73,10 @@ def test_old_tls_versions_are_refused() -> None:
 
 
 def test_a_request_with_too_large_headers_gets_an_error_body(server: ServerProcess) -> None:
-    status, answer = ask(server, client_context(), {"X-Large": "x" * 60_000, "X-Larger": "x" * 60_000})
+    status, response = ask(server, client_context(), {"X-Large": "x" * 60_000, "X-Larger": "x" * 60_000})
 
     assert status == 431
-    assert "larger than" in json.loads(answer)["error"]["message"]
+    assert "larger than" in json.loads(response)["error"]["message"]
 
 
 def test_plain_http_gets_no_response_and_affects_no_other_client(server: ServerProcess) -> None:

@@ -78,10 +78,10 @@ def test_a_tool_is_called_and_its_result_is_used(client: openai.OpenAI) -> None:
     assert json.loads(call.function.arguments) == ARGUMENTS
 
     result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 23, "sky": "clear"}'}
-    answer = ask(client, QUESTION, choice.message.model_dump(exclude_none=True), result)
+    response = ask(client, QUESTION, choice.message.model_dump(exclude_none=True), result)
 
-    assert answer.choices[0].finish_reason == "stop"
-    assert "23" in answer.choices[0].message.content
+    assert response.choices[0].finish_reason == "stop"
+    assert "23" in response.choices[0].message.content
 
 
 @needs_a_tool_model
@@ -102,10 +102,10 @@ def test_a_stream_contains_the_same_call(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_call_can_be_forced_on_any_model(small: openai.OpenAI, choice: Any, is_stream: bool) -> None:
-    answer = ask(small, QUESTION, tool_choice=choice, parallel_tool_calls=False, stream=is_stream, n=2, seed=1)
+    response = ask(small, QUESTION, tool_choice=choice, parallel_tool_calls=False, stream=is_stream, n=2, seed=1)
 
     texts = ["", ""]
-    for one in answer if is_stream else [answer]:
+    for one in response if is_stream else [response]:
         for part in one.choices:
             message = part.delta if is_stream else part.message
             assert not message.content
@@ -154,9 +154,9 @@ def test_reasoning_ends_after_its_budget_and_content_follows(small: openai.OpenA
 
 
 def test_content_after_reasoning_matches_its_grammar(small: openai.OpenAI) -> None:
-    answer = think(small, n=2, extra_body={"guided_regex": "[35] is (larger|smaller)"})
+    response = think(small, n=2, extra_body={"guided_regex": "[35] is (larger|smaller)"})
 
-    for choice in answer.choices:
+    for choice in response.choices:
         assert choice.finish_reason == "stop"
         assert choice.message.reasoning_content
         assert re.fullmatch("[35] is (larger|smaller)", choice.message.content)

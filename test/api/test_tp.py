@@ -19,13 +19,13 @@ def test_three_ranks_give_the_same_text_as_one(tmp_path: Path) -> None:
     with running_server(tmp_path / "log", "--tp", "3", "--max_total_token_num", "2048") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
 
-        answer = client.chat.completions.create(model="SmolLM2-135M-Instruct", messages=QUESTION, temperature=0)
+        response = client.chat.completions.create(model="SmolLM2-135M-Instruct", messages=QUESTION, temperature=0)
         sampled = [
             client.chat.completions.create(model="SmolLM2-135M-Instruct", messages=QUESTION, seed=3, n=3, max_tokens=12)
             for _ in range(2)
         ]
 
-        assert answer.choices[0].message.content == "The capital of France is Paris."
+        assert response.choices[0].message.content == "The capital of France is Paris."
         texts = [[choice.message.content for choice in one.choices] for one in sampled]
         assert texts[0] == texts[1]
         assert len(set(texts[0])) == 3

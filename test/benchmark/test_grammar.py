@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from lightserve.benchmark import grammar
+from lightserve.benchmark import grammar, models
 from lightserve.common.basemodel import ModelConfig
 from lightserve.io_struct import GrammarSpec
 from lightserve.model_files.source import resolve
 
 
 def test_the_large_model_has_the_shape_of_an_8b(tmp_path: Path, small_folder: str) -> None:
-    grammar.save_model(tmp_path, small_folder, grammar.LARGE)
+    models.save_model(tmp_path, small_folder, models.LARGE)
 
     config = ModelConfig.from_hf(resolve(str(tmp_path), needs_weights=False).hf_config())
 
@@ -21,7 +21,7 @@ def test_the_large_model_has_the_shape_of_an_8b(tmp_path: Path, small_folder: st
 
 
 def test_every_model_is_measured_with_every_share(small_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "LARGE", grammar.TINY | {"num_hidden_layers": 2})
+    monkeypatch.setattr(grammar, "LARGE", models.TINY | {"num_hidden_layers": 2})
     monkeypatch.setattr(grammar, "REPEATS", 1)
     monkeypatch.setattr(grammar, "schema_grammar", lambda _: GrammarSpec("regex", "[ab]*"))
     args = argparse.Namespace(
@@ -39,7 +39,7 @@ def test_every_model_is_measured_with_every_share(small_folder: str, monkeypatch
 def test_the_null_model_runs_no_layer(small_folder: str) -> None:
     args = argparse.Namespace(model_dir=small_folder, device="cpu", batch=2, tokens=8, layers=1, temperature=0.0)
 
-    with grammar.open_model(args, grammar.TINY) as llm:
+    with grammar.open_model(args, models.TINY) as llm:
         grammar.remove_forward_pass(llm)
         llm.worker.model.layers_infer = None  # type: ignore[assignment]
         outs = llm.generate([[5], [6]], max_new_tokens=3, temperature=0, ignore_eos=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightserve.benchmark import kernels
-from lightserve.benchmark.ceilings import Ceilings, seconds_a_call
-from lightserve.benchmark.kernel_cases import LLAMA3_8B, TINY, Case, Lab, cases_of
+from lightserve.benchmark.ceilings import Ceilings, seconds_per_call
+from lightserve.benchmark.kernel_cases import LLAMA3_8B, TINY, Case, InputFactory, cases_of
 from lightserve.common import ops
 from lightserve.errors import ServerError
 from test.ops.cases import TOLERANCE
@@ -17,9 +17,9 @@ CASES = {f"{case.op}-{case.load}": case for case in cases_of(TINY, torch.float32
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_case_runs_as_the_op_and_in_torch(case: Case) -> None:
-    ours = case.ours(*case.inputs(Lab(CPU, torch.float32)))
+    ours = case.ours(*case.inputs(InputFactory(CPU, torch.float32)))
     inputs = case.torch_inputs or case.inputs
-    theirs = None if case.torch is None else case.torch(*inputs(Lab(CPU, torch.float32)))
+    theirs = None if case.torch is None else case.torch(*inputs(InputFactory(CPU, torch.float32)))
 
     if isinstance(theirs, torch.Tensor) and case.op not in SAME and "random" not in case.op:
         torch.testing.assert_close(ours, theirs, **TOLERANCE[torch.float32])
@@ -61,7 +61,7 @@ def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
 def test_the_time_of_a_call_is_the_time_of_one_of_them() -> None:
     calls: list[int] = []
 
-    seconds = seconds_a_call([lambda: calls.append(0), lambda: calls.append(1)], CPU, repeats=2)
+    seconds = seconds_per_call([lambda: calls.append(0), lambda: calls.append(1)], CPU, repeats=2)
 
     assert 0 < seconds < 1e-3
     assert calls.count(0) == calls.count(1)

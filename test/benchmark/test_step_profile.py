@@ -55,7 +55,7 @@ def test_the_table_is_in_microseconds_a_step() -> None:
 
     table = gpu_table(gpu_time(kernels), steps=2)
 
-    assert "95 us a step under the profiler, busy 84.2%, 2 kernels" in table
+    assert "95 us per step under the profiler, busy 84.2%, 2 kernels" in table
     assert "matmul                        80.0 us  84.2%" in table
     assert "15.0 us  gemm -> gemm" in table
 

@@ -99,18 +99,18 @@ def test_would_match_detects_a_stop_string_and_changes_nothing() -> None:
     rng = random.Random(1)
     for _ in range(10_000):
         pieces, stops = random_case(rng)
-        ahead, _ = random_case(rng)
+        tentative, _ = random_case(rng)
         matcher, untouched, seen = StopMatcher(stops), StopMatcher(stops), ""
         for piece in pieces:
             assert matcher.push(piece) == untouched.push(piece)
             seen += piece
             if piece and matcher.matched is None:
                 would_match = False
-                for part in ahead:
+                for part in tentative:
                     matcher.push("")  # an id in the middle of a character adds no text
                     would_match |= matcher.would_match(part)
 
-                assert would_match == bool(first_stop(seen + "".join(ahead), stops)), (seen, ahead, stops)
+                assert would_match == bool(first_stop(seen + "".join(tentative), stops)), (seen, tentative, stops)
 
 
 def test_text_after_a_match_is_dropped() -> None:

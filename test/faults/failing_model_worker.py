@@ -7,7 +7,7 @@ import copy
 from lightserve.common.quantization import UnquantizedLinear
 from lightserve.io_struct import Step
 from lightserve.models.llama.model import LlamaPreAndPostLayerWeight
-from lightserve.utils.process import Boot, Parent, run_child
+from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker import main as model_main, worker
 from lightserve.worker.rpc import GetResult
 from test.faults.failing_worker import NAN_TOKEN_ID, raise_at_poison
@@ -36,9 +36,9 @@ class FailingModelWorker(worker.ModelWorker):
         embedding.weight[NAN_TOKEN_ID] = float("nan")
 
 
-def main(boot: Boot, parent: Parent) -> None:
+def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     worker.ModelWorker = FailingModelWorker  # type: ignore[misc]  # model_main imports the class from there
-    model_main.main(boot, parent)
+    model_main.main(child_config, launcher)
 
 
 if __name__ == "__main__":

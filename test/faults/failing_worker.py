@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from lightserve.io_struct import ReqFailed, Step, StepResult
-from lightserve.utils.process import Boot, Parent, run_child
+from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker import null_worker
 from lightserve.worker.rpc import GetResult
 
@@ -29,8 +29,8 @@ class FailingWorker(null_worker.NullWorker):
         return StepResult([out for out in outs if out.req_id not in nan_ids], failed)
 
 
-def main(boot: Boot, parent: Parent) -> None:
-    null_worker.main(boot, parent, FailingWorker)
+def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
+    null_worker.main(child_config, launcher, FailingWorker)
 
 
 if __name__ == "__main__":

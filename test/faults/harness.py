@@ -123,9 +123,9 @@ class FaultContext:
 
     def complete_text(self, body: dict[str, Any]) -> str:
         """The text of a completion, which must succeed."""
-        status, answer = self.complete(body)
-        assert status == 200, answer
-        return str(answer["choices"][0]["text"])
+        status, response = self.complete(body)
+        assert status == 200, response
+        return str(response["choices"][0]["text"])
 
     def complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         return self.client.post(COMPLETE, self.fit_to_model(body) | {"ignore_eos": True})

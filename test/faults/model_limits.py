@@ -51,8 +51,8 @@ def measured_limits(client: Client) -> ModelLimits:
 
 
 def _context_len(client: Client) -> int:
-    _, answer = client.send("GET", "/v1/models")
-    return int(orjson.loads(answer)["data"][0]["max_model_len"])
+    _, response = client.send("GET", "/v1/models")
+    return int(orjson.loads(response)["data"][0]["max_model_len"])
 
 
 def _seconds(client: Client, token_id: int, tokens: int) -> float | None:

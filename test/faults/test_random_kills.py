@@ -20,9 +20,9 @@ DEADLINE_S = 60.0
 
 def ask(server: ServerProcess, number: int) -> str:
     body = {"prompt": [5 + number, 6, 7], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    status, answer = server.post("/v1/completions", body)
-    assert status == 200, answer
-    return str(answer["choices"][0]["text"])
+    status, response = server.post("/v1/completions", body)
+    assert status == 200, response
+    return str(response["choices"][0]["text"])
 
 
 def kill_worker(server: ServerProcess) -> None:

@@ -145,6 +145,13 @@ def test_an_invalid_grammar_is_refused_with_a_short_message(name: str) -> None:
     assert len(str(refused.value)) < 1000
 
 
+def test_the_error_about_a_schema_that_is_no_object_names_the_structure() -> None:
+    tag = {"structures": [{"begin": "<call>", "schema": 5, "end": ""}], "triggers": ["<"]}
+
+    with pytest.raises(InvalidRequestError, match="schema of the structure '<call>' must be an object"):
+        COMPILER.compile(structural_tag_grammar(tag))
+
+
 def test_keywords_that_cannot_be_enforced_are_ignored_if_the_schema_is_not_strict() -> None:
     matcher = COMPILER.compile(schema_grammar({"type": "array", "uniqueItems": True}, is_strict=False))
 
@@ -172,7 +179,7 @@ def test_matchers_of_one_grammar_are_independent() -> None:
 
 
 def test_only_the_most_recent_grammars_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "MAX_KEPT", 2)
+    monkeypatch.setattr(grammar_compiler, "MAX_CACHED", 2)
     compiler = GrammarCompiler(TOKENIZER, 131, (EOS_ID,))
     first, second, third = (GrammarSpec("regex", text) for text in ("a", "b", "c"))
 
@@ -187,7 +194,7 @@ def test_only_the_most_recent_grammars_are_cached(monkeypatch: pytest.MonkeyPatc
 
 
 def test_lanes_compile_separately_and_share_one_cache_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "MAX_KEPT", 4)
+    monkeypatch.setattr(grammar_compiler, "MAX_CACHED", 4)
     one, other = GrammarCompiler(TOKENIZER, 131, (EOS_ID,)).lanes(2)
     specs = [GrammarSpec("regex", text) for text in ("a", "b", "c")]
 

@@ -61,7 +61,7 @@ def spell(text: str, finish_reason: FinishReason = FinishReason.STOP) -> Script:
 
 
 class FakeEngine:
-    """Sends the outputs of its script, one token a message; ``received`` and ``aborted`` record the requests."""
+    """Sends the outputs of its script, one token per message; ``received`` and ``aborted`` record the requests."""
 
     def __init__(self, script: Script, run_dir: Path) -> None:
         self.script = script

@@ -320,7 +320,7 @@ def test_a_server_fault_is_logged_with_its_traceback_and_reported_without_detail
 
         assert response.status_code == status
         assert response.json()["error"] == {
-            "message": "the server failed to answer this request; the request's id is mine",
+            "message": "the server failed to process this request; the request id is mine",
             "type": kind,
             "param": None,
             "code": None,

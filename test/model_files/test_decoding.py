@@ -229,13 +229,13 @@ def test_ahead_is_the_text_that_flush_would_add(kind: str) -> None:
     tokenizer, decoder = tokenizer_of(kind), decoder_for(kind)
     n_told = 0
     for ids in random_sequences(kind, 1_000, seed=3):
-        stream, given, ahead = decoder.stream(True), "", ""
+        stream, given, tentative = decoder.stream(True), "", ""
         for n, token_id in enumerate(ids, 1):
             news = stream.push(token_id)
-            given, ahead = given + news, "" if news else ahead + stream.ahead
-            if stream.ahead:
+            given, tentative = given + news, "" if news else tentative + stream.tentative_text
+            if stream.tentative_text:
                 n_told += 1
-                assert given + ahead == tokenizer.decode(ids[:n])
+                assert given + tentative == tokenizer.decode(ids[:n])
     assert n_told > 100
 
 
@@ -245,9 +245,9 @@ def test_a_line_break_in_a_byte_token_is_ahead_before_the_next_token() -> None:
     assert the is not None
     assert newline is not None
 
-    assert (stream.push(the), stream.ahead) == ("the", "")
-    assert (stream.push(newline), stream.ahead) == ("", "\n")
-    assert (stream.push(the), stream.ahead) == ("\n the", "")
+    assert (stream.push(the), stream.tentative_text) == ("the", "")
+    assert (stream.push(newline), stream.tentative_text) == ("", "\n")
+    assert (stream.push(the), stream.tentative_text) == ("\n the", "")
 
 
 def text_until_stop(stream: DecodeStream, stop: StopMatcher, ids: Sequence[int]) -> tuple[str, int]:
@@ -255,7 +255,7 @@ def text_until_stop(stream: DecodeStream, stop: StopMatcher, ids: Sequence[int])
     text = ""
     for n, token_id in enumerate(ids, 1):
         text += stop.push(stream.push(token_id))
-        if stop.would_match(stream.ahead):
+        if stop.would_match(stream.tentative_text):
             text += stop.push(stream.flush())
         if stop.matched is not None:
             return text, n

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-from lightserve.output_parsing import OutputParser, ToolCallParser, fold
+from lightserve.output_parsing import OutputParser, ToolCallParser, merge_deltas
 from lightserve.output_parsing.delta_writer import DeltaWriter
-from lightserve.output_parsing.tool_calls.formats import BY_NAME
+from lightserve.output_parsing.tool_calls.formats import TOOL_FORMATS_BY_NAME
 
 TOOLS: dict[str, dict[str, Any]] = {
     "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
@@ -198,11 +198,13 @@ CASES = [(name, sample) for name, samples in CORPUS.items() for sample in [*samp
 
 
 def new_parser(name: str, max_calls: int | None = None) -> OutputParser:
-    return OutputParser(tools=ToolCallParser(BY_NAME[name].parse, DeltaWriter(TOOLS, lambda: "id", max_calls)))
+    return OutputParser(
+        tools=ToolCallParser(TOOL_FORMATS_BY_NAME[name].parse, DeltaWriter(TOOLS, lambda: "id", max_calls))
+    )
 
 
 def parse_pieces(parser: OutputParser, *pieces: str) -> Sample:
     """Parse a text in pieces. Call ids are not compared."""
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
-    output = fold([*deltas, *parser.finish()])
+    output = merge_deltas([*deltas, *parser.finish()])
     return Sample("".join(pieces), output.content, tuple((one.name, one.arguments) for one in output.calls))

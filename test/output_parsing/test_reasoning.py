@@ -7,10 +7,10 @@ import random
 import pytest
 
 from lightserve.errors import ServerError
-from lightserve.output_parsing import Content, OutputParser, Reasoning, ToolCallParser, fold
+from lightserve.output_parsing import Content, OutputParser, Reasoning, ToolCallParser, merge_deltas
 from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.reasoning import THINK, ReasoningFormat, ReasoningParser, reasoning_format
-from lightserve.output_parsing.tool_calls.formats import BY_NAME
+from lightserve.output_parsing.tool_calls.formats import TOOL_FORMATS_BY_NAME
 from test.output_parsing.corpus import TOOLS, cut
 
 R1 = ReasoningFormat("<think>", "</think>", is_implied=True)
@@ -19,7 +19,7 @@ R1 = ReasoningFormat("<think>", "</think>", is_implied=True)
 def split(text: str, is_inside: bool, pieces: list[str] | None = None) -> tuple[str, str]:
     parser = ReasoningParser(THINK, is_inside)
     deltas = [delta for piece in pieces or [text] for delta in parser.push(piece)]
-    output = fold([*deltas, *parser.finish()])
+    output = merge_deltas([*deltas, *parser.finish()])
     return output.reasoning, output.content
 
 
@@ -63,7 +63,7 @@ def test_reasoning_is_streamed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "prompt", "is_continued", "expected"),
+    ("reasoning_format", "prompt", "is_continued", "expected"),
     [
         (THINK, "<|assistant|>\n<think>\n", False, True),
         (THINK, "<|assistant|>\n", False, False),
@@ -76,9 +76,9 @@ def test_reasoning_is_streamed() -> None:
     ],
 )
 def test_the_prompt_decides_whether_the_output_starts_inside_the_reasoning(
-    form: ReasoningFormat, prompt: str, is_continued: bool, expected: bool
+    reasoning_format: ReasoningFormat, prompt: str, is_continued: bool, expected: bool
 ) -> None:
-    assert form.begins_inside(prompt, is_continued) is expected
+    assert reasoning_format.begins_inside(prompt, is_continued) is expected
 
 
 def test_calls_inside_the_reasoning_are_ignored() -> None:
@@ -86,10 +86,10 @@ def test_calls_inside_the_reasoning_are_ignored() -> None:
     text = f"I could {call}, no.</think>\n{call}\nok"
     rng = random.Random(0)
     for pieces in ([text], list(text), *(cut(text, rng) for _ in range(50))):
-        tools = ToolCallParser(BY_NAME["hermes"].parse, DeltaWriter(TOOLS))
+        tools = ToolCallParser(TOOL_FORMATS_BY_NAME["hermes"].parse, DeltaWriter(TOOLS))
         parser = OutputParser(ReasoningParser(THINK, is_inside=True), tools)
 
-        output = fold([*(delta for piece in pieces for delta in parser.push(piece)), *parser.finish()])
+        output = merge_deltas([*(delta for piece in pieces for delta in parser.push(piece)), *parser.finish()])
 
         assert output.reasoning == f"I could {call}, no."
         assert output.content == "ok"

@@ -14,13 +14,13 @@ import lightserve.output_parsing
 from lightserve.errors import ServerError
 from lightserve.output_parsing import CallArguments, CallStart, Content
 from lightserve.output_parsing.delta_writer import call_id, short_call_id
-from lightserve.output_parsing.tool_calls.formats import ALIASES, ALL, BY_NAME, tool_format
+from lightserve.output_parsing.tool_calls.formats import ALIASES, TOOL_FORMATS, TOOL_FORMATS_BY_NAME, tool_format
 from test.output_parsing.corpus import CASES, CORPUS, PARIS, Sample, call, cut, new_parser, parse_pieces, tagged
 
 NAMES = sorted(CORPUS)
 # fragments that outputs of all formats consist of
 FRAGMENTS = sorted(
-    {marker for one in ALL for marker in one.markers}
+    {marker for one in TOOL_FORMATS for marker in one.markers}
     | set("{}[]()\",:;\\'\n `<>|=")
     | {
         '{"name": "now", "arguments": ',
@@ -35,7 +35,7 @@ FRAGMENTS = sorted(
 
 
 def test_every_format_has_a_corpus() -> None:
-    assert set(CORPUS) == set(BY_NAME)
+    assert set(CORPUS) == set(TOOL_FORMATS_BY_NAME)
 
 
 @pytest.mark.parametrize(("name", "sample"), CASES, ids=lambda value: str(value)[:40])
@@ -161,7 +161,7 @@ def test_the_format_is_detected_from_the_chat_template(template: str, expected: 
 
 
 def test_the_format_can_be_set_by_name() -> None:
-    assert all(tool_format(name, "") is one for name, one in (BY_NAME | ALIASES).items())
+    assert all(tool_format(name, "") is one for name, one in (TOOL_FORMATS_BY_NAME | ALIASES).items())
     assert tool_format("none", "<tool_call>") is None
     with pytest.raises(ServerError, match=r"unknown --tool_call_parser 'herms'; use one of auto, none, .*hermes"):
         tool_format("herms", "")

@@ -17,7 +17,7 @@ from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConf
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import GrammarSpec, NewReq, SamplingParams, Step, StepResult, StepRow, Token, TokenOut
 from lightserve.router.model_client import RpycModelClient
-from lightserve.utils.process import Boot
+from lightserve.utils.process import ChildConfig
 from lightserve.worker.rpc import CompileGrammar, Launch, ModelRpc, StepServer, ignore_grammar
 from test.waiting import DEADLINE_S, until
 
@@ -377,13 +377,13 @@ def test_a_restart_request_fails_the_steps_in_flight_and_does_not_wait(tmp_path:
 def test_a_late_connection_to_dead_workers_does_not_reach_their_successors(tmp_path: Path) -> None:
     """Those are loading, and listen already: to wait for their answer would stop the router."""
     config = ServerConfig(worker=WorkerConfig(), router=RouterConfig(), http=HttpConfig(), launch=LaunchConfig())
-    boot = Boot(config, str(tmp_path))
+    child_config = ChildConfig(config, str(tmp_path))
 
     async def scenario() -> None:
-        loading = StepServer(boot.worker_path(0, 2))
+        loading = StepServer(child_config.worker_path(0, 2))
 
         with pytest.raises(FileNotFoundError):
-            client_of([boot.worker_path(0, 1)])
+            client_of([child_config.worker_path(0, 1)])
 
         del loading  # it listened until here
 

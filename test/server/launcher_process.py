@@ -30,36 +30,36 @@ def note(text):
         file.write(text + chr(10))
 """
 WORKER = """
-    def main(boot, parent):
-        parent.send(StartupPhase("weights", 0.25))
+    def main(child_config, launcher):
+        launcher.send(StartupPhase("weights", 0.25))
         figures = dict(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1)
-        parent.send(EngineReady(**figures, dtype_and_device="in float16 on a fake"))
+        launcher.send(EngineReady(**figures, dtype_and_device="in float16 on a fake"))
         signal.pause()
     run_child("model worker", main)
 """
 ROUTER = """
-    async def main(boot, parent):
-        note(type(await parent.recv()).__name__)
-        parent.send(Ready())
+    async def main(child_config, launcher):
+        note(type(await launcher.recv()).__name__)
+        launcher.send(Ready())
         await asyncio.Event().wait()
     run_child("router", main)
 """
 DETOKENIZER = """
-    async def main(boot, parent):
-        parent.send(Ready())
+    async def main(child_config, launcher):
+        launcher.send(Ready())
         await asyncio.Event().wait()
     run_child("detokenizer", main)
 """
 HTTPSERVER = """
-    async def main(boot, parent):
-        with socket.socket(fileno=boot.listen_fd) as sock:
+    async def main(child_config, launcher):
+        with socket.socket(fileno=child_config.listen_fd) as sock:
             note(f"port {sock.getsockname()[1]}")
-            parent.send(Ready())
+            launcher.send(Ready())
             while True:
-                message = await parent.recv()
+                message = await launcher.recv()
                 note(type(message).__name__)
                 if isinstance(message, Drain):
-                    parent.send(Drained())
+                    launcher.send(Drained())
     run_child("httpserver", main)
 """
 TINY = {
@@ -150,7 +150,7 @@ class LauncherProcess:
 
     def wait_ready(self) -> None:
         self.wait_for_output("is ready at")
-        self.wait_for_output("in all")
+        self.wait_for_output(", total ")
 
     def exit_code(self) -> int:
         return self.process.wait(DEADLINE_S)

@@ -19,20 +19,20 @@ from lightserve.server.process_group import Modules, ProcessGroup
 from test.server.launcher_process import DRAIN_TIMEOUT_S, WORKER, start_launcher, wait_until
 
 SLOW_TO_LOAD = """
-    def main(boot, parent):
-        parent.send(StartupPhase("import torch", 1.0))
+    def main(child_config, launcher):
+        launcher.send(StartupPhase("import torch", 1.0))
         note("loading")
         signal.pause()
     run_child("model worker", main)
 """
 BUSY_HTTPSERVER = """
-    async def main(boot, parent):
-        parent.send(Ready())
+    async def main(child_config, launcher):
+        launcher.send(Ready())
         while True:
-            message = await parent.recv()
+            message = await launcher.recv()
             note(type(message).__name__)
             if isinstance(message, EngineDied) or Path(__file__).with_name("finish").exists():
-                parent.send(Drained())
+                launcher.send(Drained())
     run_child("httpserver", main)
 """
 
@@ -66,16 +66,16 @@ def test_all_processes_become_ready_in_order_and_the_banner_is_printed(tmp_path:
 
 
 ROUTER_WITH_END_TOKENS = """
-    async def main(boot, parent):
-        note(str((await parent.recv()).eos_token_ids))
-        parent.send(Ready())
+    async def main(child_config, launcher):
+        note(str((await launcher.recv()).eos_token_ids))
+        launcher.send(Ready())
         await asyncio.Event().wait()
     run_child("router", main)
 """
 HTTPSERVER_WITH_END_TOKENS = """
-    async def main(boot, parent):
-        parent.send(Ready())
-        note(str((await parent.recv()).eos_token_ids))
+    async def main(child_config, launcher):
+        launcher.send(Ready())
+        note(str((await launcher.recv()).eos_token_ids))
         await asyncio.Event().wait()
     run_child("httpserver", main)
 """
@@ -96,7 +96,7 @@ def test_router_and_http_processes_get_the_end_tokens_of_the_model_or_the_operat
 
 def test_a_configuration_error_in_a_child_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     worker = """
-        def main(boot, parent):
+        def main(child_config, launcher):
             raise ModelFilesError("tensor lm_head.weight is missing; fetch the model again")
         run_child("model worker", main)
     """
@@ -112,8 +112,8 @@ def test_a_configuration_error_in_a_child_is_one_line_and_exit_code_2(tmp_path: 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("def main(boot, parent): raise RuntimeError('boom')", "died (exit code 1): RuntimeError: boom"),
-        ("def main(boot, parent): os.kill(os.getpid(), signal.SIGSEGV)", "died (signal 11)"),
+        ("def main(child_config, launcher): raise RuntimeError('boom')", "died (exit code 1): RuntimeError: boom"),
+        ("def main(child_config, launcher): os.kill(os.getpid(), signal.SIGSEGV)", "died (signal 11)"),
         ("import no_such_module", "died (exit code 1)"),
         ("os.write(int(sys.argv[1]), b'nonsense' + bytes([10])); signal.pause()", "it sent an invalid message"),
     ],
@@ -155,9 +155,9 @@ def test_a_killed_process_is_named_clients_get_an_error_and_all_processes_end(
 
 def test_a_child_that_exits_with_code_0_while_serving_counts_as_dead(tmp_path: Path) -> None:
     router = """
-        async def main(boot, parent):
-            await parent.recv()
-            parent.send(Ready())
+        async def main(child_config, launcher):
+            await launcher.recv()
+            launcher.send(Ready())
             os.read(os.open(Path(__file__).with_name("go"), os.O_RDONLY), 1)  # until the fifo is opened
         run_child("router", main)
     """
@@ -173,9 +173,9 @@ def test_a_child_that_exits_with_code_0_while_serving_counts_as_dead(tmp_path: P
 
 def test_an_http_process_that_does_not_drain_does_not_delay_the_shutdown(tmp_path: Path) -> None:
     never_drains = """
-        async def main(boot, parent):
-            parent.send(Ready())
-            while not isinstance(await parent.recv(), EngineDied):
+        async def main(child_config, launcher):
+            launcher.send(Ready())
+            while not isinstance(await launcher.recv(), EngineDied):
                 pass
             signal.pause()
         run_child("httpserver", main)
@@ -191,9 +191,9 @@ def test_an_http_process_that_does_not_drain_does_not_delay_the_shutdown(tmp_pat
 
 def test_the_processes_that_a_child_started_end_with_it(tmp_path: Path) -> None:
     worker = """
-        def main(boot, parent):
+        def main(child_config, launcher):
             subprocess.Popen(["sleep", "1000"])
-            parent.send(EngineReady(max_total_token_num=1, max_req_total_len=1, vocab_size=1, pipeline_depth=1))
+            launcher.send(EngineReady(max_total_token_num=1, max_req_total_len=1, vocab_size=1, pipeline_depth=1))
             signal.pause()
         run_child("model worker", main)
     """
@@ -209,8 +209,8 @@ def test_the_processes_that_a_child_started_end_with_it(tmp_path: Path) -> None:
 
 def test_children_exit_by_themselves_when_the_launcher_is_killed(tmp_path: Path) -> None:
     busy = """
-        async def main(boot, parent):
-            parent.send(Ready())
+        async def main(child_config, launcher):
+            launcher.send(Ready())
             while True: pass
         run_child("detokenizer", main)
     """

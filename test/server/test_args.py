@@ -29,7 +29,7 @@ def test_each_flag_sets_its_part_of_the_config() -> None:
 
 @pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (192, 4)])
 def test_http_processes_are_as_many_as_cores_allow(cores: int, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_module, "cores", lambda: cores)
+    monkeypatch.setattr(config_module, "available_cores", lambda: cores)
 
     assert HttpConfig().num_processes == processes
     assert HttpConfig(httpserver_workers=3).num_processes == 3

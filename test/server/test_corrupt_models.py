@@ -260,7 +260,7 @@ def test_a_damaged_file_cannot_write_on_the_terminal(folder: Path, capsys: pytes
     ("changes", "warning"),
     [
         ({}, ""),
-        ({"vocab_size": 40}, "tokens, the model's embedding only 40: texts that need the others are refused"),
+        ({"vocab_size": 40}, "tokens, the model's embedding only 40; prompts with the other tokens are refused"),
         (
             {"eos_token_id": None},
             "defines no end token: every response runs to its length limit; set one with --eos_id",

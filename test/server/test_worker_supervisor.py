@@ -19,35 +19,36 @@ from test.server.launcher_process import LauncherProcess, start_launcher, wait_u
 from test.waiting import until as until_in_loop
 
 WORKER = """
-    def main(boot, parent):
-        note(f"rank {boot.index} of {boot.config.worker.tp}, {boot.config.worker.max_total_token_num} tokens")
-        Path(boot.path(f"tp")).touch(exist_ok=False) if boot.index == 0 else None
+    def main(child_config, launcher):
+        worker = child_config.config.worker
+        note(f"rank {child_config.index} of {worker.tp}, {worker.max_total_token_num} tokens")
+        Path(child_config.path(f"tp")).touch(exist_ok=False) if child_config.index == 0 else None
         if Path(__file__).with_name("broken").exists():
             raise RuntimeError("no memory is left")
         if Path(__file__).with_name("broken_once").exists():
             Path(__file__).with_name("broken_once").unlink()
             raise RuntimeError("no memory is left yet")
-        parent.send(EngineReady(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1))
+        launcher.send(EngineReady(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1))
         signal.pause()
     run_child("model worker", main)
 """
 ROUTER = """
-    async def main(boot, parent):
+    async def main(child_config, launcher):
         while True:
-            note(type(await parent.recv()).__name__)
-            parent.send(Ready())
+            note(type(await launcher.recv()).__name__)
+            launcher.send(Ready())
     run_child("router", main)
 """
 REPORTING_ROUTER = """
-    async def main(boot, parent):
-        await parent.recv()
-        parent.send(Ready())
+    async def main(child_config, launcher):
+        await launcher.recv()
+        launcher.send(Ready())
         generation = 0
         while True:
             await asyncio.to_thread(Path(__file__).with_name("go").read_text)  # until the fifo is opened
-            parent.send(WorkersLost(generation, "a step has been running for 61 s", False))
-            last, generation = generation, (await parent.recv()).generation
-            parent.send(WorkersLost(last, "this report is about the previous worker", False))
+            launcher.send(WorkersLost(generation, "a step has been running for 61 s", False))
+            last, generation = generation, (await launcher.recv()).generation
+            launcher.send(WorkersLost(last, "this report is about the previous worker", False))
             note(f"new workers {generation}")
     run_child("router", main)
 """
@@ -68,7 +69,7 @@ def test_a_worker_that_dies_is_replaced_by_one_of_the_same_size_and_the_router_i
 
         server.wait_for_output(IS_BACK)
         wait_until(lambda: server.received("router") == ["EngineReady", "NewWorkers"], "the router is informed")
-        assert "lightserve: model worker 0 died (signal 9); starting another" in server.stderr()
+        assert "lightserve: model worker 0 died (signal 9); restarting the workers" in server.stderr()
         assert server.received("worker") == ["rank 0 of 1, None tokens", "rank 0 of 1, 4096 tokens"]
         assert server.received("httpserver")[1:] == ["EngineReady"]
         assert sorted(server.children().values()) == ["ls-detokenizer", "ls-httpserver", "ls-router", "ls-worker"]
@@ -88,7 +89,7 @@ def test_when_one_rank_dies_all_are_replaced(tmp_path: Path) -> None:
         after = {pid for pid, name in server.children().items() if "worker" in name}
         assert len(after) == 2
         assert not after & before
-        assert "model worker 1 died (signal 9); starting another" in server.stderr()
+        assert "model worker 1 died (signal 9); restarting the workers" in server.stderr()
 
 
 def test_workers_that_die_again_and_again_end_the_server(tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_workers_that_die_again_and_again_end_the_server(tmp_path: Path) -> None
         kill_worker(server)
 
         assert server.exit_code() == 1
-        assert server.stderr().count("starting another") == MAX_FAILED_RESTARTS
+        assert server.stderr().count("restarting the workers") == MAX_FAILED_RESTARTS
         assert "3 new workers in a row died within 60 s: giving up" in server.stderr()
         assert server.last_line() == "lightserve: model worker 0 died (exit code 1): RuntimeError: no memory is left"
         assert server.received("httpserver")[-2:] == ["EngineDied", "Drain"]
@@ -118,11 +119,11 @@ def test_a_worker_that_the_router_reports_is_killed_and_replaced_once(tmp_path: 
         (tmp_path / "go").write_text("x")
         wait_until(lambda: server.received("router")[1:] == ["new workers 3"], "the router is informed again")
 
-        assert server.stderr().count("it was killed: a step has been running for 61 s; starting another") == 2
-        assert server.stderr().count("RuntimeError: no memory is left yet; starting another") == 1
+        assert server.stderr().count("it was killed: a step has been running for 61 s; restarting the workers") == 2
+        assert server.stderr().count("RuntimeError: no memory is left yet; restarting the workers") == 1
         server.process.send_signal(signal.SIGTERM)
         assert server.exit_code() == 0
-        assert server.stderr().count("starting another") == 3
+        assert server.stderr().count("restarting the workers") == 3
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The metric catalogue, histograms and snapshots."""
+"""The list of metrics, histograms and snapshots."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from lightserve.io_struct import HistogramCounts, MetricsSnapshot
-from lightserve.utils.metrics import CATALOGUE, Histogram, Kind, Recorder
+from lightserve.utils.metrics import METRICS, Histogram, Kind, Recorder
 
 
 def test_every_metric_is_declared_once_and_its_buckets_rise() -> None:
-    names = [metric.name for metric in CATALOGUE]
+    names = [metric.name for metric in METRICS]
 
     assert len(names) == len(set(names))
-    for metric in CATALOGUE:
+    for metric in METRICS:
         assert list(metric.buckets) == sorted(set(metric.buckets))
         assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
         assert metric.kind is not Kind.COUNTER or metric.name.endswith("_total")
@@ -37,7 +37,7 @@ def test_a_snapshot_contains_every_metric_and_does_not_change_later() -> None:
     recorder.labelled["request_success_total"]["stop"] += 1
     recorder.histograms["iteration_tokens_total"].observe(1)
 
-    assert {*snapshot.values, *snapshot.labelled, *snapshot.histograms} == {metric.name for metric in CATALOGUE}
+    assert {*snapshot.values, *snapshot.labelled, *snapshot.histograms} == {metric.name for metric in METRICS}
     assert set(snapshot.values.values()) == {0.0}
     assert snapshot.labelled == {"request_success_total": {"stop": 0, "length": 0, "abort": 0}}
     assert sum(sum(one.counts) for one in snapshot.histograms.values()) == 0

@@ -15,7 +15,7 @@ import pytest
 
 from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
 from lightserve.io_struct import ChildFailed, Drain, Drained, EngineDied, FromChild, Ready, StartupPhase, ToChild
-from lightserve.utils.process import Boot, process_name
+from lightserve.utils.process import ChildConfig, process_name
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = ServerConfig(
@@ -47,8 +47,8 @@ class Launcher:
                 text=True,
             )
 
-    def boot(self, index: int = 0) -> None:
-        self._write(Boot(CONFIG, "/tmp/run", index, listen_fd=None))
+    def send_config(self, index: int = 0) -> None:
+        self._write(ChildConfig(CONFIG, "/tmp/run", index, listen_fd=None))
 
     def send(self, message: ToChild) -> None:
         self._write(message)
@@ -66,7 +66,7 @@ class Launcher:
         _, stderr = self.process.communicate(timeout=DEADLINE_S)
         return self.process.returncode, stderr
 
-    def _write(self, message: Boot | ToChild) -> None:
+    def _write(self, message: ChildConfig | ToChild) -> None:
         self._control.sendall(msgspec.json.encode(message) + b"\n")
 
 
@@ -90,14 +90,14 @@ Launch = Callable[[str], Launcher]
 
 def test_a_child_gets_the_whole_config_and_its_index(launch: Launch) -> None:
     launcher = launch("""
-        async def main(boot, parent):
-            worker, router, http = boot.config.worker, boot.config.router, boot.config.http
-            parent.send(StartupPhase(f"{worker.tp} {router.eos_id} {http.api_key} {boot.index}", 1.0))
-            parent.send(StartupPhase(f"{boot.address('router')} {boot.path('worker-0')}", 2.0))
+        async def main(child_config, launcher):
+            worker, router, http = child_config.config.worker, child_config.config.router, child_config.config.http
+            launcher.send(StartupPhase(f"{worker.tp} {router.eos_id} {http.api_key} {child_config.index}", 1.0))
+            launcher.send(StartupPhase(f"{child_config.address('router')} {child_config.path('worker-0')}", 2.0))
         run_child("router", main)
     """)
 
-    launcher.boot(index=3)
+    launcher.send_config(index=3)
 
     assert launcher.recv() == StartupPhase("2 [7] ['k'] 3", 1.0)
     assert launcher.recv() == StartupPhase("ipc:///tmp/run/router /tmp/run/worker-0", 2.0)
@@ -105,14 +105,14 @@ def test_a_child_gets_the_whole_config_and_its_index(launch: Launch) -> None:
 
 def test_messages_wait_for_a_busy_loop_and_keep_their_order(launch: Launch) -> None:
     launcher = launch("""
-        async def main(boot, parent):
-            parent.send(Ready())
+        async def main(child_config, launcher):
+            launcher.send(Ready())
             sys.stdin.readline()  # blocks the loop
             for _ in range(2):
-                parent.send(StartupPhase(repr(await parent.recv()), 0.0))
+                launcher.send(StartupPhase(repr(await launcher.recv()), 0.0))
         run_child("httpserver", main)
     """)
-    launcher.boot()
+    launcher.send_config()
     assert launcher.recv() == Ready()
 
     launcher.send(Drain())
@@ -133,12 +133,12 @@ def test_messages_wait_for_a_busy_loop_and_keep_their_order(launch: Launch) -> N
 @pytest.mark.parametrize("kind", ["async def", "def"])
 def test_a_child_exits_when_the_launcher_closes_the_control_socket(launch: Launch, kind: str, busy: str) -> None:
     launcher = launch(f"""
-        {kind} main(boot, parent):
-            parent.send(Ready())
+        {kind} main(child_config, launcher):
+            launcher.send(Ready())
             {busy}
         run_child("model worker", main)
     """)
-    launcher.boot()
+    launcher.send_config()
     assert launcher.recv() == Ready()
 
     launcher.close()
@@ -156,13 +156,13 @@ def test_a_child_exits_when_the_launcher_exits_before_the_first_message(launch: 
 
 def test_a_child_ignores_stop_signals(launch: Launch) -> None:
     launcher = launch("""
-        async def main(boot, parent):
-            parent.send(Ready())
-            await parent.recv()
-            parent.send(Drained())
+        async def main(child_config, launcher):
+            launcher.send(Ready())
+            await launcher.recv()
+            launcher.send(Drained())
         run_child("router", main)
     """)
-    launcher.boot()
+    launcher.send_config()
     assert launcher.recv() == Ready()
 
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -175,12 +175,12 @@ def test_a_child_ignores_stop_signals(launch: Launch) -> None:
 
 def test_a_configuration_error_is_reported_without_a_traceback(launch: Launch) -> None:
     launcher = launch("""
-        def main(boot, parent):
+        def main(child_config, launcher):
             raise ModelFilesError("config.json: broken;\\n  fetch it again")
         run_child("model worker", main)
     """)
 
-    launcher.boot()
+    launcher.send_config()
 
     assert launcher.recv() == ChildFailed("config.json: broken; fetch it again")
     assert launcher.wait() == (2, "")
@@ -190,14 +190,14 @@ def test_a_crash_is_reported_with_a_traceback(launch: Launch) -> None:
     launcher = launch("""
         async def fail():
             raise ZeroDivisionError("by zero")
-        async def main(boot, parent):
+        async def main(child_config, launcher):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(fail())
-                await parent.recv()
+                await launcher.recv()
         run_child("router", main)
     """)
 
-    launcher.boot()
+    launcher.send_config()
 
     assert launcher.recv() == ChildFailed("ZeroDivisionError: by zero")
     code, stderr = launcher.wait()
@@ -208,12 +208,12 @@ def test_a_crash_is_reported_with_a_traceback(launch: Launch) -> None:
 def test_running_threads_do_not_keep_a_finished_child_alive(launch: Launch) -> None:
     launcher = launch("""
         import threading
-        def main(boot, parent):
+        def main(child_config, launcher):
             threading.Thread(target=signal.pause).start()
         run_child("model worker", main)
     """)
 
-    launcher.boot()
+    launcher.send_config()
 
     assert launcher.wait() == (0, "")
 
@@ -240,12 +240,12 @@ def test_process_names_fit_the_kernels_limit(role: str, index: int, name: str) -
 
 def test_ps_shows_the_process_name(launch: Launch) -> None:
     launcher = launch("""
-        def main(boot, parent):
-            parent.send(Ready())
+        def main(child_config, launcher):
+            launcher.send(Ready())
             signal.pause()
         run_child("model worker", main)
     """)
-    launcher.boot(index=1)
+    launcher.send_config(index=1)
     assert launcher.recv() == Ready()
 
     assert Path(f"/proc/{launcher.process.pid}/comm").read_text() == "ls-worker-1\n"

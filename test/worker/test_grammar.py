@@ -279,7 +279,7 @@ def test_a_step_has_the_same_masks_as_each_grammar_alone(small_folder: str, voca
 
 
 def test_eight_requests_of_a_grammar_share_a_lexer(small_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightserve.worker.sampling.grammar.cores", lambda: 16)
+    monkeypatch.setattr("lightserve.worker.sampling.grammar.available_cores", lambda: 16)
     grammars = GrammarManager(resolve(small_folder), 131)
 
     started = [grammars.start(NewReq(i, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,))) for i in range(40)]
@@ -293,7 +293,7 @@ def test_eight_requests_of_a_grammar_share_a_lexer(small_folder: str, monkeypatc
 
 
 def test_a_prepared_grammar_is_compiled_for_all_requests(small_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightserve.worker.sampling.grammar.cores", lambda: 16)
+    monkeypatch.setattr("lightserve.worker.sampling.grammar.available_cores", lambda: 16)
     grammars = GrammarManager(resolve(small_folder), 131)
     made: list[GrammarSpec] = []
     llguidance = compiler_module._llguidance
@@ -316,7 +316,7 @@ def test_a_prepared_grammar_is_compiled_for_all_requests(small_folder: str, monk
 def test_the_first_request_with_a_grammar_has_it_compiled_for_all_lanes(
     small_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightserve.worker.sampling.grammar.cores", lambda: 16)
+    monkeypatch.setattr("lightserve.worker.sampling.grammar.available_cores", lambda: 16)
     grammars = GrammarManager(resolve(small_folder), 131)
 
     started = grammars.start(NewReq(0, PROMPT, SamplingParams(grammar=DIGITS), 0, (EOS,)))

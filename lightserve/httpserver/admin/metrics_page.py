@@ -13,14 +13,14 @@ from itertools import accumulate
 import msgspec
 
 from lightserve.io_struct import MetricsSnapshot
-from lightserve.utils.metrics import CATALOGUE, Kind, Metric
+from lightserve.utils.metrics import METRICS, Kind, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 ENGINE_UP = Metric("engine_up", Kind.GAUGE, "1 if a token can be generated now, else 0.")
 
-# metrics of other servers that are sums of ours; see _with_sums
-SUMS = (
+# metrics of other servers that are derived from ours; see _with_derived
+DERIVED = (
     Metric("request_ended_total", Kind.COUNTER, "Requests that ended without an error."),
     Metric("request_refused_or_failed_total", Kind.COUNTER, "Requests that were refused or ended with an error."),
     Metric("request_total", Kind.COUNTER, "Requests that have ended, with or without an error."),
@@ -39,7 +39,7 @@ _NOT_IN_VLLM = {
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class MetricNames:
     """The metrics that a server exports: its name for each, and the name in utils/metrics.py."""
 
     prefix: str
@@ -48,9 +48,11 @@ class Names:
 
 
 NAMES = {
-    "lightserve": Names("lightserve_", {one.name: one.name for one in CATALOGUE}, {}),
-    "vllm": Names("vllm:", {one.name: one.name for one in CATALOGUE if one.name not in _NOT_IN_VLLM}, {"engine": "0"}),
-    "lightllm": Names(
+    "lightserve": MetricNames("lightserve_", {one.name: one.name for one in METRICS}, {}),
+    "vllm": MetricNames(
+        "vllm:", {one.name: one.name for one in METRICS if one.name not in _NOT_IN_VLLM}, {"engine": "0"}
+    ),
+    "lightllm": MetricNames(
         "lightllm_",
         {
             "queue_size": "num_requests_waiting",
@@ -79,7 +81,7 @@ NAMES = {
 class MetricsPage:
     def __init__(self, model_name: str, compat_names: list[str]) -> None:
         self._engine_up = _Series(ENGINE_UP, "lightserve_engine_up", _labels({"model_name": model_name}))
-        metrics = {one.name: one for one in (*CATALOGUE, *SUMS)}
+        metrics = {one.name: one for one in (*METRICS, *DERIVED)}
         self._series = [
             _Series(metrics[ours], names.prefix + theirs, _labels({"model_name": model_name, **names.labels}))
             for names in (NAMES[server] for server in dict.fromkeys(["lightserve", *compat_names]))
@@ -90,7 +92,7 @@ class MetricsPage:
         """``snapshot`` is None until the router has sent one; then only ``is_up`` is known."""
         parts = [*self._engine_up.text(MetricsSnapshot(values={ENGINE_UP.name: float(is_up)}))]
         if snapshot is not None:
-            full = _with_sums(snapshot)
+            full = _with_derived(snapshot)
             parts += [part for series in self._series for part in series.text(full)]
         return "".join(parts).encode()
 
@@ -125,18 +127,18 @@ class _Series:
         yield f"{self._name}_count{{{self._labels}}} {counts[-1]}\n"
 
 
-def _with_sums(snapshot: MetricsSnapshot) -> MetricsSnapshot:
+def _with_derived(snapshot: MetricsSnapshot) -> MetricsSnapshot:
     values = snapshot.values
     ended = sum(snapshot.labelled["request_success_total"].values())
     lost = values["request_refused_total"] + values["request_failed_total"]
     looked_up = values["prefix_cache_queries_total"]
-    sums = {
+    derived = {
         "request_ended_total": ended,
         "request_refused_or_failed_total": lost,
         "request_total": ended + lost,
         "prefix_cache_hit_rate": values["prefix_cache_hits_total"] / looked_up if looked_up else 0.0,
     }
-    return msgspec.structs.replace(snapshot, values=values | sums)
+    return msgspec.structs.replace(snapshot, values=values | derived)
 
 
 def _labels(labels: Mapping[str, str]) -> str:

@@ -10,10 +10,10 @@ from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.chat.request import MAX_MESSAGES, MAX_TOOLS, PART_SEPARATOR, ToolName
-from lightserve.httpserver.chat.translation import Object, TextOrParts, TranslatedChat, tools_of_type, translate_chat
+from lightserve.httpserver.chat.translation import TextOrParts, TranslatedChat, tools_of_type, translate_chat
 from lightserve.httpserver.fields.generation import NewTokens, Share
 from lightserve.httpserver.fields.stopping import MAX_STOP_STRINGS, StopString
-from lightserve.httpserver.wire.body import Body, at_most
+from lightserve.httpserver.wire.body import Body, JsonObject, at_most
 
 MEDIA = frozenset({"image", "document", "search_result"})
 MAX_BLOCKS = 1024  # of one message
@@ -112,7 +112,7 @@ class ToolChoice(Body):
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
-    def for_chat(self) -> str | Object:
+    def to_openai(self) -> str | JsonObject:
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name or ""}}
         return "required" if self.type == "any" else self.type
@@ -128,7 +128,7 @@ class OutputFormat(Body):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
-    def for_chat(self) -> Object:
+    def to_openai(self) -> JsonObject:
         return {"type": "json_schema", "json_schema": {"schema": self.schema_}}
 
 
@@ -149,7 +149,7 @@ class PromptBody(Body):
     output_config: OutputConfig | None = None
 
     @property
-    def prompt_fields(self) -> Object:
+    def prompt_fields(self) -> JsonObject:
         """The same as fields of a chat."""
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         return {
@@ -157,10 +157,10 @@ class PromptBody(Body):
             "messages": _messages(self),
             "continue_final_message": _is_prefill(self.messages[-1]),
             "tools": [_tool(tool) for tool in self.tools or ()] or None,
-            "tool_choice": None if choice is None else choice.for_chat(),
+            "tool_choice": None if choice is None else choice.to_openai(),
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
             "reasoning_effort": config.effort,
-            "response_format": None if config.format is None else config.format.for_chat(),
+            "response_format": None if config.format is None else config.format.to_openai(),
             **_thinking_fields(self.thinking, (self.model_extra or {}).get("chat_template_kwargs")),
         }
 
@@ -180,7 +180,7 @@ class MessagesChat(TranslatedChat):
     budget_is_hint: ClassVar[bool] = True  # clients send a budget to any model
 
 
-def refuse_unsupported(value: Object) -> None:
+def refuse_unsupported(value: JsonObject) -> None:
     for name in ("container", "mcp_servers"):
         if value.get(name):
             raise NotSupportedYetError(name, name)
@@ -203,7 +203,7 @@ def to_chat(body: MessagesBody) -> MessagesChat:
     return translate_chat(MessagesChat, fields, body.model_extra)
 
 
-def _thinking_fields(thinking: Thinking | None, given: Any) -> Object:
+def _thinking_fields(thinking: Thinking | None, given: Any) -> JsonObject:
     """The variables that Qwen's and DeepSeek's templates know, unless the client sets them; budget and display."""
     if thinking is None or thinking.type not in ("enabled", "disabled"):
         variables = given
@@ -215,7 +215,7 @@ def _thinking_fields(thinking: Thinking | None, given: Any) -> Object:
     return {"chat_template_kwargs": variables, "include_reasoning": include, "thinking_budget": budget}
 
 
-def _tool(tool: CustomTool) -> Object:
+def _tool(tool: CustomTool) -> JsonObject:
     given = tool.model_dump(include={"name", "description", "strict"}, exclude_unset=True)
     return {"type": "function", "function": {**given, "parameters": tool.input_schema}}
 
@@ -225,8 +225,8 @@ def _is_prefill(last: Message) -> bool:
     return last.role == "assistant" and not any(isinstance(block, ToolUseBlock) for block in last.content)
 
 
-def _messages(body: PromptBody) -> list[Object]:
-    messages: list[Object] = [{"role": "system", "content": body.system}] if body.system else []
+def _messages(body: PromptBody) -> list[JsonObject]:
+    messages: list[JsonObject] = [{"role": "system", "content": body.system}] if body.system else []
     for message in body.messages:
         if message.role == "assistant":
             messages.append(_assistant_message(message.content))
@@ -237,7 +237,7 @@ def _messages(body: PromptBody) -> list[Object]:
     return messages
 
 
-def _assistant_message(blocks: Sequence[Block]) -> Object:
+def _assistant_message(blocks: Sequence[Block]) -> JsonObject:
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
     reasoning = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
@@ -246,13 +246,13 @@ def _assistant_message(blocks: Sequence[Block]) -> Object:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _call(block: ToolUseBlock) -> Object:
+def _call(block: ToolUseBlock) -> JsonObject:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
 
 
-def _other_messages(role: str, blocks: Sequence[Block]) -> list[Object]:
+def _other_messages(role: str, blocks: Sequence[Block]) -> list[JsonObject]:
     """Texts and tool results in their order; adjacent texts are one message."""
-    messages: list[Object] = []
+    messages: list[JsonObject] = []
     texts: list[str] = []
     for block in blocks:
         if isinstance(block, TextBlock):
@@ -264,5 +264,5 @@ def _other_messages(role: str, blocks: Sequence[Block]) -> list[Object]:
     return messages + _text(role, texts)
 
 
-def _text(role: str, texts: list[str]) -> list[Object]:
+def _text(role: str, texts: list[str]) -> list[JsonObject]:
     return [{"role": role, "content": PART_SEPARATOR.join(texts)}] if texts else []

@@ -9,8 +9,9 @@ from pydantic_core import from_json
 from lightserve.errors import LightserveError
 from lightserve.httpserver.anthropic.errors import anthropic_error
 from lightserve.httpserver.chat.output import ChoiceParser
-from lightserve.httpserver.chat.parts import Events, Object, Part, PartKind, PartsResponse
+from lightserve.httpserver.chat.parts import Events, Part, PartKind, PartsResponse
 from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.errors import error_object, status_of
 
 
@@ -19,12 +20,12 @@ class MessagesResponse(PartsResponse):
         super().__init__(parser, log)
         self._head = {"id": f"msg_{log.request_id}", "type": "message", "role": "assistant", "model": model}
 
-    def body(self) -> Object:
+    def body(self) -> JsonObject:
         content = [_block(part, part.text) for part in self.parts]
         return {**self._head, "content": content, **self._stop(), "usage": self._usage(self.log.output_tokens)}
 
     def on_start(self) -> Events:
-        empty: Object = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage(0)}
+        empty: JsonObject = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage(0)}
         return [{"type": "message_start", "message": {**self._head, **empty}}, {"type": "ping"}]
 
     def on_part_start(self, part: Part) -> Events:
@@ -44,7 +45,7 @@ class MessagesResponse(PartsResponse):
         message = error_object(error, request_id)["error"]["message"]
         return [anthropic_error(status_of(error), message, request_id)]
 
-    def _stop(self) -> Object:
+    def _stop(self) -> JsonObject:
         found = None if self.finish is None else self.finish.stop_reason
         if self.is_truncated:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -52,7 +53,7 @@ class MessagesResponse(PartsResponse):
             return {"stop_reason": "stop_sequence", "stop_sequence": found}
         return {"stop_reason": "tool_use" if self.has_calls else "end_turn", "stop_sequence": None}
 
-    def _usage(self, output_tokens: int) -> Object:
+    def _usage(self, output_tokens: int) -> JsonObject:
         """Anthropic does not count cached tokens as input tokens."""
         return {
             "input_tokens": self.log.prompt_tokens - self.log.cached_tokens,
@@ -63,7 +64,7 @@ class MessagesResponse(PartsResponse):
         }
 
 
-def _block(part: Part, text: str) -> Object:
+def _block(part: Part, text: str) -> JsonObject:
     match part.kind:
         case PartKind.TEXT:
             return {"type": "text", "text": text}
@@ -73,7 +74,7 @@ def _block(part: Part, text: str) -> Object:
             return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(text)}
 
 
-def _delta(kind: PartKind, text: str) -> Object:
+def _delta(kind: PartKind, text: str) -> JsonObject:
     match kind:
         case PartKind.TEXT:
             return {"type": "text_delta", "text": text}

@@ -80,7 +80,7 @@ class _Steps:
 
 def _outs(context: ServerContext, result: BeamResult, params: GenerationParams) -> list[StrOut]:
     """A sequence as the detokenizer would send it, with the whole text at the last token."""
-    tokenizer = context.maybe_tokenizer
+    tokenizer = context.optional_tokenizer
     skips_special = params.text.skip_special_tokens and not params.text.shown_special_ids
     stream = EmptyDecodeStream() if tokenizer is None else tokenizer.decoder.stream(skips_special)
     *ids, last = result.token_ids

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
 
 import msgspec
 
@@ -25,12 +24,10 @@ from lightserve.output_parsing import (
     ToolCallParser,
 )
 from lightserve.output_parsing.delta_writer import DeltaWriter, Tools
-from lightserve.output_parsing.forced import Thinking, enforceable_format, forced_grammar, thinking_grammar
 from lightserve.output_parsing.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
 from lightserve.output_parsing.tool_calls.base import ToolFormat
 from lightserve.output_parsing.tool_calls.formats import tool_format
-
-Object = dict[str, Any]
+from lightserve.output_parsing.tool_grammar import Thinking, enforceable_format, forced_grammar, thinking_grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ class OutputFormats:
 
 def output_formats(context: ServerContext) -> OutputFormats:
     """Taken from the flags, or from the chat template."""
-    tokenizer = context.maybe_tokenizer
+    tokenizer = context.optional_tokenizer
     template = "" if tokenizer is None else tokenizer.chat_template or ""
     return _formats(context.config.tool_call_parser, context.config.reasoning_parser, template)
 
@@ -81,7 +78,7 @@ class OutputPlan:
             writer = DeltaWriter(_schemas(self.body.offered_tools), self.tool_format.new_id, self.body.max_tool_calls)
             tools = ToolCallParser(self.tool_format.parse, writer)
         if self.thinking is not None:
-            reasoning = ReasoningParser(self.thinking.form, self.thinking.is_begun)
+            reasoning = ReasoningParser(self.thinking.reasoning_format, self.thinking.is_begun)
         return ChoiceParser(OutputParser(reasoning, tools), self.body.include_reasoning is not False)
 
     def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
@@ -96,25 +93,25 @@ class OutputPlan:
             return make()
         return msgspec.structs.replace(make(), before=thinking_grammar(self.thinking, self.special_ids))
 
-    def _forced(self, form: ToolFormat) -> GrammarSpec:
+    def _forced(self, tool_format: ToolFormat) -> GrammarSpec:
         tools = _schemas(self.body.forced_tools)
         for schema in tools.values():
             check_nesting(schema)
-        text = forced_grammar(form, tools, self.body.max_tool_calls, self.thinking, self.special_ids)
+        text = forced_grammar(tool_format, tools, self.body.max_tool_calls, self.thinking, self.special_ids)
         return GrammarSpec("lark", text)
 
 
 def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPlan:
     formats = output_formats(context)
-    form = _tool_format(formats.tools, body)
+    tools = _tool_format(formats.tools, body)
     reasoning, thinking = formats.reasoning, None
     if reasoning is not None:
         thinking = Thinking(reasoning, reasoning.begins_inside(prompt, bool(body.continue_final_message)))
     limit = body.thinking_limit(context, thinking)
     if body.separate_reasoning is False:
         reasoning = thinking = None
-    markers = (*(form.markers if form else ()), *((reasoning.begin, reasoning.end) if reasoning else ()))
-    return OutputPlan(body, form, thinking, _special_ids(context.tokenizer, markers), limit)
+    markers = (*(tools.markers if tools else ()), *((reasoning.begin, reasoning.end) if reasoning else ()))
+    return OutputPlan(body, tools, thinking, _special_ids(context.tokenizer, markers), limit)
 
 
 def check_tools(context: ServerContext, body: ChatBody) -> None:
@@ -124,10 +121,10 @@ def check_tools(context: ServerContext, body: ChatBody) -> None:
         raise InvalidRequestError(found, "tools")
 
 
-def _tool_format(form: ToolFormat | None, body: ChatBody) -> ToolFormat | None:
-    if form is None or not body.offered_tools:
+def _tool_format(model_format: ToolFormat | None, body: ChatBody) -> ToolFormat | None:
+    if model_format is None or not body.offered_tools:
         return None
-    return enforceable_format(form) if body.forced_tools else form
+    return enforceable_format(model_format) if body.forced_tools else model_format
 
 
 def _special_ids(tokenizer: Tokenizer, markers: Iterable[str]) -> dict[str, int]:

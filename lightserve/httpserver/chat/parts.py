@@ -9,7 +9,6 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -19,13 +18,13 @@ from lightserve.errors import LightserveError
 from lightserve.httpserver.chat.output import ChoiceParser
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.json_response import json_response
 from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
 from lightserve.io_struct import FinishReason, StrOut
 from lightserve.output_parsing import CallArguments, CallStart, Content, Delta, Reasoning
 
-Object = dict[str, Any]
-Events = list[Object]  # the type of each is its event name too
+Events = list[JsonObject]  # the type of each is its event name too
 
 
 class PartKind(enum.Enum):
@@ -69,7 +68,7 @@ class PartsResponse(ABC):
         return self.finish is not None and self.finish.finish_reason is FinishReason.LENGTH
 
     @abstractmethod
-    def body(self) -> Object:
+    def body(self) -> JsonObject:
         """The response with all parts so far."""
 
     @abstractmethod
@@ -167,5 +166,5 @@ async def _collect(generation: Generation, response: PartsResponse) -> None:
                 response.add(out)
 
 
-def _encoded(event: Object) -> bytes:
+def _encoded(event: JsonObject) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))

@@ -1,6 +1,6 @@
 """The body of a chat: OpenAI's fields, with what vLLM and LightLLM users add to them.
 
-The other chat APIs translate their bodies into this one. Every field may be null, which is as good as absent.
+The other chat APIs translate their bodies into this one. Every field may be null, which means absent.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ def _tool_choice(value: Any) -> str | NamedTool | None:
     match value:
         case {"type": "function", "function": {"name": str(name)}}:
             return NamedTool(name=name)
-    raise PydanticCustomError("tool_choice", "auto, none, required, or a function as its type and its name")
+    raise PydanticCustomError(
+        "tool_choice", "must be auto, none, required, or an object with the type function and the name of the function"
+    )
 
 
 ToolChoice = Annotated[
@@ -186,4 +188,4 @@ class ChatBody(GenerationBody, ThinkingFields):
         if len(set(names)) < len(names):
             raise InvalidRequestError("tools: two tools have the same name", "tools")
         if self.tool_choice not in (None, "auto", "none") and not self.forced_tools:
-            raise InvalidRequestError("tool_choice: tools has no such tool", "tool_choice")
+            raise InvalidRequestError("tool_choice: the required tool is not in tools", "tool_choice")

@@ -19,7 +19,6 @@ from lightserve.httpserver.fields.scheduling import SchedulingFields
 from lightserve.httpserver.fields.thinking import ThinkingFields
 
 C = TypeVar("C", bound="TranslatedChat")
-Object = dict[str, Any]
 
 # fields of a chat that other APIs do not define; clients may send them all the same
 EXTRA_FIELDS = frozenset(

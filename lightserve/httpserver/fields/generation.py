@@ -1,7 +1,6 @@
 """The fields that OpenAI's chat and completions share, with what vLLM and LightLLM users add to them.
 
-Every field may be null, which is as good as absent. The fields in UNSUPPORTED are refused; any other unknown field is
-ignored.
+Every field may be null, which means absent. The fields in UNSUPPORTED are refused; any other unknown field is ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pydantic import Field, model_validator
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.beam_search import BeamFields
+from lightserve.httpserver.fields.beam_fields import BeamFields
 from lightserve.httpserver.fields.grammar import GrammarFields
 from lightserve.httpserver.fields.scheduling import SchedulingFields
 from lightserve.httpserver.fields.stopping import StopStrings

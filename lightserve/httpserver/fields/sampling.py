@@ -48,7 +48,7 @@ def build_prompt_requests(
     default_new_tokens: int | None = None,
     grammar: GrammarSpec | None = None,
 ) -> list[PromptRequest]:
-    """One request a prompt. Without max_tokens it generates ``default_new_tokens``, or until the context is full."""
+    """One request per prompt. Without max_tokens it generates ``default_new_tokens``, or until the context is full."""
     fields = _fields(context, body) | {"logprobs": logprobs, "grammar": grammar}
     fields["prompt_logprobs"] = body.prompt_top_logprobs
     prompt_requests = []
@@ -107,7 +107,7 @@ def _checked(context: ServerContext, name: str, ids: Sequence[int]) -> tuple[int
 
 
 def bad_word_ids(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
-    """The tokens of a word at the start of a text, and after a space if those are as many and begin with another."""
+    """The tokens of a word at the start of a text. After a space too, if they are as many and the first differs."""
     bare = word.lstrip()
     at_start = tuple(tokenizer.encode(bare, add_special_tokens=False))
     if not at_start:

@@ -10,7 +10,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.wire.body import Body
 from lightserve.io_struct import ThinkingLimit
-from lightserve.output_parsing.forced import Thinking
+from lightserve.output_parsing.tool_grammar import Thinking
 
 Budget = Annotated[int, Field(ge=-1, lt=2**31, description="tokens between the tags of reasoning; -1: no limit")]
 
@@ -34,6 +34,6 @@ class ThinkingFields(Body):
             name = next(iter(limits))
             found = f"{name}: the chat template does not show how the model reasons; set --reasoning_parser"
             raise InvalidRequestError(found, name)
-        tags = thinking.form
+        tags = thinking.reasoning_format
         end_ids = tuple(context.tokenizer.encode(tags.end, add_special_tokens=False))
         return ThinkingLimit(min(limits.values()), tags.begin, tags.end, end_ids, thinking.is_begun)

@@ -32,7 +32,7 @@ def routes(context: ServerContext) -> APIRouter:
 
     @router.post("/generate_stream", responses=OPENAPI_STREAM, openapi_extra=_BODY)
     async def generate_stream(request: Request) -> Response:
-        """The response as server-sent events, one a token."""
+        """The response as server-sent events, one per token."""
         return await _respond(context, request, streams=True)
 
     @router.post("/", responses=OPENAPI_STREAM, openapi_extra=_BODY)

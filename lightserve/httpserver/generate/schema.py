@@ -70,7 +70,7 @@ WORKS_IN_BOTH = frozenset({"seed"})  # alone it means TGI, but LightLLM's bodies
 
 
 def schema_of(body: dict[str, Any], default: Schema) -> Schema:
-    """Select by the parameters that only one of them has. A null is as good as absent. A mix of both is refused."""
+    """Select by the parameters that only one of them has; null means absent. A mix of both is refused."""
     parameters = body.get("parameters")
     given = {name for name, value in parameters.items() if value is not None} if isinstance(parameters, dict) else set()
     lightllm, tgi = given & LIGHTLLM_ONLY, given & TGI_ONLY

@@ -10,7 +10,7 @@ from pydantic import Field
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.beam_search.algorithm import BeamParams
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.beam_search import BeamFields, not_with_beam_search, refuse_excluded_params
+from lightserve.httpserver.fields.beam_fields import BeamFields, not_with_beam_search, refuse_excluded_params
 from lightserve.httpserver.fields.generation import MAX_ALLOWED_IDS, TokenRuleFields
 from lightserve.httpserver.fields.grammar import GuidedFields, requested_grammar
 from lightserve.httpserver.fields.inputs import check_input_ids, refuse_media
@@ -52,7 +52,7 @@ StopSequences = Annotated[list[str | Ids], Field(fail_fast=True)]
 
 
 class LightllmParameters(SchedulingFields, BeamFields, GuidedFields, TokenRuleFields):
-    """A null is as good as absent. Unknown parameters are allowed and have no effect."""
+    """null means absent. Unknown parameters are allowed and have no effect."""
 
     best_of: int | None = Field(default=None, description="sequences to generate; default n")
     n: int | None = Field(default=None, description="sequences to return, the most likely; default best_of")

@@ -30,7 +30,7 @@ async def lightllm_response(
     streams = bool(body.stream) if streams is None else streams
     parsed = await lightllm_request(context, body, streams)
     log.prompt_tokens = len(parsed.prompt_request.prompt_ids)
-    tokenizer = context.maybe_tokenizer
+    tokenizer = context.optional_tokenizer
     special = frozenset() if tokenizer is None else tokenizer.special_ids
     if parsed.beam_params is not None:
         choices = await until_disconnect(
@@ -84,7 +84,7 @@ def _tokens(outs: Sequence[StrOut], prompt_tokens: int, special: Collection[int]
 
 
 class LightllmEventWriter:
-    """Writes one event a token: ``data:`` + compact JSON + blank line."""
+    """Writes one event per token: ``data:`` + compact JSON + blank line."""
 
     def __init__(self, prompt_tokens: int, special: Collection[int]) -> None:
         self.count = 0

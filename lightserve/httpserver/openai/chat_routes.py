@@ -10,7 +10,7 @@ from lightserve.httpserver.chat.prepare import PreparedChat, prepare_chat
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import validate_supported
-from lightserve.httpserver.openai.beam_search import respond_with_beam_search
+from lightserve.httpserver.openai.beam_response import respond_with_beam_search
 from lightserve.httpserver.openai.logprobs import chat_logprobs
 from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
 from lightserve.httpserver.openai.response import EndpointFormat, ResponseSpec

@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.beam_search import not_with_beam_search
+from lightserve.httpserver.fields.beam_fields import not_with_beam_search
 from lightserve.httpserver.fields.generation import validate_supported
 from lightserve.httpserver.fields.grammar import requested_grammar
 from lightserve.httpserver.fields.sampling import build_prompt_requests, check_choices
 from lightserve.httpserver.fields.token_healing import heal, healing_error
 from lightserve.httpserver.manager import PromptRequest
-from lightserve.httpserver.openai.beam_search import respond_with_beam_search
+from lightserve.httpserver.openai.beam_response import respond_with_beam_search
 from lightserve.httpserver.openai.completions_request import CompletionBody, Prompt
 from lightserve.httpserver.openai.logprobs import CompletionLogprobs
 from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter

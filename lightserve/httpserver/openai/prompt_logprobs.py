@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from lightserve.httpserver.logprobs import PromptToken, finite_logprob, unpack_prompt_logprobs
 from lightserve.httpserver.openai.logprobs import CompletionLogprobs, Logprobs
+from lightserve.httpserver.wire.body import JsonObject
 from lightserve.io_struct import PromptLogprobs
 from lightserve.model_files.tokenizer import Tokenizer
-
-Object = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +21,7 @@ class PromptLogprobsWriter:
     field_k: int | None = None  # alternatives in vLLM's field prompt_logprobs; None: not requested
     echo_k: int | None = None  # alternatives in the logprobs of an echoed prompt; None: not requested
 
-    def field(self, packed: PromptLogprobs | None) -> list[Object | None] | None:
+    def field(self, packed: PromptLogprobs | None) -> list[JsonObject | None] | None:
         """vLLM's field: for each token but the first, the logprobs of the token and its alternatives by their ids."""
         if self.field_k is None:
             return None
@@ -37,7 +35,7 @@ class PromptLogprobsWriter:
             unpack_prompt_logprobs(self.prompt_ids, packed), self.echo
         )
 
-    def _entry(self, token: PromptToken, k: int) -> Object | None:
+    def _entry(self, token: PromptToken, k: int) -> JsonObject | None:
         if token.logprob is None:
             return None
         ranked = {token.token_id: (token.logprob, token.rank)}

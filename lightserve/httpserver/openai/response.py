@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -15,10 +14,9 @@ from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.openai.logprobs import Logprobs, TokenLogprobs, concatenated
 from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
 from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.wire.body import JsonObject
 from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
-from lightserve.output_parsing import Delta, Output, fold
-
-Object = dict[str, Any]
+from lightserve.output_parsing import Delta, Output, merge_deltas
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class EndpointFormat:
     id_prefix: str
     object_name: str
     chunk_object_name: str
-    text_fields: Callable[[str], Object]
+    text_fields: Callable[[str], JsonObject]
     first: Callable[[str], bytes]  # the first chunk of a choice, given the echo; empty: there is none
     before_text: bytes  # around a piece of text
     after_text: bytes
@@ -52,7 +50,7 @@ class ResponseSpec:
     is_prompt_only: bool = False  # max_tokens is 0: the one token that the engine generates is not shown
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def head(self, is_chunk: bool = False) -> Object:
+    def head(self, is_chunk: bool = False) -> JsonObject:
         kind = self.endpoint.chunk_object_name if is_chunk else self.endpoint.object_name
         ident = self.endpoint.id_prefix + self.request_id
         return {"id": ident, "object": kind, "created": self.created, "model": self.model}
@@ -94,9 +92,9 @@ class Choice:
         return "".join(self._texts)
 
     @property
-    def message(self) -> Object:
+    def message(self) -> JsonObject:
         """The message, where the output is parsed."""
-        return message_of(fold(self._deltas))
+        return message_of(merge_deltas(self._deltas))
 
     def logprobs(self, prompt: PromptLogprobsWriter | None) -> Logprobs | None:
         echoed = None if prompt is None else prompt.echoed(self.packed_prompt_logprobs)
@@ -123,7 +121,7 @@ class Choice:
             self.finish = out
 
 
-async def collect_response(generation: Generation, spec: ResponseSpec) -> Object:
+async def collect_response(generation: Generation, spec: ResponseSpec) -> JsonObject:
     """Run the generation to its end."""
     choices = [spec.new_choice(index // generation.n) for index in range(len(generation.prompt_requests))]
     async with generation:
@@ -144,7 +142,7 @@ def best_choices(choices: Sequence[Choice], candidates: int, n: int) -> Sequence
     return [one for group in groups for one in sorted(group, key=lambda c: c.mean_logprob, reverse=True)[:n]]
 
 
-def response_json(spec: ResponseSpec, choices: Sequence[Choice], log: AccessLog) -> Object:
+def response_json(spec: ResponseSpec, choices: Sequence[Choice], log: AccessLog) -> JsonObject:
     written = [_choice_json(index, choice, spec) for index, choice in enumerate(choices)]
     usage = usage_fields(log, log.output_tokens, [choice.parser for choice in choices if choice.parser is not None])
     is_in_choice = spec.endpoint.has_prompt_logprobs_in_choice
@@ -152,7 +150,7 @@ def response_json(spec: ResponseSpec, choices: Sequence[Choice], log: AccessLog)
     return {**spec.head(), "choices": written, "system_fingerprint": None, "usage": usage, **prompt}
 
 
-def _choice_json(index: int, choice: Choice, spec: ResponseSpec) -> Object:
+def _choice_json(index: int, choice: Choice, spec: ResponseSpec) -> JsonObject:
     is_in_choice = spec.endpoint.has_prompt_logprobs_in_choice
     if choice.parser is None:
         text = spec.endpoint.text_fields(spec.echoes[index] + choice.text)
@@ -163,7 +161,7 @@ def _choice_json(index: int, choice: Choice, spec: ResponseSpec) -> Object:
     return {"index": index, **text, "logprobs": logprobs, **finish_fields(choice.finish, choice.parser), **prompt}
 
 
-def prompt_logprobs_field(spec: ResponseSpec, index: int, packed: PromptLogprobs | None) -> Object:
+def prompt_logprobs_field(spec: ResponseSpec, index: int, packed: PromptLogprobs | None) -> JsonObject:
     """vLLM's field, where it is requested."""
     prompt = spec.prompt_logprobs_of(index)
     if prompt is None or prompt.field_k is None:
@@ -176,7 +174,7 @@ def prompt_only_end(out: StrOut) -> StrOut:
     return msgspec.structs.replace(out, finish_reason=FinishReason.LENGTH, stop_reason=None)
 
 
-def finish_fields(out: StrOut | None, parser: ChoiceParser | None = None) -> Object:
+def finish_fields(out: StrOut | None, parser: ChoiceParser | None = None) -> JsonObject:
     if out is None or out.finish_reason is None:
         return {"finish_reason": None, "stop_reason": None}
     is_call = parser is not None and parser.has_calls and out.finish_reason is FinishReason.STOP
@@ -184,8 +182,8 @@ def finish_fields(out: StrOut | None, parser: ChoiceParser | None = None) -> Obj
     return {"finish_reason": reason, "stop_reason": out.stop_reason}
 
 
-def usage_fields(log: AccessLog, output_tokens: int, parsers: Iterable[ChoiceParser] | None = None) -> Object:
-    usage: Object = {
+def usage_fields(log: AccessLog, output_tokens: int, parsers: Iterable[ChoiceParser] | None = None) -> JsonObject:
+    usage: JsonObject = {
         "prompt_tokens": log.prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": log.prompt_tokens + output_tokens,
@@ -197,9 +195,9 @@ def usage_fields(log: AccessLog, output_tokens: int, parsers: Iterable[ChoicePar
     return usage
 
 
-def message_of(output: Output) -> Object:
+def message_of(output: Output) -> JsonObject:
     content = output.content if output.content or not output.calls else None
-    message: Object = {"role": "assistant", "content": content, "refusal": None}
+    message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
     if output.reasoning:
         message |= {"reasoning_content": output.reasoning, "reasoning": output.reasoning}
     if output.calls:

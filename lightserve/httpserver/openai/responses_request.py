@@ -9,11 +9,11 @@ from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError, ResponseNotFoundError
 from lightserve.httpserver.chat.request import MAX_MESSAGES, MAX_TOOLS, ToolFunction
-from lightserve.httpserver.chat.translation import Object, TextOrParts, TranslatedChat, tools_of_type, translate_chat
+from lightserve.httpserver.chat.translation import TextOrParts, TranslatedChat, tools_of_type, translate_chat
 from lightserve.httpserver.fields.generation import NewTokens, Share
 from lightserve.httpserver.fields.grammar import Schema
 from lightserve.httpserver.fields.thinking import Budget
-from lightserve.httpserver.wire.body import Body, at_most, validate
+from lightserve.httpserver.wire.body import Body, JsonObject, at_most, validate
 
 MEDIA = frozenset({"input_image", "input_file", "input_audio"})
 KINDS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -111,7 +111,9 @@ def _tool_choice(value: Any) -> Any:
     match value:
         case {"type": "function", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
-    raise PydanticCustomError("tool_choice", "auto, none, required, or a function as its type and its name")
+    raise PydanticCustomError(
+        "tool_choice", "must be auto, none, required, or an object with the type function and the name of the function"
+    )
 
 
 ToolChoice = Annotated[
@@ -124,7 +126,7 @@ class TextFormat(Body):
     schema_: Schema | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
-    def for_chat(self) -> Object:
+    def to_openai(self) -> JsonObject:
         if self.type != "json_schema":
             return {"type": self.type}
         return {"type": self.type, "json_schema": {"schema": self.schema_, "strict": self.strict}}
@@ -166,7 +168,7 @@ class ResponsesChat(TranslatedChat):
     format_name: ClassVar[str] = "text.format"
 
 
-def validate_responses(value: Object) -> ResponsesBody:
+def validate_responses(value: JsonObject) -> ResponsesBody:
     body = validate(ResponsesBody, value)
     if body.previous_response_id is not None:
         raise ResponseNotFoundError(body.previous_response_id, "previous_response_id")
@@ -189,7 +191,7 @@ def to_chat(body: ResponsesBody) -> ResponsesChat:
         "tools": [_tool(tool) for tool in body.tools or ()] or None,
         "tool_choice": body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls,
-        "response_format": None if text_format is None else text_format.for_chat(),
+        "response_format": None if text_format is None else text_format.to_openai(),
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "max_reasoning_tokens": None if body.reasoning is None else body.reasoning.max_tokens,
         "truncate_prompt_tokens": -1 if body.truncation == "auto" else None,
@@ -199,11 +201,11 @@ def to_chat(body: ResponsesBody) -> ResponsesChat:
     return translate_chat(ResponsesChat, fields, body.model_extra)
 
 
-def _tool(tool: FunctionTool) -> Object:
+def _tool(tool: FunctionTool) -> JsonObject:
     return {"type": "function", "function": tool.model_dump(exclude_unset=True, exclude={"type"})}
 
 
-def _messages(body: ResponsesBody) -> list[Object]:
+def _messages(body: ResponsesBody) -> list[JsonObject]:
     builder = _MessageBuilder()
     if body.instructions:
         builder.append("system", body.instructions)
@@ -220,7 +222,7 @@ class _MessageBuilder:
     """Joins the reasoning, text and calls of one turn of the assistant into one message."""
 
     def __init__(self) -> None:
-        self.messages: list[Object] = []
+        self.messages: list[JsonObject] = []
         self._reasoning = ""  # for the next message of the assistant
         self._takes_calls = False  # the last message is an assistant message
 

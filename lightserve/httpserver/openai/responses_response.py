@@ -7,14 +7,15 @@ from typing import Any
 
 from lightserve.errors import LightserveError, RequestError
 from lightserve.httpserver.chat.output import ChoiceParser
-from lightserve.httpserver.chat.parts import Events, Object, Part, PartKind, PartsResponse
+from lightserve.httpserver.chat.parts import Events, Part, PartKind, PartsResponse
 from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.errors import error_object
 
 # kind of an item: the prefix of its id, as OpenAI's
 ID_PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}
 # field of the request that the response repeats: its value where the request has none
-ECHOED_FIELDS: Object = {
+ECHOED_FIELDS: JsonObject = {
     "instructions": None,
     "max_output_tokens": None,
     "max_tool_calls": None,
@@ -29,11 +30,11 @@ ECHOED_FIELDS: Object = {
     "truncation": "disabled",
     "user": None,
 }
-FIXED_FIELDS: Object = {"background": False, "previous_response_id": None, "store": False, "top_logprobs": 0}
+FIXED_FIELDS: JsonObject = {"background": False, "previous_response_id": None, "store": False, "top_logprobs": 0}
 
 
 class ResponsesResponse(PartsResponse):
-    def __init__(self, parser: ChoiceParser, log: AccessLog, model: str, request_body: Object) -> None:
+    def __init__(self, parser: ChoiceParser, log: AccessLog, model: str, request_body: JsonObject) -> None:
         """``request_body`` is the request's body."""
         super().__init__(parser, log)
         self._head = {
@@ -49,7 +50,7 @@ class ResponsesResponse(PartsResponse):
         }
         self._n_events = 0
 
-    def body(self) -> Object:
+    def body(self) -> JsonObject:
         status = "incomplete" if self.is_truncated else "completed"
         details = {"reason": "max_output_tokens"} if self.is_truncated else None
         return self._response(status, incomplete_details=details, usage=self._usage())
@@ -62,19 +63,25 @@ class ResponsesResponse(PartsResponse):
         added = self._event("response.output_item.added", output_index=part.index, item=self._item(part, "in_progress"))
         if part.kind is PartKind.CALL:
             return [added]
-        return [added, self._event("response.content_part.added", **self._place(part), part=_content(part, ""))]
+        return [added, self._event("response.content_part.added", **self._item_ref(part), part=_content(part, ""))]
 
     def on_part_delta(self, part: Part, text: str) -> Events:
         return [
-            self._event(f"response.{_EVENT_NAMES[part.kind]}.delta", **self._place(part), delta=text, **_beside(part))
+            self._event(
+                f"response.{_EVENT_NAMES[part.kind]}.delta", **self._item_ref(part), delta=text, **_extra_fields(part)
+            )
         ]
 
     def on_part_end(self, part: Part) -> Events:
         text = {"arguments": part.text, "name": part.name} if part.kind is PartKind.CALL else {"text": part.text}
-        events = [self._event(f"response.{_EVENT_NAMES[part.kind]}.done", **self._place(part), **text, **_beside(part))]
+        events = [
+            self._event(
+                f"response.{_EVENT_NAMES[part.kind]}.done", **self._item_ref(part), **text, **_extra_fields(part)
+            )
+        ]
         if part.kind is not PartKind.CALL:
             content = _content(part, part.text)
-            events.append(self._event("response.content_part.done", **self._place(part), part=content))
+            events.append(self._event("response.content_part.done", **self._item_ref(part), part=content))
         item = self._item(part, _status(part))
         events.append(self._event("response.output_item.done", output_index=part.index, item=item))
         return events
@@ -88,11 +95,11 @@ class ResponsesResponse(PartsResponse):
         error_body = {"code": code, "message": error_object(error, request_id)["error"]["message"]}
         return [self._event("response.failed", response=self._response("failed", error=error_body))]
 
-    def _event(self, kind: str, **fields: Any) -> Object:
+    def _event(self, kind: str, **fields: Any) -> JsonObject:
         self._n_events += 1
         return {"type": kind, "sequence_number": self._n_events - 1, **fields}
 
-    def _response(self, status: str, **fields: Any) -> Object:
+    def _response(self, status: str, **fields: Any) -> JsonObject:
         output = [self._item(part, _status(part)) for part in self.parts]
         empty = {"error": None, "incomplete_details": None, "usage": None}
         return {**self._head, "status": status, "output": output, **empty, **fields}
@@ -100,11 +107,11 @@ class ResponsesResponse(PartsResponse):
     def _id(self, part: Part) -> str:
         return f"{ID_PREFIXES[part.kind]}_{self.log.request_id}_{part.index}"
 
-    def _place(self, part: Part) -> Object:
-        place = {"item_id": self._id(part), "output_index": part.index}
-        return place if part.kind is PartKind.CALL else {**place, "content_index": 0}
+    def _item_ref(self, part: Part) -> JsonObject:
+        ref = {"item_id": self._id(part), "output_index": part.index}
+        return ref if part.kind is PartKind.CALL else {**ref, "content_index": 0}
 
-    def _item(self, part: Part, status: str) -> Object:
+    def _item(self, part: Part, status: str) -> JsonObject:
         is_started = status == "in_progress"
         head = {"id": self._id(part), "status": status}
         content = [] if is_started else [_content(part, part.text)]
@@ -118,7 +125,7 @@ class ResponsesResponse(PartsResponse):
                 call = {"call_id": part.call_id, "name": part.name, "arguments": arguments}
                 return {**head, "type": "function_call", **call}
 
-    def _usage(self) -> Object:
+    def _usage(self) -> JsonObject:
         log = self.log
         return {
             "input_tokens": log.prompt_tokens,
@@ -141,11 +148,11 @@ def _status(part: Part) -> str:
     return "completed" if part.is_complete else "incomplete"
 
 
-def _content(part: Part, text: str) -> Object:
+def _content(part: Part, text: str) -> JsonObject:
     if part.kind is PartKind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _beside(part: Part) -> Object:
+def _extra_fields(part: Part) -> JsonObject:
     return {"logprobs": []} if part.kind is PartKind.TEXT else {}

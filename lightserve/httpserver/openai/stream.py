@@ -17,7 +17,6 @@ from lightserve.httpserver.chat.output import ChoiceParser
 from lightserve.httpserver.fields.generation import GenerationBody
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.openai.response import (
-    Object,
     ResponseSpec,
     collect_response,
     finish_fields,
@@ -26,6 +25,7 @@ from lightserve.httpserver.openai.response import (
     usage_fields,
 )
 from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.errors import error_object
 from lightserve.httpserver.wire.json_response import json_response
 from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
@@ -105,12 +105,12 @@ class ChunkWriter:
             return self._chunk(index, first) if first else b""
         first = first or endpoint.before_text + b'""' + endpoint.after_text
         echoed = prompt.echoed(out.token.prompt_logprobs)
-        fields: Object = {} if echoed is None else {"logprobs": echoed}
+        fields: JsonObject = {} if echoed is None else {"logprobs": echoed}
         of_prompt = prompt_logprobs_field(spec, index, out.token.prompt_logprobs)
         if endpoint.has_prompt_logprobs_in_choice:
             return self._chunk(index, first, **fields, **of_prompt)
-        beside = b"," + orjson.dumps(of_prompt)[1:-1] if of_prompt and index == 0 else b""
-        return self._chunk(index, first, beside, **fields)
+        top_level = b"," + orjson.dumps(of_prompt)[1:-1] if of_prompt and index == 0 else b""
+        return self._chunk(index, first, top_level, **fields)
 
     def _chunk_with_extras(self, index: int, out: StrOut) -> bytes:
         """A chunk with logprobs or continuous usage."""
@@ -133,12 +133,12 @@ class ChunkWriter:
         chunk = self._chunk(index, first, logprobs=logprobs_of(out))
         return [chunk, *(self._chunk(index, delta) for delta in rest)]
 
-    def _chunk(self, index: int, text: bytes, beside: bytes = b"", **fields: Any) -> bytes:
-        """``text`` and ``fields`` belong to the choice, ``beside`` stands beside the choices."""
-        if not fields and not beside and not self._has_continuous_usage:
+    def _chunk(self, index: int, text: bytes, top_level: bytes = b"", **fields: Any) -> bytes:
+        """``text`` and ``fields`` belong to the choice, ``top_level`` goes next to the choices."""
+        if not fields and not top_level and not self._has_continuous_usage:
             return self._heads[index] + text + self._tail
         rest = orjson.dumps({"logprobs": None, "finish_reason": None} | fields)[1:]
-        return self._heads[index] + text + b"," + rest + b"]" + self._usage() + beside + b"}\n\n"
+        return self._heads[index] + text + b"," + rest + b"]" + self._usage() + top_level + b"}\n\n"
 
     def _usage(self) -> bytes:
         if not self._has_usage:
@@ -147,7 +147,7 @@ class ChunkWriter:
         return b',"usage":' + orjson.dumps(usage)
 
 
-def delta_json(delta: Delta) -> Object:
+def delta_json(delta: Delta) -> JsonObject:
     match delta:
         case Content(text):
             return {"content": text}
@@ -160,5 +160,5 @@ def delta_json(delta: Delta) -> Object:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _event(value: Object) -> bytes:
+def _event(value: JsonObject) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"

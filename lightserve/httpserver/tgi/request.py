@@ -24,7 +24,7 @@ MAX_TOP_N_TOKENS = 5
 
 
 class TgiParameters(Body):
-    """A null is as good as absent."""
+    """null means absent."""
 
     best_of: int | None = Field(default=None, description="sequences to generate, of which the most likely is returned")
     temperature: float | None = None

@@ -147,11 +147,11 @@ def _timings(log: AccessLog, outs: Sequence[StrOut], validated_s: float) -> dict
 
 
 class TgiEventWriter:
-    """Writes one event a token; the last one has the whole text."""
+    """Writes one event per token; the last one has the whole text."""
 
     def __init__(self, parsed: TgiRequest, tokenizer: Tokenizer) -> None:
         self.count = 0
-        self._asked = parsed
+        self._request = parsed
         self._top_n_tokens = parsed.top_n_tokens
         self._tokenizer = tokenizer
         self._special = tokenizer.special_ids
@@ -185,13 +185,13 @@ class TgiEventWriter:
             rest = {"top_tokens": _top_tokens(out, self._tokenizer), **rest}
         if out.finish_reason is not None:
             rest["generated_text"] = "".join(self._texts)
-            rest["details"] = self._details(out) if self._asked.details else None
+            rest["details"] = self._details(out) if self._request.details else None
         return orjson.dumps(rest)[1:] + b"\n\n"
 
     def _details(self, out: StrOut) -> dict[str, Any]:
         return {
             "finish_reason": finish_reason(out),
             "generated_tokens": self.count,
-            "seed": self._asked.seed,
-            "input_length": len(self._asked.prompt_request.prompt_ids),
+            "seed": self._request.seed,
+            "input_length": len(self._request.prompt_request.prompt_ids),
         }

@@ -1,4 +1,4 @@
-"""One log line a request: its id, its tokens and times, how it ended."""
+"""One log line per request: its id, its tokens and times, and how it ended."""
 
 from __future__ import annotations
 

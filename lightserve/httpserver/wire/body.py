@@ -20,6 +20,7 @@ from lightserve.errors import (
 )
 
 B = TypeVar("B", bound="Body")
+JsonObject = dict[str, Any]
 
 BODY_TIMEOUT_S = 30.0  # a body that never ends must not hold its connection
 LARGE_BODY = 256 * 1024  # bytes; a larger one (about a millisecond) is parsed in a thread

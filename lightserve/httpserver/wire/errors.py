@@ -65,7 +65,7 @@ class ErrorFormat:
 
     path: str
     body: Callable[[int, str, str | None], dict[str, Any]]  # of a status, a message and a request id
-    id_header: bytes  # has the request id in every response, beside X-Request-Id
+    id_header: bytes  # a header with the request id in every response, in addition to X-Request-Id
 
 
 def format_of(formats: Sequence[ErrorFormat], path: str) -> ErrorFormat | None:
@@ -74,12 +74,12 @@ def format_of(formats: Sequence[ErrorFormat], path: str) -> ErrorFormat | None:
 
 
 def error_object(error: Exception, request_id: str | None = None) -> dict[str, Any]:
-    """``{"error": {...}}`` for a body or an event. A server fault shows no detail but what the client can expect."""
+    """``{"error": {...}}`` for a body or an event. For an error of the server, the message has no details."""
     if isinstance(error, RequestError | NotComputableError | UnavailableError | DeadlineError):
         return _object(error.status, str(error), error.param, error.code)
     status = status_of(error)
-    named = "" if request_id is None else f"; the request's id is {request_id}"
-    return _object(status, f"the server failed to answer this request{named}", None, None)
+    named = "" if request_id is None else f"; the request id is {request_id}"
+    return _object(status, f"the server failed to process this request{named}", None, None)
 
 
 def status_of(error: Exception) -> int:

@@ -37,7 +37,7 @@ class DecodeStream(Protocol):
     """
 
     @property
-    def ahead(self) -> str:
+    def tentative_text(self) -> str:
         """The text that the last id adds if the sequence ends here. A further id may still change it."""
 
     def push(self, token_id: int) -> str: ...
@@ -49,7 +49,7 @@ class DecodeStream(Protocol):
 class EmptyDecodeStream:
     """For a model without a tokenizer."""
 
-    ahead = ""
+    tentative_text = ""
 
     def push(self, token_id: int) -> str:
         return ""

@@ -83,10 +83,10 @@ class SentencePieceDecoder(Decoder):
 
 
 class SentencePieceStream:
-    __slots__ = ("_is_plain", "_n_to_strip", "_pieces", "_rest", "_run", "_stripped", "ahead")
+    __slots__ = ("_is_plain", "_n_to_strip", "_pieces", "_rest", "_run", "_stripped", "tentative_text")
 
     def __init__(self, firsts: Table[Piece], rest: Table[Piece], scheme: Scheme) -> None:
-        self.ahead = ""
+        self.tentative_text = ""
         self._pieces = firsts  # until the first token arrives
         self._rest = rest
         self._run = _ByteRun()
@@ -98,7 +98,7 @@ class SentencePieceStream:
         piece = self._pieces[token_id]
         if self._is_plain and type(piece) is str:  # nearly always
             return piece
-        self.ahead = ""
+        self.tentative_text = ""
         if piece is None:
             return ""
         self._pieces = self._rest
@@ -109,14 +109,14 @@ class SentencePieceStream:
         return text
 
     def flush(self) -> str:
-        self.ahead = ""
+        self.tentative_text = ""
         return self._strip(self._end_run())
 
     def _push_byte(self, byte: int) -> str:
         self._is_plain = False
         text = self._run.push(byte)
         if not self._n_to_strip:  # otherwise it may be stripped
-            self.ahead = self._run.newest_char
+            self.tentative_text = self._run.newest_char
         return self._strip(text)
 
     def _end_run(self) -> str:

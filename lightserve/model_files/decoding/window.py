@@ -27,7 +27,7 @@ class WindowDecoder(Decoder):
 
 class WindowStream:
     __slots__ = ("_ids", "_n_returned", "_tokens", "_vocabulary")
-    ahead = ""
+    tentative_text = ""
 
     def __init__(self, vocabulary: Vocabulary, tokens: Table[str]) -> None:
         self._vocabulary = vocabulary

@@ -13,7 +13,7 @@ from lightserve.output_parsing.tool_calls.pythonic import PYTHONIC
 from lightserve.output_parsing.tool_calls.tagged import GLM45, QWEN3_CODER
 
 # in the order of the search: a chat template may also contain the markers of a later format
-ALL = (
+TOOL_FORMATS = (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     KIMI_K2,
@@ -25,7 +25,7 @@ ALL = (
     PYTHONIC,
     LLAMA3_JSON,
 )
-BY_NAME = {one.name: one for one in ALL}
+TOOL_FORMATS_BY_NAME = {one.name: one for one in TOOL_FORMATS}
 # the names that vLLM and LightLLM use
 ALIASES = {
     "qwen": HERMES,
@@ -43,9 +43,9 @@ def tool_format(choice: str, template: str) -> ToolFormat | None:
     if choice == "none":
         return None
     if choice == "auto":
-        return next((one for one in ALL if any(marker in template for marker in one.template_markers)), None)
-    found = BY_NAME.get(choice) or ALIASES.get(choice)
+        return next((one for one in TOOL_FORMATS if any(marker in template for marker in one.template_markers)), None)
+    found = TOOL_FORMATS_BY_NAME.get(choice) or ALIASES.get(choice)
     if found is None:
-        known = ", ".join(["auto", "none", *BY_NAME, *ALIASES])
+        known = ", ".join(["auto", "none", *TOOL_FORMATS_BY_NAME, *ALIASES])
         raise ServerError(f"unknown --tool_call_parser {choice!r}; use one of {known}")
     return found

@@ -14,12 +14,12 @@ from llguidance.numpy import fill_next_token_bitmask_par, get_bitmask_shape
 from torch import Tensor
 
 from lightserve.common.device import host_memory
-from lightserve.config import cores
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar.compiler import GrammarCompiler, mask_of
 from lightserve.io_struct import GrammarSpec, NewReq
 from lightserve.model_files.source import ModelSource
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from lightserve.utils.cpu import available_cores
 from lightserve.worker.sampling.req_rules import ReqRules
 
 MAX_THREADS = 8  # for the masks of a step: 32 of one JSON schema take 1.1 ms of a slow core, one after the other
@@ -130,7 +130,7 @@ class GrammarManager:
         self._mask_vocab_size = vocab_size  # the tokenizer may have more tokens than the model
         self._executor_of = lru_cache(maxsize=None)(LLExecutor)  # by the number of threads
         self._compilers_of = lru_cache(maxsize=2)(self._make_compilers)  # by end tokens; a server uses one set
-        self._lanes = min(cores(), LANES)
+        self._lanes = min(available_cores(), LANES)
         self._started = 0
         self._lock = threading.Lock()  # for the compilers and _compiling
         self._compiling: dict[Hashable, list[Future[LLMatcher]]] = {}  # by grammar and end tokens
@@ -197,7 +197,7 @@ class GrammarManager:
         if not jobs:
             return
         lexers = {lexer for lexer, _, _ in jobs}
-        executor = self._executor_of(min(len(lexers), cores(), MAX_THREADS))
+        executor = self._executor_of(min(len(lexers), available_cores(), MAX_THREADS))
         fill_next_token_bitmask_par(executor, [(matcher, row) for _, row, matcher in sorted(jobs)], bitmask)
 
     @cached_property

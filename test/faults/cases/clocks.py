@@ -22,8 +22,8 @@ def jump(context: FaultContext) -> None:
 
 def server_time_s(context: FaultContext) -> int:
     """The server's wall clock."""
-    _, answer = context.complete({"prompt": [501], "max_tokens": 1})
-    return int(answer["created"])
+    _, response = context.complete({"prompt": [501], "max_tokens": 1})
+    return int(response["created"])
 
 
 CASES = [

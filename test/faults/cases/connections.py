@@ -131,9 +131,9 @@ def send_bad_bodies(context: FaultContext) -> None:
 
 def send_bad_http(context: FaultContext) -> None:
     wrong = [
-        (status, data[:80], answer[:80])
+        (status, data[:80], response[:80])
         for status, data in RAW
-        if not (answer := context.client.raw(data)).startswith(b"HTTP/1.1 %d " % status)
+        if not (response := context.client.raw(data)).startswith(b"HTTP/1.1 %d " % status)
     ]
     assert not wrong, wrong
 
@@ -151,9 +151,9 @@ def send_a_huge_header(context: FaultContext) -> None:
 
 def send_huge_request_ids(context: FaultContext) -> None:
     for length, status in ((129, 200), (10_000, 200), (10**6, 431)):
-        answer = context.client.raw(http_request(GET, b"X-Request-Id: " + b"x" * length))
-        assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:100]
-        assert b"x" * 129 not in answer
+        response = context.client.raw(http_request(GET, b"X-Request-Id: " + b"x" * length))
+        assert response.startswith(b"HTTP/1.1 %d " % status), response[:100]
+        assert b"x" * 129 not in response
 
 
 def use_one_request_id_twice(context: FaultContext) -> None:
@@ -184,8 +184,8 @@ def storm(context: FaultContext) -> None:
 def pipeline(context: FaultContext) -> None:
     count = 1000
     once = GET + b"\r\nHost: x\r\n\r\n"
-    answer = context.client.raw(once * (count - 1) + http_request(GET, b"Host: x"))
-    assert answer.count(b"HTTP/1.1 200 ") == count
+    response = context.client.raw(once * (count - 1) + http_request(GET, b"Host: x"))
+    assert response.count(b"HTTP/1.1 200 ") == count
 
 
 def open_many(context: FaultContext) -> None:

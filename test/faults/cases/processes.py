@@ -68,8 +68,8 @@ def send_poison(context: FaultContext) -> None:
 
 def send_nan_token(context: FaultContext) -> None:
     """A request for which the worker of ``failing_server`` computes NaN."""
-    status, answer = context.client.post(COMPLETE, {"prompt": [NAN_TOKEN_ID], "max_tokens": 4})
-    assert "numerical error" in answer["error"]["message"]
+    status, response = context.client.post(COMPLETE, {"prompt": [NAN_TOKEN_ID], "max_tokens": 4})
+    assert "numerical error" in response["error"]["message"]
     context.statuses.append(status)
 
 

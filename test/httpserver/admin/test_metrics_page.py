@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lightserve.httpserver.admin.metrics_page import NAMES, MetricsPage
 from lightserve.io_struct import MetricsSnapshot
 from lightserve.router.stats import RouterMetrics
-from lightserve.utils.metrics import CATALOGUE, Kind, Metric
+from lightserve.utils.metrics import METRICS, Kind, Metric
 
 Series = dict[tuple[tuple[str, str], ...], float]  # labels -> value
 
@@ -57,7 +57,7 @@ def of_model(series: Series, **labels: str) -> float:
 
 
 @pytest.mark.parametrize("snapshot", [RouterMetrics().snapshot(), busy()], ids=["idle", "busy"])
-@pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_every_metric_is_exported_with_its_kind_and_help(metric: Metric, snapshot: MetricsSnapshot) -> None:
     families = parse(MetricsPage("m", []).render(snapshot, is_up=True))
 
@@ -90,7 +90,7 @@ def test_values_are_those_of_the_router() -> None:
 def test_histogram_buckets_are_cumulative() -> None:
     found = samples(MetricsPage("m", []).render(busy(), is_up=True))
 
-    for metric in CATALOGUE:
+    for metric in METRICS:
         if metric.kind is not Kind.HISTOGRAM:
             continue
         name = f"lightserve_{metric.name}"

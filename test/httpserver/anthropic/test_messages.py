@@ -428,7 +428,7 @@ def test_an_error_after_the_first_token_is_an_event(server: Server, client: anth
 
     last = named_events(post(server, stream=True))[-1]
     with (
-        pytest.raises(anthropic.APIStatusError, match="failed to answer"),
+        pytest.raises(anthropic.APIStatusError, match="failed to process"),
         client.messages.stream(model="tiny", max_tokens=64, messages=[USER]) as stream,
     ):
         list(stream)

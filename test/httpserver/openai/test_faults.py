@@ -294,7 +294,7 @@ def test_an_error_for_a_long_prompt_has_both_counts(server: Server) -> None:
     message = server.complete(prompt=[1] * (LIMIT + 1)).json()["error"]["message"]
 
     assert f"{LIMIT + 1} tokens" in message
-    assert f"at most {LIMIT - 1}" in message
+    assert f"the limit is {LIMIT - 1}" in message
 
 
 def test_an_unknown_role_and_a_part_that_is_not_text_are_named(server: Server) -> None:
@@ -315,7 +315,7 @@ def test_n_choices_at_temperature_0_are_n_equal_texts(server: Server) -> None:
 
 def test_a_model_without_a_tokenizer_completes_token_ids(tmp_path_factory: pytest.TempPathFactory) -> None:
     with running(tmp_path_factory.mktemp("run")) as server:
-        object.__setattr__(server.context, "maybe_tokenizer", None)
+        object.__setattr__(server.context, "optional_tokenizer", None)
 
         text, ids = server.complete(), server.complete(prompt=[1, 2])
 

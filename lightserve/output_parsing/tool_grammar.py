@@ -23,23 +23,27 @@ _PLACEHOLDERS = re.compile(r"\{(name|arguments|number)\}")
 class Thinking:
     """The reasoning that may come before the calls."""
 
-    form: ReasoningFormat
+    reasoning_format: ReasoningFormat
     is_begun: bool  # the prompt has the first tag: the output starts inside the reasoning
 
 
-def enforceable_format(form: ToolFormat) -> ToolFormat:
+def enforceable_format(tool_format: ToolFormat) -> ToolFormat:
     """The format for forced calls: the model's own, or a JSON format if a grammar cannot express that."""
-    return LLAMA3_JSON if form.call_template is None else form
+    return LLAMA3_JSON if tool_format.call_template is None else tool_format
 
 
 def forced_grammar(
-    form: ToolFormat, tools: Tools, max_calls: int | None, thinking: Thinking | None, special_ids: Mapping[str, int]
+    tool_format: ToolFormat,
+    tools: Tools,
+    max_calls: int | None,
+    thinking: Thinking | None,
+    special_ids: Mapping[str, int],
 ) -> str:
     """A grammar of one or more calls of these tools, with reasoning before them if ``thinking`` is given.
 
     ``special_ids`` are the markers that are special tokens: a grammar refers to those by id.
     """
-    call_template = form.call_template or CallTemplate("")
+    call_template = tool_format.call_template or CallTemplate("")
     write = _GrammarWriter(special_ids)
     more = "" if max_calls == 1 else f"({write.text(call_template.between)} call)*"
     before = "" if thinking is None else "thinking" if thinking.is_begun else "thinking?"
@@ -84,7 +88,7 @@ class _GrammarWriter:
 
     def thinking(self, thinking: Thinking) -> list[str]:
         """Rules for any text up to the first end tag."""
-        begin, end = thinking.form.begin, thinking.form.end
+        begin, end = thinking.reasoning_format.begin, thinking.reasoning_format.end
         opening = "" if thinking.is_begun else self.text(begin)
         is_special = end in self._special_ids  # then plain text cannot contain it
         return [

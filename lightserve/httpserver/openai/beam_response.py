@@ -10,7 +10,7 @@ from starlette.responses import Response
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.beam_search.runner import beam_search_outputs
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.beam_search import not_with_beam_search, refuse_excluded_params
+from lightserve.httpserver.fields.beam_fields import not_with_beam_search, refuse_excluded_params
 from lightserve.httpserver.fields.generation import GenerationBody
 from lightserve.httpserver.fields.sampling import PARAM_NAMES
 from lightserve.httpserver.manager import PromptRequest

@@ -12,9 +12,9 @@ from lightserve.grammar.compiler import GrammarCompiler
 from lightserve.io_struct import GrammarSpec
 from lightserve.model_files import Tokenizer
 from lightserve.model_files.special_tokens import SpecialTokens
-from lightserve.output_parsing.forced import Thinking, enforceable_format, forced_grammar, thinking_grammar
 from lightserve.output_parsing.reasoning import THINK
-from lightserve.output_parsing.tool_calls.formats import ALL, BY_NAME
+from lightserve.output_parsing.tool_calls.formats import TOOL_FORMATS, TOOL_FORMATS_BY_NAME
+from lightserve.output_parsing.tool_grammar import Thinking, enforceable_format, forced_grammar, thinking_grammar
 from test.output_parsing.corpus import PARIS, deepseek, k2, kimi, new_parser, parse_pieces, v3, v31
 from test.real_model import smollm2_tokenizer as smol
 
@@ -56,7 +56,7 @@ def tokenizer(with_markers: bool = False) -> Tokenizer:
     """``with_markers``: the markers of every format and the reasoning tags are special tokens."""
     backend = tokenizers.Tokenizer.from_str(smol().to_json())
     if with_markers:
-        backend.add_special_tokens([*{marker for one in ALL for marker in one.markers}, "<think>", "</think>"])
+        backend.add_special_tokens([*{marker for one in TOOL_FORMATS for marker in one.markers}, "<think>", "</think>"])
     return Tokenizer(backend, SpecialTokens(eos="<|im_end|>"), None)
 
 
@@ -70,10 +70,10 @@ def allows(
 ) -> bool:
     """Whether the grammar accepts exactly this text."""
     own = tokenizer(with_markers)
-    form = enforceable_format(BY_NAME[name])
-    ids = {marker: own.token_to_id(marker) for marker in (*form.markers, "<think>", "</think>")}
+    tool_format = enforceable_format(TOOL_FORMATS_BY_NAME[name])
+    ids = {marker: own.token_to_id(marker) for marker in (*tool_format.markers, "<think>", "</think>")}
     special = {marker: token for marker, token in ids.items() if token in own.special_ids and token is not None}
-    grammar = forced_grammar(form, TOOLS, max_calls, thinking, special)
+    grammar = forced_grammar(tool_format, TOOLS, max_calls, thinking, special)
     matcher = compiler(with_markers).compile(GrammarSpec("lark", grammar))
     return all(matcher.consume_token(token) for token in own.encode(text, add_special_tokens=False)) and bool(
         matcher.is_accepting()
@@ -81,7 +81,7 @@ def allows(
 
 
 def test_every_format_is_covered() -> None:
-    assert {form.name for form in ALL} == set(TWO_CALLS)
+    assert {tool_format.name for tool_format in TOOL_FORMATS} == set(TWO_CALLS)
 
 
 @pytest.mark.parametrize("with_markers", [False, True])
@@ -99,7 +99,7 @@ def test_calls_in_the_models_own_format_are_allowed_and_nothing_else(name: str, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_parser_reads_what_the_grammar_forces(name: str) -> None:
-    parsed = parse_pieces(new_parser(enforceable_format(BY_NAME[name]).name), TWO_CALLS[name])
+    parsed = parse_pieces(new_parser(enforceable_format(TOOL_FORMATS_BY_NAME[name]).name), TWO_CALLS[name])
 
     assert parsed.calls == (("weather", PARIS), ("now", "{}"))
     assert parsed.content == ""
