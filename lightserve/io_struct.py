@@ -308,6 +308,7 @@ class GenerateReq(msgspec.Struct, frozen=True, tag=True):
     arrived_s: float  # time.monotonic() when the HTTP request came; one clock for all processes of a machine
     scheduling: SchedulingParams = SchedulingParams()
     group: int = 0  # id of the first of the sequences that continue the same prompt
+    is_group_open: bool = False  # more sequences of the group follow, as in a beam search, and use the KV of this one
 
 
 class AbortReq(msgspec.Struct, frozen=True, tag=True):

@@ -178,8 +178,11 @@ class HttpServerManager:
             self._running[req_id] = (generation, index)
             generation.req_ids.append(req_id)
             first = generation.req_ids[index - index % generation.n]  # the first sequence of the same prompt
+            is_open = one.group is not None
             group = first if one.group is None else one.group
-            self._to_router.send(GenerateReq(req_id, one.prompt_ids, one.params, arrived_s, one.scheduling, group))
+            self._to_router.send(
+                GenerateReq(req_id, one.prompt_ids, one.params, arrived_s, one.scheduling, group, is_group_open=is_open)
+            )
 
     def _deliver(self, batch: BatchStrOut) -> None:
         for out in batch.outs:

@@ -109,7 +109,7 @@ class RouterManager:
             priority=scheduling.priority,
             deadline_s=None if timeout_s is None else message.arrived_s + timeout_s,
             salt=f"salt {scheduling.cache_salt}" if uses_cache else f"group {message.group}",  # its choices share
-            keeps_kv_cached=uses_cache,
+            keeps_kv_cached=uses_cache or message.is_group_open,
         )
 
     def _abort(self, message: AbortReq) -> None:

@@ -667,6 +667,26 @@ def test_tokens_that_were_not_processed_before_the_workers_were_replaced_are_dro
     check(scenario, tmp_path, depth=2)
 
 
+def test_sequences_of_an_open_group_share_kv_without_the_cache_of_others(tmp_path: Path) -> None:
+    """The steps of a beam search come one after the other, and must not compute their prompt again."""
+
+    async def scenario(router: Router) -> None:
+        scheduling = SchedulingParams(use_cache=False)
+        for req_id in (1, 2):
+            beam = msgspec.structs.replace(
+                request(req_id, prompt_len=20), scheduling=scheduling, group=9, is_group_open=True
+            )
+            router.send(beam)
+            await router.until(lambda req_id=req_id: router.has_finished(req_id))
+        router.send(request(3, prompt_len=20))
+        await router.until(lambda: router.has_finished(3))
+
+        cached = {out.req_id: out.admission.cached_tokens for out in router.outs if out.admission is not None}
+        assert cached == {1: 0, 2: 19, 3: 0}
+
+    check(scenario, tmp_path)
+
+
 def with_grammar(req_id: int) -> GenerateReq:
     free = request(req_id)
     return msgspec.structs.replace(free, params=free.params.replace(grammar=GrammarSpec("regex", "a+")))
