@@ -672,12 +672,14 @@ def test_sequences_of_an_open_group_share_kv_without_the_cache_of_others(tmp_pat
 
     async def scenario(router: Router) -> None:
         scheduling = SchedulingParams(use_cache=False)
-        for req_id in (1, 2):
-            beam = msgspec.structs.replace(
-                request(req_id, prompt_len=20), scheduling=scheduling, group=9, is_group_open=True
-            )
-            router.send(beam)
-            await router.until(lambda req_id=req_id: router.has_finished(req_id))
+        beams = [
+            msgspec.structs.replace(request(req_id, prompt_len=20), scheduling=scheduling, group=9, is_group_open=True)
+            for req_id in (1, 2)
+        ]
+        router.send(beams[0])
+        await router.until(lambda: router.has_finished(1))
+        router.send(beams[1])
+        await router.until(lambda: router.has_finished(2))
         router.send(request(3, prompt_len=20))
         await router.until(lambda: router.has_finished(3))
 
