@@ -77,7 +77,8 @@ class Reporter:
             else:
                 gaps[req.last_token_s] = gaps.get(req.last_token_s, 0) + 1
             req.last_token_s = now
-            self.metrics.forced(out.is_forced)
+            if out.is_forced:
+                self.metrics.forced()
             outs.append(
                 TokenIdOut(
                     req.req_id,

@@ -113,7 +113,8 @@ class Scheduler:
         if req is None or not (req.in_flight or out.is_forced):  # it ended or was aborted meanwhile
             return None
         req.add_token(out)
-        self._isolation.clear(req)
+        if self._isolation.is_active:
+            self._isolation.clear(req)
         if req.finish_reason is not None:
             if req.max_new_tokens > 1:  # a beam search makes requests of one token: they would spoil the estimate
                 self._estimate.observe(len(req.output_ids))
