@@ -35,6 +35,7 @@ class ToolFormat:
     name: str
     parse: Parse
     template_markers: tuple[str, ...]  # a chat template with any of these uses this format
+    call_begins: tuple[str, ...] = ()  # the markers that begin a call or a section of calls
     markers: tuple[str, ...] = ()  # may be special tokens of the model; the parser must see them nevertheless
     call_template: CallTemplate | None = None  # None if the arguments are not JSON
     new_id: NewId = call_id
@@ -59,9 +60,18 @@ def named_call(
         return False
     stream.take_marked()
     writer.start_call(name, model_id)
-    if not (yield from emit_json(stream, writer.add_arguments)):
-        yield from emit_raw(stream, writer, ends)
+    yield from _emit_arguments(stream, writer, ends)
     return True
+
+
+def _emit_arguments(stream: TextStream, writer: DeltaWriter, ends: Sequence[str]) -> Incremental[bool]:
+    """Emit the arguments as a JSON object; False if it is malformed or ends too early."""
+    is_closed = yield from emit_json(stream, writer.add_arguments)
+    if not is_closed:
+        yield from emit_raw(stream, writer, ends)
+    if is_closed or not stream.is_at_end:
+        writer.end_call()
+    return is_closed
 
 
 def json_calls(
@@ -116,9 +126,9 @@ def _json_call(
     if name is not None and _is_allowed(name, writer, known_tools_only):
         stream.take_marked()
         writer.start_call(name)
-        if not (yield from emit_json(stream, writer.add_arguments)):
-            yield from emit_raw(stream, writer, ends)
-        elif not (yield from stream.accept_after_space("}")) and (yield from stream.accept(",")):
+        if not (yield from _emit_arguments(stream, writer, ends)):
+            return True
+        if not (yield from stream.accept_after_space("}")) and (yield from stream.accept(",")):
             yield from emit_json(stream, _drop, open_with="{")
         return True
     stream.rewind(begin)
