@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any, NamedTuple
 
-from lightserve.output_parsing import OutputParser, ToolCallParser, merge_deltas
+from lightserve.output_parsing import OutputParser, merge_deltas
 from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.tool_calls.formats import TOOL_FORMATS_BY_NAME
 
+CITY: dict[str, Any] = {"$ref": "#/$defs/City"}
 TOOLS: dict[str, dict[str, Any]] = {
     "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     "now": {},
     "write": {"properties": {"text": {"type": "string"}}},
+    "union": {
+        "properties": {
+            "maybe": {"type": ["string", "null"]},
+            "any": {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
+            "list": {"oneOf": [{"type": "string"}, {"type": "array"}]},
+            "ref": CITY,
+            "all": {"allOf": [CITY], "description": "a city"},
+            "enum": {"enum": ["1", "2"]},
+            "const": {"const": "null"},
+            "number": {"type": ["integer", "null"]},
+        },
+        "$defs": {"City": {"anyOf": [{"$ref": "#/$defs/Name"}]}, "Name": {"type": "string"}},
+    },
 }
 PARIS = '{"city": "Paris", "days": 2}'
 ODD = '{"text": "a \\"b\\" \\\\ </tool_call> {[ 日本 😀\\n"}'
@@ -141,7 +156,17 @@ KIMI = [
     Sample(kimi(), kimi()),
     Sample(kimi("<|tool_call_begin|>"), kimi("<|tool_call_begin|>")),
 ]
+UNION_TEXTS = {"maybe": "123", "any": "0012", "list": "true", "ref": "{}", "all": "12", "enum": "1", "const": "null"}
+UNIONS = [
+    (UNION_TEXTS, json.dumps(UNION_TEXTS)),
+    ({"maybe": "null", "any": "None", "number": "null"}, '{"maybe": null, "any": null, "number": null}'),
+    ({"maybe": "nullable", "any": " nul", "number": "7"}, '{"maybe": "nullable", "any": " nul", "number": 7}'),
+    ({"list": '["ls", "-l"]', "maybe": "[1]"}, '{"list": ["ls", "-l"], "maybe": "[1]"}'),
+    ({"list": "[not JSON", "any": ""}, '{"list": "[not JSON", "any": ""}'),
+    ({"list": '{"a": 1}', "maybe": " " * 20 + "null"}, f'{{"list": "{{\\"a\\": 1}}", "maybe": "{" " * 20}null"}}'),
+]
 GLM = [
+    *(Sample(glm("union", **pairs), calls=(("union", expected),)) for pairs, expected in UNIONS),
     Sample(glm("weather", city="Paris", days="2") + "\n" + glm("now"), calls=TWO),
     Sample("Yes." + glm("write", text="3"), "Yes.", (("write", '{"text": "3"}'),)),
     Sample(
@@ -151,13 +176,18 @@ GLM = [
     Sample("<tool_call>now</tool_call>", calls=(("now", "{}"),)),
     Sample(
         "<tool_call>write<arg_key>text</arg_key><arg_value>日本 <b>\n",
-        calls=(("write", "{<arg_key>text</arg_key><arg_value>日本 <b>\n"),),
+        calls=(("write", '{"text": "日本 <b>\\n'),),
     ),
     Sample("<tool_call>f\n<arg_key>a</arg_key>b</tool_call>", calls=(("f", "{<arg_key>a</arg_key>b"),)),
     Sample(tagged(call("now", "{}")), tagged(call("now", "{}"))),
     Sample("<tool_call>now", "<tool_call>now"),
 ]
 CODER = [
+    *(Sample(coder("union", **pairs), calls=(("union", expected),)) for pairs, expected in UNIONS),
+    Sample(coder("write", text="x").removeprefix("<tool_call>\n"), calls=(("write", '{"text": "x"}'),)),
+    Sample("Use <function=f>.", "Use <function=f>."),
+    Sample("<tool_call><function=write><parameter=text>a\n</par", calls=(("write", '{"text": "a\\n</par'),)),
+    Sample("<tool_call><function=weather><parameter=days>\n12", calls=(("weather", '{"days": 12'),)),
     Sample(coder("weather", city="Paris", days="2") + "\n" + coder("now"), calls=TWO),
     Sample(coder("write", text="a\n\nb"), calls=(("write", '{"text": "a\\n\\nb"}'),)),
     Sample(coder("f", a="True", b="None"), calls=(("f", '{"a": true, "b": null}'),)),
@@ -198,9 +228,7 @@ CASES = [(name, sample) for name, samples in CORPUS.items() for sample in [*samp
 
 
 def new_parser(name: str, max_calls: int | None = None) -> OutputParser:
-    return OutputParser(
-        tools=ToolCallParser(TOOL_FORMATS_BY_NAME[name].parse, DeltaWriter(TOOLS, lambda: "id", max_calls))
-    )
+    return OutputParser(TOOL_FORMATS_BY_NAME[name].parse, DeltaWriter(TOOLS, lambda: "id", max_calls))
 
 
 def parse_pieces(parser: OutputParser, *pieces: str) -> Sample:
