@@ -29,13 +29,21 @@ class DeltaWriter:
     """Collects deltas. White space after a call belongs to the format and is dropped, and so is white space between
     the content and a call, and at the end of the reasoning."""
 
-    def __init__(self, tools: Tools, new_id: NewId = call_id, max_calls: int | None = None) -> None:
+    def __init__(
+        self,
+        tools: Tools,
+        new_id: NewId = call_id,
+        max_calls: int | None = None,
+        separates_reasoning: bool = True,
+    ) -> None:
+        """``separates_reasoning`` false: reasoning is content."""
         self.tools = tools
         self.has_calls = False
         self.is_reasoning = False  # the text so far ends inside the reasoning
         self.is_undecided = False  # the latest text is reasoning or a call: this depends on the text that follows
         self.is_call_open = False  # the arguments of the last call are incomplete
         self._new_id = new_id
+        self._reasoning_type = Reasoning if separates_reasoning else Content
         self._max_calls = max_calls
         self._n_calls = 0
         self._deltas: list[Delta] = []
@@ -62,7 +70,7 @@ class DeltaWriter:
         if self._space or shown != text:
             shown = self._between_spaces(text, shown)
         if shown:
-            self._deltas.append(Reasoning(shown))
+            self._deltas.append(self._reasoning_type(shown))
 
     def end_reasoning(self) -> None:
         self.is_reasoning = False

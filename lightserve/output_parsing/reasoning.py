@@ -9,6 +9,7 @@ from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.deltas import CallStart
 from lightserve.output_parsing.parser import OutputParser
 from lightserve.output_parsing.text_stream import Incremental, TextStream
+from lightserve.output_parsing.tool_calls import harmony
 from lightserve.output_parsing.tool_calls.base import Parse
 
 
@@ -17,6 +18,17 @@ class ReasoningFormat:
     begin: str
     end: str
     is_implied: bool = False  # the model may omit the first tag: it reasons unless the prompt disables it
+    parse_output: Parse | None = None  # a parser of the whole output, where reasoning is not simply between the tags
+    special_markers: tuple[str, ...] = ()  # for ``parse_output``
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """May be special tokens of the model; the parser must see them nevertheless."""
+        return self.special_markers or (self.begin, self.end)
+
+    def is_in(self, template: str) -> bool:
+        """Whether a chat template uses this format. Other formats have the end tag of Harmony too."""
+        return self.begin in template or (self.parse_output is None and self.end in template)
 
     def begins_inside(self, prompt: str, is_continued: bool = False) -> bool:
         """Whether the output starts inside the tags. ``is_continued``: the prompt ends with the start of the output."""
@@ -28,13 +40,53 @@ class ReasoningFormat:
 
 MAX_UNDECIDED = 1000  # characters in the reasoning that may be the head of a call; a name has at most 256
 THINK = ReasoningFormat("<think>", "</think>")
-KNOWN_FORMATS = (
-    THINK,
-    ReasoningFormat("[THINK]", "[/THINK]"),
-    ReasoningFormat("<seed:think>", "</seed:think>"),
-    ReasoningFormat("◁think▷", "◁/think▷"),
+THINK_IMPLIED = ReasoningFormat("<think>", "</think>", is_implied=True)
+MISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
+SEED = ReasoningFormat("<seed:think>", "</seed:think>")
+KIMI_VL = ReasoningFormat("◁think▷", "◁/think▷")
+GEMMA = ReasoningFormat("<|channel>thought", "<channel|>")
+COHERE = ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>")
+APERTUS = ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>")
+GRANITE = ReasoningFormat("Here is my thought process:", "Here is my response:")
+HARMONY = ReasoningFormat(
+    "<|channel|>analysis<|message|>", "<|end|>", parse_output=harmony.parse, special_markers=harmony.MARKERS
 )
-FORMATS_BY_NAME = {"qwen3": THINK, "deepseek_r1": ReasoningFormat("<think>", "</think>", is_implied=True)}
+# in the order of the search
+KNOWN_FORMATS = (HARMONY, GEMMA, COHERE, APERTUS, THINK, MISTRAL, SEED, KIMI_VL, GRANITE)
+# the names that vLLM and SGLang use; a name may also be written with dashes
+FORMATS_BY_NAME = {
+    "qwen3": THINK,
+    "deepseek_r1": THINK_IMPLIED,
+    "deepseek_v3": THINK,
+    "deepseek_v4": THINK,
+    "glm45": THINK,
+    "glm47": THINK,
+    "kimi": KIMI_VL,
+    "kimi_k2": THINK,
+    "hunyuan_a13b": THINK,
+    "hy_v3": THINK,
+    "holo2": THINK,
+    "ernie45": THINK_IMPLIED,
+    "interns1": THINK,
+    "mimo": THINK,
+    "nemotron_v3": THINK,
+    "ling3": THINK,
+    "poolside_v1": THINK,
+    "minimax": THINK_IMPLIED,
+    "minimax_m2": THINK_IMPLIED,
+    "olmo3": THINK_IMPLIED,
+    "qwen3_thinking": THINK_IMPLIED,
+    "step3": THINK_IMPLIED,
+    "step3p5": THINK_IMPLIED,
+    "mistral": MISTRAL,
+    "seed_oss": SEED,
+    "granite": GRANITE,
+    "gemma4": GEMMA,
+    "cohere_command3": COHERE,
+    "cohere_command4": COHERE,
+    "openai_gptoss": HARMONY,
+    "gpt_oss": HARMONY,
+}
 
 
 def reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
@@ -42,12 +94,13 @@ def reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
     if choice == "none":
         return None
     if choice == "auto":
-        return next((one for one in KNOWN_FORMATS if one.end in template), None)
+        return next((one for one in KNOWN_FORMATS if one.is_in(template)), None)
+    found = FORMATS_BY_NAME.get(choice.replace("-", "_"))
     begin, _, end = choice.partition(",")
-    if choice not in FORMATS_BY_NAME and not (begin and end):
+    if found is None and not (begin and end):
         known = ", ".join(["auto", "none", *FORMATS_BY_NAME])
         raise ServerError(f"unknown --reasoning_parser {choice!r}; use one of {known}, or two tags as BEGIN,END")
-    return FORMATS_BY_NAME.get(choice) or ReasoningFormat(begin, end)
+    return found or ReasoningFormat(begin, end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.parser import parse_content
 from lightserve.output_parsing.reasoning import THINK, ReasoningFormat, ReasoningParser, reasoning_format
 from lightserve.output_parsing.tool_calls.formats import TOOL_FORMATS_BY_NAME
-from test.output_parsing.corpus import TOOLS, cut
+from test.output_parsing.corpus import HARMONY, TOOLS, channel, cut
 
 R1 = ReasoningFormat("<think>", "</think>", is_implied=True)
 
@@ -127,6 +127,24 @@ def test_reasoning_that_mentions_a_tag_is_streamed() -> None:
     assert parser.push(".</think>") == [Reasoning(f" {CALL}.")]
 
 
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (HARMONY[1].text, "Hm.", "Wait."),
+        (HARMONY[2].text, "Hm, <b>.", "It is 4."),
+        (HARMONY[4].text, "Hm.", "4"),
+        (channel("analysis", " Hm.\n", ""), "Hm.", ""),
+    ],
+)
+def test_the_analysis_channel_of_harmony_is_reasoning(text: str, reasoning: str, content: str) -> None:
+    for pieces in ([text], list(text)):
+        parser = OutputParser(TOOL_FORMATS_BY_NAME["openai"].parse, DeltaWriter(TOOLS))
+
+        output = merge_deltas([*(delta for piece in pieces for delta in parser.push(piece)), *parser.finish()])
+
+        assert (output.reasoning.strip(), output.content) == (reasoning, content)
+
+
 def test_the_tags_come_from_the_chat_template_or_from_the_flag() -> None:
     assert reasoning_format("auto", "{{ content.split('</think>')[-1] }}") == THINK
     assert reasoning_format("auto", "[THINK]{{ x }}[/THINK]") == ReasoningFormat("[THINK]", "[/THINK]")
@@ -136,6 +154,6 @@ def test_the_tags_come_from_the_chat_template_or_from_the_flag() -> None:
     assert reasoning_format("deepseek_r1", "") == R1
     assert reasoning_format("<a>,</a>", "") == ReasoningFormat("<a>", "</a>")
     with pytest.raises(
-        ServerError, match="unknown --reasoning_parser 'deep'; use one of auto, none, qwen3, deepseek_r1, or"
+        ServerError, match="unknown --reasoning_parser 'deep'; use one of auto, none, qwen3, deepseek_r1, "
     ):
         reasoning_format("deep", "")

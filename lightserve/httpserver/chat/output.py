@@ -71,11 +71,14 @@ class OutputPlan:
         tools = self.tool_format
         parse = parse_content if tools is None else tools.parse
         new_id = call_id if tools is None else tools.new_id
-        if self.thinking is not None:
+        if self.thinking is not None and self.thinking.reasoning_format.parse_output is not None:
+            parse = self.thinking.reasoning_format.parse_output
+        elif self.thinking is not None:
             call_begins = () if tools is None else tools.call_begins
             parse = ReasoningParser(self.thinking.reasoning_format, self.thinking.is_begun, parse, call_begins).parse
         offered = _schemas(self.body.offered_tools)
-        parser = OutputParser(parse, DeltaWriter(offered, new_id, self.body.max_tool_calls))
+        separates = self.body.separate_reasoning is not False
+        parser = OutputParser(parse, DeltaWriter(offered, new_id, self.body.max_tool_calls, separates))
         return ChoiceParser(parser, self.body.include_reasoning is not False)
 
     def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
@@ -105,9 +108,9 @@ def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPl
     if reasoning is not None:
         thinking = Thinking(reasoning, reasoning.begins_inside(prompt, bool(body.continue_final_message)))
     limit = body.thinking_limit(context, thinking)
-    if body.separate_reasoning is False:
+    if body.separate_reasoning is False and reasoning is not None and reasoning.parse_output is None:
         reasoning = thinking = None
-    markers = (*(tools.markers if tools else ()), *((reasoning.begin, reasoning.end) if reasoning else ()))
+    markers = (*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ()))
     return OutputPlan(body, tools, thinking, _special_ids(context.tokenizer, markers), limit)
 
 

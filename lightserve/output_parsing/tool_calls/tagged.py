@@ -5,6 +5,8 @@ exceptions, where the schema allows these too. Values of other types, or of no k
 possible.
 """
 
+# ruff: noqa: RUF001  (DeepSeek uses these bars)
+
 from __future__ import annotations
 
 import json
@@ -89,9 +91,9 @@ class Tags:
                 yield from emit_raw(stream, writer, (self.end,))
                 return
             stream.take_marked()
-            key = key.strip()
+            key, types = self._key_and_types(key, schema)
             writer.add_arguments(f"{opening}{encode_basestring(key)}: ")
-            if not (yield from self._emit_value(stream, writer, argument_types(schema, key))):
+            if not (yield from self._emit_value(stream, writer, types)):
                 return
             opening = ", "
         stream.rewind()
@@ -99,6 +101,13 @@ class Tags:
         writer.add_arguments("{}" if opening == "{" else "}")
         if not stream.is_at_end:
             writer.end_call()
+
+    def _key_and_types(self, text: str, schema: Any) -> tuple[str, Types]:
+        key, _, attributes = text.partition('"') if self.after_key.startswith('"') else (text, "", "")
+        types = argument_types(schema, key := key.strip())
+        if attributes.endswith('string="true'):  # DeepSeek V3.2 says what a value is
+            return key, frozenset({"string"})
+        return key, types - {"string"} if attributes else types
 
     def _emit_value(self, stream: TextStream, writer: DeltaWriter, types: Types) -> Incremental[bool]:
         """Emit a value as JSON: a string while it arrives, any other at its end. Return whether it ended."""
@@ -157,20 +166,44 @@ def _type_name(value: Any) -> str:
     return {dict: "object", list: "array", type(None): "null"}.get(type(value), "")
 
 
-QWEN3_CODER_TAGS = Tags(
-    "<tool_call>", "</tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>"
+def _tagged(name: str, tags: Tags, template_markers: tuple[str, ...], *markers: str) -> ToolFormat:
+    begins = (tags.begin, tags.before_name) if tags.after_call else (tags.begin,)
+    return ToolFormat(name, tags.parse, template_markers, begins, (tags.begin, tags.end, *markers))
+
+
+_FUNCTION = ("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>")
+_INVOKE = ('<invoke name="', '">', '<parameter name="', '">', "", "</parameter>", "</invoke>")
+_DSML_INVOKE = (
+    '<｜DSML｜invoke name="',
+    '">',
+    '<｜DSML｜parameter name="',
+    '">',
+    "",
+    "</｜DSML｜parameter>",
+    "</｜DSML｜invoke>",
 )
-GLM45 = ToolFormat(
+
+GLM45 = _tagged(
     "glm45",
-    Tags("<tool_call>", "</tool_call>", "", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>").parse,
-    template_markers=("<arg_key>",),
-    call_begins=("<tool_call>",),
-    markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    Tags("<tool_call>", "</tool_call>", "", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ("<arg_key>",),
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
 )
-QWEN3_CODER = ToolFormat(
-    "qwen3_coder",
-    QWEN3_CODER_TAGS.parse,
-    template_markers=("<function=",),
-    call_begins=("<tool_call>", "<function="),
-    markers=("<tool_call>", "</tool_call>"),
+QWEN3_CODER = _tagged("qwen3_coder", Tags("<tool_call>", "</tool_call>", *_FUNCTION), ("<function=",))
+SEED_OSS = _tagged("seed_oss", Tags("<seed:tool_call>", "</seed:tool_call>", *_FUNCTION), ("<seed:tool_call>",))
+MINIMAX_M2 = _tagged(
+    "minimax_m2", Tags("<minimax:tool_call>", "</minimax:tool_call>", *_INVOKE), ("<minimax:tool_call>",)
+)
+DEEPSEEK_V32 = _tagged(
+    "deepseek_v32",
+    Tags("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", *_DSML_INVOKE),
+    ("｜DSML｜function_calls", "{dsml_token}function_calls", "dsml_token + 'function_calls"),
+)
+DEEPSEEK_V4 = _tagged(
+    "deepseek_v4",
+    Tags("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", *_DSML_INVOKE),
+    ("｜DSML｜tool_calls", "{dsml_token}tool_calls", "dsml_token + 'tool_calls"),
 )
