@@ -48,11 +48,12 @@ GEMMA = ReasoningFormat("<|channel>thought", "<channel|>")
 COHERE = ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>")
 APERTUS = ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>")
 GRANITE = ReasoningFormat("Here is my thought process:", "Here is my response:")
+APRIEL = ReasoningFormat("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]")
 HARMONY = ReasoningFormat(
     "<|channel|>analysis<|message|>", "<|end|>", parse_output=harmony.parse, special_markers=harmony.MARKERS
 )
 # in the order of the search
-KNOWN_FORMATS = (HARMONY, GEMMA, COHERE, APERTUS, THINK, MISTRAL, SEED, KIMI_VL, GRANITE)
+KNOWN_FORMATS = (HARMONY, GEMMA, COHERE, APERTUS, THINK, MISTRAL, SEED, KIMI_VL, GRANITE, APRIEL)
 # the names that vLLM and SGLang use; a name may also be written with dashes
 FORMATS_BY_NAME = {
     "qwen3": THINK,

@@ -349,6 +349,8 @@ CORPUS: dict[str, list[Sample]] = {
     "hunyuan_a13b": json_samples("<tool_calls>", "</tool_calls>"),
     "internlm": json_samples("<|action_start|><|plugin|>\n", "<|action_end|>", is_list=False),
     "longcat": json_samples("<longcat_tool_call>", "</longcat_tool_call>", is_list=False),
+    "gigachat3": json_samples("<|function_call|>", "", is_list=False),
+    "nemotron": json_samples("<TOOLCALL>", "</TOOLCALL>"),
     "phi4_mini_json": json_samples("functools", "") + json_samples("<|tool_call|>", "<|/tool_call|>"),
     "xlam": XLAM,
     "openai": HARMONY,

@@ -150,7 +150,7 @@ def test_kimi_and_mistral_keep_the_ids_that_the_model_wrote() -> None:
     [
         ("{% if tools %}<tool_call>\n{{ call.arguments | tojson }}{% endif %}", "hermes"),
         ("<tool_call>{{ name }}\n<arg_key>", "glm45"),
-        ("<tool_call>\n<function=example>", "qwen3_coder"),
+        ("<tool_call>\n<function=example>\n<parameter=a>", "qwen3_coder"),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral_newer"),
         ("[TOOL_CALLS][{{ calls }}]", "mistral"),
         ('Respond in the format {"name": function name, "parameters": dictionary of argument', "llama3_json"),

@@ -61,6 +61,8 @@ TWO_CALLS = {
     "internlm": "\n".join(f"<|action_start|><|plugin|>\n{one}<|action_end|>" for one in listed("parameters")),
     "longcat": "\n".join(f"<longcat_tool_call>\n{one}\n</longcat_tool_call>" for one in listed("arguments")),
     "phi4_mini_json": f"functools[{', '.join(listed('arguments'))}]",
+    "gigachat3": "\n".join(f"<|function_call|>{one}" for one in listed("arguments")),
+    "nemotron": f"<TOOLCALL>[{', '.join(listed('arguments'))}]</TOOLCALL>",
     "xlam": f"[{', '.join(listed('arguments'))}]",
     "openai": commentary("weather", PARIS) + "<|start|>assistant" + commentary("now", "{}"),
 }

@@ -42,7 +42,7 @@ DEEPSEEK_V31 = ToolFormat(
 DEEPSEEK_V3 = ToolFormat(
     "deepseek_v3",
     _SECTION.parse,
-    template_markers=(f"tool['type'] + '{SEPARATOR}'", f"tool['type']+'{SEPARATOR}'"),
+    template_markers=(f"['type'] + '{SEPARATOR}'", f"['type']+'{SEPARATOR}'", f"function{SEPARATOR}"),
     call_begins=(BEGIN, CALL),
     markers=_MARKERS,
     call_template=CallTemplate(

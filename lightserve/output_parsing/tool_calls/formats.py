@@ -9,11 +9,13 @@ from lightserve.output_parsing.tool_calls.gemma import FUNCTION_GEMMA, GEMMA4
 from lightserve.output_parsing.tool_calls.harmony import HARMONY
 from lightserve.output_parsing.tool_calls.hermes import HERMES
 from lightserve.output_parsing.tool_calls.json_between import (
+    GIGACHAT3,
     GRANITE,
     GRANITE_20B,
     HUNYUAN_A13B,
     INTERNLM,
     LONGCAT,
+    NEMOTRON,
     PHI4_MINI,
     XLAM,
 )
@@ -52,8 +54,10 @@ TOOL_FORMATS = (
     XLAM,
     GRANITE,
     GRANITE_20B,
-    HERMES,
+    GIGACHAT3,
+    NEMOTRON,
     HUNYUAN_A13B,
+    HERMES,
     MISTRAL_NEWER,
     MISTRAL,
     PYTHONIC,
@@ -83,6 +87,9 @@ ALIASES = {
     "ling3": GLM45,
     "poolside_v1": GLM45,
     "jamba": HUNYUAN_A13B,
+    "minimax": HUNYUAN_A13B,
+    "minimax_m1": HUNYUAN_A13B,
+    "apriel": HUNYUAN_A13B,
     "interns1": INTERNLM,
     "phi4": PHI4_MINI,
     "gpt_oss": HARMONY,
@@ -91,15 +98,25 @@ ALIASES = {
 }
 
 
+# Chat templates with any of these use another format, although they have markers of ours: MiniMax M3, Functionary 3.1
+UNKNOWN_FORMATS = ("<mm:think>", "<function=example_function_name>{")
+
+
 def tool_format(choice: str, template: str) -> ToolFormat | None:
     """The format by name; ``auto``: the one whose markers are in the chat template, or None."""
     if choice == "none":
         return None
     if choice == "auto":
-        return next((one for one in TOOL_FORMATS if any(marker in template for marker in one.template_markers)), None)
+        return _detect(template)
     name = choice.replace("-", "_")
     found = TOOL_FORMATS_BY_NAME.get(choice) or TOOL_FORMATS_BY_NAME.get(name) or ALIASES.get(name)
     if found is None:
         known = ", ".join(["auto", "none", *TOOL_FORMATS_BY_NAME, *ALIASES])
         raise ServerError(f"unknown --tool_call_parser {choice!r}; use one of {known}")
     return found
+
+
+def _detect(template: str) -> ToolFormat | None:
+    if any(marker in template for marker in UNKNOWN_FORMATS):
+        return None
+    return next((one for one in TOOL_FORMATS if any(marker in template for marker in one.template_markers)), None)

@@ -47,10 +47,26 @@ GRANITE_20B = ToolFormat(
 HUNYUAN_A13B = ToolFormat(
     "hunyuan_a13b",
     JsonBetween(("<tool_calls>",), "</tool_calls>").parse,
-    template_markers=("<tool_calls>[", "<tool_calls>\\n[", "'<tool_calls>'"),
+    template_markers=("<tool_calls>[", "<tool_calls>\\n[", "<tool_calls></tool_calls>"),
     call_begins=("<tool_calls>",),
     markers=("<tool_calls>", "</tool_calls>"),
     call_template=CallTemplate(_CALL, begin="<tool_calls>[", between=", ", end="]</tool_calls>"),
+)
+GIGACHAT3 = ToolFormat(
+    "gigachat3",
+    JsonBetween(("<|function_call|>", "function call<|role_sep|>"), "").parse,
+    template_markers=("<|function_call|>", "'role': 'function call'"),
+    call_begins=("<|function_call|>", "function call<|role_sep|>"),
+    markers=("<|function_call|>", "<|role_sep|>"),
+    call_template=CallTemplate(f"<|function_call|>{_CALL}", between="\n"),
+)
+NEMOTRON = ToolFormat(
+    "nemotron",
+    JsonBetween(("<TOOLCALL>",), "</TOOLCALL>").parse,
+    template_markers=("<TOOLCALL>",),
+    call_begins=("<TOOLCALL>",),
+    markers=("<TOOLCALL>", "</TOOLCALL>"),
+    call_template=CallTemplate(_CALL, begin="<TOOLCALL>[", between=", ", end="]</TOOLCALL>"),
 )
 INTERNLM = ToolFormat(
     "internlm",

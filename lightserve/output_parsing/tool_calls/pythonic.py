@@ -170,7 +170,7 @@ PYTHONIC = ToolFormat(
 LFM2 = ToolFormat(
     "lfm2",
     PythonBetween("<|tool_call_start|>", "<|tool_call_end|>").parse,
-    template_markers=("<|tool_call_start|>", "<|tool_list_start|>"),
+    template_markers=("<|tool_call_start|>", "<|tool_list_start|>", '"List of tools: ["'),
     call_begins=("<|tool_call_start|>",),
     markers=("<|tool_call_start|>", "<|tool_call_end|>"),
 )

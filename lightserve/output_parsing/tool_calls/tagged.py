@@ -192,7 +192,7 @@ GLM45 = _tagged(
     "<arg_value>",
     "</arg_value>",
 )
-QWEN3_CODER = _tagged("qwen3_coder", Tags("<tool_call>", "</tool_call>", *_FUNCTION), ("<function=",))
+QWEN3_CODER = _tagged("qwen3_coder", Tags("<tool_call>", "</tool_call>", *_FUNCTION), ("<parameter=",))
 SEED_OSS = _tagged("seed_oss", Tags("<seed:tool_call>", "</seed:tool_call>", *_FUNCTION), ("<seed:tool_call>",))
 MINIMAX_M2 = _tagged(
     "minimax_m2", Tags("<minimax:tool_call>", "</minimax:tool_call>", *_INVOKE), ("<minimax:tool_call>",)
