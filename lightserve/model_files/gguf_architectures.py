@@ -1,4 +1,8 @@
-"""The architectures of GGUF files that can be served. A new one needs an entry in ARCHITECTURES and nothing else."""
+"""The architectures of GGUF files that can be served.
+
+A new one needs an entry in ARCHITECTURES, and one in gguf_tokenizer.PRE_TOKENIZERS if its tokenizer splits text in a
+way of its own.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +49,7 @@ _LLAMA_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_QWEN3_TENSORS = _LLAMA_TENSORS | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _BLOOM_TENSORS = {
     "token_embd": "transformer.word_embeddings",
     "token_embd_norm": "transformer.word_embeddings_layernorm",
@@ -68,6 +73,7 @@ ARCHITECTURES = {
         row_orders={"attn_q": RowOrder.ROTARY_PAIRS, "attn_k": RowOrder.ROTARY_PAIRS},
     ),
     "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM", rotary_decoder_fields, "model.layers", _LLAMA_TENSORS),
+    "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM", rotary_decoder_fields, "model.layers", _QWEN3_TENSORS),
     "bloom": GgufArchitecture(
         "bloom",
         "BloomForCausalLM",

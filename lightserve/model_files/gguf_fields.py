@@ -51,6 +51,7 @@ def rotary_decoder_fields(header: GgufHeader) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": _rope_scaling(header, theta, head_dim),
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
 
@@ -79,12 +80,14 @@ def _llama3_scaling(header: GgufHeader, theta: float, head_dim: int) -> dict[str
         return None
     wavelengths = [2 * math.pi * theta ** (2 * i / head_dim) for i in range(head_dim // 2)]
     # Between the bounds, 1/ratio interpolates between 1/factor and 1, so any such ratio yields the original context.
+    # Without such a ratio, any original context that scales the same frequencies gives the same factors.
     originals = [
         _original_context(wavelength, 1 / ratio, 1 / factor)
         for wavelength, ratio in zip(wavelengths, factors, strict=False)
         if 1 < ratio < factor * 0.999
     ]
-    original = round(originals[0]) if originals else 0
+    unscaled = [wavelength for wavelength, ratio in zip(wavelengths, factors, strict=False) if ratio == 1]
+    original = round(originals[0]) if originals else math.ceil(HIGH_FREQ_FACTOR * max(unscaled, default=0))
     if len(factors) != head_dim // 2 or not _is_llama3(factors, wavelengths, factor, original):
         raise unsupported(header, "rope_freqs.weight is not Llama 3's scaling; use the model's Hugging Face folder")
     return {

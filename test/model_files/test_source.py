@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import resolve
-from test.model_files.files import VOCAB, save_as_gguf, tiny_model
+from test.model_files.files import VOCAB, llama3_factors, save_as_gguf, tiny_model
 from test.real_model import smollm2
 
 
@@ -269,7 +268,7 @@ def test_an_unsupported_architecture_is_refused_with_the_supported_ones(tmp_path
     path = save_as_gguf(tiny_model("llama"), tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"))
 
-    assert "'mamba' is not supported; supported: llama, qwen2, bloom" in refusal(path)
+    assert "'mamba' is not supported; supported: llama, qwen2, qwen3, bloom" in refusal(path)
 
 
 def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
@@ -331,11 +330,8 @@ def set_json(path: Path, **changes: object) -> None:
 
 def rope_factors(scaling: dict[str, object]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     """What llama.cpp's converter writes, by transformers' own scaling."""
-    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=scaling | {"rope_theta": 10000.0})
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
-    factors: np.ndarray[tuple[int], np.dtype[np.float32]] = (plain / scaled).float().numpy()
-    return factors
+    rope = scaling | {"rope_theta": 10000.0}
+    return llama3_factors(LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=rope))
 
 
 def test_a_gguf_header_with_any_damaged_byte_is_refused_in_one_line(tmp_path: Path) -> None:
