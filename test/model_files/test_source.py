@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import resolve
-from test.model_files.files import VOCAB, llama3_factors, save_as_gguf, tiny_model
+from test.model_files.files import llama3_factors, save_as_gguf, tiny_model
 from test.real_model import smollm2
 
 
@@ -296,22 +296,6 @@ def test_a_gguf_of_another_version_is_refused(tmp_path: Path) -> None:
     assert "GGUF version 1" in refusal(path)
 
 
-def test_eos_ids_are_read_from_a_gguf(tmp_path: Path) -> None:
-    tokens = [f"t{i}" for i in range(VOCAB)]
-    tokens[7] = "<|im_end|>"
-    types = [1] * VOCAB
-    types[7] = 3
-    metadata = {
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.eot_token_id": 9,
-        "tokenizer.chat_template": "{{ messages[0].content }}<|im_end|>",
-    }
-    path = save_as_gguf(tiny_model("llama"), tmp_path / "model.gguf", metadata)
-
-    assert resolve(str(path)).eos_token_ids() == (2, 7, 9)
-
-
 def test_the_default_models_config_equals_the_published_one() -> None:
     config = smollm2().hf_config()
 
@@ -320,7 +304,7 @@ def test_the_default_models_config_equals_the_published_one() -> None:
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (9, 3, 64)
     assert (config["vocab_size"], config["max_position_embeddings"], config["rope_theta"]) == (49152, 8192, 1e5)
     assert config["tie_word_embeddings"] is True
-    assert smollm2().eos_token_ids() == (2,)
+    assert smollm2().eos_token_ids() == (0, 2)  # <|endoftext|>, <|im_end|>
 
 
 def set_json(path: Path, **changes: object) -> None:
