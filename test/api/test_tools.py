@@ -146,7 +146,7 @@ def test_a_tool_is_called_first_and_the_answer_then_fits_the_schema(client: open
 def test_any_model_calls_a_tool_or_answers_in_the_schema(small: openai.OpenAI) -> None:
     create: Any = small.chat.completions.create
     response = create(
-        model="coder", messages=[QUESTION], tools=[TOOL], response_format=FORMAT, n=8, seed=1, max_tokens=96
+        model="coder", messages=[QUESTION], tools=[TOOL], response_format=FORMAT, n=4, seed=1, max_tokens=48
     )
 
     ended = [choice for choice in response.choices if choice.finish_reason != "length"]
