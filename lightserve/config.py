@@ -133,6 +133,9 @@ class HttpConfig:
     ssl_ca_certs: str | None = option(
         None, "CA certificates, PEM; every client must then present a certificate signed by one of them"
     )
+    chat_template: str | None = option(
+        None, "Jinja file, or the template itself, that replaces the model's chat templates; default: the model's own"
+    )
     tool_call_parser: str = option(
         "auto", "format of the model's tool calls, such as hermes or llama3_json; auto: detect from its chat template"
     )

@@ -42,7 +42,8 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     manager = HttpServerManager(child_config.index, to_router, from_detokenization)
     source = resolve(config.worker.model_dir, needs_weights=False)
     name = config.http.model_name or source.name
-    context = ServerContext(config.http, name, manager, load_tokenizer_or_none(source))
+    tokenizer = load_tokenizer_or_none(source, config.http.chat_template)
+    context = ServerContext(config.http, name, manager, tokenizer)
     context.warm_up()
     output_formats(context)  # an unknown --tool_call_parser or --reasoning_parser fails here
     server = _Server(context, launcher)

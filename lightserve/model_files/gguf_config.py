@@ -22,3 +22,13 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
         "eos_token_id": header.metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": header.metadata.get("tokenizer.ggml.padding_token_id"),
     }
+
+
+def chat_templates_from_gguf(header: GgufHeader) -> dict[str, str]:
+    """By name: ``tokenizer.chat_template`` is the default one, ``tokenizer.chat_template.NAME`` are the others."""
+    key = "tokenizer.chat_template"
+    texts = {name: value for name, value in header.metadata.items() if name == key or name.startswith(f"{key}.")}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise unsupported(header, f"metadata {name} is not a string; download it again")
+    return {name.removeprefix(key).removeprefix(".") or "default": text for name, text in texts.items()}

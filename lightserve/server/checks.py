@@ -30,7 +30,7 @@ def check(config: ServerConfig) -> ModelInfo:
     _check_access(config.http)
     is_weightless = config.launch.null_worker or config.worker.load_format == "dummy"
     source = resolve(config.worker.model_dir, needs_weights=not is_weightless)
-    tokenizer = load_tokenizer_or_none(source)
+    tokenizer = load_tokenizer_or_none(source, config.http.chat_template)
     if not config.launch.null_worker:
         _check_model(source, config, tokenizer)
     _warn_about_missing_parts(source, config, tokenizer)
