@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -136,6 +138,9 @@ class HttpConfig:
     chat_template: str | None = option(
         None, "Jinja file, or the template itself, that replaces the model's chat templates; default: the model's own"
     )
+    default_chat_template_kwargs: str = option(
+        "", "JSON object with variables for the chat template; a request's own values win"
+    )
     tool_call_parser: str = option(
         "auto", "format of the model's tool calls, such as hermes or llama3_json; auto: detect from its chat template"
     )
@@ -155,6 +160,7 @@ class HttpConfig:
             raise ServerError("--ssl_keyfile and --ssl_ca_certs need --ssl_certfile")
         if not 0 <= self.port < 65536:
             raise ServerError(f"port={self.port}: must be between 0 and 65535")
+        _ = self.template_variables
         unknown = set(self.compat_names) - {"vllm", "lightllm"}
         if unknown:
             raise ServerError(
@@ -165,6 +171,11 @@ class HttpConfig:
     def num_processes(self) -> int:
         """The number of HTTP processes; the same in every process of this server."""
         return self.httpserver_workers or min(max(available_cores() // CORES_PER_HTTP_PROCESS, 1), MAX_HTTP_PROCESSES)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The object of --default_chat_template_kwargs."""
+        return _json_object("default_chat_template_kwargs", self.default_chat_template_kwargs)
 
     @property
     def compat_names(self) -> list[str]:
@@ -195,6 +206,17 @@ class ServerConfig:
     router: RouterConfig
     http: HttpConfig
     launch: LaunchConfig
+
+
+@functools.lru_cache(maxsize=4)
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise ServerError(f"{name}={text!r}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ServerError(f"{name}={text!r}: must be a JSON object")
+    return value
 
 
 def _at_least(config: Any, least: int, *names: str) -> None:
