@@ -135,6 +135,11 @@ class HttpConfig:
     ssl_ca_certs: str | None = option(
         None, "CA certificates, PEM; every client must then present a certificate signed by one of them"
     )
+    generation_config: str = option(
+        "auto",
+        "sampling defaults: auto: of the model's generation_config.json; none: the API's own; "
+        "or a folder or file with another one; a request's own values win",
+    )
     chat_template: str | None = option(
         None, "Jinja file, or the template itself, that replaces the model's chat templates; default: the model's own"
     )

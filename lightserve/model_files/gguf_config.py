@@ -8,6 +8,15 @@ from lightserve.model_files.gguf_architectures import architecture_of
 from lightserve.model_files.gguf_fields import shape_fields, unsupported
 from lightserve.model_files.gguf_header import GgufHeader
 
+# general.sampling: the name in generation_config.json
+SAMPLING_NAMES = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
 
 def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
     architecture = architecture_of(header)
@@ -32,3 +41,13 @@ def chat_templates_from_gguf(header: GgufHeader) -> dict[str, str]:
         if not isinstance(text, str):
             raise unsupported(header, f"metadata {name} is not a string; download it again")
     return {name.removeprefix(key).removeprefix(".") or "default": text for name, text in texts.items()}
+
+
+def generation_config_from_gguf(header: GgufHeader) -> dict[str, Any]:
+    given = {name: header.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING_NAMES.items()}
+    return {name: _as_written(value) for name, value in given.items() if value is not None}
+
+
+def _as_written(value: Any) -> Any:
+    """GGUF stores float32: 0.7 is read as 0.699999988."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value

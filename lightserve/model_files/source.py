@@ -14,8 +14,8 @@ from typing import Any
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import fetch
 from lightserve.model_files.end_tokens import end_tokens_of_folder, end_tokens_of_gguf
-from lightserve.model_files.folder import find_weight_files, read_chat_templates, read_json
-from lightserve.model_files.gguf_config import chat_templates_from_gguf, config_from_gguf
+from lightserve.model_files.folder import find_weight_files, read_chat_templates, read_json, read_json_if_exists
+from lightserve.model_files.gguf_config import chat_templates_from_gguf, config_from_gguf, generation_config_from_gguf
 from lightserve.model_files.gguf_header import GgufHeader, read_gguf_header
 
 
@@ -37,6 +37,10 @@ class ModelSource(ABC):
         """The Jinja text of each chat template by its name, such as ``default`` or ``tool_use``."""
 
     @abstractmethod
+    def generation_config(self) -> dict[str, Any]:
+        """The model's ``generation_config.json``, or the same fields from GGUF metadata."""
+
+    @abstractmethod
     def weight_files(self) -> list[Path]:
         """The files that contain tensors. Raises ModelFilesError if one is missing or truncated."""
 
@@ -54,6 +58,9 @@ class FolderSource(ModelSource):
 
     def chat_templates(self) -> dict[str, str]:
         return read_chat_templates(self.path)
+
+    def generation_config(self) -> dict[str, Any]:
+        return read_json_if_exists(self.path / "generation_config.json")
 
     def weight_files(self) -> list[Path]:
         return find_weight_files(self.path)
@@ -75,6 +82,10 @@ class GgufSource(ModelSource):
 
     def chat_templates(self) -> dict[str, str]:
         return chat_templates_from_gguf(self.header)
+
+    def generation_config(self) -> dict[str, Any]:
+        with _damaged_metadata(self.path):
+            return generation_config_from_gguf(self.header)
 
     def weight_files(self) -> list[Path]:
         return [self.path]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightserve.config import HttpConfig, ServerConfig
 from lightserve.errors import ModelFilesError, ServerError
 from lightserve.model_files.model_config import ModelConfig
+from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import ModelSource, resolve
 from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import check_supported
@@ -22,6 +23,7 @@ logger = init_logger(__name__)
 class ModelInfo:
     name: str  # the name that clients use
     architecture: str
+    sampling_defaults: str  # what the model's files set, for the operator; "": nothing
 
 
 def check(config: ServerConfig) -> ModelInfo:
@@ -35,7 +37,8 @@ def check(config: ServerConfig) -> ModelInfo:
         _check_model(source, config, tokenizer)
     _warn_about_missing_parts(source, config, tokenizer)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]
-    return ModelInfo(config.http.model_name or source.name, str(architectures[0]))
+    defaults = read_sampling_defaults(source, config.http.generation_config)
+    return ModelInfo(config.http.model_name or source.name, str(architectures[0]), str(defaults))
 
 
 def _check_access(http: HttpConfig) -> None:
