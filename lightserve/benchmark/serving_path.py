@@ -2,8 +2,12 @@
 
     python -m lightserve.benchmark.serving_path --streams 64 --http 1 2
 
+    python -m lightserve.benchmark.serving_path --api chat messages responses --tools --tool_call_parser hermes
+
 A null worker returns made-up tokens at once, so HTTP, routing, detokenizing and this client take all the time.
 Tokens then come faster than they can be written one by one, and several events share a write. --step_ms avoids that.
+Flags that this program does not know go to the server: with --reasoning_parser, or with --tools and --tool_call_parser,
+the output of a chat is parsed.
 """
 
 from __future__ import annotations
@@ -12,14 +16,53 @@ import argparse
 import asyncio
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 from urllib.parse import urlsplit
 
 from lightserve.benchmark.server import Server
 from lightserve.benchmark.stream_client import StreamClient, finish, post
 
 DRIVE_S = 300.0
-PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "lightllm": "/generate_stream"}
+TEXT = "The quick brown fox jumps over the lazy dog. " * 3
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    path: str
+    end: bytes  # in the last bytes of every stream
+    body: Callable[[int], Body]  # given the number of tokens
+    tool: Body | None = None  # None: the API has no tools
+
+
+def _messages_body(tokens: int) -> Body:
+    return {"messages": [{"role": "user", "content": TEXT}], "max_tokens": tokens}
+
+
+APIS = {
+    "chat": Api(
+        "/v1/chat/completions",
+        b"[DONE]",
+        _messages_body,
+        {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    ),
+    "completions": Api("/v1/completions", b"[DONE]", lambda tokens: {"prompt": TEXT, "max_tokens": tokens}),
+    "messages": Api("/v1/messages", b"message_stop", _messages_body, {"name": "weather", "input_schema": SCHEMA}),
+    "responses": Api(
+        "/v1/responses",
+        b'"total_tokens"',
+        lambda tokens: {"input": TEXT, "max_output_tokens": tokens},
+        {"type": "function", "name": "weather", "parameters": SCHEMA},
+    ),
+    "lightllm": Api(
+        "/generate_stream",
+        b'"finished":true',
+        lambda tokens: {"inputs": TEXT, "parameters": {"max_new_tokens": tokens, "ignore_eos": True}},
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +71,19 @@ class Load:
     streams: int  # at once
     rounds: int  # requests of each stream, one after the other
     tokens: int  # of each request
+    has_tools: bool = False  # the request offers a tool
 
 
 def request_of(load: Load, host: str) -> bytes:
-    text = "The quick brown fox jumps over the lazy dog. " * 3
-    body: dict[str, object]
-    if load.api == "lightllm":
-        body = {"inputs": text, "parameters": {"max_new_tokens": load.tokens, "ignore_eos": True}}
-    else:
-        body = {"max_tokens": load.tokens, "ignore_eos": True, "stream": True}
-        body |= {"prompt": text} if load.api == "completions" else {"messages": [{"role": "user", "content": text}]}
-    return post(host, PATHS[load.api], json.dumps(body).encode())
+    api = APIS[load.api]
+    body = api.body(load.tokens)
+    if load.api != "lightllm":
+        body |= {"ignore_eos": True, "stream": True}
+    if load.has_tools:
+        if api.tool is None:
+            raise ValueError(f"--tools: {load.api} has no tools")
+        body["tools"] = [api.tool]
+    return post(host, api.path, json.dumps(body).encode())
 
 
 @dataclass(slots=True)
@@ -55,7 +100,7 @@ async def drive(load: Load, url: str) -> Result:
         for _ in range(load.rounds):
             client = StreamClient(request)
             end = await finish(client, url)
-            if b"error" in end or not (b"[DONE]" in end or b'"finished":true' in end):
+            if b'"error":{' in end or APIS[load.api].end not in end:
                 raise RuntimeError(f"a stream ended with {end!r}")
             result.events += client.events
             result.reads += client.reads
@@ -75,7 +120,7 @@ def measure(http_workers: int, load: Load, flags: list[str]) -> str:
     server = Server(["--null_worker", "--httpserver_workers", str(http_workers), *flags])
     try:
         url = server.wait_until_ready()
-        uvloop.run(drive(Load(load.api, load.streams, 1, load.tokens // 4), url))  # every process has met the load once
+        uvloop.run(drive(replace(load, rounds=1, tokens=load.tokens // 4), url))  # every process has met the load once
         before, own_before = server.cpu_s(), time.process_time()
         result = uvloop.run(drive(load, url))
         own = time.process_time() - own_before
@@ -84,24 +129,26 @@ def measure(http_workers: int, load: Load, flags: list[str]) -> str:
         server.stop()
     tokens = load.streams * load.rounds * load.tokens
     costs = {name: (after[name] - before[name]) / tokens * 1e6 for name in sorted(after)}
-    row = ", ".join(f"{name} {cost:.0f}" for name, cost in (costs | {"client": own / tokens * 1e6}).items())
+    row = ", ".join(f"{name} {cost:.2f}" for name, cost in (costs | {"client": own / tokens * 1e6}).items())
     rates = f"{tokens / result.seconds:,.0f} tokens/s, {result.events / result.reads:.1f} events per read"
     return f"{load.api}, {http_workers} http: {rates}; CPU us per token: {row}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--api", choices=PATHS, nargs="+", default=["completions"])
+    parser.add_argument("--api", choices=APIS, nargs="+", default=["completions"])
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--tools", action="store_true", help="requests offer a tool; set --tool_call_parser too")
     parser.add_argument("--http", type=int, nargs="+", default=[1, 2], help="HTTP processes")
     parser.add_argument("--step_ms", type=float, default=0.0, help="how long a step of the null worker takes")
     args, flags = parser.parse_known_args()
     flags += ["--null_step_ms", str(args.step_ms)]
     for api in args.api:
         for http_workers in args.http:
-            print(measure(http_workers, Load(api, args.streams, args.rounds, args.tokens), flags), flush=True)
+            load = Load(api, args.streams, args.rounds, args.tokens, args.tools)
+            print(measure(http_workers, load, flags), flush=True)
 
 
 if __name__ == "__main__":

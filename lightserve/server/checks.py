@@ -21,7 +21,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    name: str  # the name that clients use
+    name: str  # the first name that clients use
     architecture: str
     sampling_defaults: str  # what the model's files set, for the operator; "": nothing
 
@@ -38,7 +38,7 @@ def check(config: ServerConfig) -> ModelInfo:
     _warn_about_missing_parts(source, config, tokenizer)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]
     defaults = read_sampling_defaults(source, config.http.generation_config)
-    return ModelInfo(config.http.model_name or source.name, str(architectures[0]), str(defaults))
+    return ModelInfo(config.http.first_model_name(source.name), str(architectures[0]), str(defaults))
 
 
 def _check_access(http: HttpConfig) -> None:

@@ -6,18 +6,23 @@ import time
 from functools import partial
 
 from lightserve.io_struct import EngineReady, Step, StepResult, Token, TokenOut
+from lightserve.model_files.source import ModelSource, resolve
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker.rpc import GetResult, StepServer
 
 CONTEXT_LEN = 8192
-VOCAB_SIZE = 32_000
+VOCAB_SIZE = 32_000  # of a model whose files do not say it
+# Ids below are special tokens and single bytes in most vocabularies: their text would be held back or left out.
+FIRST_TEXT_ID = 1000
 
 
 class NullWorker:
     """The next token of a request is its last token plus one. A request ends by its length only."""
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, vocab_size: int = VOCAB_SIZE) -> None:
         self._step_s = step_s
+        self._vocab_size = vocab_size
+        self._first_id = min(FIRST_TEXT_ID, vocab_size // 2)
         self._missing: dict[int, int] = {}  # tokens of a request that are not computed yet
         self._last: dict[int, int] = {}  # token of a request
 
@@ -37,26 +42,36 @@ class NullWorker:
             self._missing[row.req_id] -= len(row.slots)
             if self._missing[row.req_id] == 0:
                 self._missing[row.req_id] = 1
-                self._last[row.req_id] = (self._last[row.req_id] + 1) % VOCAB_SIZE
+                self._last[row.req_id] = self._after(self._last[row.req_id])
                 outs.append(TokenOut(row.req_id, Token(self._last[row.req_id])))
         return StepResult(outs)
+
+    def _after(self, token_id: int) -> int:
+        return token_id + 1 if self._first_id <= token_id + 1 < self._vocab_size else self._first_id
+
+
+def model_vocab_size(source: ModelSource) -> int:
+    """The model's own, so that every text that its tokenizer encodes is a valid prompt."""
+    size = source.hf_config().get("vocab_size")
+    return size if isinstance(size, int) and size > 0 else VOCAB_SIZE
 
 
 def main(child_config: ChildConfig, launcher: LauncherConnection, worker_class: type[NullWorker] = NullWorker) -> None:
     config = child_config.config.worker
     server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
     context_len = config.max_req_total_len or CONTEXT_LEN
+    vocab_size = model_vocab_size(resolve(config.model_dir, needs_weights=False))
     pool_len = config.max_total_token_num or config.running_max_req_size * context_len
     launcher.send(
         EngineReady(
             max_total_token_num=pool_len,
             max_req_total_len=min(context_len, pool_len),
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             pipeline_depth=1,
             step_timeout_s=config.step_timeout or 0.0,
         )
     )
-    server.serve(worker_class(child_config.config.launch.null_step_ms / 1e3).launch)
+    server.serve(worker_class(child_config.config.launch.null_step_ms / 1e3, vocab_size).launch)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,91 @@
+"""A worker without a model that writes given texts: router, prefix cache, detokenizer and HTTP processes are real."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from lightserve.io_struct import EngineReady, Step, StepResult, Token, TokenOut
+from lightserve.model_files.source import resolve
+from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer
+from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
+from lightserve.worker.rpc import GetResult, StepServer
+
+FOLDER = "LIGHTSERVE_TEST_SCRIPT"  # environment variable: the folder of the script, one JSON object a line
+UNSCRIPTED = "The script has no text for this prompt."
+CONTEXT_LEN = 65536
+
+
+class ScriptedWorker:
+    """The n-th request gets the n-th line of the script; a line with ``when`` waits for a prompt that matches it."""
+
+    def __init__(self, tokenizer: Tokenizer, script: Path) -> None:
+        self._tokenizer = tokenizer
+        self._script = script
+        self._used: set[int] = set()  # lines of the script
+        self._missing: dict[int, int] = {}  # tokens of a request that are not computed yet
+        self._outputs: dict[int, list[int]] = {}  # tokens of a request that are not sampled yet, the last one first
+
+    def launch(self, step: Step) -> GetResult:
+        return lambda: self._run(step)
+
+    def _run(self, step: Step) -> StepResult:
+        for req_id in step.free:
+            self._missing.pop(req_id, None)
+            self._outputs.pop(req_id, None)
+        for new in step.new:
+            self._missing[new.req_id] = len(new.token_ids) - len(new.cached_slots)
+            self._outputs[new.req_id] = self._output_ids(new.token_ids)
+        outs = []
+        for row in step.rows:
+            self._missing[row.req_id] -= len(row.slots)
+            if self._missing[row.req_id] == 0:
+                self._missing[row.req_id] = 1
+                outs.append(TokenOut(row.req_id, Token(self._next_id(row.req_id))))
+        return StepResult(outs)
+
+    def _next_id(self, req_id: int) -> int:
+        ids = self._outputs[req_id]
+        return ids.pop() if ids else end_id(self._tokenizer)
+
+    def _output_ids(self, prompt_ids: list[int]) -> list[int]:
+        text = self._next_text(self._tokenizer.decode(prompt_ids, skip_special_tokens=False))
+        return self._tokenizer.encode(text, add_special_tokens=False)[::-1]
+
+    def _next_text(self, prompt: str) -> str:
+        lines: list[dict[str, Any]] = [json.loads(line) for line in self._script.read_text().splitlines()]
+        for index, line in enumerate(lines):
+            if index not in self._used and re.search(line.get("when", ""), prompt):
+                self._used.add(index)
+                return str(line["text"])
+        return UNSCRIPTED
+
+
+def end_id(tokenizer: Tokenizer) -> int:
+    assert tokenizer.eos_id is not None
+    return tokenizer.eos_id
+
+
+def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
+    config = child_config.config.worker
+    server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
+    tokenizer = load_tokenizer(resolve(config.model_dir, needs_weights=False))
+    context_len = config.max_req_total_len or CONTEXT_LEN
+    pool_len = config.max_total_token_num or 8 * context_len
+    launcher.send(
+        EngineReady(
+            max_total_token_num=pool_len,
+            max_req_total_len=min(context_len, pool_len),
+            vocab_size=tokenizer.num_ids,
+            pipeline_depth=1,
+            eos_token_ids=(end_id(tokenizer),),
+        )
+    )
+    server.serve(ScriptedWorker(tokenizer, Path(os.environ[FOLDER], "script")).launch)
+
+
+if __name__ == "__main__":
+    run_child("scripted worker", main)
