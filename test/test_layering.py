@@ -28,7 +28,7 @@ LAYERS: dict[str, set[str]] = {
     "utils.process": {"errors", "config", "io_struct"},
     "config": {"errors", "utils"},
     "io_struct": {"errors"},
-    "model_files": {"errors", "utils"},
+    "model_files": {"errors", "io_struct", "utils"},
     "output_parsing": {"errors"},
     "grammar": {"errors", "io_struct", "model_files"},
     "common.kv.token_slots": set(),

@@ -16,6 +16,7 @@ from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.httpserver.manager import HttpServerManager
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import read_json
+from lightserve.model_files.sampling_defaults import SamplingDefaults
 from lightserve.model_files.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ class ServerContext:
     model_name: str  # the first of model_names; responses show it
     manager: HttpServerManager
     optional_tokenizer: Tokenizer | None  # a folder with dummy weights may have none
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # the model's
     grammars: GrammarCheck = field(default_factory=GrammarCheck)
     created: int = field(default_factory=lambda: int(time.time()))
 
