@@ -16,6 +16,8 @@ from lightserve.httpserver.wire.errors import error_object, status_of
 
 
 class MessagesResponse(PartsResponse):
+    keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'  # Anthropic's, which its SDKs skip
+
     def __init__(self, parser: ChoiceParser, log: AccessLog, model: str) -> None:
         super().__init__(parser, log)
         self._head = {"id": f"msg_{log.request_id}", "type": "message", "role": "assistant", "model": model}

@@ -9,6 +9,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import orjson
 from starlette.requests import Request
@@ -20,7 +21,7 @@ from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.json_response import json_response
-from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
+from lightserve.httpserver.wire.sse import KEEP_ALIVE, EventStream, EventWriter, events_of, until_disconnect
 from lightserve.io_struct import FinishReason, StrOut
 from lightserve.output_parsing import CallArguments, CallStart, Content, Delta, Reasoning
 
@@ -50,6 +51,8 @@ class Part:
 
 class PartsResponse(ABC):
     """Collects one output. Subclasses write it: as events while it arrives, or as one body at the end."""
+
+    keep_alive: ClassVar[bytes] = KEEP_ALIVE  # what a stream sends while it waits
 
     def __init__(self, parser: ChoiceParser, log: AccessLog) -> None:
         self.log = log
@@ -133,7 +136,7 @@ class PartsResponse(ABC):
         return self.on_part_end(part)
 
 
-class PartsEventWriter:
+class PartsEventWriter(EventWriter):
     """Writes a response as named server-sent events."""
 
     def __init__(self, response: PartsResponse) -> None:
@@ -147,6 +150,9 @@ class PartsEventWriter:
 
     def error(self, error: LightserveError, request_id: str) -> bytes:
         return b"".join(map(_encoded, self._response.on_error(error, request_id)))
+
+    def keep_alive(self) -> bytes:
+        return self._response.keep_alive
 
 
 async def respond_in_parts(

@@ -28,7 +28,7 @@ from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.errors import error_object
 from lightserve.httpserver.wire.json_response import json_response
-from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
+from lightserve.httpserver.wire.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.io_struct import StrOut
 from lightserve.output_parsing import CallArguments, CallStart, Content, Delta, Reasoning
 
@@ -43,7 +43,7 @@ async def respond(request: Request, body: GenerationBody, generation: Generation
     return json_response(await until_disconnect(request, collect_response(generation, spec)))
 
 
-class ChunkWriter:
+class ChunkWriter(EventWriter):
     """Writes one chunk for a token that has text, and more chunks for the first and the last token of a choice."""
 
     def __init__(self, spec: ResponseSpec, log: AccessLog, has_usage: bool, has_continuous_usage: bool) -> None:
@@ -94,6 +94,9 @@ class ChunkWriter:
 
     def error(self, error: LightserveError, request_id: str) -> bytes:
         return _event(error_object(error, request_id)) + DONE
+
+    def keep_alive(self) -> bytes:
+        return self._spec.endpoint.keep_alive
 
     def _open(self, index: int, out: StrOut) -> bytes:
         """The first chunk of a choice, with the logprobs of its prompt."""
