@@ -45,6 +45,9 @@ class MessagesResponse(PartsResponse):
         usage = self._usage(self.log.output_tokens)
         return [{"type": "message_delta", "delta": self._stop(), "usage": usage}, {"type": "message_stop"}]
 
+    def keep_alive(self) -> bytes:
+        return PING
+
     def on_error(self, error: LightserveError, request_id: str) -> Events:
         message = error_object(error, request_id)["error"]["message"]
         return [anthropic_error(status_of(error), message, request_id)]
