@@ -32,6 +32,7 @@ class ServerContext:
     optional_tokenizer: Tokenizer | None  # a folder with dummy weights may have none
     grammars: GrammarCheck = field(default_factory=GrammarCheck)
     created: int = field(default_factory=lambda: int(time.time()))
+    run_dir: str | None = None  # the same for all HTTP processes of the server; None: there is none, in tests
 
     @property
     def tokenizer(self) -> Tokenizer:

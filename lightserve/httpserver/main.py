@@ -42,7 +42,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     manager = HttpServerManager(child_config.index, to_router, from_detokenization)
     source = resolve(config.worker.model_dir, needs_weights=False)
     name = config.http.first_model_name(source.name)
-    context = ServerContext(config.http, name, manager, load_tokenizer_or_none(source))
+    context = ServerContext(config.http, name, manager, load_tokenizer_or_none(source), run_dir=child_config.run_dir)
     context.warm_up()
     output_formats(context)  # an unknown --tool_call_parser or --reasoning_parser fails here
     server = _Server(context, launcher)
