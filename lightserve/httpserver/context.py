@@ -34,6 +34,7 @@ class ServerContext:
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # the model's
     grammars: GrammarCheck = field(default_factory=GrammarCheck)
     created: int = field(default_factory=lambda: int(time.time()))
+    run_dir: str | None = None  # the same for all HTTP processes of the server; None: there is none, in tests
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -45,7 +45,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     name = config.http.first_model_name(source.name)
     tokenizer = load_tokenizer_or_none(source, config.http.chat_template)
     defaults = read_sampling_defaults(source, config.http.generation_config)
-    context = ServerContext(config.http, name, manager, tokenizer, defaults)
+    context = ServerContext(config.http, name, manager, tokenizer, defaults, run_dir=child_config.run_dir)
     context.warm_up()
     output_formats(context)  # an unknown --tool_call_parser or --reasoning_parser fails here
     server = _Server(context, launcher)

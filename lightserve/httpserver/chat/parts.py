@@ -151,8 +151,13 @@ async def respond_in_parts(
     if is_stream:
         events = events_of(generation, response, generation.log.request_id)
         return await EventStream.open(request, events)
-    await until_disconnect(request, _collect(generation, response))
+    await collect_parts(request, generation, response)
     return json_response(response.body())
+
+
+async def collect_parts(request: Request, generation: Generation, response: PartsResponse) -> None:
+    """Run the generation until its end; stop it when the client disconnects."""
+    await until_disconnect(request, _collect(generation, response))
 
 
 async def _collect(generation: Generation, response: PartsResponse) -> None:
