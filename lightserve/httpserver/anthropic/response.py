@@ -16,6 +16,8 @@ from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.errors import error_object, status_of
 
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
 
 class MessagesResponse(PartsResponse):
     def __init__(self, parser: ChoiceParser, log: AccessLog, model: str) -> None:
@@ -53,6 +55,10 @@ class MessagesResponse(PartsResponse):
         usage = self._usage(self.log.output_tokens)
         last = {"type": "message_delta", "delta": self._stop(), "usage": usage, **self._applied_edits()}
         return [last, {"type": "message_stop"}]
+
+    def keep_alive(self) -> bytes:
+        """What a stream that waits for its next token sends from time to time."""
+        return PING
 
     def on_error(self, error: LightserveError, request_id: str) -> Events:
         message = error_object(error, request_id)["error"]["message"]
