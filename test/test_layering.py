@@ -91,7 +91,7 @@ LAYERS: dict[str, set[str]] = {
         "output_parsing",
     },
     "httpserver.openai": {*HTTP_API, "httpserver.beam_search", "httpserver.chat", "output_parsing"},
-    "httpserver.anthropic": {*HTTP_API, "httpserver.chat"},
+    "httpserver.anthropic": {*HTTP_API, "httpserver.chat", "utils"},
     "httpserver.lightllm": {*HTTP_API, "httpserver.beam_search"},
     "httpserver.tgi": HTTP_API,
     "httpserver.generate": {*HTTP_GROUND, "errors", "httpserver.lightllm", "httpserver.tgi"},
