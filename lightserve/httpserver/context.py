@@ -21,6 +21,7 @@ from lightserve.model_files.tokenizer import Tokenizer
 T = TypeVar("T")
 
 ENCODE_LIMIT_S = 30.0  # 16 MB of digits, the slowest text, take 20 s
+PLACEHOLDER_NAMES = ("tgi", "dummy")  # from Hugging Face's clients, if they know only the address of the server
 LONG_TEXT = 2_000  # characters; longer text (about a millisecond) is encoded in a thread
 
 
@@ -61,7 +62,9 @@ class ServerContext:
 
     def check_model(self, name: str | None) -> None:
         is_checked = not self.config.use_tgi_api  # TGI's clients send arbitrary names
-        if not is_checked or name is None or name == self.model_name or name in self.config.model_name:
+        if not is_checked or name is None or name in PLACEHOLDER_NAMES:
+            return
+        if name == self.model_name or name in self.config.model_name:
             return
         names = ", ".join(map(repr, self.model_names))
         found = f"the model {name[:100]!r} does not exist; this server has {names} (--served-model-name adds names)"
