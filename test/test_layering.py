@@ -123,6 +123,7 @@ LAYERS: dict[str, set[str]] = {
         *GROUND,
         "common",
         "grammar",
+        "httpserver",
         "llm",
         "model_files",
         "models",
