@@ -103,7 +103,7 @@ def _render(context: ServerContext, body: ChatBody) -> str:
 
 def _apply(tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any]], adds_turn: bool) -> str:
     """Render with content None for tool calls, which some templates expect; if that fails, with empty content."""
-    tools = [_tool(tool) for tool in body.offered_tools] or None
+    tools = [_tool(tool) for tool in body.prompt_tools] or None
     variables = {"add_generation_prompt": adds_turn, **_variables(body)}
     try:
         return tokenizer.apply_chat_template(messages, tools, **variables)

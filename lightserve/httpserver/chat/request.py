@@ -18,7 +18,7 @@ from lightserve.httpserver.wire.body import Body
 
 MAX_MESSAGES = 2048
 MAX_TOOL_CALLS = 128  # of one message
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 PART_SEPARATOR = "\n"  # between the text parts of a message, as in vLLM and LightLLM
 MEDIA = frozenset(
     {"image_url", "image", "input_image", "input_audio", "audio_url", "audio", "video_url", "video", "file"}
@@ -161,6 +161,11 @@ class ChatBody(GenerationBody, ThinkingFields):
     def offered_tools(self) -> list[Tool]:
         """The tools that the model may call."""
         return [] if self.tools is None or self.tool_choice == "none" else self.tools
+
+    @property
+    def prompt_tools(self) -> list[Tool]:
+        """The tools that the chat template shows."""
+        return self.offered_tools
 
     @property
     def forced_tools(self) -> list[Tool]:

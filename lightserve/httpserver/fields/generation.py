@@ -119,6 +119,10 @@ class GenerationBody(SchedulingFields, BeamFields, GrammarFields, TokenRuleField
     def new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    def new_tokens_within(self, room: int) -> int | None:
+        """The new tokens to generate if the context has room for this many; more than that is refused."""
+        return self.new_tokens
+
     @property
     def is_prompt_only(self) -> bool:
         """max_tokens is 0: the response has no output, only logprobs or an echo of the prompt."""
