@@ -16,6 +16,7 @@ from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.httpserver.manager import HttpServerManager
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import read_json
+from lightserve.model_files.details import ModelDetails
 from lightserve.model_files.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class ServerContext:
     optional_tokenizer: Tokenizer | None  # a folder with dummy weights may have none
     grammars: GrammarCheck = field(default_factory=GrammarCheck)
     created: int = field(default_factory=lambda: int(time.time()))
+    details: ModelDetails | None = None  # None in tests without a model's files
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -51,8 +53,8 @@ class ServerContext:
             self.grammars.prepare(self.optional_tokenizer)
             self.optional_tokenizer.warm_up()
 
-    async def read(self, request: Request) -> dict[str, Any]:
-        return await read_json(request, self.config.max_body_bytes)
+    async def read(self, request: Request, checks_type: bool = True) -> dict[str, Any]:
+        return await read_json(request, self.config.max_body_bytes, checks_type)
 
     def log(self, request: Request, request_id: str | None = None) -> AccessLog:
         """The access log of a request that generates. ``request_id`` is the body's; a header takes precedence."""
