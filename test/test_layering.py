@@ -92,6 +92,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "httpserver.openai": {*HTTP_API, "httpserver.beam_search", "httpserver.chat", "output_parsing"},
     "httpserver.anthropic": {*HTTP_API, "httpserver.chat", "utils"},
+    "httpserver.ollama": {*HTTP_API, "httpserver.chat", "output_parsing"},
     "httpserver.lightllm": {*HTTP_API, "httpserver.beam_search"},
     "httpserver.tgi": HTTP_API,
     "httpserver.generate": {*HTTP_GROUND, "errors", "httpserver.lightllm", "httpserver.tgi"},
