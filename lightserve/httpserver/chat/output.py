@@ -45,7 +45,7 @@ class OutputFormats:
 def output_formats(context: ServerContext) -> OutputFormats:
     """Taken from the flags, or from the chat template."""
     tokenizer = context.optional_tokenizer
-    template = "" if tokenizer is None else tokenizer.chat_template or ""
+    template = "" if tokenizer is None else tokenizer.chat_template_text
     return _formats(context.config.tool_call_parser, context.config.reasoning_parser, template)
 
 
