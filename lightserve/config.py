@@ -119,8 +119,10 @@ class HttpConfig:
         "number of HTTP processes; default: one for every 4 cores, at least 1 and at most 4",
         "api_server_count",
     )
-    model_name: str | None = option(
-        None, "name of the model for clients; default: the name of its folder", "served_model_name"
+    model_name: list[str] = option(
+        [],
+        "names of the model for clients; responses show the first; default: the name of its folder",
+        "served_model_name",
     )
     api_key: list[str] = option([], "keys that clients may use; default: no key is needed")
     api_key_file: str | None = option(None, "file with API keys, one per line; unlike --api_key, ps does not show them")
@@ -148,6 +150,8 @@ class HttpConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "httpserver_workers", "max_body_bytes", "max_choices")
+        if "" in self.model_name:
+            raise ServerError("model_name: a name must not be empty")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ServerError("--ssl_keyfile and --ssl_ca_certs need --ssl_certfile")
         if not 0 <= self.port < 65536:
@@ -162,6 +166,10 @@ class HttpConfig:
     def num_processes(self) -> int:
         """The number of HTTP processes; the same in every process of this server."""
         return self.httpserver_workers or min(max(available_cores() // CORES_PER_HTTP_PROCESS, 1), MAX_HTTP_PROCESSES)
+
+    def first_model_name(self, default: str) -> str:
+        """The name that responses show; ``default`` if --model_name is not set."""
+        return self.model_name[0] if self.model_name else default
 
     @property
     def compat_names(self) -> list[str]:

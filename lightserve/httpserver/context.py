@@ -27,7 +27,7 @@ LONG_TEXT = 2_000  # characters; longer text (about a millisecond) is encoded in
 @dataclass(frozen=True, slots=True)
 class ServerContext:
     config: HttpConfig
-    model_name: str
+    model_name: str  # the first of model_names; responses show it
     manager: HttpServerManager
     optional_tokenizer: Tokenizer | None  # a folder with dummy weights may have none
     grammars: GrammarCheck = field(default_factory=GrammarCheck)
@@ -38,6 +38,11 @@ class ServerContext:
         if self.optional_tokenizer is None:
             raise InvalidRequestError("this model has no tokenizer; give prompts as token ids")
         return self.optional_tokenizer
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names under which clients may ask for the model."""
+        return tuple(dict.fromkeys((self.model_name, *self.config.model_name)))
 
     def warm_up(self) -> None:
         """Prepare what the first request would wait for: 0.3 s with a vocabulary of 128,000."""
@@ -56,10 +61,11 @@ class ServerContext:
 
     def check_model(self, name: str | None) -> None:
         is_checked = not self.config.use_tgi_api  # TGI's clients send arbitrary names
-        if is_checked and name is not None and name != self.model_name:
-            raise ModelNotFoundError(
-                f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}", "model"
-            )
+        if not is_checked or name is None or name == self.model_name or name in self.config.model_name:
+            return
+        names = ", ".join(map(repr, self.model_names))
+        found = f"the model {name[:100]!r} does not exist; this server has {names} (--served-model-name adds names)"
+        raise ModelNotFoundError(found, "model")
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt."""

@@ -41,7 +41,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     to_router: Sender[ToRouter] = Sender(child_config.address("router"))
     manager = HttpServerManager(child_config.index, to_router, from_detokenization)
     source = resolve(config.worker.model_dir, needs_weights=False)
-    name = config.http.model_name or source.name
+    name = config.http.first_model_name(source.name)
     context = ServerContext(config.http, name, manager, load_tokenizer_or_none(source))
     context.warm_up()
     output_formats(context)  # an unknown --tool_call_parser or --reasoning_parser fails here

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_json_if_exists(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
-
-
-def read_eos_ids(path: Path) -> set[int]:
-    """The ``eos_token_id`` of a config: it may be missing, null, one id or a list."""
-    value = read_json_if_exists(path).get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token_id, int) for token_id in ids):
-        text = reprlib.repr(value)
-        raise ModelFilesError(f"{path}: eos_token_id is {text}, not an integer or a list of integers; correct it")
-    return {token_id for token_id in ids if token_id >= 0}  # -1 means none
 
 
 def read_chat_template(folder: Path) -> str | None:

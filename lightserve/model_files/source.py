@@ -13,8 +13,9 @@ from typing import Any
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import fetch
-from lightserve.model_files.folder import find_weight_files, read_chat_template, read_eos_ids, read_json
-from lightserve.model_files.gguf_config import config_from_gguf, eos_ids_from_gguf
+from lightserve.model_files.end_tokens import end_tokens_of_folder, end_tokens_of_gguf
+from lightserve.model_files.folder import find_weight_files, read_chat_template, read_json
+from lightserve.model_files.gguf_config import config_from_gguf
 from lightserve.model_files.gguf_header import GgufHeader, read_gguf_header
 
 
@@ -48,8 +49,8 @@ class FolderSource(ModelSource):
         return read_json(self.path / "config.json")
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        ids = read_eos_ids(self.path / "config.json") | read_eos_ids(self.path / "generation_config.json")
-        return tuple(sorted(ids))
+        with _damaged_metadata(self.path):
+            return end_tokens_of_folder(self.path)
 
     def chat_template(self) -> str | None:
         return read_chat_template(self.path)
@@ -70,7 +71,7 @@ class GgufSource(ModelSource):
 
     def eos_token_ids(self) -> tuple[int, ...]:
         with _damaged_metadata(self.path):
-            return eos_ids_from_gguf(self.header)
+            return end_tokens_of_gguf(self.header)
 
     def chat_template(self) -> str | None:
         template = self.header.metadata.get("tokenizer.chat_template")
@@ -116,7 +117,7 @@ def _gguf_source(path: Path, name: str) -> GgufSource:
 
 @contextmanager
 def _damaged_metadata(path: Path) -> Iterator[None]:
-    """In a damaged file, any metadata may have any type: report that as ModelFilesError."""
+    """In a damaged file, any field may have any type: report that as ModelFilesError."""
     try:
         yield
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:

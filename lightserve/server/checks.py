@@ -20,7 +20,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    name: str  # the name that clients use
+    name: str  # the first name that clients use
     architecture: str
 
 
@@ -35,7 +35,7 @@ def check(config: ServerConfig) -> ModelInfo:
         _check_model(source, config, tokenizer)
     _warn_about_missing_parts(source, config, tokenizer)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]
-    return ModelInfo(config.http.model_name or source.name, str(architectures[0]))
+    return ModelInfo(config.http.first_model_name(source.name), str(architectures[0]))
 
 
 def _check_access(http: HttpConfig) -> None:

@@ -47,7 +47,16 @@ def test_the_names_of_other_servers_work() -> None:
     config = parse("--model x --tensor-parallel-size 4 --served-model-name y --max-num-seqs 3")
 
     assert (config.worker.model_dir, config.worker.tp, config.worker.running_max_req_size) == ("x", 4, 3)
-    assert config.http.model_name == "y"
+    assert config.http.model_name == ["y"]
+
+
+@pytest.mark.parametrize("flag", ["--served-model-name", "--served_model_name", "--model_name", "--model-name"])
+def test_a_model_may_have_several_names(flag: str) -> None:
+    config = parse(f"{flag} big claude-haiku --port 9")
+
+    assert (config.http.model_name, config.http.port) == (["big", "claude-haiku"], 9)
+    assert config.http.first_model_name("folder") == "big"
+    assert HttpConfig().first_model_name("folder") == "folder"
 
 
 def test_help_groups_flags_by_the_process_that_needs_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
@@ -12,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 from lightserve import __version__
 from lightserve.errors import InvalidRequestError, UnavailableError
 from lightserve.httpserver.admin.metrics_page import CONTENT_TYPE, MetricsPage
+from lightserve.httpserver.admin.models import add_models
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.wire.body import Body, openapi_body, validate
 from lightserve.httpserver.wire.errors import error_response
@@ -25,35 +24,15 @@ class AbortBody(Body):
 
 def routes(context: ServerContext) -> APIRouter:
     router = APIRouter()
-    _add_models(router, context)
+    add_models(router, context)
+    _add_names(router, context)
     _add_health(router, context)
     _add_load(router, context)
     _add_abort(router, context)
     return router
 
 
-def _add_models(router: APIRouter, context: ServerContext) -> None:
-    def card() -> dict[str, Any]:
-        return {
-            "id": context.model_name,
-            "object": "model",
-            "created": context.created,
-            "owned_by": "lightserve",
-            "root": context.model_name,
-            "parent": None,
-            "max_model_len": context.manager.limits.max_req_total_len,
-            "permission": [],
-        }
-
-    @router.get("/v1/models")
-    async def list_models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [card()]})
-
-    @router.get("/v1/models/{model_id:path}")
-    async def get_model(model_id: str) -> JSONResponse:
-        context.check_model(model_id)
-        return JSONResponse(card())
-
+def _add_names(router: APIRouter, context: ServerContext) -> None:
     @router.get("/get_model_name")
     @router.post("/get_model_name")
     async def get_model_name() -> JSONResponse:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 from pydantic_core import from_json
 
 from lightserve.errors import LightserveError
 from lightserve.httpserver.anthropic.errors import anthropic_error
 from lightserve.httpserver.chat.output import ChoiceParser
-from lightserve.httpserver.chat.parts import Events, Part, PartKind, PartsResponse
+from lightserve.httpserver.chat.parts import DELTA_TEXT, Events, Part, PartKind, PartsResponse, split_event
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.errors import error_object, status_of
 
 
 class MessagesResponse(PartsResponse):
-    keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'  # Anthropic's, which its SDKs skip
-
     def __init__(self, parser: ChoiceParser, log: AccessLog, model: str) -> None:
         super().__init__(parser, log)
         self._head = {"id": f"msg_{log.request_id}", "type": "message", "role": "assistant", "model": model}
+        self._delta_head = self._delta_tail = b""
 
     def body(self) -> JsonObject:
         content = [_block(part, part.text) for part in self.parts]
@@ -31,10 +31,12 @@ class MessagesResponse(PartsResponse):
         return [{"type": "message_start", "message": {**self._head, **empty}}, {"type": "ping"}]
 
     def on_part_start(self, part: Part) -> Events:
+        delta = {"type": "content_block_delta", "index": part.index, "delta": _delta(part.kind, DELTA_TEXT)}
+        self._delta_head, self._delta_tail = split_event(delta)
         return [{"type": "content_block_start", "index": part.index, "content_block": _block(part, "")}]
 
-    def on_part_delta(self, part: Part, text: str) -> Events:
-        return [{"type": "content_block_delta", "index": part.index, "delta": _delta(part.kind, text)}]
+    def delta_event(self, part: Part, text: str) -> bytes:
+        return self._delta_head + orjson.dumps(text) + self._delta_tail
 
     def on_part_end(self, part: Part) -> Events:
         return [{"type": "content_block_stop", "index": part.index}]
@@ -46,6 +48,9 @@ class MessagesResponse(PartsResponse):
     def on_error(self, error: LightserveError, request_id: str) -> Events:
         message = error_object(error, request_id)["error"]["message"]
         return [anthropic_error(status_of(error), message, request_id)]
+
+    def keep_alive(self) -> bytes:
+        return b'event: ping\ndata: {"type":"ping"}\n\n'  # its SDKs skip it, also before message_start
 
     def _stop(self) -> JsonObject:
         found = None if self.finish is None else self.finish.stop_reason

@@ -1,15 +1,16 @@
 """Chat responses that are lists of parts: reasoning, text and calls, in the order in which the model writes them.
 
 OpenAI's Responses call a part an output item, Anthropic's Messages a content block. They differ in how they write it.
+Nearly every token is one delta of the part that is open. So subclasses prepare the bytes around the text of a delta
+when its part starts, and a token only joins bytes. All other events are rare and are written from objects.
 """
 
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import orjson
 from starlette.requests import Request
@@ -21,17 +22,27 @@ from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.json_response import json_response
-from lightserve.httpserver.wire.sse import KEEP_ALIVE, EventStream, EventWriter, events_of, until_disconnect
+from lightserve.httpserver.wire.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.io_struct import FinishReason, StrOut
 from lightserve.output_parsing import CallArguments, CallStart, Content, Delta, Reasoning
 
 Events = list[JsonObject]  # the type of each is its event name too
+DELTA_TEXT = "\0delta\0"  # stands for the text in an event that split_event splits
+_ENCODED_DELTA_TEXT = orjson.dumps(DELTA_TEXT)
 
 
 class PartKind(enum.Enum):
     REASONING = "reasoning"
     TEXT = "text"
     CALL = "call"
+
+
+# kind of the part that a delta belongs to
+_KINDS: dict[type[Delta], PartKind] = {
+    Content: PartKind.TEXT,
+    Reasoning: PartKind.REASONING,
+    CallArguments: PartKind.CALL,
+}
 
 
 @dataclass(slots=True)
@@ -49,10 +60,11 @@ class Part:
         return "".join(self.pieces)
 
 
-class PartsResponse(ABC):
-    """Collects one output. Subclasses write it: as events while it arrives, or as one body at the end."""
+class PartsResponse(EventWriter):
+    """Collects one output. Subclasses write it: as events while it arrives, or as one body at the end.
 
-    keep_alive: ClassVar[bytes] = KEEP_ALIVE  # what a stream sends while it waits
+    It is the EventWriter of its stream.
+    """
 
     def __init__(self, parser: ChoiceParser, log: AccessLog) -> None:
         self.log = log
@@ -81,7 +93,9 @@ class PartsResponse(ABC):
     def on_part_start(self, part: Part) -> Events: ...
 
     @abstractmethod
-    def on_part_delta(self, part: Part, text: str) -> Events: ...
+    def delta_event(self, part: Part, text: str) -> bytes:
+        """The encoded event of more text of the open part. ``on_part_start`` prepares what is the same in all of them:
+        see ``split_event``. It is called for nearly every token."""
 
     @abstractmethod
     def on_part_end(self, part: Part) -> Events: ...
@@ -92,74 +106,50 @@ class PartsResponse(ABC):
     @abstractmethod
     def on_error(self, error: LightserveError, request_id: str) -> Events: ...
 
-    def add(self, out: StrOut) -> Events:
-        events = [] if self._has_begun else self.on_start()
-        self._has_begun = True
-        for delta in self.parser.push(out):
-            events += self._add(delta)
-        if out.finish_reason is not None:
-            self.finish = out
-            events += self._end_part()
-        return events
-
-    def _add(self, delta: Delta) -> Events:
-        match delta:
-            case CallStart(_, call_id, name):
-                return self._start_part(Part(len(self.parts), PartKind.CALL, call_id, name))
-            case CallArguments(_, text):
-                return self._append(PartKind.CALL, text)
-            case Content(text):
-                return self._append(PartKind.TEXT, text)
-            case Reasoning(text):
-                return self._append(PartKind.REASONING, text)
-
-    def _start_part(self, part: Part) -> Events:
-        events = self._end_part()
-        self._open = part
-        self.parts.append(part)
-        return events + self.on_part_start(part)
-
-    def _append(self, kind: PartKind, text: str) -> Events:
-        """Append to the open part, or to a new one; the arguments of a call always follow its start."""
-        events: Events = []
-        if self._open is None or self._open.kind is not kind:
-            events = self._start_part(Part(len(self.parts), kind))
-        part = self.parts[-1]
-        part.pieces.append(text)
-        return events + self.on_part_delta(part, text)
-
-    def _end_part(self) -> Events:
-        part, self._open = self._open, None
-        if part is None:
-            return []
-        part.is_complete = not self.is_truncated
-        return self.on_part_end(part)
-
-
-class PartsEventWriter(EventWriter):
-    """Writes a response as named server-sent events."""
-
-    def __init__(self, response: PartsResponse) -> None:
-        self._response = response
-
     def write(self, outs: Iterable[tuple[int, StrOut]]) -> bytes:
-        return b"".join([_encoded(event) for _, out in outs for event in self._response.add(out)])
+        """The tokens as named server-sent events."""
+        events = [] if self._has_begun else encoded(self.on_start())
+        self._has_begun = True
+        for _, out in outs:
+            for delta in self.parser.push(out):
+                if isinstance(delta, CallStart):
+                    self._start(Part(len(self.parts), PartKind.CALL, delta.id, delta.name), events)
+                    continue
+                part, kind = self._open, _KINDS[type(delta)]
+                if part is None or part.kind is not kind:  # the arguments of a call always follow its start
+                    part = Part(len(self.parts), kind)
+                    self._start(part, events)
+                part.pieces.append(delta.text)
+                events.append(self.delta_event(part, delta.text))
+            if out.finish_reason is not None:
+                self.finish = out
+                self._end_part(events)
+        return b"".join(events)
 
     def end(self) -> bytes:
-        return b"".join(map(_encoded, self._response.on_end()))
+        return b"".join(encoded(self.on_end()))
 
     def error(self, error: LightserveError, request_id: str) -> bytes:
-        return b"".join(map(_encoded, self._response.on_error(error, request_id)))
+        return b"".join(encoded(self.on_error(error, request_id)))
 
-    def keep_alive(self) -> bytes:
-        return self._response.keep_alive
+    def _start(self, part: Part, events: list[bytes]) -> None:
+        self._end_part(events)
+        self._open = part
+        self.parts.append(part)
+        events += encoded(self.on_part_start(part))
+
+    def _end_part(self, events: list[bytes]) -> None:
+        part, self._open = self._open, None
+        if part is not None:
+            part.is_complete = not self.is_truncated
+            events += encoded(self.on_part_end(part))
 
 
 async def respond_in_parts(
     request: Request, is_stream: bool | None, generation: Generation, response: PartsResponse
 ) -> Response:
     if is_stream:
-        events = events_of(generation, PartsEventWriter(response), generation.log.request_id)
+        events = events_of(generation, response, generation.log.request_id)
         return await EventStream.open(request, events)
     await until_disconnect(request, _collect(generation, response))
     return json_response(response.body())
@@ -168,9 +158,15 @@ async def respond_in_parts(
 async def _collect(generation: Generation, response: PartsResponse) -> None:
     async with generation:
         async for outs in generation:
-            for _, out in outs:
-                response.add(out)
+            response.write(outs)
 
 
-def _encoded(event: JsonObject) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
+def encoded(events: Events) -> list[bytes]:
+    return [b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in events]
+
+
+def split_event(event: JsonObject) -> tuple[bytes, bytes]:
+    """The encoded event before and after the text of a delta. The text in ``event`` is DELTA_TEXT."""
+    [whole] = encoded([event])
+    head, _, tail = whole.partition(_ENCODED_DELTA_TEXT)
+    return head, tail

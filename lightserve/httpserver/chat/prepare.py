@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from lightserve.httpserver.chat.output import OutputPlan, check_tools, output_plan
-from lightserve.httpserver.chat.prompt import chat_prompt
+from lightserve.httpserver.chat.output import OutputPlan, check_tools, output_formats, output_plan
+from lightserve.httpserver.chat.prompt import chat_prompt, generation_prompt
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.grammar import requested_grammar
@@ -34,7 +34,9 @@ async def prepare_chat(
     log = context.log(request, body.request_id)
     check_tools(context, body)
     prompt, ids = await chat_prompt(context, body)
-    output = output_plan(context, body, prompt)
+    reasoning = output_formats(context).reasoning
+    tags = () if reasoning is None else (reasoning.begin, reasoning.end)
+    output = output_plan(context, body, await generation_prompt(context, body, prompt, tags))
     grammar = await requested_grammar(context, output)
     prompt_requests = build_prompt_requests(context, body, [ids], logprobs, grammar=grammar)
     log.prompt_tokens = len(prompt_requests[0].prompt_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -37,11 +38,48 @@ RESERVED = frozenset(
 
 async def chat_prompt(context: ServerContext, body: ChatBody) -> tuple[str, list[int]]:
     """The prompt as text and as token ids."""
-    is_long = len(body.messages) > LONG_CHAT or bool(body.tools) or sum(map(_length, body.messages)) >= LONG_TEXT
-    text = await asyncio.to_thread(_render, context, body) if is_long else _render(context, body)
+    text = await asyncio.to_thread(_render, context, body) if _is_long(body) else _render(context, body)
     if not text:
         raise InvalidRequestError("the chat template gives an empty prompt for these messages", "messages")
     return text, await context.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+
+async def generation_prompt(context: ServerContext, body: ChatBody, prompt: str, tags: Sequence[str]) -> str:
+    """What the template writes after the last message, or with it if the model continues it.
+
+    The parsers look there for the ``tags`` with which the template begins or ends the reasoning of the output. If no
+    message could have written a tag at the end of the prompt, the whole prompt tells the same and is returned.
+    """
+    if not _has_own_tag(body, prompt, tags):
+        return prompt
+    before = await asyncio.to_thread(_prompt_before_output, context, body)
+    return prompt[_first_difference(before, prompt) :]
+
+
+def _has_own_tag(body: ChatBody, prompt: str, tags: Sequence[str]) -> bool:
+    if body.continue_final_message:
+        return any(tag in prompt for tag in tags)
+    last = (body.messages[-1].content or "").rstrip()
+    return any(last.endswith(tag) for tag in tags)
+
+
+def _prompt_before_output(context: ServerContext, body: ChatBody) -> str:
+    """The prompt without the assistant's turn. It is "" if the template does not render it."""
+    messages = body.messages[:-1] if body.continue_final_message else body.messages
+    try:
+        return _apply(context.tokenizer, body, [for_template(message) for message in messages], adds_turn=False)
+    except InvalidRequestError:
+        return ""
+
+
+def _first_difference(before: str, prompt: str) -> int:
+    if prompt.startswith(before):
+        return len(before)
+    return next((i for i, (one, other) in enumerate(zip(before, prompt, strict=False)) if one != other), len(prompt))
+
+
+def _is_long(body: ChatBody) -> bool:
+    return len(body.messages) > LONG_CHAT or bool(body.tools) or sum(map(_length, body.messages)) >= LONG_TEXT
 
 
 def _length(message: Message) -> int:
@@ -58,21 +96,22 @@ def _render(context: ServerContext, body: ChatBody) -> str:
     messages = [for_template(message) for message in body.messages]
     if body.continue_final_message:
         _append_end_mark(messages[-1])
-    tools = [_tool(tool) for tool in body.offered_tools] or None
     adds_turn = not body.continue_final_message and body.add_generation_prompt is not False
-    text = _apply(context.tokenizer, messages, tools, add_generation_prompt=adds_turn, **_variables(body))
+    text = _apply(context.tokenizer, body, messages, adds_turn)
     return text.rpartition(END_MARK)[0] if body.continue_final_message else text
 
 
-def _apply(tokenizer: Tokenizer, messages: list[dict[str, Any]], *args: Any, **kwargs: Any) -> str:
+def _apply(tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any]], adds_turn: bool) -> str:
     """Render with content None for tool calls, which some templates expect; if that fails, with empty content."""
+    tools = [_tool(tool) for tool in body.offered_tools] or None
+    variables = {"add_generation_prompt": adds_turn, **_variables(body)}
     try:
-        return tokenizer.apply_chat_template(messages, *args, **kwargs)
+        return tokenizer.apply_chat_template(messages, tools, **variables)
     except InvalidRequestError:
         if all(message["content"] is not None for message in messages):
             raise
     filled = [message | {"content": message["content"] or ""} for message in messages]
-    return tokenizer.apply_chat_template(filled, *args, **kwargs)
+    return tokenizer.apply_chat_template(filled, tools, **variables)
 
 
 def _check_arguments(body: ChatBody) -> None:

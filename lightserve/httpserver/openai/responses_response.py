@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import orjson
+
 from lightserve.errors import LightserveError, RequestError
 from lightserve.httpserver.chat.output import ChoiceParser
-from lightserve.httpserver.chat.parts import Events, Part, PartKind, PartsResponse
+from lightserve.httpserver.chat.parts import DELTA_TEXT, Events, Part, PartKind, PartsResponse, split_event
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.errors import error_object
@@ -49,6 +51,7 @@ class ResponsesResponse(PartsResponse):
             },
         }
         self._n_events = 0
+        self._delta_head = self._delta_tail = b""
 
     def body(self) -> JsonObject:
         status = "incomplete" if self.is_truncated else "completed"
@@ -60,17 +63,15 @@ class ResponsesResponse(PartsResponse):
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def on_part_start(self, part: Part) -> Events:
+        self._prepare_deltas(part)
         added = self._event("response.output_item.added", output_index=part.index, item=self._item(part, "in_progress"))
         if part.kind is PartKind.CALL:
             return [added]
         return [added, self._event("response.content_part.added", **self._item_ref(part), part=_content(part, ""))]
 
-    def on_part_delta(self, part: Part, text: str) -> Events:
-        return [
-            self._event(
-                f"response.{_EVENT_NAMES[part.kind]}.delta", **self._item_ref(part), delta=text, **_extra_fields(part)
-            )
-        ]
+    def delta_event(self, part: Part, text: str) -> bytes:
+        self._n_events += 1
+        return b"%b%b%b%d}\n\n" % (self._delta_head, orjson.dumps(text), self._delta_tail, self._n_events - 1)
 
     def on_part_end(self, part: Part) -> Events:
         text = {"arguments": part.text, "name": part.name} if part.kind is PartKind.CALL else {"text": part.text}
@@ -94,6 +95,13 @@ class ResponsesResponse(PartsResponse):
         code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
         error_body = {"code": code, "message": error_object(error, request_id)["error"]["message"]}
         return [self._event("response.failed", response=self._response("failed", error=error_body))]
+
+    def _prepare_deltas(self, part: Part) -> None:
+        """Everything in the delta events of a part but the text and the sequence number, which is their last field."""
+        kind = f"response.{_EVENT_NAMES[part.kind]}.delta"
+        event = {"type": kind, **self._item_ref(part), "delta": DELTA_TEXT, **_extra_fields(part), "sequence_number": 0}
+        self._delta_head, tail = split_event(event)
+        self._delta_tail = tail.removesuffix(b"0}\n\n")
 
     def _event(self, kind: str, **fields: Any) -> JsonObject:
         self._n_events += 1

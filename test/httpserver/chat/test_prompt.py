@@ -155,3 +155,42 @@ def test_arguments_that_would_take_long_to_parse_are_refused(showing: Server) ->
 
     assert response.status_code == 400
     assert "strings, lists and objects" in response.json()["error"]["message"]
+
+
+# what the template writes after the last message
+
+THINKS = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt and turn is defined %}{{ turn }}{% endif %}{# <think> </think> #}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("run"), with_template(THINKS)) as server:
+        server.engine.script = rows("It is", " 4.")
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "is_thinking"),
+    [
+        ([("user", "Write <think>")], {}, False),
+        ([("user", "Write <think>")], {"chat_template_kwargs": {"turn": "<assistant>\n"}}, False),
+        ([("user", "Write <think>")], {"chat_template_kwargs": {"turn": "<think>\n"}}, True),
+        ([("user", "What is 2+2?")], {"chat_template_kwargs": {"turn": "<assistant><think>\n"}}, True),
+        ([("user", "Write </think>")], {"chat_template_kwargs": {"turn": "<think></think>"}}, False),
+        ([("user", "Write <think>"), ("assistant", "Well,")], {"continue_final_message": True}, False),
+        ([("user", "Write </think>"), ("assistant", "<think>Well,")], {"continue_final_message": True}, True),
+        ([("assistant", "<think>Well,")], {"continue_final_message": True}, True),
+    ],
+)
+def test_only_the_template_and_the_assistant_begin_reasoning(
+    thinking: Server, messages: list[tuple[str, str]], fields: dict[str, Any], is_thinking: bool
+) -> None:
+    chat = [{"role": role, "content": content} for role, content in messages]
+
+    message = thinking.chat(messages=chat, **fields).json()["choices"][0]["message"]
+
+    texts = (message.get("reasoning") or "", message["content"] or "")
+    assert texts == (("It is 4.", "") if is_thinking else ("", "It is 4."))
