@@ -8,7 +8,7 @@ when its part starts, and a token only joins bytes. All other events are rare an
 from __future__ import annotations
 
 import enum
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -60,7 +60,7 @@ class Part:
         return "".join(self.pieces)
 
 
-class PartsResponse(EventWriter):
+class PartsResponse(EventWriter, ABC):
     """Collects one output. Subclasses write it: as events while it arrives, or as one body at the end.
 
     It is the EventWriter of its stream.
@@ -151,8 +151,13 @@ async def respond_in_parts(
     if is_stream:
         events = events_of(generation, response, generation.log.request_id)
         return await EventStream.open(request, events)
-    await until_disconnect(request, _collect(generation, response))
+    await collect_parts(request, generation, response)
     return json_response(response.body())
+
+
+async def collect_parts(request: Request, generation: Generation, response: PartsResponse) -> None:
+    """Run the generation until its end; stop it when the client disconnects."""
+    await until_disconnect(request, _collect(generation, response))
 
 
 async def _collect(generation: Generation, response: PartsResponse) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from lightserve import __version__
 from lightserve.httpserver.chat.output import ChoiceParser
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.openai.logprobs import Logprobs, TokenLogprobs, concatenated
@@ -18,6 +19,8 @@ from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.sse import KEEP_ALIVE
 from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
 from lightserve.output_parsing import Delta, Output, merge_deltas
+
+FINGERPRINT = f"lightserve-{__version__}"  # TGI's client does not accept null
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,7 @@ def response_json(spec: ResponseSpec, choices: Sequence[Choice], log: AccessLog)
     usage = usage_fields(log, log.output_tokens, [choice.parser for choice in choices if choice.parser is not None])
     is_in_choice = spec.endpoint.has_prompt_fields_in_choice
     prompt = {} if is_in_choice else spec.prompt_fields(0, choices[0].packed_prompt_logprobs)
-    return {**spec.head(), "choices": written, "system_fingerprint": None, "usage": usage, **prompt}
+    return {**spec.head(), "choices": written, "system_fingerprint": FINGERPRINT, "usage": usage, **prompt}
 
 
 def _choice_json(index: int, choice: Choice, spec: ResponseSpec) -> JsonObject:

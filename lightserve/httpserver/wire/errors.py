@@ -44,7 +44,7 @@ _SCHEMA = {
     "required": ["error"],
     "properties": {
         "error": {
-            "type": ["object", "string"],  # a string in TGI's format
+            "type": ["object", "string"],  # a string in the formats of TGI and Ollama
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
@@ -65,7 +65,7 @@ class ErrorFormat:
 
     path: str
     body: Callable[[int, str, str | None], dict[str, Any]]  # of a status, a message and a request id
-    id_header: bytes  # a header with the request id in every response, in addition to X-Request-Id
+    id_header: bytes | None = None  # a header with the request id in every response, in addition to X-Request-Id
 
 
 def format_of(formats: Sequence[ErrorFormat], path: str) -> ErrorFormat | None:
