@@ -40,7 +40,7 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT /
 DATED = {"log.md"}  # a record of past runs: its flags may no longer exist
 # flags of pytest, benchmarks and test/faults
 OTHER_TOOLS = {"--backend", "--core", "--examples", "--long", "--policy", "--only", "--minutes", "--ops", "--profile"}
-METHODS = "GET|HEAD|POST"
+METHODS = "DELETE|GET|HEAD|POST"
 
 
 def by_name(page: Path) -> str:
