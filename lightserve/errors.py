@@ -59,6 +59,7 @@ class PromptTooLongError(RequestError):
     code = "context_length_exceeded"
 
     def __init__(self, length: int, limit: int, new_tokens: int | None = None) -> None:
+        self.length, self.limit = length, limit  # tokens of the prompt
         reserved = "" if new_tokens is None else f" with {new_tokens} new tokens"
         total = limit + (1 if new_tokens is None else new_tokens)
         super().__init__(

@@ -9,16 +9,15 @@ import tokenizers
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.folder import read_json_if_exists
-from lightserve.model_files.special_tokens import SpecialTokens
+from lightserve.model_files.special_tokens import SpecialTokens, special_token_texts
 
 
 def tokenizer_from_folder(folder: Path) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
     """As transformers 5: tokenizer.json decides which tokens surround a text, not ``add_bos_token``."""
     backend = _read_backend(folder)
-    config = read_json_if_exists(folder / "special_tokens_map.json")
-    config |= read_json_if_exists(folder / "tokenizer_config.json")
-    special = SpecialTokens(*(_text_of(config.get(f"{role}_token")) for role in ("bos", "eos", "unk", "pad")))
-    _add_missing(backend, config.get("added_tokens_decoder", {}), folder)
+    special = special_token_texts(folder)
+    added = read_json_if_exists(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    _add_missing(backend, added, folder)
     _mark_special(backend, special)
     backend.no_truncation()
     backend.no_padding()
@@ -36,13 +35,6 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises only Exception
         raise ModelFilesError(f"{path}: not readable as a tokenizer ({error}); download it again") from error
-
-
-def _text_of(token: Any) -> str | None:
-    """A token is a string, or an object with the fields of an added token."""
-    if isinstance(token, dict):
-        return str(token["content"])
-    return None if token is None else str(token)
 
 
 def _add_missing(backend: tokenizers.Tokenizer, entries: dict[str, dict[str, Any]], folder: Path) -> None:

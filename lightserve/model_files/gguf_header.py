@@ -19,6 +19,10 @@ from lightserve.errors import ModelFilesError
 READABLE_VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 
+# types of tokens in tokenizer.ggml.token_type
+CONTROL = 3  # never part of plain text
+USER_DEFINED = 4  # always matched as a whole, but decoded as ordinary text
+
 
 class Encoding(NamedTuple):
     """ggml packs ``block`` numbers into ``n_bytes`` bytes."""

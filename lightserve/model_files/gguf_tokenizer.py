@@ -9,11 +9,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.gguf_config import CONTROL
-from lightserve.model_files.gguf_header import GgufHeader
+from lightserve.model_files.gguf_header import CONTROL, USER_DEFINED, GgufHeader
 from lightserve.model_files.special_tokens import SpecialTokens, set_surrounding_tokens
-
-USER_DEFINED = 4  # a token type: always matched as a whole, but decoded as ordinary text
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

@@ -13,8 +13,9 @@ from typing import Any
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import fetch
-from lightserve.model_files.folder import find_weight_files, read_chat_template, read_eos_ids, read_json
-from lightserve.model_files.gguf_config import config_from_gguf, eos_ids_from_gguf
+from lightserve.model_files.end_tokens import end_tokens_of_folder, end_tokens_of_gguf
+from lightserve.model_files.folder import find_weight_files, read_chat_templates, read_json, read_json_if_exists
+from lightserve.model_files.gguf_config import chat_templates_from_gguf, config_from_gguf, generation_config_from_gguf
 from lightserve.model_files.gguf_header import GgufHeader, read_gguf_header
 
 
@@ -32,8 +33,12 @@ class ModelSource(ABC):
         """Every token id that ends a generation, sorted."""
 
     @abstractmethod
-    def chat_template(self) -> str | None:
-        """The Jinja text of the default chat template."""
+    def chat_templates(self) -> dict[str, str]:
+        """The Jinja text of each chat template by its name, such as ``default`` or ``tool_use``."""
+
+    @abstractmethod
+    def generation_config(self) -> dict[str, Any]:
+        """The model's ``generation_config.json``, or the same fields from GGUF metadata."""
 
     @abstractmethod
     def weight_files(self) -> list[Path]:
@@ -48,11 +53,14 @@ class FolderSource(ModelSource):
         return read_json(self.path / "config.json")
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        ids = read_eos_ids(self.path / "config.json") | read_eos_ids(self.path / "generation_config.json")
-        return tuple(sorted(ids))
+        with _damaged_metadata(self.path):
+            return end_tokens_of_folder(self.path)
 
-    def chat_template(self) -> str | None:
-        return read_chat_template(self.path)
+    def chat_templates(self) -> dict[str, str]:
+        return read_chat_templates(self.path)
+
+    def generation_config(self) -> dict[str, Any]:
+        return read_json_if_exists(self.path / "generation_config.json")
 
     def weight_files(self) -> list[Path]:
         return find_weight_files(self.path)
@@ -70,13 +78,14 @@ class GgufSource(ModelSource):
 
     def eos_token_ids(self) -> tuple[int, ...]:
         with _damaged_metadata(self.path):
-            return eos_ids_from_gguf(self.header)
+            return end_tokens_of_gguf(self.header)
 
-    def chat_template(self) -> str | None:
-        template = self.header.metadata.get("tokenizer.chat_template")
-        if template is not None and not isinstance(template, str):
-            raise ModelFilesError(f"{self.path}: metadata tokenizer.chat_template is not a string; download it again")
-        return template
+    def chat_templates(self) -> dict[str, str]:
+        return chat_templates_from_gguf(self.header)
+
+    def generation_config(self) -> dict[str, Any]:
+        with _damaged_metadata(self.path):
+            return generation_config_from_gguf(self.header)
 
     def weight_files(self) -> list[Path]:
         return [self.path]
@@ -116,7 +125,7 @@ def _gguf_source(path: Path, name: str) -> GgufSource:
 
 @contextmanager
 def _damaged_metadata(path: Path) -> Iterator[None]:
-    """In a damaged file, any metadata may have any type: report that as ModelFilesError."""
+    """In a damaged file, any field may have any type: report that as ModelFilesError."""
     try:
         yield
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:

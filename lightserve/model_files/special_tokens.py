@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import processors
+
+from lightserve.model_files.folder import read_json_if_exists
 
 
 class SpecialTokens(NamedTuple):
@@ -13,6 +16,20 @@ class SpecialTokens(NamedTuple):
     eos: str | None = None
     unk: str | None = None
     pad: str | None = None
+
+
+def special_token_texts(folder: Path) -> SpecialTokens:
+    """As the files of a Hugging Face folder name them."""
+    config = read_json_if_exists(folder / "special_tokens_map.json")
+    config |= read_json_if_exists(folder / "tokenizer_config.json")
+    return SpecialTokens(*(_text_of(config.get(f"{role}_token")) for role in SpecialTokens._fields))
+
+
+def _text_of(token: Any) -> str | None:
+    """A token is a string, or an object with the fields of an added token."""
+    if isinstance(token, dict):
+        return str(token["content"])
+    return None if token is None else str(token)
 
 
 def set_surrounding_tokens(backend: tokenizers.Tokenizer, first: str | None, last: str | None) -> None:

@@ -17,7 +17,10 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 VOCAB = 96
 LAYERS = 2
@@ -35,6 +38,8 @@ def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
     }
     if model_type == "bloom":
         model = BloomForCausalLM(BloomConfig(**shape, **{"n_layer": LAYERS, "n_head": 4} | changes))
+    elif model_type == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, **llama | {"head_dim": 32} | changes))
     elif model_type == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shape, **llama | changes))
     else:
@@ -47,15 +52,14 @@ def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
 def save_as_gguf(model: PreTrainedModel, path: Path, add: dict[str, Any] | None = None) -> Path:
     """Write ``model`` in float32 as llama.cpp's converter does; ``add`` holds more tensors and metadata."""
     model_type = model.config.model_type
-    arch = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "bloom": gguf.MODEL_ARCH.BLOOM}[model_type]
-    names = gguf.get_tensor_name_map(arch, LAYERS)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[model_type.upper()], LAYERS)
     writer = start_gguf(path, model_type, model.config)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         gguf_name = names.get_name(name.removeprefix("transformer."), try_suffixes=(".weight", ".bias"))
         writer.add_tensor(gguf_name, convert(name, tensor, model).numpy())
-    for name, value in (add or {}).items():
+    for name, value in (rope_fields(model.config) | (add or {})).items():
         add_to(writer, name, value)
     return finish(writer, path)
 
@@ -76,7 +80,33 @@ def start_gguf(path: Path, model_type: str, config: Any) -> gguf.GGUFWriter:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if getattr(config, "head_dim", None) is not None:
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     return writer
+
+
+def rope_fields(config: Any) -> dict[str, Any]:
+    """What the converter writes for scaled rotary positions: Llama 3's as a tensor of factors, others as metadata."""
+    rope = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
+    kind, prefix = rope["rope_type"], f"{config.model_type}.rope.scaling"
+    if kind == "default":
+        return {}
+    if kind == "llama3":
+        return {"rope_freqs.weight": llama3_factors(config)}
+    fields = {f"{prefix}.type": kind, f"{prefix}.factor": float(rope["factor"])}
+    if "original_max_position_embeddings" in rope:
+        fields[f"{prefix}.original_context_length"] = rope["original_max_position_embeddings"]
+    return fields
+
+
+def llama3_factors(config: Any) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """By transformers' own scaling."""
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    dim = 2 * len(scaled)
+    plain = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, dim, 2) / dim)
+    factors: np.ndarray[tuple[int], np.dtype[np.float32]] = (plain / scaled).float().numpy()
+    return factors
 
 
 def add_to(writer: gguf.GGUFWriter, name: str, value: Any) -> None:

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import resolve
-from test.model_files.files import VOCAB, save_as_gguf, tiny_model
+from test.model_files.files import llama3_factors, save_as_gguf, tiny_model
 from test.real_model import smollm2
 
 
@@ -76,24 +75,43 @@ def test_a_missing_generation_config_adds_nothing(folder: Path) -> None:
 def test_the_chat_template_comes_from_its_own_file_before_the_tokenizer_config(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "in the config"}))
     source = resolve(str(folder))
-    assert source.chat_template() == "in the config"
+    assert source.chat_templates() == {"default": "in the config"}
 
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "in json"}))
-    assert source.chat_template() == "in json"
+    assert source.chat_templates() == {"default": "in json"}
 
     (folder / "chat_template.jinja").write_text("in its own file")
-    assert source.chat_template() == "in its own file"
+    assert source.chat_templates() == {"default": "in its own file"}
 
 
-def test_the_default_of_several_named_chat_templates_is_used(folder: Path) -> None:
+def test_several_chat_templates_have_names(folder: Path) -> None:
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    expected = {"tool_use": "tools", "default": "plain"}
+    assert resolve(str(folder)).chat_templates() == expected
 
-    assert resolve(str(folder)).chat_template() == "plain"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("documents")
+    assert resolve(str(folder)).chat_templates() == expected | {"rag": "documents"}
+
+    (folder / "chat_template.jinja").write_text("own file")
+    assert resolve(str(folder)).chat_templates() == {"default": "own file", "rag": "documents"}
+
+
+def test_a_gguf_can_have_several_chat_templates(tmp_path: Path) -> None:
+    metadata = {
+        "tokenizer.chat_template": "plain",
+        "tokenizer.chat_templates": ["tool_use", "rag"],
+        "tokenizer.chat_template.tool_use": "tools",
+        "tokenizer.chat_template.rag": "documents",
+    }
+    source = resolve(str(save_as_gguf(tiny_model("llama"), tmp_path / "model.gguf", metadata)))
+
+    assert source.chat_templates() == {"default": "plain", "tool_use": "tools", "rag": "documents"}
 
 
 def test_a_folder_without_a_chat_template_has_none(folder: Path) -> None:
-    assert resolve(str(folder)).chat_template() is None
+    assert resolve(str(folder)).chat_templates() == {}
 
 
 def test_a_name_is_found_in_the_hf_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +287,7 @@ def test_an_unsupported_architecture_is_refused_with_the_supported_ones(tmp_path
     path = save_as_gguf(tiny_model("llama"), tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"))
 
-    assert "'mamba' is not supported; supported: llama, qwen2, bloom" in refusal(path)
+    assert "'mamba' is not supported; supported: llama, qwen2, qwen3, bloom" in refusal(path)
 
 
 def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
@@ -297,22 +315,6 @@ def test_a_gguf_of_another_version_is_refused(tmp_path: Path) -> None:
     assert "GGUF version 1" in refusal(path)
 
 
-def test_eos_ids_are_read_from_a_gguf(tmp_path: Path) -> None:
-    tokens = [f"t{i}" for i in range(VOCAB)]
-    tokens[7] = "<|im_end|>"
-    types = [1] * VOCAB
-    types[7] = 3
-    metadata = {
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.eot_token_id": 9,
-        "tokenizer.chat_template": "{{ messages[0].content }}<|im_end|>",
-    }
-    path = save_as_gguf(tiny_model("llama"), tmp_path / "model.gguf", metadata)
-
-    assert resolve(str(path)).eos_token_ids() == (2, 7, 9)
-
-
 def test_the_default_models_config_equals_the_published_one() -> None:
     config = smollm2().hf_config()
 
@@ -321,7 +323,7 @@ def test_the_default_models_config_equals_the_published_one() -> None:
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (9, 3, 64)
     assert (config["vocab_size"], config["max_position_embeddings"], config["rope_theta"]) == (49152, 8192, 1e5)
     assert config["tie_word_embeddings"] is True
-    assert smollm2().eos_token_ids() == (2,)
+    assert smollm2().eos_token_ids() == (0, 2)  # <|endoftext|>, <|im_end|>
 
 
 def set_json(path: Path, **changes: object) -> None:
@@ -331,11 +333,8 @@ def set_json(path: Path, **changes: object) -> None:
 
 def rope_factors(scaling: dict[str, object]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     """What llama.cpp's converter writes, by transformers' own scaling."""
-    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=scaling | {"rope_theta": 10000.0})
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
-    factors: np.ndarray[tuple[int], np.dtype[np.float32]] = (plain / scaled).float().numpy()
-    return factors
+    rope = scaling | {"rope_theta": 10000.0}
+    return llama3_factors(LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=rope))
 
 
 def test_a_gguf_header_with_any_damaged_byte_is_refused_in_one_line(tmp_path: Path) -> None:

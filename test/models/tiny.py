@@ -74,13 +74,24 @@ ONE_RANK = RankGroup()
 def build_ours(
     hf: Any, tp: RankGroup = ONE_RANK, dtype: torch.dtype = torch.float32, device: str = "cpu", max_len: int = MAX_LEN
 ) -> TpPartBaseModel:
-    config = ModelConfig.from_hf(hf.config.to_dict())
+    return build_model(hf.config.to_dict(), checkpoint_of(hf), tp, dtype, device, max_len)
+
+
+def build_model(
+    hf_config: dict[str, Any],
+    checkpoint: Iterator[CheckpointTensor],
+    tp: RankGroup = ONE_RANK,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    max_len: int = MAX_LEN,
+) -> TpPartBaseModel:
+    config = ModelConfig.from_hf(hf_config)
     args = ModelArgs(
         config=config,
         dtype=dtype,
         device=torch.device(device),
         parallel=Parallel(tp=tp),
-        checkpoint=checkpoint_of(hf),
+        checkpoint=checkpoint,
         max_total_token_num=NUM_SLOTS,
         max_reqs=8,
         max_req_total_len=max_len,

@@ -273,6 +273,7 @@ def test_a_tolerable_problem_logs_a_warning(
 ) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     setting("config.json", **changes)(folder)
+    setting("tokenizer_config.json", eos_token=None)(folder)
 
     check(parse_server(["--port=0", "--load_format=dummy", f"--model_dir={folder}"]))
 

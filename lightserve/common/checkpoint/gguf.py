@@ -14,39 +14,13 @@ import torch
 from torch import Tensor
 
 from lightserve.errors import CheckpointError
+from lightserve.model_files.gguf_architectures import GgufArchitecture, RowOrder, architecture_of
 from lightserve.model_files.gguf_header import GgufHeader, TensorEntry
 
 # Numbers decoded at a time. From 32768 numbers on torch splits work over threads, and on shared cores these threads
 # wait for each other: SmolLM2 on two busy cores took 1.6 s with this value and 22 s with 1 << 19.
 CHUNK = (1 << 15) - 256
 
-_LLAMA_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_BLOOM_NAMES = {
-    "token_embd": "transformer.word_embeddings",
-    "token_embd_norm": "transformer.word_embeddings_layernorm",
-    "output_norm": "transformer.ln_f",
-    "attn_norm": "input_layernorm",
-    "attn_qkv": "self_attention.query_key_value",
-    "attn_output": "self_attention.dense",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_up": "mlp.dense_h_to_4h",
-    "ffn_down": "mlp.dense_4h_to_h",
-}
-_NAMES = {"llama": _LLAMA_NAMES, "qwen2": _LLAMA_NAMES, "bloom": _BLOOM_NAMES}
-_LAYERS = {"llama": "model.layers", "qwen2": "model.layers", "bloom": "transformer.h"}
 _LAYER_TENSOR = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.(?P<kind>weight|bias)")
 _OTHER_TENSOR = re.compile(r"(?P<part>\w+)\.(?P<kind>weight|bias)")
 
@@ -69,36 +43,41 @@ def gguf_bytes(header: GgufHeader) -> int:
 
 def _wanted(header: GgufHeader) -> list[tuple[TensorEntry, str]]:
     """The tensors of the model in file order, with their names in transformers."""
-    model_type = header.metadata["general.architecture"]
+    architecture = architecture_of(header)
     entries = sorted(header.tensors.values(), key=lambda entry: entry.offset)
-    return [(entry, _name(header, model_type, entry.name)) for entry in entries if not _is_derived(model_type, entry)]
+    return [
+        (entry, _name(header, architecture, entry.name)) for entry in entries if not _is_skipped(architecture, entry)
+    ]
 
 
-def _is_derived(model_type: str, entry: TensorEntry) -> bool:
-    """Rotary factors are in the config, and Bloom's head is a copy of its embedding."""
-    return "rope_freqs" in entry.name or (model_type == "bloom" and entry.name == "output.weight")
+def _is_skipped(architecture: GgufArchitecture, entry: TensorEntry) -> bool:
+    """Rotary factors are in the config."""
+    return "rope_freqs" in entry.name or entry.name.partition(".")[0] in architecture.copies
 
 
-def _name(header: GgufHeader, model_type: str, name: str) -> str:
+def _name(header: GgufHeader, architecture: GgufArchitecture, name: str) -> str:
     match = _LAYER_TENSOR.fullmatch(name) or _OTHER_TENSOR.fullmatch(name)
-    part = _NAMES[model_type].get(match["part"]) if match else None
+    part = architecture.tensors.get(match["part"]) if match else None
     if match is None or part is None:
+        model_type = architecture.model_type
         raise CheckpointError(f"{header.path}: tensor {name} belongs to no {model_type} model; convert it again")
     layer = match.groupdict().get("layer")
-    prefix = "" if layer is None else f"{_LAYERS[model_type]}.{layer}."
+    prefix = "" if layer is None else f"{architecture.layers}.{layer}."
     return f"{prefix}{part}.{match['kind']}"
 
 
 def _reorder(header: GgufHeader, name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
     """Undo the row permutations of GGUF converters."""
-    model_type = config["model_type"]
-    if model_type == "llama" and (".attn_q." in name or ".attn_k." in name):
-        heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
-        _check_rows(header, name, tensor, 2 * heads)
-        return _halves(tensor, heads)
-    if model_type == "bloom" and ".attn_qkv." in name:
-        _check_rows(header, name, tensor, 3 * config["num_attention_heads"])
-        return _by_head(tensor, config["num_attention_heads"])
+    match = _LAYER_TENSOR.fullmatch(name)
+    part = match["part"] if match else ""
+    match architecture_of(header).row_orders.get(part):
+        case RowOrder.ROTARY_PAIRS:
+            heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+            _check_rows(header, name, tensor, 2 * heads)
+            return _halves(tensor, heads)
+        case RowOrder.QKV_BLOCKS:
+            _check_rows(header, name, tensor, 3 * config["num_attention_heads"])
+            return _by_head(tensor, config["num_attention_heads"])
     return tensor
 
 

@@ -22,7 +22,7 @@ from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.json_response import json_response
-from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
+from lightserve.httpserver.wire.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.io_struct import FinishReason, StrOut
 from lightserve.output_parsing import CallArguments, CallStart, Content, Delta, Reasoning
 
@@ -60,7 +60,7 @@ class Part:
         return "".join(self.pieces)
 
 
-class PartsResponse(ABC):
+class PartsResponse(EventWriter, ABC):
     """Collects one output. Subclasses write it: as events while it arrives, or as one body at the end.
 
     It is the EventWriter of its stream.

@@ -119,6 +119,10 @@ class GenerationBody(SchedulingFields, BeamFields, GrammarFields, TokenRuleField
     def new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    def new_tokens_within(self, room: int) -> int | None:
+        """The new tokens to generate if the context has room for this many; more than that is refused."""
+        return self.new_tokens
+
     @property
     def is_prompt_only(self) -> bool:
         """max_tokens is 0: the response has no output, only logprobs or an echo of the prompt."""
@@ -199,7 +203,6 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "suffix": bool,
     "modalities": _is_not(["text"]),
     "audio": bool,
-    "documents": bool,
     "lora_request": _is_given,
     "lora_path": _is_given,
     "adapter_id": _is_given,
@@ -228,6 +231,13 @@ def refuse_unsupported(value: dict[str, Any]) -> None:
 
 def _refuse_chat_fields(value: dict[str, Any]) -> None:
     """Fields that a completion cannot have."""
-    for name in ("tools", "tool_choice", "thinking_token_budget", "thinking_budget", "max_reasoning_tokens"):
+    for name in (
+        "documents",
+        "tools",
+        "tool_choice",
+        "thinking_token_budget",
+        "thinking_budget",
+        "max_reasoning_tokens",
+    ):
         if value.get(name) not in (None, "none"):
             raise InvalidRequestError(f"{name}: only in a chat", name)

@@ -9,14 +9,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from lightserve import __version__
 from lightserve.httpserver.chat.output import ChoiceParser
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.openai.logprobs import Logprobs, TokenLogprobs, concatenated
 from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
+from lightserve.httpserver.wire.sse import KEEP_ALIVE
 from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
 from lightserve.output_parsing import Delta, Output, merge_deltas
+
+FINGERPRINT = f"lightserve-{__version__}"  # TGI's client does not accept null
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +34,9 @@ class EndpointFormat:
     first: Callable[[str], bytes]  # the first chunk of a choice, given the echo; empty: there is none
     before_text: bytes  # around a piece of text
     after_text: bytes
-    last: bytes  # beside the finish reason
+    last: bytes  # a chunk without text
     has_prompt_logprobs_in_choice: bool  # where vLLM writes prompt_logprobs; False: beside the choices
+    keep_alive: bytes = KEEP_ALIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,7 @@ def response_json(spec: ResponseSpec, choices: Sequence[Choice], log: AccessLog)
     usage = usage_fields(log, log.output_tokens, [choice.parser for choice in choices if choice.parser is not None])
     is_in_choice = spec.endpoint.has_prompt_logprobs_in_choice
     prompt = {} if is_in_choice else prompt_logprobs_field(spec, 0, choices[0].packed_prompt_logprobs)
-    return {**spec.head(), "choices": written, "system_fingerprint": None, "usage": usage, **prompt}
+    return {**spec.head(), "choices": written, "system_fingerprint": FINGERPRINT, "usage": usage, **prompt}
 
 
 def _choice_json(index: int, choice: Choice, spec: ResponseSpec) -> JsonObject:

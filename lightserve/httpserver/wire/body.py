@@ -50,9 +50,10 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check_length)
 
 
-async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The body as a JSON object."""
-    _check_media_type(request.headers.get("content-type"))
+async def read_json(request: Request, max_bytes: int, checks_type: bool = True) -> dict[str, Any]:
+    """The body as a JSON object. ``checks_type``: the header Content-Type must say so."""
+    if checks_type:
+        _check_media_type(request.headers.get("content-type"))
     raw = await _read(request, max_bytes)
     return _parse(raw) if len(raw) <= LARGE_BODY else await asyncio.to_thread(_parse, raw)
 
