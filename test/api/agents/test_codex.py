@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from test.api.agents.codex_requests import HEADERS, INSTRUCTIONS, PATH, TOOLS, Codex
 from test.api.agents.replay import Json, stream
 from test.api.scripted import MODEL_NAME, ScriptedEngine, scripted_server
-from test.api.server import running_server
+from test.api.server import RESPONSE_S, running_server
 
 pytestmark = pytest.mark.slow
 
@@ -172,6 +173,21 @@ def test_a_stored_response_is_found_by_every_process(engine: ScriptedEngine) -> 
         )
         assert status == 200, follow
         assert follow["usage"]["input_tokens"] > first["usage"]["total_tokens"]
+
+
+def test_a_stream_is_cancelled_through_any_process(engine: ScriptedEngine) -> None:
+    for _ in range(4):
+        engine.will_write("word " * 20_000)
+        body = json.dumps({"model": MODEL_NAME, "input": "Hi", "stream": True}).encode()
+        request = urllib.request.Request(engine.url + PATH, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=RESPONSE_S) as response:
+            assert response.readline() == b"event: response.created\n"
+            created = json.loads(response.readline().removeprefix(b"data: "))
+            status, cancelled = engine.server.post(f"{PATH}/{created['response']['id']}/cancel", {})
+            *_, last, _ = response.read().splitlines()
+
+        assert (status, cancelled["status"]) == (200, "cancelled"), cancelled
+        assert json.loads(last.removeprefix(b"data: "))["response"] == cancelled
 
 
 @pytest.mark.long
