@@ -57,6 +57,7 @@ class MessagesResponse(PartsResponse):
         return [last, {"type": "message_stop"}]
 
     def keep_alive(self) -> bytes:
+        """What a stream that waits for its next token sends from time to time."""
         return PING
 
     def on_error(self, error: LightserveError, request_id: str) -> Events:
