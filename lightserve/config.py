@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -135,6 +137,17 @@ class HttpConfig:
     ssl_ca_certs: str | None = option(
         None, "CA certificates, PEM; every client must then present a certificate signed by one of them"
     )
+    generation_config: str = option(
+        "auto",
+        "sampling defaults: auto: of the model's generation_config.json; none: the API's own; "
+        "or a folder or file with another one; a request's own values win",
+    )
+    chat_template: str | None = option(
+        None, "Jinja file, or the template itself, that replaces the model's chat templates; default: the model's own"
+    )
+    default_chat_template_kwargs: str = option(
+        "", "JSON object with variables for the chat template; a request's own values win"
+    )
     tool_call_parser: str = option(
         "auto", "format of the model's tool calls, such as hermes or llama3_json; auto: detect from its chat template"
     )
@@ -145,17 +158,23 @@ class HttpConfig:
     allowed_origins: list[str] = option([], "web origins that may call the server (CORS); *: all")
     max_body_bytes: int = option(16 * 2**20, "maximum bytes of a request body; a larger one gets status 413")
     max_choices: int = option(128, "maximum choices of one request: prompts times n")
+    response_store_size: int = option(
+        1000, "maximum responses of /v1/responses that are stored, oldest removed first; 0: none is stored"
+    )
+    response_store_bytes: int = option(128 * 2**20, "maximum bytes of all stored responses, on the disk")
     metrics_compat: str = option("", "also export metrics with the names of vllm and/or lightllm, comma-separated")
     disable_log_requests: bool = option(False, "do not log a line per request", "disable_uvicorn_access_log")
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "httpserver_workers", "max_body_bytes", "max_choices")
+        _at_least(self, 0, "response_store_size", "response_store_bytes")
         if "" in self.model_name:
             raise ServerError("model_name: a name must not be empty")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ServerError("--ssl_keyfile and --ssl_ca_certs need --ssl_certfile")
         if not 0 <= self.port < 65536:
             raise ServerError(f"port={self.port}: must be between 0 and 65535")
+        _ = self.template_variables
         unknown = set(self.compat_names) - {"vllm", "lightllm"}
         if unknown:
             raise ServerError(
@@ -170,6 +189,11 @@ class HttpConfig:
     def first_model_name(self, default: str) -> str:
         """The name that responses show; ``default`` if --model_name is not set."""
         return self.model_name[0] if self.model_name else default
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The object of --default_chat_template_kwargs."""
+        return _json_object("default_chat_template_kwargs", self.default_chat_template_kwargs)
 
     @property
     def compat_names(self) -> list[str]:
@@ -200,6 +224,17 @@ class ServerConfig:
     router: RouterConfig
     http: HttpConfig
     launch: LaunchConfig
+
+
+@functools.lru_cache(maxsize=4)
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise ServerError(f"{name}={text!r}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ServerError(f"{name}={text!r}: must be a JSON object")
+    return value
 
 
 def _at_least(config: Any, least: int, *names: str) -> None:

@@ -16,6 +16,7 @@ from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerErr
 from lightserve.httpserver.beam_search.algorithm import BeamBatch, BeamParams, BeamResult, BeamSearch
 from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.io_struct import FinishReason, GenerationParams, ReqFailed, StepResult, TokenOut
+from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.router.kv_pool import KvPool
@@ -57,14 +58,18 @@ class Generation:
 
 
 class LLM:
-    """``LLM()`` loads the default model. Options are the fields of WorkerConfig. Use it from one thread."""
+    """``LLM()`` loads the default model. Options are the fields of WorkerConfig. Use it from one thread.
 
-    def __init__(self, model_dir: str | None = None, **options: Any) -> None:
+    ``generation_config`` is the server's flag: whose sampling parameters count where a call gives none.
+    """
+
+    def __init__(self, model_dir: str | None = None, generation_config: str = "auto", **options: Any) -> None:
         self.config = WorkerConfig(model_dir=model_dir, **options)
         if self.config.tp != 1:
             raise ServerError("LLM runs a single rank; tp > 1 is for the server")
         is_dummy = self.config.load_format == "dummy"
         source = resolve(model_dir, needs_weights=not is_dummy)
+        self._sampling_defaults = read_sampling_defaults(source, generation_config)
         self._tokenizer = None if is_dummy and not has_tokenizer(source) else load_tokenizer(source)
         self.worker = ModelWorker(self.config, source, Parallel())
         self.worker.capture()
@@ -82,6 +87,10 @@ class LLM:
             raise InvalidRequestError("this model has no tokenizer; give prompts as token ids")
         return self._tokenizer
 
+    def get_default_sampling_params(self) -> GenerationParams:
+        """The parameters of a call that gives none: those that the model's files recommend."""
+        return GenerationParams.of(**self._sampling_defaults.fill({}))
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -90,7 +99,8 @@ class LLM:
     ) -> list[Generation]:
         """Complete every prompt (text or token ids).
 
-        Parameters are keywords (``max_new_tokens=16``), or ``params`` for all prompts or one for each.
+        Parameters are keywords (``max_new_tokens=16``), or ``params`` for all prompts or one for each. Without
+        ``params``, the others are those of ``get_default_sampling_params``.
         """
         requests = self._requests(prompts, params, fields)
         generations = [Generation(req.prompt_ids) for req in requests]
@@ -143,7 +153,7 @@ class LLM:
     ) -> list[Req]:
         many = [prompts] if _is_one(prompts) else list(prompts)
         if params is None or isinstance(params, GenerationParams):
-            params = [params or GenerationParams()] * len(many)
+            params = [params or GenerationParams.of(**self._sampling_defaults.fill(fields))] * len(many)
         if len(params) != len(many):
             raise InvalidRequestError(f"{len(many)} prompts but {len(params)} sets of parameters")
         return [self._request(prompt, own.replace(**fields)) for prompt, own in zip(many, params, strict=True)]

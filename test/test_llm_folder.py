@@ -117,3 +117,19 @@ def test_the_kv_pool_of_a_gpu_comes_from_its_free_memory(folder: Path) -> None:
 
     assert llm.worker.max_total_token_num > 8 * llm.worker.max_req_total_len  # the prefix cache uses the rest
     assert torch.cuda.mem_get_info()[0] > free * 0.4
+
+
+def test_a_call_without_params_uses_the_sampling_parameters_of_the_model(hf: Any, tmp_path: Path) -> None:
+    hf.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": False, "repetition_penalty": 1.3}))
+    options = {"device": "cpu", "data_type": "float32", "max_total_token_num": 512, "load_format": "auto"}
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(131)}, unk_token="w0"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    llm, plain = LLM(str(tmp_path), **options), LLM(str(tmp_path), generation_config="none", **options)
+
+    by_default = llm.generate([PROMPTS[0]], max_new_tokens=20, ignore_eos=True)[0]
+
+    given = GenerationParams.of(max_new_tokens=20, ignore_eos=True, temperature=0, repetition_penalty=1.3)
+    assert by_default.token_ids == plain.generate([PROMPTS[0]], given)[0].token_ids
+    assert llm.get_default_sampling_params() == GenerationParams.of(temperature=0, repetition_penalty=1.3)
+    assert plain.get_default_sampling_params() == GenerationParams()

@@ -134,8 +134,8 @@ def table(columns: dict[str, Figures]) -> str:
 def tiny_model(folder: Path) -> list[str]:
     """A model of random weights with the default model's tokenizer and chat template, and the flags that serve it."""
     save_model(folder, None, TINY)
-    template = resolve(None, needs_weights=False).chat_template()
-    (folder / "chat_template.jinja").write_text(template or "")
+    template = resolve(None, needs_weights=False).chat_templates()["default"]
+    (folder / "chat_template.jinja").write_text(template)
     return ["--model_dir", str(folder), "--load_format", "dummy", "--max_total_token_num", "16384"]
 
 

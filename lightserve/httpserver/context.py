@@ -17,6 +17,7 @@ from lightserve.httpserver.manager import HttpServerManager
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import read_json
 from lightserve.model_files.details import ModelDetails
+from lightserve.model_files.sampling_defaults import SamplingDefaults
 from lightserve.model_files.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -32,8 +33,10 @@ class ServerContext:
     model_name: str  # the first of model_names; responses show it
     manager: HttpServerManager
     optional_tokenizer: Tokenizer | None  # a folder with dummy weights may have none
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # the model's
     grammars: GrammarCheck = field(default_factory=GrammarCheck)
     created: int = field(default_factory=lambda: int(time.time()))
+    run_dir: str | None = None  # the same for all HTTP processes of the server; None: there is none, in tests
     details: ModelDetails | None = None  # None in tests without a model's files
 
     @property

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -31,8 +32,26 @@ RESERVED_NAMES = frozenset(
 )
 
 
+# what a chat may offer to a template: some templates are only for chats with tools or documents
+NOTHING: dict[str, Any] = {"tools": None, "documents": None}
+TOOL_AND_DOCUMENT: dict[str, Any] = {
+    "tools": [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}],
+    "documents": [{"title": "a", "text": "b"}],
+}
+
+
+class SystemRules(NamedTuple):
+    """Where a template keeps system messages; elsewhere it refuses or drops them."""
+
+    takes_system: bool  # at the start
+    takes_several: bool  # more than one at the start
+    takes_late: bool  # after other messages
+    takes_users_in_a_row: bool  # two messages of the user in sequence
+
+
 class ChatTemplate:
     def __init__(self, text: str, special: SpecialTokens) -> None:
+        self._text = text
         self._tokens = {f"{role}_token": token for role, token in special._asdict().items() if token is not None}
         self._template = _environment().from_string(text)
 
@@ -43,6 +62,36 @@ class ChatTemplate:
             raise _template_error("rejects", error) from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise _template_error("cannot render", error) from error
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that the template reads and does not set itself."""
+        return frozenset(meta.find_undeclared_variables(_environment().parse(self._text)))
+
+    @cached_property
+    def system_rules(self) -> SystemRules:
+        """Found by rendering short chats; it takes about a millisecond."""
+        keeps = next(
+            (partial(self._keeps, one) for one in (NOTHING, TOOL_AND_DOCUMENT) if self._keeps(one, "user")), None
+        )
+        if keeps is None:  # it does not render a plain chat, which says nothing about system messages
+            return SystemRules(True, True, True, True)
+        return SystemRules(
+            takes_system=keeps("system", "user"),
+            takes_several=keeps("system", "system", "user"),
+            takes_late=keeps("system", "user", "assistant", "system", "user"),
+            takes_users_in_a_row=keeps("user", "user", "assistant", "user", "user"),
+        )
+
+    def _keeps(self, offered: Mapping[str, Any], *roles: str) -> bool:
+        """Whether the prompt for messages of these roles contains all of them."""
+        texts = [f"[message {i} of a test]" for i in range(len(roles))]
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        try:
+            prompt = self.render(messages=messages, **offered, add_generation_prompt=True)
+        except InvalidRequestError:
+            return False
+        return all(text in prompt for text in texts)
 
 
 def _within_limits(pieces: Iterable[str]) -> Iterator[str]:

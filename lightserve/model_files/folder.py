@@ -28,34 +28,39 @@ def read_json_if_exists(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def read_chat_template(folder: Path) -> str | None:
-    """The template, from the first of transformers' places: its own file, then the two JSON files."""
-    own_file = folder / "chat_template.jinja"
-    if own_file.is_file():
-        return _read_text(own_file)
+def read_chat_templates(folder: Path) -> dict[str, str]:
+    """By name, from transformers' places: files of their own replace the templates of the two JSON files."""
+    paths = {"default": folder / "chat_template.jinja"}
+    paths |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    files = {name: read_text(path) for name, path in paths.items() if path.is_file()}
+    if "default" in files:
+        return files
     for name in ("chat_template.json", "tokenizer_config.json"):
-        template = _default_template(read_json_if_exists(folder / name).get("chat_template"))
-        if template is None:
-            continue
-        if not isinstance(template, str):
-            raise ModelFilesError(f"{folder / name}: chat_template is not a string; correct it")
-        return template
-    return None
+        templates = _named_templates(folder / name)
+        if templates:
+            return templates | files
+    return files
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (ValueError, OSError) as error:
         raise ModelFilesError(f"{path}: not readable as text ({error}); download it again") from error
 
 
-def _default_template(template: Any) -> Any:
-    """Older files contain several templates: [{"name": "default", "template": ...}, ...]."""
-    if not isinstance(template, list):
-        return template
-    named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
-    return named[-1].get("template") if named else None
+def _named_templates(path: Path) -> dict[str, str]:
+    """``chat_template`` is one template, or several: {"default": ...} or [{"name": "default", "template": ...}]."""
+    value = read_json_if_exists(path).get("chat_template")
+    if value is None:
+        return {}
+    if isinstance(value, list):
+        entries = [entry for entry in value if isinstance(entry, dict)]
+        value = {str(entry.get("name")): entry.get("template") for entry in entries}
+    templates = value if isinstance(value, dict) else {"default": value}
+    if not all(isinstance(text, str) for text in templates.values()):
+        raise ModelFilesError(f"{path}: chat_template is not a string; correct it")
+    return templates
 
 
 def find_weight_files(folder: Path) -> list[Path]:

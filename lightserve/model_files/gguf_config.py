@@ -8,6 +8,15 @@ from lightserve.model_files.gguf_architectures import architecture_of
 from lightserve.model_files.gguf_fields import shape_fields, unsupported
 from lightserve.model_files.gguf_header import GgufHeader
 
+# general.sampling: the name in generation_config.json
+SAMPLING_NAMES = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
 
 def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
     architecture = architecture_of(header)
@@ -22,3 +31,23 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
         "eos_token_id": header.metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": header.metadata.get("tokenizer.ggml.padding_token_id"),
     }
+
+
+def chat_templates_from_gguf(header: GgufHeader) -> dict[str, str]:
+    """By name: ``tokenizer.chat_template`` is the default one, ``tokenizer.chat_template.NAME`` are the others."""
+    key = "tokenizer.chat_template"
+    texts = {name: value for name, value in header.metadata.items() if name == key or name.startswith(f"{key}.")}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise unsupported(header, f"metadata {name} is not a string; download it again")
+    return {name.removeprefix(key).removeprefix(".") or "default": text for name, text in texts.items()}
+
+
+def generation_config_from_gguf(header: GgufHeader) -> dict[str, Any]:
+    given = {name: header.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING_NAMES.items()}
+    return {name: _as_written(value) for name, value in given.items() if value is not None}
+
+
+def _as_written(value: Any) -> Any:
+    """GGUF stores float32: 0.7 is read as 0.699999988."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -14,8 +14,8 @@ from typing import Any
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import fetch
 from lightserve.model_files.end_tokens import end_tokens_of_folder, end_tokens_of_gguf
-from lightserve.model_files.folder import find_weight_files, read_chat_template, read_json
-from lightserve.model_files.gguf_config import config_from_gguf
+from lightserve.model_files.folder import find_weight_files, read_chat_templates, read_json, read_json_if_exists
+from lightserve.model_files.gguf_config import chat_templates_from_gguf, config_from_gguf, generation_config_from_gguf
 from lightserve.model_files.gguf_header import GgufHeader, read_gguf_header
 
 
@@ -33,8 +33,12 @@ class ModelSource(ABC):
         """Every token id that ends a generation, sorted."""
 
     @abstractmethod
-    def chat_template(self) -> str | None:
-        """The Jinja text of the default chat template."""
+    def chat_templates(self) -> dict[str, str]:
+        """The Jinja text of each chat template by its name, such as ``default`` or ``tool_use``."""
+
+    @abstractmethod
+    def generation_config(self) -> dict[str, Any]:
+        """The model's ``generation_config.json``, or the same fields from GGUF metadata."""
 
     @abstractmethod
     def weight_files(self) -> list[Path]:
@@ -52,8 +56,11 @@ class FolderSource(ModelSource):
         with _damaged_metadata(self.path):
             return end_tokens_of_folder(self.path)
 
-    def chat_template(self) -> str | None:
-        return read_chat_template(self.path)
+    def chat_templates(self) -> dict[str, str]:
+        return read_chat_templates(self.path)
+
+    def generation_config(self) -> dict[str, Any]:
+        return read_json_if_exists(self.path / "generation_config.json")
 
     def weight_files(self) -> list[Path]:
         return find_weight_files(self.path)
@@ -73,11 +80,12 @@ class GgufSource(ModelSource):
         with _damaged_metadata(self.path):
             return end_tokens_of_gguf(self.header)
 
-    def chat_template(self) -> str | None:
-        template = self.header.metadata.get("tokenizer.chat_template")
-        if template is not None and not isinstance(template, str):
-            raise ModelFilesError(f"{self.path}: metadata tokenizer.chat_template is not a string; download it again")
-        return template
+    def chat_templates(self) -> dict[str, str]:
+        return chat_templates_from_gguf(self.header)
+
+    def generation_config(self) -> dict[str, Any]:
+        with _damaged_metadata(self.path):
+            return generation_config_from_gguf(self.header)
 
     def weight_files(self) -> list[Path]:
         return [self.path]

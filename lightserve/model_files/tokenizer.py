@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 
 from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.model_files.chat_template import ChatTemplate
+from lightserve.model_files.chat_templates import DEFAULT, ChatTemplates, given_template
 from lightserve.model_files.decoding import Decoder, make_decoder
 from lightserve.model_files.folder_tokenizer import tokenizer_from_folder
 from lightserve.model_files.gguf_tokenizer import tokenizer_from_gguf
@@ -21,11 +22,14 @@ LONG = 1_000  # tokens: for fewer, a batch call takes longer (4 us) than the GIL
 
 
 class Tokenizer:
-    def __init__(self, backend: tokenizers.Tokenizer, special: SpecialTokens, chat_template: str | None) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special: SpecialTokens, chat_template: str | Mapping[str, str] | None
+    ) -> None:
+        """``chat_template``: in Jinja; one, or several by their names."""
         self._backend = backend
         self._special = special
-        self.chat_template = chat_template  # in Jinja
-        self._template = ChatTemplate(chat_template, special) if chat_template is not None else None
+        texts = {DEFAULT: chat_template} if isinstance(chat_template, str) else chat_template
+        self._templates = ChatTemplates(texts, special) if texts else None
         special_by_id = {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(special_by_id)
         self.special_tokens = frozenset(token.content for token in special_by_id.values())
@@ -75,7 +79,23 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self._templates is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default template, in Jinja."""
+        return None if self._templates is None else self._templates.default_text
+
+    @property
+    def chat_template_text(self) -> str:
+        """All templates, one after another: what one of them contains, the model may write."""
+        return "" if self._templates is None else self._templates.text
+
+    def choose_template(self, has_tools: bool, has_documents: bool) -> ChatTemplate:
+        """The template for a chat with or without tools and documents."""
+        if self._templates is None:
+            raise InvalidRequestError("this model has no chat template; use /v1/completions with a plain prompt")
+        return self._templates.choose(has_tools, has_documents)
 
     # The backend's batch calls release the GIL; its other calls would stop every thread for seconds on a long text.
     # For the same reason offsets are read one by one: the list of all is a single call of 0.4 us per token.
@@ -123,13 +143,13 @@ class Tokenizer:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        documents: Sequence[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
         """The prompt for ``messages``. Encode it with ``add_special_tokens=False``: the template adds them itself."""
-        if self._template is None:
-            raise InvalidRequestError("this model has no chat template; use /v1/completions with a plain prompt")
-        return self._template.render(
-            messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
+        template = self.choose_template(bool(tools), bool(documents))
+        return template.render(
+            messages=messages, tools=tools, documents=documents, add_generation_prompt=add_generation_prompt, **kwargs
         )
 
 
@@ -145,22 +165,24 @@ def has_tokenizer(source: ModelSource) -> bool:
     return isinstance(source, GgufSource) or any(source.path.glob("tokenizer*"))
 
 
-def load_tokenizer_or_none(source: ModelSource) -> Tokenizer | None:
-    return load_tokenizer(source) if has_tokenizer(source) else None
+def load_tokenizer_or_none(source: ModelSource, chat_template: str | None = None) -> Tokenizer | None:
+    return load_tokenizer(source, chat_template) if has_tokenizer(source) else None
 
 
-def load_tokenizer(source: ModelSource) -> Tokenizer:
-    template = source.chat_template()
+def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tokenizer:
+    """``chat_template``: a file or a text that replaces the model's own templates."""
+    templates = source.chat_templates() if chat_template is None else given_template(chat_template)
     try:
         if isinstance(source, GgufSource):
             backend, special = tokenizer_from_gguf(source.header)
         else:
             backend, special = tokenizer_from_folder(source.path)
-        return Tokenizer(backend, special, template)
+        return Tokenizer(backend, special, templates)
     except ModelFilesError:
         raise
     except (TemplateError, RecursionError) as error:
-        raise ModelFilesError(f"{source.path}: the chat template is not valid Jinja ({error}); correct it") from error
+        place = source.path if chat_template is None else "--chat_template"
+        raise ModelFilesError(f"{place}: the chat template is not valid Jinja ({error}); correct it") from error
     except Exception as error:  # tokenizers raises only Exception, and a damaged file may cause any error
         reason = " ".join(str(error).split())[:200]
         raise ModelFilesError(f"{source.path}: its tokenizer is damaged ({reason}); download it again") from error

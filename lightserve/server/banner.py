@@ -30,6 +30,8 @@ def banner(
         "KV pool": f"{engine.max_total_token_num:,} tokens",
         "HTTP processes": str(http_processes),
     }
+    if model.sampling_defaults:
+        rows["sampling defaults"] = f"{model.sampling_defaults} (of the model; --generation_config none ignores them)"
     for role, parts in phases.items():
         if parts:
             rows[role] = ", ".join(f"{part.name} {part.seconds:.2f} s" for part in parts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightserve.config import HttpConfig, ServerConfig
 from lightserve.errors import ModelFilesError, ServerError
 from lightserve.model_files.model_config import ModelConfig
+from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import ModelSource, resolve
 from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import check_supported
@@ -22,6 +23,7 @@ logger = init_logger(__name__)
 class ModelInfo:
     name: str  # the first name that clients use
     architecture: str
+    sampling_defaults: str  # what the model's files set, for the operator; "": nothing
 
 
 def check(config: ServerConfig) -> ModelInfo:
@@ -30,12 +32,13 @@ def check(config: ServerConfig) -> ModelInfo:
     _check_access(config.http)
     is_weightless = config.launch.null_worker or config.worker.load_format == "dummy"
     source = resolve(config.worker.model_dir, needs_weights=not is_weightless)
-    tokenizer = load_tokenizer_or_none(source)
+    tokenizer = load_tokenizer_or_none(source, config.http.chat_template)
     if not config.launch.null_worker:
         _check_model(source, config, tokenizer)
     _warn_about_missing_parts(source, config, tokenizer)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]
-    return ModelInfo(config.http.first_model_name(source.name), str(architectures[0]))
+    defaults = read_sampling_defaults(source, config.http.generation_config)
+    return ModelInfo(config.http.first_model_name(source.name), str(architectures[0]), str(defaults))
 
 
 def _check_access(http: HttpConfig) -> None:

@@ -75,24 +75,43 @@ def test_a_missing_generation_config_adds_nothing(folder: Path) -> None:
 def test_the_chat_template_comes_from_its_own_file_before_the_tokenizer_config(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "in the config"}))
     source = resolve(str(folder))
-    assert source.chat_template() == "in the config"
+    assert source.chat_templates() == {"default": "in the config"}
 
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "in json"}))
-    assert source.chat_template() == "in json"
+    assert source.chat_templates() == {"default": "in json"}
 
     (folder / "chat_template.jinja").write_text("in its own file")
-    assert source.chat_template() == "in its own file"
+    assert source.chat_templates() == {"default": "in its own file"}
 
 
-def test_the_default_of_several_named_chat_templates_is_used(folder: Path) -> None:
+def test_several_chat_templates_have_names(folder: Path) -> None:
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    expected = {"tool_use": "tools", "default": "plain"}
+    assert resolve(str(folder)).chat_templates() == expected
 
-    assert resolve(str(folder)).chat_template() == "plain"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("documents")
+    assert resolve(str(folder)).chat_templates() == expected | {"rag": "documents"}
+
+    (folder / "chat_template.jinja").write_text("own file")
+    assert resolve(str(folder)).chat_templates() == {"default": "own file", "rag": "documents"}
+
+
+def test_a_gguf_can_have_several_chat_templates(tmp_path: Path) -> None:
+    metadata = {
+        "tokenizer.chat_template": "plain",
+        "tokenizer.chat_templates": ["tool_use", "rag"],
+        "tokenizer.chat_template.tool_use": "tools",
+        "tokenizer.chat_template.rag": "documents",
+    }
+    source = resolve(str(save_as_gguf(tiny_model("llama"), tmp_path / "model.gguf", metadata)))
+
+    assert source.chat_templates() == {"default": "plain", "tool_use": "tools", "rag": "documents"}
 
 
 def test_a_folder_without_a_chat_template_has_none(folder: Path) -> None:
-    assert resolve(str(folder)).chat_template() is None
+    assert resolve(str(folder)).chat_templates() == {}
 
 
 def test_a_name_is_found_in_the_hf_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from lightserve.model_files.special_tokens import SpecialTokens
 from lightserve.output_parsing.reasoning import THINK
 from lightserve.output_parsing.tool_calls.formats import TOOL_FORMATS, TOOL_FORMATS_BY_NAME
 from lightserve.output_parsing.tool_grammar import Thinking, enforceable_format, forced_grammar, thinking_grammar
-from test.output_parsing.corpus import PARIS, deepseek, k2, kimi, new_parser, parse_pieces, v3, v31
+from test.output_parsing.corpus import PARIS, commentary, deepseek, k2, kimi, new_parser, parse_pieces, v3, v31
 from test.real_model import smollm2_tokenizer as smol
 
 WEATHER: dict[str, Any] = {
@@ -47,6 +47,24 @@ TWO_CALLS = {
     "glm45": "; ".join(listed("parameters")),
     "qwen3_coder": "; ".join(listed("parameters")),
     "pythonic": "; ".join(listed("parameters")),
+    "lfm2": "; ".join(listed("parameters")),
+    "olmo3": "; ".join(listed("parameters")),
+    "seed_oss": "; ".join(listed("parameters")),
+    "minimax_m2": "; ".join(listed("parameters")),
+    "deepseek_v32": "; ".join(listed("parameters")),
+    "deepseek_v4": "; ".join(listed("parameters")),
+    "functiongemma": "; ".join(listed("parameters")),
+    "gemma4": "; ".join(listed("parameters")),
+    "granite": f"<|tool_call|>[{', '.join(listed('arguments'))}]",
+    "granite-20b-fc": "\n".join(f"<function_call> {one}" for one in listed("arguments")),
+    "hunyuan_a13b": f"<tool_calls>[{', '.join(listed('arguments'))}]</tool_calls>",
+    "internlm": "\n".join(f"<|action_start|><|plugin|>\n{one}<|action_end|>" for one in listed("parameters")),
+    "longcat": "\n".join(f"<longcat_tool_call>\n{one}\n</longcat_tool_call>" for one in listed("arguments")),
+    "phi4_mini_json": f"functools[{', '.join(listed('arguments'))}]",
+    "gigachat3": "\n".join(f"<|function_call|>{one}" for one in listed("arguments")),
+    "nemotron": f"<TOOLCALL>[{', '.join(listed('arguments'))}]</TOOLCALL>",
+    "xlam": f"[{', '.join(listed('arguments'))}]",
+    "openai": commentary("weather", PARIS) + "<|start|>assistant" + commentary("now", "{}"),
 }
 NAMES = sorted(TWO_CALLS)
 

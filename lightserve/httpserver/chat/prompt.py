@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import orjson
 
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.chat.request import ChatBody, Function, Message, Tool
+from lightserve.httpserver.chat.system_messages import arrange_system_messages, has_system_messages
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.wire.body import check_json_size
-from lightserve.model_files.chat_template import RESERVED_NAMES
-from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.model_files.chat_template import RESERVED_NAMES, ChatTemplate
 
 LONG_CHAT = 100  # messages; more (about a millisecond) are rendered in a thread
+USUAL_ROLES = frozenset({"system", "user", "assistant", "tool", "function"})
 END_MARK = "[[the text to continue ends here]]"
 # names that chat_template_kwargs may not set: the server or another field of the body sets them
 RESERVED = frozenset(
@@ -67,7 +69,7 @@ def _prompt_before_output(context: ServerContext, body: ChatBody) -> str:
     """The prompt without the assistant's turn. It is "" if the template does not render it."""
     messages = body.messages[:-1] if body.continue_final_message else body.messages
     try:
-        return _apply(context.tokenizer, body, [for_template(message) for message in messages], adds_turn=False)
+        return _apply(context, body, [for_template(message) for message in messages], adds_turn=False)
     except InvalidRequestError:
         return ""
 
@@ -97,21 +99,53 @@ def _render(context: ServerContext, body: ChatBody) -> str:
     if body.continue_final_message:
         _append_end_mark(messages[-1])
     adds_turn = not body.continue_final_message and body.add_generation_prompt is not False
-    text = _apply(context.tokenizer, body, messages, adds_turn)
+    text = _apply(context, body, messages, adds_turn)
+    _check_custom_roles(context, body, messages)
     return text.rpartition(END_MARK)[0] if body.continue_final_message else text
 
 
-def _apply(tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any]], adds_turn: bool) -> str:
+def _check_custom_roles(context: ServerContext, body: ChatBody, messages: list[dict[str, Any]]) -> None:
+    """Refuse roles whose messages the template drops: it may know only the usual ones."""
+    marks = {i: f"[message {i}]" for i, message in enumerate(messages) if message["role"] not in USUAL_ROLES}
+    if not marks:
+        return
+    marked = [message | {"content": marks.get(i, message["content"])} for i, message in enumerate(messages)]
+    text = _apply(context, body, marked, adds_turn=True)
+    for i, mark in marks.items():
+        if mark not in text:
+            role = messages[i]["role"]
+            raise InvalidRequestError(
+                f"messages.{i}.role: the model's chat template drops messages of the role {role!r}",
+                f"messages.{i}.role",
+            )
+
+
+def _apply(context: ServerContext, body: ChatBody, messages: list[dict[str, Any]], adds_turn: bool) -> str:
     """Render with content None for tool calls, which some templates expect; if that fails, with empty content."""
+    template = _template(context, body)
     tools = [_tool(tool) for tool in body.prompt_tools] or None
-    variables = {"add_generation_prompt": adds_turn, **_variables(body)}
+    render = partial(
+        template.render,
+        tools=tools,
+        documents=body.documents or None,
+        add_generation_prompt=adds_turn,
+        **_variables(context, body),
+    )
+    if has_system_messages(messages):
+        messages = arrange_system_messages(messages, template.system_rules)
     try:
-        return tokenizer.apply_chat_template(messages, tools, **variables)
+        return render(messages=messages)
     except InvalidRequestError:
         if all(message["content"] is not None for message in messages):
             raise
-    filled = [message | {"content": message["content"] or ""} for message in messages]
-    return tokenizer.apply_chat_template(filled, tools, **variables)
+    return render(messages=[message | {"content": message["content"] or ""} for message in messages])
+
+
+def _template(context: ServerContext, body: ChatBody) -> ChatTemplate:
+    template = context.tokenizer.choose_template(bool(body.offered_tools), bool(body.documents))
+    if body.documents and "documents" not in template.variables:
+        raise InvalidRequestError("documents: the model's chat template takes no documents", "documents")
+    return template
 
 
 def _check_arguments(body: ChatBody) -> None:
@@ -127,13 +161,9 @@ def _append_end_mark(message: dict[str, Any]) -> None:
     message["content"] += END_MARK
 
 
-def _variables(body: ChatBody) -> dict[str, Any]:
-    given = {name: value for name, value in (body.chat_template_kwargs or {}).items() if name not in RESERVED}
-    if body.reasoning_effort is not None:
-        given.setdefault("reasoning_effort", body.reasoning_effort)
-    if body.reasoning_effort == "none":
-        given = {"enable_thinking": False, "thinking": False} | given  # what Qwen's and DeepSeek's templates know
-    return given
+def _variables(context: ServerContext, body: ChatBody) -> dict[str, Any]:
+    given = context.config.template_variables | body.template_variables()
+    return {name: value for name, value in given.items() if name not in RESERVED}
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.httpserver.chat.template_fields import TemplateFields
 from lightserve.httpserver.fields.generation import GenerationBody, TopLogprobs
-from lightserve.httpserver.fields.thinking import ThinkingFields
 from lightserve.httpserver.wire.body import Body
 
 MAX_MESSAGES = 2048
@@ -24,7 +24,8 @@ MEDIA = frozenset(
     {"image_url", "image", "input_image", "input_audio", "audio_url", "audio", "video_url", "video", "file"}
 )
 
-Variables = Annotated[dict[str, Any], Field(max_length=64)]
+# the usual roles are system, developer, user, assistant, tool and function; a template may know others
+Role = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 _PART = {
     "type": "object",
@@ -78,7 +79,7 @@ _IS_TOOL_RESULT: JsonDict = {
 class Message(Body):
     model_config = ConfigDict(json_schema_extra={"anyOf": [_HAS_CONTENT, _HAS_CALLS], **_IS_TOOL_RESULT})
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Role
     content: Annotated[str | None, BeforeValidator(_join_parts), WithJsonSchema(_CONTENT)] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
@@ -143,15 +144,12 @@ ToolChoice = Annotated[
 ]
 
 
-class ChatBody(GenerationBody, ThinkingFields):
+class ChatBody(GenerationBody, TemplateFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Variables | None = None
-    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None  # a variable of the chat template
-    include_reasoning: bool | None = None  # false: the response leaves it out
     separate_reasoning: bool | None = None  # false: it stays in the content
     tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice = None

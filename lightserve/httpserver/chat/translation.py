@@ -12,11 +12,11 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from lightserve.errors import NotSupportedYetError
 from lightserve.httpserver.chat.request import PART_SEPARATOR, ChatBody
+from lightserve.httpserver.chat.template_fields import TemplateFields
 from lightserve.httpserver.fields.generation import UNSUPPORTED, TokenRuleFields, validate_supported
 from lightserve.httpserver.fields.grammar import GrammarFactory
 from lightserve.httpserver.fields.sampling import PARAM_NAMES
 from lightserve.httpserver.fields.scheduling import SchedulingFields
-from lightserve.httpserver.fields.thinking import ThinkingFields
 
 C = TypeVar("C", bound="TranslatedChat")
 
@@ -26,13 +26,11 @@ EXTRA_FIELDS = frozenset(
         *PARAM_NAMES,
         *SchedulingFields.model_fields,
         *TokenRuleFields.model_fields,
-        *ThinkingFields.model_fields,
+        *TemplateFields.model_fields,
         *UNSUPPORTED,
         "allowed_token_ids",
         "bad_words",
         "chat_template",
-        "chat_template_kwargs",
-        "include_reasoning",
         "logit_bias",
         "request_id",
         "seed",

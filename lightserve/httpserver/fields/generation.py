@@ -203,7 +203,6 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "suffix": bool,
     "modalities": _is_not(["text"]),
     "audio": bool,
-    "documents": bool,
     "lora_request": _is_given,
     "lora_path": _is_given,
     "adapter_id": _is_given,
@@ -232,6 +231,13 @@ def refuse_unsupported(value: dict[str, Any]) -> None:
 
 def _refuse_chat_fields(value: dict[str, Any]) -> None:
     """Fields that a completion cannot have."""
-    for name in ("tools", "tool_choice", "thinking_token_budget", "thinking_budget", "max_reasoning_tokens"):
+    for name in (
+        "documents",
+        "tools",
+        "tool_choice",
+        "thinking_token_budget",
+        "thinking_budget",
+        "max_reasoning_tokens",
+    ):
         if value.get(name) not in (None, "none"):
             raise InvalidRequestError(f"{name}: only in a chat", name)

@@ -48,7 +48,11 @@ def build_prompt_requests(
     default_new_tokens: int | None = None,
     grammar: GrammarSpec | None = None,
 ) -> list[PromptRequest]:
-    """One request per prompt. Without max_tokens it generates ``default_new_tokens``, or until the context is full."""
+    """One request per prompt.
+
+    Without max_tokens it generates ``default_new_tokens``, or the model's default, or until the context is full.
+    """
+    default_new_tokens = default_new_tokens or context.sampling_defaults.max_new_tokens
     fields = _fields(context, body) | {"logprobs": logprobs, "grammar": grammar}
     fields["prompt_logprobs"] = body.prompt_top_logprobs
     prompt_requests = []
@@ -79,9 +83,11 @@ def _truncated(context: ServerContext, body: GenerationBody, ids: list[int]) -> 
 
 
 def _fields(context: ServerContext, body: GenerationBody) -> dict[str, Any]:
-    """The generation parameters that the body sets, without max_new_tokens."""
+    """The generation parameters that the body sets or the model recommends, without max_new_tokens."""
     plain = {name: getattr(body, field) for field, name in PARAM_NAMES.items()}
     given = {name: value for name, value in plain.items() if value is not None}
+    if body.beam_width is None:  # a beam search takes no sampling parameters
+        given = context.sampling_defaults.fill(given)
     seed = None if body.seed == -1 else body.seed
     return {**given, **_token_rules(context, body), "seed": seed, "stop": tuple(body.stop or ())}
 

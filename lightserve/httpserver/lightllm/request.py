@@ -119,7 +119,7 @@ async def lightllm_request(context: ServerContext, body: LightllmBody, streams: 
         include_stop=bool(parameters.print_eos_token),
         logprobs=0 if needs_logprobs else None,
         grammar=await requested_grammar(context, parameters),
-        **_same_name_params(parameters),
+        **_sampling_params(context, parameters),
         **_stops(context, parameters.stop_sequences),
         **_token_rules(context, parameters),
     )
@@ -207,9 +207,14 @@ def _new_tokens(context: ServerContext, prompt_len: int, requested: int | None) 
     return context.manager.max_new_tokens(prompt_len, requested)
 
 
-def _same_name_params(parameters: LightllmParameters) -> dict[str, Any]:
+def _sampling_params(context: ServerContext, parameters: LightllmParameters) -> dict[str, Any]:
+    """The parameters of the same name, and the model's defaults for the others."""
     values = {name: getattr(parameters, name) for name in SAME_NAME}
-    return {name: value for name, value in values.items() if value is not None}
+    given = {name: value for name, value in values.items() if value is not None}
+    if parameters.is_beam_search:
+        return given
+    greedy = {} if parameters.do_sample else {"temperature": 0.0}
+    return context.sampling_defaults.fill({**given, **greedy}) | given
 
 
 def _stops(context: ServerContext, stop: str | list[str | list[int]] | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ CHAT = EndpointFormat(
     first=lambda echo: b'"delta":{"role":"assistant","content":""}',
     before_text=b'"delta":{"content":',
     after_text=b"}",
-    last=b'"delta":{}',
+    last=b'"delta":{"content":""}',
     has_prompt_logprobs_in_choice=False,
 )
 

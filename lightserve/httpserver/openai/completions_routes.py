@@ -29,6 +29,10 @@ from lightserve.httpserver.wire.sse import OPENAPI_STREAM
 
 DEFAULT_NEW_TOKENS = 16  # OpenAI's
 
+# A comment that LightLLM's benchmark client survives: it drops six characters of each HTTP chunk, parses the rest as
+# JSON, and skips a choice without text.
+KEEP_ALIVE = b':     {"choices":[{"text":""}]}\n\n'
+
 COMPLETION = EndpointFormat(
     id_prefix="cmpl-",
     object_name="text_completion",
@@ -39,6 +43,7 @@ COMPLETION = EndpointFormat(
     after_text=b"",
     last=b'"text":""',
     has_prompt_logprobs_in_choice=True,
+    keep_alive=KEEP_ALIVE,
 )
 
 

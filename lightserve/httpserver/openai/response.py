@@ -16,6 +16,7 @@ from lightserve.httpserver.openai.logprobs import Logprobs, TokenLogprobs, conca
 from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
+from lightserve.httpserver.wire.sse import KEEP_ALIVE
 from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
 from lightserve.output_parsing import Delta, Output, merge_deltas
 
@@ -33,8 +34,9 @@ class EndpointFormat:
     first: Callable[[str], bytes]  # the first chunk of a choice, given the echo; empty: there is none
     before_text: bytes  # around a piece of text
     after_text: bytes
-    last: bytes  # beside the finish reason
+    last: bytes  # a chunk without text
     has_prompt_logprobs_in_choice: bool  # where vLLM writes prompt_logprobs; False: beside the choices
+    keep_alive: bytes = KEEP_ALIVE
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ async def tgi_request(context: ServerContext, body: TgiBody, streams: bool) -> T
         prompt_logprobs=0 if has_prefill else None,
         watermark=bool(parameters.watermark),
         grammar=None if parameters.grammar is None else await requested_grammar(context, parameters.grammar),
-        **_sampling_params(parameters),
+        **context.sampling_defaults.fill(_sampling_params(parameters)),
     )
     before = body.inputs if parameters.return_full_text else ""
     prompt_request = PromptRequest(prompt_ids, params)
@@ -189,7 +189,8 @@ def _new_tokens(context: ServerContext, prompt_len: int, requested: int | None) 
         )
     if prompt_len >= total:
         raise InvalidRequestError(f"`inputs` must have less than {total} tokens. Given: {prompt_len}")
-    return context.manager.max_new_tokens(prompt_len, requested)
+    rest, default = context.manager.max_new_tokens(prompt_len, requested), context.sampling_defaults.max_new_tokens
+    return rest if requested is not None or default is None else min(rest, default)
 
 
 def _sampling_params(parameters: TgiParameters) -> dict[str, Any]:

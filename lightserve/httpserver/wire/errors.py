@@ -115,6 +115,14 @@ def log_error(error: Exception, request_id: str) -> None:
     logger.error("%s failed: %s", request_id, error, exc_info=error)
 
 
+def log_stream_error(error: LightserveError, request_id: str) -> None:
+    """Write any error: the status of the response is 200, so nothing else shows that it failed."""
+    if isinstance(error, RequestError | DeadlineError):
+        logger.info("%s failed after its first event (%d): %s", request_id, error.status, error)
+    else:
+        log_error(error, request_id)
+
+
 def add_error_handlers(app: FastAPI, formats: Sequence[ErrorFormat] = ()) -> None:
     """Handle what routes raise on purpose. RequestMiddleware handles any other exception."""
 

@@ -12,7 +12,7 @@ from lightserve.httpserver.anthropic.response import MessagesResponse
 from lightserve.httpserver.chat import parts
 from lightserve.httpserver.chat.output import ChoiceParser
 from lightserve.httpserver.chat.parts import Events, PartsResponse
-from lightserve.httpserver.openai.responses_response import ResponsesResponse
+from lightserve.httpserver.openai.responses_response import ResponsesResponse, ResponsesSpec
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import FinishReason, StrOut, Token
 from lightserve.output_parsing import OutputParser
@@ -21,7 +21,8 @@ NewResponse = Callable[[], PartsResponse]
 
 
 def responses() -> PartsResponse:
-    return ResponsesResponse(ChoiceParser(OutputParser(), True), AccessLog("1", "x"), "tiny", {})
+    spec = ResponsesSpec(model="tiny", response_id="resp_1")
+    return ResponsesResponse(ChoiceParser(OutputParser(), True), AccessLog("1", "x"), spec)
 
 
 def messages() -> PartsResponse:

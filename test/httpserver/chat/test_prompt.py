@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from lightserve.config import HttpConfig
+from lightserve.errors import ServerError
 from test.httpserver.openai_server import Server, rows, running, with_template
 from test.real_model import smollm2_tokenizer as smol
 
 USER = {"role": "user", "content": "Hi"}
 SHOW = (
     "{{ {'messages': messages, 'tools': tools, 'turn': add_generation_prompt, 'thinks': enable_thinking | default(0),"
-    " 'effort': reasoning_effort | default(0)} | tojson }}"
+    " 'effort': reasoning_effort | default(0), 'old': thinking | default(0), 'documents': documents} | tojson }}"
 )
 
 
@@ -87,7 +89,15 @@ def test_template_variables_reach_the_template_but_not_those_of_the_server(showi
 
     found = shown(showing, USER, chat_template_kwargs=kwargs, reasoning_effort="low")
 
-    assert found == {"messages": [USER], "tools": None, "turn": True, "thinks": False, "effort": "low"}
+    assert found == {
+        "messages": [USER],
+        "tools": None,
+        "turn": True,
+        "thinks": False,
+        "old": 0,
+        "effort": "low",
+        "documents": None,
+    }
 
 
 def test_add_generation_prompt_false_leaves_out_the_assistants_turn(showing: Server) -> None:
@@ -194,3 +204,104 @@ def test_only_the_template_and_the_assistant_begin_reasoning(
 
     texts = (message.get("reasoning") or "", message["content"] or "")
     assert texts == (("It is 4.", "") if is_thinking else ("", "It is 4."))
+
+
+# fields that set variables of the template
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks", "effort"),
+    [
+        ({}, 0, 0),
+        ({"enable_thinking": False}, False, 0),
+        ({"enable_thinking": True, "thinking": False, "reasoning": False}, True, 0),
+        ({"thinking": True}, True, 0),
+        ({"thinking": {"type": "disabled"}}, False, 0),
+        ({"thinking": {"type": "adaptive"}}, 0, 0),
+        ({"reasoning": False}, False, 0),
+        ({"reasoning": {"enabled": True, "effort": "high"}}, True, "high"),
+        ({"reasoning": {"effort": "none"}}, False, "none"),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, 0, "high"),
+        ({"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True, "thinking": True}}, True, 0),
+    ],
+)
+def test_top_level_fields_turn_thinking_on_and_off(
+    showing: Server, fields: dict[str, Any], thinks: Any, effort: Any
+) -> None:
+    found = shown(showing, USER, **fields)
+
+    assert (found["thinks"], found["old"], found["effort"]) == (thinks, thinks, effort)
+
+
+def test_documents_reach_a_template_that_takes_them(showing: Server) -> None:
+    documents = [{"title": "Paris", "text": "A city."}]
+
+    assert shown(showing, USER, documents=documents)["documents"] == documents
+    assert shown(showing, USER, documents=[])["documents"] is None
+
+
+def test_default_variables_of_the_server_count_less_than_those_of_a_request(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    config = HttpConfig(default_chat_template_kwargs='{"enable_thinking": false, "reasoning_effort": "low"}')
+    with running(tmp_path_factory.mktemp("run"), with_template(SHOW), config) as server:
+        server.engine.script = rows("ok")
+        own = shown(server, USER)
+        asked = shown(server, USER, chat_template_kwargs={"enable_thinking": True}, reasoning_effort="high")
+
+    assert (own["thinks"], own["effort"]) == (False, "low")
+    assert (asked["thinks"], asked["effort"]) == (True, "high")
+
+
+@pytest.mark.parametrize("value", ["{", "[1]", "5"])
+def test_default_variables_that_are_no_json_object_are_refused(value: str) -> None:
+    with pytest.raises(ServerError, match="default_chat_template_kwargs"):
+        HttpConfig(default_chat_template_kwargs=value)
+
+
+# roles of the template's own
+
+ROLES = (
+    "{% for message in messages %}{% if message.role == 'critic' %}<critic>{{ message.content | tojson }}"
+    "{% elif message.role == 'judge' %}{{ raise_exception('no judge') }}"
+    "{% elif message.role in ('user', 'assistant') %}<{{ message.role }}>{{ message.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def with_roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("run"), with_template(ROLES)) as server:
+        server.engine.script = rows("ok")
+        yield server
+
+
+def test_a_message_may_have_any_role_that_the_template_takes(with_roles: Server) -> None:
+    critic = {"role": "critic", "content": 'Say "no".'}
+
+    assert prompt_of(with_roles, USER, critic) == '<user>Hi<critic>"Say \\"no\\"."'
+
+
+@pytest.mark.parametrize(
+    ("role", "expected"),
+    [("judge", "no judge"), ("poet", "messages.1.role: the model's chat template drops messages of the role 'poet'")],
+)
+def test_a_role_that_the_template_does_not_take_is_refused(with_roles: Server, role: str, expected: str) -> None:
+    response = with_roles.chat(messages=[USER, {"role": role, "content": "x"}])
+
+    assert response.status_code == 400
+    assert expected in response.json()["error"]["message"]
+
+
+def test_system_messages_of_a_client_are_merged_for_a_template_that_takes_one(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first only') }}"
+        "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    systems = [{"role": "system", "content": "A"}, {"role": "developer", "content": "B"}]
+    with running(tmp_path_factory.mktemp("run"), with_template(template)) as server:
+        server.engine.script = rows("ok")
+
+        assert prompt_of(server, *systems, USER) == "<system>A\n\nB<user>Hi"
+        assert prompt_of(server, USER, *systems[:1]) == "<user>Hi<user>A"

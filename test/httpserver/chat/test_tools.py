@@ -177,6 +177,27 @@ def test_a_call_that_max_tokens_truncates_has_finish_reason_length(server: Serve
     assert PARIS.startswith(choice["message"]["tool_calls"][0]["function"]["arguments"])
 
 
+def test_a_stop_string_inside_the_arguments_ends_the_call_with_finish_reason_stop(server: Server) -> None:
+    text = tagged(call("weather", PARIS))[:-30]
+    server.engine.script = rows(text, stop_reason="days")
+
+    [choice] = server.chat(tools=TOOLS, stop="days").json()["choices"]
+
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "days")
+    assert PARIS.startswith(choice["message"]["tool_calls"][0]["function"]["arguments"])
+
+
+def test_a_call_inside_unclosed_reasoning_is_a_call(server: Server) -> None:
+    server.engine.script = pieces("<think>\nI must.\n" + tagged(call("now", "{}")))
+
+    response = server.chat(tools=TOOLS).json()
+
+    [choice] = response["choices"]
+    assert (choice["finish_reason"], choice["message"]["reasoning"]) == ("tool_calls", "I must.")
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+    assert response["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
+
+
 def test_parallel_tool_calls_false_gives_one_call(server: Server) -> None:
     server.engine.script = pieces(TWO_CALLS)
 

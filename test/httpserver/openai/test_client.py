@@ -55,14 +55,13 @@ def test_a_chat_response_can_be_streamed(server: Server) -> None:
         )
     )
 
-    *body, finish, usage = chunks
+    *body, usage = chunks
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert [chunk.choices[0].delta.role for chunk in body] == ["assistant", None, None, None]
     assert [chunk.choices[0].delta.content for chunk in body] == ["", "Hel", "lo", " 😀"]
-    assert finish.choices[0].finish_reason == "stop"
-    assert finish.choices[0].delta.content is None
-    assert (usage.choices, [chunk.usage for chunk in chunks[:-1]]) == ([], [None] * 5)
+    assert [chunk.choices[0].finish_reason for chunk in body] == [None, None, None, "stop"]
+    assert (usage.choices, [chunk.usage for chunk in body]) == ([], [None] * 4)
     assert usage.usage is not None
     assert usage.usage.completion_tokens == 4
 
@@ -82,8 +81,8 @@ def test_a_completion_can_be_one_body(server: Server) -> None:
 def test_a_completion_can_be_streamed(server: Server) -> None:
     chunks = list(server.openai.completions.create(model="tiny", prompt="Once", stream=True))
 
-    assert [chunk.choices[0].text for chunk in chunks] == ["Hel", "lo", " 😀", ""]
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, None, "stop"]
+    assert [chunk.choices[0].text for chunk in chunks] == ["Hel", "lo", " 😀"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, "stop"]
     assert {chunk.object for chunk in chunks} == {"text_completion"}
 
 
@@ -388,7 +387,7 @@ def test_continuous_usage_grows_with_every_chunk(server: Server) -> None:
         server.openai.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, stream_options=options)
     )
 
-    assert [chunk.usage and chunk.usage.completion_tokens for chunk in chunks] == [0, 1, 3, 4, 4, 4]
+    assert [chunk.usage and chunk.usage.completion_tokens for chunk in chunks] == [0, 1, 3, 4, 4]
 
 
 def test_a_prompt_can_be_truncated_to_its_last_tokens(server: Server) -> None:

@@ -185,7 +185,15 @@ BAD: list[Bad] = [
     *later("lora_request", {"name": "a"}),
     *later("adapter_id", "a"),
     *chat("messages", {"messages": []}, {"messages": None}, {"messages": "Hi"}, {"messages": [USER] * 10_000}),
-    *chat("messages.0.role", {"messages": [{"content": "Hi"}]}, say("Hi", role="hacker")),
+    *chat("messages.0.role", {"messages": [{"content": "Hi"}]}, say("Hi", ""), say("Hi", "a b"), say("Hi", "a" * 65)),
+    *chat("messages.0.role", say("Hi", "<|im_start|>"), {"messages": [{"role": 5, "content": "Hi"}]}),
+    *chat("documents", {"documents": [{"text": "a"}]}, {"documents": "a"}, {"documents": [{}] * 2000}),
+    *complete("documents", {"documents": [{"text": "a"}]}),
+    *chat("enable_thinking", {"enable_thinking": 1}),
+    *chat("thinking", {"thinking": "on"}),
+    *chat("thinking.type", {"thinking": {}}, {"thinking": {"type": "on"}}),
+    *chat("reasoning", {"reasoning": "high"}),
+    *chat("reasoning.effort", {"reasoning": {"effort": 5}}),
     *chat("messages.0.content", say(5), say([]), say(["Hi"]), say([{"type": "text"}]), say([{"type": "poem"}])),
     *chat("messages.0", say(None), say(None, "assistant"), say(None, "assistant", tool_calls=[]), say("x", "tool")),
     *chat("messages", *map(part, ["image_url", "input_audio", "video_url", "file"]), code="not_supported"),
@@ -297,11 +305,9 @@ def test_an_error_for_a_long_prompt_has_both_counts(server: Server) -> None:
     assert f"the limit is {LIMIT - 1}" in message
 
 
-def test_an_unknown_role_and_a_part_that_is_not_text_are_named(server: Server) -> None:
-    role = server.chat(**say("x", role="hacker")).json()["error"]["message"]
+def test_a_part_that_is_not_text_is_named(server: Server) -> None:
     image = server.chat(**part("image_url")).json()["error"]["message"]
 
-    assert all(name in role for name in ("system", "developer", "user", "assistant", "tool", "function"))
     assert "image_url" in image
     assert "not supported yet" in image
 
