@@ -90,7 +90,7 @@ LAYERS: dict[str, set[str]] = {
         "model_files",
         "output_parsing",
     },
-    "httpserver.openai": {*HTTP_API, "httpserver.beam_search", "httpserver.chat", "output_parsing"},
+    "httpserver.openai": {*HTTP_API, "httpserver.beam_search", "httpserver.chat", "output_parsing", "utils"},
     "httpserver.anthropic": {*HTTP_API, "httpserver.chat", "utils"},
     "httpserver.ollama": {*HTTP_API, "httpserver.chat", "output_parsing"},
     "httpserver.lightllm": {*HTTP_API, "httpserver.beam_search"},

@@ -60,9 +60,6 @@ class MessagesResponse(PartsResponse):
         """What a stream that waits for its next token sends from time to time."""
         return PING
 
-    def keep_alive(self) -> bytes:
-        return PING
-
     def on_error(self, error: LightserveError, request_id: str) -> Events:
         message = error_object(error, request_id)["error"]["message"]
         return [anthropic_error(status_of(error), message, request_id)]

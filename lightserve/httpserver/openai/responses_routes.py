@@ -105,7 +105,9 @@ async def _respond(
     generation = context.manager.generate(chat.prompt_requests, chat.log)
     if body.stream:
         events = events_of(generation, response, chat.log.request_id)
-        return await EventStream.open(request, events if saved is None else saved_events(events, saved))
+        if saved is not None:
+            events.generator = saved_events(events.generator, saved)
+        return await EventStream.open(request, events)
     await collect_parts(request, generation, response)
     if saved is not None:
         await saved.save()
