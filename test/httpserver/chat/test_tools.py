@@ -92,7 +92,7 @@ def whole_choices(response: dict[str, Any]) -> dict[int, dict[str, Any]]:
         assert message.get("reasoning") == message.get("reasoning_content")
         choices[choice["index"]] = {
             "content": message["content"] or "",
-            "reasoning": message.get("reasoning", ""),
+            "reasoning": message["reasoning"] or "",
             "calls": [[function["name"], function["arguments"]] for function in functions],
             "logprobs": (choice["logprobs"] or {"content": []})["content"],
             "finish_reason": choice["finish_reason"],
@@ -136,8 +136,41 @@ def test_content_is_null_where_there_are_calls_only(server: Server) -> None:
 
     message = server.chat(tools=TOOLS).json()["choices"][0]["message"]
 
-    assert list(message) == ["role", "content", "refusal", "tool_calls"]
+    assert list(message) == ["role", "content", "refusal", "reasoning_content", "reasoning", "tool_calls"]
     assert message["content"] is None
+
+
+BY_NAME = {"function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "weather",
+        BY_NAME,
+        BY_NAME | {"type": None},
+        BY_NAME | {"type": "function"},
+        {"type": "function", "name": "weather"},
+    ],
+    ids=str,
+)
+def test_a_tool_may_be_forced_by_its_bare_name_or_without_a_type(server: Server, choice: Any) -> None:
+    server.engine.script = pieces(tagged(call("weather", PARIS)))
+
+    whole = server.chat(tools=TOOLS, tool_choice=choice).json()
+
+    assert [one["function"]["name"] for one in whole["choices"][0]["message"]["tool_calls"]] == ["weather"]
+    grammar = server.engine.received[-1].params.sampling.grammar
+    assert grammar is not None
+    assert "weather" in grammar.text
+
+
+def test_the_type_of_a_tool_may_be_left_out(server: Server) -> None:
+    server.engine.script = pieces(tagged(call("now", "{}")))
+
+    whole = server.chat(tools=[{"function": {"name": "now"}}]).json()
+
+    assert whole["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "now"
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -526,7 +559,13 @@ def test_include_reasoning_false_leaves_out_reasoning_and_its_logprobs(server: S
     response = server.chat(include_reasoning=False, logprobs=True).json()
 
     [choice] = response["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "It is 4.", "refusal": None}
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "It is 4.",
+        "refusal": None,
+        "reasoning_content": None,
+        "reasoning": None,
+    }
     assert len(choice["logprobs"]["content"]) == 3
     assert response["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
 
