@@ -15,15 +15,18 @@ class OutputParser:
     def __init__(self, parse: Parse, writer: DeltaWriter) -> None:
         self.writer = writer
         self._stream = TextStream()
-        self._feed = self._stream.feed
-        self._take_deltas = writer.take_deltas
         self._steps = parse(self._stream, writer)
         next(self._steps)
 
     def push(self, text: str) -> list[Delta]:
-        if self._feed(text):
+        stream = self._stream
+        emit_plain = stream.emit_plain
+        if emit_plain is not None and stream.is_plain(text):  # most tokens: no need to run the parser
+            emit_plain(text)
+        else:
+            stream.feed(text)
             next(self._steps, None)
-        return self._take_deltas()
+        return self.writer.take_deltas()
 
     def finish(self) -> list[Delta]:
         self._stream.close()

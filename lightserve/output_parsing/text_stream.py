@@ -25,6 +25,34 @@ class StopCharacters(NamedTuple):
     has_none_in: IsPlain
 
 
+class _Markers:
+    """Finds the first of several markers, and the beginning of one at the end of a text."""
+
+    def __init__(self, markers: tuple[str, ...]) -> None:
+        self.find = re.compile("|".join(map(re.escape, markers)) or r"\b\B").search
+        self.is_absent = frozenset(marker[0] for marker in markers).isdisjoint
+        self.max_length = max(map(len, markers), default=0)
+        self._find_beginning = re.compile(
+            f"(?:{'|'.join(map(_beginnings, markers))})\\Z" if markers else r"\b\B"
+        ).search
+
+    def held_length(self, text: str, begin: int) -> int:
+        """Length of the longest beginning of a marker at the end of the text."""
+        match = self._find_beginning(text, max(begin, len(text) - self.max_length))
+        return 0 if match is None else len(text) - match.start()
+
+
+def _beginnings(marker: str) -> str:
+    """A pattern of the proper beginnings of a marker: ``<(?:t(?:o)?)?`` for ``<too>``."""
+    pattern = ""
+    for char in reversed(marker[1:-1]):
+        pattern = f"(?:{re.escape(char)}{pattern})?"
+    return re.escape(marker[0]) + pattern if len(marker) > 1 else r"\b\B"
+
+
+_compiled = lru_cache(maxsize=256)(_Markers)
+
+
 class TextStream:
     def __init__(self) -> None:
         self.text = ""  # the unread text, and before it text that was read lately
@@ -33,23 +61,16 @@ class TextStream:
         self._mark: int | None = None
         self._kept: list[str] = []  # what was read since the mark and is no longer in ``text``
         # While the parser only emits text and has read all of it: where a plain piece goes, and whether it is one
-        self._emit: Emit | None = None
-        self._is_plain: IsPlain = bool
+        self.emit_plain: Emit | None = None
+        self.is_plain: IsPlain = bool
 
-    def feed(self, text: str) -> bool:
-        """Add a piece. Return whether the parser must run: a piece that is only emitted does not need it."""
-        emit = self._emit
-        if emit is not None:
-            if self._is_plain(text):
-                emit(text)
-                return False
-            self._emit = None
+    def feed(self, text: str) -> None:
+        """Add a piece, for the parser to read."""
         if self._mark is not None:
             self._kept.append(self.text[self._mark : self.position])
             self._mark = 0
         self.text = self.text[self.position :] + text
         self.position = 0
-        return True
 
     def close(self) -> None:
         """The text is complete."""
@@ -135,13 +156,14 @@ class TextStream:
 
         No marker may be a prefix of another.
         """
-        is_plain = _first_characters(tuple(markers)).isdisjoint
+        compiled = _compiled(tuple(markers))
         while True:
-            piece, marker = self._next_piece(markers)
-            emit(piece)
+            piece, marker = self._next_piece(compiled)
+            if piece:
+                emit(piece)
             if marker:
                 return marker
-            if not (yield from self._wait_in_plain_text(is_plain, emit)):
+            if not (yield from self._wait_in_plain_text(compiled.is_absent, emit)):
                 emit(self.text[self.position :])
                 self.position = len(self.text)
                 return ""
@@ -154,8 +176,9 @@ class TextStream:
 
     def read_piece(self, markers: Sequence[str]) -> Incremental[tuple[str, str]]:
         """Some text before the first of ``markers``, and the marker if the text reaches it. At the end both are ""."""
+        compiled = _compiled(tuple(markers))
         while True:
-            piece, marker = self._next_piece(markers)
+            piece, marker = self._next_piece(compiled)
             if piece or marker:
                 return piece, marker
             if not (yield from self.wait_for_more()):
@@ -163,53 +186,23 @@ class TextStream:
                 self.position = len(self.text)
                 return rest, ""
 
-    def _next_piece(self, markers: Sequence[str]) -> tuple[str, str]:
+    def _next_piece(self, markers: _Markers) -> tuple[str, str]:
         """Read what has arrived, up to the first marker or to what may become one."""
-        begin = self.position
-        at, marker = _first(self.text, begin, markers)
-        if marker:
-            self.position = at + len(marker)
-            return self.text[begin:at], marker
-        self.position = len(self.text) - _partial_marker_length(self.text, begin, markers)
-        return self.text[begin : self.position], ""
+        text, begin = self.text, self.position
+        match = markers.find(text, begin)
+        if match is not None:
+            self.position = match.end()
+            return text[begin : match.start()], match.group()
+        self.position = len(text) - markers.held_length(text, begin)
+        return text[begin : self.position], ""
 
     def _wait_in_plain_text(self, is_plain: IsPlain, emit: Emit) -> Incremental[bool]:
         """Wait for more text. Plain pieces go to ``emit`` directly, unless text is held back or kept."""
+        if self.is_closed:
+            return False
         if self._mark is None and self.position == len(self.text):
-            self._emit = emit
-            self._is_plain = is_plain
-        has_more = yield from self.wait_for_more()
-        self._emit = None
-        return has_more
-
-
-@lru_cache(maxsize=256)
-def _first_characters(markers: tuple[str, ...]) -> frozenset[str]:
-    """The characters that may begin a marker."""
-    return frozenset(marker[0] for marker in markers)
-
-
-@lru_cache(maxsize=256)
-def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, markers)))
-
-
-def _first(text: str, begin: int, markers: Sequence[str]) -> tuple[int, str]:
-    """The first marker and its offset. One search for all: a search per marker would read a long text repeatedly."""
-    if len(markers) > 1:
-        match = _any_of(tuple(markers)).search(text, begin)
-        return (-1, "") if match is None else (match.start(), match.group())
-    at = text.find(markers[0], begin) if markers else -1
-    return at, markers[0] if at >= 0 else ""
-
-
-def _partial_marker_length(text: str, begin: int, markers: Sequence[str]) -> int:
-    """Length of the longest beginning of a marker at the end of the text."""
-    longest = 0
-    for marker in markers:
-        at = text.find(marker[0], max(begin, len(text) - len(marker) + 1))
-        while at >= 0 and not marker.startswith(text[at:]):
-            at = text.find(marker[0], at + 1)
-        if at >= 0:
-            longest = max(longest, len(text) - at)
-    return longest
+            self.emit_plain = emit
+            self.is_plain = is_plain
+        yield
+        self.emit_plain = None
+        return True

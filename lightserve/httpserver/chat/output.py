@@ -195,7 +195,10 @@ class ChoiceParser:
         deltas = self._parser.push(out.text)
         is_reasoning = is_reasoning or writer.is_reasoning
         if is_reasoning:
-            self._count_reasoning()
+            if writer.is_undecided or self._undecided_tokens:
+                self._count_undecided()
+            else:
+                self.reasoning_tokens += 1
         if out.finish_reason is not None:
             deltas += self._finish(out)
         if self._shows_reasoning:
@@ -208,7 +211,7 @@ class ChoiceParser:
         """Whether there is a call. One that a stop string cut off does not count: its arguments are not JSON."""
         return self._writer.has_calls and not self._is_cut
 
-    def _count_reasoning(self) -> None:
+    def _count_undecided(self) -> None:
         if self._writer.is_undecided:
             self._undecided_tokens += 1
         else:
