@@ -158,11 +158,16 @@ class HttpConfig:
     allowed_origins: list[str] = option([], "web origins that may call the server (CORS); *: all")
     max_body_bytes: int = option(16 * 2**20, "maximum bytes of a request body; a larger one gets status 413")
     max_choices: int = option(128, "maximum choices of one request: prompts times n")
+    response_store_size: int = option(
+        1000, "maximum responses of /v1/responses that are stored, oldest removed first; 0: none is stored"
+    )
+    response_store_bytes: int = option(128 * 2**20, "maximum bytes of all stored responses, on the disk")
     metrics_compat: str = option("", "also export metrics with the names of vllm and/or lightllm, comma-separated")
     disable_log_requests: bool = option(False, "do not log a line per request", "disable_uvicorn_access_log")
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "httpserver_workers", "max_body_bytes", "max_choices")
+        _at_least(self, 0, "response_store_size", "response_store_bytes")
         if "" in self.model_name:
             raise ServerError("model_name: a name must not be empty")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):

@@ -3,16 +3,18 @@
 LightserveError
 ├── RequestError               the client's fault: 4xx, sent to the client unchanged
 │   ├── InvalidRequestError        400
-│   │   └── NotSupportedYetError       documented by the API, planned for a later version
+│   │   ├── NotSupportedYetError       documented by the API, planned for a later version
+│   │   └── PreviousResponseNotFoundError
 │   ├── PromptTooLongError         400
 │   ├── UnauthorizedError          401
 │   ├── ForbiddenError             403: the key is valid, but not for this route
 │   ├── ModelNotFoundError         404
-│   ├── ResponseNotFoundError      404: this server stores no responses
+│   ├── ResponseNotFoundError      404
 │   ├── BodyTimeoutError           408
 │   ├── SlowReaderError            408: the client does not read its response
 │   ├── BodyTooLargeError          413
 │   ├── MediaTypeError             415
+│   ├── WebSocketError             426: the client must use HTTP
 │   ├── OverloadedError            429
 │   ├── HeadersTooLargeError       431
 │   ├── AbortedError               499: by /abort_request
@@ -57,6 +59,7 @@ class PromptTooLongError(RequestError):
     code = "context_length_exceeded"
 
     def __init__(self, length: int, limit: int, new_tokens: int | None = None) -> None:
+        self.length, self.limit = length, limit  # tokens of the prompt
         reserved = "" if new_tokens is None else f" with {new_tokens} new tokens"
         total = limit + (1 if new_tokens is None else new_tokens)
         super().__init__(
@@ -84,9 +87,23 @@ class ResponseNotFoundError(RequestError):
     status = 404
     code = "response_not_found"
 
-    def __init__(self, response_id: str, param: str | None = None) -> None:
-        message = f"response {response_id[:100]!r} not found: this server stores none; send the whole conversation"
-        super().__init__(message, param)
+    def __init__(self, response_id: str) -> None:
+        super().__init__(
+            f"response {response_id[:100]!r} not found: it was deleted, has expired, was sent with store: false, "
+            "or belongs to another API key",
+            "response_id",
+        )
+
+
+class PreviousResponseNotFoundError(InvalidRequestError):
+    code = "previous_response_not_found"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(
+            f"previous response {response_id[:100]!r} not found: it was deleted, has expired, was sent with "
+            "store: false, or belongs to another API key; send the whole conversation as input",
+            "previous_response_id",
+        )
 
 
 class BodyTimeoutError(RequestError):
@@ -103,6 +120,10 @@ class BodyTooLargeError(RequestError):
 
 class MediaTypeError(RequestError):
     status = 415
+
+
+class WebSocketError(RequestError):
+    status = 426
 
 
 class OverloadedError(RequestError):

@@ -23,6 +23,7 @@ from lightserve.httpserver.fields.generation import UNSUPPORTED, StreamOptions, 
 from lightserve.httpserver.generate.schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
 from lightserve.httpserver.lightllm import request as lightllm_request
 from lightserve.httpserver.lightllm.request import LightllmBody, LightllmParameters
+from lightserve.httpserver.ollama.request import ChatRequest, GenerateRequest, Options
 from lightserve.httpserver.openai.completions_request import CompletionBody
 from lightserve.httpserver.openai.responses_request import ResponsesBody
 from lightserve.httpserver.tgi.request import TgiBody, TgiParameters
@@ -40,7 +41,7 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT /
 DATED = {"log.md"}  # a record of past runs: its flags may no longer exist
 # flags of pytest, benchmarks and test/faults
 OTHER_TOOLS = {"--backend", "--core", "--examples", "--long", "--policy", "--only", "--minutes", "--ops", "--profile"}
-METHODS = "GET|HEAD|POST"
+METHODS = "DELETE|GET|HEAD|POST"
 
 
 def by_name(page: Path) -> str:
@@ -175,6 +176,7 @@ def test_endpoints_in_the_readme_are_on_the_api_page() -> None:
         pytest.param(list(UNSUPPORTED), id="openai-unsupported"),
         pytest.param(list(ResponsesBody.model_fields), id="responses"),
         pytest.param(list(MessagesBody.model_fields), id="messages"),
+        pytest.param([*ChatRequest.model_fields, *GenerateRequest.model_fields, *Options.model_fields], id="ollama"),
         pytest.param([*LightllmBody.model_fields, *LightllmParameters.model_fields], id="lightllm"),
         pytest.param(list(lightllm_request.UNSUPPORTED), id="lightllm-unsupported"),
         pytest.param([*TgiBody.model_fields, *TgiParameters.model_fields], id="tgi"),

@@ -11,6 +11,7 @@ from lightserve.httpserver.admin import routes as admin_routes, tokenize as toke
 from lightserve.httpserver.anthropic import errors as anthropic_errors, routes as anthropic_routes
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate import routes as generate_routes
+from lightserve.httpserver.ollama import errors as ollama_errors, routes as ollama_routes
 from lightserve.httpserver.openai import chat_routes, completions_routes, responses_routes
 from lightserve.httpserver.wire.errors import OPENAPI_ERRORS, add_error_handlers
 from lightserve.httpserver.wire.middleware import RequestMiddleware
@@ -21,12 +22,13 @@ ROUTE_MODULES = (
     completions_routes,
     responses_routes,
     anthropic_routes,
+    ollama_routes,
     generate_routes,
     tokenize_routes,
     admin_routes,
 )
 # of the APIs whose errors are not in the default format
-ERROR_FORMATS = (anthropic_errors.ERROR_FORMAT,)
+ERROR_FORMATS = (anthropic_errors.ERROR_FORMAT, ollama_errors.ERROR_FORMAT)
 
 
 def build_app(context: ServerContext) -> FastAPI:

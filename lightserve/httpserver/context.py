@@ -16,12 +16,14 @@ from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.httpserver.manager import HttpServerManager
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import read_json
+from lightserve.model_files.details import ModelDetails
 from lightserve.model_files.sampling_defaults import SamplingDefaults
 from lightserve.model_files.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 ENCODE_LIMIT_S = 30.0  # 16 MB of digits, the slowest text, take 20 s
+PLACEHOLDER_NAMES = ("tgi", "dummy")  # from Hugging Face's clients, if they know only the address of the server
 LONG_TEXT = 2_000  # characters; longer text (about a millisecond) is encoded in a thread
 
 
@@ -34,6 +36,8 @@ class ServerContext:
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # the model's
     grammars: GrammarCheck = field(default_factory=GrammarCheck)
     created: int = field(default_factory=lambda: int(time.time()))
+    run_dir: str | None = None  # the same for all HTTP processes of the server; None: there is none, in tests
+    details: ModelDetails | None = None  # None in tests without a model's files
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -52,8 +56,8 @@ class ServerContext:
             self.grammars.prepare(self.optional_tokenizer)
             self.optional_tokenizer.warm_up()
 
-    async def read(self, request: Request) -> dict[str, Any]:
-        return await read_json(request, self.config.max_body_bytes)
+    async def read(self, request: Request, checks_type: bool = True) -> dict[str, Any]:
+        return await read_json(request, self.config.max_body_bytes, checks_type)
 
     def log(self, request: Request, request_id: str | None = None) -> AccessLog:
         """The access log of a request that generates. ``request_id`` is the body's; a header takes precedence."""
@@ -63,7 +67,9 @@ class ServerContext:
 
     def check_model(self, name: str | None) -> None:
         is_checked = not self.config.use_tgi_api  # TGI's clients send arbitrary names
-        if not is_checked or name is None or name == self.model_name or name in self.config.model_name:
+        if not is_checked or name is None or name in PLACEHOLDER_NAMES:
+            return
+        if name == self.model_name or name in self.config.model_name:
             return
         names = ", ".join(map(repr, self.model_names))
         found = f"the model {name[:100]!r} does not exist; this server has {names} (--served-model-name adds names)"

@@ -19,6 +19,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import HttpServerManager
 from lightserve.httpserver.wire.protocol import LimitedProtocol
 from lightserve.io_struct import Drain, Drained, EngineDied, EngineReady, Ready, ToHttpserver, ToRouter
+from lightserve.model_files.details import read_details
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import load_tokenizer_or_none
@@ -43,9 +44,15 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     manager = HttpServerManager(child_config.index, to_router, from_detokenization)
     source = resolve(config.worker.model_dir, needs_weights=False)
     name = config.http.first_model_name(source.name)
-    tokenizer = load_tokenizer_or_none(source, config.http.chat_template)
-    defaults = read_sampling_defaults(source, config.http.generation_config)
-    context = ServerContext(config.http, name, manager, tokenizer, defaults)
+    context = ServerContext(
+        config.http,
+        name,
+        manager,
+        load_tokenizer_or_none(source, config.http.chat_template),
+        read_sampling_defaults(source, config.http.generation_config),
+        run_dir=child_config.run_dir,
+        details=read_details(source),
+    )
     context.warm_up()
     output_formats(context)  # an unknown --tool_call_parser or --reasoning_parser fails here
     server = _Server(context, launcher)

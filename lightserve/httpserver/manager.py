@@ -158,12 +158,12 @@ class HttpServerManager:
         return next(self._ids)
 
     def abort_requests(self, request_id: str | None) -> None:
-        """Abort the requests with this id, None: all requests, in every HTTP process."""
+        """Abort the requests with this id or response id, None: all requests, in every HTTP process."""
         self._to_router.send(AbortByRequestId(request_id))
 
     def _abort_own_requests(self, request_id: str | None) -> None:
         for generation, _ in list(self._running.values()):
-            if request_id is None or generation.log.request_id == request_id:
+            if request_id is None or request_id in (generation.log.request_id, generation.log.response_id):
                 generation.fail(AbortedError("the request was aborted"))
 
     def _start(self, generation: Generation) -> None:

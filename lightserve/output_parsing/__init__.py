@@ -10,7 +10,7 @@ from lightserve.output_parsing.deltas import (
     Reasoning,
     merge_deltas,
 )
-from lightserve.output_parsing.parser import OutputParser, ToolCallParser
+from lightserve.output_parsing.parser import OutputParser
 
 __all__ = [
     "Call",
@@ -21,6 +21,5 @@ __all__ = [
     "Output",
     "OutputParser",
     "Reasoning",
-    "ToolCallParser",
     "merge_deltas",
 ]

@@ -1,4 +1,4 @@
-"""Turns the findings of a tool-call parser into deltas."""
+"""Turns the findings of a parser into deltas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import Any
 
-from lightserve.output_parsing.deltas import CallArguments, CallStart, Content, Delta
+from lightserve.output_parsing.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 
 NewId = Callable[[], str]
 Tools = Mapping[str, Mapping[str, Any]]  # name: JSON schema of the arguments
@@ -27,53 +27,96 @@ def short_call_id() -> str:
 
 class DeltaWriter:
     """Collects deltas. White space after a call belongs to the format and is dropped, and so is white space between
-    the content and a call."""
+    the content and a call, and at the end of the reasoning."""
 
-    def __init__(self, tools: Tools, new_id: NewId = call_id, max_calls: int | None = None) -> None:
+    def __init__(
+        self,
+        tools: Tools,
+        new_id: NewId = call_id,
+        max_calls: int | None = None,
+        separates_reasoning: bool = True,
+    ) -> None:
+        """``separates_reasoning`` false: reasoning is content."""
         self.tools = tools
+        self.has_calls = False
+        self.is_reasoning = False  # the text so far ends inside the reasoning
+        self.is_undecided = False  # the latest text is reasoning or a call: this depends on the text that follows
+        self.is_call_open = False  # the arguments of the last call are incomplete
         self._new_id = new_id
+        self._reasoning_type = Reasoning if separates_reasoning else Content
         self._max_calls = max_calls
         self._n_calls = 0
         self._deltas: list[Delta] = []
-        self._space = ""  # at the end of the content, emitted when more content follows
+        self._space: list[str] = []  # at the end of the content or reasoning, emitted when more of it follows
         self._is_after_call = False
 
     def add_content(self, text: str) -> None:
         if self._is_after_call:
             text = text.lstrip()
-        if not text:
-            return
-        self._is_after_call = False
-        whole = self._space + text
-        shown = whole.rstrip()
-        self._space = whole[len(shown) :]
+            self._is_after_call = not text
+        shown = text.rstrip()
+        if self._space or shown != text:
+            shown = self._between_spaces(text, shown)
         if shown:
             self._deltas.append(Content(shown))
+
+    def add_plain_content(self, text: str) -> None:
+        """Add content where no call can follow: no white space is held back."""
+        if text:
+            self._deltas.append(Content(text))
+
+    def add_reasoning(self, text: str) -> None:
+        shown = text.rstrip()
+        if self._space or shown != text:
+            shown = self._between_spaces(text, shown)
+        if shown:
+            self._deltas.append(self._reasoning_type(shown))
+
+    def end_reasoning(self) -> None:
+        self.is_reasoning = False
+        self._space.clear()
+
+    def _between_spaces(self, text: str, shown: str) -> str:
+        """What to emit of a text: with the white space before it, without the white space at its end."""
+        n_shown = len(shown)
+        if shown and self._space:
+            shown = "".join([*self._space, shown])
+            self._space.clear()
+        if n_shown < len(text):
+            self._space.append(text[n_shown:])
+        return shown
 
     def start_call(self, name: str, model_id: str | None = None) -> None:
         """Start a call. Calls beyond ``max_calls`` are dropped with their arguments."""
         self._is_after_call = True
         self._n_calls += 1
         if self._is_allowed:
+            self.has_calls = self.is_call_open = True
             self._deltas.append(CallStart(self._n_calls - 1, model_id or self._new_id(), name))
 
     def add_arguments(self, text: str) -> None:
         if text and self._is_allowed:
             self._deltas.append(CallArguments(self._n_calls - 1, text))
 
+    def end_call(self) -> None:
+        """The arguments are complete."""
+        self.is_call_open = False
+
     def add_call(self, name: str, arguments: Any) -> None:
         """Add a whole call."""
         self.start_call(name)
         self.add_arguments(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+        self.end_call()
 
     def finish(self) -> None:
-        """End the output: white space at its end is content, unless it follows a call."""
-        if self._space and not self._is_after_call:
-            self._deltas.append(Content(self._space))
+        """End the output: white space at its end is content, unless it follows a call or reasoning."""
+        if self._space and not self._is_after_call and not self.is_reasoning:
+            self._deltas.append(Content("".join(self._space)))
 
     def take_deltas(self) -> list[Delta]:
         """The deltas since the last time. Consecutive deltas of one kind are joined."""
-        deltas, self._deltas = self._deltas, []
+        deltas = self._deltas
+        self._deltas = []
         return _joined(deltas) if len(deltas) > 1 else deltas
 
     @property
@@ -95,5 +138,7 @@ def _join(same: list[Delta]) -> Delta:
             return CallArguments(index, "".join(delta.text for delta in same if isinstance(delta, CallArguments)))
         case Content():
             return Content("".join(delta.text for delta in same if isinstance(delta, Content)))
+        case Reasoning():
+            return Reasoning("".join(delta.text for delta in same if isinstance(delta, Reasoning)))
         case other:
             return other

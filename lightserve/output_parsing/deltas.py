@@ -1,23 +1,25 @@
-"""The parts of a model's output, in the pieces in which they arrive."""
+"""The parts of a model's output, in the pieces in which they arrive.
+
+One delta is made for every token: a msgspec.Struct takes a fifth of the time of a frozen dataclass.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Content:
+
+class Content(msgspec.Struct, gc=False):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
+class Reasoning(msgspec.Struct, gc=False):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallStart:
+class CallStart(msgspec.Struct, gc=False):
     """The start of a tool call. Its arguments follow."""
 
     index: int
@@ -25,8 +27,7 @@ class CallStart:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallArguments:
+class CallArguments(msgspec.Struct, gc=False):
     """A piece of the JSON text of a call's arguments."""
 
     index: int

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Callable
 from typing import Any
 
-from lightserve.output_parsing.text_stream import Incremental, TextStream
+from lightserve.output_parsing.text_stream import Incremental, StopCharacters, TextStream
 
 CLOSERS = {"{": "}", "[": "]"}
-_OUTSIDE = re.compile(r"[ \t\r\n0-9A-Za-z.+\-:,]*")  # words are not checked: a client may be able to repair them
-_INSIDE = re.compile(r'[^"\\\x00-\x1f]*')
+# words are not checked: a client may be able to repair them
+_OUTSIDE = StopCharacters(
+    re.compile(r"[^ \t\r\n0-9A-Za-z.+\-:,]"),
+    frozenset(f" \t\r\n{string.digits}{string.ascii_letters}.+-:,").issuperset,
+)
+_INSIDE = StopCharacters(re.compile(r'["\\\x00-\x1f]'), frozenset(['"', "\\", *map(chr, range(32))]).isdisjoint)
 
 
 def emit_json(stream: TextStream, emit: Callable[[str], None], open_with: str = "") -> Incremental[bool]:
@@ -23,7 +28,7 @@ def emit_json(stream: TextStream, emit: Callable[[str], None], open_with: str = 
     closers = [CLOSERS[bracket] for bracket in open_with]
     while True:
         if closers:
-            yield from stream.emit_run(_OUTSIDE, emit)
+            yield from stream.emit_to(_OUTSIDE, emit)
         char = yield from stream.peek()
         if char in CLOSERS:
             closers.append(CLOSERS[char])
@@ -42,7 +47,7 @@ def emit_json(stream: TextStream, emit: Callable[[str], None], open_with: str = 
 def _emit_string(stream: TextStream, emit: Callable[[str], None]) -> Incremental[bool]:
     """Emit the rest of a string, after its first quote."""
     while True:
-        yield from stream.emit_run(_INSIDE, emit)
+        yield from stream.emit_to(_INSIDE, emit)
         char = yield from stream.peek()
         if not char:
             return False

@@ -13,7 +13,8 @@ from pathlib import Path
 
 MAX_BASE_LEN = 50  # characters of the parent directory's path: the whole path of a unix socket is limited to 107
 PREFIX = "lightserve-run-"
-OTHER_ENTRIES = ("tp", "triton")  # the ranks' rendezvous file; compiled kernels if Triton's own cache is read-only
+# the ranks' rendezvous file; compiled kernels if Triton's own cache is read-only; stored responses
+OTHER_ENTRIES = ("tp", "triton", "responses")
 
 
 @contextlib.contextmanager

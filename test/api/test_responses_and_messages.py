@@ -147,8 +147,9 @@ def test_the_anthropic_client_gets_a_forced_call(claude: anthropic.Anthropic, is
 def test_the_anthropic_client_raises_its_usual_exceptions(claude: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError) as missing:
         claude.messages.create(model="claude", messages=TURNS, max_tokens=32)
-    with pytest.raises(anthropic.BadRequestError) as long:
-        claude.messages.create(model=MODEL, messages=TURNS, max_tokens=100_000)
+    turns: Any = [{"role": "user", "content": "word " * 10_000}]
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long") as long:
+        claude.messages.create(model=MODEL, messages=turns, max_tokens=32)
 
     assert missing.value.type == "not_found_error"
     assert long.value.type == "invalid_request_error"

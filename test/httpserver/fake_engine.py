@@ -109,7 +109,11 @@ async def engine(
     manager.engine_ready(LIMITS)
     tasks = [asyncio.create_task(fake.run()), asyncio.create_task(manager.run())]
     try:
-        yield ServerContext(config or HttpConfig(), "tiny", manager, tokenizer, created=int(time.time())), fake
+        created = int(time.time())
+        context = ServerContext(
+            config or HttpConfig(), "tiny", manager, tokenizer, created=created, run_dir=str(run_dir)
+        )
+        yield context, fake
     finally:
         for task in tasks:
             task.cancel()

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any, NamedTuple
 
-from lightserve.output_parsing import OutputParser, ToolCallParser, merge_deltas
+from lightserve.output_parsing import OutputParser, merge_deltas
 from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.tool_calls.formats import TOOL_FORMATS_BY_NAME
 
+CITY: dict[str, Any] = {"$ref": "#/$defs/City"}
 TOOLS: dict[str, dict[str, Any]] = {
     "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     "now": {},
     "write": {"properties": {"text": {"type": "string"}}},
+    "union": {
+        "properties": {
+            "maybe": {"type": ["string", "null"]},
+            "any": {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
+            "list": {"oneOf": [{"type": "string"}, {"type": "array"}]},
+            "ref": CITY,
+            "all": {"allOf": [CITY], "description": "a city"},
+            "enum": {"enum": ["1", "2"]},
+            "const": {"const": "null"},
+            "number": {"type": ["integer", "null"]},
+        },
+        "$defs": {"City": {"anyOf": [{"$ref": "#/$defs/Name"}]}, "Name": {"type": "string"}},
+    },
 }
 PARIS = '{"city": "Paris", "days": 2}'
 ODD = '{"text": "a \\"b\\" \\\\ </tool_call> {[ 日本 😀\\n"}'
@@ -141,7 +156,17 @@ KIMI = [
     Sample(kimi(), kimi()),
     Sample(kimi("<|tool_call_begin|>"), kimi("<|tool_call_begin|>")),
 ]
+UNION_TEXTS = {"maybe": "123", "any": "0012", "list": "true", "ref": "{}", "all": "12", "enum": "1", "const": "null"}
+UNIONS = [
+    (UNION_TEXTS, json.dumps(UNION_TEXTS)),
+    ({"maybe": "null", "any": "None", "number": "null"}, '{"maybe": null, "any": null, "number": null}'),
+    ({"maybe": "nullable", "any": " nul", "number": "7"}, '{"maybe": "nullable", "any": " nul", "number": 7}'),
+    ({"list": '["ls", "-l"]', "maybe": "[1]"}, '{"list": ["ls", "-l"], "maybe": "[1]"}'),
+    ({"list": "[not JSON", "any": ""}, '{"list": "[not JSON", "any": ""}'),
+    ({"list": '{"a": 1}', "maybe": " " * 20 + "null"}, f'{{"list": "{{\\"a\\": 1}}", "maybe": "{" " * 20}null"}}'),
+]
 GLM = [
+    *(Sample(glm("union", **pairs), calls=(("union", expected),)) for pairs, expected in UNIONS),
     Sample(glm("weather", city="Paris", days="2") + "\n" + glm("now"), calls=TWO),
     Sample("Yes." + glm("write", text="3"), "Yes.", (("write", '{"text": "3"}'),)),
     Sample(
@@ -151,13 +176,18 @@ GLM = [
     Sample("<tool_call>now</tool_call>", calls=(("now", "{}"),)),
     Sample(
         "<tool_call>write<arg_key>text</arg_key><arg_value>日本 <b>\n",
-        calls=(("write", "{<arg_key>text</arg_key><arg_value>日本 <b>\n"),),
+        calls=(("write", '{"text": "日本 <b>\\n'),),
     ),
     Sample("<tool_call>f\n<arg_key>a</arg_key>b</tool_call>", calls=(("f", "{<arg_key>a</arg_key>b"),)),
     Sample(tagged(call("now", "{}")), tagged(call("now", "{}"))),
     Sample("<tool_call>now", "<tool_call>now"),
 ]
 CODER = [
+    *(Sample(coder("union", **pairs), calls=(("union", expected),)) for pairs, expected in UNIONS),
+    Sample(coder("write", text="x").removeprefix("<tool_call>\n"), calls=(("write", '{"text": "x"}'),)),
+    Sample("Use <function=f>.", "Use <function=f>."),
+    Sample("<tool_call><function=write><parameter=text>a\n</par", calls=(("write", '{"text": "a\\n</par'),)),
+    Sample("<tool_call><function=weather><parameter=days>\n12", calls=(("weather", '{"days": 12'),)),
     Sample(coder("weather", city="Paris", days="2") + "\n" + coder("now"), calls=TWO),
     Sample(coder("write", text="a\n\nb"), calls=(("write", '{"text": "a\\n\\nb"}'),)),
     Sample(coder("f", a="True", b="None"), calls=(("f", '{"a": true, "b": null}'),)),
@@ -181,6 +211,119 @@ PYTHON = [
     Sample("Hello [now()]", "Hello [now()]"),
     Sample("[now(a=" + "(" * 200, "[now(a=" + "(" * 200),
 ]
+LFM = [
+    Sample('<|tool_call_start|>[weather(city="Paris", days=2), now()]<|tool_call_end|>', calls=TWO),
+    Sample("Hm. <|tool_call_start|>[now()]<|tool_call_end|> Ok", "Hm. Ok", (("now", "{}"),)),
+    Sample("<|tool_call_start|>no call<|tool_call_end|>", "<|tool_call_start|>no call<|tool_call_end|>"),
+    Sample("<|tool_call_start|>[now(a='x", "<|tool_call_start|>[now(a='x"),
+]
+OLMO = [
+    Sample('<function_calls>weather(city="Paris", days=2)\nnow()</function_calls>', calls=TWO),
+    Sample("<function_calls>\nother(a=null)\n</function_calls>Ok", "Ok", (("other", '{"a": null}'),)),
+    Sample("<function_calls>now()\nand more", "and more", (("now", "{}"),)),
+    Sample("<function_calls></function_calls>", "<function_calls></function_calls>"),
+]
+
+
+def invoke(prefix: str, name: str, **pairs: str) -> str:
+    inner = "".join(f'<{prefix}parameter name="{key}">{value}</{prefix}parameter>\n' for key, value in pairs.items())
+    return f'<{prefix}invoke name="{name}">\n{inner}</{prefix}invoke>\n'
+
+
+def seed(text: str) -> str:
+    return text.replace("tool_call>", "seed:tool_call>")
+
+
+WEATHER = {"city": "Paris", "days": "2"}
+SEED = [
+    Sample(seed(coder("weather", **WEATHER) + "\n" + coder("now")), calls=TWO),
+    Sample(coder("write", text="x").removeprefix("<tool_call>")[:-12], calls=(("write", '{"text": "x"}'),)),
+]
+MINIMAX = [
+    Sample(
+        "Hm.\n<minimax:tool_call>\n" + invoke("", "weather", **WEATHER) + invoke("", "now") + "</minimax:tool_call>",
+        "Hm.",
+        TWO,
+    ),
+    Sample("<minimax:tool_call></minimax:tool_call>", "<minimax:tool_call></minimax:tool_call>"),
+    Sample('<minimax:tool_call><invoke name="now">', calls=(("now", "{}"),)),
+]
+
+
+def dsml(tag: str, *calls: str) -> str:
+    text = f"<｜DSML｜{tag}>\n{''.join(calls)}</｜DSML｜{tag}>"  # noqa: RUF001
+    return text.replace('"city">', '"city" string="true">').replace('"days">', '"days" string="false">')
+
+
+def dsml_samples(tag: str) -> list[Sample]:
+    bar = "｜DSML｜"  # noqa: RUF001
+    odd = invoke(bar, "f", a="1").replace('"a">', '"a" string="true">')
+    return [
+        Sample(dsml(tag, invoke(bar, "weather", **WEATHER), invoke(bar, "now")), calls=TWO),
+        Sample("So. " + dsml(tag, odd) + " Ok.", "So. Ok.", (("f", '{"a": "1"}'),)),
+    ]
+
+
+def gemma_samples(begin: str, end: str, quote: str) -> list[Sample]:
+    def one(inner: str) -> str:
+        return f"{begin}call:{inner}{end}"
+
+    weather = one(f"weather{{city:{quote}Paris{quote},days:2}}")
+    nested = f'f{{a:{{b:[1,{quote}x y{quote},{{}}],c:null}},d:New York, {quote}e f{quote}:{quote}"{quote}}}'
+    return [
+        Sample(weather + one("now{}"), calls=TWO),
+        Sample(f"Hm. {weather} Ok", "Hm. Ok", ONE),
+        Sample(one(nested), calls=(("f", '{"a": {"b": [1, "x y", {}], "c": null}, "d": "New York", "e f": "\\""}'),)),
+        Sample(one("no call"), one("no call")),
+        Sample(f"{begin}call:write{{text:{quote}cut", calls=(("write", '{"text": "cut'),)),
+        Sample(one("write{text]}"), calls=(("write", "{text]}"),)),
+    ]
+
+
+def json_samples(begin: str, end: str, is_list: bool = True) -> list[Sample]:
+    weather, now = call("weather", PARIS), call("now", "{}")
+    both = f"{begin}[{weather}, {now}]{end}" if is_list else f"{begin}{weather}{end}\n{begin}{now}{end}"
+    return [
+        Sample(both, calls=TWO),
+        Sample("Hm.\n" + begin + call("write", ODD) + end, "Hm.", ODD_ONE),
+        Sample(f"{begin}no call{end}", f"{begin}no call{end}"),
+        Sample(begin + '{"name": "now", "arguments": {"a": "cut', calls=(("now", '{"a": "cut'),)),
+    ]
+
+
+XLAM = [
+    Sample("[" + call("weather", PARIS) + ", " + call("now", "{}") + "]", calls=TWO),
+    Sample("```json\n[" + call("weather", PARIS) + "]\n```"[:-4], calls=ONE),
+    Sample("<tool_call>[" + call("now", "{}") + "]</tool_call>", calls=(("now", "{}"),)),
+    Sample("[TOOL_CALLS][" + call("now", "{}") + "]", calls=(("now", "{}"),)),
+    Sample('{"city": "Paris"} is it.', '{"city": "Paris"} is it.'),
+    Sample("[1, 2]", "[1, 2]"),
+]
+
+
+def channel(header: str, body: str, end: str = "<|end|>") -> str:
+    return f"<|channel|>{header}<|message|>{body}{end}"
+
+
+def commentary(name: str, arguments: str) -> str:
+    return channel(f"commentary to=functions.{name} <|constrain|>json", arguments, "<|call|>")
+
+
+NEXT = "<|start|>assistant"
+HARMONY = [
+    Sample(commentary("weather", PARIS) + NEXT + commentary("now", "{}"), calls=TWO),
+    Sample(
+        channel("analysis", "Hm.") + NEXT + channel("commentary", "Wait.") + NEXT + commentary("now", "{}"),
+        "Wait.",
+        (("now", "{}"),),
+    ),
+    Sample(channel("analysis", "Hm, <b>.") + NEXT + channel("final", "It is 4.", "<|return|>"), "It is 4."),
+    Sample(" to=functions.now<|channel|>commentary<|message|>{}", calls=(("now", "{}"),)),
+    Sample(channel("analysis", "Hm.", "") + NEXT + channel("final", "4", ""), "4"),
+    Sample(commentary("write", '{"text": "cut')[:-8], calls=(("write", '{"text": "cut'),)),
+    Sample(commentary("write", "cut"), "cut"),
+    Sample("<|channel|>final", "<|channel|>final"),
+]
 PLAIN = [Sample(""), Sample("Hello\n", "Hello\n"), Sample(" \n x  y ", " \n x  y "), Sample("😀\u2028<", "😀\u2028<")]
 CORPUS: dict[str, list[Sample]] = {
     "hermes": HERMES,
@@ -193,14 +336,30 @@ CORPUS: dict[str, list[Sample]] = {
     "glm45": GLM,
     "qwen3_coder": CODER,
     "pythonic": PYTHON,
+    "lfm2": LFM,
+    "olmo3": OLMO,
+    "seed_oss": SEED,
+    "minimax_m2": MINIMAX,
+    "deepseek_v32": dsml_samples("function_calls"),
+    "deepseek_v4": dsml_samples("tool_calls"),
+    "functiongemma": gemma_samples("<start_function_call>", "<end_function_call>", "<escape>"),
+    "gemma4": gemma_samples("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "granite": json_samples("<|tool_call|>", ""),
+    "granite-20b-fc": json_samples("<function_call> ", "", is_list=False),
+    "hunyuan_a13b": json_samples("<tool_calls>", "</tool_calls>"),
+    "internlm": json_samples("<|action_start|><|plugin|>\n", "<|action_end|>", is_list=False),
+    "longcat": json_samples("<longcat_tool_call>", "</longcat_tool_call>", is_list=False),
+    "gigachat3": json_samples("<|function_call|>", "", is_list=False),
+    "nemotron": json_samples("<TOOLCALL>", "</TOOLCALL>"),
+    "phi4_mini_json": json_samples("functools", "") + json_samples("<|tool_call|>", "<|/tool_call|>"),
+    "xlam": XLAM,
+    "openai": HARMONY,
 }
 CASES = [(name, sample) for name, samples in CORPUS.items() for sample in [*samples, *PLAIN]]
 
 
 def new_parser(name: str, max_calls: int | None = None) -> OutputParser:
-    return OutputParser(
-        tools=ToolCallParser(TOOL_FORMATS_BY_NAME[name].parse, DeltaWriter(TOOLS, lambda: "id", max_calls))
-    )
+    return OutputParser(TOOL_FORMATS_BY_NAME[name].parse, DeltaWriter(TOOLS, lambda: "id", max_calls))
 
 
 def parse_pieces(parser: OutputParser, *pieces: str) -> Sample:

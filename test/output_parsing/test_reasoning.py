@@ -7,17 +7,24 @@ import random
 import pytest
 
 from lightserve.errors import ServerError
-from lightserve.output_parsing import Content, OutputParser, Reasoning, ToolCallParser, merge_deltas
+from lightserve.output_parsing import Content, OutputParser, Reasoning, merge_deltas
 from lightserve.output_parsing.delta_writer import DeltaWriter
+from lightserve.output_parsing.parser import parse_content
 from lightserve.output_parsing.reasoning import THINK, ReasoningFormat, ReasoningParser, reasoning_format
 from lightserve.output_parsing.tool_calls.formats import TOOL_FORMATS_BY_NAME
-from test.output_parsing.corpus import TOOLS, cut
+from test.output_parsing.corpus import HARMONY, TOOLS, channel, cut
 
 R1 = ReasoningFormat("<think>", "</think>", is_implied=True)
 
 
+def new_parser(is_inside: bool, tools: str = "") -> OutputParser:
+    found = TOOL_FORMATS_BY_NAME.get(tools)
+    parse, begins = (parse_content, ()) if found is None else (found.parse, found.call_begins)
+    return OutputParser(ReasoningParser(THINK, is_inside, parse, begins).parse, DeltaWriter(TOOLS, lambda: "id"))
+
+
 def split(text: str, is_inside: bool, pieces: list[str] | None = None) -> tuple[str, str]:
-    parser = ReasoningParser(THINK, is_inside)
+    parser = new_parser(is_inside)
     deltas = [delta for piece in pieces or [text] for delta in parser.push(piece)]
     output = merge_deltas([*deltas, *parser.finish()])
     return output.reasoning, output.content
@@ -35,6 +42,7 @@ CASES = [
     ("a</think>b</think>c", True, "a", "b</think>c"),
     ("a < b </ think> 日本😀 \n </think>ok", True, "a < b </ think> 日本😀", "ok"),
     ("<thi", False, "", "<thi"),
+    ("</think>\n\nx</think>", False, "", "x</think>"),
     ("", True, "", ""),
 ]
 
@@ -52,13 +60,13 @@ def test_reasoning_and_content_do_not_depend_on_where_the_text_is_split(
 
 
 def test_reasoning_is_streamed() -> None:
-    parser = ReasoningParser(THINK, is_inside=False)
+    parser = new_parser(is_inside=False)
 
     assert parser.push("<think>\nLet me") == [Reasoning("Let me")]
-    assert parser.is_reasoning
+    assert parser.writer.is_reasoning
     assert parser.push(" see\n") == [Reasoning(" see")]
     assert parser.push("\n</think>\n") == []
-    assert not parser.is_reasoning
+    assert not parser.writer.is_reasoning
     assert parser.push("\nYes") == [Content("Yes")]
 
 
@@ -81,19 +89,60 @@ def test_the_prompt_decides_whether_the_output_starts_inside_the_reasoning(
     assert reasoning_format.begins_inside(prompt, is_continued) is expected
 
 
-def test_calls_inside_the_reasoning_are_ignored() -> None:
-    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    text = f"I could {call}, no.</think>\n{call}\nok"
+CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+CALLS = [("now", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        (f"I could {CALL}, no.</think>\n{CALL}\nok", f"I could {CALL}, no.", "ok", CALLS),
+        (f"I could {CALL}, no.</think>", f"I could {CALL}, no.", "", []),
+        (f"I must.\n\n{CALL}\n{CALL}", "I must.", "", CALLS * 2),
+        (f"I must.\n{CALL}\nDone.", "I must.", "Done.", CALLS),
+        (f"A <tool_call> is a tag. So: {CALL}", "A <tool_call> is a tag. So:", "", CALLS),
+        ("Hm. <tool_call>", "Hm. <tool_call>", "", []),
+        ('Hm. <tool_call>{"name": "now", "arguments": {"a', "Hm.", "", [("now", '{"a')]),
+        ('<tool_call>{"arguments": {"a": "' + "x" * 2000, '<tool_call>{"arguments": {"a": "' + "x" * 2000, "", []),
+    ],
+)
+def test_a_call_inside_the_reasoning_is_a_call_only_if_the_reasoning_is_not_closed(
+    text: str, reasoning: str, content: str, calls: list[tuple[str, str]]
+) -> None:
     rng = random.Random(0)
     for pieces in ([text], list(text), *(cut(text, rng) for _ in range(50))):
-        tools = ToolCallParser(TOOL_FORMATS_BY_NAME["hermes"].parse, DeltaWriter(TOOLS))
-        parser = OutputParser(ReasoningParser(THINK, is_inside=True), tools)
+        parser = new_parser(is_inside=True, tools="hermes")
 
         output = merge_deltas([*(delta for piece in pieces for delta in parser.push(piece)), *parser.finish()])
 
-        assert output.reasoning == f"I could {call}, no."
-        assert output.content == "ok"
-        assert [(one.name, one.arguments) for one in output.calls] == [("now", "{}")]
+        assert (output.reasoning, output.content) == (reasoning, content)
+        assert [(one.name, one.arguments) for one in output.calls] == calls
+
+
+def test_reasoning_that_mentions_a_tag_is_streamed() -> None:
+    parser = new_parser(is_inside=True, tools="hermes")
+
+    assert parser.push("A <tool_call> tag") == [Reasoning("A <tool_call> tag")]
+    assert parser.push(f" or {CALL}") == [Reasoning(" or")]
+    assert parser.push(".</think>") == [Reasoning(f" {CALL}.")]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (HARMONY[1].text, "Hm.", "Wait."),
+        (HARMONY[2].text, "Hm, <b>.", "It is 4."),
+        (HARMONY[4].text, "Hm.", "4"),
+        (channel("analysis", " Hm.\n", ""), "Hm.", ""),
+    ],
+)
+def test_the_analysis_channel_of_harmony_is_reasoning(text: str, reasoning: str, content: str) -> None:
+    for pieces in ([text], list(text)):
+        parser = OutputParser(TOOL_FORMATS_BY_NAME["openai"].parse, DeltaWriter(TOOLS))
+
+        output = merge_deltas([*(delta for piece in pieces for delta in parser.push(piece)), *parser.finish()])
+
+        assert (output.reasoning.strip(), output.content) == (reasoning, content)
 
 
 def test_the_tags_come_from_the_chat_template_or_from_the_flag() -> None:
@@ -105,6 +154,6 @@ def test_the_tags_come_from_the_chat_template_or_from_the_flag() -> None:
     assert reasoning_format("deepseek_r1", "") == R1
     assert reasoning_format("<a>,</a>", "") == ReasoningFormat("<a>", "</a>")
     with pytest.raises(
-        ServerError, match="unknown --reasoning_parser 'deep'; use one of auto, none, qwen3, deepseek_r1, or"
+        ServerError, match="unknown --reasoning_parser 'deep'; use one of auto, none, qwen3, deepseek_r1, "
     ):
         reasoning_format("deep", "")

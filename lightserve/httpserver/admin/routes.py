@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
@@ -9,17 +11,30 @@ from starlette.responses import JSONResponse, Response
 
 from lightserve import __version__
 from lightserve.errors import InvalidRequestError, UnavailableError
+from lightserve.httpserver.admin.home_page import add_home_page
+from lightserve.httpserver.admin.invocations import add_invocations
 from lightserve.httpserver.admin.metrics_page import CONTENT_TYPE, MetricsPage
 from lightserve.httpserver.admin.models import add_models
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.wire.body import Body, openapi_body, validate
 from lightserve.httpserver.wire.errors import error_response
 
+MAX_ABORTED = 1024  # ids of one request
+
+RequestId = str | int  # LightLLM's ids are integers
+
 
 class AbortBody(Body):
-    request_id: str | None = Field(None, description="the X-Request-Id of the request to abort")
-    rid: str | None = Field(None, description="the same")
-    abort_all: bool = Field(False, description="abort all requests instead")
+    request_id: RequestId | None = Field(None, description="the X-Request-Id of the request to abort")
+    rid: RequestId | Annotated[list[RequestId], Field(max_length=MAX_ABORTED, fail_fast=True)] | None = Field(
+        None, description="the same, or several (SGLang's name)"
+    )
+    abort_all: bool | None = Field(None, description="abort all requests instead")
+
+    @property
+    def request_ids(self) -> list[str]:
+        several = self.rid if isinstance(self.rid, list) else [self.rid]
+        return [str(one) for one in dict.fromkeys((self.request_id, *several)) if one not in (None, "")]
 
 
 def routes(context: ServerContext) -> APIRouter:
@@ -29,6 +44,8 @@ def routes(context: ServerContext) -> APIRouter:
     _add_health(router, context)
     _add_load(router, context)
     _add_abort(router, context)
+    add_home_page(router, context)
+    add_invocations(router, context)
     return router
 
 
@@ -92,8 +109,8 @@ def _add_abort(router: APIRouter, context: ServerContext) -> None:
     async def abort_request(request: Request) -> JSONResponse:
         """Abort the requests with an id, or all. An unknown id is not an error: its request may just have ended."""
         body = validate(AbortBody, await context.read(request))
-        request_id = body.request_id or body.rid
-        if not body.abort_all and not request_id:
+        if not body.abort_all and not body.request_ids:
             raise InvalidRequestError("give request_id, or abort_all: true", "request_id")
-        context.manager.abort_requests(None if body.abort_all else request_id)
+        for request_id in (None,) if body.abort_all else body.request_ids:
+            context.manager.abort_requests(request_id)
         return JSONResponse({"status": "ok"})

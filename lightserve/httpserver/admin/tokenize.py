@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokens: text to token ids and back, without generating."""
+"""/tokenize, /chat_tokenize, /detokenize, /tokens and /tokenizer_info: tokens of texts, without generating."""
 
 from __future__ import annotations
 
@@ -70,6 +70,20 @@ def routes(context: ServerContext) -> APIRouter:
         except LightserveError as error:
             return tgi_error_response(error, request.state.request_id)
 
+    @router.post("/chat_tokenize", openapi_extra=openapi_body(ChatBody))
+    async def chat_tokenize(request: Request) -> Response:
+        """The prompt of a chat as text and as tokens, in TGI's format."""
+        value = await context.read(request)
+        try:
+            return Response(await _chat_tokenize(context, value), media_type="application/json")
+        except LightserveError as error:
+            return tgi_error_response(error, request.state.request_id)
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """The settings of the tokenizer, as vLLM has them."""
+        return json_response(_tokenizer_info(context))
+
     @router.post("/detokenize", openapi_extra=openapi_body(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens included."""
@@ -115,6 +129,24 @@ async def _chat_ids(context: ServerContext, value: dict[str, Any]) -> tuple[Toke
 
 def _names(context: ServerContext, ids: list[int]) -> list[str | None]:
     return [context.tokenizer.id_to_token(token_id) for token_id in ids]
+
+
+async def _chat_tokenize(context: ServerContext, value: dict[str, Any]) -> bytes:
+    body = validate_supported(ChatBody, value)
+    context.check_model(body.model)
+    text, _ = await chat_prompt(context, body)
+    tokens = await context.encode_with_offsets(text, bool(body.add_special_tokens))
+    _check_count(len(tokens))
+    rows = await asyncio.to_thread(_tgi_json, text, tokens)
+    return b'{"tokenize_response":%b,"templated_text":%b}' % (rows, orjson.dumps(text))
+
+
+def _tokenizer_info(context: ServerContext) -> dict[str, Any]:
+    tokenizer = context.tokenizer
+    special = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    given = {} if context.details is None else context.details.tokenizer_config
+    chat_template = tokenizer.chat_template or given.get("chat_template")
+    return {"tokenizer_class": None, **special, **given, "chat_template": chat_template}
 
 
 async def _tokenize_as_tgi(context: ServerContext, value: dict[str, Any]) -> bytes:

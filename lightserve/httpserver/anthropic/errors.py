@@ -25,4 +25,11 @@ def anthropic_error(status: int, message: str, request_id: str | None) -> dict[s
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
+def thread_error(request_id: str) -> dict[str, Any]:
+    """Anthropic's client sends the whole conversation in every request after an error with these details."""
+    body = anthropic_error(400, "thread: this server stores no messages; send the whole conversation", request_id)
+    body["error"]["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return body
+
+
 ERROR_FORMAT = ErrorFormat(PATH, anthropic_error, id_header=b"request-id")  # Anthropic's client reads this header

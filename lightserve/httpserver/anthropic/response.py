@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import orjson
@@ -15,16 +16,21 @@ from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.errors import error_object, status_of
 
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
 
 class MessagesResponse(PartsResponse):
     def __init__(self, parser: ChoiceParser, log: AccessLog, model: str) -> None:
         super().__init__(parser, log)
+        self.is_clamped = False  # the context has less room than max_tokens
+        self.manages_context = False  # the request has context_management
         self._head = {"id": f"msg_{log.request_id}", "type": "message", "role": "assistant", "model": model}
         self._delta_head = self._delta_tail = b""
 
     def body(self) -> JsonObject:
         content = [_block(part, part.text) for part in self.parts]
-        return {**self._head, "content": content, **self._stop(), "usage": self._usage(self.log.output_tokens)}
+        usage = self._usage(self.log.output_tokens)
+        return {**self._head, "content": content, **self._stop(), "usage": usage, **self._applied_edits()}
 
     def on_start(self) -> Events:
         empty: JsonObject = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage(0)}
@@ -39,11 +45,20 @@ class MessagesResponse(PartsResponse):
         return self._delta_head + orjson.dumps(text) + self._delta_tail
 
     def on_part_end(self, part: Part) -> Events:
-        return [{"type": "content_block_stop", "index": part.index}]
+        stop = {"type": "content_block_stop", "index": part.index}
+        if part.kind is not PartKind.REASONING:
+            return [stop]
+        signature = {"type": "signature_delta", "signature": _signature(part.text)}
+        return [{"type": "content_block_delta", "index": part.index, "delta": signature}, stop]
 
     def on_end(self) -> Events:
         usage = self._usage(self.log.output_tokens)
-        return [{"type": "message_delta", "delta": self._stop(), "usage": usage}, {"type": "message_stop"}]
+        last = {"type": "message_delta", "delta": self._stop(), "usage": usage, **self._applied_edits()}
+        return [last, {"type": "message_stop"}]
+
+    def keep_alive(self) -> bytes:
+        """What a stream that waits for its next token sends from time to time."""
+        return PING
 
     def on_error(self, error: LightserveError, request_id: str) -> Events:
         message = error_object(error, request_id)["error"]["message"]
@@ -52,10 +67,15 @@ class MessagesResponse(PartsResponse):
     def _stop(self) -> JsonObject:
         found = None if self.finish is None else self.finish.stop_reason
         if self.is_truncated:
-            return {"stop_reason": "max_tokens", "stop_sequence": None}
+            reason = "model_context_window_exceeded" if self.is_clamped else "max_tokens"
+            return {"stop_reason": reason, "stop_sequence": None}
         if isinstance(found, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": found}
         return {"stop_reason": "tool_use" if self.has_calls else "end_turn", "stop_sequence": None}
+
+    def _applied_edits(self) -> JsonObject:
+        """This server never shortens a conversation itself."""
+        return {"context_management": {"applied_edits": []}} if self.manages_context else {}
 
     def _usage(self, output_tokens: int) -> JsonObject:
         """Anthropic does not count cached tokens as input tokens."""
@@ -73,9 +93,14 @@ def _block(part: Part, text: str) -> JsonObject:
         case PartKind.TEXT:
             return {"type": "text", "text": text}
         case PartKind.REASONING:
-            return {"type": "thinking", "thinking": text, "signature": ""}
+            return {"type": "thinking", "thinking": text, "signature": _signature(text)}
         case PartKind.CALL:
             return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(text)}
+
+
+def _signature(thinking: str) -> str:
+    """Clients drop a block of thinking without a signature, instead of sending it back. This server checks none."""
+    return hashlib.sha256(thinking.encode()).hexdigest() if thinking else ""
 
 
 def _delta(kind: PartKind, text: str) -> JsonObject:

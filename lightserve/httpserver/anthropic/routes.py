@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightserve.httpserver.anthropic.errors import PATH
-from lightserve.httpserver.anthropic.request import (
-    MessagesBody,
-    PromptBody,
-    refuse_unsupported,
-    to_chat,
-    to_prompt_chat,
-)
+from lightserve.errors import InvalidRequestError, PromptTooLongError
+from lightserve.httpserver.anthropic.errors import PATH, thread_error
+from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody, log_hosted, to_chat, to_prompt_chat
 from lightserve.httpserver.anthropic.response import MessagesResponse
 from lightserve.httpserver.chat.output import check_tools
 from lightserve.httpserver.chat.parts import respond_in_parts
@@ -30,23 +28,36 @@ def routes(context: ServerContext) -> APIRouter:
 
     @router.post(PATH, responses=OPENAPI_STREAM, openapi_extra=openapi_body(MessagesBody))
     async def messages(request: Request) -> Response:
-        value = await context.read(request)
-        refuse_unsupported(value)
-        body = validate(MessagesBody, value)
-        chat = await prepare_chat(context, request, to_chat(body))
+        body = validate(MessagesBody, await context.read(request))
+        if body.thread is not None:
+            return json_response(thread_error(request.state.request_id), status=400)
+        with _prompt_limit():
+            chat = await prepare_chat(context, request, to_chat(context, body))
+        log_hosted(body, chat.log.request_id)
         response = MessagesResponse(chat.output.new_parser(), chat.log, context.model_name)
+        response.is_clamped = chat.prompt_requests[0].params.stopping.max_new_tokens < body.max_tokens
+        response.manages_context = body.context_management is not None
         generation = context.manager.generate(chat.prompt_requests, chat.log)
         return await respond_in_parts(request, body.stream, generation, response)
 
     @router.post(f"{PATH}/count_tokens", openapi_extra=openapi_body(PromptBody))
     async def count_tokens(request: Request) -> Response:
         """The number of prompt tokens of a request."""
-        value = await context.read(request)
-        refuse_unsupported(value)
-        body = to_prompt_chat(validate(PromptBody, value))
+        body = to_prompt_chat(context, validate(PromptBody, await context.read(request)))
         context.check_model(body.model)
         check_tools(context, body)
-        _, ids = await chat_prompt(context, body)
+        with _prompt_limit():
+            _, ids = await chat_prompt(context, body)
         return json_response({"input_tokens": len(ids)})
 
     return router
+
+
+@contextmanager
+def _prompt_limit() -> Iterator[None]:
+    """Refuse a prompt that is too long in Anthropic's words: agents recognise them and shorten the conversation."""
+    try:
+        yield
+    except PromptTooLongError as error:
+        found = f"prompt is too long: {error.length} tokens > {error.limit} maximum"
+        raise InvalidRequestError(found, "messages") from error

@@ -16,18 +16,22 @@ from lightserve.httpserver.fields.grammar import GrammarFactory
 from lightserve.httpserver.manager import PromptRequest
 from lightserve.io_struct import GrammarSpec, StrOut, ThinkingLimit
 from lightserve.model_files.tokenizer import Tokenizer
-from lightserve.output_parsing import (
-    CallStart,
-    Delta,
-    OutputParser,
-    Reasoning,
-    ToolCallParser,
-)
-from lightserve.output_parsing.delta_writer import DeltaWriter, Tools
+from lightserve.output_parsing import Delta, OutputParser, Reasoning
+from lightserve.output_parsing.delta_writer import DeltaWriter, Tools, call_id
+from lightserve.output_parsing.parser import parse_content
 from lightserve.output_parsing.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
 from lightserve.output_parsing.tool_calls.base import ToolFormat
 from lightserve.output_parsing.tool_calls.formats import tool_format
-from lightserve.output_parsing.tool_grammar import Thinking, enforceable_format, forced_grammar, thinking_grammar
+from lightserve.output_parsing.tool_grammar import (
+    ANY_OBJECT,
+    Calls,
+    Thinking,
+    call_or_answer_grammar,
+    call_or_text_grammar,
+    can_constrain,
+    enforceable_format,
+    forced_grammar,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,32 +77,64 @@ class OutputPlan:
         return replace(prompt_request, params=prompt_request.params.replace(shown_special_ids=ids, thinking=self.limit))
 
     def new_parser(self) -> ChoiceParser:
-        tools = reasoning = None
-        if self.tool_format is not None:
-            writer = DeltaWriter(_schemas(self.body.offered_tools), self.tool_format.new_id, self.body.max_tool_calls)
-            tools = ToolCallParser(self.tool_format.parse, writer)
-        if self.thinking is not None:
-            reasoning = ReasoningParser(self.thinking.reasoning_format, self.thinking.is_begun)
-        return ChoiceParser(OutputParser(reasoning, tools), self.body.include_reasoning is not False)
+        tools = self.tool_format
+        parse = parse_content if tools is None else tools.parse
+        new_id = call_id if tools is None else tools.new_id
+        if self.thinking is not None and self.thinking.reasoning_format.parse_output is not None:
+            parse = self.thinking.reasoning_format.parse_output
+        elif self.thinking is not None:
+            call_begins = () if tools is None else tools.call_begins
+            parse = ReasoningParser(self.thinking.reasoning_format, self.thinking.is_begun, parse, call_begins).parse
+        offered = _schemas(self.body.offered_tools)
+        separates = self.body.separate_reasoning is not False
+        parser = OutputParser(parse, DeltaWriter(offered, new_id, self.body.max_tool_calls, separates))
+        return ChoiceParser(parser, self.body.include_reasoning is not False)
 
     def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
-        """The grammar that the body sets, and the grammar of forced calls; requested_grammar refuses both at once."""
-        for name, make in self.body.grammars():
-            yield name, partial(self._after_thinking, make)
+        """The grammar of the output, and the field that asks for it. requested_grammar refuses two.
+
+        A call that is forced is the whole output: then a grammar of the answer has no effect. Otherwise the model calls
+        tools or answers by its grammar.
+        """
+        own = list(self.body.grammars())
         if self.tool_format is not None and self.body.forced_tools:
-            yield "tool_choice", partial(self._forced, self.tool_format)
+            yield "tool_choice", partial(self._forced, self.tool_format, own)
+            return
+        for name, make in own:
+            yield name, partial(self._call_or_answer, make)
+        if not own and self.tool_format is not None and can_constrain(self.tool_format) and self._has_strict_tools:
+            yield "tools", partial(self._call_or_text, self.tool_format)
 
-    def _after_thinking(self, make: GrammarFactory) -> GrammarSpec:
-        if self.thinking is None:
-            return make()
-        return msgspec.structs.replace(make(), before=thinking_grammar(self.thinking, self.special_ids))
+    @property
+    def _has_strict_tools(self) -> bool:
+        return any(tool.function.strict for tool in self.body.offered_tools)
 
-    def _forced(self, tool_format: ToolFormat) -> GrammarSpec:
+    def _call_or_answer(self, make: GrammarFactory) -> GrammarSpec:
+        spec = make()
+        if self.tool_format is None and self.thinking is None:
+            return spec
+        calls = None if self.tool_format is None else self._offered_calls(self.tool_format)
+        before = call_or_answer_grammar(calls, self.thinking, self.special_ids)
+        return msgspec.structs.replace(spec, before=before)
+
+    def _call_or_text(self, tool_format: ToolFormat) -> GrammarSpec:
+        calls = self._offered_calls(tool_format)
+        return GrammarSpec("lark", call_or_text_grammar(calls, self.thinking, self.special_ids))
+
+    def _offered_calls(self, tool_format: ToolFormat) -> Calls:
+        """The arguments of tools that are not strict may be any object."""
+        strict = _schemas(tool for tool in self.body.offered_tools if tool.function.strict)
+        _check_schemas(strict)
+        names = [tool.function.name for tool in self.body.offered_tools]
+        return Calls(tool_format, {name: strict.get(name, ANY_OBJECT) for name in names}, self.body.max_tool_calls)
+
+    def _forced(self, tool_format: ToolFormat, own: list[tuple[str, GrammarFactory]]) -> GrammarSpec:
+        for _, make in own:
+            make()  # raises the error of a malformed field
         tools = _schemas(self.body.forced_tools)
-        for schema in tools.values():
-            check_nesting(schema)
-        text = forced_grammar(tool_format, tools, self.body.max_tool_calls, self.thinking, self.special_ids)
-        return GrammarSpec("lark", text)
+        _check_schemas(tools)
+        calls = Calls(tool_format, tools, self.body.max_tool_calls)
+        return GrammarSpec("lark", forced_grammar(calls, self.thinking, self.special_ids))
 
 
 def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPlan:
@@ -108,9 +144,9 @@ def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPl
     if reasoning is not None:
         thinking = Thinking(reasoning, reasoning.begins_inside(prompt, bool(body.continue_final_message)))
     limit = body.thinking_limit(context, thinking)
-    if body.separate_reasoning is False:
+    if body.separate_reasoning is False and reasoning is not None and reasoning.parse_output is None:
         reasoning = thinking = None
-    markers = (*(tools.markers if tools else ()), *((reasoning.begin, reasoning.end) if reasoning else ()))
+    markers = (*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ()))
     return OutputPlan(body, tools, thinking, _special_ids(context.tokenizer, markers), limit)
 
 
@@ -132,6 +168,11 @@ def _special_ids(tokenizer: Tokenizer, markers: Iterable[str]) -> dict[str, int]
     return {marker: token_id for marker, token_id in ids.items() if token_id is not None}
 
 
+def _check_schemas(tools: Tools) -> None:
+    for schema in tools.values():
+        check_nesting(schema)
+
+
 def _schemas(tools: Iterable[Tool]) -> Tools:
     return {tool.function.name: tool.function.parameters or {} for tool in tools}
 
@@ -142,19 +183,39 @@ class ChoiceParser:
     def __init__(self, parser: OutputParser, shows_reasoning: bool) -> None:
         self.reasoning_tokens = 0  # including the tags
         self.is_hidden = False  # the last token is reasoning that the response leaves out
-        self.has_calls = False
         self._parser = parser
+        self._writer = parser.writer
         self._shows_reasoning = shows_reasoning
+        self._is_cut = False
+        self._undecided_tokens = 0  # of reasoning or of a call in it: the tokens that follow decide
 
     def push(self, out: StrOut) -> list[Delta]:
-        is_reasoning = self._parser.is_reasoning
+        writer = self._writer
+        is_reasoning = writer.is_reasoning
         deltas = self._parser.push(out.text)
-        is_reasoning = is_reasoning or self._parser.is_reasoning
+        is_reasoning = is_reasoning or writer.is_reasoning
+        if is_reasoning:
+            self._count_reasoning()
         if out.finish_reason is not None:
-            deltas += self._parser.finish()
-        self.reasoning_tokens += is_reasoning
-        self.is_hidden = is_reasoning and not self._shows_reasoning
-        self.has_calls = self.has_calls or any(isinstance(delta, CallStart) for delta in deltas)
+            deltas += self._finish(out)
         if self._shows_reasoning:
             return deltas
+        self.is_hidden = is_reasoning
         return [delta for delta in deltas if not isinstance(delta, Reasoning)]
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there is a call. One that a stop string cut off does not count: its arguments are not JSON."""
+        return self._writer.has_calls and not self._is_cut
+
+    def _count_reasoning(self) -> None:
+        if self._writer.is_undecided:
+            self._undecided_tokens += 1
+        else:
+            self.reasoning_tokens += 1 + self._undecided_tokens
+            self._undecided_tokens = 0
+
+    def _finish(self, out: StrOut) -> list[Delta]:
+        deltas = self._parser.finish()
+        self._is_cut = self._writer.is_call_open and isinstance(out.stop_reason, str)
+        return deltas

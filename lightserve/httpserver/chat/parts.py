@@ -22,7 +22,7 @@ from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.json_response import json_response
-from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
+from lightserve.httpserver.wire.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.io_struct import FinishReason, StrOut
 from lightserve.output_parsing import CallArguments, CallStart, Content, Delta, Reasoning
 
@@ -60,7 +60,7 @@ class Part:
         return "".join(self.pieces)
 
 
-class PartsResponse(ABC):
+class PartsResponse(EventWriter, ABC):
     """Collects one output. Subclasses write it: as events while it arrives, or as one body at the end.
 
     It is the EventWriter of its stream.
@@ -151,8 +151,13 @@ async def respond_in_parts(
     if is_stream:
         events = events_of(generation, response, generation.log.request_id)
         return await EventStream.open(request, events)
-    await until_disconnect(request, _collect(generation, response))
+    await collect_parts(request, generation, response)
     return json_response(response.body())
+
+
+async def collect_parts(request: Request, generation: Generation, response: PartsResponse) -> None:
+    """Run the generation until its end; stop it when the client disconnects."""
+    await until_disconnect(request, _collect(generation, response))
 
 
 async def _collect(generation: Generation, response: PartsResponse) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -15,6 +16,8 @@ from lightserve.httpserver.fields.sampling import build_prompt_requests, check_c
 from lightserve.httpserver.manager import PromptRequest
 from lightserve.httpserver.wire.access_log import AccessLog
 
+Render = Callable[[ServerContext, ChatBody], Awaitable[tuple[str, list[int]]]]  # the prompt as text and as token ids
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
@@ -26,14 +29,18 @@ class PreparedChat:
 
 
 async def prepare_chat(
-    context: ServerContext, request: Request, body: ChatBody, logprobs: int | None = None
+    context: ServerContext,
+    request: Request,
+    body: ChatBody,
+    logprobs: int | None = None,
+    render: Render = chat_prompt,
 ) -> PreparedChat:
     """Prepare a chat of any API. ``logprobs``: how many alternatives to each token; None: no logprobs."""
     context.check_model(body.model)
     check_choices(context, 1, body.beam_width or body.choices)
-    log = context.log(request, body.request_id)
+    log = context.log(request, body.request_id or body.rid)
     check_tools(context, body)
-    prompt, ids = await chat_prompt(context, body)
+    prompt, ids = await render(context, body)
     reasoning = output_formats(context).reasoning
     tags = () if reasoning is None else (reasoning.begin, reasoning.end)
     output = output_plan(context, body, await generation_prompt(context, body, prompt, tags))

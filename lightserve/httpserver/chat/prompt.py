@@ -123,7 +123,7 @@ def _check_custom_roles(context: ServerContext, body: ChatBody, messages: list[d
 def _apply(context: ServerContext, body: ChatBody, messages: list[dict[str, Any]], adds_turn: bool) -> str:
     """Render with content None for tool calls, which some templates expect; if that fails, with empty content."""
     template = _template(context, body)
-    tools = [_tool(tool) for tool in body.offered_tools] or None
+    tools = [_tool(tool) for tool in body.prompt_tools] or None
     render = partial(
         template.render,
         tools=tools,

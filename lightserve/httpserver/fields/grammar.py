@@ -38,8 +38,9 @@ async def requested_grammar(context: ServerContext, fields: HasGrammars) -> Gram
         raise InvalidRequestError(f"{given[1][0]}: does not combine with {name}", given[1][0])
     try:
         spec = make()
-        if len(spec.text) > MAX_GRAMMAR_LENGTH:
-            raise InvalidRequestError(f"the grammar has {len(spec.text)} characters; the limit is {MAX_GRAMMAR_LENGTH}")
+        length = max(len(spec.text), len(spec.before))
+        if length > MAX_GRAMMAR_LENGTH:
+            raise InvalidRequestError(f"the grammar has {length} characters; the limit is {MAX_GRAMMAR_LENGTH}")
         await context.grammars.check(context.tokenizer, spec)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{name}: {error}", name) from error
@@ -54,15 +55,20 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag", "json", "regex"]
     json_schema: NamedSchema | None = None
     schema_: Schema | None = Field(default=None, alias="schema", description="with json_object, as llama.cpp")
     structures: Annotated[list[dict[str, Any]], Field(max_length=MAX_STRUCTURES, fail_fast=True)] | None = Field(
         default=None, description="of a structural_tag, as vLLM"
     )
     triggers: Annotated[list[str], Field(max_length=MAX_STRUCTURES, fail_fast=True)] | None = None
+    value: Schema | None = Field(default=None, description="of json, json_object, json_schema and regex, as TGI")
 
     def grammar(self) -> GrammarSpec:
+        if self.type in ("json", "regex") and self.value is None:
+            raise InvalidRequestError(f"the type {self.type} needs value")
+        if self.value is not None and self.type != "structural_tag":
+            return tgi_grammar(self.type, self.value, is_strict=False)
         if self.type == "structural_tag":
             return structural_tag_grammar({"structures": self.structures, "triggers": self.triggers})
         if self.type == "json_object":
@@ -144,21 +150,23 @@ class GrammarFields(GuidedFields):
 class TgiGrammar(Body):
     """TGI's: ``value`` is a JSON schema, a regular expression, or {"name", "schema"}."""
 
-    type: Literal["json", "regex", "json_schema"]
+    type: Literal["json", "json_object", "regex", "json_schema"]
     value: Schema
 
     def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
-        yield "grammar", self._grammar
+        yield "grammar", partial(tgi_grammar, self.type, self.value)
 
-    def _grammar(self) -> GrammarSpec:
-        if self.type == "regex":
-            if not isinstance(self.value, str):
-                raise InvalidRequestError("the value of a regex must be a string")
-            return GrammarSpec("regex", self.value)
-        if self.type == "json":
-            return _of_schema(self.value)
-        named = _object(self.value)
-        return _of_schema(named.get("schema", named))
+
+def tgi_grammar(kind: str, value: Schema, is_strict: bool = True) -> GrammarSpec:
+    """TGI's ``type`` and ``value``."""
+    if kind == "regex":
+        if not isinstance(value, str):
+            raise InvalidRequestError("the value of a regex must be a string")
+        return GrammarSpec("regex", value)
+    if kind == "json_schema":
+        named = _object(value)
+        return _of_schema(named.get("schema", named), is_strict)
+    return _of_schema(value, is_strict)
 
 
 def _of_schema(schema: Schema, is_strict: bool = True) -> GrammarSpec:

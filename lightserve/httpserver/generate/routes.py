@@ -54,7 +54,8 @@ def routes(context: ServerContext) -> APIRouter:
 async def _respond(context: ServerContext, request: Request, streams: bool | None) -> Response:
     log = context.log(request)
     value = await context.read(request)
-    default = Schema.TGI if context.config.use_tgi_api else Schema.LIGHTLLM
+    # only clients of TGI, such as Hugging Face's InferenceClient, use the root path
+    default = Schema.TGI if context.config.use_tgi_api or streams is None else Schema.LIGHTLLM
     if schema_of(value, default) is Schema.TGI:
         return await tgi_response(context, request, log, value, streams)
     return await lightllm_response(context, request, log, value, streams)

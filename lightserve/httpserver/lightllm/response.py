@@ -18,7 +18,7 @@ from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import validate
 from lightserve.httpserver.wire.errors import error_object
 from lightserve.httpserver.wire.json_response import json_response
-from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
+from lightserve.httpserver.wire.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.io_struct import StrOut
 
 
@@ -83,7 +83,7 @@ def _tokens(outs: Sequence[StrOut], prompt_tokens: int, special: Collection[int]
     return tokens
 
 
-class LightllmEventWriter:
+class LightllmEventWriter(EventWriter):
     """Writes one event per token: ``data:`` + compact JSON + blank line."""
 
     def __init__(self, prompt_tokens: int, special: Collection[int]) -> None:
@@ -100,6 +100,9 @@ class LightllmEventWriter:
 
     def error(self, error: LightserveError, request_id: str) -> bytes:
         return b"data:%b\n\n" % orjson.dumps(error_object(error, request_id))
+
+    def keep_alive(self) -> bytes:
+        return b""  # LightLLM's clients count every line that is not empty as a token
 
     def line(self, out: StrOut) -> bytes:
         self.count += 1

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
-from lightserve.errors import LightserveError, RequestError
+from lightserve.errors import AbortedError, LightserveError, RequestError
 from lightserve.httpserver.chat.output import ChoiceParser
 from lightserve.httpserver.chat.parts import DELTA_TEXT, Events, Part, PartKind, PartsResponse, split_event
+from lightserve.httpserver.openai.logprobs import TokenLogprobs
+from lightserve.httpserver.openai.responses_custom_input import CustomToolInput
+from lightserve.httpserver.openai.responses_items import encode_reasoning
+from lightserve.httpserver.openai.responses_tools import ToolId
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.errors import error_object
+from lightserve.io_struct import StrOut
 
-# kind of an item: the prefix of its id, as OpenAI's
-ID_PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}
 # field of the request that the response repeats: its value where the request has none
 ECHOED_FIELDS: JsonObject = {
     "instructions": None,
@@ -23,85 +28,159 @@ ECHOED_FIELDS: JsonObject = {
     "max_tool_calls": None,
     "metadata": {},
     "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
     "reasoning": {"effort": None, "summary": None},
     "temperature": 1.0,
     "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "tools": [],
+    "top_logprobs": 0,
     "top_p": 1.0,
     "truncation": "disabled",
     "user": None,
 }
-FIXED_FIELDS: JsonObject = {"background": False, "previous_response_id": None, "store": False, "top_logprobs": 0}
+FIXED_FIELDS: JsonObject = {"background": False, "service_tier": "default"}
+CALL_PREFIX, CUSTOM_PREFIX = "fc", "ctc"  # of item ids, as OpenAI's
+ID_PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: CALL_PREFIX}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesSpec:
+    """What a response needs to know about its request."""
+
+    model: str
+    response_id: str  # with the prefix resp_
+    body: JsonObject = field(default_factory=dict)  # the request's
+    tools: dict[str, ToolId] = field(default_factory=dict)  # by the name of the function that the model gets
+    ignored: list[JsonObject] = field(default_factory=list)  # fields of the request that the model does not get
+    is_stored: bool = False
+    logprobs_of: TokenLogprobs | None = None  # None: no logprobs
+    encrypts_reasoning: bool = False
 
 
 class ResponsesResponse(PartsResponse):
-    def __init__(self, parser: ChoiceParser, log: AccessLog, model: str, request_body: JsonObject) -> None:
-        """``request_body`` is the request's body."""
+    def __init__(self, parser: ChoiceParser, log: AccessLog, spec: ResponsesSpec) -> None:
         super().__init__(parser, log)
-        self._head = {
-            "id": f"resp_{log.request_id}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": model,
-            **FIXED_FIELDS,
-            **{
-                name: default if request_body.get(name) is None else request_body[name]
-                for name, default in ECHOED_FIELDS.items()
-            },
-        }
+        self._spec = spec
+        self._head = _head(spec)
         self._n_events = 0
         self._delta_head = self._delta_tail = b""
+        self._has_other_deltas = False  # the deltas of the open part have more than their text, or another text
+        self._inputs: dict[int, CustomToolInput] = {}  # of custom tools, by the index of the part
+        self._open_input: CustomToolInput | None = None
+        self._unsent_logprobs: list[JsonObject] = []  # of tokens whose text has not been sent
+        self._logprobs: dict[int, list[JsonObject]] = {}  # of text, by the index of the part
+        self._failure: JsonObject | None = None
+
+    @property
+    def id(self) -> str:
+        return self._spec.response_id
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finish is not None or self._failure is not None
 
     def body(self) -> JsonObject:
-        status = "incomplete" if self.is_truncated else "completed"
+        """The response as it is now."""
+        if self._failure is not None:
+            return self._response(**self._failure)
+        if self.finish is None:
+            return self._response("in_progress")
         details = {"reason": "max_output_tokens"} if self.is_truncated else None
+        status = "incomplete" if self.is_truncated else "completed"
         return self._response(status, incomplete_details=details, usage=self._usage())
+
+    def cancel(self) -> None:
+        """Nobody will read the rest."""
+        self._failure = {"status": "cancelled"}
+
+    def write(self, outs: Iterable[tuple[int, StrOut]]) -> bytes:
+        logprobs_of = self._spec.logprobs_of
+        if logprobs_of is None:
+            return super().write(outs)
+        events = []
+        for index, out in outs:
+            self._unsent_logprobs += logprobs_of(out)["content"]
+            reasoning_tokens = self.parser.reasoning_tokens
+            events.append(super().write([(index, out)]))
+            if self.parser.reasoning_tokens > reasoning_tokens:
+                self._unsent_logprobs.clear()
+        return b"".join(events)
 
     def on_start(self) -> Events:
         response = self._response("in_progress")
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def on_part_start(self, part: Part) -> Events:
+        self._open_input = None
+        if part.kind is not PartKind.TEXT:
+            self._unsent_logprobs.clear()
+        if self._is_custom(part):
+            self._open_input = self._inputs[part.index] = CustomToolInput()
+        self._has_other_deltas = self._open_input is not None or self._spec.logprobs_of is not None
         self._prepare_deltas(part)
         added = self._event("response.output_item.added", output_index=part.index, item=self._item(part, "in_progress"))
         if part.kind is PartKind.CALL:
             return [added]
-        return [added, self._event("response.content_part.added", **self._item_ref(part), part=_content(part, ""))]
+        return [added, self._event("response.content_part.added", **self._item_ref(part), part=_content(part, "", []))]
 
     def delta_event(self, part: Part, text: str) -> bytes:
-        self._n_events += 1
-        return b"%b%b%b%d}\n\n" % (self._delta_head, orjson.dumps(text), self._delta_tail, self._n_events - 1)
+        if self._has_other_deltas:
+            return self._other_delta_event(part, text)
+        number = self._n_events
+        self._n_events = number + 1
+        return b"%b%b%b%d}\n\n" % (self._delta_head, orjson.dumps(text), self._delta_tail, number)
 
     def on_part_end(self, part: Part) -> Events:
-        text = {"arguments": part.text, "name": part.name} if part.kind is PartKind.CALL else {"text": part.text}
-        events = [
-            self._event(
-                f"response.{_EVENT_NAMES[part.kind]}.done", **self._item_ref(part), **text, **_extra_fields(part)
-            )
-        ]
+        events: Events = []
+        name, ref = f"response.{self._event_name(part)}", self._item_ref(part)
+        rest = "" if self._open_input is None else self._open_input.finish(part.text)
+        if rest:
+            events.append(self._event(f"{name}.delta", **ref, delta=rest))
+        events.append(self._event(f"{name}.done", **ref, **self._done_fields(part)))
         if part.kind is not PartKind.CALL:
-            content = _content(part, part.text)
-            events.append(self._event("response.content_part.done", **self._item_ref(part), part=content))
+            events.append(self._event("response.content_part.done", **ref, part=self._content(part)))
         item = self._item(part, _status(part))
         events.append(self._event("response.output_item.done", output_index=part.index, item=item))
         return events
 
     def on_end(self) -> Events:
-        response = self.body()
-        return [self._event(f"response.{response['status']}", response=response)]
+        """A response that its limit cut ends with response.completed too; its status says "incomplete". The openai
+        client's stream helper raises an exception without that event, and Codex sends the same request again."""
+        return [self._event("response.completed", response=self.body())]
 
     def on_error(self, error: LightserveError, request_id: str) -> Events:
-        code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
-        error_body = {"code": code, "message": error_object(error, request_id)["error"]["message"]}
-        return [self._event("response.failed", response=self._response("failed", error=error_body))]
+        message = error_object(error, request_id)["error"]["message"]
+        if isinstance(error, AbortedError):
+            self.cancel()
+        else:
+            code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
+            self._failure = {"status": "failed", "error": {"code": code, "message": message}}
+        return [self._event("response.failed", response=self.body())]
 
     def _prepare_deltas(self, part: Part) -> None:
         """Everything in the delta events of a part but the text and the sequence number, which is their last field."""
-        kind = f"response.{_EVENT_NAMES[part.kind]}.delta"
-        event = {"type": kind, **self._item_ref(part), "delta": DELTA_TEXT, **_extra_fields(part), "sequence_number": 0}
+        kind = f"response.{self._event_name(part)}.delta"
+        logprobs: JsonObject = {"logprobs": []} if part.kind is PartKind.TEXT else {}
+        event = {"type": kind, **self._item_ref(part), "delta": DELTA_TEXT, **logprobs, "sequence_number": 0}
         self._delta_head, tail = split_event(event)
         self._delta_tail = tail.removesuffix(b"0}\n\n")
+
+    def _other_delta_event(self, part: Part, text: str) -> bytes:
+        """Of the input of a custom tool, or with the logprobs of all tokens since the last delta: one may have waited
+        for the rest of a character."""
+        tail = self._delta_tail
+        if self._open_input is not None:
+            text = self._open_input.push(text)
+        elif part.kind is PartKind.TEXT:
+            new, self._unsent_logprobs = self._unsent_logprobs, []
+            self._logprobs.setdefault(part.index, []).extend(new)
+            tail = b',"logprobs":%b,"sequence_number":' % orjson.dumps(new)
+        if not text:
+            return b""
+        self._n_events += 1
+        return b"%b%b%b%d}\n\n" % (self._delta_head, orjson.dumps(text), tail, self._n_events - 1)
 
     def _event(self, kind: str, **fields: Any) -> JsonObject:
         self._n_events += 1
@@ -112,26 +191,59 @@ class ResponsesResponse(PartsResponse):
         empty = {"error": None, "incomplete_details": None, "usage": None}
         return {**self._head, "status": status, "output": output, **empty, **fields}
 
+    def _is_custom(self, part: Part) -> bool:
+        return part.name in self._spec.tools and self._spec.tools[part.name].is_custom
+
+    def _event_name(self, part: Part) -> str:
+        return "custom_tool_call_input" if self._is_custom(part) else _EVENT_NAMES[part.kind]
+
     def _id(self, part: Part) -> str:
-        return f"{ID_PREFIXES[part.kind]}_{self.log.request_id}_{part.index}"
+        prefix = CUSTOM_PREFIX if self._is_custom(part) else ID_PREFIXES[part.kind]
+        return f"{prefix}_{self.id.removeprefix('resp_')}_{part.index}"
 
     def _item_ref(self, part: Part) -> JsonObject:
         ref = {"item_id": self._id(part), "output_index": part.index}
         return ref if part.kind is PartKind.CALL else {**ref, "content_index": 0}
 
+    def _done_fields(self, part: Part) -> JsonObject:
+        if self._open_input is not None:
+            return {"input": self._open_input.text}
+        match part.kind:
+            case PartKind.CALL:
+                return {"arguments": part.text, "name": self._tool_id(part).name}
+            case PartKind.TEXT:
+                return {"text": part.text, "logprobs": self._logprobs.get(part.index, [])}
+            case PartKind.REASONING:
+                return {"text": part.text}
+
+    def _content(self, part: Part) -> JsonObject:
+        return _content(part, part.text, self._logprobs.get(part.index, []))
+
     def _item(self, part: Part, status: str) -> JsonObject:
         is_started = status == "in_progress"
         head = {"id": self._id(part), "status": status}
-        content = [] if is_started else [_content(part, part.text)]
+        content = [] if is_started else [self._content(part)]
         match part.kind:
             case PartKind.TEXT:
                 return {**head, "type": "message", "role": "assistant", "content": content}
             case PartKind.REASONING:
-                return {**head, "type": "reasoning", "summary": [], "content": content}
+                encrypted = {"encrypted_content": encode_reasoning(part.text)} if self._spec.encrypts_reasoning else {}
+                return {**head, "type": "reasoning", "summary": [], "content": content, **encrypted}
             case PartKind.CALL:
-                arguments = "" if is_started else part.text
-                call = {"call_id": part.call_id, "name": part.name, "arguments": arguments}
-                return {**head, "type": "function_call", **call}
+                return {**head, **self._call(part, is_started)}
+
+    def _call(self, part: Part, is_started: bool) -> JsonObject:
+        tool_id = self._tool_id(part)
+        call = {"call_id": part.call_id, "name": tool_id.name}
+        if tool_id.namespace is not None:
+            call["namespace"] = tool_id.namespace
+        if tool_id.is_custom:
+            return {"type": "custom_tool_call", **call, "input": self._inputs[part.index].text}
+        return {"type": "function_call", **call, "arguments": "" if is_started else part.text}
+
+    def _tool_id(self, part: Part) -> ToolId:
+        """A model may call a tool that does not exist."""
+        return self._spec.tools.get(part.name, ToolId(part.name))
 
     def _usage(self) -> JsonObject:
         log = self.log
@@ -152,15 +264,29 @@ _EVENT_NAMES = {
 }
 
 
+def _head(spec: ResponsesSpec) -> JsonObject:
+    """The fields that do not change. ``tools`` has only what the model gets; ``ignored`` says what it does not get."""
+    given = {name: value for name, value in spec.body.items() if name in ECHOED_FIELDS and value is not None}
+    if isinstance(given.get("tools"), list):
+        given["tools"] = [tool for tool in given["tools"] if tool["type"] in ("function", "custom", "namespace")]
+    return {
+        "id": spec.response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": spec.model,
+        **FIXED_FIELDS,
+        "store": spec.is_stored,
+        **ECHOED_FIELDS,
+        **given,
+        **({"ignored": spec.ignored} if spec.ignored else {}),
+    }
+
+
 def _status(part: Part) -> str:
     return "completed" if part.is_complete else "incomplete"
 
 
-def _content(part: Part, text: str) -> JsonObject:
+def _content(part: Part, text: str, logprobs: list[JsonObject]) -> JsonObject:
     if part.kind is PartKind.REASONING:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _extra_fields(part: Part) -> JsonObject:
-    return {"logprobs": []} if part.kind is PartKind.TEXT else {}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -1,35 +1,114 @@
-"""POST /v1/responses. Responses are not stored: GET always gives 404."""
+"""POST /v1/responses."""
 
 from __future__ import annotations
 
+import os
+
 from fastapi import APIRouter
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightserve.errors import ResponseNotFoundError
-from lightserve.httpserver.chat.parts import respond_in_parts
-from lightserve.httpserver.chat.prepare import prepare_chat
+from lightserve.errors import WebSocketError
+from lightserve.httpserver.chat.parts import collect_parts
+from lightserve.httpserver.chat.prepare import PreparedChat, prepare_chat
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.openai.responses_request import ResponsesBody, to_chat, validate_responses
-from lightserve.httpserver.openai.responses_response import ResponsesResponse
-from lightserve.httpserver.wire.body import openapi_body
-from lightserve.httpserver.wire.sse import OPENAPI_STREAM
+from lightserve.httpserver.openai.logprobs import chat_logprobs
+from lightserve.httpserver.openai.responses_history import input_items, with_history
+from lightserve.httpserver.openai.responses_request import (
+    ResponsesBody,
+    ResponsesTranslation,
+    translate_responses,
+    validate_responses,
+)
+from lightserve.httpserver.openai.responses_response import ResponsesResponse, ResponsesSpec
+from lightserve.httpserver.openai.responses_saving import SavedResponse, saved_events
+from lightserve.httpserver.openai.responses_store import ResponseStore, owner_of
+from lightserve.httpserver.openai.responses_stored_routes import add_stored_routes
+from lightserve.httpserver.wire.body import JsonObject, openapi_body
+from lightserve.httpserver.wire.json_response import json_response
+from lightserve.httpserver.wire.sse import OPENAPI_STREAM, EventStream, events_of
+from lightserve.utils.logger import init_logger
+
+logger = init_logger(__name__)
+
+PATH = "/v1/responses"
 
 
 def routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
+    store = ResponseStore(context.run_dir, context.config)
 
-    @router.post("/v1/responses", responses=OPENAPI_STREAM, openapi_extra=openapi_body(ResponsesBody))
+    @router.post(PATH, responses=OPENAPI_STREAM, openapi_extra=openapi_body(ResponsesBody))
     async def responses(request: Request) -> Response:
         value = await context.read(request)
-        body = validate_responses(value)
-        chat = await prepare_chat(context, request, to_chat(body))
-        response = ResponsesResponse(chat.output.new_parser(), chat.log, context.model_name, value)
-        generation = context.manager.generate(chat.prompt_requests, chat.log)
-        return await respond_in_parts(request, body.stream, generation, response)
+        echoed = dict(value)
+        owner = owner_of(request, context.config)
+        body = await with_history(store, owner, value, validate_responses(value))
+        translation = translate_responses(body)
+        chat = await prepare_chat(context, request, translation.chat, body.logprobs)
+        is_stored = body.store is not False and store.is_enabled
+        spec = _spec(context, _response_id(request, chat), echoed, body, translation, is_stored)
+        response = ResponsesResponse(chat.output.new_parser(), chat.log, spec)
+        saved = SavedResponse(store, owner, response, input_items(value)) if is_stored else None
+        chat.log.response_id = response.id
+        return await _respond(context, request, body, chat, response, saved)
 
-    @router.get("/v1/responses/{response_id}")
-    async def get_response(response_id: str) -> Response:
-        raise ResponseNotFoundError(response_id)
+    @router.get(PATH, include_in_schema=False)
+    async def connect(request: Request) -> Response:
+        """Codex offers WebSocket to some servers. It uses HTTP at once when the status is 426."""
+        if "sec-websocket-key" in request.headers:
+            raise WebSocketError(f"this server does not use WebSocket; send POST {PATH}")
+        raise HTTPException(405)
 
+    add_stored_routes(router, context, store)
     return router
+
+
+def _response_id(request: Request, chat: PreparedChat) -> str:
+    """The request id, unless the client chose it: two requests may then have the same."""
+    is_ours = "x-request-id" not in request.headers and chat.output.body.request_id is None
+    return f"resp_{chat.log.request_id if is_ours else os.urandom(8).hex()}"
+
+
+def _spec(
+    context: ServerContext,
+    response_id: str,
+    value: JsonObject,
+    body: ResponsesBody,
+    translation: ResponsesTranslation,
+    is_stored: bool,
+) -> ResponsesSpec:
+    if translation.ignored and not context.config.disable_log_requests:
+        kinds = ", ".join(sorted({one["type"] for one in translation.ignored}))
+        logger.info("%s: left out of the prompt: %s", response_id, kinds)
+    return ResponsesSpec(
+        model=context.model_name,
+        response_id=response_id,
+        body=value,
+        tools=translation.tools.ids,
+        ignored=translation.ignored,
+        is_stored=is_stored,
+        logprobs_of=None if body.logprobs is None else chat_logprobs(context.tokenizer, body.logprobs),
+        encrypts_reasoning=body.wants_encrypted_reasoning,
+    )
+
+
+async def _respond(
+    context: ServerContext,
+    request: Request,
+    body: ResponsesBody,
+    chat: PreparedChat,
+    response: ResponsesResponse,
+    saved: SavedResponse | None,
+) -> Response:
+    generation = context.manager.generate(chat.prompt_requests, chat.log)
+    if body.stream:
+        events = events_of(generation, response, chat.log.request_id)
+        if saved is not None:
+            events.generator = saved_events(events.generator, saved)
+        return await EventStream.open(request, events)
+    await collect_parts(request, generation, response)
+    if saved is not None:
+        await saved.save()
+    return json_response(response.body())

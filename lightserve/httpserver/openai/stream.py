@@ -13,14 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import LightserveError
-from lightserve.httpserver.chat.output import ChoiceParser
 from lightserve.httpserver.fields.generation import GenerationBody
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.openai.response import (
     ResponseSpec,
     collect_response,
     finish_fields,
-    prompt_logprobs_field,
     prompt_only_end,
     usage_fields,
 )
@@ -28,11 +26,17 @@ from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.errors import error_object
 from lightserve.httpserver.wire.json_response import json_response
-from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
+from lightserve.httpserver.wire.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.io_struct import StrOut
 from lightserve.output_parsing import CallArguments, CallStart, Content, Delta, Reasoning
 
 DONE = b"data: [DONE]\n\n"
+# the JSON around the texts of delta_json
+BEFORE_REASONING = b'"delta":{"reasoning_content":'
+BETWEEN_REASONING = b',"reasoning":'
+BEFORE_ARGUMENTS = b'"delta":{"tool_calls":[{"index":'
+BEFORE_ARGUMENTS_TEXT = b',"function":{"arguments":'
+AFTER_ARGUMENTS = b"}}]}"
 
 
 async def respond(request: Request, body: GenerationBody, generation: Generation, spec: ResponseSpec) -> Response:
@@ -43,47 +47,47 @@ async def respond(request: Request, body: GenerationBody, generation: Generation
     return json_response(await until_disconnect(request, collect_response(generation, spec)))
 
 
-class ChunkWriter:
-    """Writes one chunk for a token that has text, and more chunks for the first and the last token of a choice."""
+class ChunkWriter(EventWriter):
+    """Writes one chunk for a token that has text. The first token of a choice has an opening chunk too.
+
+    The last token's chunk has the finish reason, as in vLLM.
+    """
 
     def __init__(self, spec: ResponseSpec, log: AccessLog, has_usage: bool, has_continuous_usage: bool) -> None:
         endpoint = spec.endpoint
-        echoes = spec.echoes
+        indices = range(len(spec.echoes))
         self._spec = spec
         self._log = log
         self._has_usage = has_usage
         self._has_continuous_usage = has_continuous_usage
-        self._has_extras = has_continuous_usage or spec.new_logprobs is not None  # a chunk has more than text
+        self._has_extras = has_continuous_usage or spec.has_token_fields  # a chunk has more than text
         self._n_written = 0  # tokens, counted for continuous usage only
-        self._unopened = set(range(len(echoes)))
-        self._logprobs_of = [spec.logprobs_of(index // spec.n) for index in range(len(echoes))]
-        self._parsers = [spec.new_parser() for _ in echoes] if spec.new_parser is not None else None
+        self._unopened = set(indices)
+        self._first_fields: dict[int, JsonObject] = {}  # by choice: of its first token, where there is no opening chunk
+        self._logprobs_of = [spec.logprobs_of(index // spec.n) for index in indices]
+        self._parsers = [spec.new_parser() for _ in indices] if spec.new_parser is not None else None
         head = b"data: " + orjson.dumps(spec.head(is_chunk=True))[:-1] + b',"choices":[{"index":'
-        self._heads = [head + b"%d," % index for index in range(len(echoes))]
+        self._heads = [head + b"%d," % index for index in indices]
         self._text_heads = [head + endpoint.before_text for head in self._heads]
+        self._reasoning_heads = [head + BEFORE_REASONING for head in self._heads]
+        self._arguments_heads = [head + BEFORE_ARGUMENTS for head in self._heads]
         usage = b',"usage":null' if has_usage else b""
         self._tail = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
         self._text_tail = endpoint.after_text + self._tail
+        self._arguments_tail = AFTER_ARGUMENTS + self._tail
 
     def write(self, outs: Iterable[tuple[int, StrOut]]) -> bytes:
         events: list[bytes] = []
         for index, out in outs:
             if index in self._unopened:
                 events.append(self._open(index, out))
-            if self._spec.is_prompt_only:
-                events.append(self._chunk(index, self._spec.endpoint.last, **finish_fields(prompt_only_end(out))))
-                continue
-            if self._has_continuous_usage:
-                self._n_written += 1
-            if self._parsers is not None:
-                events += self._parsed_chunks(index, out, self._parsers[index])
-            elif self._has_extras:
-                events.append(self._chunk_with_extras(index, out))
+            if self._has_extras or out.finish_reason is not None:
+                events += self._chunks_with_extras(index, out)
+            elif self._parsers is not None:
+                for delta in self._parsers[index].push(out):
+                    events += self._delta_chunk(index, delta)
             elif out.text:
                 events += (self._text_heads[index], orjson.dumps(out.text), self._text_tail)
-            if out.finish_reason is not None:
-                finish = finish_fields(out, None if self._parsers is None else self._parsers[index])
-                events.append(self._chunk(index, self._spec.endpoint.last, **finish))
         return b"".join(events)
 
     def end(self) -> bytes:
@@ -95,43 +99,74 @@ class ChunkWriter:
     def error(self, error: LightserveError, request_id: str) -> bytes:
         return _event(error_object(error, request_id)) + DONE
 
+    def keep_alive(self) -> bytes:
+        return self._spec.endpoint.keep_alive
+
     def _open(self, index: int, out: StrOut) -> bytes:
-        """The first chunk of a choice, with the logprobs of its prompt."""
+        """The first chunk of a choice, with what is requested about its prompt."""
         spec, endpoint = self._spec, self._spec.endpoint
         self._unopened.discard(index)
         first = endpoint.first(spec.echoes[index])
-        prompt = spec.prompt_logprobs_of(index)
-        if prompt is None:
-            return self._chunk(index, first) if first else b""
-        first = first or endpoint.before_text + b'""' + endpoint.after_text
-        echoed = prompt.echoed(out.token.prompt_logprobs)
-        fields: JsonObject = {} if echoed is None else {"logprobs": echoed}
-        of_prompt = prompt_logprobs_field(spec, index, out.token.prompt_logprobs)
-        if endpoint.has_prompt_logprobs_in_choice:
-            return self._chunk(index, first, **fields, **of_prompt)
-        top_level = b"," + orjson.dumps(of_prompt)[1:-1] if of_prompt and index == 0 else b""
-        return self._chunk(index, first, top_level, **fields)
-
-    def _chunk_with_extras(self, index: int, out: StrOut) -> bytes:
-        """A chunk with logprobs or continuous usage."""
-        endpoint = self._spec.endpoint
-        logprobs_of = self._logprobs_of[index]
-        logprobs = None if logprobs_of is None else logprobs_of(out)
-        if not out.text and logprobs is None:
+        found = spec.prompt_fields(index, out.token.prompt_logprobs)
+        of_prompt = {name: value for name, value in found.items() if value is not None}
+        if not endpoint.has_prompt_fields_in_choice:
+            top_level = b"," + orjson.dumps(of_prompt)[1:-1] if of_prompt and index == 0 else b""
+            return self._chunk(index, first, top_level)
+        if not first:
+            self._first_fields[index] = of_prompt
             return b""
-        text = endpoint.before_text + orjson.dumps(out.text) + endpoint.after_text
-        return self._chunk(index, text, logprobs=logprobs)
+        if spec.prompt_token_ids:
+            of_prompt["token_ids"] = []
+        prompt = spec.prompt_logprobs_of(index)
+        echoed = None if prompt is None else prompt.echoed(out.token.prompt_logprobs)
+        return self._chunk(index, first, logprobs=echoed, **of_prompt)
 
-    def _parsed_chunks(self, index: int, out: StrOut, parser: ChoiceParser) -> list[bytes]:
-        """One chunk for every delta of a token; the first has the token's logprobs."""
+    def _delta_chunk(self, index: int, delta: Delta) -> tuple[bytes, ...]:
+        """A chunk in pieces; only the text of the delta is encoded."""
+        kind = type(delta)  # a match statement takes 0.3 us longer
+        if kind is Content:
+            return self._text_heads[index], orjson.dumps(delta.text), self._text_tail  # type: ignore[union-attr]
+        if kind is Reasoning:
+            text = orjson.dumps(delta.text)  # type: ignore[union-attr]
+            return self._reasoning_heads[index], text, BETWEEN_REASONING, text, b"}", self._tail
+        if isinstance(delta, CallArguments):
+            number = b"%d" % delta.index
+            text = orjson.dumps(delta.text)
+            return self._arguments_heads[index], number, BEFORE_ARGUMENTS_TEXT, text, self._arguments_tail
+        return self._heads[index], _delta_bytes(delta), self._tail
+
+    def _chunks_with_extras(self, index: int, out: StrOut) -> list[bytes]:
+        """One chunk for every delta of a token: the first has the token's logprobs, the last its finish reason."""
+        if self._spec.is_prompt_only:
+            fields = finish_fields(prompt_only_end(out)) | self._first_fields.pop(index, {})
+            return [self._chunk(index, self._spec.endpoint.last, **fields)]
+        self._n_written += self._has_continuous_usage
+        parser = None if self._parsers is None else self._parsers[index]
+        deltas = self._text_delta(out) if parser is None else [_delta_bytes(delta) for delta in parser.push(out)]
+        first = self._token_fields(index, out, is_hidden=parser is not None and parser.is_hidden)
+        last = {} if out.finish_reason is None else finish_fields(out, parser)
+        if not deltas and (first or last):
+            deltas = [self._spec.endpoint.last]
+        if not deltas:
+            return []
+        fields_of: list[JsonObject] = [{} for _ in deltas]
+        fields_of[0] |= first
+        fields_of[-1] |= last
+        return [self._chunk(index, delta, **fields) for delta, fields in zip(deltas, fields_of, strict=True)]
+
+    def _text_delta(self, out: StrOut) -> list[bytes]:
         endpoint = self._spec.endpoint
-        deltas = [b'"delta":' + orjson.dumps(delta_json(delta)) for delta in parser.push(out)]
+        return [endpoint.before_text + orjson.dumps(out.text) + endpoint.after_text] if out.text else []
+
+    def _token_fields(self, index: int, out: StrOut, is_hidden: bool) -> JsonObject:
+        """What a choice says about its token besides the text."""
+        fields = self._first_fields.pop(index, {})
         logprobs_of = self._logprobs_of[index]
-        if logprobs_of is None or parser.is_hidden:
-            return [self._chunk(index, delta) for delta in deltas]
-        first, *rest = deltas or [endpoint.before_text + b'""' + endpoint.after_text]
-        chunk = self._chunk(index, first, logprobs=logprobs_of(out))
-        return [chunk, *(self._chunk(index, delta) for delta in rest)]
+        if logprobs_of is not None and not is_hidden:
+            fields["logprobs"] = logprobs_of(out)
+        if self._spec.prompt_token_ids and not is_hidden:
+            fields["token_ids"] = [out.token.id]
+        return fields
 
     def _chunk(self, index: int, text: bytes, top_level: bytes = b"", **fields: Any) -> bytes:
         """``text`` and ``fields`` belong to the choice, ``top_level`` goes next to the choices."""
@@ -158,6 +193,10 @@ def delta_json(delta: Delta) -> JsonObject:
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _delta_bytes(delta: Delta) -> bytes:
+    return b'"delta":' + orjson.dumps(delta_json(delta))
 
 
 def _event(value: JsonObject) -> bytes:

@@ -18,7 +18,7 @@ from lightserve.httpserver.tgi.request import TgiBody, TgiRequest, tgi_request
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import validate
 from lightserve.httpserver.wire.json_response import json_response
-from lightserve.httpserver.wire.sse import EventStream, events_of, until_disconnect
+from lightserve.httpserver.wire.sse import EventStream, EventWriter, events_of, until_disconnect
 from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
 from lightserve.model_files.tokenizer import Tokenizer
 
@@ -146,7 +146,7 @@ def _timings(log: AccessLog, outs: Sequence[StrOut], validated_s: float) -> dict
     }
 
 
-class TgiEventWriter:
+class TgiEventWriter(EventWriter):
     """Writes one event per token; the last one has the whole text."""
 
     def __init__(self, parsed: TgiRequest, tokenizer: Tokenizer) -> None:

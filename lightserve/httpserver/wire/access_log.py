@@ -16,6 +16,7 @@ class AccessLog:
 
     def __init__(self, request_id: str, route: str, is_written: bool = True) -> None:
         self.request_id = request_id
+        self.response_id: str | None = None  # set by the route: aborting it aborts the request
         self.arrived_s = time.monotonic()
         self.prompt_tokens = 0  # set by the route; a prompt counts once, however many choices it has
         self.cached_tokens = 0

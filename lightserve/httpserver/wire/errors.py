@@ -44,7 +44,7 @@ _SCHEMA = {
     "required": ["error"],
     "properties": {
         "error": {
-            "type": ["object", "string"],  # a string in TGI's format
+            "type": ["object", "string"],  # a string in the formats of TGI and Ollama
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
@@ -65,7 +65,7 @@ class ErrorFormat:
 
     path: str
     body: Callable[[int, str, str | None], dict[str, Any]]  # of a status, a message and a request id
-    id_header: bytes  # a header with the request id in every response, in addition to X-Request-Id
+    id_header: bytes | None = None  # a header with the request id in every response, in addition to X-Request-Id
 
 
 def format_of(formats: Sequence[ErrorFormat], path: str) -> ErrorFormat | None:
@@ -113,6 +113,14 @@ def log_error(error: Exception, request_id: str) -> None:
         logger.error("%s failed: %s", request_id, error)
         return
     logger.error("%s failed: %s", request_id, error, exc_info=error)
+
+
+def log_stream_error(error: LightserveError, request_id: str) -> None:
+    """Write any error: the status of the response is 200, so nothing else shows that it failed."""
+    if isinstance(error, RequestError | DeadlineError):
+        logger.info("%s failed after its first event (%d): %s", request_id, error.status, error)
+    else:
+        log_error(error, request_id)
 
 
 def add_error_handlers(app: FastAPI, formats: Sequence[ErrorFormat] = ()) -> None:

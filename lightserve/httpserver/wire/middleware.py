@@ -47,6 +47,7 @@ class RequestMiddleware:
         id_bytes = _clean(headers.get(b"x-request-id", b"")) or os.urandom(8).hex().encode()
         request_id = scope.setdefault("state", {})["request_id"] = id_bytes.decode()
         error_format = format_of(self._error_formats, scope["path"])
+        id_header = None if error_format is None else error_format.id_header
         is_started = False
 
         def send_with_id(message: Message) -> Awaitable[None]:  # not async: saves a coroutine a chunk
@@ -54,7 +55,7 @@ class RequestMiddleware:
             if not is_started:
                 is_started = True
                 sent_id = scope["state"]["request_id"].encode()  # a field of the body may have set it meanwhile
-                extra = () if error_format is None else ((error_format.id_header, sent_id),)
+                extra = () if id_header is None else ((id_header, sent_id),)
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", sent_id), *extra]
             return send(message)
 

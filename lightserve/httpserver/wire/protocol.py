@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
+from functools import partial
 
 import httptools
 import orjson
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.types import Message, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from lightserve.errors import BodyTimeoutError, HeadersTooLargeError, InvalidRequestError, LightserveError
 from lightserve.httpserver.wire.errors import error_object
+from lightserve.httpserver.wire.sse import HAS_EVENTS
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers; the parser has no limit and takes quadratic time
 HEADER_COST = 32  # counted for each header besides its bytes, as in HTTP/2: it limits many short headers
@@ -17,6 +21,7 @@ HEAD_TIMEOUT_S = 30.0
 STALL_S = (
     60.0  # until a full write buffer must be empty: a client that reads less than 64 KB in that time is disconnected
 )
+END_OF_EVENT = b"\n\n"  # an event has no empty line inside: JSON escapes line breaks
 LINGER_S = 2.0  # for a refused client that still sends to read the error, before the connection closes
 
 
@@ -70,6 +75,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.url) + sum([len(name) + len(value) + HEADER_COST for name, value in self.headers]) > MAX_HEAD_BYTES:
             raise _too_large()
         super().on_headers_complete()
+        self.cycle.send = partial(_send, self.cycle, self.cycle.send)  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
         self._gathered_bytes = 0
@@ -122,6 +128,28 @@ class LimitedProtocol(HttpToolsProtocol):
     def _end_after(self, seconds: float) -> None:
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+
+def _send(cycle: RequestResponseCycle, send: Send, message: Message) -> Awaitable[None]:
+    """Send every event of a message as an HTTP chunk of its own, in one write.
+
+    LightLLM's benchmark client takes an HTTP chunk for one event. A message for each event would take 2 us more.
+    """
+    body: bytes = message.get("body", b"")
+    has_several = HAS_EVENTS in message and -1 < body.find(END_OF_EVENT) < len(body) - len(END_OF_EVENT)
+    return _send_events(cycle, body) if has_several and cycle.chunked_encoding else send(message)
+
+
+async def _send_events(cycle: RequestResponseCycle, events: bytes) -> None:
+    if cycle.flow.write_paused and not cycle.disconnected:
+        await cycle.flow.drain()
+    if not cycle.disconnected:
+        chunks = [
+            b"%x\r\n%b\n\n\r\n" % (len(event) + len(END_OF_EVENT), event)
+            for event in events.split(END_OF_EVENT)
+            if event
+        ]
+        cycle.transport.write(b"".join(chunks))
 
 
 def _too_large() -> HeadersTooLargeError:

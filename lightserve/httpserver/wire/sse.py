@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lightserve.errors import ClientDisconnectedError, LightserveError
-from lightserve.httpserver.wire.errors import log_error
+from lightserve.httpserver.wire.errors import log_stream_error
 from lightserve.io_struct import StrOut
 
 T = TypeVar("T")
@@ -21,10 +21,12 @@ Outs = list[tuple[int, StrOut]]  # tokens, each with the index of its sequence
 # what /openapi.json says about a response that may be a stream
 OPENAPI_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would hold the events back
+HAS_EVENTS = "lightserve.has_events"  # in a message of the body: LimitedProtocol sends every event as an HTTP chunk
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients ignore it
 
 
 class EventWriter(Protocol):
-    """Writes tokens as the events of one API."""
+    """Writes tokens as the events of one API. Subclass it: a method that a subclass leaves out has a default."""
 
     def write(self, outs: Outs) -> bytes: ...
 
@@ -34,17 +36,22 @@ class EventWriter(Protocol):
     def error(self, error: LightserveError, request_id: str) -> bytes:
         """What replaces the rest of the stream."""
 
+    def keep_alive(self) -> bytes:
+        """What is sent when no event was sent for a while, so that proxies keep the connection; empty: nothing."""
+        return KEEP_ALIVE
+
 
 class EventStream(Response):
     """Sends what a generator of event bytes yields, and closes the generator when the client disconnects."""
 
     media_type = "text/event-stream"
+    keep_alive_s: ClassVar[float] = 15.0  # proxies close a connection that is silent for 30 s or longer
 
-    def __init__(
-        self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, first: asyncio.Future[bytes], events: Events, headers: dict[str, str] | None = None) -> None:
         self._first = first
         self._events = events
+        self._last_s = 0.0  # when something was sent
+        self._is_sending = False  # an event
         self.status_code = 200
         self.background = None
         self.init_headers(HEADERS | (headers or {}))
@@ -55,71 +62,140 @@ class EventStream(Response):
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
 
     @classmethod
-    async def open(
-        cls, request: Request, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None
-    ) -> EventStream:
-        """Wait for the first event, so that an error before it is still an HTTP status."""
+    async def open(cls, request: Request, events: Events, headers: dict[str, str] | None = None) -> EventStream:
+        """Wait for the first event, so that an error before it is still an HTTP status.
+
+        After ``keep_alive_s`` the status is sent all the same: a proxy would close the connection.
+        """
+        first = asyncio.ensure_future(anext(events))
         try:
-            first = await until_disconnect(request, anext(events))
+            await _run_until(first, _disconnected(request.receive), cls.keep_alive_s if events.keep_alive else None)
+            if first.done():
+                _result(first)
         except BaseException:
             await events.aclose()
             raise
+        events.has_begun = True
         return cls(first, events, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if not self._first.done():
+            await self._send_keep_alive(send)
         async with aclosing(self._events):
             sending = asyncio.ensure_future(self._send_all(send))
-            await _run_until(sending, _disconnected(receive))
+            watcher = asyncio.ensure_future(_disconnected(receive))
+            try:
+                while not await _wait((sending, watcher), self._seconds_left()):
+                    if self._seconds_left() == 0:
+                        await self._send_keep_alive(send)
+            finally:
+                await _cancel(sending, watcher)
+        if not sending.cancelled():
+            sending.result()
 
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await self._send(send, await self._first)
+        async for events in self._events.generator:
+            await self._send(send, events)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _send(self, send: Send, events: bytes) -> None:
+        self._is_sending = True
+        await send({"type": "http.response.body", "body": events, "more_body": True, HAS_EVENTS: True})
+        self._is_sending = False
+        self._last_s = asyncio.get_running_loop().time()
 
-async def events_of(
+    async def _send_keep_alive(self, send: Send) -> None:
+        self._last_s = asyncio.get_running_loop().time()
+        if not self._is_sending:  # else the client does not read, and has unread events
+            await send({"type": "http.response.body", "body": self._events.keep_alive, "more_body": True})
+
+    def _seconds_left(self) -> float | None:
+        """Until the stream needs a sign of life; None: never."""
+        if not self._events.keep_alive:
+            return None
+        return max(0.0, self._last_s + self.keep_alive_s - asyncio.get_running_loop().time())
+
+
+class Events:
+    """The tokens of a generation as events. An error before the stream has begun is raised; a later one is an event."""
+
+    def __init__(
+        self, generation: AbstractAsyncContextManager[AsyncIterator[Outs]], writer: EventWriter, request_id: str
+    ) -> None:
+        self.has_begun = False  # the client knows the status
+        self.keep_alive = writer.keep_alive()
+        self.generator = self._generate(generation, writer, request_id)
+
+    async def __anext__(self) -> bytes:
+        return await anext(self.generator)
+
+    async def aclose(self) -> None:
+        await self.generator.aclose()
+
+    async def _generate(
+        self, generation: AbstractAsyncContextManager[AsyncIterator[Outs]], writer: EventWriter, request_id: str
+    ) -> AsyncGenerator[bytes, None]:
+        try:
+            async with generation as batches:
+                async for outs in batches:
+                    events = writer.write(outs)
+                    if events:
+                        self.has_begun = True
+                        yield events
+            end = writer.end()
+        except LightserveError as error:
+            if not self.has_begun:
+                raise
+            log_stream_error(error, request_id)
+            end = writer.error(error, request_id)
+        if end:
+            yield end
+
+
+def events_of(
     generation: AbstractAsyncContextManager[AsyncIterator[Outs]], writer: EventWriter, request_id: str
-) -> AsyncGenerator[bytes, None]:
-    """The tokens of a generation as events. An error before the first event is raised; a later one is an event."""
-    has_begun = False
-    try:
-        async with generation as batches:
-            async for outs in batches:
-                events = writer.write(outs)
-                if events:
-                    has_begun = True
-                    yield events
-        end = writer.end()
-    except LightserveError as error:
-        if not has_begun:
-            raise
-        log_error(error, request_id)
-        end = writer.error(error, request_id)
-    if end:
-        yield end
+) -> Events:
+    return Events(generation, writer, request_id)
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which is cancelled when the client disconnects. The body must have been read."""
     task = asyncio.ensure_future(work)
     await _run_until(task, _disconnected(request.receive))
+    return _result(task)
+
+
+async def _run_until(
+    task: asyncio.Future[Any], event: Coroutine[Any, Any, None], timeout_s: float | None = None
+) -> None:
+    """Wait for ``task``; cancel it when ``event`` comes first. After ``timeout_s`` it is left running."""
+    watcher = asyncio.ensure_future(event)
+    is_over = True
+    try:
+        is_over = await _wait((task, watcher), timeout_s)
+    finally:
+        await (_cancel(task, watcher) if is_over else _cancel(watcher))
+
+
+def _result(task: asyncio.Future[T]) -> T:
     if task.cancelled():
         raise ClientDisconnectedError("the client closed the connection")
     return task.result()
 
 
-async def _run_until(task: asyncio.Future[Any], event: Coroutine[Any, Any, None]) -> None:
-    """Wait for ``task``; cancel it when ``event`` comes first."""
-    watcher = asyncio.ensure_future(event)
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for one in (task, watcher):
-            if not one.done():
-                one.cancel()
-        await asyncio.wait((task, watcher))
+async def _wait(tasks: Sequence[asyncio.Future[Any]], timeout_s: float | None) -> bool:
+    """Whether one of ``tasks`` has ended before the timeout."""
+    done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    return bool(done)
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        if not task.done():
+            task.cancel()
+    await asyncio.wait(tasks)
 
 
 async def _disconnected(receive: Receive) -> None:

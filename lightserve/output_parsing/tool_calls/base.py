@@ -15,6 +15,7 @@ from lightserve.output_parsing.delta_writer import DeltaWriter, NewId, call_id
 from lightserve.output_parsing.json_text import emit_json, parse_json, read_string
 from lightserve.output_parsing.text_stream import Incremental, TextStream
 
+CALL_MEMBERS = ("name", "arguments", "parameters", "type", "id", "function")
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 
 Parse = Callable[[TextStream, DeltaWriter], Incremental[None]]  # reads the stream to its end
@@ -35,8 +36,10 @@ class ToolFormat:
     name: str
     parse: Parse
     template_markers: tuple[str, ...]  # a chat template with any of these uses this format
+    call_begins: tuple[str, ...] = ()  # the markers that begin a call or a section of calls
     markers: tuple[str, ...] = ()  # may be special tokens of the model; the parser must see them nevertheless
     call_template: CallTemplate | None = None  # None if the arguments are not JSON
+    loose_call: tuple[str, str] = ("", "")  # then: what a call begins and ends with
     new_id: NewId = call_id
 
 
@@ -59,9 +62,18 @@ def named_call(
         return False
     stream.take_marked()
     writer.start_call(name, model_id)
-    if not (yield from emit_json(stream, writer.add_arguments)):
-        yield from emit_raw(stream, writer, ends)
+    yield from _emit_arguments(stream, writer, ends)
     return True
+
+
+def _emit_arguments(stream: TextStream, writer: DeltaWriter, ends: Sequence[str]) -> Incremental[bool]:
+    """Emit the arguments as a JSON object; False if it is malformed or ends too early."""
+    is_closed = yield from emit_json(stream, writer.add_arguments)
+    if not is_closed:
+        yield from emit_raw(stream, writer, ends)
+    if is_closed or not stream.is_at_end:
+        writer.end_call()
+    return is_closed
 
 
 def json_calls(
@@ -93,7 +105,7 @@ def enclosed_calls(
 ) -> Incremental[None]:
     """Emit ``json_calls`` between ``begin``, which was read last, and ``end``; anything else is content."""
     stream.mark(len(begin))
-    if (yield from json_calls(stream, writer, (end,), known_tools_only)):
+    if (yield from json_calls(stream, writer, (end or begin,), known_tools_only)):
         yield from stream.accept_after_space(end)
     else:
         writer.add_content(stream.take_marked())
@@ -116,11 +128,14 @@ def _json_call(
     if name is not None and _is_allowed(name, writer, known_tools_only):
         stream.take_marked()
         writer.start_call(name)
-        if not (yield from emit_json(stream, writer.add_arguments)):
-            yield from emit_raw(stream, writer, ends)
-        elif not (yield from stream.accept_after_space("}")) and (yield from stream.accept(",")):
+        if not (yield from _emit_arguments(stream, writer, ends)):
+            return True
+        if not (yield from stream.accept_after_space("}")) and (yield from stream.accept(",")):
             yield from emit_json(stream, _drop, open_with="{")
         return True
+    stream.rewind(begin)
+    if known_tools_only and not (yield from _may_be_call(stream)):
+        return False
     stream.rewind(begin)
     pieces: list[str] = []
     if not (yield from emit_json(stream, pieces.append)):
@@ -131,6 +146,14 @@ def _json_call(
     stream.take_marked()
     writer.add_call(*call)
     return True
+
+
+def _may_be_call(stream: TextStream) -> Incremental[bool]:
+    """Whether the first member of the object that comes next belongs to a call; an answer in JSON is not held back."""
+    if not (yield from stream.accept_after_space("{")):
+        return False
+    yield from stream.skip_space()
+    return (yield from read_string(stream)) in CALL_MEMBERS
 
 
 def _is_allowed(name: str, writer: DeltaWriter, known_tools_only: bool) -> bool:
@@ -160,6 +183,8 @@ def _head(stream: TextStream) -> Incremental[str | None]:
 
 def _call_of(value: Any) -> tuple[str, Any] | None:
     """Name and arguments, in any order. The arguments may be JSON in a string, or missing."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):  # OpenAI's shape of a call
+        value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters"))

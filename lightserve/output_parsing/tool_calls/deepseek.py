@@ -35,13 +35,15 @@ DEEPSEEK_V31 = ToolFormat(
     "deepseek_v31",
     _SECTION.parse,
     template_markers=(BEGIN,),
+    call_begins=(BEGIN, CALL),
     markers=_MARKERS,
     call_template=CallTemplate(f"{CALL}{{name}}{SEPARATOR}{{arguments}}{CALL_END}", begin=BEGIN, end=END),
 )
 DEEPSEEK_V3 = ToolFormat(
     "deepseek_v3",
     _SECTION.parse,
-    template_markers=(f"tool['type'] + '{SEPARATOR}'", f"tool['type']+'{SEPARATOR}'"),
+    template_markers=(f"['type'] + '{SEPARATOR}'", f"['type']+'{SEPARATOR}'", f"function{SEPARATOR}"),
+    call_begins=(BEGIN, CALL),
     markers=_MARKERS,
     call_template=CallTemplate(
         f"{CALL}function{SEPARATOR}{{name}}\n{FENCE}json\n{{arguments}}\n{FENCE}{CALL_END}", BEGIN, "\n", END

@@ -23,6 +23,7 @@ HERMES = ToolFormat(
     "hermes",
     parse,
     template_markers=(BEGIN,),
+    call_begins=(BEGIN,),
     markers=(BEGIN, END),
     call_template=CallTemplate(f'{BEGIN}\n{{"name": "{{name}}", "arguments": {{arguments}}}}\n{END}', between="\n"),
 )

@@ -25,6 +25,7 @@ KIMI_K2 = ToolFormat(
     "kimi_k2",
     Section(BEGIN, END, CALL, _read_call).parse,
     template_markers=(BEGIN,),
+    call_begins=(BEGIN, CALL),
     markers=(BEGIN, END, CALL, ARGUMENTS, CALL_END),
     call_template=CallTemplate(
         f"{CALL}functions.{{name}}:{{number}}{ARGUMENTS}{{arguments}}{CALL_END}", begin=BEGIN, end=END

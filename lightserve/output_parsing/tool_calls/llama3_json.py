@@ -22,6 +22,7 @@ LLAMA3_JSON = ToolFormat(
     "llama3_json",
     parse,
     template_markers=(*TAGS, '{"name": function name, "parameters": dictionary'),
+    call_begins=TAGS,
     markers=(*TAGS, END),
     call_template=CallTemplate('{"name": "{name}", "parameters": {arguments}}', between="; "),
 )

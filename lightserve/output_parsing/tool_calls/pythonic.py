@@ -1,4 +1,7 @@
-"""Llama 3.2 and 4: the whole output is a list of Python calls, ``[f(a=1), g()]``. It is parsed, never executed."""
+"""Python calls, which are parsed, never executed.
+
+Llama 3.2 and 4: the whole output is a list, ``[f(a=1), g()]``. LFM2 and Olmo 3: the calls are between two markers.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,19 @@ import ast
 import json
 import re
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 from lightserve.output_parsing.delta_writer import DeltaWriter
-from lightserve.output_parsing.text_stream import Incremental, TextStream
+from lightserve.output_parsing.text_stream import Incremental, StopCharacters, TextStream
 from lightserve.output_parsing.tool_calls.base import ToolFormat
 
 START, END = "<|python_start|>", "<|python_end|>"
 MAX_DEPTH = 64  # nested brackets: Python's parser and the code below recurse
 CLOSERS = {"(": ")", "[": "]", "{": "}"}
 WORDS = {"true": True, "false": False, "null": None}  # JSON's words, which models mix in
-_PLAIN = re.compile(r"[^()\[\]{}'\"]*")
-_QUOTED = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
+_PLAIN = StopCharacters(re.compile(r"[()\[\]{}'\"]"), frozenset("()[]{}'\"").isdisjoint)
+_QUOTED = {quote: StopCharacters(re.compile(rf"[{quote}\\]"), frozenset(f"{quote}\\").isdisjoint) for quote in "'\""}
 
 
 def parse(stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
@@ -42,11 +46,37 @@ def _parse_calls(stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
             return
 
 
-def _parse_call(stream: TextStream, writer: DeltaWriter) -> Incremental[bool]:
+@dataclass(frozen=True, slots=True)
+class PythonBetween:
+    """Calls between two markers, in a list or on separate lines."""
+
+    begin: str
+    end: str
+
+    def parse(self, stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
+        while (yield from stream.emit_until((self.begin,), writer.add_content)):
+            stream.mark(len(self.begin))
+            yield from stream.accept_after_space("[")
+            yield from self._parse_calls(stream, writer)
+            writer.add_content(stream.take_marked())
+
+    def _parse_calls(self, stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
+        """Text that is still marked at the end is content."""
+        while (yield from _parse_call(stream, writer, known_tools_only=False)):
+            stream.mark()
+            yield from stream.accept_after_space(",")
+            yield from stream.accept_after_space("]")
+            if (yield from stream.accept_after_space(self.end)):
+                stream.take_marked()
+                return
+
+
+def _parse_call(stream: TextStream, writer: DeltaWriter, known_tools_only: bool = True) -> Incremental[bool]:
+    """A list in brackets is not always a list of calls: there, only known tools count."""
     yield from stream.skip_space()
     text = yield from _read_call(stream)
     call = _call_of(text) if text else None
-    if call is None or call[0] not in writer.tools:  # a list in brackets is not always a list of calls
+    if call is None or (known_tools_only and call[0] not in writer.tools):
         return False
     stream.take_marked()
     writer.add_call(*call)
@@ -58,7 +88,7 @@ def _read_call(stream: TextStream) -> Incremental[str]:
     pieces: list[str] = []
     closers: list[str] = []
     while True:
-        yield from stream.emit_run(_PLAIN, pieces.append)
+        yield from stream.emit_to(_PLAIN, pieces.append)
         char = yield from stream.peek()
         stream.position += len(char)
         pieces.append(char)
@@ -78,7 +108,7 @@ def _read_quoted(stream: TextStream, quote: str) -> Incremental[str]:
     """The rest of a string; a quote after a backslash does not end it."""
     pieces: list[str] = []
     while True:
-        yield from stream.emit_run(_QUOTED[quote], pieces.append)
+        yield from stream.emit_to(_QUOTED[quote], pieces.append)
         char = yield from stream.peek()
         stream.position += len(char)
         pieces.append(char)
@@ -134,5 +164,23 @@ PYTHONIC = ToolFormat(
     "pythonic",
     parse,
     template_markers=("[func_name1(",),
+    call_begins=(START,),
     markers=(START, END),
+    loose_call=("[", ")]"),
+)
+LFM2 = ToolFormat(
+    "lfm2",
+    PythonBetween("<|tool_call_start|>", "<|tool_call_end|>").parse,
+    template_markers=("<|tool_call_start|>", "<|tool_list_start|>", '"List of tools: ["'),
+    call_begins=("<|tool_call_start|>",),
+    markers=("<|tool_call_start|>", "<|tool_call_end|>"),
+    loose_call=("<|tool_call_start|>", "<|tool_call_end|>"),
+)
+OLMO3 = ToolFormat(
+    "olmo3",
+    PythonBetween("<function_calls>", "</function_calls>").parse,
+    template_markers=("<function_calls>",),
+    call_begins=("<function_calls>",),
+    markers=("<function_calls>", "</function_calls>"),
+    loose_call=("<function_calls>", "</function_calls>"),
 )

@@ -198,6 +198,10 @@ def test_metrics_show_the_last_snapshot_of_the_router(tmp_path: Path) -> None:
         ({"rid": None, "request_id": "c", "abort_all": False}, "c"),
         ({"abort_all": True}, None),
         ({"abort_all": True, "rid": "d"}, None),
+        ({"request_id": 3, "abort_all": False}, "3"),
+        ({"rid": 0}, "0"),
+        ({"request_id": None, "abort_all": True}, None),
+        ({"rid": "e", "abort_all": None}, "e"),
     ],
 )
 def test_requests_are_aborted_by_id_or_all(
@@ -216,7 +220,31 @@ def test_requests_are_aborted_by_id_or_all(
     assert aborted == [name]
 
 
-@pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": 3}, {"abort_all": "yes"}, {"abort_all": 1}, [], None])
+def test_several_requests_are_aborted_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[str | None] = []
+
+    async def check(server: Served) -> None:
+        monkeypatch.setattr(server.context.manager, "abort_requests", aborted.append)
+        assert (await server.post("/abort_request", json={"rid": ["a", 7, "a"]})).status_code == 200
+
+    with_server(tmp_path, check)
+    assert aborted == ["a", "7"]
+
+
+BAD_ABORTS = (
+    {},
+    {"rid": ""},
+    {"rid": []},
+    {"rid": True},
+    {"rid": 1.5},
+    {"abort_all": "yes"},
+    {"abort_all": 1},
+    [],
+    None,
+)
+
+
+@pytest.mark.parametrize("body", BAD_ABORTS)
 def test_an_abort_without_a_request_id_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: object
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightserve.model_files.details import ModelDetails
 from test.httpserver.fake_engine import spell
 from test.httpserver.generate_server import Served, serve
 from test.real_model import smollm2_tokenizer as smol
@@ -63,6 +64,37 @@ def test_tokenize_responds_in_tgis_format_to_inputs(tmp_path: Path) -> None:
         ]
         bad = await served.post("/tokenize", {"inputs": 5})
         assert (bad.status, bad.json["error_type"]) == (422, "validation")
+
+    serve(scenario, tmp_path, spell("x"))
+
+
+def test_chat_tokenize_responds_in_tgis_format(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        response = await served.post("/chat_tokenize", {"model": "tgi", "messages": MESSAGES})
+
+        text = smol().apply_chat_template(MESSAGES)
+        tokens = response.json["tokenize_response"]
+        assert response.json["templated_text"] == text
+        assert [token["id"] for token in tokens] == smol().encode(text, add_special_tokens=False)
+        assert all(text[token["start"] : token["stop"]] == token["text"] for token in tokens)
+        refused = await served.post("/chat_tokenize", {"messages": []})
+        assert (refused.status, refused.json["error_type"]) == (422, "validation")
+
+    serve(scenario, tmp_path, spell("x"))
+
+
+def test_the_tokenizers_settings_are_those_of_its_files(tmp_path: Path) -> None:
+    config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": 8192, "chat_template": "old"}
+    details = ModelDetails("safetensors", "BF16", 1, 2, 3.0, {}, config)
+
+    async def scenario(served: Served) -> None:
+        bare = await served.get("/tokenizer_info")
+        object.__setattr__(served.context, "details", details)
+        found = await served.get("/tokenizer_info")
+
+        assert bare.json["chat_template"] == smol().chat_template
+        assert bare.json["eos_token"] == "<|im_end|>"
+        assert found.json == {**bare.json, **config, "chat_template": smol().chat_template}
 
     serve(scenario, tmp_path, spell("x"))
 

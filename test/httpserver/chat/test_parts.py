@@ -12,20 +12,28 @@ from lightserve.httpserver.anthropic.response import MessagesResponse
 from lightserve.httpserver.chat import parts
 from lightserve.httpserver.chat.output import ChoiceParser
 from lightserve.httpserver.chat.parts import Events, PartsResponse
-from lightserve.httpserver.openai.responses_response import ResponsesResponse
+from lightserve.httpserver.openai.responses_response import ResponsesResponse, ResponsesSpec
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import FinishReason, StrOut, Token
 from lightserve.output_parsing import OutputParser
+from lightserve.output_parsing.delta_writer import DeltaWriter
+from lightserve.output_parsing.parser import parse_content
+
+
+def plain_parser() -> ChoiceParser:
+    return ChoiceParser(OutputParser(parse_content, DeltaWriter({})), True)
+
 
 NewResponse = Callable[[], PartsResponse]
 
 
 def responses() -> PartsResponse:
-    return ResponsesResponse(ChoiceParser(OutputParser(), True), AccessLog("1", "x"), "tiny", {})
+    spec = ResponsesSpec(model="tiny", response_id="resp_1")
+    return ResponsesResponse(plain_parser(), AccessLog("1", "x"), spec)
 
 
 def messages() -> PartsResponse:
-    return MessagesResponse(ChoiceParser(OutputParser(), True), AccessLog("1", "x"), "tiny")
+    return MessagesResponse(plain_parser(), AccessLog("1", "x"), "tiny")
 
 
 def write(response: PartsResponse, *texts: str) -> list[dict[str, Any]]:

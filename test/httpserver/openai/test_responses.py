@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -62,20 +63,34 @@ def fold(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             items.append(event["item"])
         elif kind == "content_part.added":
             item["content"].append(event["part"])
-        elif kind in ("output_text.delta", "reasoning_text.delta"):
-            item["content"][event["content_index"]]["text"] += event["delta"]
-        elif kind in ("output_text.done", "reasoning_text.done"):
-            assert item["content"][0]["text"] == event["text"]
-        elif kind == "content_part.done":
-            assert item["content"][0] == event["part"]
-        elif kind == "function_call_arguments.delta":
-            item["arguments"] += event["delta"]
-        elif kind == "function_call_arguments.done":
-            assert (item["arguments"], item["name"]) == (event["arguments"], event["name"])
         elif kind == "output_item.done":
             items[event["output_index"]]["status"] = event["item"]["status"]
             assert items[event["output_index"]] == event["item"]
+        elif "content_index" in event:
+            fold_content(kind, event, item["content"][event["content_index"]])
+        elif item:
+            fold_call(kind, event, item)
     return items
+
+
+def fold_content(kind: str, event: dict[str, Any], part: dict[str, Any]) -> None:
+    if kind in ("output_text.delta", "reasoning_text.delta"):
+        part["text"] += event["delta"]
+        part.get("logprobs", []).extend(event.get("logprobs", ()))
+    elif kind == "content_part.done":
+        assert part == event["part"]
+    else:
+        assert part["text"] == event["text"]
+        assert part.get("logprobs") == event.get("logprobs")
+
+
+def fold_call(kind: str, event: dict[str, Any], call: dict[str, Any]) -> None:
+    name = "input" if kind.startswith("custom_tool_call_input") else "arguments"
+    if kind.endswith(".delta"):
+        call[name] += event["delta"]
+    else:
+        assert call[name] == event[name]
+        assert call["name"] == event.get("name", call["name"])
 
 
 def unnamed(value: Any) -> Any:
@@ -174,7 +189,7 @@ def test_folding_a_stream_gives_the_whole_response(
     assert unnamed(last) == unnamed(whole)
     assert fold(events) == last["output"]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert events[-1]["type"] == f"response.{whole['status']}"
+    assert events[-1]["type"] == "response.completed"
 
 
 def test_a_truncated_response_is_incomplete(server: Server) -> None:
@@ -185,6 +200,87 @@ def test_a_truncated_response_is_incomplete(server: Server) -> None:
     assert server.engine.received[-1].params.stopping.max_new_tokens == 1
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert response["output"][0]["status"] == "incomplete"
+
+
+def test_a_truncated_stream_ends_with_completed(server: Server) -> None:
+    """The client raises an exception without this event, and Codex sends the request again."""
+    server.engine.script = rows("Hel", finish=FinishReason.LENGTH)
+
+    with server.openai.responses.stream(model="tiny", input="Hi") as events:
+        final = events.get_final_response()
+
+    assert (final.status, final.output_text) == ("incomplete", "Hel")
+    assert final.incomplete_details is not None
+    assert final.incomplete_details.reason == "max_output_tokens"
+
+
+LOGPROBS: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+def test_the_client_gets_logprobs_of_the_text(server: Server) -> None:
+    server.engine.script = rows("<think>", "Hm.", "</think>", "Hel", "lo")
+
+    response: Any = server.openai.responses.create(model="tiny", input="Hi", **LOGPROBS)
+
+    assert server.engine.received[-1].params.sampling.logprobs == 2
+    [text] = response.output[1].content
+    assert [one.logprob for one in text.logprobs] == [-3.5, -4.5]
+    assert [len(one.top_logprobs) for one in text.logprobs] == [2, 2]
+    assert bytes(text.logprobs[0].bytes).decode() == text.logprobs[0].token
+    assert response.top_logprobs == 2
+
+
+def test_logprobs_are_in_the_deltas(server: Server) -> None:
+    server.engine.script = rows("Hel", "lo", " <tool", " x", ALL.removeprefix(THOUGHT))
+
+    events = stream(server, tools=TOOLS, **LOGPROBS)
+
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    sent = [one["logprob"] for event in deltas for one in event["logprobs"]]
+    [done] = [event for event in events if event["type"] == "response.output_text.done"]
+    assert sent[:2] == [-0.5, -1.5]
+    assert sent == [one["logprob"] for one in done["logprobs"]]
+    assert fold(events) == events[-1]["response"]["output"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+def test_included_logprobs_need_no_alternatives(server: Server) -> None:
+    server.engine.script = rows("Hi")
+
+    response = create(server, include=LOGPROBS["include"])
+
+    [one] = response["output"][0]["content"][0]["logprobs"]
+    assert one["top_logprobs"] == []
+
+
+class City(pydantic.BaseModel):
+    name: str
+
+
+def test_the_client_parses_a_schema(server: Server) -> None:
+    server.engine.script = rows('{"name": ', '"Paris"}')
+
+    response = server.openai.responses.parse(model="tiny", input="Hi", text_format=City)
+
+    assert response.output_parsed == City(name="Paris")
+    grammar = server.engine.received[-1].params.sampling.grammar
+    assert grammar is not None
+    assert grammar.kind == "json_schema"
+
+
+def test_a_background_response_is_refused_in_clear_words(server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="background is not supported yet"):
+        server.openai.responses.create(model="tiny", input="Hi", background=True)
+
+
+def test_a_websocket_is_declined_with_the_status_that_codex_knows(server: Server) -> None:
+    headers = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Key": "x", "Sec-WebSocket-Version": "13"}
+
+    upgrade = server.http.get("/v1/responses", headers=headers)
+    plain = server.http.get("/v1/responses")
+
+    assert (upgrade.status_code, plain.status_code) == (426, 405)
+    assert "POST /v1/responses" in upgrade.json()["error"]["message"]
 
 
 def test_an_empty_output_has_no_items(server: Server) -> None:
@@ -297,21 +393,22 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input": []}, "input", None),
     ({"input": [{"type": "reasoning"}]}, "input", None),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input", None),
-    ({"input": [{"type": "web_search_call"}]}, "input.0", None),
+    ({"input": [{"type": "web_search_call"}]}, "input", None),
+    ({"input": [{"type": "compaction_trigger"}]}, "input.0", None),
     ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]}, "input.0.function_call.call_id", None),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "not_supported"),
     ({"input": [{"role": "user", "content": [{"type": "x"}]}]}, "input.0.message.content", None),
     ({"temperature": 3}, "temperature", None),
     ({"max_output_tokens": 0}, "max_output_tokens", None),
-    ({"tools": [{"type": "web_search"}]}, "tools", "not_supported"),
-    ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", None),
+    ({"tools": [{"name": "f"}]}, "tools.0", None),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.function.name", None),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", None),
     ({"tool_choice": "maybe"}, "tool_choice", None),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", None),
     ({"background": True}, "background", "not_supported"),
     ({"conversation": "conv_1"}, "conversation", "not_supported"),
-    ({"top_logprobs": 2}, "top_logprobs", "not_supported"),
-    ({"include": ["message.output_text.logprobs"]}, "top_logprobs", "not_supported"),
+    ({"top_logprobs": 21}, "top_logprobs", None),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "previous_response_not_found"),
     ({"reasoning": {"max_tokens": -2}}, "reasoning.max_tokens", None),
     ({"chat_template": "{{ 1 }}"}, "chat_template", None),
 ]
@@ -322,17 +419,6 @@ def test_a_bad_field_is_refused_by_name(server: Server, fields: dict[str, Any], 
     status, error = refused(server, **fields)
 
     assert (status, error["param"], error["code"]) == (400, param, code), error
-
-
-def test_responses_are_not_stored(server: Server) -> None:
-    server.engine.script = rows("x")
-    response = server.openai.responses.create(model="tiny", input="Hi", store=True)
-
-    with pytest.raises(openai.NotFoundError, match="stores none"):
-        server.openai.responses.retrieve(response.id)
-    with pytest.raises(openai.NotFoundError) as refusal:
-        server.openai.responses.create(model="tiny", input="Hi", previous_response_id=response.id)
-    assert (refusal.value.param, refusal.value.code) == ("previous_response_id", "response_not_found")
 
 
 def test_another_model_is_not_found(server: Server) -> None:

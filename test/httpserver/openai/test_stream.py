@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from lightserve.io_struct import FinishReason
+from lightserve.httpserver.openai.chat_routes import CHAT
+from lightserve.httpserver.openai.response import ResponseSpec
+from lightserve.httpserver.openai.stream import ChunkWriter, delta_json
+from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.io_struct import FinishReason, StrOut, Token
+from lightserve.output_parsing import CallArguments, CallStart, Content, Delta, Reasoning
 from test.httpserver.openai_server import Server, events, fails, rows, running, tokens
 from test.real_model import smollm2_tokenizer as smol
 
@@ -98,9 +103,8 @@ def test_the_events_of_a_chat_have_the_expected_format(server: Server) -> None:
     assert response.text == (
         f'{head},"choices":[{{"index":0,"delta":{{"role":"assistant","content":""}},{none}'
         f'{head},"choices":[{{"index":0,"delta":{{"content":"Hé"}},{none}'
-        f'{head},"choices":[{{"index":0,"delta":{{"content":"y"}},{none}'
-        f'{head},"choices":[{{"index":0,"delta":{{}},"logprobs":null,"finish_reason":"stop","stop_reason":null}}],'
-        '"usage":null}\n\n'
+        f'{head},"choices":[{{"index":0,"delta":{{"content":"y"}},"logprobs":null,"finish_reason":"stop",'
+        '"stop_reason":null}],"usage":null}\n\n'
         f'{head},"choices":[],"usage":{usage}}}\n\n'
         "data: [DONE]\n\n"
     )
@@ -111,9 +115,26 @@ def test_the_fields_of_a_chat_response_are_in_openais_order(server: Server) -> N
 
     response = server.chat().json()
 
-    assert list(response) == ["id", "object", "created", "model", "choices", "system_fingerprint", "usage"]
-    assert list(response["choices"][0]) == ["index", "message", "logprobs", "finish_reason", "stop_reason"]
-    assert response["choices"][0]["message"] == {"role": "assistant", "content": "Hi", "refusal": None}
+    of_openai = ["id", "object", "created", "model", "choices", "system_fingerprint", "usage"]
+    assert list(response) == [*of_openai, "prompt_logprobs", "prompt_token_ids"]
+    assert list(response["choices"][0]) == ["index", "message", "logprobs", "finish_reason", "stop_reason", "token_ids"]
+    no_reasoning = {"reasoning_content": None, "reasoning": None}
+    assert response["choices"][0]["message"] == {"role": "assistant", "content": "Hi", "refusal": None, **no_reasoning}
+
+
+@pytest.mark.parametrize("fields", [{}, {"return_token_ids": False}], ids=str)
+def test_fields_that_are_not_requested_are_null(server: Server, fields: dict[str, Any]) -> None:
+    server.engine.script = rows("Hi")
+
+    chat: Any = server.openai.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "Hi"}], extra_body=fields
+    )
+    completion: Any = server.openai.completions.create(model="tiny", prompt="x", extra_body=fields)
+
+    assert (chat.prompt_logprobs, chat.prompt_token_ids, chat.choices[0].token_ids) == (None, None, None)
+    assert chat.choices[0].message.reasoning_content is chat.choices[0].message.reasoning is None
+    choice = completion.choices[0]
+    assert (choice.prompt_logprobs, choice.prompt_token_ids, choice.token_ids) == (None, None, None)
 
 
 def test_every_choice_of_a_stream_begins_with_its_role_and_ends_once(server: Server) -> None:
@@ -123,8 +144,51 @@ def test_every_choice_of_a_stream_begins_with_its_role_and_ends_once(server: Ser
 
     for index in range(3):
         own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        assert [piece["delta"].get("role") for piece in own] == ["assistant", None, None, None]
-        assert [piece["finish_reason"] for piece in own] == [None, None, None, "stop"]
+        assert [piece["delta"].get("role") for piece in own] == ["assistant", None, None]
+        assert [piece["finish_reason"] for piece in own] == [None, None, "stop"]
+
+
+class Deltas:
+    """A parser that gives the same deltas for every token."""
+
+    is_hidden = has_calls = False
+    reasoning_tokens = 0
+
+    def __init__(self, *deltas: Delta) -> None:
+        self._deltas = [*deltas]
+
+    def push(self, out: StrOut) -> list[Delta]:
+        return self._deltas
+
+
+@pytest.mark.parametrize("finish", [None, FinishReason.STOP])
+@pytest.mark.parametrize("has_usage", [False, True])
+def test_a_chunk_from_a_prepared_head_is_the_json_of_its_delta(finish: FinishReason | None, has_usage: bool) -> None:
+    deltas = [Content('é"\n'), Reasoning("\\x"), CallStart(1, "call-7", "f"), CallArguments(1, '{"a": "'), Content("")]
+    new_parser: Any = lambda: Deltas(*deltas)  # noqa: E731
+    spec = ResponseSpec(CHAT, "r", "m", n=2, echoes=["", ""], new_parser=new_parser, created=7)
+    writer = ChunkWriter(spec, AccessLog("r", "/", is_written=False), has_usage, has_continuous_usage=False)
+
+    written = writer.write([(1, StrOut(0, "x", Token(1), finish_reason=finish))])
+
+    chunks = [json.loads(event.removeprefix(b"data: ")) for event in written.split(b"\n\n")[:-1]]
+    choices = [chunk["choices"][0] for chunk in chunks[1:]]
+    assert [choice["delta"] for choice in choices] == [delta_json(delta) for delta in deltas]
+    assert {choice["index"] for choice in choices} == {1}
+    assert [choice["finish_reason"] for choice in choices] == [None] * 4 + [finish and finish.value]
+    assert all(("usage" in chunk) == has_usage for chunk in chunks)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("last", ["b", ""])
+def test_the_last_tokens_chunk_has_its_text_and_the_finish_reason(server: Server, path: str, last: str) -> None:
+    server.engine.script = rows("a", last, finish=FinishReason.LENGTH)
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "x"}
+
+    chunks = [chunk["choices"][0] for chunk in events(server.post(path, fields | {"stream": True}))]
+
+    assert [chunk["finish_reason"] for chunk in chunks[-2:]] == [None, "length"]
+    assert (chunks[-1]["delta"]["content"] if "chat" in path else chunks[-1]["text"]) == last
 
 
 def test_a_model_name_with_odd_characters_stays_valid_json(server: Server) -> None:

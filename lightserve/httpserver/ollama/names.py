@@ -1,0 +1,22 @@
+"""Model names in Ollama's form: in any case, with or without the tag ``latest``."""
+
+from __future__ import annotations
+
+from lightserve.errors import ModelNotFoundError
+from lightserve.httpserver.context import ServerContext
+
+TAG = ":latest"
+
+
+def check_name(context: ServerContext, name: str | None) -> str:
+    """The name that a response shows: the one in the request, or the first of the server."""
+    if name is None or name == "":
+        return context.model_name
+    if context.config.use_tgi_api or _key(name) in map(_key, context.model_names):
+        return name
+    served = ", ".join(map(repr, context.model_names))
+    raise ModelNotFoundError(f"model {name[:100]!r} not found; this server has {served}", "model")
+
+
+def _key(name: str) -> str:
+    return name.casefold().removesuffix(TAG)

@@ -1,0 +1,332 @@
+"""The items in the input of /v1/responses, and the messages of a chat that they become.
+
+Agents send their whole history, with items of tools that other servers ran. An item with text becomes a call and its
+result; an item without text is left out, and the response says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, get_args
+
+import orjson
+from pydantic import BeforeValidator, Discriminator, Field, GetJsonSchemaHandler, Tag
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from lightserve.httpserver.chat.translation import TextOrParts
+from lightserve.httpserver.openai.responses_tools import INPUT, Tools, function_name
+from lightserve.httpserver.wire.body import Body, JsonObject
+
+MEDIA = frozenset({"input_image", "input_file", "input_audio"})
+KINDS = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text", "refusal": "refusal"}
+MAX_ITEMS = 4096  # several items may become one message
+REASONING_PREFIX = "lightserve."  # of encrypted_content that this server wrote
+
+
+class ToolOutputParts(TextOrParts):
+    """The output of a tool may have an image. The model reads that there was one: refusing it would end an agent's
+    conversation, because the agent sends the output again with every request."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        string, parts = super().__get_pydantic_json_schema__(schema, handler)["anyOf"]
+        media = {"type": "object", "required": ["type"], "properties": {"type": {"enum": sorted(self.media)}}}
+        return {"anyOf": [string, {"type": "array", "items": {"anyOf": [*parts["items"]["anyOf"], media]}}]}
+
+    def _text_of(self, part: Any) -> str:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in self.media:
+            return f"[{kind} left out: this model reads text only]"
+        return super()._text_of(part)
+
+
+Text = Annotated[str, TextOrParts("input", MEDIA, KINDS)]
+OutputText = Annotated[str, ToolOutputParts("input", MEDIA | {"encrypted_content"}, KINDS)]
+CallId = Annotated[str, Field(min_length=1)]
+Objects = Annotated[list[JsonObject], Field(max_length=MAX_ITEMS, fail_fast=True)]
+
+
+class MessageItem(Body):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text
+
+
+class AgentMessageItem(Body):
+    """A message between agents of Codex."""
+
+    type: Literal["agent_message"]
+    content: OutputText
+
+
+class CallItem(Body):
+    type: Literal["function_call"]
+    call_id: CallId
+    name: str
+    namespace: str | None = None
+    arguments: str
+
+
+class CustomCallItem(Body):
+    type: Literal["custom_tool_call"]
+    call_id: CallId
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class ActionCallItem(Body):
+    """A call of a tool that the client runs and whose arguments are an object."""
+
+    type: Literal["local_shell_call", "shell_call", "apply_patch_call"]
+    call_id: CallId | None = None
+    id: str | None = None
+    action: JsonObject | None = None
+    operation: JsonObject | None = None  # of apply_patch
+
+
+class CallOutputItem(Body):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: CallId
+    output: OutputText
+
+
+class ActionOutputItem(Body):
+    type: Literal["local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
+    call_id: CallId | None = None
+    id: str | None = None
+    output: str | Objects | None = None  # objects: stdout and stderr of each command
+
+
+class HostedCallItem(Body):
+    """A call that another server ran, with its result."""
+
+    type: Literal["mcp_call", "file_search_call", "code_interpreter_call"]
+    id: CallId
+    name: str | None = None
+    arguments: str | None = None  # of mcp_call, as are the next two
+    output: str | None = None
+    error: Any = None
+    queries: Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None  # of file_search_call
+    results: Objects | None = None
+    code: str | None = None  # of code_interpreter_call
+    outputs: Objects | None = None
+
+
+class ReasoningText(Body):
+    text: str
+
+
+ReasoningTexts = Annotated[list[ReasoningText], Field(max_length=MAX_ITEMS, fail_fast=True)]
+
+
+class ReasoningItem(Body):
+    type: Literal["reasoning"]
+    content: ReasoningTexts | None = None
+    summary: ReasoningTexts | None = None
+    encrypted_content: str | None = None
+
+
+class AdditionalToolsItem(Body):
+    """More tools; Codex sends all its tools like this to some models."""
+
+    type: Literal["additional_tools"]
+    tools: Tools
+
+
+class ItemReference(Body):
+    """An item of a stored response; responses_history.py replaces it by the item."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+class LeftOutItem(Body):
+    """An item without text for the model."""
+
+    type: Literal[
+        "web_search_call",
+        "image_generation_call",
+        "computer_call",
+        "computer_call_output",
+        "tool_search_call",
+        "tool_search_output",
+        "mcp_list_tools",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "compaction",
+        "compaction_summary",
+        "context_compaction",
+    ]
+
+
+# name in the path of an error: the items of that name
+_MODELS: dict[str, type[Body]] = {
+    "message": MessageItem,
+    "agent_message": AgentMessageItem,
+    "function_call": CallItem,
+    "custom_tool_call": CustomCallItem,
+    "action_call": ActionCallItem,
+    "call_output": CallOutputItem,
+    "action_output": ActionOutputItem,
+    "hosted_call": HostedCallItem,
+    "reasoning": ReasoningItem,
+    "additional_tools": AdditionalToolsItem,
+    "item_reference": ItemReference,
+    "left_out": LeftOutItem,
+}
+
+
+def _types_of(model: type[Body]) -> Iterable[str]:
+    annotation = model.model_fields["type"].annotation
+    return [one for one in get_args(annotation) if isinstance(one, str)] or ["message"]
+
+
+_TAGS = {kind: tag for tag, model in _MODELS.items() for kind in _types_of(model)}
+
+
+def _tag(value: Any) -> str | None:
+    kind = value.get("type", None) if isinstance(value, dict) else ""
+    if kind is None:
+        return "message"
+    return _TAGS.get(kind) if isinstance(kind, str) else None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[AgentMessageItem, Tag("agent_message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[ActionCallItem, Tag("action_call")]
+    | Annotated[CallOutputItem, Tag("call_output")]
+    | Annotated[ActionOutputItem, Tag("action_output")]
+    | Annotated[HostedCallItem, Tag("hosted_call")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[AdditionalToolsItem, Tag("additional_tools")]
+    | Annotated[ItemReference, Tag("item_reference")]
+    | Annotated[LeftOutItem, Tag("left_out")],
+    Discriminator(
+        _tag,
+        custom_error_type="item",
+        custom_error_message=f"the type of an item must be one of {', '.join(_TAGS)}",
+    ),
+]
+
+
+def as_items(value: Any) -> Any:
+    """Input that is a string is one message of the user."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+Items = Annotated[
+    Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)],
+    BeforeValidator(as_items, json_schema_input_type=str | list[Item]),
+]
+
+
+def encode_reasoning(text: str) -> str:
+    """``encrypted_content`` of a reasoning item. It is opaque, not secret. A client that sends nothing else of the item
+    back keeps the reasoning, and with it the match in the prefix cache."""
+    return REASONING_PREFIX + base64.b64encode(text.encode(errors="surrogatepass")).decode()
+
+
+def decode_reasoning(encrypted: str | None) -> str:
+    """The text, if this server wrote it; else it is empty."""
+    if encrypted is None or not encrypted.startswith(REASONING_PREFIX):
+        return ""
+    try:
+        return base64.b64decode(encrypted.removeprefix(REASONING_PREFIX), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+class MessageBuilder:
+    """Joins the reasoning, text and calls of one turn of the assistant into one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[JsonObject] = []
+        self.left_out: list[tuple[int, str]] = []  # index and type of the items that became no message
+        self._reasoning = ""  # for the next message of the assistant
+        self._takes_calls = False  # the last message is an assistant message
+
+    def add_all(self, items: Iterable[Item]) -> None:
+        for index, item in enumerate(items):
+            if isinstance(item, LeftOutItem):
+                self.left_out.append((index, item.type))
+            else:
+                self._add(item)
+
+    def append(self, role: str, content: str | None, **fields: Any) -> None:
+        self._takes_calls = role == "assistant"
+        if self._takes_calls and self._reasoning:
+            fields["reasoning_content"] = self._reasoning
+        self._reasoning = ""
+        self.messages.append({"role": role, "content": content, **fields})
+
+    def _add(self, item: Item) -> None:
+        match item:
+            case MessageItem():
+                self.append(item.role, item.content)
+            case AgentMessageItem():
+                self.append("user", item.content)
+            case CallItem():
+                self._call(item.call_id, function_name(item.name, item.namespace), item.arguments)
+            case CustomCallItem():
+                name = function_name(item.name, item.namespace)
+                self._call(item.call_id, name, orjson.dumps({INPUT: item.input}).decode())
+            case CallOutputItem():
+                self._result(item.call_id, item.output)
+            case ReasoningItem():
+                self._reasoning += _reasoning_of(item)
+            case _:
+                self._add_client_or_hosted(item)
+
+    def _add_client_or_hosted(self, item: Item) -> None:
+        match item:
+            case ActionCallItem():
+                arguments = item.action or item.operation or {}
+                self._call(item.call_id or item.id or "", _tool_of(item.type), orjson.dumps(arguments).decode())
+            case ActionOutputItem():
+                self._result(item.call_id or item.id or "", _action_output(item))
+            case HostedCallItem():
+                self._call(item.id, item.name or _tool_of(item.type), item.arguments or _hosted_arguments(item))
+                self._result(item.id, _hosted_output(item))
+
+    def _call(self, call_id: str, name: str, arguments: str) -> None:
+        if not self._takes_calls or self._reasoning:
+            self.append("assistant", None, tool_calls=[])
+        function = {"name": name, "arguments": arguments}
+        self.messages[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+
+    def _result(self, call_id: str, text: str) -> None:
+        self.append("tool", text, tool_call_id=call_id or "call")
+
+
+def _reasoning_of(item: ReasoningItem) -> str:
+    """The text, or what is left of it: our own encrypted content, or a summary by another server."""
+    text = "".join(part.text for part in item.content or ())
+    return text or decode_reasoning(item.encrypted_content) or "\n".join(part.text for part in item.summary or ())
+
+
+def _tool_of(call_type: str) -> str:
+    return call_type.removesuffix("_call")
+
+
+def _action_output(item: ActionOutputItem) -> str:
+    if not isinstance(item.output, list):
+        return item.output or ""
+    return "\n".join(str(one[name]) for one in item.output for name in ("stdout", "stderr") if one.get(name))
+
+
+def _hosted_arguments(item: HostedCallItem) -> str:
+    arguments = {"code": item.code} if item.code is not None else {"queries": item.queries or []}
+    return orjson.dumps(arguments).decode()
+
+
+def _hosted_output(item: HostedCallItem) -> str:
+    found = [f"{one.get('filename', '')}\n{one['text']}" for one in item.results or () if one.get("text")]
+    logs = [str(one["logs"]) for one in item.outputs or () if one.get("logs")]
+    error = [] if item.error is None else [f"error: {item.error}"]
+    return "\n".join([item.output or "", *found, *logs, *error]).strip()

@@ -1,0 +1,48 @@
+"""Stores a response while it is written."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from lightserve.httpserver.openai.responses_response import ResponsesResponse
+from lightserve.httpserver.openai.responses_store import ResponseStore
+from lightserve.httpserver.wire.body import JsonObject
+
+
+@dataclass(slots=True)
+class SavedResponse:
+    """Stores a response: when the client learns its id, and when it ends."""
+
+    store: ResponseStore
+    owner: str
+    response: ResponsesResponse
+    input: list[JsonObject]
+    is_added: bool = False
+    is_final: bool = False
+
+    async def save(self) -> None:
+        if self.is_final or (self.is_added and not self.response.has_ended):
+            return
+        self.is_final = self.response.has_ended
+        body = self.response.body()
+        await (self.store.update(self.owner, body) if self.is_added else self.store.add(self.owner, body, self.input))
+        self.is_added = True
+
+    def cancel(self) -> None:
+        """The client has disconnected."""
+        if self.is_added and not self.is_final:
+            self.response.cancel()
+            self.store.update_later(self.owner, self.response.body())
+
+
+async def saved_events(events: AsyncGenerator[bytes, None], saved: SavedResponse) -> AsyncGenerator[bytes, None]:
+    """The response is stored before the client knows that it has ended: its next request may refer to it."""
+    try:
+        async with aclosing(events):
+            async for event in events:
+                await saved.save()
+                yield event
+    finally:
+        saved.cancel()

@@ -1,0 +1,146 @@
+"""Stored responses, for previous_response_id and GET.
+
+They are in an SQLite file in the server's run directory: every HTTP process reads and writes it, and it is removed when
+the server ends. Both the number of responses and their bytes are limited; the oldest are removed first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import sqlite3
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+
+from lightserve.config import HttpConfig
+from lightserve.httpserver.wire.body import JsonObject
+from lightserve.utils.logger import init_logger
+
+logger = init_logger(__name__)
+
+FOLDER = "responses"  # in the run directory
+BUSY_S = 10.0  # how long a process waits for another one's write, which takes about a millisecond
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    response BLOB NOT NULL,
+    input BLOB NOT NULL
+)
+"""
+_EVICT_BY_COUNT = "DELETE FROM responses WHERE number <= (SELECT max(number) FROM responses) - ?"
+# the newest rows whose bytes together are within the limit stay
+_EVICT_BY_BYTES = """
+DELETE FROM responses WHERE number IN (
+    SELECT number FROM (SELECT number, sum(bytes) OVER (ORDER BY number DESC) AS total FROM responses) WHERE total > ?
+)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    response: JsonObject
+    input: list[JsonObject]  # all items that the model got, with those of previous responses
+
+
+class ResponseStore:
+    """Its methods run SQLite in a thread. ``owner`` is the caller's: see owner_of."""
+
+    def __init__(self, run_dir: str | None, config: HttpConfig) -> None:
+        self._path = None if run_dir is None else Path(run_dir) / FOLDER / "responses.sqlite"
+        self._max_count = config.response_store_size
+        self._max_bytes = config.response_store_bytes
+        self._connection: sqlite3.Connection | None = None
+        self._lock = threading.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._path is not None and self._max_count > 0 and self._max_bytes > 0
+
+    async def add(self, owner: str, response: JsonObject, input_items: list[JsonObject]) -> None:
+        await asyncio.to_thread(self._add, owner, response, input_items)
+
+    async def update(self, owner: str, response: JsonObject) -> None:
+        """Store the newer state of a response, unless it was deleted."""
+        await asyncio.to_thread(self._update, owner, response)
+
+    def update_later(self, owner: str, response: JsonObject) -> None:
+        """The same for a caller that is being cancelled."""
+        task = asyncio.get_running_loop().create_task(self.update(owner, response))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        return await asyncio.to_thread(self._get, owner, response_id) if self.is_enabled else None
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """Whether there was one."""
+        return await asyncio.to_thread(self._delete, owner, response_id) if self.is_enabled else False
+
+    def _add(self, owner: str, response: JsonObject, input_items: list[JsonObject]) -> None:
+        encoded, encoded_input = orjson.dumps(response), orjson.dumps(input_items)
+        size = len(encoded) + len(encoded_input)
+        if size > self._max_bytes:
+            limit = f"{self._max_bytes} (--response_store_bytes)"
+            logger.warning("%s is not stored: it has %d bytes; the limit is %s", response["id"], size, limit)
+            return
+        insert = "INSERT INTO responses (id, owner, bytes, response, input) VALUES (?, ?, ?, ?, ?)"
+        self._write(insert, (response["id"], owner, size, encoded, encoded_input))
+
+    def _update(self, owner: str, response: JsonObject) -> None:
+        encoded = orjson.dumps(response)
+        update = "UPDATE responses SET response = ?, bytes = ? + length(input) WHERE id = ? AND owner = ?"
+        self._write(update, (encoded, len(encoded), response["id"], owner))
+
+    def _write(self, statement: str, values: tuple[Any, ...]) -> None:
+        """A response reaches its client even when it cannot be stored."""
+        try:
+            with self._lock, self._connect() as db:
+                db.execute(statement, values)
+                db.execute(_EVICT_BY_COUNT, (self._max_count,))
+                db.execute(_EVICT_BY_BYTES, (self._max_bytes,))
+        except (sqlite3.Error, OSError) as error:
+            logger.error("a response is not stored: %s (%s)", error, self._path)
+
+    def _get(self, owner: str, response_id: str) -> StoredResponse | None:
+        with self._lock, self._connect() as db:
+            select = "SELECT response, input FROM responses WHERE id = ? AND owner = ?"
+            row: Any = db.execute(select, (response_id, owner)).fetchone()
+        return None if row is None else StoredResponse(orjson.loads(row[0]), orjson.loads(row[1]))
+
+    def _delete(self, owner: str, response_id: str) -> bool:
+        with self._lock, self._connect() as db:
+            found = db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner))
+            return found.rowcount > 0
+
+    def _connect(self) -> sqlite3.Connection:
+        """The connection of this process; as a context it is one transaction."""
+        if self._connection is None:
+            assert self._path is not None
+            self._path.parent.mkdir(mode=0o700, exist_ok=True)
+            connection = sqlite3.connect(self._path, timeout=BUSY_S, check_same_thread=False)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = OFF")  # the file does not outlive the server
+            connection.execute(_SCHEMA)
+            self._connection = connection
+        return self._connection
+
+
+def owner_of(request: Request, config: HttpConfig) -> str:
+    """A digest of the API key that the request has; without keys all clients are one owner."""
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    given = [request.headers.get("x-api-key", ""), bearer.strip() if scheme.lower() == "bearer" else ""]
+    for known in (*config.api_key, *config.admin_key):
+        if any(hmac.compare_digest(known.encode(), key.encode()) for key in given):
+            return hashlib.sha256(known.encode()).hexdigest()
+    return ""

@@ -1,0 +1,78 @@
+"""The routes of stored responses: GET, DELETE, cancel, input_items."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightserve.errors import InvalidRequestError, NotSupportedYetError, ResponseNotFoundError, UnavailableError
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.openai.responses_history import listed_items
+from lightserve.httpserver.openai.responses_store import ResponseStore, StoredResponse, owner_of
+from lightserve.httpserver.wire.json_response import json_response
+
+PATH = "/v1/responses/{response_id}"
+POLL_S = 0.02
+MAX_POLLS = 500  # a cancelled response ends after two messages between processes
+
+
+def add_stored_routes(router: APIRouter, context: ServerContext, store: ResponseStore) -> None:
+    async def stored(request: Request, response_id: str) -> StoredResponse:
+        found = await store.get(owner_of(request, context.config), response_id)
+        if found is None:
+            raise ResponseNotFoundError(response_id)
+        return found
+
+    @router.get(PATH)
+    async def get_response(request: Request, response_id: str, stream: bool = False) -> Response:
+        """A stored response."""
+        if stream:
+            raise NotSupportedYetError("stream: streaming a stored response", "stream")
+        return json_response((await stored(request, response_id)).response)
+
+    @router.delete(PATH)
+    async def delete_response(request: Request, response_id: str) -> Response:
+        """Delete a stored response."""
+        if not await store.delete(owner_of(request, context.config), response_id):
+            raise ResponseNotFoundError(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    @router.post(f"{PATH}/cancel")
+    async def cancel_response(request: Request, response_id: str) -> Response:
+        """End a response that is being streamed, by whichever HTTP process."""
+        _check_in_progress((await stored(request, response_id)).response["status"], response_id)
+        context.manager.abort_requests(response_id)
+        ended = await _wait_until_ended(lambda: stored(request, response_id), response_id)
+        return json_response(ended.response)
+
+    @router.get(f"{PATH}/input_items")
+    async def list_input_items(
+        request: Request,
+        response_id: str,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """The items that the model got, with those of previous responses."""
+        return json_response(listed_items(await stored(request, response_id), order, after, limit))
+
+
+async def _wait_until_ended(fetch: Callable[[], Awaitable[StoredResponse]], response_id: str) -> StoredResponse:
+    for _ in range(MAX_POLLS):
+        found = await fetch()
+        if found.response["status"] != "in_progress":
+            return found
+        await asyncio.sleep(POLL_S)
+    raise UnavailableError(f"response {response_id!r} did not end within {MAX_POLLS * POLL_S:.0f} s")
+
+
+def _check_in_progress(status: str, response_id: str) -> None:
+    if status != "in_progress":
+        raise InvalidRequestError(
+            f"response {response_id!r} is {status}; only a response that is in progress can be cancelled", "response_id"
+        )

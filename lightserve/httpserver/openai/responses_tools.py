@@ -1,0 +1,237 @@
+"""The tools of /v1/responses, as the functions that the model gets.
+
+A chat template knows functions only. So a custom tool becomes a function with one string argument, and the tools of a
+namespace become functions whose names begin with the namespace. Their calls are turned back: see responses_response.py.
+This server runs no hosted tools. It leaves them out and says so in the response, because agents always send some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from lightserve.errors import InvalidRequestError
+from lightserve.httpserver.chat.request import MAX_TOOLS, ToolFunction, ToolName
+from lightserve.httpserver.wire.body import Body, JsonObject
+
+DEFAULT_NAMESPACE = "functions"  # of tools without a namespace, in OpenAI's models and in Codex
+NAMESPACE_SEPARATOR = "__"
+INPUT = "input"  # the argument of a custom tool
+HOSTED = "hosted"
+_MODES = ("auto", "none", "required")
+
+
+class FunctionTool(ToolFunction):
+    type: Literal["function"]
+
+
+class CustomFormat(Body):
+    type: Literal["text", "grammar"]
+    syntax: str | None = None  # lark or regex
+    definition: str | None = None
+
+
+class CustomTool(Body):
+    """A tool whose input is any text, such as Codex's apply_patch."""
+
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class HostedTool(Body):
+    """A tool that OpenAI's servers run, such as web_search."""
+
+    type: str
+
+
+def _kind(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        return None
+    return kind if kind in ("function", "custom", "namespace") else HOSTED
+
+
+NamespacedTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[CustomTool, Tag("custom")],
+    Discriminator(
+        _kind, custom_error_type="tool", custom_error_message="a tool of a namespace must be of type function or custom"
+    ),
+]
+
+
+class NamespaceTool(Body):
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[list[NamespacedTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+_HOSTED = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"type": "string", "not": {"enum": ["function", "custom", "namespace"]}}},
+}
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[HostedTool, Tag(HOSTED), WithJsonSchema(_HOSTED)],
+    Discriminator(_kind, custom_error_type="tool", custom_error_message="a tool must be an object with a type"),
+]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolId:
+    """What a call of a tool names."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+    @property
+    def function_name(self) -> str:
+        """The name of the function that the model gets."""
+        return function_name(self.name, self.namespace)
+
+
+def function_name(name: str, namespace: str | None) -> str:
+    if not namespace or namespace == DEFAULT_NAMESPACE:
+        return name
+    separator = "" if namespace.endswith("_") else NAMESPACE_SEPARATOR  # Codex: mcp__server__
+    return f"{namespace}{separator}{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTools:
+    """The tools that the model gets."""
+
+    functions: list[JsonObject]  # as the tools of a chat
+    ids: dict[str, ToolId]  # by the name of the function
+    hosted: list[str]  # types of the tools that are left out
+
+
+def offered_tools(tools: Iterable[Tool], choice: AllowedTools | None) -> OfferedTools:
+    """``choice``: only these tools. The model does not see the others, so that it cannot call them."""
+    offered = OfferedTools([], {}, [])
+    for tool, namespace in _flattened(tools):
+        if isinstance(tool, HostedTool):
+            offered.hosted.append(tool.type)
+            continue
+        tool_id = ToolId(tool.name, namespace, isinstance(tool, CustomTool))
+        if choice is None or tool_id.function_name in choice.names:
+            offered.functions.append(_function(tool, tool_id.function_name))
+            offered.ids[tool_id.function_name] = tool_id
+    if choice is not None and choice.names - offered.ids.keys():
+        missing = min(choice.names - offered.ids.keys())
+        raise InvalidRequestError(f"tool_choice.tools: {missing[:100]!r} is not in tools", "tool_choice")
+    return offered
+
+
+def _flattened(tools: Iterable[Tool]) -> Iterator[tuple[FunctionTool | CustomTool | HostedTool, str | None]]:
+    for tool in tools:
+        if isinstance(tool, NamespaceTool):
+            yield from ((one, tool.name) for one in tool.tools)
+        else:
+            yield tool, None
+
+
+def _function(tool: FunctionTool | CustomTool, name: str) -> JsonObject:
+    if isinstance(tool, FunctionTool):
+        given = tool.model_dump(exclude_unset=True, exclude={"type", "defer_loading"})
+        return {"type": "function", "function": given | {"name": name}}
+    function = {"name": name, "description": _description(tool), "parameters": _INPUT_SCHEMA}
+    return {"type": "function", "function": function}
+
+
+_INPUT_SCHEMA = {
+    "type": "object",
+    "properties": {INPUT: {"type": "string", "description": "The whole input of the tool, as one string."}},
+    "required": [INPUT],
+    "additionalProperties": False,
+}
+
+
+def _description(tool: CustomTool) -> str:
+    """With the grammar: the input is not constrained by it, so that the model must know it."""
+    given = tool.description or ""
+    if tool.format is None or not tool.format.definition:
+        return given
+    syntax = tool.format.syntax or "lark"
+    return f"{given}\n\nThe input must match this {syntax} grammar:\n{tool.format.definition}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTools:
+    """tool_choice of the type allowed_tools: only these may be called."""
+
+    names: frozenset[str]  # of functions that the model gets
+    mode: Literal["auto", "required"]
+
+
+def _tool_choice(value: Any) -> Any:
+    """As the tool_choice of a chat, or AllowedTools."""
+    if value is None or (isinstance(value, str) and value in _MODES):
+        return value
+    match value:
+        case {"type": "function" | "custom", "name": str(name)}:
+            return {"type": "function", "function": {"name": function_name(name, _namespace(value))}}
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools)}:
+            return AllowedTools(frozenset(_allowed_names(tools)), mode)
+        case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
+            raise InvalidRequestError(f"tool_choice: this server does not run {kind[:100]!r}", "tool_choice")
+    raise PydanticCustomError(
+        "tool_choice",
+        "must be auto, none, required, or an object: of type function or custom with a name, or of type allowed_tools"
+        " with a mode (auto, required) and a list of tools",
+    )
+
+
+def _allowed_names(tools: list[Any]) -> Iterator[str]:
+    """Hosted tools have no name: they are left out of tools too."""
+    for tool in tools[:MAX_TOOLS]:
+        match tool:
+            case {"type": "function" | "custom", "name": str(name)}:
+                yield function_name(name, _namespace(tool))
+            case {"type": str(kind)} if kind not in ("function", "custom"):
+                continue
+            case _:
+                raise PydanticCustomError("tool_choice", "a tool must have a type, and a name unless it is hosted")
+
+
+def _namespace(value: JsonObject) -> str | None:
+    namespace = value.get("namespace")
+    return namespace if isinstance(namespace, str) else None
+
+
+_STRING: JsonObject = {"type": "string"}
+_NAMED: JsonObject = {
+    "type": "object",
+    "required": ["type", "name"],
+    "properties": {"type": {"enum": ["function", "custom"]}, "name": _STRING},
+}
+_HOSTED_CHOICE: JsonObject = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"type": "string", "not": {"enum": ["function", "custom"]}}},
+}
+_ALLOWED: JsonObject = {
+    "type": "object",
+    "required": ["type", "mode", "tools"],
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "mode": {"enum": ["auto", "required"]},
+        "tools": {"type": "array", "maxItems": MAX_TOOLS, "items": {"anyOf": [_NAMED, _HOSTED_CHOICE]}},
+    },
+}
+ToolChoice = Annotated[
+    Any,
+    PlainValidator(_tool_choice),
+    WithJsonSchema({"anyOf": [{"enum": [*_MODES]}, _NAMED, _ALLOWED, {"type": "null"}]}),
+]

@@ -1,0 +1,306 @@
+"""Stored responses: previous_response_id, GET, DELETE, cancel, input_items, and the limits of the store."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from lightserve.config import HttpConfig
+from lightserve.httpserver.openai.responses_store import ResponseStore
+from test.httpserver.chat.tool_chats import ALL, prompt
+from test.httpserver.openai.test_responses import SHOW, TOOLS, create, refused, stream
+from test.httpserver.openai_server import Server, fails, rows, running, with_template
+from test.waiting import DEADLINE_S, wait_until
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("run"), with_template(SHOW)) as server:
+        yield server
+
+
+def get(server: Server, response_id: str, path: str = "", **headers: str) -> Any:
+    return server.http.get(f"/v1/responses/{response_id}{path}", headers=headers)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_response_can_be_read_and_deleted(server: Server, is_stream: bool) -> None:
+    server.engine.script = rows(*(ALL[at : at + 5] for at in range(0, len(ALL), 5)))
+    response = stream(server, tools=TOOLS)[-1]["response"] if is_stream else create(server, tools=TOOLS)
+
+    assert response["store"] is True
+    assert get(server, response["id"]).json() == response
+    found: Any = server.openai.responses.retrieve(response["id"])
+    assert (found.status, found.output[1].content[0].text) == ("completed", "Let me see.")
+    server.openai.responses.delete(response["id"])
+    with pytest.raises(openai.NotFoundError) as missing:
+        server.openai.responses.retrieve(response["id"])
+    assert missing.value.code == "response_not_found"
+
+
+def test_a_conversation_continues_by_the_id_of_its_last_response(server: Server) -> None:
+    server.engine.script = rows("Paris.")
+    first = server.openai.responses.create(model="tiny", input="Capital of France?", instructions="Be brief.")
+    second = server.openai.responses.create(model="tiny", input="And Spain?", previous_response_id=first.id)
+    third = server.openai.responses.create(model="tiny", input="And Italy?", previous_response_id=second.id)
+
+    assert third.previous_response_id == second.id
+    assert [(one["role"], one["content"]) for one in prompt(server)["messages"]] == [
+        ("user", "Capital of France?"),
+        ("assistant", "Paris."),
+        ("user", "And Spain?"),
+        ("assistant", "Paris."),
+        ("user", "And Italy?"),
+    ]
+
+
+def test_the_result_of_a_call_continues_its_response(server: Server) -> None:
+    server.engine.script = rows(ALL)
+    first = create(server, tools=TOOLS)
+    calls = [item["call_id"] for item in first["output"] if item["type"] == "function_call"]
+    results = [{"type": "function_call_output", "call_id": one, "output": "wet"} for one in calls]
+
+    create(server, input=results, previous_response_id=first["id"], tools=TOOLS)
+
+    _, assistant, *tools = prompt(server)["messages"]
+    assert [one["id"] for one in assistant["tool_calls"]] == calls
+    assert assistant["reasoning_content"] == "Hm."
+    assert [one["tool_call_id"] for one in tools] == calls
+
+
+def test_an_item_reference_is_the_item_of_a_stored_response(server: Server) -> None:
+    server.engine.script = rows("Paris.")
+    first = create(server, input="Capital of France?")
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+
+    create(server, input=[{"role": "user", "content": "Capital?"}, reference, {"role": "user", "content": "Sure?"}])
+    messages = prompt(server)["messages"]
+    status, error = refused(server, input=[{"type": "item_reference", "id": "msg_1_0"}])
+
+    assert [one["content"] for one in messages] == ["Capital?", "Paris.", "Sure?"]
+    assert (status, error["param"]) == (400, "input")
+    assert "'msg_1_0'" in error["message"]
+
+
+def test_a_response_may_be_sent_without_storing_it(server: Server) -> None:
+    server.engine.script = rows("x")
+    response = create(server, store=False)
+
+    assert response["store"] is False
+    assert get(server, response["id"]).status_code == 404
+    status, error = refused(server, previous_response_id=response["id"])
+    assert (status, error["param"], error["code"]) == (400, "previous_response_id", "previous_response_not_found")
+
+
+def test_responses_with_the_same_request_id_are_two(server: Server) -> None:
+    server.engine.script = rows("x")
+    ids = [
+        server.http.post("/v1/responses", json={"input": "Hi"}, headers={"X-Request-Id": "same"}).json()["id"]
+        for _ in range(2)
+    ]
+
+    assert ids[0] != ids[1]
+    assert all(get(server, one).status_code == 200 for one in ids)
+
+
+def test_input_items_are_listed(server: Server) -> None:
+    server.engine.script = rows("Paris.")
+    first = create(server, input="Capital of France?")
+    second = create(server, input=[{"role": "user", "content": "Sure?"}], previous_response_id=first["id"])
+
+    newest = server.openai.responses.input_items.list(second["id"])
+    page = get(server, second["id"], "/input_items?order=asc&limit=2").json()
+    rest = get(server, second["id"], f"/input_items?order=asc&after={page['last_id']}").json()
+
+    items: list[Any] = newest.data
+    texts = [item.content[0].text for item in items]
+    assert texts == ["Sure?", "Paris.", "Capital of France?"]
+    assert [item["role"] for item in page["data"]] == ["user", "assistant"]
+    assert (page["has_more"], rest["has_more"]) == (True, False)
+    assert [item["content"] for item in rest["data"]] == [[{"type": "input_text", "text": "Sure?"}]]
+    assert get(server, second["id"], "/input_items?after=x").json()["error"]["param"] == "after"
+    assert get(server, second["id"], "/input_items?limit=0").status_code == 400
+    assert get(server, "resp_1", "/input_items").status_code == 404
+
+
+def test_a_stored_response_cannot_be_streamed(server: Server) -> None:
+    server.engine.script = rows("x")
+    response = create(server)
+
+    refusal = get(server, response["id"], "?stream=true")
+
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "stream")
+
+
+def test_a_response_in_progress_is_cancelled(server: Server) -> None:
+    server.engine.script = rows("Hel", "lo")
+    server.hold()
+    events: list[Any] = []
+    has_begun = threading.Event()
+
+    def read() -> None:
+        for event in server.openai.responses.create(model="tiny", input="Hi", stream=True):
+            events.append(event)
+            has_begun.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert has_begun.wait(DEADLINE_S)
+    response_id = events[0].response.id
+
+    in_progress = get(server, response_id).json()
+    status, error = refused(server, previous_response_id=response_id)
+    server.context.manager._abort_own_requests(response_id)  # the fake engine does not pass the message on
+    wait_until(lambda: get(server, response_id).json()["status"] != "in_progress")
+    reader.join(DEADLINE_S)
+    server.release()
+    again = server.http.post(f"/v1/responses/{response_id}/cancel")
+
+    assert (in_progress["status"], in_progress["usage"]) == ("in_progress", None)
+    assert (status, error["param"]) == (400, "previous_response_id")
+    assert (events[-1].type, events[-1].response.status) == ("response.failed", "cancelled")
+    assert get(server, response_id).json()["output"][0]["content"][0]["text"] == "Hel"
+    assert (again.status_code, again.json()["error"]["param"]) == (400, "response_id")
+    assert "is cancelled" in again.json()["error"]["message"]
+
+
+def test_a_response_whose_reader_left_is_cancelled(server: Server) -> None:
+    server.engine.script = rows("Hel", "lo")
+    server.hold()
+
+    with server.openai.responses.create(model="tiny", input="Hi", stream=True) as events:
+        response_id = next(iter(events)).response.id  # type: ignore[union-attr]
+
+    wait_until(lambda: get(server, response_id).json()["status"] == "cancelled")
+    server.release()
+
+
+def test_a_completed_response_cannot_be_cancelled(server: Server) -> None:
+    server.engine.script = rows("x")
+    response = create(server)
+
+    with pytest.raises(openai.BadRequestError, match="is completed"):
+        server.openai.responses.cancel(response["id"])
+    with pytest.raises(openai.NotFoundError):
+        server.openai.responses.cancel("resp_1")
+
+
+def test_a_failed_response_is_stored_as_failed(server: Server) -> None:
+    server.engine.script = fails(599, "secret", "Hel")
+    last = stream(server)[-1]
+
+    found = get(server, last["response"]["id"]).json()
+
+    assert found == last["response"]
+    assert found["status"] == "failed"
+
+
+def test_a_response_belongs_to_the_key_that_made_it(tmp_path: Path) -> None:
+    config = HttpConfig(api_key=["first", "second"])
+    with running(tmp_path, with_template(SHOW), config) as server:
+        first, second = {"Authorization": "Bearer first"}, {"x-api-key": "second"}
+        made = server.http.post("/v1/responses", json={"input": "Hi"}, headers=first).json()
+        follow = {"input": "Hi", "previous_response_id": made["id"]}
+
+        assert get(server, made["id"], **first).status_code == 200
+        assert get(server, made["id"], **{"x-api-key": "first"}).status_code == 200
+        assert get(server, made["id"], **second).status_code == 404
+        assert server.http.post("/v1/responses", json=follow, headers=second).status_code == 400
+        assert server.http.delete(f"/v1/responses/{made['id']}", headers=second).status_code == 404
+        assert server.http.post(f"/v1/responses/{made['id']}/cancel", headers=second).status_code == 404
+        assert server.http.post("/v1/responses", json=follow, headers=first).status_code == 200
+
+
+@pytest.mark.parametrize("config", [HttpConfig(response_store_size=0), HttpConfig(response_store_bytes=0)])
+def test_the_store_can_be_turned_off(tmp_path: Path, config: HttpConfig) -> None:
+    with running(tmp_path, with_template(SHOW), config) as server:
+        made = create(server)
+
+        assert made["store"] is False
+        assert get(server, made["id"]).status_code == 404
+        assert not (tmp_path / "responses").exists()
+
+
+def response(name: str, text: str = "") -> dict[str, Any]:
+    return {"id": name, "text": text}
+
+
+async def names(store: ResponseStore) -> list[str]:
+    return [name for name in "abcdef" if await store.get("", name) is not None]
+
+
+def test_the_oldest_responses_make_room_by_number(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = ResponseStore(str(tmp_path), HttpConfig(response_store_size=3))
+
+        for name in "abcde":
+            await store.add("", response(name), [])
+
+        assert await names(store) == ["c", "d", "e"]
+
+    asyncio.run(run())
+
+
+def test_the_oldest_responses_make_room_by_bytes(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = ResponseStore(str(tmp_path), HttpConfig(response_store_bytes=1000))
+
+        for name in "abc":
+            await store.add("", response(name, "x" * 300), [])
+        await store.add("", response("d", "x" * 2000), [])
+        await store.update("", response("c", "x" * 700))
+
+        assert await names(store) == ["c"]
+
+    asyncio.run(run())
+
+
+def test_two_processes_share_the_store(tmp_path: Path) -> None:
+    async def run() -> None:
+        first, second = (ResponseStore(str(tmp_path), HttpConfig()) for _ in range(2))
+
+        await first.add("owner", response("a"), [{"role": "user", "content": "Hi"}])
+        found = await second.get("owner", "a")
+        await second.update("owner", response("a", "new"))
+
+        assert found is not None
+        assert found.input == [{"role": "user", "content": "Hi"}]
+        again = await first.get("owner", "a")
+        assert again is not None
+        assert again.response["text"] == "new"
+        assert await first.get("other", "a") is None
+        assert await second.delete("owner", "a") is True
+        assert await first.delete("owner", "a") is False
+
+    asyncio.run(run())
+
+
+def test_a_deleted_response_does_not_come_back(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = ResponseStore(str(tmp_path), HttpConfig())
+        await store.add("", response("a"), [])
+        await store.delete("", "a")
+
+        await store.update("", response("a", "new"))
+
+        assert await store.get("", "a") is None
+
+    asyncio.run(run())
+
+
+def test_a_response_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        (tmp_path / "responses").write_text("a file where the folder should be")
+        store = ResponseStore(str(tmp_path), HttpConfig())
+
+        await store.add("", response("a"), [])
+
+        assert "a response is not stored" in caplog.text
+
+    asyncio.run(run())
