@@ -406,11 +406,88 @@ def test_auto_forces_nothing(server: Server) -> None:
     assert server.engine.received[-1].params.sampling.grammar is None
 
 
-def test_a_forced_call_does_not_combine_with_another_grammar(server: Server) -> None:
-    error = server.chat(tools=TOOLS, tool_choice="required", response_format={"type": "json_object"}).json()["error"]
+# tools and structured output
 
-    assert error["param"] == "tool_choice"
-    assert "response_format" in error["message"]
+SCHEMA = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+STRICT = [TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
+
+
+@pytest.mark.parametrize("fields", [{}, {"chat_template_kwargs": {"begins_thinking": True}}])
+def test_the_model_calls_a_tool_or_answers_in_the_schema(server: Server, fields: dict[str, Any]) -> None:
+    before = "Hm.\n</think>\n\n" if fields else ""
+    calls = TWO_CALLS.removeprefix("Let me see.\n")
+
+    server.engine.script = pieces(before + calls)
+    called = server.chat(tools=TOOLS, response_format=FORMAT, **fields).json()["choices"][0]
+    server.engine.script = pieces(before + '{"rain": true}')
+    answered = server.chat(tools=TOOLS, response_format=FORMAT, **fields).json()["choices"][0]
+
+    assert called["finish_reason"] == "tool_calls"
+    assert len(called["message"]["tool_calls"]) == 2
+    assert (answered["finish_reason"], answered["message"]["content"]) == ("stop", '{"rain": true}')
+    for text in (calls, '{"rain": true}', "<think>Hm.</think>" + calls):
+        assert is_allowed(server, before + text) is not (bool(fields) and text.startswith("<think>"))
+    for text in ("It rains.", '{"rain": 1}', TWO_CALLS, '{"rain": true}' + calls):
+        assert not is_allowed(server, before + text)
+
+
+def test_parallel_tool_calls_false_allows_one_call_or_an_answer(server: Server) -> None:
+    server.chat(tools=TOOLS, response_format=FORMAT, parallel_tool_calls=False)
+
+    assert is_allowed(server, tagged(call("now", "{}")))
+    assert is_allowed(server, '{"rain": true}')
+    assert not is_allowed(server, TWO_CALLS.removeprefix("Let me see.\n"))
+
+
+def test_a_forced_call_is_the_whole_output_and_the_format_of_the_answer_has_no_effect(server: Server) -> None:
+    server.chat(tools=TOOLS, tool_choice="required", response_format=FORMAT)
+
+    assert is_allowed(server, tagged(call("now", "{}")))
+    assert not is_allowed(server, '{"rain": true}')
+
+
+def test_a_malformed_format_is_refused_with_forced_calls_too(server: Server) -> None:
+    error = server.chat(tools=TOOLS, tool_choice="required", response_format={"type": "json_schema"}).json()["error"]
+
+    assert "json_schema.schema" in error["message"]
+
+
+def test_two_grammars_of_the_answer_are_refused_with_tools_too(server: Server) -> None:
+    error = server.chat(tools=TOOLS, response_format=FORMAT, guided_choice=["a"]).json()["error"]
+
+    assert "does not combine" in error["message"]
+
+
+def test_the_arguments_of_a_strict_tool_follow_its_schema(server: Server) -> None:
+    server.chat(tools=STRICT)
+
+    assert is_allowed(server, "Hello")
+    assert is_allowed(server, TWO_CALLS)
+    assert is_allowed(server, "<think>Hm.</think>" + TWO_CALLS)
+    assert is_allowed(server, tagged(call("now", '{"any": [1]}')))  # this tool is not strict
+    assert not is_allowed(server, tagged(call("weather", '{"city": 5}')))
+    assert not is_allowed(server, tagged(call("then", "{}")))
+
+
+def test_a_strict_schema_that_no_grammar_can_express_is_refused(server: Server) -> None:
+    function = {"name": "f", "strict": True, "parameters": {"type": "nothing"}}
+
+    error = server.chat(tools=[{"type": "function", "function": function}]).json()["error"]
+
+    assert error["param"] == "tools"
+    assert "nothing" in error["message"]
+
+
+def test_strict_tools_in_a_format_without_a_grammar_are_accepted(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with named(tmp_path_factory, "qwen3_coder") as server:
+        assert server.chat(tools=STRICT).status_code == 200
+        assert server.engine.received[-1].params.sampling.grammar is None
+        server.chat(tools=STRICT, response_format=FORMAT)
+
+    assert is_allowed(server, '{"rain": true}')
+    assert is_allowed(server, "<tool_call>\n<function=now>\n</function>\n</tool_call>")
+    assert not is_allowed(server, "It rains.")
 
 
 def nested(depth: int) -> dict[str, Any]:
