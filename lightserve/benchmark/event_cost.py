@@ -72,6 +72,10 @@ CASES = (
     Case("responses", "responses"),
     Case("responses, beside tools", "responses", TOOLS, has_tools=True),
     Case("responses, in a call", "responses", TOOLS, has_tools=True, around=CALL),
+    Case("ollama", "ollama"),
+    Case("ollama, in reasoning", "ollama", REASONING, around=("<think>", "")),
+    Case("ollama, beside tools", "ollama", TOOLS, has_tools=True),
+    Case("ollama, in a call", "ollama", TOOLS, has_tools=True, around=CALL),
 )
 
 

@@ -36,6 +36,7 @@ class Api:
     end: bytes  # in the last bytes of every stream
     body: Callable[[int], Body]  # given the number of tokens
     tool: Body | None = None  # None: the API has no tools
+    event: bytes = b"data:"  # in every event once
 
 
 def _messages_body(tokens: int) -> Body:
@@ -56,6 +57,13 @@ APIS = {
         b'"total_tokens"',
         lambda tokens: {"input": TEXT, "max_output_tokens": tokens},
         {"type": "function", "name": "weather", "parameters": SCHEMA},
+    ),
+    "ollama": Api(
+        "/api/chat",
+        b'"done":true',
+        lambda tokens: {"messages": [{"role": "user", "content": TEXT}], "options": {"num_predict": tokens}},
+        {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+        event=b'"done":',
     ),
     "lightllm": Api(
         "/generate_stream",
@@ -98,7 +106,7 @@ async def drive(load: Load, url: str) -> Result:
 
     async def stream() -> None:
         for _ in range(load.rounds):
-            client = StreamClient(request)
+            client = StreamClient(request, APIS[load.api].event)
             end = await finish(client, url)
             if b'"error":{' in end or APIS[load.api].end not in end:
                 raise RuntimeError(f"a stream ended with {end!r}")

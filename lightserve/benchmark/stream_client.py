@@ -12,12 +12,14 @@ KEPT_BYTES = 200  # of the end of a response
 class StreamClient(asyncio.Protocol):
     """Sends one request and counts the events until the response ends; parses as little as possible."""
 
-    def __init__(self, request: bytes) -> None:
+    def __init__(self, request: bytes, event: bytes = b"data:") -> None:
+        """``event``: what every event has once."""
         self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.events = 0
         self.reads = 0
         self.status = 0  # of the response; 0: there was none
         self._request = request
+        self._event = event
         self._end = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -30,7 +32,7 @@ class StreamClient(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.reads += 1
         self.status = self.status or int(data[9:12])  # after "HTTP/1.1 "
-        self.events += data.count(b"data:")
+        self.events += data.count(self._event)
         self._end = (self._end + data)[-KEPT_BYTES:]
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +18,9 @@ from lightserve.httpserver.wire.json_response import json_response
 
 # the version of Ollama whose API this is; VS Code needs 0.6.4, Codex 0.13.4
 OLLAMA_VERSION = "0.20.0"
+NDJSON = "application/x-ndjson"
+# what /openapi.json says about a response that may be a stream
+OPENAPI_LINES: dict[int | str, dict[str, Any]] = {200: {"content": {NDJSON: {}}}}
 
 
 class NameBody(Body):
@@ -63,14 +68,14 @@ def _add_list(router: APIRouter, context: ServerContext) -> None:
 
 
 def _add_pull(router: APIRouter, context: ServerContext) -> None:
-    @router.post(f"{PATH}/pull", openapi_extra=openapi_body(NameBody))
+    @router.post(f"{PATH}/pull", responses=OPENAPI_LINES, openapi_extra=openapi_body(NameBody))
     async def pull(request: Request) -> Response:
         """Success for the model of this server; no other can be had."""
         body = validate(NameBody, await read(context, request))
         check_name(context, body.given_name)
         if body.stream is False:
             return json_response({"status": "success"})
-        return Response(b'{"status":"pulling manifest"}\n{"status":"success"}\n', media_type="application/x-ndjson")
+        return Response(b'{"status":"pulling manifest"}\n{"status":"success"}\n', media_type=NDJSON)
 
 
 def _add_refused(router: APIRouter) -> None:
@@ -83,8 +88,13 @@ def _add_refused(router: APIRouter) -> None:
     @router.post(f"{PATH}/copy")
     @router.post(f"{PATH}/push")
     @router.delete(f"{PATH}/delete")
-    @router.post(f"{PATH}/blobs/{{digest}}")
     async def change() -> Response:
-        raise InvalidRequestError(
-            "this server has one model (--model_dir); a request cannot create, copy or delete one"
-        )
+        raise _change_error()
+
+    @router.post(f"{PATH}/blobs/{{digest}}")
+    async def upload(digest: str) -> Response:
+        raise _change_error()
+
+
+def _change_error() -> InvalidRequestError:
+    return InvalidRequestError("this server has one model (--model_dir); a request cannot create, copy or delete one")

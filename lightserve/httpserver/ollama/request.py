@@ -16,11 +16,13 @@ from lightserve.httpserver.ollama.tool_ids import ToolIds
 from lightserve.httpserver.wire.body import Body, JsonObject
 
 MAX_CONTEXT_IDS = 2**20
+MAX_EXACT_FLOAT = 2**53
 
 
 def _whole_number(value: Any) -> Any:
-    """Ollama takes 5.0 as an integer."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """Ollama takes 5.0 as an integer. Larger floats may be rounded, and are refused."""
+    is_exact = isinstance(value, float) and abs(value) <= MAX_EXACT_FLOAT and value.is_integer()
+    return int(value) if is_exact else value
 
 
 Whole = BeforeValidator(_whole_number)

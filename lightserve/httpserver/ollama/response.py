@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -98,20 +98,23 @@ class _Output:
         self._queue_s = 0.0
         self._is_truncated = False
 
-    def _deltas(self, out: StrOut) -> Iterable[Delta]:
-        """The deltas of a token. ``logprobs`` belong to the first."""
+    def _count(self, out: StrOut) -> None:
+        """Take times, ids and the end of a token."""
         if self._first_s is None:
             self._first_s = time.monotonic()
             self._queue_s = 0.0 if out.admission is None else out.admission.queue_s
         if self._ids is not None:
             self._ids.append(out.token.id)
-        if out.finish_reason is not None:
-            self._is_truncated = out.finish_reason is FinishReason.LENGTH
+        if out.finish_reason is FinishReason.LENGTH:
+            self._is_truncated = True
+
+    def _deltas(self, out: StrOut) -> Sequence[Delta]:
         if self._spec.parser is not None:
             return self._spec.parser.push(out)
-        return [Content(out.text)] if out.text else []
+        return (Content(out.text),) if out.text else ()
 
     def _logprobs(self, out: StrOut) -> list[JsonObject] | None:
+        """Call it after the deltas of the token were taken."""
         is_hidden = self._spec.parser is not None and self._spec.parser.is_hidden
         return None if self._spec.logprobs_of is None or is_hidden else [self._spec.logprobs_of(out)]
 
@@ -159,6 +162,7 @@ class Collected(_Output):
         self._all_logprobs: list[JsonObject] = []
 
     def add(self, out: StrOut) -> None:
+        self._count(out)
         for delta in self._deltas(out):
             self._whole += self._whole_calls(delta)
             if isinstance(delta, Content):
@@ -175,24 +179,26 @@ class Collected(_Output):
 
 
 class LineWriter(_Output):
-    """Writes a line for every delta. The JSON around a piece of content is prepared once."""
+    """Writes a line for every delta. The JSON around a piece of text is prepared once."""
 
     def __init__(self, spec: OutputSpec, log: AccessLog) -> None:
         super().__init__(spec, log)
         self._head = b'{"model":%b,"created_at":"' % orjson.dumps(spec.model)
         self._before_content = b'",' + spec.layout.before_content
-        self._after_content = spec.layout.after_content + b',"done":false}\n'
+        self._before_thinking = self._before_content + b'"","thinking":'
+        self._after_text = spec.layout.after_content + b',"done":false}\n'
 
     def write(self, outs: Iterable[tuple[int, StrOut]]) -> bytes:
         head = self._head + timestamp().encode()
         lines: list[bytes] = []
         for _, out in outs:
+            self._count(out)
             if self._spec.logprobs_of is not None:
-                lines += self._lines_with_logprobs(head, out)
+                lines.append(self._line_with_logprobs(head, out))
                 continue
             for delta in self._deltas(out):
                 lines += self._lines(head, delta)
-            if out.finish_reason is not None and self._open_call is not None:
+            if out.finish_reason is not None:
                 lines += self._call_lines(head, None)
         return b"".join(lines)
 
@@ -207,18 +213,21 @@ class LineWriter(_Output):
         """Nothing: lines of JSON have no comments."""
         return b""
 
-    def _lines(self, head: bytes, delta: Delta) -> list[bytes]:
-        lines = self._call_lines(head, delta)
+    def _lines(self, head: bytes, delta: Delta) -> Sequence[bytes]:
+        """The pieces of the lines for a delta; a call that ends before it comes first."""
         if isinstance(delta, Content):
-            lines += (head, self._before_content, orjson.dumps(delta.text), self._after_content)
+            before = self._before_content
         elif isinstance(delta, Reasoning):
-            lines.append(self._line(head, self._spec.layout.fields("", delta.text, [])))
-        return lines
+            before = self._before_thinking
+        else:
+            return self._call_lines(head, delta)
+        pieces = (head, before, orjson.dumps(delta.text), self._after_text)
+        return pieces if self._open_call is None else (*self._call_lines(head, delta), *pieces)
 
-    def _call_lines(self, head: bytes, delta: Delta | None) -> list[bytes]:
+    def _call_lines(self, head: bytes, delta: Delta | None) -> Sequence[bytes]:
         return [self._line(head, self._spec.layout.fields("", "", [call])) for call in self._whole_calls(delta)]
 
-    def _lines_with_logprobs(self, head: bytes, out: StrOut) -> list[bytes]:
+    def _line_with_logprobs(self, head: bytes, out: StrOut) -> bytes:
         """One line for each token, even if its text is held back."""
         content, thinking, calls = "", "", []
         for delta in self._deltas(out):
@@ -229,7 +238,7 @@ class LineWriter(_Output):
                 thinking += delta.text
         calls += self._whole_calls(None) if out.finish_reason is not None else []
         said = self._spec.layout.fields(content, thinking, calls)
-        return [self._line(head, said | _given(logprobs=self._logprobs(out)))]
+        return self._line(head, said | _given(logprobs=self._logprobs(out)))
 
     def _line(self, head: bytes, fields: JsonObject) -> bytes:
         return head + b'",' + orjson.dumps({**fields, "done": False})[1:] + b"\n"

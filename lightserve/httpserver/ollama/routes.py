@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -17,7 +16,7 @@ from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.ollama.errors import PATH
 from lightserve.httpserver.ollama.fill_in_the_middle import fill_prompt
-from lightserve.httpserver.ollama.model_routes import add_model_routes, read
+from lightserve.httpserver.ollama.model_routes import OPENAPI_LINES, add_model_routes, read
 from lightserve.httpserver.ollama.names import check_name
 from lightserve.httpserver.ollama.request import (
     ChatRequest,
@@ -39,13 +38,11 @@ from lightserve.httpserver.ollama.response import (
 from lightserve.httpserver.wire.body import JsonObject, openapi_body, validate
 from lightserve.io_struct import StrOut
 
-OPENAPI_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-ndjson": {}}}}
-
 
 def routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["Ollama"])
 
-    @router.post(f"{PATH}/chat", responses=OPENAPI_STREAM, openapi_extra=openapi_body(ChatRequest))
+    @router.post(f"{PATH}/chat", responses=OPENAPI_LINES, openapi_extra=openapi_body(ChatRequest))
     async def chat(request: Request) -> Response:
         body = validate(ChatRequest, await read(context, request))
         name = _check(context, body)
@@ -57,7 +54,7 @@ def routes(context: ServerContext) -> APIRouter:
         generation = context.manager.generate(prepared.prompt_requests, prepared.log)
         return await respond(request, body.is_stream, generation, spec)
 
-    @router.post(f"{PATH}/generate", responses=OPENAPI_STREAM, openapi_extra=openapi_body(GenerateRequest))
+    @router.post(f"{PATH}/generate", responses=OPENAPI_LINES, openapi_extra=openapi_body(GenerateRequest))
     async def generate(request: Request) -> Response:
         body = validate(GenerateRequest, await read(context, request))
         name = _check(context, body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import resource
 import select
 import socket
@@ -52,6 +53,16 @@ def leave_in_the_middle(context: FaultContext) -> None:
         sock = context.open()
         sock.sendall(generate(stream=True, **two_long_responses(context)))
         read_until(sock, b"data: ")
+        leave(sock, abruptly)
+
+
+def leave_ollamas_stream(context: FaultContext) -> None:
+    fields = {"prompt": "Once", "raw": True, "ignore_eos": True}
+    body = json.dumps(fields | {"options": {"num_predict": context.longest_response(20)}}).encode()
+    for abruptly in (False, True):
+        sock = context.open()
+        sock.sendall(http_request(b"POST /api/generate HTTP/1.1", b"Content-Length: %d" % len(body), body=body))
+        read_until(sock, b'"done":false')
         leave(sock, abruptly)
 
 
@@ -212,6 +223,7 @@ def run_out_of_descriptors(context: FaultContext) -> None:
 CASES = [
     Case("clients leave before the first token", leave_before_the_first_token, ABORTED),
     Case("clients leave in the middle", leave_in_the_middle, ABORTED),
+    Case("clients leave a stream of Ollama's API", leave_ollamas_stream, ABORTED),
     Case("clients leave before [DONE]", leave_after_the_last_token, ABORTED),
     Case(
         "clients leave while others stream", leave_while_others_stream, STREAMS_CONTINUE, during=STREAMING, is_long=True

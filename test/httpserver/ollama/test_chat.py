@@ -322,6 +322,7 @@ def test_no_messages_only_ask_whether_the_model_is_loaded(server: Server, messag
         ({"options": {"repeat_penalty": 0}}, "options.repeat_penalty"),
         ({"options": {"num_predict": "7"}}, "options.num_predict"),
         ({"options": {"num_predict": 7.5}}, "options.num_predict"),
+        ({"options": {"seed": -9223372036854776001}}, "options.seed"),
         ({"options": []}, "options"),
         ({"format": "xml"}, "format"),
         ({"format": {"type": "nothing"}}, "format"),
