@@ -37,8 +37,13 @@ ENCODINGS = {
     1: Encoding("F16", 1, 2),
     2: Encoding("Q4_0", 32, 18),
     3: Encoding("Q4_1", 32, 20),
+    6: Encoding("Q5_0", 32, 22),
+    7: Encoding("Q5_1", 32, 24),
     8: Encoding("Q8_0", 32, 34),
+    10: Encoding("Q2_K", 256, 84),
+    11: Encoding("Q3_K", 256, 110),
     12: Encoding("Q4_K", 256, 144),
+    13: Encoding("Q5_K", 256, 176),
     14: Encoding("Q6_K", 256, 210),
     30: Encoding("BF16", 1, 2),
 }

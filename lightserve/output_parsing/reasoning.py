@@ -18,6 +18,8 @@ class ReasoningFormat:
     begin: str
     end: str
     is_implied: bool = False  # the model may omit the first tag: it reasons unless the prompt disables it
+    after_end: str = ""  # what the model writes after the end tag, before a call or an answer
+    answer_begin: str = ""  # what an answer begins with
     parse_output: Parse | None = None  # a parser of the whole output, where reasoning is not simply between the tags
     special_markers: tuple[str, ...] = ()  # for ``parse_output``
 
@@ -50,7 +52,12 @@ APERTUS = ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>")
 GRANITE = ReasoningFormat("Here is my thought process:", "Here is my response:")
 APRIEL = ReasoningFormat("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]")
 HARMONY = ReasoningFormat(
-    "<|channel|>analysis<|message|>", "<|end|>", parse_output=harmony.parse, special_markers=harmony.MARKERS
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    after_end="<|start|>assistant",
+    answer_begin="<|channel|>final<|message|>",
+    parse_output=harmony.parse,
+    special_markers=harmony.MARKERS,
 )
 # in the order of the search
 KNOWN_FORMATS = (HARMONY, GEMMA, COHERE, APERTUS, THINK, MISTRAL, SEED, KIMI_VL, GRANITE, APRIEL)

@@ -1,11 +1,11 @@
-"""Grammars for reasoning before an answer and for forced tool calls, in llguidance's dialect of Lark."""
+"""Grammars for reasoning, tool calls and answers, in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightserve.output_parsing.delta_writer import Tools
@@ -14,6 +14,7 @@ from lightserve.output_parsing.tool_calls.base import CallTemplate, ToolFormat
 from lightserve.output_parsing.tool_calls.llama3_json import LLAMA3_JSON
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
 # Small models tend to emit endless white space. Schema rules that a grammar cannot enforce are left to the tool.
 OPTIONS: dict[str, Any] = {"x-guidance": {"lenient": True, "whitespace_pattern": r"[ \t\n\r]{1,16}"}}
 _PLACEHOLDERS = re.compile(r"\{(name|arguments|number)\}")
@@ -27,49 +28,124 @@ class Thinking:
     is_begun: bool  # the prompt has the first tag: the output starts inside the reasoning
 
 
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls that a grammar allows."""
+
+    tool_format: ToolFormat
+    tools: Tools  # a schema that is empty allows no arguments
+    max_calls: int | None = None
+    is_json: bool = False  # write a call as a JSON schema: the lexer must not see other literals than in a JSON answer
+
+
 def enforceable_format(tool_format: ToolFormat) -> ToolFormat:
     """The format for forced calls: the model's own, or a JSON format if a grammar cannot express that."""
     return LLAMA3_JSON if tool_format.call_template is None else tool_format
 
 
-def forced_grammar(
-    tool_format: ToolFormat,
-    tools: Tools,
-    max_calls: int | None,
-    thinking: Thinking | None,
-    special_ids: Mapping[str, int],
-) -> str:
+def can_constrain(tool_format: ToolFormat) -> bool:
+    """Whether a grammar can express the arguments in this format."""
+    return tool_format.call_template is not None
+
+
+def forced_grammar(calls: Calls, thinking: Thinking | None, special_ids: Mapping[str, int]) -> str:
     """A grammar of one or more calls of these tools, with reasoning before them if ``thinking`` is given.
 
     ``special_ids`` are the markers that are special tokens: a grammar refers to those by id.
     """
-    call_template = tool_format.call_template or CallTemplate("")
-    write = _GrammarWriter(special_ids)
-    more = "" if max_calls == 1 else f"({write.text(call_template.between)} call)*"
-    before = "" if thinking is None else "thinking" if thinking.is_begun else "thinking?"
-    lines = [
-        f"start: {before} {write.text(call_template.begin)} call {more} {write.text(call_template.end)}",
-        "call: " + " | ".join(f"call_{i}" for i in range(len(tools))),
-    ]
-    for i, (name, schema) in enumerate(tools.items()):
-        lines.append(f"call_{i}: {write.call(call_template.call, name, i)}")
-        lines.append(f"arguments_{i}: %json {json.dumps({**(schema or NO_ARGUMENTS), **OPTIONS})}")
-    if thinking is not None:
-        lines += write.thinking(thinking)
-    return "\n".join([*lines, "NUMBER: /[0-9]{1,3}/", ""])
+    write = _GrammarWriter(special_ids, thinking)
+    return write.grammar("calls", write.calls(calls))
 
 
-def thinking_grammar(thinking: Thinking, special_ids: Mapping[str, int]) -> str:
-    """A grammar of reasoning followed by @answer."""
-    before = "thinking" if thinking.is_begun else "thinking?"
-    return "\n".join([f"start: {before} @answer", *_GrammarWriter(special_ids).thinking(thinking), ""])
+def call_or_answer_grammar(calls: Calls | None, thinking: Thinking | None, special_ids: Mapping[str, int]) -> str:
+    """A grammar of calls or of @answer, with reasoning before them. ``calls`` None: only of @answer."""
+    write = _GrammarWriter(special_ids, thinking)
+    answer = f"{write.answer_begin} @answer"
+    if calls is None:
+        return write.grammar(answer, [])
+    if _first_marker(calls.tool_format) is None:
+        calls = replace(calls, is_json=True)
+    return write.grammar(f"(calls | {answer})", write.calls(calls))
+
+
+def call_or_text_grammar(calls: Calls, thinking: Thinking | None, special_ids: Mapping[str, int]) -> str:
+    """A grammar of any text with calls in it, or instead of it where no marker begins a call."""
+    write = _GrammarWriter(special_ids, thinking)
+    marker = _first_marker(calls.tool_format)
+    if marker is None:
+        text = f"{write.answer_begin} TEXT" if write.answer_begin else "NO_JSON"
+        rules = [*write.calls(calls), r"NO_JSON: /(?s:.*)/ & ~/[ \t\r\n]*[{\[](?s:.*)/"]
+        return write.grammar(f"(calls | {text})", rules)
+    repeat = "?" if calls.max_calls == 1 else "*"
+    rules = write.calls(calls, without=marker)
+    return write.grammar(
+        f"(text_before_call calls){repeat} TEXT", [*rules, *write.text_until("text_before_call", marker)]
+    )
+
+
+def _first_marker(tool_format: ToolFormat) -> str | None:
+    """The marker with which calls begin."""
+    template = tool_format.call_template or CallTemplate("")
+    return next((one for one in tool_format.call_begins if (template.begin + template.call).startswith(one)), None)
 
 
 class _GrammarWriter:
-    def __init__(self, special_ids: Mapping[str, int]) -> None:
+    def __init__(self, special_ids: Mapping[str, int], thinking: Thinking | None) -> None:
         self._special_ids = special_ids
+        self._thinking = thinking
         markers = sorted(special_ids, key=len, reverse=True)
         self._markers = re.compile("|".join(map(re.escape, markers))) if markers else None
+        self.answer_begin = "" if thinking is None else self.text(thinking.reasoning_format.answer_begin)
+
+    def grammar(self, start: str, rules: list[str]) -> str:
+        """The whole grammar: reasoning, then ``start``."""
+        thinking = self._thinking
+        before = "" if thinking is None else "thinking" if thinking.is_begun else "thinking?"
+        own = [] if thinking is None else self._thinking_rules(thinking)
+        common = ["NUMBER: /[0-9]{1,3}/", "TEXT: /(?s:.*)/", ""]
+        return "\n".join([f"start: {before} {start}", *rules, *own, *common])
+
+    def calls(self, calls: Calls, without: str = "") -> list[str]:
+        """Rules for one or more calls. ``without``: the marker at their beginning, which another rule has read."""
+        template = calls.tool_format.call_template
+        if template is None:
+            return self._loose_calls(calls)
+        begin, one, more = template.begin, template.call, template.between
+        if without and begin:
+            begin = begin.removeprefix(without)
+        elif without:  # a further call begins with the marker too
+            one, more = one.removeprefix(without), ""
+        is_one = calls.max_calls == 1 or (without and not template.begin)
+        repeat = "" if is_one else f"({self.text(more)} call)*"
+        rules = [f"calls: {self.text(begin)} call {repeat} {self.text(template.end)}"]
+        rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(calls.tools))))
+        for i, (name, schema) in enumerate(calls.tools.items()):
+            schema = schema or NO_ARGUMENTS
+            if calls.is_json and one.startswith("{"):
+                rules.append(f"call_{i}: %json {json.dumps({**_call_schema(one, name, schema), **OPTIONS})}")
+            else:
+                rules.append(f"call_{i}: {self._call(one, name, i)}")
+                rules.append(f"arguments_{i}: %json {json.dumps({**schema, **OPTIONS})}")
+        return rules
+
+    def _loose_calls(self, calls: Calls) -> list[str]:
+        """Rules for calls in a format whose arguments are not JSON: the markers, and any text between them."""
+        begin, end = calls.tool_format.loose_call
+        inner = [self.text(marker) for marker in calls.tool_format.markers if marker in self._special_ids]
+        repeat = "" if calls.max_calls == 1 else "(SPACE call)*"
+        return [
+            f"calls: call {repeat} SPACE",
+            f"call: {self.text(begin)} call_text",
+            *self.text_until("call_text", end, [one for one in inner if one not in (self.text(begin), self.text(end))]),
+            r"SPACE: /[ \t\r\n]{0,16}/",
+        ]
+
+    def text_until(self, rule: str, end: str, inner: Sequence[str] = ()) -> list[str]:
+        """A rule for any text up to the first ``end``, and that. The text may have the special tokens ``inner``."""
+        if (text := self.text(end)).startswith("<["):  # plain text cannot contain a special token
+            pieces = f"(TEXT ({' | '.join(inner)}))*" if inner else ""
+            return [f"{rule}: {pieces} TEXT {text}"]
+        return [f"{rule}[suffix={_quoted(end)}]: TEXT"]
 
     def text(self, text: str) -> str:
         """A literal text, with special tokens referred to by id."""
@@ -81,22 +157,28 @@ class _GrammarWriter:
         special = [f"<[{self._special_ids[marker]}]>" for marker in self._markers.findall(text)]
         return " ".join(piece for pair in zip(plain, [*special, ""], strict=True) for piece in pair if piece)
 
-    def call(self, call_template: str, name: str, index: int) -> str:
+    def _call(self, call_template: str, name: str, index: int) -> str:
         rules = {"name": _quoted(name), "arguments": f"arguments_{index}", "number": "NUMBER"}
         pieces = _PLACEHOLDERS.split(call_template)  # text, placeholder, text, placeholder, ... text
         return " ".join(rules[piece] if i % 2 else self.text(piece) for i, piece in enumerate(pieces))
 
-    def thinking(self, thinking: Thinking) -> list[str]:
+    def _thinking_rules(self, thinking: Thinking) -> list[str]:
         """Rules for any text up to the first end tag."""
-        begin, end = thinking.reasoning_format.begin, thinking.reasoning_format.end
-        opening = "" if thinking.is_begun else self.text(begin)
-        is_special = end in self._special_ids  # then plain text cannot contain it
+        tags = thinking.reasoning_format
+        opening = "" if thinking.is_begun else self.text(tags.begin)
         return [
-            f"thinking: {opening} thought {self.text(end) if is_special else ''} SPACE",
-            "thought: TEXT" if is_special else f"thought[suffix={_quoted(end)}]: TEXT",
-            "TEXT: /(?s:.*)/",
-            r"SPACE: /[ \t\r\n]{0,16}/",
+            f"thinking: {opening} thought AFTER_THOUGHT {self.text(tags.after_end)}",
+            *self.text_until("thought", tags.end),
+            r"AFTER_THOUGHT: /[ \t\r\n]{0,16}/",
         ]
+
+
+def _call_schema(call_template: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a whole call. References of the arguments' schema lead to the root of the schema."""
+    key = "parameters" if '"parameters"' in call_template else "arguments"
+    definitions = {key: arguments[key] for key in ("$defs", "definitions") if key in arguments}
+    members = {"name": {"const": name}, key: dict(arguments)}
+    return {**definitions, **ANY_OBJECT, "properties": members, "required": [*members], "additionalProperties": False}
 
 
 def _quoted(text: str) -> str:

@@ -117,6 +117,58 @@ def test_a_call_can_be_forced_on_any_model(small: openai.OpenAI, choice: Any, is
         assert arguments["unit"] in ("celsius", "fahrenheit")
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"celsius": {"type": "integer"}, "sky": {"enum": ["clear", "cloudy"]}},
+    "required": ["celsius", "sky"],
+    "additionalProperties": False,
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "report", "schema": SCHEMA}}
+
+
+@needs_a_tool_model
+def test_a_tool_is_called_first_and_the_answer_then_fits_the_schema(client: openai.OpenAI) -> None:
+    [choice] = ask(client, QUESTION, response_format=FORMAT).choices
+
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls
+    assert json.loads(call.function.arguments) == ARGUMENTS
+
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 23, "sky": "clear"}'}
+    asked = {"role": "user", "content": "Report the weather as a JSON object with celsius and sky."}
+    response = ask(
+        client, QUESTION, choice.message.model_dump(exclude_none=True), result, asked, response_format=FORMAT
+    )
+
+    assert json.loads(response.choices[0].message.content) == {"celsius": 23, "sky": "clear"}
+
+
+def test_any_model_calls_a_tool_or_answers_in_the_schema(small: openai.OpenAI) -> None:
+    create: Any = small.chat.completions.create
+    response = create(
+        model="coder", messages=[QUESTION], tools=[TOOL], response_format=FORMAT, n=4, seed=1, max_tokens=48
+    )
+
+    ended = [choice for choice in response.choices if choice.finish_reason != "length"]
+    assert ended
+    for choice in ended:
+        if choice.message.tool_calls:
+            assert choice.finish_reason == "tool_calls"
+            assert all(isinstance(json.loads(one.function.arguments), dict) for one in choice.message.tool_calls)
+        else:
+            answer = json.loads(choice.message.content)
+            assert isinstance(answer["celsius"], int)
+            assert answer["sky"] in ("clear", "cloudy")
+
+
+def test_strict_tools_leave_text_free(small: openai.OpenAI) -> None:
+    strict = TOOL | {"function": TOOL["function"] | {"strict": True}}
+    create: Any = small.chat.completions.create
+    response = create(model="coder", messages=[QUESTION], tools=[strict], temperature=0, max_tokens=16)
+
+    assert response.choices[0].message.content
+
+
 @needs_a_tool_model
 def test_tool_choice_none_prevents_calls(client: openai.OpenAI) -> None:
     [choice] = ask(client, QUESTION, tool_choice="none").choices

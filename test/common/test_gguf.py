@@ -19,7 +19,21 @@ from test.model_files.files import finish, save_as_gguf, start_gguf, tiny_model
 from test.real_model import smollm2
 
 # where in a block the float16 scales are: they must be finite, all other bytes may be random
-SCALES = {"F32": [], "F16": [], "BF16": [], "Q4_0": [0], "Q4_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}
+SCALES: dict[str, list[int]] = {
+    "F32": [],
+    "F16": [],
+    "BF16": [],
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+}
 
 
 def random_blocks(encoding: str, n_rows: int, n_cols: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:

@@ -1,7 +1,9 @@
-"""Streamed text equals text decoded at once, and stop strings end it according to their definition."""
+"""Streamed text equals text decoded at once, stop strings end it according to their definition, and parsers find the
+same parts wherever the text is split."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 from hypothesis import given, strategies as st
@@ -10,7 +12,12 @@ from lightserve.detokenization.req_text import ReqText
 from lightserve.detokenization.stop import StopMatcher
 from lightserve.io_struct import FinishReason, TextParams
 from lightserve.model_files import Tokenizer
+from lightserve.output_parsing import Output, OutputParser, merge_deltas
+from lightserve.output_parsing.delta_writer import DeltaWriter
+from lightserve.output_parsing.reasoning import THINK, ReasoningParser
+from lightserve.output_parsing.tool_calls.formats import TOOL_FORMATS_BY_NAME
 from test.fuzz.profile import FUZZ
+from test.output_parsing.corpus import CORPUS, TOOLS, cut
 from test.real_model import smollm2_tokenizer
 from test.small_text import small_tokenizer
 
@@ -78,3 +85,43 @@ def test_tokens_end_at_a_stop_string_with_the_text_before_it(
             break
 
     assert (shown, text.matched_stop) == until_stop(tokenizer.decode(ids[:used]), stops, keeps_stop=False)
+
+
+def parse(name: str, is_reasoning: bool, pieces: Sequence[str]) -> Output:
+    """Parse an output of a format, inside its reasoning or after it."""
+    tool_format = TOOL_FORMATS_BY_NAME[name]
+    writer = DeltaWriter(TOOLS, lambda: "id")
+    reasoning = ReasoningParser(THINK, is_reasoning, tool_format.parse, tool_format.call_begins)
+    parser = OutputParser(reasoning.parse, writer)
+    deltas = [delta for piece in pieces for delta in parser.push(piece)]
+    return merge_deltas([*deltas, *parser.finish()])
+
+
+FRAGMENTS = sorted({marker for one in TOOL_FORMATS_BY_NAME.values() for marker in (*one.markers, *one.call_begins)})
+SAMPLES = sorted({sample.text for samples in CORPUS.values() for sample in samples})
+
+
+@FUZZ
+@given(
+    name=st.sampled_from(sorted(CORPUS)),
+    is_reasoning=st.booleans(),
+    parts=st.lists(
+        st.one_of(
+            st.sampled_from(["</think>", "<think>", "\n", "{"]),
+            st.sampled_from(FRAGMENTS),
+            st.sampled_from(SAMPLES),
+            texts,
+        ),
+        max_size=5,
+    ),
+    seed=st.integers(0, 2**32),
+)
+def test_the_parts_of_an_output_do_not_depend_on_where_its_text_is_split(
+    name: str, is_reasoning: bool, parts: list[str], seed: int
+) -> None:
+    text = "".join(parts)
+
+    whole = parse(name, is_reasoning, [text])
+
+    assert parse(name, is_reasoning, cut(text, random.Random(seed))) == whole
+    assert parse(name, is_reasoning, list(text)) == whole

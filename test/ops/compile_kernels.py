@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,8 +85,24 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
             ops.token_attention.impls[backend](*with_alibi(attention_args(*shape), torch.ones(8)))
     q, cache, batch, options = attention_args([(700, 1), (800, 1)], (8, 2), head_dims[-1], dtype, "cpu")
     ops.token_attention.impls["triton"](q, cache, share_prefixes(cache, batch, [(0, 2, 600)]), options)
+    compile_attention_options(dtype, head_dims[0])
     compile_linear(dtype)
     compile_norm_linear(dtype)
+
+
+def compile_attention_options(dtype: torch.dtype, dim: int) -> None:
+    sinks = torch.ones(8)
+    for changes in ({"window": 100}, {"softcap": 30.0}, {"window": 100, "softcap": 30.0, "sinks": sinks}):
+        for backend in BACKENDS:
+            *args, options = context_attention_args([(700, 1), (800, 9)], (8, 2), dim, dtype, "cpu")
+            ops.context_attention.impls[backend](*args, replace(options, **changes))
+            *args, options = attention_args([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
+            ops.token_attention.impls[backend](*args, replace(options, **changes))
+    q, cache, batch, options = attention_args([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
+    batch, options = share_prefixes(cache, batch, [(0, 2, 600)]), replace(options, softcap=30.0, sinks=sinks)
+    ops.token_attention.impls["triton"](q, cache, batch, options)
+    *args, options = context_attention_args([(0, 9)], (8, 2), dim, dtype, "cpu")
+    ops.context_attention.impls["triton"](*args, replace(options, causal=False))
 
 
 def compile_linear(dtype: torch.dtype) -> None:

@@ -183,7 +183,7 @@ def test_splits_cover_all_keys_and_leave_no_multiprocessor_idle_for_long(
         lens.insert(chance.randrange(len(lens)), (30, 7))
     batch = batch_of(lens, torch.zeros(1, 1, dtype=torch.int32, device=device_of("triton")), [0] * len(lens))
 
-    splits = _token_splits.plan_splits(batch, (32, 8), 128, block_n=32, programs_per_sm=4).splits.tolist()
+    splits = _token_splits.plan_splits(batch, (32, 8, 128), block_n=32, programs_per_sm=4).splits.tolist()
 
     splits = splits[: sum(split[6] > 0 for split in splits)]
     assert all(split[6] for split in splits)
@@ -210,7 +210,7 @@ def test_a_plan_takes_the_same_room_for_any_lengths() -> None:
     shapes = set()
     for lens in ([(0, 1)] * 3, [(5000, 1), (3, 1), (70, 1)], [(0, 0), (0, 40), (3, 1)]):
         _, _, batch, _ = attention_args(lens, (4, 2), 64, torch.float32, device_of("triton"))
-        plan = _token_splits.plan_splits(batch, (4, 2), 64, block_n=32, programs_per_sm=4)
+        plan = _token_splits.plan_splits(batch, (4, 2, 64), block_n=32, programs_per_sm=4)
         shapes.add((plan.splits.shape, plan.done_counts.shape, plan.partials.shape))
 
     assert len(shapes) == 1

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import pytest
 import torch
 
 from lightserve.common import ops
@@ -50,26 +48,6 @@ def test_layers_of_different_head_shapes_in_one_decode_step_match_the_definition
 
     for out, (q, cache, batch, options) in zip(outs, args, strict=True):
         assert_close(out, ops.token_attention(wide(q), wide(cache), batch, options), dtype)
-
-
-UNKNOWN: list[dict[str, Any]] = [{"causal": False}, {"window": 7}, {"softcap": 30.0}, {"sinks": torch.zeros(4)}]
-
-
-@pytest.mark.parametrize("backend", ops.token_attention.impls)
-@pytest.mark.parametrize("option", UNKNOWN, ids=[next(iter(option)) for option in UNKNOWN])
-def test_an_option_that_no_kernel_implements_is_refused(backend: str, option: dict[str, Any]) -> None:
-    q, kv, cache, batch, options = context_attention_args(
-        [(3, 1), (9, 1)], (4, 2), 64, torch.float32, device_of(backend)
-    )
-    ops.token_attention.impls[backend](q, cache, batch, options)  # the plan of other layers does not hide it
-    ops.context_attention.impls[backend](q, kv, cache, batch, options)
-    options = replace(options, **option)
-
-    message = f"does not implement the attention option {next(iter(option))}=.*; it has scale, alibi_slopes"
-    with pytest.raises(NotImplementedError, match=message):
-        ops.token_attention.impls[backend](q, cache, batch, options)
-    with pytest.raises(NotImplementedError, match=message):
-        ops.context_attention.impls[backend](q, kv, cache, batch, options)
 
 
 @each_backend(ops.token_attention)

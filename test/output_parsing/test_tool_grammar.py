@@ -12,10 +12,30 @@ from lightserve.grammar.compiler import GrammarCompiler
 from lightserve.io_struct import GrammarSpec
 from lightserve.model_files import Tokenizer
 from lightserve.model_files.special_tokens import SpecialTokens
-from lightserve.output_parsing.reasoning import THINK
+from lightserve.output_parsing.reasoning import HARMONY, THINK
+from lightserve.output_parsing.tool_calls.base import ToolFormat
 from lightserve.output_parsing.tool_calls.formats import TOOL_FORMATS, TOOL_FORMATS_BY_NAME
-from lightserve.output_parsing.tool_grammar import Thinking, enforceable_format, forced_grammar, thinking_grammar
-from test.output_parsing.corpus import PARIS, commentary, deepseek, k2, kimi, new_parser, parse_pieces, v3, v31
+from lightserve.output_parsing.tool_grammar import (
+    Calls,
+    Thinking,
+    call_or_answer_grammar,
+    call_or_text_grammar,
+    enforceable_format,
+    forced_grammar,
+)
+from test.output_parsing.corpus import (
+    CORPUS,
+    PARIS,
+    channel,
+    commentary,
+    deepseek,
+    k2,
+    kimi,
+    new_parser,
+    parse_pieces,
+    v3,
+    v31,
+)
 from test.real_model import smollm2_tokenizer as smol
 
 WEATHER: dict[str, Any] = {
@@ -83,19 +103,26 @@ def compiler(with_markers: bool) -> GrammarCompiler:
     return GrammarCompiler(tokenizer(with_markers))
 
 
+def special_ids(tool_format: ToolFormat, with_markers: bool) -> dict[str, int]:
+    own = tokenizer(with_markers)
+    ids = {marker: own.token_to_id(marker) for marker in (*tool_format.markers, "<think>", "</think>")}
+    return {marker: token for marker, token in ids.items() if token in own.special_ids and token is not None}
+
+
+def is_accepted(spec: GrammarSpec, text: str, with_markers: bool = False) -> bool:
+    """Whether the grammar accepts exactly this text."""
+    matcher = compiler(with_markers).compile(spec)
+    ids = tokenizer(with_markers).encode(text, add_special_tokens=False)
+    return all(map(matcher.consume_token, ids)) and bool(matcher.is_accepting())
+
+
 def allows(
     name: str, text: str, with_markers: bool = False, max_calls: int | None = None, thinking: Thinking | None = None
 ) -> bool:
-    """Whether the grammar accepts exactly this text."""
-    own = tokenizer(with_markers)
+    """Whether the grammar of forced calls accepts exactly this text."""
     tool_format = enforceable_format(TOOL_FORMATS_BY_NAME[name])
-    ids = {marker: own.token_to_id(marker) for marker in (*tool_format.markers, "<think>", "</think>")}
-    special = {marker: token for marker, token in ids.items() if token in own.special_ids and token is not None}
-    grammar = forced_grammar(tool_format, TOOLS, max_calls, thinking, special)
-    matcher = compiler(with_markers).compile(GrammarSpec("lark", grammar))
-    return all(matcher.consume_token(token) for token in own.encode(text, add_special_tokens=False)) and bool(
-        matcher.is_accepting()
-    )
+    grammar = forced_grammar(Calls(tool_format, TOOLS, max_calls), thinking, special_ids(tool_format, with_markers))
+    return is_accepted(GrammarSpec("lark", grammar), text, with_markers)
 
 
 def test_every_format_is_covered() -> None:
@@ -138,18 +165,87 @@ def test_reasoning_may_precede_a_call_and_must_end_before_it(with_markers: bool)
 
 @pytest.mark.parametrize("with_markers", [False, True])
 def test_reasoning_may_precede_any_grammar(with_markers: bool) -> None:
-    own = tokenizer(with_markers)
-    special = {tag: own.token_to_id(tag) or 0 for tag in ("<think>", "</think>") if with_markers}
+    special = special_ids(TOOL_FORMATS_BY_NAME["hermes"], with_markers)
 
-    def is_accepted(text: str, is_begun: bool) -> bool:
-        before = thinking_grammar(Thinking(THINK, is_begun), special)
-        matcher = compiler(with_markers).compile(GrammarSpec("regex", "[0-9]+", before))
-        ids = own.encode(text, add_special_tokens=False)
-        return all(map(matcher.consume_token, ids)) and bool(matcher.is_accepting())
+    def allowed(text: str, is_begun: bool) -> bool:
+        before = call_or_answer_grammar(None, Thinking(THINK, is_begun), special)
+        return is_accepted(GrammarSpec("regex", "[0-9]+", before), text, with_markers)
 
-    assert is_accepted("12", is_begun=False)
-    assert is_accepted("<think>Hm, 5?</think>12", is_begun=False)
-    assert is_accepted("Hm, 5?</think>\n\n12", is_begun=True)
-    assert not is_accepted("12", is_begun=True)
-    assert not is_accepted("Hm</think>No</think>12", is_begun=True)
-    assert not is_accepted("Hm</think>", is_begun=True)
+    assert allowed("12", is_begun=False)
+    assert allowed("<think>Hm, 5?</think>12", is_begun=False)
+    assert allowed("Hm, 5?</think>\n\n12", is_begun=True)
+    assert not allowed("12", is_begun=True)
+    assert not allowed("Hm</think>No</think>12", is_begun=True)
+    assert not allowed("Hm</think>", is_begun=True)
+
+
+# calls in the model's own format where a grammar cannot express the arguments
+LOOSE = {
+    name: samples[0].text.removeprefix("Hm.\n")
+    for name, samples in CORPUS.items()
+    if TOOL_FORMATS_BY_NAME[name].call_template is None
+}
+
+
+@pytest.mark.parametrize("with_markers", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_may_call_a_tool_or_answer_by_its_grammar(name: str, with_markers: bool) -> None:
+    tool_format = TOOL_FORMATS_BY_NAME[name]
+    calls = LOOSE.get(name, TWO_CALLS[name])
+    before = call_or_answer_grammar(Calls(tool_format, TOOLS), None, special_ids(tool_format, with_markers))
+    spec = GrammarSpec("json_schema", '{"type": "object", "required": ["answer"]}', before)
+
+    assert is_accepted(spec, calls, with_markers)
+    assert is_accepted(spec, '{"answer": 4}', with_markers)
+    assert not is_accepted(spec, "It is 4.", with_markers)
+    assert not is_accepted(spec, '{"result": 4}', with_markers)
+    assert not is_accepted(spec, '{"answer": 4}' + calls, with_markers)
+
+
+@pytest.mark.parametrize("with_markers", [False, True])
+def test_one_call_only_if_parallel_calls_are_off(with_markers: bool) -> None:
+    hermes = TOOL_FORMATS_BY_NAME["hermes"]
+    special = special_ids(hermes, with_markers)
+    one, two = tagged(listed("arguments")[0]), TWO_CALLS["hermes"]
+    either = GrammarSpec("regex", "[0-9]+", call_or_answer_grammar(Calls(hermes, TOOLS, 1), None, special))
+    free = GrammarSpec("lark", call_or_text_grammar(Calls(hermes, TOOLS, 1), None, special))
+
+    assert is_accepted(either, one, with_markers)
+    assert not is_accepted(either, two, with_markers)
+    assert is_accepted(free, f"Hm. {one}", with_markers)
+    assert not is_accepted(free, f"Hm. {one.replace('2', 'two')}", with_markers)
+
+
+@pytest.mark.parametrize("with_markers", [False, True])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in LOOSE and name != "openai"])
+def test_the_arguments_of_strict_tools_follow_their_schema_in_free_text(name: str, with_markers: bool) -> None:
+    tool_format = TOOL_FORMATS_BY_NAME[name]
+    grammar = call_or_text_grammar(Calls(tool_format, TOOLS), None, special_ids(tool_format, with_markers))
+    spec = GrammarSpec("lark", grammar)
+    calls = TWO_CALLS[name]
+
+    assert is_accepted(spec, "It is 4, <b>not</b> 5.", with_markers)
+    assert is_accepted(spec, calls, with_markers)
+    assert not is_accepted(spec, calls.replace("weather", "whether"), with_markers)
+    assert not is_accepted(spec, calls.replace("2", '"two"'), with_markers)
+    if name not in ("llama3_json", "xlam"):  # their calls are the whole output
+        assert is_accepted(spec, f"Let me see.\n{calls}\nOk.", with_markers)
+        assert not is_accepted(spec, f"Let me see.\n{calls}\nOk.".replace("2", '"two"'), with_markers)
+
+
+@pytest.mark.parametrize("with_markers", [False, True])
+def test_harmony_reasons_calls_and_answers_in_its_channels(with_markers: bool) -> None:
+    tool_format = TOOL_FORMATS_BY_NAME["openai"]
+    calls, special = Calls(tool_format, TOOLS), special_ids(tool_format, with_markers)
+    thinking = Thinking(HARMONY, is_begun=False)
+    answer = GrammarSpec("regex", "[0-9]+", call_or_answer_grammar(calls, thinking, special))
+    free = GrammarSpec("lark", call_or_text_grammar(calls, thinking, special))
+    reasoning = channel("analysis", "Hm.") + "<|start|>assistant"
+
+    for text in (commentary("now", "{}"), channel("final", "12", "")):
+        for before in ("", reasoning):
+            assert is_accepted(answer, before + text, with_markers)
+            assert is_accepted(free, before + text, with_markers)
+    assert not is_accepted(answer, "12", with_markers)
+    assert not is_accepted(answer, channel("final", "x", ""), with_markers)
+    assert not is_accepted(free, commentary("then", "{}"), with_markers)

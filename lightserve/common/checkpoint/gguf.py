@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from lightserve.common.checkpoint.gguf_decoders import DECODERS
 from lightserve.errors import CheckpointError
 from lightserve.model_files.gguf_architectures import GgufArchitecture, RowOrder, architecture_of
 from lightserve.model_files.gguf_header import GgufHeader, TensorEntry
@@ -104,7 +105,7 @@ def _by_head(tensor: Tensor, n_heads: int) -> Tensor:
 def _read(file: BinaryIO, entry: TensorEntry) -> Tensor:
     """Read and decode one tensor in chunks, so that memory holds it only once."""
     name, block, block_bytes = entry.encoding
-    decode = _DECODERS[name]
+    decode = DECODERS[name]
     n_blocks = math.prod(entry.shape) // block
     out = torch.empty(n_blocks, block, dtype=torch.float32)
     file.seek(entry.offset)
@@ -119,80 +120,3 @@ def _read(file: BinaryIO, entry: TensorEntry) -> Tensor:
 def _chunk_sizes(total: int, chunk: int) -> list[int]:
     whole, rest = divmod(total, chunk)
     return [chunk] * whole + ([rest] if rest else [])
-
-
-def _f32(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(blocks.view(torch.float32))
-
-
-def _f16(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(blocks.view(torch.float16))
-
-
-def _bf16(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(blocks.view(torch.bfloat16))
-
-
-def _q4_0(blocks: Tensor, out: Tensor) -> None:
-    """A scale, then 16 bytes: low nibbles are the first half, high nibbles the second."""
-    _nibbles(blocks[:, 2:], out)
-    out.sub_(8).mul_(_half(blocks, 0))
-
-
-def _q4_1(blocks: Tensor, out: Tensor) -> None:
-    """A scale, a minimum, then nibbles as in Q4_0."""
-    _nibbles(blocks[:, 4:], out)
-    out.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
-
-
-def _q8_0(blocks: Tensor, out: Tensor) -> None:
-    """A scale, then 32 signed bytes."""
-    out.copy_(blocks[:, 2:].view(torch.int8))
-    out.mul_(_half(blocks, 0))
-
-
-def _q4_k(blocks: Tensor, out: Tensor) -> None:
-    """Eight groups of 32 with a 6-bit scale and minimum each, one scale for all of these, 128 bytes of nibbles."""
-    packed = blocks[:, 4:16].view(-1, 3, 4)
-    low, high, top = packed[:, 0], packed[:, 1], packed[:, 2]
-    scales = torch.cat([low & 0x3F, (top & 0x0F) | ((low >> 6) << 4)], dim=1)
-    minima = torch.cat([high & 0x3F, (top >> 4) | ((high >> 6) << 4)], dim=1)
-    groups = out.view(-1, 8, 32)
-    _nibbles(blocks[:, 16:].reshape(-1, 32), out.view(-1, 64))
-    groups.mul_((scales * _half(blocks, 0)).unsqueeze(-1))
-    groups.sub_((minima * _half(blocks, 2)).unsqueeze(-1))
-
-
-def _q6_k(blocks: Tensor, out: Tensor) -> None:
-    """128 bytes of low nibbles, 64 of upper bit pairs, a signed scale per 16 numbers, one scale for all of these."""
-    low = blocks[:, :128].reshape(-1, 2, 2, 32)  # half, nibble pair, lane
-    upper = blocks[:, 128:192].reshape(-1, 2, 32)
-    lanes = out.view(-1, 2, 4, 32)  # half, quarter, lane
-    for quarter in range(4):
-        nibble = (low[:, :, quarter % 2] >> (4 * (quarter // 2))) & 0x0F
-        lanes[:, :, quarter] = nibble | (((upper >> (2 * quarter)) & 3) << 4)
-    scales = blocks[:, 192:208].view(torch.int8) * _half(blocks, 208)
-    out.view(-1, 16, 16).sub_(32).mul_(scales.unsqueeze(-1))
-
-
-def _nibbles(packed: Tensor, out: Tensor) -> None:
-    half = packed.shape[1]
-    out[:, :half] = packed & 0x0F
-    out[:, half:] = packed >> 4
-
-
-def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at byte ``at`` of every block, as a column of float32."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
-
-
-_DECODERS: dict[str, Callable[[Tensor, Tensor], None]] = {
-    "F32": _f32,
-    "F16": _f16,
-    "BF16": _bf16,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q6_K": _q6_k,
-}

@@ -2,7 +2,8 @@
 
 Decode rows are batched: requests of similar length are padded to one length, and the query heads that share a KV head
 become the rows of one query, so K and V are neither repeated nor read twice. Prompts are computed one by one. A request
-whose slots are neighbours, as in a single stream, is read in place.
+whose slots are neighbours, as in a single stream, is read in place. Torch's kernel knows neither a softcap nor sinks:
+their layers compute the scores first.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +33,15 @@ class _Group:
     slots: Tensor | slice  # [group * length] cache slots, the first one of a request repeated as padding
     mask: Tensor | None  # [group, 1, 1, length] 0 or -inf, if there is padding
     distance: Tensor  # [group, 1, 1, length] key position - query position
+
+
+class _Single(NamedTuple):
+    """A request with one query row."""
+
+    length: int  # keys that it sees
+    row: int
+    req_idx: int
+    seq_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,34 +85,73 @@ def _attend_group(q: Tensor, kv_cache: Tensor, group: _Group, options: AttnOptio
     if mask is not None:
         mask = mask.to(q.dtype)
     packed = q.reshape(count, kv_heads, heads // kv_heads, dim)
-    out = F.scaled_dot_product_attention(
-        packed, kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=mask, scale=options.scale
-    )
+    if options.softcap is None and options.sinks is None:
+        out = F.scaled_dot_product_attention(
+            packed, kv[:, :kv_heads], kv[:, kv_heads:], attn_mask=mask, scale=options.scale
+        )
+    else:
+        out = _attend_by_scores(packed, kv[:, :kv_heads], kv[:, kv_heads:], mask, options)
     return out.reshape(count, heads, dim)
+
+
+def _attend_by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: AttnOptions) -> Tensor:
+    """Attention of ``q`` ``[requests, kv_heads, rows, dim]``; the heads that share a kv head follow each other in rows.
+
+    ``mask`` is added to the scores.
+    """
+    scores = q.float() @ k.float().mT * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if mask is not None:
+        scores = scores + mask
+    if options.sinks is None:
+        return (scores.softmax(-1) @ v.float()).to(q.dtype)
+    rows = scores.shape[2] * scores.shape[1] // len(options.sinks)  # of each head
+    sinks = options.sinks.repeat_interleave(rows).view(1, *scores.shape[1:3], 1).expand(len(scores), -1, -1, 1)
+    weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    return (weights @ v.float()).to(q.dtype)
 
 
 def _attend_prompt(q: Tensor, kv_cache: Tensor, prompt: _Prompt, options: AttnOptions) -> Tensor:
     kv_heads = kv_cache.shape[1] // 2
     kv = _read(kv_cache, prompt.slots).transpose(0, 1)[None]
     k, v = kv[:, :kv_heads], kv[:, kv_heads:]
-    attend = partial(F.scaled_dot_product_attention, scale=options.scale, enable_gqa=True)
     q = q.transpose(0, 1)[None]
-    if prompt.ready_len == 0 and options.alibi_slopes is None:
+    is_plain = options.alibi_slopes is None and options.softcap is None and options.sinks is None
+    if is_plain and prompt.ready_len == 0 and options.causal and not _clips(options, k.shape[2]):
+        attend = partial(F.scaled_dot_product_attention, scale=options.scale, enable_gqa=True)
         return attend(q, k, v, is_causal=True)[0].transpose(0, 1)
-    outs = []
-    for begin in range(0, q.shape[2], MASKED_ROWS):
-        rows = q[:, :, begin : begin + MASKED_ROWS]
-        seen = prompt.ready_len + begin + rows.shape[2]
-        mask = _causal_mask(rows.shape[2], seen, options.alibi_slopes).to(q.dtype)
-        outs.append(attend(rows, k[:, :, :seen], v[:, :, :seen], attn_mask=mask))
+    outs = [
+        _attend_rows(q[:, :, begin : begin + MASKED_ROWS], k, v, prompt.ready_len + begin, options)
+        for begin in range(0, q.shape[2], MASKED_ROWS)
+    ]
     return torch.cat(outs, dim=2)[0].transpose(0, 1)
 
 
-def _causal_mask(rows: int, seen: int, alibi_slopes: Tensor | None) -> Tensor:
-    """Added to the scores of the last ``rows`` of ``seen`` tokens: ``[rows, seen]``, or ``[heads, rows, seen]``."""
-    distance = torch.arange(seen) - torch.arange(seen - rows, seen)[:, None]
-    mask = torch.zeros(rows, seen) if alibi_slopes is None else alibi_slopes[:, None, None] * distance
-    return mask.masked_fill(distance > 0, float("-inf"))
+def _clips(options: AttnOptions, length: int) -> bool:
+    """Whether the window hides keys of a request of this length."""
+    return options.window is not None and options.window < length
+
+
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, position: int, options: AttnOptions) -> Tensor:
+    """Attention of rows ``[1, heads, rows, dim]`` of a prompt from ``position`` on, over the keys that any row sees."""
+    rows, window = q.shape[2], options.window
+    first = 0 if window is None else max(0, position - window + 1)
+    end = position + rows if options.causal else k.shape[2]
+    if not options.causal and window is not None:
+        end = min(end, position + rows + window - 1)
+    distance = torch.arange(first, end) - torch.arange(position, position + rows)[:, None]
+    k, v = k[:, :, first:end], v[:, :, first:end]
+    mask = torch.zeros(distance.shape)
+    if options.alibi_slopes is not None:
+        mask = options.alibi_slopes[:, None, None] * distance
+    mask = mask.masked_fill(~options.is_seen(distance), float("-inf")).to(q.dtype)
+    if options.softcap is None and options.sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=True)
+    group = q.shape[1] // k.shape[1]
+    mask = mask.expand(q.shape[1], rows, -1).reshape(1, k.shape[1], group * rows, -1)
+    packed = q.reshape(1, k.shape[1], group * rows, -1)
+    return _attend_by_scores(packed, k, v, mask, options).view(q.shape)
 
 
 def _read(kv_cache: Tensor, slots: Tensor | slice) -> Tensor:
@@ -121,12 +171,12 @@ def _plan(batch: AttnBatch, options: AttnOptions) -> tuple[list[_Group], list[_P
     key = ("cpu", options.key)
     plan = batch.plans.get(key)
     if plan is None:
-        options.check_supported("cpu", "alibi_slopes")
-        plan = batch.plans[key] = _make_plan(batch)
+        options.check_supported("cpu", "alibi_slopes", "causal", "window", "softcap", "sinks")
+        plan = batch.plans[key] = _make_plan(batch, options.window)
     return plan
 
 
-def _make_plan(batch: AttnBatch) -> tuple[list[_Group], list[_Prompt]]:
+def _make_plan(batch: AttnBatch, window: int | None) -> tuple[list[_Group], list[_Prompt]]:
     fields = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
     reqs = list(zip(*(field.tolist() for field in fields), strict=True))
     prompts = []
@@ -135,35 +185,35 @@ def _make_plan(batch: AttnBatch) -> tuple[list[_Group], list[_Prompt]]:
         if seq_len == ready:
             continue
         if seq_len - ready == 1:
-            singles.append((seq_len, start, req_idx))
+            singles.append(_Single(seq_len if window is None else min(window, seq_len), start, req_idx, seq_len))
             continue
         slots = _as_run(batch.req_to_token[req_idx, :seq_len].long())
         prompts.append(_Prompt(slice(start, start + seq_len - ready), slots, ready))
     return [_make_group(batch, members) for members in _alike(singles)], prompts
 
 
-def _alike(singles: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Group (length, row, request) by similar length; one group, in row order, if that pads little."""
+def _alike(singles: list[_Single]) -> list[list[_Single]]:
+    """Group requests by similar length; one group, in row order, if that pads little."""
     if not singles:
         return []
-    longest, total = max(singles)[0], sum(length for length, _, _ in singles)
+    longest, total = max(one.length for one in singles), sum(one.length for one in singles)
     if longest * len(singles) <= MAX_PADDING * total:
         return [singles]
-    runs: list[list[tuple[int, int, int]]] = []
+    runs: list[list[_Single]] = []
     for single in sorted(singles):
-        if runs and single[0] <= MAX_PADDING * runs[-1][0][0]:
+        if runs and single.length <= MAX_PADDING * runs[-1][0].length:
             runs[-1].append(single)
         else:
             runs.append([single])
     return runs
 
 
-def _make_group(batch: AttnBatch, members: Sequence[tuple[int, int, int]]) -> _Group:
-    lens, rows, req_idx = (torch.tensor(column) for column in zip(*members, strict=True))
+def _make_group(batch: AttnBatch, members: Sequence[_Single]) -> _Group:
+    lens, rows, req_idx, seq_lens = (torch.tensor(column) for column in zip(*members, strict=True))
     positions = torch.arange(int(lens.max()))
     is_real = positions < lens[:, None]
-    slots = batch.req_to_token[req_idx, : len(positions)]
-    slots = torch.where(is_real, slots, slots[:, :1]).flatten().long()
+    seen = torch.where(is_real, positions, 0) + (seq_lens - lens)[:, None]
+    slots = batch.req_to_token[req_idx[:, None], seen].flatten().long()
     mask = None
     if not is_real.all():
         mask = torch.zeros(is_real.shape).masked_fill_(~is_real, float("-inf"))[:, None, None]

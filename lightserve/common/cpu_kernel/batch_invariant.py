@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.common import ops
-from lightserve.common.ops import AttnBatch, AttnOptions
+from lightserve.common.ops import AttnBatch, AttnOptions, attention_weights
 
 BACKEND = ops.batch_invariant("cpu")
 ROWS = 32  # of a block: 256 rows take 1.4 to 2.5 times as long as in one product, in blocks of 8 up to 10 times
@@ -36,7 +36,7 @@ def context_attention(q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch,
 
 @ops.token_attention.impl(BACKEND)
 def token_attention(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
-    options.check_supported(BACKEND, "alibi_slopes")
+    options.check_supported(BACKEND, "alibi_slopes", "window", "softcap", "sinks")
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
     for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):
@@ -58,11 +58,9 @@ def _attend(q: Tensor, kv: Tensor, options: AttnOptions) -> Tensor:
     kv_heads = both_heads // 2
     k, v = kv.transpose(0, 1).chunk(2)
     packed = q.view(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
-    scores = (packed @ k.transpose(1, 2) * options.scale).view(heads, rows, length)
+    scores = (packed @ k.transpose(1, 2)).view(heads, rows, length)
     distance = torch.arange(length) - torch.arange(length - rows, length)[:, None]
-    if options.alibi_slopes is not None:
-        scores += options.alibi_slopes[:, None, None] * distance
-    weights = scores.masked_fill_(distance > 0, float("-inf")).softmax(-1)
+    weights = attention_weights(scores, distance, options)
     return (weights.view(kv_heads, -1, length) @ v).view(heads, rows, dim).transpose(0, 1)
 
 

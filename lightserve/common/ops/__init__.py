@@ -1,7 +1,14 @@
 """The operators that models call. Backends implement them."""
 
 from lightserve.common.ops.activation import gelu, gelu_and_mul, gelu_tanh, gelu_tanh_and_mul, silu_and_mul
-from lightserve.common.ops.attention import AttnBatch, AttnOptions, context_attention, token_attention, write_kv
+from lightserve.common.ops.attention import (
+    AttnBatch,
+    AttnOptions,
+    attention_weights,
+    context_attention,
+    token_attention,
+    write_kv,
+)
 from lightserve.common.ops.embedding import vocab_embedding
 from lightserve.common.ops.linear import linear
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -36,6 +43,7 @@ __all__ = [
     "add_rms_norm_linear",
     "add_watermark",
     "apply_penalties",
+    "attention_weights",
     "batch_invariant",
     "context_attention",
     "gelu",

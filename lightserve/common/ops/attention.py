@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightserve.common.ops.registry import REFERENCE, op
+from lightserve.common.ops.registry import op
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,19 @@ class AttnBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttnOptions:
-    """How a layer computes its scores, and which keys its queries see.
-
-    A backend refuses an option that it does not implement. Today all of them implement ``scale`` and ``alibi_slopes``.
-    """
+    """How a layer computes its scores, and which keys its queries see. A backend refuses what it does not implement."""
 
     scale: float  # of the scores before anything is added to them
     alibi_slopes: Tensor | None = None  # [heads] float32: adds slope * (key position - query position) to the scores
     causal: bool = True  # a query sees no key past its own position
-    window: int | None = None  # keys that a query sees, its own included; None: all
+    window: int | None = None  # keys that a query sees, its own included; not causal: on each side; None: all
     softcap: float | None = None  # scores become softcap * tanh(score / softcap); None: they stay
     sinks: Tensor | None = None  # [heads] float32: the score of a key without a value in each softmax
+
+    def is_seen(self, distance: Tensor) -> Tensor:
+        """Whether a query sees a key; ``distance`` is the position of the key minus that of the query."""
+        seen = distance <= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
+        return seen if self.window is None else seen & (distance.abs() < self.window)
 
     @property
     def key(self) -> Hashable:
@@ -82,7 +84,7 @@ def write_kv(kv: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
 
 @op
 def context_attention(q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
-    """Causal attention of ``q`` ``[tokens, heads, dim]``: the last rows of each request over all its cached tokens.
+    """Attention of ``q`` ``[tokens, heads, dim]``: the last rows of each request over its cached tokens.
 
     ``kv`` ``[tokens, 2 * kv_heads, dim]`` holds the keys and values of this step's tokens, which the cache holds too: a
     backend may read either.
@@ -97,17 +99,31 @@ def token_attention(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: Attn
 
 
 def _attend(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
-    options.check_supported(REFERENCE, "alibi_slopes")
     out = torch.empty_like(q)
     columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
     for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):
         rows = slice(start, start + seq_len - ready)
         kv = kv_cache[batch.req_to_token[req, :seq_len].long()].float()
         k, v = kv.repeat_interleave(2 * q.shape[1] // kv.shape[1], dim=1).chunk(2, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * options.scale
+        scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k)
         distance = torch.arange(seq_len, device=q.device) - torch.arange(ready, seq_len, device=q.device)[:, None]
-        if options.alibi_slopes is not None:
-            scores += options.alibi_slopes[:, None, None] * distance
-        scores.masked_fill_(distance > 0, float("-inf"))
-        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
+        weights = attention_weights(scores, distance, options)
+        out[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
     return out
+
+
+def attention_weights(scores: Tensor, distance: Tensor, options: AttnOptions) -> Tensor:
+    """The softmax of the products ``[..., heads, rows, keys]`` of queries and keys, after all that ``options`` say.
+
+    ``distance`` ``[rows, keys]``: the position of each key minus that of the query.
+    """
+    scores = scores * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.alibi_slopes is not None:
+        scores = scores + options.alibi_slopes[:, None, None] * distance
+    scores = scores.masked_fill(~options.is_seen(distance), float("-inf"))
+    if options.sinks is None:
+        return scores.softmax(-1)
+    sinks = options.sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]

@@ -1,13 +1,16 @@
 """Online softmax of a tile of query rows over the keys of a request, block by block. Scores are in base 2.
 
 ``softmax`` holds for each row the weighted sum of values so far, the highest score and the sum of weights. ``cache``
-holds pointers to the head's keys, to its values and to the request's slots, and the stride of a slot.
+holds pointers to the head's keys, to its values and to the request's slots, and the stride of a slot. ``slopes``
+are ALiBi's or None, ``scale`` is the factor of the scores, ``softcap`` their cap or None.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from lightserve.common.triton_kernel._attention import LOWEST, cap_scores
 
 
 @triton.jit
@@ -24,16 +27,49 @@ def load_rows(ptr, offsets, cols, is_row, DIM: tl.constexpr):
 
 
 @triton.jit
-def _update(q, k, v, softmax, keys, q_positions, is_seen, slopes, scale):
-    """Add a block of keys. ``is_seen`` None: every row sees every key. Else each must have seen one by now."""
+def empty_softmax(ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Of no keys yet. The highest score is finite: a row may see no key of the first blocks."""
+    acc = tl.zeros([ROWS, COLS], tl.float32)
+    return acc, tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32)
+
+
+@triton.jit
+def _seen_keys(keys, q_positions, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether each row sees each key: none past its own position if ``CAUSAL``, and none outside of its window."""
+    is_seen = None
+    if CAUSAL:
+        is_seen = keys[None, :] <= q_positions[:, None]
+    if WINDOW is not None:
+        is_inside = keys[None, :] > q_positions[:, None] - WINDOW
+        if not CAUSAL:
+            is_inside = is_inside & (keys[None, :] < q_positions[:, None] + WINDOW)
+        is_seen = is_inside if is_seen is None else is_seen & is_inside
+    return is_seen
+
+
+@triton.jit
+def first_block(position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The start of the first block of keys that the row at ``position``, or one after it, sees."""
+    first = 0
+    if WINDOW is not None:
+        first = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    return first
+
+
+@triton.jit
+def _update(q, k, v, softmax, keys, q_positions, is_seen, slopes, scale, softcap):
+    """Add a block of keys. ``is_seen`` None: every row sees every key."""
     acc, peak, total = softmax
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    IS_SCALED: tl.constexpr = (slopes is not None) | (softcap is not None)
+    if IS_SCALED:
+        scores = cap_scores(scores * scale, softcap)
     if slopes is not None:
-        scores = scores * scale + slopes[:, None] * (keys[None, :] - q_positions[:, None])
+        scores += slopes[:, None] * (keys[None, :] - q_positions[:, None])
     if is_seen is not None:
         scores = tl.where(is_seen, scores, float("-inf"))
     highest = tl.max(scores, axis=1)
-    if slopes is None:  # the scale is free inside the multiply-add of the exponent
+    if not IS_SCALED:  # the scale is free inside the multiply-add of the exponent
         new_peak = tl.maximum(peak, highest * scale)
         weights = tl.exp2(scores * scale - new_peak[:, None])
     else:
@@ -47,31 +83,48 @@ def _update(q, k, v, softmax, keys, q_positions, is_seen, slopes, scale):
 
 @triton.jit
 def _update_from_cache(
-    q, softmax, cache, keys, is_key, q_positions, slopes, scale, IS_CAUSAL: tl.constexpr, DIM: tl.constexpr
+    q,
+    softmax,
+    cache,
+    keys,
+    is_key,
+    q_positions,
+    slopes,
+    scale,
+    softcap,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DIM: tl.constexpr,
 ):
-    """Gather a block of keys from the cache and add it. ``is_key`` None: the request has all of them.
-
-    ``IS_CAUSAL``: a row sees no key past its own position.
-    """
+    """Gather a block of keys from the cache and add it. ``is_key``: the request has this key."""
     k_ptr, v_ptr, slots_ptr, slot_stride = cache
     cols = tl.arange(0, q.shape[1])
-    slots = tl.load(slots_ptr + keys) if is_key is None else tl.load(slots_ptr + keys, mask=is_key, other=0)
+    slots = tl.load(slots_ptr + keys, mask=is_key, other=0)
     slots = slots.to(tl.int64) * slot_stride
     k = load_rows(k_ptr, slots, cols, is_key, DIM).to(q.dtype)
     v = load_rows(v_ptr, slots, cols, is_key, DIM).to(q.dtype)
-    is_seen = None
-    if IS_CAUSAL:
-        is_seen = keys[None, :] <= q_positions[:, None]
-    elif is_key is not None:
-        is_seen = is_key[None, :]
-    return _update(q, k, v, softmax, keys, q_positions, is_seen, slopes, scale)
+    is_seen = _seen_keys(keys, q_positions, CAUSAL, WINDOW)
+    if not CAUSAL:
+        is_seen = is_key[None, :] if is_seen is None else is_seen & is_key[None, :]
+    return _update(q, k, v, softmax, keys, q_positions, is_seen, slopes, scale, softcap)
 
 
 @triton.jit
 def attend_cached_blocks(
-    q, softmax, cache, begin, end, q_positions, slopes, scale, DIM: tl.constexpr, BLOCK_N: tl.constexpr
+    q,
+    softmax,
+    cache,
+    begin,
+    end,
+    q_positions,
+    slopes,
+    scale,
+    softcap,
+    WINDOW: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Attend to the cached tokens ``begin`` .. ``end``, in whole blocks. Every row sees all of them.
+    """Attend to the cached tokens ``begin`` .. ``end``, in whole blocks. Without a window, every row sees all of them.
 
     The slots of a block are loaded one block ahead. Else the loads of keys would be issued too late to hide.
     """
@@ -85,35 +138,66 @@ def attend_cached_blocks(
         next_slots = tl.load(slots_ptr + keys + BLOCK_N, mask=keys + BLOCK_N < end, other=0)
         k = load_rows(k_ptr, slots, cols, None, DIM).to(q.dtype)
         v = load_rows(v_ptr, slots, cols, None, DIM).to(q.dtype)
-        softmax = _update(q, k, v, softmax, keys, q_positions, None, slopes, scale)
+        softmax = _update(
+            q, k, v, softmax, keys, q_positions, _seen_keys(keys, q_positions, False, WINDOW), slopes, scale, softcap
+        )
     return softmax
 
 
 @triton.jit
 def attend_cached_prefix(
-    q, softmax, cache, ready_len, q_positions, slopes, scale, DIM: tl.constexpr, BLOCK_N: tl.constexpr
+    q,
+    softmax,
+    cache,
+    begin,
+    ready_len,
+    q_positions,
+    slopes,
+    scale,
+    softcap,
+    WINDOW: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Attend to the tokens that were in the cache before the step. Every row sees all of them."""
+    """Attend to the tokens from ``begin`` on that were in the cache before the step, in blocks."""
     whole = ready_len // BLOCK_N * BLOCK_N
-    softmax = attend_cached_blocks(q, softmax, cache, 0, whole, q_positions, slopes, scale, DIM, BLOCK_N)
+    softmax = attend_cached_blocks(
+        q, softmax, cache, begin, whole, q_positions, slopes, scale, softcap, WINDOW, DIM, BLOCK_N
+    )
     if whole < ready_len:
         keys = whole + tl.arange(0, BLOCK_N)
-        softmax = _update_from_cache(q, softmax, cache, keys, keys < ready_len, q_positions, slopes, scale, False, DIM)
+        is_key = keys < ready_len
+        softmax = _update_from_cache(
+            q, softmax, cache, keys, is_key, q_positions, slopes, scale, softcap, False, WINDOW, DIM
+        )
     return softmax
 
 
 @triton.jit
 def attend_cached_in_order(
-    q, softmax, cache, end, q_positions, slopes, scale, DIM: tl.constexpr, BLOCK_N: tl.constexpr
+    q,
+    softmax,
+    cache,
+    begin,
+    end,
+    q_positions,
+    slopes,
+    scale,
+    softcap,
+    WINDOW: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Attend to all tokens from the cache, in blocks that begin at the same positions in every step.
+    """Attend to the tokens ``begin`` .. ``end`` from the cache, in blocks that begin at the same positions in any step.
 
     A key that a row may not see has weight 0 and changes no sum. So every bit of a row is independent of its place in
     the tile and of the rows that follow.
     """
-    for start in range(0, end, BLOCK_N):
+    for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
-        softmax = _update_from_cache(q, softmax, cache, keys, keys < end, q_positions, slopes, scale, True, DIM)
+        softmax = _update_from_cache(
+            q, softmax, cache, keys, keys < end, q_positions, slopes, scale, softcap, True, WINDOW, DIM
+        )
     return softmax
 
 
@@ -144,32 +228,41 @@ def attend_new_tokens(
     q_tokens,
     slopes,
     scale,
+    softcap,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend to the new tokens of the request up to ``end``. Only the blocks from ``first_token`` on need a mask.
+    """Attend to the new tokens of the request up to ``end``. Without a window, the blocks that every row sees whole,
+    those before ``first_token`` or, if not causal, all, need no mask.
 
     A block that reaches past the request is loaded under a mask too: the rows of other requests may hold NaN.
     """
     BLOCK_D: tl.constexpr = q.shape[1]
     block = tl.arange(0, BLOCK_N)
-    diagonal = first_token // BLOCK_N * BLOCK_N
     whole = q_len // BLOCK_N * BLOCK_N
-    for start in range(0, diagonal, BLOCK_N):
+    diagonal = first_token // BLOCK_N * BLOCK_N if CAUSAL else whole
+    for start in range(first_block(first_token, WINDOW, BLOCK_N), diagonal, BLOCK_N):
         k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
         v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
-        softmax = _update(q, k, v, softmax, start + block, q_tokens, None, slopes, scale)
+        keys = start + block
+        softmax = _update(
+            q, k, v, softmax, keys, q_tokens, _seen_keys(keys, q_tokens, False, WINDOW), slopes, scale, softcap
+        )
     for start in range(diagonal, tl.minimum(end, whole), BLOCK_N):
         keys = start + block
         k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
         v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
-        is_seen = keys[None, :] <= q_tokens[:, None]
-        softmax = _update(q, k, v, softmax, keys, q_tokens, is_seen, slopes, scale)
+        is_seen = _seen_keys(keys, q_tokens, CAUSAL, WINDOW)
+        softmax = _update(q, k, v, softmax, keys, q_tokens, is_seen, slopes, scale, softcap)
     if whole < end:
         keys = whole + block
         rows_ptr = kv_ptr + (start_loc + whole).to(tl.int64) * token_stride
         k = load_rows(rows_ptr + k_col, block * token_stride, tl.arange(0, BLOCK_D), keys < end, DIM)
         v = load_rows(rows_ptr + v_col, block * token_stride, tl.arange(0, BLOCK_D), keys < end, DIM)
-        is_seen = keys[None, :] <= q_tokens[:, None]
-        softmax = _update(q, k, v, softmax, keys, q_tokens, is_seen, slopes, scale)
+        is_seen = _seen_keys(keys, q_tokens, CAUSAL, WINDOW)
+        if not CAUSAL:
+            is_seen = (keys < end)[None, :] if is_seen is None else is_seen & (keys < end)[None, :]
+        softmax = _update(q, k, v, softmax, keys, q_tokens, is_seen, slopes, scale, softcap)
     return softmax

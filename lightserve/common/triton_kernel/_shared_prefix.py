@@ -16,10 +16,10 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel import _gpu
-from lightserve.common.triton_kernel._attention import LOG2_E, head_block
+from lightserve.common.triton_kernel._attention import LOG2_E, head_block, score_factors
 from lightserve.common.triton_kernel._blocks import cdiv, few_sizes
 from lightserve.common.triton_kernel._context_tiles import Tiling, packed_heads, tiling_of
-from lightserve.common.triton_kernel._online_softmax import attend_cached_blocks, load_rows
+from lightserve.common.triton_kernel._online_softmax import attend_cached_blocks, empty_softmax, load_rows
 
 # Programs of 64 rows. On an H200, 64 requests that share 2,048 tokens take 31.8 us per layer with two or four programs
 # per multiprocessor, and 33 us with one. A minimum of 64 or 256 keys per split gives the same times.
@@ -126,6 +126,7 @@ def _shared_prefix_kernel(
     kv_head_stride,
     req_stride,
     scale,
+    softcap,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PACKED: tl.constexpr,
@@ -157,13 +158,10 @@ def _shared_prefix_kernel(
         slopes = tl.load(alibi_slopes_ptr + heads) * LOG2_E
         positions = tl.load(b_seq_len_ptr + reqs, mask=is_row, other=0) - 1
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
     k_ptr = kv_ptr + first_head // (HEADS // KV_HEADS) * kv_head_stride
     cache = (k_ptr, k_ptr + KV_HEADS * kv_head_stride, req_to_token_ptr + req_idx * req_stride, slot_stride)
     acc, peak, total = attend_cached_blocks(
-        q, (acc, peak, total), cache, begin, end, positions, slopes, scale, DIM, BLOCK_N
+        q, empty_softmax(BLOCK_M, BLOCK_D), cache, begin, end, positions, slopes, scale, softcap, None, DIM, BLOCK_N
     )
 
     parts = (reqs.to(tl.int64) * MAX_SPLITS + split) * HEADS + heads
@@ -217,6 +215,7 @@ def launch_shared_prefix(
     kv_heads = kv_cache.shape[1] // 2
     packed = packed_heads(heads, kv_heads)
     tiling = _tiling(q)
+    scale, softcap = score_factors(options.scale, options.softcap)
     _shared_prefix_kernel[(heads // packed, len(plan.items))](
         q,
         kv_cache,
@@ -232,7 +231,8 @@ def launch_shared_prefix(
         kv_cache.stride(0),
         kv_cache.stride(1),
         batch.req_to_token.stride(0),
-        options.scale * LOG2_E.value,
+        scale,
+        softcap,
         HEADS=heads,
         KV_HEADS=kv_heads,
         PACKED=packed,

@@ -5,7 +5,7 @@ waves are, so that they fill a wave too. 204 requests of 1,025 to 1,150 tokens a
 take 251 us, because the last few run alone for as long as those before them; split they take 225 us. If there are fewer
 requests than a wave has programs, all may be split.
 
-If a request shares a prefix, only its keys behind the prefix are listed here. The list is made on the device.
+Keys that a window hides are not listed, nor are those of a shared prefix. The list is made on the device.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MIN_SPLIT = 64  # keys; a shorter split costs more to merge than to read
 # int32 each: query row, row of req_to_token, begin, end, seq_len; the first split of the request and how many it has;
 # if prefixes are shared, the request's place in the batch, or -1 if it shares none
 SPLIT_FIELDS = tl.constexpr(8)
+MAX_KEYS = 2**31 - 1  # of a request: int32
 CLEARED = tl.constexpr(256)  # counters that are zeroed at once
 
 
@@ -86,7 +87,7 @@ def _first_splits(count, split_len):
     return end - count
 
 
-@triton.jit(do_not_specialize=["requests", "max_splits", "wave", "min_split"])
+@triton.jit(do_not_specialize=["requests", "max_splits", "wave", "min_split", "window"])
 def _token_attention_plan_kernel(
     b_req_idx_ptr,
     b_start_loc_ptr,
@@ -100,6 +101,7 @@ def _token_attention_plan_kernel(
     kv_heads,
     wave,
     min_split,
+    window,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -110,10 +112,12 @@ def _token_attention_plan_kernel(
     seq_len = tl.load(b_seq_len_ptr + lanes, mask=is_request, other=0)
     ready_len = tl.load(b_ready_cache_len_ptr + lanes, mask=is_request, other=0)
     keys = tl.where(seq_len - ready_len == 1, seq_len, 0)
+    first_key = tl.maximum(keys - window, 0)
     shared_len = 0
     if b_shared_len_ptr is not None:
         shared_len = tl.load(b_shared_len_ptr + lanes, mask=is_request, other=0)
-        keys -= shared_len
+        first_key = shared_len
+    keys -= first_key
     split_len = _split_len(keys, wave, min_split, BLOCK_N)
     count = tl.cdiv(keys, split_len)
     if b_shared_len_ptr is not None:
@@ -125,8 +129,8 @@ def _token_attention_plan_kernel(
         is_split = i < count
         tl.store(split_ptrs, query_row, mask=is_split)
         tl.store(split_ptrs + 1, req_idx, mask=is_split)
-        tl.store(split_ptrs + 2, shared_len + i * split_len, mask=is_split)
-        tl.store(split_ptrs + 3, tl.minimum(shared_len + (i + 1) * split_len, seq_len), mask=is_split)
+        tl.store(split_ptrs + 2, first_key + i * split_len, mask=is_split)
+        tl.store(split_ptrs + 3, tl.minimum(first_key + (i + 1) * split_len, seq_len), mask=is_split)
         tl.store(split_ptrs + 4, seq_len, mask=is_split)
         tl.store(split_ptrs + 5, first, mask=is_split)
         tl.store(split_ptrs + 6, count, mask=is_split)
@@ -141,19 +145,20 @@ def _token_attention_plan_kernel(
 
 def plan_splits(
     batch: ops.AttnBatch,
-    heads: tuple[int, int],
-    dim: int,
+    head_shape: tuple[int, int, int],
     block_n: int,
     programs_per_sm: int,
+    window: int | None = None,
     b_shared_len: Tensor | None = None,
 ) -> SplitPlan:
     """List the splits of the requests that have one query row.
 
-    ``heads``: of queries, of keys; ``programs_per_sm``: programs that run side by side on a multiprocessor;
-    ``b_shared_len``: keys at the start of each request that another kernel attends to.
+    ``head_shape``: heads of queries, of keys, and their dim; ``programs_per_sm``: programs that run side by side on a
+    multiprocessor; ``window``: the last keys of each request that it sees; ``b_shared_len``: keys at the start of each
+    request that another kernel attends to, not together with a window.
     """
     check_last_contiguous("token_attention", **tensors_of(batch))
-    q_heads, kv_heads = heads
+    q_heads, kv_heads, dim = head_shape
     b_seq_len = batch.b_seq_len
     requests = len(b_seq_len)
     wave = max(_gpu.active.multiprocessors * programs_per_sm // kv_heads, 1)
@@ -177,6 +182,7 @@ def plan_splits(
         kv_heads,
         wave,
         MIN_SPLIT,
+        MAX_KEYS if window is None else window,
         BLOCK_N=block_n,
         BLOCK=few_sizes(requests),
     )

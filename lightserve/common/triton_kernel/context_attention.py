@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel import token_attention
-from lightserve.common.triton_kernel._attention import LOG2_E, head_block
+from lightserve.common.triton_kernel._attention import LOG2_E, head_block, score_factors
 from lightserve.common.triton_kernel._check import check_heads_side_by_side
 from lightserve.common.triton_kernel._context_tiles import (
     FIRST_TOKEN,
@@ -32,9 +32,13 @@ from lightserve.common.triton_kernel._online_softmax import (
     attend_cached_in_order,
     attend_cached_prefix,
     attend_new_tokens,
+    empty_softmax,
+    first_block,
     load_rows,
 )
 
+OPTIONS = ("alibi_slopes", "causal", "window", "softcap", "sinks")  # that the kernel implements
+OPTIONS_IN_ORDER = ("alibi_slopes", "window", "softcap", "sinks")
 COPY_ALIGNMENT = 16  # bytes: the copy engine (TMA) wants the address and the rows aligned
 
 
@@ -46,6 +50,7 @@ def _context_attention_kernel(
     cache_ptr,
     out_ptr,
     alibi_slopes_ptr,
+    sinks_ptr,
     req_to_token_ptr,
     tiles_ptr,
     q_token_stride,
@@ -53,6 +58,7 @@ def _context_attention_kernel(
     slot_stride,
     req_stride,
     scale,
+    softcap,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PACKED: tl.constexpr,
@@ -61,6 +67,8 @@ def _context_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     FIXED_ORDER: tl.constexpr,
 ):
     first_head = (tl.program_id(0) % (HEADS // PACKED)) * PACKED
@@ -83,22 +91,23 @@ def _context_attention_kernel(
     slopes = None
     if alibi_slopes_ptr is not None:
         slopes = tl.load(alibi_slopes_ptr + heads) * LOG2_E
-    scale *= LOG2_E
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    softmax = (acc, peak, total)
+    softmax = empty_softmax(BLOCK_M, BLOCK_D)
     k_head = (first_head // (HEADS // KV_HEADS)) * DIM
     v_head = k_head + KV_HEADS * DIM
     slots_ptr = req_to_token_ptr + req_idx * req_stride
     q_positions = ready_len + q_tokens
-    end = tl.minimum(first_token + TOKENS, q_len)  # no row of this tile sees a later key
+    end = tl.minimum(first_token + TOKENS, q_len) if CAUSAL else q_len  # no row of this tile sees a later key
+    begin = first_block(ready_len + first_token, WINDOW, BLOCK_N)
     cache = (cache_ptr + k_head, cache_ptr + v_head, slots_ptr, slot_stride)
     if FIXED_ORDER:
-        softmax = attend_cached_in_order(q, softmax, cache, ready_len + end, q_positions, slopes, scale, DIM, BLOCK_N)
+        softmax = attend_cached_in_order(
+            q, softmax, cache, begin, ready_len + end, q_positions, slopes, scale, softcap, WINDOW, DIM, BLOCK_N
+        )
     else:
-        softmax = attend_cached_prefix(q, softmax, cache, ready_len, q_positions, slopes, scale, DIM, BLOCK_N)
+        softmax = attend_cached_prefix(
+            q, softmax, cache, begin, ready_len, q_positions, slopes, scale, softcap, WINDOW, DIM, BLOCK_N
+        )
         softmax = attend_new_tokens(
             q,
             softmax,
@@ -114,10 +123,15 @@ def _context_attention_kernel(
             q_tokens,
             slopes,
             scale,
+            softcap,
+            CAUSAL,
+            WINDOW,
             DIM,
             BLOCK_N,
         )
-    acc, _, total = softmax
+    acc, peak, total = softmax
+    if sinks_ptr is not None:
+        total += tl.exp2(tl.load(sinks_ptr + heads) * LOG2_E - peak)
     out_ptrs = out_ptr + (q_rows * HEADS + heads)[:, None] * DIM + cols[None, :]
     tl.store(out_ptrs, acc / total[:, None], mask=is_row[:, None] & (cols < DIM)[None, :])
 
@@ -162,8 +176,9 @@ def _launch(
     key = ("context_attention", tokens, min_new_tokens, options.key)  # layers of other head shapes have other tiles
     tiles = batch.plans.get(key)
     if tiles is None:
-        options.check_supported("triton", "alibi_slopes")
+        options.check_supported("triton", *(OPTIONS if kv is not None else OPTIONS_IN_ORDER))
         tiles = batch.plans[key] = list_tiles(batch, len(q), tokens, min_new_tokens)
+    scale, softcap = score_factors(options.scale, options.softcap)
     _context_attention_kernel[(tiles.shape[0] * (heads // packed),)](
         q,
         None if kv is None else _descriptor(kv, tiling.keys, block_d),
@@ -171,13 +186,15 @@ def _launch(
         kv_cache,
         out,
         options.alibi_slopes,
+        options.sinks,
         batch.req_to_token,
         tiles,
         q.stride(0),
         0 if kv is None else kv.stride(0),
         kv_cache.stride(0),
         batch.req_to_token.stride(0),
-        options.scale,
+        scale,
+        softcap,
         HEADS=heads,
         KV_HEADS=kv_heads,
         PACKED=packed,
@@ -186,6 +203,8 @@ def _launch(
         BLOCK_M=tiling.rows,
         BLOCK_N=tiling.keys,
         BLOCK_D=block_d,
+        CAUSAL=options.causal,
+        WINDOW=options.window,
         FIXED_ORDER=kv is None,
         num_warps=tiling.warps,
         num_stages=tiling.stages,

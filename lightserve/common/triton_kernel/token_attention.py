@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel._attention import LOG2_E, MIN_DOT, dot_block, head_block
+from lightserve.common.triton_kernel._attention import LOG2_E, MIN_DOT, cap_scores, dot_block, head_block, score_factors
 from lightserve.common.triton_kernel._blocks import next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous
 from lightserve.common.triton_kernel._gpu import fits, programs_per_multiprocessor, stages_that_fit
@@ -47,10 +47,12 @@ class Config:
 
 
 @triton.jit
-def _attend(q, slopes, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len, scale, DIM, BLOCK_N: tl.constexpr):
+def _attend(
+    q, slopes, scale, softcap, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len, DIM, BLOCK_N: tl.constexpr
+):
     """Softmax over the keys ``begin`` .. ``end``: the weighted sum of values, the largest score, the sum of weights.
 
-    ``q`` ``[M, D]``; ``slopes`` ``[M]`` or None; scores are in base 2.
+    ``q`` ``[M, D]``; ``slopes`` ``[M]`` and ``softcap`` may be None; scores are in base 2.
     """
     BLOCK_M: tl.constexpr = q.shape[0]
     BLOCK_D: tl.constexpr = q.shape[1]
@@ -72,7 +74,7 @@ def _attend(q, slopes, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len
         k = tl.load(k_ptr + slots[:, None] * slot_stride + cols, mask=mask, other=0.0).to(q.dtype)
         v = tl.load(v_ptr + slots[:, None] * slot_stride + cols, mask=mask, other=0.0).to(q.dtype)
 
-        scores = tl.dot(q, k.T, input_precision="ieee") * scale
+        scores = cap_scores(tl.dot(q, k.T, input_precision="ieee") * scale, softcap)
         if slopes is not None:
             scores += slopes[:, None] * (keys - seq_len + 1)
         scores = tl.where(is_key[None, :], scores, float("-inf"))
@@ -116,7 +118,7 @@ def _merge_partials(softmax, partial_ptr, log_sum_ptr, first, count, heads, firs
 
 @triton.jit
 def _merge_splits(
-    own, shared, first, count, shared_req, heads, first_head, GROUP, DIM, M: tl.constexpr, D: tl.constexpr
+    own, shared, sinks_ptr, first, count, shared_req, heads, first_head, GROUP, DIM, M: tl.constexpr, D: tl.constexpr
 ):
     """The result ``[M, D]`` of ``GROUP`` heads, merged from ``count`` splits and from the shared prefix, if any.
 
@@ -133,8 +135,18 @@ def _merge_splits(
         count = tl.load(b_splits_ptr + shared_req, mask=shared_req >= 0, other=0)
         first = shared_req * MAX_SPLITS
         softmax = _merge_partials(softmax, partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP, DIM)
-    acc, _, total = softmax
+    acc, peak, total = softmax
+    if sinks_ptr is not None:
+        total += _sink_weights(sinks_ptr + first_head, peak, GROUP)
     return acc / tl.where(tl.arange(0, M) < GROUP, total, 1.0)[:, None]
+
+
+@triton.jit
+def _sink_weights(sinks_ptr, peak, GROUP):
+    """The weight of each head's sink, beside keys whose highest score is ``peak`` ``[M]``."""
+    members = tl.arange(0, peak.shape[0])
+    sinks = tl.load(sinks_ptr + members, mask=members < GROUP, other=0.0)
+    return tl.exp2(sinks * LOG2_E - peak)
 
 
 @triton.jit
@@ -143,6 +155,7 @@ def _token_attention_kernel(
     kv_ptr,
     out_ptr,
     alibi_slopes_ptr,
+    sinks_ptr,
     req_to_token_ptr,
     splits_ptr,
     done_counts_ptr,
@@ -159,6 +172,7 @@ def _token_attention_kernel(
     out_head_stride,
     req_stride,
     scale,
+    softcap,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -188,17 +202,19 @@ def _token_attention_kernel(
     slopes = None
     if alibi_slopes_ptr is not None:
         slopes = tl.load(alibi_slopes_ptr + first_head + members, mask=members < GROUP, other=0.0) * LOG2_E
-    k_ptr = kv_ptr + kv_head * kv_head_stride
-    v_ptr = k_ptr + KV_HEADS * kv_head_stride
+    k_ptr, v_ptr = kv_ptr + kv_head * kv_head_stride, kv_ptr + (KV_HEADS + kv_head) * kv_head_stride
     acc, peak, total = _attend(
-        q, slopes, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len, scale, DIM, BLOCK_N
+        q, slopes, scale, softcap, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len, DIM, BLOCK_N
     )
+    is_alone = (count == 1) & (shared_req < 0)
+    if sinks_ptr is not None:  # it joins the softmax once: here, or when the splits are merged
+        total += tl.where(is_alone, _sink_weights(sinks_ptr + first_head, peak, GROUP), 0.0)
     acc /= (
         total[:, None] if b_splits_ptr is None else tl.where(total > 0, total, 1.0)[:, None]
     )  # a split may have no keys
 
     out_ptr += query_row * out_token_stride + first_head * out_head_stride
-    if (count == 1) & (shared_req < 0):
+    if is_alone:
         tl.store(out_ptr + members[:, None] * out_head_stride + cols, acc, mask=mask)
         return
     heads = KV_HEADS * GROUP
@@ -211,7 +227,9 @@ def _token_attention_kernel(
         return
     tl.store(done_counts_ptr, 0)  # for the next layer
     own, shared = (partial_ptr, log_sum_ptr), (b_splits_ptr, shared_partial_ptr, shared_log_sum_ptr)
-    merged = _merge_splits(own, shared, first, count, shared_req, heads, first_head, GROUP, DIM, BLOCK_GROUP, BLOCK_D)
+    merged = _merge_splits(
+        own, shared, sinks_ptr, first, count, shared_req, heads, first_head, GROUP, DIM, BLOCK_GROUP, BLOCK_D
+    )
     members = tl.arange(0, BLOCK_GROUP)
     mask = (members[:, None] < GROUP) & (cols[None, :] < DIM)
     tl.store(out_ptr + members[:, None] * out_head_stride + cols, merged, mask=mask)
@@ -250,13 +268,14 @@ class _Plan(NamedTuple):
     shared: SharedPrefixPlan | None  # None: no requests share a prefix
 
 
-def _make_plan(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch) -> _Plan:
+def _make_plan(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, window: int | None) -> _Plan:
     heads, kv_heads, dim = q.shape[1], kv_cache.shape[1] // 2, q.shape[2]
     config = config_of(kv_cache.dtype, head_block(dim), dot_block(heads // kv_heads))
-    groups = batch.shared_prefixes
+    groups = batch.shared_prefixes if window is None else None  # a window may begin behind the prefix
     shared = None if groups is None else plan_shared_prefix(batch, q, kv_heads, groups)
     b_shared_len = None if shared is None else shared.b_shared_len
-    splits = plan_splits(batch, (heads, kv_heads), dim, config.block_n, config.programs_per_sm, b_shared_len)
+    head_shape = (heads, kv_heads, dim)
+    splits = plan_splits(batch, head_shape, config.block_n, config.programs_per_sm, window, b_shared_len)
     return _Plan(config, splits, shared)
 
 
@@ -273,16 +292,18 @@ def launch(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnO
     key = ("token_attention", heads, kv_heads, dim, kv_cache.dtype, q.dtype, options.key)
     plan: _Plan | None = batch.plans.get(key)
     if plan is None:
-        options.check_supported("triton", "alibi_slopes")
-        plan = batch.plans[key] = _make_plan(q, kv_cache, batch)
+        options.check_supported("triton", "alibi_slopes", "causal", "window", "softcap", "sinks")
+        plan = batch.plans[key] = _make_plan(q, kv_cache, batch, options.window)
     config, found, shared = plan
     if shared is not None:
         launch_shared_prefix(q, kv_cache, batch, options, shared)
+    scale, softcap = score_factors(options.scale, options.softcap)
     _token_attention_kernel[(kv_heads, len(found.splits))](
         q,
         kv_cache,
         out,
         options.alibi_slopes,
+        options.sinks,
         batch.req_to_token,
         found.splits,
         found.done_counts,
@@ -298,7 +319,8 @@ def launch(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnO
         out.stride(0),
         out.stride(1),
         batch.req_to_token.stride(0),
-        options.scale * LOG2_E.value,
+        scale,
+        softcap,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         DIM=dim,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.httpserver.anthropic.json_text import json_text
 from lightserve.httpserver.chat.request import PART_SEPARATOR
 from lightserve.httpserver.wire.body import Body, JsonObject
 
@@ -247,12 +247,4 @@ def _as_text(value: Any) -> str:
             return text
         case {"type": str(kind)} if kind in MEDIA:
             raise NotSupportedYetError(f"a content block of type {kind!r}", "messages")
-    return orjson.dumps(_shown(value)).decode()
-
-
-def _shown(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_shown(one) for one in value]
-    if isinstance(value, dict):
-        return {name: _shown(one) for name, one in value.items() if name not in HIDDEN_FIELDS}
-    return value
+    return json_text(value, "messages", HIDDEN_FIELDS)

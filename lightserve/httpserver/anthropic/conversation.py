@@ -63,21 +63,23 @@ def found_tools(messages: Sequence[Message]) -> set[str]:
 class Conversation:
     system: str | None
     messages: Sequence[Message]
-    tools: Sequence[JsonObject]  # as in the chat
+    deferred: dict[str, JsonObject]  # tools that the first reference to them defines
     takes_late_system: bool  # the chat template shows a system message that is not the first
 
     def to_chat(self) -> list[JsonObject]:
-        chat: list[JsonObject] = [{"role": "system", "content": self.system}] if self.system else []
+        chat: list[list[JsonObject]] = []  # messages in a row that are one
         for message in self._chat_messages():
-            if chat and _is_continued(chat[-1], message):
-                chat[-1]["content"] += PART_SEPARATOR + message["content"]
+            if chat and _is_continued(chat[-1][-1], message):
+                chat[-1].append(message)
             else:
-                chat.append(message)
+                chat.append([message])
         if not chat:
             raise InvalidRequestError("messages: no content in any message", "messages")
-        return chat
+        return [row[0] if len(row) == 1 else _text(row[0]["role"], [one["content"] for one in row]) for row in chat]
 
     def _chat_messages(self) -> Iterator[JsonObject]:
+        if self.system:
+            yield _text("system", [self.system])
         is_late = False
         for message in self.messages:
             is_late = is_late or message.role != "system"
@@ -111,11 +113,17 @@ class Conversation:
 
     def _result_text(self, block: ToolResultBlock) -> str:
         texts = [
-            loaded_text(one.tool_name, self.tools) if isinstance(one, ToolReferenceBlock) else one.text
+            loaded_text(one.tool_name, self._take_definition(one.tool_name))
+            if isinstance(one, ToolReferenceBlock)
+            else one.text
             for one in block.content or ()
         ]
         text = PART_SEPARATOR.join(texts)
         return error_text(text) if block.is_error else text
+
+    def _take_definition(self, name: str) -> JsonObject | None:
+        """Once: a definition may be long, and a conversation may have thousands of references."""
+        return self.deferred.pop(name, None)
 
 
 def _is_continued(before: JsonObject, message: JsonObject) -> bool:

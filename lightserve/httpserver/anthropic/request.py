@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.anthropic.blocks import SYSTEM_TEXT, join_system
 from lightserve.httpserver.anthropic.conversation import Conversation, Message, found_tools
-from lightserve.httpserver.anthropic.tools import Tool, ToolChoice, chat_tools, hosted_tools
+from lightserve.httpserver.anthropic.tools import Tool, ToolChoice, chat_tools, deferred_functions, hosted_tools
 from lightserve.httpserver.chat.request import MAX_MESSAGES, MAX_TOOLS, Tool as ChatTool
 from lightserve.httpserver.chat.translation import TranslatedChat, translate_chat
 from lightserve.httpserver.context import ServerContext
@@ -68,7 +68,7 @@ class PromptBody(Body):
         """The same as fields of a chat."""
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         tools = chat_tools(self.tools or (), found_tools(self.messages))
-        messages = Conversation(self.system, self.messages, tools, takes_late_system).to_chat()
+        messages = Conversation(self.system, self.messages, deferred_functions(tools), takes_late_system).to_chat()
         output_format = config.format or self.output_format
         return {
             "model": self.model,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import Discriminator, Field, Tag
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.httpserver.anthropic.json_text import json_text
 from lightserve.httpserver.chat.request import ToolName
 from lightserve.httpserver.wire.body import Body, JsonObject
 
@@ -79,7 +79,7 @@ class CustomTool(Body):
     def function(self) -> JsonObject:
         given = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
         if self.input_examples:
-            examples = "\n".join([orjson.dumps(one).decode() for one in self.input_examples])
+            examples = "\n".join([json_text(one, "tools") for one in self.input_examples])
             given["description"] = f"{self.description or ''}\nExamples of input:\n{examples}".lstrip()
         return {**given, "parameters": self.input_schema}
 
@@ -169,10 +169,13 @@ def can_defer(tools: Sequence[Tool]) -> bool:
     return any(not tool.defer_loading for tool in tools if not isinstance(tool, HostedTool))
 
 
-def loaded_text(name: str, tools: Iterable[JsonObject]) -> str:
+def deferred_functions(tools: Iterable[JsonObject]) -> dict[str, JsonObject]:
+    """The definitions that tool references show, by their names."""
+    return {tool["function"]["name"]: tool["function"] for tool in tools if tool.get("defer_loading")}
+
+
+def loaded_text(name: str, function: JsonObject | None) -> str:
     """What a tool reference says in the result of a tool search."""
-    for tool in tools:
-        if tool.get("defer_loading") and tool["function"]["name"] == name:
-            definition = orjson.dumps({"type": "function", "function": tool["function"]}).decode()
-            return f"The tool {name} is available now:\n{definition}"
-    return f"The tool {name} is available."
+    if function is None:
+        return f"The tool {name} is available."
+    return f"The tool {name} is available now:\n{json_text({'type': 'function', 'function': function}, 'tools')}"

@@ -22,7 +22,16 @@ from lightserve.output_parsing.parser import parse_content
 from lightserve.output_parsing.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
 from lightserve.output_parsing.tool_calls.base import ToolFormat
 from lightserve.output_parsing.tool_calls.formats import tool_format
-from lightserve.output_parsing.tool_grammar import Thinking, enforceable_format, forced_grammar, thinking_grammar
+from lightserve.output_parsing.tool_grammar import (
+    ANY_OBJECT,
+    Calls,
+    Thinking,
+    call_or_answer_grammar,
+    call_or_text_grammar,
+    can_constrain,
+    enforceable_format,
+    forced_grammar,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +91,50 @@ class OutputPlan:
         return ChoiceParser(parser, self.body.include_reasoning is not False)
 
     def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
-        """The grammar that the body sets, and the grammar of forced calls; requested_grammar refuses both at once."""
-        for name, make in self.body.grammars():
-            yield name, partial(self._after_thinking, make)
+        """The grammar of the output, and the field that asks for it. requested_grammar refuses two.
+
+        A call that is forced is the whole output: then a grammar of the answer has no effect. Otherwise the model calls
+        tools or answers by its grammar.
+        """
+        own = list(self.body.grammars())
         if self.tool_format is not None and self.body.forced_tools:
-            yield "tool_choice", partial(self._forced, self.tool_format)
+            yield "tool_choice", partial(self._forced, self.tool_format, own)
+            return
+        for name, make in own:
+            yield name, partial(self._call_or_answer, make)
+        if not own and self.tool_format is not None and can_constrain(self.tool_format) and self._has_strict_tools:
+            yield "tools", partial(self._call_or_text, self.tool_format)
 
-    def _after_thinking(self, make: GrammarFactory) -> GrammarSpec:
-        if self.thinking is None:
-            return make()
-        return msgspec.structs.replace(make(), before=thinking_grammar(self.thinking, self.special_ids))
+    @property
+    def _has_strict_tools(self) -> bool:
+        return any(tool.function.strict for tool in self.body.offered_tools)
 
-    def _forced(self, tool_format: ToolFormat) -> GrammarSpec:
+    def _call_or_answer(self, make: GrammarFactory) -> GrammarSpec:
+        spec = make()
+        if self.tool_format is None and self.thinking is None:
+            return spec
+        calls = None if self.tool_format is None else self._offered_calls(self.tool_format)
+        before = call_or_answer_grammar(calls, self.thinking, self.special_ids)
+        return msgspec.structs.replace(spec, before=before)
+
+    def _call_or_text(self, tool_format: ToolFormat) -> GrammarSpec:
+        calls = self._offered_calls(tool_format)
+        return GrammarSpec("lark", call_or_text_grammar(calls, self.thinking, self.special_ids))
+
+    def _offered_calls(self, tool_format: ToolFormat) -> Calls:
+        """The arguments of tools that are not strict may be any object."""
+        strict = _schemas(tool for tool in self.body.offered_tools if tool.function.strict)
+        _check_schemas(strict)
+        names = [tool.function.name for tool in self.body.offered_tools]
+        return Calls(tool_format, {name: strict.get(name, ANY_OBJECT) for name in names}, self.body.max_tool_calls)
+
+    def _forced(self, tool_format: ToolFormat, own: list[tuple[str, GrammarFactory]]) -> GrammarSpec:
+        for _, make in own:
+            make()  # raises the error of a malformed field
         tools = _schemas(self.body.forced_tools)
-        for schema in tools.values():
-            check_nesting(schema)
-        text = forced_grammar(tool_format, tools, self.body.max_tool_calls, self.thinking, self.special_ids)
-        return GrammarSpec("lark", text)
+        _check_schemas(tools)
+        calls = Calls(tool_format, tools, self.body.max_tool_calls)
+        return GrammarSpec("lark", forced_grammar(calls, self.thinking, self.special_ids))
 
 
 def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPlan:
@@ -130,6 +166,11 @@ def _tool_format(model_format: ToolFormat | None, body: ChatBody) -> ToolFormat 
 def _special_ids(tokenizer: Tokenizer, markers: Iterable[str]) -> dict[str, int]:
     ids = {marker: tokenizer.token_to_id(marker) for marker in markers if marker in tokenizer.special_tokens}
     return {marker: token_id for marker, token_id in ids.items() if token_id is not None}
+
+
+def _check_schemas(tools: Tools) -> None:
+    for schema in tools.values():
+        check_nesting(schema)
 
 
 def _schemas(tools: Iterable[Tool]) -> Tools:

@@ -38,7 +38,7 @@ async def prepare_chat(
     """Prepare a chat of any API. ``logprobs``: how many alternatives to each token; None: no logprobs."""
     context.check_model(body.model)
     check_choices(context, 1, body.beam_width or body.choices)
-    log = context.log(request, body.request_id)
+    log = context.log(request, body.request_id or body.rid)
     check_tools(context, body)
     prompt, ids = await render(context, body)
     reasoning = output_formats(context).reasoning

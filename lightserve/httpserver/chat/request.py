@@ -107,7 +107,7 @@ class ToolFunction(Body):
 
 
 class Tool(Body):
-    type: Literal["function"]
+    type: Literal["function"] | None = None
     function: ToolFunction
 
 
@@ -116,31 +116,31 @@ class NamedTool(Body):
 
 
 _MODES = ("auto", "none", "required")
+_FUNCTION: JsonDict = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
 _NAMED: JsonDict = {
     "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
-    },
+    "required": ["function"],
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
 }
 
 
 def _tool_choice(value: Any) -> str | NamedTool | None:
-    if value is None or (isinstance(value, str) and value in _MODES):
-        return value
     match value:
-        case {"type": "function", "function": {"name": str(name)}}:
+        case None | "auto" | "none" | "required":
+            return value
+        case str(name) | {"type": "function", "name": str(name)}:  # TGI's form, and that of OpenAI's Responses
+            return NamedTool(name=name)
+        case {"function": {"name": str(name)}} if value.get("type") in (None, "function"):
             return NamedTool(name=name)
     raise PydanticCustomError(
-        "tool_choice", "must be auto, none, required, or an object with the type function and the name of the function"
+        "tool_choice", "must be auto, none, required, the name of a function, or an object with it"
     )
 
 
 ToolChoice = Annotated[
     str | NamedTool | None,
     PlainValidator(_tool_choice),
-    WithJsonSchema({"anyOf": [{"enum": [*_MODES]}, _NAMED, {"type": "null"}]}),
+    WithJsonSchema({"anyOf": [{"enum": [*_MODES]}, {"type": "string"}, _NAMED, {"type": "null"}]}),
 ]
 
 
@@ -150,10 +150,17 @@ class ChatBody(GenerationBody, TemplateFields):
     top_logprobs: TopLogprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None  # vLLM's: the response begins with the last message if that is the assistant's too
     separate_reasoning: bool | None = None  # false: it stays in the content
     tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def echoed_text(self) -> str:
+        """The text before the output."""
+        last = self.messages[-1]
+        return last.content or "" if self.echo and last.role == "assistant" else ""
 
     @property
     def offered_tools(self) -> list[Tool]:
@@ -191,4 +198,5 @@ class ChatBody(GenerationBody, TemplateFields):
         if len(set(names)) < len(names):
             raise InvalidRequestError("tools: two tools have the same name", "tools")
         if self.tool_choice not in (None, "auto", "none") and not self.forced_tools:
-            raise InvalidRequestError("tool_choice: the required tool is not in tools", "tool_choice")
+            name = f" {self.tool_choice.name[:100]!r}" if isinstance(self.tool_choice, NamedTool) else ""
+            raise InvalidRequestError(f"tool_choice: the required tool{name} is not in tools", "tool_choice")

@@ -20,6 +20,7 @@ from lightserve.httpserver.fields.scheduling import SchedulingFields
 
 C = TypeVar("C", bound="TranslatedChat")
 
+TOKEN_ID_FIELDS = ("return_token_ids", "return_tokens_as_token_ids")  # these APIs have no place for token ids
 # fields of a chat that other APIs do not define; clients may send them all the same
 EXTRA_FIELDS = frozenset(
     {
@@ -31,8 +32,11 @@ EXTRA_FIELDS = frozenset(
         "allowed_token_ids",
         "bad_words",
         "chat_template",
+        "do_sample",
         "logit_bias",
+        "no_stop_trim",
         "request_id",
+        "rid",
         "seed",
         "stop",
         "stop_token_ids",
@@ -54,6 +58,9 @@ class TranslatedChat(ChatBody):
 
 def translate_chat(model: type[C], fields: Mapping[str, Any], extra: Mapping[str, Any] | None) -> C:
     """The chat with these fields, and with the EXTRA_FIELDS in ``extra``."""
+    for name in TOKEN_ID_FIELDS:
+        if (extra or {}).get(name):
+            raise NotSupportedYetError(name, name)
     shared = {name: value for name, value in (extra or {}).items() if name in EXTRA_FIELDS}
     given = {name: value for name, value in fields.items() if value is not None}
     return validate_supported(model, {**shared, **given})

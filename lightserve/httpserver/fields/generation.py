@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -39,6 +39,7 @@ TokenId = Annotated[int, Field(ge=0)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 AllowedIds = Annotated[
     list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True)
 ]
@@ -106,13 +107,19 @@ class GenerationBody(SchedulingFields, BeamFields, GrammarFields, TokenRuleField
     stop: StopStrings = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # the same, SGLang's name
+    do_sample: bool | None = None  # LightLLM's; false: greedy
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # keep the last ones; -1: as many as fit
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # how many to keep; -1: as many as fit
+    truncation_side: Literal["left", "right"] | None = None  # right: keep the first ones, not the last ones
     prompt_logprobs: TopLogprobs | None = None
+    return_token_ids: bool | None = None  # of prompt and output
+    return_tokens_as_token_ids: bool | None = None  # logprobs name a token "token_id:N"
     use_beam_search: bool | None = None  # num_beams > 1 sets it too
-    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] | None = None
+    request_id: RequestId | None = None
+    rid: RequestId | None = None  # the same, SGLang's name
     user: str | None = None
 
     @property
@@ -197,20 +204,49 @@ def _is_not(*harmless: Any) -> Callable[[Any], bool]:
 
 # field: whether a value that is not null uses it
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
+    # OpenAI's
     "functions": _is_given,
     "function_call": _is_not("none"),
-    "prompt_embeds": _is_given,
     "suffix": bool,
     "modalities": _is_not(["text"]),
     "audio": bool,
+    "web_search_options": _is_given,
+    # vLLM's
+    "prompt_embeds": _is_given,
     "lora_request": _is_given,
-    "lora_path": _is_given,
-    "adapter_id": _is_given,
-    "return_token_ids": bool,
-    "return_tokens_as_token_ids": bool,
     "logprob_token_ids": bool,
     "kv_transfer_params": _is_given,
+    "ec_transfer_params": _is_given,
     "repetition_detection": _is_given,
+    "return_prompt_text": bool,
+    "vllm_xargs": bool,
+    # SGLang's
+    "lora_path": _is_given,
+    "stop_regex": bool,
+    "input_ids": _is_given,
+    "task": _is_given,
+    "session_params": bool,
+    "custom_logit_processor": _is_given,
+    "custom_params": bool,
+    "return_hidden_states": bool,
+    "return_routed_experts": bool,
+    "return_prompt_token_ids": bool,
+    "return_cached_tokens_details": bool,
+    "return_spec_tokens_details": bool,
+    "return_meta_info": bool,
+    "return_sampling_mask": bool,
+    "bootstrap_host": _is_given,
+    # LightLLM's and TGI's
+    "adapter_id": _is_given,
+    "role_settings": bool,
+    "character_settings": bool,
+    # llama.cpp's
+    "grammar": bool,
+    "repeat_penalty": _is_not(1),
+    "mirostat": bool,
+    "dry_multiplier": bool,
+    "xtc_probability": bool,
+    "dynatemp_range": bool,
 }
 
 
@@ -223,8 +259,6 @@ def refuse_unsupported(value: dict[str, Any]) -> None:
         _refuse_chat_fields(value)
     if value.get("chat_template") is not None:
         raise InvalidRequestError("chat_template: a request cannot set it", "chat_template")
-    if value.get("echo") is True and "messages" in value:
-        raise NotSupportedYetError("echo in a chat", "echo")
     if value.get("token_healing") is True and "messages" in value:
         raise NotSupportedYetError("token_healing in a chat", "token_healing")
 

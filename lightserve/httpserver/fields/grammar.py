@@ -38,8 +38,9 @@ async def requested_grammar(context: ServerContext, fields: HasGrammars) -> Gram
         raise InvalidRequestError(f"{given[1][0]}: does not combine with {name}", given[1][0])
     try:
         spec = make()
-        if len(spec.text) > MAX_GRAMMAR_LENGTH:
-            raise InvalidRequestError(f"the grammar has {len(spec.text)} characters; the limit is {MAX_GRAMMAR_LENGTH}")
+        length = max(len(spec.text), len(spec.before))
+        if length > MAX_GRAMMAR_LENGTH:
+            raise InvalidRequestError(f"the grammar has {length} characters; the limit is {MAX_GRAMMAR_LENGTH}")
         await context.grammars.check(context.tokenizer, spec)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{name}: {error}", name) from error

@@ -73,19 +73,25 @@ def build_prompt_requests(
 
 
 def _truncated(context: ServerContext, body: GenerationBody, ids: list[int]) -> list[int]:
-    """The last truncate_prompt_tokens tokens of a prompt."""
+    """The last truncate_prompt_tokens tokens of a prompt, or the first ones."""
     keep = body.truncate_prompt_tokens
     if keep is None:
         return ids
     if keep == -1:
         keep = max(1, context.manager.limits.max_req_total_len - (body.new_tokens or 1))
-    return ids[-keep:] if keep < len(ids) else ids
+    if keep >= len(ids):
+        return ids
+    return ids[:keep] if body.truncation_side == "right" else ids[-keep:]
 
 
 def _fields(context: ServerContext, body: GenerationBody) -> dict[str, Any]:
     """The generation parameters that the body sets or the model recommends, without max_new_tokens."""
     plain = {name: getattr(body, field) for field, name in PARAM_NAMES.items()}
     given = {name: value for name, value in plain.items() if value is not None}
+    if body.do_sample is False:
+        given["temperature"] = 0.0
+    if body.no_stop_trim:
+        given["include_stop"] = True
     if body.beam_width is None:  # a beam search takes no sampling parameters
         given = context.sampling_defaults.fill(given)
     seed = None if body.seed == -1 else body.seed

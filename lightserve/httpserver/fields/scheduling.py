@@ -14,6 +14,7 @@ class SchedulingFields(Body):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower goes first
     timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None  # seconds from arrival to the last token
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # prefixes are shared within a salt
+    extra_key: Annotated[str, Field(max_length=256)] | None = None  # SGLang's, besides the salt
     disable_prompt_cache: bool | None = None  # do not share prefixes
 
     @property
@@ -21,6 +22,6 @@ class SchedulingFields(Body):
         return SchedulingParams(
             priority=self.priority or 0,
             timeout_s=self.timeout,
-            cache_salt=self.cache_salt or "",
+            cache_salt="\0".join(filter(None, (self.cache_salt, self.extra_key))),
             use_cache=not self.disable_prompt_cache,
         )

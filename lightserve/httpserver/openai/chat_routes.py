@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +14,7 @@ from lightserve.httpserver.fields.generation import validate_supported
 from lightserve.httpserver.openai.beam_response import respond_with_beam_search
 from lightserve.httpserver.openai.logprobs import chat_logprobs
 from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
-from lightserve.httpserver.openai.response import EndpointFormat, ResponseSpec
+from lightserve.httpserver.openai.response import EndpointFormat, ResponseSpec, message_fields
 from lightserve.httpserver.openai.stream import respond
 from lightserve.httpserver.wire.body import openapi_body
 from lightserve.httpserver.wire.sse import OPENAPI_STREAM
@@ -22,12 +23,12 @@ CHAT = EndpointFormat(
     id_prefix="chatcmpl-",
     object_name="chat.completion",
     chunk_object_name="chat.completion.chunk",
-    text_fields=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
-    first=lambda echo: b'"delta":{"role":"assistant","content":""}',
+    text_fields=lambda text: {"message": message_fields(text)},
+    first=lambda echo: b'"delta":{"role":"assistant","content":%b}' % orjson.dumps(echo),
     before_text=b'"delta":{"content":',
     after_text=b"}",
     last=b'"delta":{"content":""}',
-    has_prompt_logprobs_in_choice=False,
+    has_prompt_fields_in_choice=False,
 )
 
 
@@ -45,10 +46,13 @@ def routes(context: ServerContext) -> APIRouter:
             request_id=chat.log.request_id,
             model=context.model_name,
             n=body.choices,
-            echoes=[""] * body.choices,
-            new_logprobs=None if k is None else lambda _: chat_logprobs(context.tokenizer, k),
+            echoes=[body.echoed_text] * body.choices,
+            new_logprobs=None
+            if k is None
+            else lambda _: chat_logprobs(context.tokenizer, k, bool(body.return_tokens_as_token_ids)),
             new_parser=None if chat.output.is_plain else chat.output.new_parser,
             prompt_logprobs=_prompt_logprobs(context, body, chat),
+            prompt_token_ids=[one.prompt_ids for one in chat.prompt_requests] if body.return_token_ids else (),
             is_prompt_only=body.is_prompt_only,
         )
         if body.beam_width is not None:

@@ -42,7 +42,7 @@ COMPLETION = EndpointFormat(
     before_text=b'"text":',
     after_text=b"",
     last=b'"text":""',
-    has_prompt_logprobs_in_choice=True,
+    has_prompt_fields_in_choice=True,
     keep_alive=KEEP_ALIVE,
 )
 
@@ -55,7 +55,7 @@ def routes(context: ServerContext) -> APIRouter:
         body = validate_supported(CompletionBody, await context.read(request))
         context.check_model(body.model)
         check_choices(context, len(body.prompt), body.beam_width or body.candidates)
-        log = context.log(request, body.request_id)
+        log = context.log(request, body.request_id or body.rid)
 
         prompts = [await _prompt_ids(context, body, prompt) for prompt in body.prompt]
         grammar = await requested_grammar(context, body)
@@ -63,6 +63,7 @@ def routes(context: ServerContext) -> APIRouter:
             context, body, prompts, _engine_logprobs(body), DEFAULT_NEW_TOKENS, grammar
         )
         echoes = [_echo(context, body, *pair) for pair in zip(body.prompt, prompt_requests, strict=True)]
+        shown_ids = [one.prompt_ids for one in prompt_requests] if body.return_token_ids else ()
         if body.token_healing:
             _check_healing(body)
             prompt_requests = [await heal(context, one) for one in prompt_requests]
@@ -77,6 +78,7 @@ def routes(context: ServerContext) -> APIRouter:
             hidden_chars=[one.params.text.hidden_chars for one in prompt_requests],
             new_logprobs=_new_logprobs(context, body),
             prompt_logprobs=_prompt_logprobs(context, body, prompt_requests, echoes),
+            prompt_token_ids=shown_ids,
             is_prompt_only=body.is_prompt_only,
         )
         if body.beam_width is not None:
@@ -95,12 +97,12 @@ async def _prompt_ids(context: ServerContext, body: CompletionBody, prompt: Prom
 
 
 def _echo(context: ServerContext, body: CompletionBody, prompt: Prompt, prompt_request: PromptRequest) -> str:
-    """The prompt as text, after truncation."""
+    """The prompt as text, after truncation, with its special tokens."""
     if not body.echo:
         return ""
     if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
         return prompt
-    return context.tokenizer.decode(prompt_request.prompt_ids, body.skip_special_tokens is not False)
+    return context.tokenizer.decode(prompt_request.prompt_ids, skip_special_tokens=False)
 
 
 def _check_healing(body: CompletionBody) -> None:
@@ -124,10 +126,12 @@ def _prompt_logprobs(
         return []
     tokenizer, field_k, echo_k = context.tokenizer, body.prompt_logprobs, body.echo_top_logprobs
     pairs = zip(prompt_requests, echoes, strict=True)
-    return [PromptLogprobsWriter(tokenizer, one.prompt_ids, echo, field_k, echo_k) for one, echo in pairs]
+    shows_ids = bool(body.return_tokens_as_token_ids)
+    return [PromptLogprobsWriter(tokenizer, one.prompt_ids, echo, field_k, echo_k, shows_ids) for one, echo in pairs]
 
 
 def _new_logprobs(context: ServerContext, body: CompletionBody) -> partial[CompletionLogprobs] | None:
     if body.logprobs is None:
         return None
-    return partial(CompletionLogprobs, context.tokenizer, body.logprobs, body.skip_special_tokens is not False)
+    skips_special, shows_ids = body.skip_special_tokens is not False, bool(body.return_tokens_as_token_ids)
+    return partial(CompletionLogprobs, context.tokenizer, body.logprobs, skips_special, shows_ids=shows_ids)

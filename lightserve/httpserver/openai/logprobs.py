@@ -30,12 +30,14 @@ def concatenated(parts: Iterable[Logprobs]) -> Logprobs | None:
     return whole
 
 
-def chat_logprobs(tokenizer: Tokenizer, k: int) -> TokenLogprobs:
+def chat_logprobs(tokenizer: Tokenizer, k: int, shows_ids: bool = False) -> TokenLogprobs:
+    """``shows_ids``: a token is shown by its id (return_tokens_as_token_ids)."""
     token_bytes = tokenizer.decoder.token_bytes
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = token_bytes(token_id)
-        return {"token": _as_text(data, ""), "logprob": finite_logprob(logprob), "bytes": list(data)}
+        text = _id_text(token_id) if shows_ids else _as_text(data, "")
+        return {"token": text, "logprob": finite_logprob(logprob), "bytes": list(data)}
 
     def of_token(out: StrOut) -> Logprobs:
         sampled = entry(out.token.id, _or_minus_inf(out.token.logprob))
@@ -48,8 +50,11 @@ def chat_logprobs(tokenizer: Tokenizer, k: int) -> TokenLogprobs:
 class CompletionLogprobs:
     """With the text offset of each token; a token inside a character has the offset of the character."""
 
-    def __init__(self, tokenizer: Tokenizer, k: int, skips_special: bool = True, offset: int = 0) -> None:
-        """``offset``: characters before the first token."""
+    def __init__(
+        self, tokenizer: Tokenizer, k: int, skips_special: bool = True, offset: int = 0, shows_ids: bool = False
+    ) -> None:
+        """``offset``: characters before the first token. ``shows_ids``: see chat_logprobs."""
+        self._shows_ids = shows_ids
         self._token_bytes = tokenizer.decoder.token_bytes
         self._k = k
         self._special = tokenizer.special_ids
@@ -77,8 +82,11 @@ class CompletionLogprobs:
         text = self._text(token_id)
         if logprob is None:
             return self._offset, None, text, None
-        shown = {self._text(other): finite_logprob(value) for other, value in islice(top, self._k)}
-        shown[text] = finite_logprob(logprob)  # OpenAI adds the sampled token to the alternatives
+        shown = {
+            text: finite_logprob(logprob)
+        }  # OpenAI adds the sampled token to the alternatives; vLLM writes it first
+        for other, value in islice(top, self._k):
+            shown.setdefault(self._text(other), finite_logprob(value))
         return self._offset, shown[text], text, shown
 
     def _shown_bytes(self, token_id: int, echo: str) -> bytes:
@@ -90,6 +98,8 @@ class CompletionLogprobs:
         return data[1:] if is_left_out else data
 
     def _text(self, token_id: int) -> str:
+        if self._shows_ids:
+            return _id_text(token_id)
         return _as_text(self._token_bytes(token_id), "bytes:")
 
     def _advance(self, data: bytes) -> None:
@@ -114,6 +124,10 @@ def _as_text(data: bytes, prefix: str) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return prefix + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _id_text(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _or_minus_inf(logprob: float | None) -> float:

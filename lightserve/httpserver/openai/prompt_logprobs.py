@@ -20,6 +20,7 @@ class PromptLogprobsWriter:
     echo: str = ""
     field_k: int | None = None  # alternatives in vLLM's field prompt_logprobs; None: not requested
     echo_k: int | None = None  # alternatives in the logprobs of an echoed prompt; None: not requested
+    shows_ids: bool = False  # in the logprobs of an echoed prompt: see chat_logprobs
 
     def field(self, packed: PromptLogprobs | None) -> list[JsonObject | None] | None:
         """vLLM's field: for each token but the first, the logprobs of the token and its alternatives by their ids."""
@@ -31,7 +32,7 @@ class PromptLogprobsWriter:
         """OpenAI's logprobs of the echo, which precede the logprobs of the output."""
         if self.echo_k is None:
             return None
-        return CompletionLogprobs(self.tokenizer, self.echo_k).of_prompt(
+        return CompletionLogprobs(self.tokenizer, self.echo_k, shows_ids=self.shows_ids).of_prompt(
             unpack_prompt_logprobs(self.prompt_ids, packed), self.echo
         )
 

@@ -35,7 +35,9 @@ class EndpointFormat:
     before_text: bytes  # around a piece of text
     after_text: bytes
     last: bytes  # a chunk without text
-    has_prompt_logprobs_in_choice: bool  # where vLLM writes prompt_logprobs; False: beside the choices
+    has_prompt_fields_in_choice: (
+        bool  # where vLLM writes prompt_logprobs and prompt_token_ids; False: beside the choices
+    )
     keep_alive: bytes = KEEP_ALIVE
 
 
@@ -52,8 +54,16 @@ class ResponseSpec:
     new_logprobs: Callable[[int], TokenLogprobs] | None = None  # for one choice, given the characters before its output
     new_parser: Callable[[], ChoiceParser] | None = None  # for one choice, where the output has reasoning or tool calls
     prompt_logprobs: Sequence[PromptLogprobsWriter] = ()  # by prompt, where they are requested
+    prompt_token_ids: Sequence[list[int]] = ()  # by prompt, where token ids are requested
     is_prompt_only: bool = False  # max_tokens is 0: the one token that the engine generates is not shown
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def has_token_fields(self) -> bool:
+        """A chunk of a stream has more than text, or not even that."""
+        return (
+            self.new_logprobs is not None or bool(self.prompt_token_ids or self.prompt_logprobs) or self.is_prompt_only
+        )
 
     def head(self, is_chunk: bool = False) -> JsonObject:
         kind = self.endpoint.chunk_object_name if is_chunk else self.endpoint.object_name
@@ -74,6 +84,12 @@ class ResponseSpec:
         """For the prompt of the shown choice with this index."""
         return self.prompt_logprobs[index // self.n] if self.prompt_logprobs else None
 
+    def prompt_fields(self, index: int, packed: PromptLogprobs | None) -> JsonObject:
+        """vLLM's fields about the prompt of the shown choice with this index; null where they are not requested."""
+        prompt = self.prompt_logprobs_of(index)
+        ids = self.prompt_token_ids[index // self.n] if self.prompt_token_ids else None
+        return {"prompt_logprobs": None if prompt is None else prompt.field(packed), "prompt_token_ids": ids}
+
 
 class Choice:
     """One output sequence, collected token by token."""
@@ -84,6 +100,7 @@ class Choice:
         self.finish: StrOut | None = None
         self.packed_prompt_logprobs: PromptLogprobs | None = None
         self.parser = parser
+        self.token_ids: list[int] = []  # without those of reasoning that the response leaves out
         self._is_prompt_only = is_prompt_only
         self._deltas: list[Delta] = []
         self._logprobs_of = logprobs_of
@@ -96,10 +113,11 @@ class Choice:
     def text(self) -> str:
         return "".join(self._texts)
 
-    @property
-    def message(self) -> JsonObject:
-        """The message, where the output is parsed."""
-        return message_of(merge_deltas(self._deltas))
+    def message(self, echo: str) -> JsonObject:
+        """The message, where the output is parsed; its content follows ``echo``."""
+        output = merge_deltas(self._deltas)
+        output.content = echo + output.content
+        return message_of(output)
 
     def logprobs(self, prompt: PromptLogprobsWriter | None) -> Logprobs | None:
         echoed = None if prompt is None else prompt.echoed(self.packed_prompt_logprobs)
@@ -120,8 +138,10 @@ class Choice:
             self._deltas += self.parser.push(out)
         self._total_logprob += out.token.logprob or 0.0
         self._n_tokens += 1
-        if self._logprobs_of is not None and not (self.parser and self.parser.is_hidden):
-            self._logprobs.append(self._logprobs_of(out))
+        if self.parser is None or not self.parser.is_hidden:
+            self.token_ids.append(out.token.id)
+            if self._logprobs_of is not None:
+                self._logprobs.append(self._logprobs_of(out))
         if out.finish_reason is not None:
             self.finish = out
 
@@ -150,28 +170,22 @@ def best_choices(choices: Sequence[Choice], candidates: int, n: int) -> Sequence
 def response_json(spec: ResponseSpec, choices: Sequence[Choice], log: AccessLog) -> JsonObject:
     written = [_choice_json(index, choice, spec) for index, choice in enumerate(choices)]
     usage = usage_fields(log, log.output_tokens, [choice.parser for choice in choices if choice.parser is not None])
-    is_in_choice = spec.endpoint.has_prompt_logprobs_in_choice
-    prompt = {} if is_in_choice else prompt_logprobs_field(spec, 0, choices[0].packed_prompt_logprobs)
+    is_in_choice = spec.endpoint.has_prompt_fields_in_choice
+    prompt = {} if is_in_choice else spec.prompt_fields(0, choices[0].packed_prompt_logprobs)
     return {**spec.head(), "choices": written, "system_fingerprint": FINGERPRINT, "usage": usage, **prompt}
 
 
 def _choice_json(index: int, choice: Choice, spec: ResponseSpec) -> JsonObject:
-    is_in_choice = spec.endpoint.has_prompt_logprobs_in_choice
+    is_in_choice = spec.endpoint.has_prompt_fields_in_choice
     if choice.parser is None:
         text = spec.endpoint.text_fields(spec.echoes[index] + choice.text)
     else:
-        text = {"message": choice.message}
-    prompt = prompt_logprobs_field(spec, index, choice.packed_prompt_logprobs) if is_in_choice else {}
+        text = {"message": choice.message(spec.echoes[index])}
+    prompt = spec.prompt_fields(index, choice.packed_prompt_logprobs) if is_in_choice else {}
     logprobs = choice.logprobs(spec.prompt_logprobs_of(index))
-    return {"index": index, **text, "logprobs": logprobs, **finish_fields(choice.finish, choice.parser), **prompt}
-
-
-def prompt_logprobs_field(spec: ResponseSpec, index: int, packed: PromptLogprobs | None) -> JsonObject:
-    """vLLM's field, where it is requested."""
-    prompt = spec.prompt_logprobs_of(index)
-    if prompt is None or prompt.field_k is None:
-        return {}
-    return {"prompt_logprobs": prompt.field(packed)}
+    ids = {"token_ids": choice.token_ids if spec.prompt_token_ids else None}
+    finish = finish_fields(choice.finish, choice.parser)
+    return {"index": index, **text, "logprobs": logprobs, **finish, **ids, **prompt}
 
 
 def prompt_only_end(out: StrOut) -> StrOut:
@@ -200,11 +214,20 @@ def usage_fields(log: AccessLog, output_tokens: int, parsers: Iterable[ChoicePar
     return usage
 
 
+def message_fields(content: str | None, reasoning: str | None = None) -> JsonObject:
+    """With null for no reasoning: the openai client has no attribute for a field that is left out."""
+    return {
+        "role": "assistant",
+        "content": content,
+        "refusal": None,
+        "reasoning_content": reasoning,
+        "reasoning": reasoning,
+    }
+
+
 def message_of(output: Output) -> JsonObject:
     content = output.content if output.content or not output.calls else None
-    message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
-    if output.reasoning:
-        message |= {"reasoning_content": output.reasoning, "reasoning": output.reasoning}
+    message = message_fields(content, output.reasoning or None)
     if output.calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -227,8 +227,8 @@ Items = Annotated[
 
 
 def encode_reasoning(text: str) -> str:
-    """``encrypted_content`` of a reasoning item. It is opaque, not secret: Codex drops the text of an item, but sends
-    this back, and without the text the prefix cache could not match the turn."""
+    """``encrypted_content`` of a reasoning item. It is opaque, not secret. A client that sends nothing else of the item
+    back keeps the reasoning, and with it the match in the prefix cache."""
     return REASONING_PREFIX + base64.b64encode(text.encode(errors="surrogatepass")).decode()
 
 

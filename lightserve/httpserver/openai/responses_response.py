@@ -66,6 +66,7 @@ class ResponsesResponse(PartsResponse):
         self._head = _head(spec)
         self._n_events = 0
         self._delta_head = self._delta_tail = b""
+        self._has_other_deltas = False  # the deltas of the open part have more than their text, or another text
         self._inputs: dict[int, CustomToolInput] = {}  # of custom tools, by the index of the part
         self._open_input: CustomToolInput | None = None
         self._unsent_logprobs: list[JsonObject] = []  # of tokens whose text has not been sent
@@ -117,6 +118,7 @@ class ResponsesResponse(PartsResponse):
             self._unsent_logprobs.clear()
         if self._is_custom(part):
             self._open_input = self._inputs[part.index] = CustomToolInput()
+        self._has_other_deltas = self._open_input is not None or self._spec.logprobs_of is not None
         self._prepare_deltas(part)
         added = self._event("response.output_item.added", output_index=part.index, item=self._item(part, "in_progress"))
         if part.kind is PartKind.CALL:
@@ -124,14 +126,11 @@ class ResponsesResponse(PartsResponse):
         return [added, self._event("response.content_part.added", **self._item_ref(part), part=_content(part, "", []))]
 
     def delta_event(self, part: Part, text: str) -> bytes:
-        if self._open_input is not None:
-            text = self._open_input.push(text)
-            if not text:
-                return b""
-        if self._spec.logprobs_of is not None:
-            return self._delta_with_logprobs(part, text)
-        self._n_events += 1
-        return b"%b%b%b%d}\n\n" % (self._delta_head, orjson.dumps(text), self._delta_tail, self._n_events - 1)
+        if self._has_other_deltas:
+            return self._other_delta_event(part, text)
+        number = self._n_events
+        self._n_events = number + 1
+        return b"%b%b%b%d}\n\n" % (self._delta_head, orjson.dumps(text), self._delta_tail, number)
 
     def on_part_end(self, part: Part) -> Events:
         events: Events = []
@@ -168,13 +167,18 @@ class ResponsesResponse(PartsResponse):
         self._delta_head, tail = split_event(event)
         self._delta_tail = tail.removesuffix(b"0}\n\n")
 
-    def _delta_with_logprobs(self, part: Part, text: str) -> bytes:
-        """With the logprobs of all tokens since the last delta: one may have waited for the rest of a character."""
-        new, self._unsent_logprobs = self._unsent_logprobs, []
+    def _other_delta_event(self, part: Part, text: str) -> bytes:
+        """Of the input of a custom tool, or with the logprobs of all tokens since the last delta: one may have waited
+        for the rest of a character."""
         tail = self._delta_tail
-        if part.kind is PartKind.TEXT:
+        if self._open_input is not None:
+            text = self._open_input.push(text)
+        elif part.kind is PartKind.TEXT:
+            new, self._unsent_logprobs = self._unsent_logprobs, []
             self._logprobs.setdefault(part.index, []).extend(new)
             tail = b',"logprobs":%b,"sequence_number":' % orjson.dumps(new)
+        if not text:
+            return b""
         self._n_events += 1
         return b"%b%b%b%d}\n\n" % (self._delta_head, orjson.dumps(text), tail, self._n_events - 1)
 

@@ -19,7 +19,6 @@ from lightserve.httpserver.openai.response import (
     ResponseSpec,
     collect_response,
     finish_fields,
-    prompt_logprobs_field,
     prompt_only_end,
     usage_fields,
 )
@@ -61,10 +60,10 @@ class ChunkWriter(EventWriter):
         self._log = log
         self._has_usage = has_usage
         self._has_continuous_usage = has_continuous_usage
-        # a chunk has more than text, or not even that
-        self._has_extras = has_continuous_usage or spec.new_logprobs is not None or spec.is_prompt_only
+        self._has_extras = has_continuous_usage or spec.has_token_fields  # a chunk has more than text
         self._n_written = 0  # tokens, counted for continuous usage only
         self._unopened = set(indices)
+        self._first_fields: dict[int, JsonObject] = {}  # by choice: of its first token, where there is no opening chunk
         self._logprobs_of = [spec.logprobs_of(index // spec.n) for index in indices]
         self._parsers = [spec.new_parser() for _ in indices] if spec.new_parser is not None else None
         head = b"data: " + orjson.dumps(spec.head(is_chunk=True))[:-1] + b',"choices":[{"index":'
@@ -104,21 +103,23 @@ class ChunkWriter(EventWriter):
         return self._spec.endpoint.keep_alive
 
     def _open(self, index: int, out: StrOut) -> bytes:
-        """The first chunk of a choice, with the logprobs of its prompt."""
+        """The first chunk of a choice, with what is requested about its prompt."""
         spec, endpoint = self._spec, self._spec.endpoint
         self._unopened.discard(index)
         first = endpoint.first(spec.echoes[index])
+        found = spec.prompt_fields(index, out.token.prompt_logprobs)
+        of_prompt = {name: value for name, value in found.items() if value is not None}
+        if not endpoint.has_prompt_fields_in_choice:
+            top_level = b"," + orjson.dumps(of_prompt)[1:-1] if of_prompt and index == 0 else b""
+            return self._chunk(index, first, top_level)
+        if not first:
+            self._first_fields[index] = of_prompt
+            return b""
+        if spec.prompt_token_ids:
+            of_prompt["token_ids"] = []
         prompt = spec.prompt_logprobs_of(index)
-        if prompt is None:
-            return self._chunk(index, first) if first else b""
-        first = first or endpoint.last
-        echoed = prompt.echoed(out.token.prompt_logprobs)
-        fields: JsonObject = {} if echoed is None else {"logprobs": echoed}
-        of_prompt = prompt_logprobs_field(spec, index, out.token.prompt_logprobs)
-        if endpoint.has_prompt_logprobs_in_choice:
-            return self._chunk(index, first, **fields, **of_prompt)
-        top_level = b"," + orjson.dumps(of_prompt)[1:-1] if of_prompt and index == 0 else b""
-        return self._chunk(index, first, top_level, **fields)
+        echoed = None if prompt is None else prompt.echoed(out.token.prompt_logprobs)
+        return self._chunk(index, first, logprobs=echoed, **of_prompt)
 
     def _delta_chunk(self, index: int, delta: Delta) -> tuple[bytes, ...]:
         """A chunk in pieces; only the text of the delta is encoded."""
@@ -137,7 +138,8 @@ class ChunkWriter(EventWriter):
     def _chunks_with_extras(self, index: int, out: StrOut) -> list[bytes]:
         """One chunk for every delta of a token: the first has the token's logprobs, the last its finish reason."""
         if self._spec.is_prompt_only:
-            return [self._chunk(index, self._spec.endpoint.last, **finish_fields(prompt_only_end(out)))]
+            fields = finish_fields(prompt_only_end(out)) | self._first_fields.pop(index, {})
+            return [self._chunk(index, self._spec.endpoint.last, **fields)]
         self._n_written += self._has_continuous_usage
         parser = None if self._parsers is None else self._parsers[index]
         deltas = self._text_delta(out) if parser is None else [_delta_bytes(delta) for delta in parser.push(out)]
@@ -145,11 +147,12 @@ class ChunkWriter(EventWriter):
         last = {} if out.finish_reason is None else finish_fields(out, parser)
         if not deltas and (first or last):
             deltas = [self._spec.endpoint.last]
-        fields: list[JsonObject] = [{} for _ in deltas]
-        for place, found in ((0, first), (-1, last)):
-            if found:
-                fields[place] |= found
-        return [self._chunk(index, delta, **given) for delta, given in zip(deltas, fields, strict=True)]
+        if not deltas:
+            return []
+        fields_of: list[JsonObject] = [{} for _ in deltas]
+        fields_of[0] |= first
+        fields_of[-1] |= last
+        return [self._chunk(index, delta, **fields) for delta, fields in zip(deltas, fields_of, strict=True)]
 
     def _text_delta(self, out: StrOut) -> list[bytes]:
         endpoint = self._spec.endpoint
@@ -157,8 +160,13 @@ class ChunkWriter(EventWriter):
 
     def _token_fields(self, index: int, out: StrOut, is_hidden: bool) -> JsonObject:
         """What a choice says about its token besides the text."""
+        fields = self._first_fields.pop(index, {})
         logprobs_of = self._logprobs_of[index]
-        return {} if logprobs_of is None or is_hidden else {"logprobs": logprobs_of(out)}
+        if logprobs_of is not None and not is_hidden:
+            fields["logprobs"] = logprobs_of(out)
+        if self._spec.prompt_token_ids and not is_hidden:
+            fields["token_ids"] = [out.token.id]
+        return fields
 
     def _chunk(self, index: int, text: bytes, top_level: bytes = b"", **fields: Any) -> bytes:
         """``text`` and ``fields`` belong to the choice, ``top_level`` goes next to the choices."""

@@ -92,9 +92,10 @@ def _without_references(schema: dict[str, Any]) -> Any:
 
 
 def _check_media_type(content_type: str | None) -> None:
-    kind, _, rest = (content_type or "").lower().partition(";")
-    charset = rest.partition("charset=")[2].strip().strip('"')
-    if kind.strip() != "application/json" or charset not in ("", "utf-8", "utf8"):
+    kind, *params = (content_type or "").lower().split(";")
+    pairs = [param.partition("=") for param in params]
+    charsets = {value.strip().strip('"') for name, _, value in pairs if name.strip() == "charset"}
+    if kind.strip() != "application/json" or not charsets <= {"utf-8", "utf8"}:
         raise MediaTypeError("the body must be application/json in UTF-8; set the header Content-Type")
 
 

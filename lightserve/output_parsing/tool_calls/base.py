@@ -39,6 +39,7 @@ class ToolFormat:
     call_begins: tuple[str, ...] = ()  # the markers that begin a call or a section of calls
     markers: tuple[str, ...] = ()  # may be special tokens of the model; the parser must see them nevertheless
     call_template: CallTemplate | None = None  # None if the arguments are not JSON
+    loose_call: tuple[str, str] = ("", "")  # then: what a call begins and ends with
     new_id: NewId = call_id
 
 

@@ -104,6 +104,7 @@ FUNCTION_GEMMA = ToolFormat(
     template_markers=("<start_function_call>",),
     call_begins=("<start_function_call>",),
     markers=("<start_function_call>", "<end_function_call>", "<escape>"),
+    loose_call=("<start_function_call>call:", "<end_function_call>"),
 )
 GEMMA4 = ToolFormat(
     "gemma4",
@@ -111,4 +112,5 @@ GEMMA4 = ToolFormat(
     template_markers=("<|tool_call>call:",),
     call_begins=("<|tool_call>",),
     markers=("<|tool_call>", "<tool_call|>", '<|"|>'),
+    loose_call=("<|tool_call>call:", "<tool_call|>"),
 )

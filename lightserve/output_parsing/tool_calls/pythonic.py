@@ -166,6 +166,7 @@ PYTHONIC = ToolFormat(
     template_markers=("[func_name1(",),
     call_begins=(START,),
     markers=(START, END),
+    loose_call=("[", ")]"),
 )
 LFM2 = ToolFormat(
     "lfm2",
@@ -173,6 +174,7 @@ LFM2 = ToolFormat(
     template_markers=("<|tool_call_start|>", "<|tool_list_start|>", '"List of tools: ["'),
     call_begins=("<|tool_call_start|>",),
     markers=("<|tool_call_start|>", "<|tool_call_end|>"),
+    loose_call=("<|tool_call_start|>", "<|tool_call_end|>"),
 )
 OLMO3 = ToolFormat(
     "olmo3",
@@ -180,4 +182,5 @@ OLMO3 = ToolFormat(
     template_markers=("<function_calls>",),
     call_begins=("<function_calls>",),
     markers=("<function_calls>", "</function_calls>"),
+    loose_call=("<function_calls>", "</function_calls>"),
 )

@@ -168,7 +168,8 @@ def _type_name(value: Any) -> str:
 
 def _tagged(name: str, tags: Tags, template_markers: tuple[str, ...], *markers: str) -> ToolFormat:
     begins = (tags.begin, tags.before_name) if tags.after_call else (tags.begin,)
-    return ToolFormat(name, tags.parse, template_markers, begins, (tags.begin, tags.end, *markers))
+    own = (tags.begin, tags.end, *markers)
+    return ToolFormat(name, tags.parse, template_markers, begins, own, loose_call=(tags.begin, tags.end))
 
 
 _FUNCTION = ("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>")

@@ -155,7 +155,7 @@ def test_a_real_model_works_through_a_session(tmp_path: Path) -> None:
     """Shortened for a CPU. The model is forced to call a tool in all turns but the last two."""
     tools = [tool for tool in TOOLS if tool["name"] in ("Bash", "Read", "Edit")]
     flags = ("--model_dir", str(TOOL_MODEL), "--model_name", "coder", "--max_total_token_num", "8192")
-    agent = ClaudeCode("coder", SYSTEM_PROMPT[:1500], tools)
+    agent = ClaudeCode("coder", SYSTEM_PROMPT[:300], tools)
     agent.begin("The file /repo/a.py says x = 1. Run `cat /repo/a.py`, then change x to 2 with Edit.")
     choices: list[Json] = [{"type": "tool", "name": name} for name in ("Bash", "Read", "Edit", "Bash")]
     choices += [{"type": "auto"}, {"type": "none"}]
@@ -163,7 +163,7 @@ def test_a_real_model_works_through_a_session(tmp_path: Path) -> None:
 
     with running_server(tmp_path / "log", *flags) as server:
         for choice in choices:
-            body = agent.request() | {"tool_choice": choice, "max_tokens": 96, "temperature": 0}
+            body = agent.request() | {"tool_choice": choice, "max_tokens": 64, "temperature": 0}
             message = agent.add_reply(stream(server.url + PATH, body, **HEADERS))
 
             usage = message["usage"]

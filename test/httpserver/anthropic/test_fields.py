@@ -9,6 +9,7 @@ import anthropic
 import pytest
 from pydantic import BaseModel
 
+from lightserve.httpserver.wire.sse import EventStream
 from lightserve.io_struct import FinishReason
 from test.httpserver.anthropic.test_messages import SHOW, USER, client_of, create, post
 from test.httpserver.chat.tool_chats import WEATHER, prompt
@@ -176,3 +177,25 @@ def test_tokens_are_counted_with_every_kind_of_block(server: Server) -> None:
 
     assert counted.json() == {"input_tokens": len(server.engine.received[-1].prompt_ids)}
     assert len(prompt(server)["messages"]) == 7
+
+
+def test_a_stream_that_waits_sends_pings_which_the_client_ignores(
+    server: Server, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EventStream, "keep_alive_s", 0.01)
+    server.engine.script = rows("Hel", "lo")
+    server.hold()
+    body = {"messages": [USER], "max_tokens": 64, "stream": True}
+    names = []
+    with server.http.stream("POST", "/v1/messages", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("event: "):
+                names.append(line.removeprefix("event: "))
+            if names.count("ping") == 3:
+                server.release()
+
+    assert names.count("ping") >= 3
+    assert next(name for name in names if name != "ping") == "message_start"
+    assert names[-1] == "message_stop"
+    with client.messages.stream(model="tiny", max_tokens=64, messages=[USER]) as stream:
+        assert stream.get_final_text() == "Hello"

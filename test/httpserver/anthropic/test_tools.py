@@ -115,6 +115,14 @@ def test_a_deferred_tool_is_left_out_until_a_search_finds_it(server: Server) -> 
     assert [(block["name"], block["input"]) for block in response["content"]] == [("later", {"city": "Paris"})]
 
 
+def test_a_definition_is_shown_once_however_often_a_search_finds_it(server: Server) -> None:
+    create(server, tools=[*TOOLS, LATER], messages=[*FOUND, *FOUND])
+
+    results = [one["content"] for one in prompt(server)["messages"] if one["role"] == "tool"]
+    assert results[0].startswith("The tool later is available now:")
+    assert results[1] == "The tool later is available."
+
+
 def test_a_tool_that_is_not_deferred_is_only_named_by_its_reference(server: Server) -> None:
     create(server, tools=[*TOOLS, LATER | {"defer_loading": False}], messages=FOUND)
 
@@ -200,3 +208,25 @@ def test_the_tool_runner_of_the_client_calls_a_tool(server: Server) -> None:
 def final_call(server: Server) -> str:
     call: str = prompt(server)["messages"][1]["tool_calls"][0]["id"]
     return call
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+def test_a_value_that_is_nested_too_deeply_is_refused(server: Server) -> None:
+    found = {"type": "web_search_tool_result", "tool_use_id": "1", "content": nested(300)}
+    bodies: list[tuple[str, Any]] = [
+        ("messages", {"messages": [{"role": "assistant", "content": [found]}]}),
+        ("tools", {"tools": [TOOLS[0] | {"input_examples": [nested(300)]}]}),
+        ("tools", {"tools": [*TOOLS, LATER | {"input_schema": nested(300)}], "messages": FOUND}),
+    ]
+
+    for param, body in bodies:
+        response = post(server, **body)
+
+        assert response.status_code == 400, body
+        assert response.json()["error"]["message"].startswith(f"{param}: a value is nested too deeply")

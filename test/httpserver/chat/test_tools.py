@@ -92,7 +92,7 @@ def whole_choices(response: dict[str, Any]) -> dict[int, dict[str, Any]]:
         assert message.get("reasoning") == message.get("reasoning_content")
         choices[choice["index"]] = {
             "content": message["content"] or "",
-            "reasoning": message.get("reasoning", ""),
+            "reasoning": message["reasoning"] or "",
             "calls": [[function["name"], function["arguments"]] for function in functions],
             "logprobs": (choice["logprobs"] or {"content": []})["content"],
             "finish_reason": choice["finish_reason"],
@@ -136,8 +136,41 @@ def test_content_is_null_where_there_are_calls_only(server: Server) -> None:
 
     message = server.chat(tools=TOOLS).json()["choices"][0]["message"]
 
-    assert list(message) == ["role", "content", "refusal", "tool_calls"]
+    assert list(message) == ["role", "content", "refusal", "reasoning_content", "reasoning", "tool_calls"]
     assert message["content"] is None
+
+
+BY_NAME = {"function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "weather",
+        BY_NAME,
+        BY_NAME | {"type": None},
+        BY_NAME | {"type": "function"},
+        {"type": "function", "name": "weather"},
+    ],
+    ids=str,
+)
+def test_a_tool_may_be_forced_by_its_bare_name_or_without_a_type(server: Server, choice: Any) -> None:
+    server.engine.script = pieces(tagged(call("weather", PARIS)))
+
+    whole = server.chat(tools=TOOLS, tool_choice=choice).json()
+
+    assert [one["function"]["name"] for one in whole["choices"][0]["message"]["tool_calls"]] == ["weather"]
+    grammar = server.engine.received[-1].params.sampling.grammar
+    assert grammar is not None
+    assert "weather" in grammar.text
+
+
+def test_the_type_of_a_tool_may_be_left_out(server: Server) -> None:
+    server.engine.script = pieces(tagged(call("now", "{}")))
+
+    whole = server.chat(tools=[{"function": {"name": "now"}}]).json()
+
+    assert whole["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "now"
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -373,11 +406,88 @@ def test_auto_forces_nothing(server: Server) -> None:
     assert server.engine.received[-1].params.sampling.grammar is None
 
 
-def test_a_forced_call_does_not_combine_with_another_grammar(server: Server) -> None:
-    error = server.chat(tools=TOOLS, tool_choice="required", response_format={"type": "json_object"}).json()["error"]
+# tools and structured output
 
-    assert error["param"] == "tool_choice"
-    assert "response_format" in error["message"]
+SCHEMA = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+STRICT = [TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
+
+
+@pytest.mark.parametrize("fields", [{}, {"chat_template_kwargs": {"begins_thinking": True}}])
+def test_the_model_calls_a_tool_or_answers_in_the_schema(server: Server, fields: dict[str, Any]) -> None:
+    before = "Hm.\n</think>\n\n" if fields else ""
+    calls = TWO_CALLS.removeprefix("Let me see.\n")
+
+    server.engine.script = pieces(before + calls)
+    called = server.chat(tools=TOOLS, response_format=FORMAT, **fields).json()["choices"][0]
+    server.engine.script = pieces(before + '{"rain": true}')
+    answered = server.chat(tools=TOOLS, response_format=FORMAT, **fields).json()["choices"][0]
+
+    assert called["finish_reason"] == "tool_calls"
+    assert len(called["message"]["tool_calls"]) == 2
+    assert (answered["finish_reason"], answered["message"]["content"]) == ("stop", '{"rain": true}')
+    for text in (calls, '{"rain": true}', "<think>Hm.</think>" + calls):
+        assert is_allowed(server, before + text) is not (bool(fields) and text.startswith("<think>"))
+    for text in ("It rains.", '{"rain": 1}', TWO_CALLS, '{"rain": true}' + calls):
+        assert not is_allowed(server, before + text)
+
+
+def test_parallel_tool_calls_false_allows_one_call_or_an_answer(server: Server) -> None:
+    server.chat(tools=TOOLS, response_format=FORMAT, parallel_tool_calls=False)
+
+    assert is_allowed(server, tagged(call("now", "{}")))
+    assert is_allowed(server, '{"rain": true}')
+    assert not is_allowed(server, TWO_CALLS.removeprefix("Let me see.\n"))
+
+
+def test_a_forced_call_is_the_whole_output_and_the_format_of_the_answer_has_no_effect(server: Server) -> None:
+    server.chat(tools=TOOLS, tool_choice="required", response_format=FORMAT)
+
+    assert is_allowed(server, tagged(call("now", "{}")))
+    assert not is_allowed(server, '{"rain": true}')
+
+
+def test_a_malformed_format_is_refused_with_forced_calls_too(server: Server) -> None:
+    error = server.chat(tools=TOOLS, tool_choice="required", response_format={"type": "json_schema"}).json()["error"]
+
+    assert "json_schema.schema" in error["message"]
+
+
+def test_two_grammars_of_the_answer_are_refused_with_tools_too(server: Server) -> None:
+    error = server.chat(tools=TOOLS, response_format=FORMAT, guided_choice=["a"]).json()["error"]
+
+    assert "does not combine" in error["message"]
+
+
+def test_the_arguments_of_a_strict_tool_follow_its_schema(server: Server) -> None:
+    server.chat(tools=STRICT)
+
+    assert is_allowed(server, "Hello")
+    assert is_allowed(server, TWO_CALLS)
+    assert is_allowed(server, "<think>Hm.</think>" + TWO_CALLS)
+    assert is_allowed(server, tagged(call("now", '{"any": [1]}')))  # this tool is not strict
+    assert not is_allowed(server, tagged(call("weather", '{"city": 5}')))
+    assert not is_allowed(server, tagged(call("then", "{}")))
+
+
+def test_a_strict_schema_that_no_grammar_can_express_is_refused(server: Server) -> None:
+    function = {"name": "f", "strict": True, "parameters": {"type": "nothing"}}
+
+    error = server.chat(tools=[{"type": "function", "function": function}]).json()["error"]
+
+    assert error["param"] == "tools"
+    assert "nothing" in error["message"]
+
+
+def test_strict_tools_in_a_format_without_a_grammar_are_accepted(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with named(tmp_path_factory, "qwen3_coder") as server:
+        assert server.chat(tools=STRICT).status_code == 200
+        assert server.engine.received[-1].params.sampling.grammar is None
+        server.chat(tools=STRICT, response_format=FORMAT)
+
+    assert is_allowed(server, '{"rain": true}')
+    assert is_allowed(server, "<tool_call>\n<function=now>\n</function>\n</tool_call>")
+    assert not is_allowed(server, "It rains.")
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -449,7 +559,13 @@ def test_include_reasoning_false_leaves_out_reasoning_and_its_logprobs(server: S
     response = server.chat(include_reasoning=False, logprobs=True).json()
 
     [choice] = response["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "It is 4.", "refusal": None}
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "It is 4.",
+        "refusal": None,
+        "reasoning_content": None,
+        "reasoning": None,
+    }
     assert len(choice["logprobs"]["content"]) == 3
     assert response["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
 

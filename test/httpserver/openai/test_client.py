@@ -147,6 +147,49 @@ def test_echo_puts_the_prompt_before_the_output(server: Server, prompt: Any, is_
     assert texts == ["Once uponHello 😀"] * 2
 
 
+def test_an_echo_keeps_the_special_tokens_of_the_prompt(server: Server) -> None:
+    ids = smol().encode("<|im_start|>user\nHi<|im_end|>")
+
+    response = server.openai.completions.create(model="tiny", prompt=ids, echo=True)
+
+    assert response.choices[0].text == "<|im_start|>user\nHi<|im_end|>Hello 😀"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("last", "shown"), [("assistant", "So: "), ("user", "")])
+def test_a_chat_may_echo_the_message_that_it_continues(server: Server, is_stream: bool, last: str, shown: str) -> None:
+    messages: Any = [*MESSAGES, {"role": last, "content": "So: "}]
+    fields = {"echo": True, "continue_final_message": True, "add_generation_prompt": False}
+
+    response: Any = server.openai.chat.completions.create(
+        model="tiny", messages=messages, stream=is_stream, extra_body=fields
+    )
+
+    whole = response if is_stream else [response]
+    texts = [choice.delta.content if is_stream else choice.message.content for one in whole for choice in one.choices]
+    assert "".join(texts) == f"{shown}Hello 😀"
+
+
+def test_sglangs_and_lightllms_names_of_fields_have_an_effect(server: Server) -> None:
+    fields = {"no_stop_trim": True, "do_sample": False, "rid": "mine-7", "extra_key": "tenant", "cache_salt": "s"}
+
+    response = server.complete(**fields)
+
+    req = server.engine.received[0]
+    assert response.headers["x-request-id"] == "mine-7"
+    assert req.params == GenerationParams.of(max_new_tokens=16, include_stop=True, temperature=0.0)
+    assert req.scheduling.cache_salt not in ("", "s", "tenant")
+
+
+@pytest.mark.parametrize(("side", "kept"), [(None, slice(-3, None)), ("left", slice(-3, None)), ("right", slice(3))])
+def test_a_prompt_is_truncated_on_the_requested_side(server: Server, side: str | None, kept: slice) -> None:
+    ids = list(range(100, 110))
+
+    server.complete(prompt=ids, truncate_prompt_tokens=3, truncation_side=side)
+
+    assert server.engine.received[0].prompt_ids == ids[kept]
+
+
 def test_best_of_returns_the_most_likely_by_mean_logprob(server: Server) -> None:
     by_seed = {1: [-3.0], 2: [-2.0, -0.1], 3: [-1.2, -1.2, -1.2], 4: [-9.0, -9.0]}  # means -3, -1.05, -1.2, -9
 

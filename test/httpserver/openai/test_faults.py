@@ -71,6 +71,13 @@ def test_a_body_of_another_content_type_is_refused(server: Server, media_type: s
     assert response.status_code == 415
 
 
+@pytest.mark.parametrize("rest", ["; charset=utf-8; foo=bar", ';foo=bar; Charset="UTF-8"', "; foo=charset=utf-16", ";"])
+def test_a_content_type_may_have_further_parameters(server: Server, rest: str) -> None:
+    headers = {"Content-Type": "application/json" + rest}
+
+    assert server.http.post(COMPLETE, content=b'{"prompt": "x"}', headers=headers).status_code == 200
+
+
 class Bad(NamedTuple):
     path: str
     fields: dict[str, Any]
@@ -154,7 +161,7 @@ BAD: list[Bad] = [
     *chat("tools", {"tools": []}, {"tools": "f"}, tools("f", "f"), tools(*(f"f{i}" for i in range(1000))), tools("f")),
     *chat("tools.0.function.name", tools("two words"), tools(""), tools("f" * 129), tools(5)),
     *chat("tools.0.function", {"tools": [{"type": "function"}]}),
-    *chat("tools.0.type", {"tools": [{"function": {"name": "f"}}]}, {"tools": [{"type": "web_search"}]}),
+    *chat("tools.0.type", {"tools": [{"type": "web_search"}]}),
     *chat("tools.0.function.parameters", {"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}),
     *chat("tool_choice", *(tools("f") | {"tool_choice": choice} for choice in ("any", 5, {"type": "function"}))),
     *chat("tool_choice", tools("f") | {"tool_choice": {"type": "function", "function": {"name": "g"}}}),
@@ -181,6 +188,15 @@ BAD: list[Bad] = [
     *everywhere("guided_grammar", "root ::= (", "start: x", "(" * 10_000, "x" * 300_000),
     *everywhere("prompt_logprobs", -1, 21, True, "5"),
     *later("suffix", "end"),
+    *later("stop_regex", "a+"),
+    *later("custom_logit_processor", "x"),
+    *later("return_hidden_states", True, "last"),
+    *later("return_prompt_text", True),
+    *later("web_search_options", {}),
+    *later("role_settings", {"user": "a"}),
+    *later("grammar", 'root ::= "a"'),
+    *later("mirostat", 2),
+    *later("repeat_penalty", 1.1),
     *later("modalities", ["text", "audio"]),
     *later("lora_request", {"name": "a"}),
     *later("adapter_id", "a"),
@@ -204,7 +220,10 @@ BAD: list[Bad] = [
     *chat("continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),
     *chat("chat_template_kwargs", {"chat_template_kwargs": "x"}),
     *chat("max_tokens", {"max_tokens": 0}),
-    *chat("echo", {"echo": True}, code="not_supported"),
+    *chat("echo", {"echo": "yes"}),
+    *chat("tool_choice", tools("f") | {"tool_choice": "g"}, {"tool_choice": {"function": {}}}, {"tool_choice": 5}),
+    *everywhere("truncation_side", "both", 1),
+    *everywhere("return_token_ids", "yes", 1),
     *prompts("", [], [[]], [""], ["a", ""], None, 5, True, {"a": 1}),
     *prompts(
         [1, "a"],
@@ -256,6 +275,8 @@ def test_a_bad_field_is_refused_by_name_before_a_request_reaches_the_engine(serv
 
 
 FINE: list[tuple[str, dict[str, Any]]] = [
+    *((path, {"repeat_penalty": 1.0, "stop_regex": [], "return_meta_info": False}) for path in (CHAT, COMPLETE)),
+    *((path, {"session_id": "a", "stream_interval": 4, "media_io_kwargs": {}}) for path in (CHAT, COMPLETE)),
     *((path, {"temperature": value}) for path in (CHAT, COMPLETE) for value in (0, -0.0, 1e-9, 2)),
     *((path, {"tool_choice": "none", "function_call": "none"}) for path in (CHAT, COMPLETE)),
     *((path, {"response_format": {"type": "text"}, "modalities": ["text"]}) for path in (CHAT, COMPLETE)),

@@ -79,7 +79,7 @@ def test_an_echo_has_the_logprobs_of_prompt_and_output_together(server: Server) 
     assert [choice["text"][begin:] for begin in logprobs["text_offset"]] == [
         "".join([*TOKENS, *OUTPUT][i:]) for i in range(6)
     ]
-    assert "prompt_logprobs" not in choice
+    assert choice["prompt_logprobs"] is None
     assert server.engine.received[-1].params.sampling.prompt_logprobs == 1
 
 
@@ -174,7 +174,7 @@ def test_a_stream_without_an_echo_begins_with_the_prompt_logprobs(server: Server
 
     assert first["choices"][0] | {"prompt_logprobs": None} == {
         "index": 0,
-        "text": "",
+        "text": OUTPUT[0],
         "logprobs": None,
         "finish_reason": None,
         "prompt_logprobs": None,

@@ -7,6 +7,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import openai
+import pydantic
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -249,6 +251,26 @@ def test_included_logprobs_need_no_alternatives(server: Server) -> None:
 
     [one] = response["output"][0]["content"][0]["logprobs"]
     assert one["top_logprobs"] == []
+
+
+class City(pydantic.BaseModel):
+    name: str
+
+
+def test_the_client_parses_a_schema(server: Server) -> None:
+    server.engine.script = rows('{"name": ', '"Paris"}')
+
+    response = server.openai.responses.parse(model="tiny", input="Hi", text_format=City)
+
+    assert response.output_parsed == City(name="Paris")
+    grammar = server.engine.received[-1].params.sampling.grammar
+    assert grammar is not None
+    assert grammar.kind == "json_schema"
+
+
+def test_a_background_response_is_refused_in_clear_words(server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="background is not supported yet"):
+        server.openai.responses.create(model="tiny", input="Hi", background=True)
 
 
 def test_a_websocket_is_declined_with_the_status_that_codex_knows(server: Server) -> None:

@@ -165,7 +165,7 @@ def test_reasoning_of_another_server_is_its_summary(server: Server) -> None:
 
 
 def test_reasoning_comes_back_as_encrypted_content(server: Server) -> None:
-    """Codex sends reasoning back without its text."""
+    """A client may send it back without the text."""
     server.engine.script = rows(ALL)
     response = create(server, include=["reasoning.encrypted_content"], tools=TOOLS)
     server.engine.script = rows("Hi")

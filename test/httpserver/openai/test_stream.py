@@ -115,9 +115,26 @@ def test_the_fields_of_a_chat_response_are_in_openais_order(server: Server) -> N
 
     response = server.chat().json()
 
-    assert list(response) == ["id", "object", "created", "model", "choices", "system_fingerprint", "usage"]
-    assert list(response["choices"][0]) == ["index", "message", "logprobs", "finish_reason", "stop_reason"]
-    assert response["choices"][0]["message"] == {"role": "assistant", "content": "Hi", "refusal": None}
+    of_openai = ["id", "object", "created", "model", "choices", "system_fingerprint", "usage"]
+    assert list(response) == [*of_openai, "prompt_logprobs", "prompt_token_ids"]
+    assert list(response["choices"][0]) == ["index", "message", "logprobs", "finish_reason", "stop_reason", "token_ids"]
+    no_reasoning = {"reasoning_content": None, "reasoning": None}
+    assert response["choices"][0]["message"] == {"role": "assistant", "content": "Hi", "refusal": None, **no_reasoning}
+
+
+@pytest.mark.parametrize("fields", [{}, {"return_token_ids": False}], ids=str)
+def test_fields_that_are_not_requested_are_null(server: Server, fields: dict[str, Any]) -> None:
+    server.engine.script = rows("Hi")
+
+    chat: Any = server.openai.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "Hi"}], extra_body=fields
+    )
+    completion: Any = server.openai.completions.create(model="tiny", prompt="x", extra_body=fields)
+
+    assert (chat.prompt_logprobs, chat.prompt_token_ids, chat.choices[0].token_ids) == (None, None, None)
+    assert chat.choices[0].message.reasoning_content is chat.choices[0].message.reasoning is None
+    choice = completion.choices[0]
+    assert (choice.prompt_logprobs, choice.prompt_token_ids, choice.token_ids) == (None, None, None)
 
 
 def test_every_choice_of_a_stream_begins_with_its_role_and_ends_once(server: Server) -> None:
