@@ -41,7 +41,7 @@ class MessagesResponse(PartsResponse):
         self._delta_head, self._delta_tail = split_event(delta)
         return [{"type": "content_block_start", "index": part.index, "content_block": _block(part, "")}]
 
-    def delta_event(self, part: Part, text: str) -> bytes:
+    def delta_event(self, text: str) -> bytes:
         return self._delta_head + orjson.dumps(text) + self._delta_tail
 
     def on_part_end(self, part: Part) -> Events:

@@ -43,6 +43,7 @@ _KINDS: dict[type[Delta], PartKind] = {
     Reasoning: PartKind.REASONING,
     CallArguments: PartKind.CALL,
 }
+_DELTAS = {kind: delta for delta, kind in _KINDS.items()}
 
 
 @dataclass(slots=True)
@@ -72,6 +73,8 @@ class PartsResponse(EventWriter, ABC):
         self.parts: list[Part] = []
         self.finish: StrOut | None = None
         self._open: Part | None = None
+        self._open_type: type[Delta] | None = None  # of the deltas of the open part
+        self._pieces: list[str] = []  # of the open part
         self._has_begun = False
 
     @property
@@ -93,7 +96,7 @@ class PartsResponse(EventWriter, ABC):
     def on_part_start(self, part: Part) -> Events: ...
 
     @abstractmethod
-    def delta_event(self, part: Part, text: str) -> bytes:
+    def delta_event(self, text: str) -> bytes:
         """The encoded event of more text of the open part. ``on_part_start`` prepares what is the same in all of them:
         see ``split_event``. It is called for nearly every token."""
 
@@ -110,17 +113,16 @@ class PartsResponse(EventWriter, ABC):
         """The tokens as named server-sent events."""
         events = [] if self._has_begun else encoded(self.on_start())
         self._has_begun = True
+        push = self.parser.push
         for _, out in outs:
-            for delta in self.parser.push(out):
-                if isinstance(delta, CallStart):
-                    self._start(Part(len(self.parts), PartKind.CALL, delta.id, delta.name), events)
-                    continue
-                part, kind = self._open, _KINDS[type(delta)]
-                if part is None or part.kind is not kind:  # the arguments of a call always follow its start
-                    part = Part(len(self.parts), kind)
-                    self._start(part, events)
-                part.pieces.append(delta.text)
-                events.append(self.delta_event(part, delta.text))
+            for delta in push(out):
+                if type(delta) is not self._open_type:
+                    self._open_part(delta, events)
+                    if isinstance(delta, CallStart):
+                        continue
+                text: str = delta.text  # type: ignore[union-attr]  # a CallStart is never of the open type
+                self._pieces.append(text)
+                events.append(self.delta_event(text))
             if out.finish_reason is not None:
                 self.finish = out
                 self._end_part(events)
@@ -132,14 +134,19 @@ class PartsResponse(EventWriter, ABC):
     def error(self, error: LightserveError, request_id: str) -> bytes:
         return b"".join(encoded(self.on_error(error, request_id)))
 
-    def _start(self, part: Part, events: list[bytes]) -> None:
+    def _open_part(self, delta: Delta, events: list[bytes]) -> None:
+        """Start the part that a delta belongs to. The arguments of a call always follow its start."""
         self._end_part(events)
-        self._open = part
+        if isinstance(delta, CallStart):
+            part = Part(len(self.parts), PartKind.CALL, delta.id, delta.name)
+        else:
+            part = Part(len(self.parts), _KINDS[type(delta)])
+        self._open, self._pieces, self._open_type = part, part.pieces, _DELTAS[part.kind]
         self.parts.append(part)
         events += encoded(self.on_part_start(part))
 
     def _end_part(self, events: list[bytes]) -> None:
-        part, self._open = self._open, None
+        part, self._open, self._open_type = self._open, None, None
         if part is not None:
             part.is_complete = not self.is_truncated
             events += encoded(self.on_part_end(part))

@@ -125,9 +125,9 @@ class ResponsesResponse(PartsResponse):
             return [added]
         return [added, self._event("response.content_part.added", **self._item_ref(part), part=_content(part, "", []))]
 
-    def delta_event(self, part: Part, text: str) -> bytes:
+    def delta_event(self, text: str) -> bytes:
         if self._has_other_deltas:
-            return self._other_delta_event(part, text)
+            return self._other_delta_event(self.parts[-1], text)
         number = self._n_events
         self._n_events = number + 1
         return b"%b%b%b%d}\n\n" % (self._delta_head, orjson.dumps(text), self._delta_tail, number)

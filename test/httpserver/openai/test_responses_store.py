@@ -216,7 +216,7 @@ def test_a_response_belongs_to_the_key_that_made_it(tmp_path: Path) -> None:
         assert server.http.post(f"/v1/responses/{made['id']}/cancel", headers=second).status_code == 404
         assert server.http.post("/v1/responses", json=follow, headers=first).status_code == 200
 
-        third, fourth = ({"x-api-key": key.encode()} for key in ("drïtter", "viérter"))
+        third, fourth = ({b"x-api-key": key.encode()} for key in ("drïtter", "viérter"))
         made = server.http.post("/v1/responses", json={"input": "Hi"}, headers=third).json()
         assert server.http.get(f"/v1/responses/{made['id']}", headers=third).status_code == 200
         assert server.http.get(f"/v1/responses/{made['id']}", headers=fourth).status_code == 404
