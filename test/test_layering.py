@@ -103,6 +103,7 @@ LAYERS: dict[str, set[str]] = {
         "httpserver.fields",
         "httpserver.tgi",
         "io_struct",
+        "model_files",
         "utils",
     },
     "httpserver": {"config", "io_struct", "model_files", "utils"},

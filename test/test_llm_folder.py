@@ -122,7 +122,7 @@ def test_the_kv_pool_of_a_gpu_comes_from_its_free_memory(folder: Path) -> None:
 def test_a_call_without_params_uses_the_sampling_parameters_of_the_model(hf: Any, tmp_path: Path) -> None:
     hf.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": False, "repetition_penalty": 1.3}))
-    options = {"device": "cpu", "data_type": "float32", "max_total_token_num": 512, "load_format": "auto"}
+    options: dict[str, Any] = {"device": "cpu", "data_type": "float32", "max_total_token_num": 512}
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(131)}, unk_token="w0"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     llm, plain = LLM(str(tmp_path), **options), LLM(str(tmp_path), generation_config="none", **options)

@@ -114,7 +114,7 @@ async def cost_us(case: Case, tokenizer: Tokenizer, tokens: int) -> float:
     """Microseconds of CPU time per token."""
     engine = _Engine()
     manager = HttpServerManager(0, cast(Sender[ToRouter], engine), cast(Receiver[ToHttpserver], engine))
-    manager.engine_ready(EngineReady(CONTEXT_LEN, CONTEXT_LEN, tokenizer.num_ids, 1, 0.0))
+    manager.engine_ready(EngineReady(CONTEXT_LEN, CONTEXT_LEN, tokenizer.num_ids, pipeline_depth=1))
     app = build_app(ServerContext(case.config, "model", manager, tokenizer))
     words = [*case.around[:1], *itertools.islice(itertools.cycle(WORDS), tokens), *case.around[1:]]
     running = asyncio.create_task(manager.run())

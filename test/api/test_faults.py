@@ -287,7 +287,7 @@ BAD_MESSAGES: list[Any] = [
     HI * 10_000,
     [{}] * 2048,
     [{"content": "Hi"}],
-    [{"role": "hacker", "content": "Hi"}],
+    [{"role": "two words", "content": "Hi"}],
     [{"role": "x" * 1_000_000, "content": "Hi"}],
     [{"role": None, "content": "Hi"}],
     [{"role": "user", "content": None}],

@@ -110,9 +110,14 @@ def ints(values: list[int], device: str, dtype: torch.dtype = torch.int32) -> Te
 
 
 def with_alibi(args: tuple[*Ts, ops.AttnOptions], slopes: Tensor | None) -> tuple[*Ts, ops.AttnOptions]:
-    """Arguments of an attention op, whose last one is its options, with these slopes."""
+    """Arguments of an attention op with these slopes."""
+    return with_options(args, alibi_slopes=slopes)
+
+
+def with_options(args: tuple[*Ts, ops.AttnOptions], **changes: Any) -> tuple[*Ts, ops.AttnOptions]:
+    """Arguments of an attention op, whose last one is its options, with these options."""
     *others, options = args
-    return cast("tuple[*Ts, ops.AttnOptions]", (*others, replace(options, alibi_slopes=slopes)))
+    return cast("tuple[*Ts, ops.AttnOptions]", (*others, replace(options, **changes)))
 
 
 def alibi_slopes(heads: int, device: str) -> Tensor:

@@ -26,7 +26,15 @@ from lightserve.common.compile.server import AbsentGpu
 from lightserve.common.device.profile import KIB, gpu_profile
 from lightserve.common.triton_kernel import batch_invariant, linear, norm_linear
 from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
-from test.ops.cases import ARGS, FLOATS, attention_args, context_attention_args, share_prefixes, with_alibi
+from test.ops.cases import (
+    ARGS,
+    FLOATS,
+    attention_args,
+    context_attention_args,
+    share_prefixes,
+    with_alibi,
+    with_options,
+)
 
 BACKENDS = ("triton", ops.batch_invariant("triton"))
 HEAD_DIMS = (80, 128, 256)  # padded, the usual, and large; ARGS holds 64
@@ -92,17 +100,22 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
 
 def compile_attention_options(dtype: torch.dtype, dim: int) -> None:
     sinks = torch.ones(8)
-    for changes in ({"window": 100}, {"softcap": 30.0}, {"window": 100, "softcap": 30.0, "sinks": sinks}):
+    options_of_layers: list[dict[str, Any]] = [
+        {"window": 100},
+        {"softcap": 30.0},
+        {"window": 100, "softcap": 30.0, "sinks": sinks},
+    ]
+    for changes in options_of_layers:
         for backend in BACKENDS:
-            *args, options = context_attention_args([(700, 1), (800, 9)], (8, 2), dim, dtype, "cpu")
-            ops.context_attention.impls[backend](*args, replace(options, **changes))
-            *args, options = attention_args([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
-            ops.token_attention.impls[backend](*args, replace(options, **changes))
+            context = context_attention_args([(700, 1), (800, 9)], (8, 2), dim, dtype, "cpu")
+            ops.context_attention.impls[backend](*with_options(context, **changes))
+            decode = attention_args([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
+            ops.token_attention.impls[backend](*with_options(decode, **changes))
     q, cache, batch, options = attention_args([(700, 1), (800, 1)], (8, 2), dim, dtype, "cpu")
     batch, options = share_prefixes(cache, batch, [(0, 2, 600)]), replace(options, softcap=30.0, sinks=sinks)
     ops.token_attention.impls["triton"](q, cache, batch, options)
-    *args, options = context_attention_args([(0, 9)], (8, 2), dim, dtype, "cpu")
-    ops.context_attention.impls["triton"](*args, replace(options, causal=False))
+    context = context_attention_args([(0, 9)], (8, 2), dim, dtype, "cpu")
+    ops.context_attention.impls["triton"](*with_options(context, causal=False))
 
 
 def compile_linear(dtype: torch.dtype) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -41,10 +42,11 @@ def reasoning_parser() -> OutputParser:
     return OutputParser(parser.parse, DeltaWriter(TOOLS))
 
 
-OUTPUTS: dict[str, Callable[[int], None]] = {
-    name: lambda count, name=name: parse(new_parser(name), long_value(name, count))  # type: ignore[misc]
-    for name in TOOL_FORMATS_BY_NAME
-} | {
+def parse_call(name: str, count: int) -> None:
+    parse(new_parser(name), long_value(name, count))
+
+
+OUTPUTS: dict[str, Callable[[int], None]] = {name: partial(parse_call, name) for name in TOOL_FORMATS_BY_NAME} | {
     "content": lambda count: parse(new_parser("hermes"), tokens(count)),
     "white space": lambda count: parse(new_parser("hermes"), ["\n"] * count),
     "partial markers": lambda count: parse(new_parser("hermes"), ["<tool", "_cal"] * (count // 2)),

@@ -139,6 +139,12 @@ FOLDERS: dict[str, tuple[Damage, str, str]] = {
     "tied perhaps": (setting("config.json", tie_word_embeddings="no"), "config.json", "wanted true or false"),
     "end token is text": (setting("config.json", eos_token_id="end"), "config.json", "eos_token_id is 'end', not an"),
     "generation config": (write("generation_config.json", "{"), "generation_config.json", "not readable as JSON"),
+    "sampling default": (setting("generation_config.json", top_p=7), "", "generation_config.json: top_p: Expected"),
+    "second template": (
+        setting("tokenizer_config.json", chat_template=[{"name": "a"}]),
+        "tokenizer_config",
+        "not a str",
+    ),
     "no tokenizer": (without("tokenizer.json"), "", "no tokenizer.json; create one with"),
     "tokenizer is empty": (write("tokenizer.json", ""), "tokenizer.json", "not readable as a tokenizer"),
     "tokenizer is cut short": (cut("tokenizer.json", 100), "tokenizer.json", "not readable as a tokenizer"),

@@ -53,10 +53,14 @@ def test_the_directory_of_a_crashed_server_is_removed_at_the_next_start(base: Pa
     with_kernels = left_by_a_crash(base, "of a user without a home")
     (with_kernels / "triton" / "abc").mkdir(parents=True)
     (with_kernels / "triton" / "abc" / "kernel.cubin").write_text("")
+    with_responses = left_by_a_crash(base, "with stored responses")
+    (with_responses / "responses").mkdir()
+    (with_responses / "responses" / "responses.sqlite").write_text("")
 
     with run_directory():
         assert not left.exists()
         assert not with_kernels.exists()
+        assert not with_responses.exists()
 
 
 def test_the_directory_of_a_running_server_is_kept(base: Path) -> None:

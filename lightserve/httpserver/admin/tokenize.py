@@ -9,7 +9,7 @@ import orjson
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.httpserver.chat.prompt import chat_prompt
@@ -20,6 +20,7 @@ from lightserve.httpserver.fields.inputs import refuse_media
 from lightserve.httpserver.tgi.errors import tgi_error_response
 from lightserve.httpserver.wire.body import Body, openapi_body, validate
 from lightserve.httpserver.wire.json_response import json_response
+from lightserve.model_files.details import UNKNOWN
 
 MAX_TOKENS = 1_000_000  # of one request, which takes about a second
 TOKENS_PER_CALL = 1_000  # tokens written in one call, so that other threads can run in between
@@ -82,7 +83,7 @@ def routes(context: ServerContext) -> APIRouter:
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         """The settings of the tokenizer, as vLLM has them."""
-        return json_response(_tokenizer_info(context))
+        return JSONResponse(_tokenizer_info(context))  # its integers may be longer than 64 bits
 
     @router.post("/detokenize", openapi_extra=openapi_body(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
@@ -142,11 +143,15 @@ async def _chat_tokenize(context: ServerContext, value: dict[str, Any]) -> bytes
 
 
 def _tokenizer_info(context: ServerContext) -> dict[str, Any]:
+    """What tokenizer_config.json says; special tokens as texts, and the chat template that is used."""
     tokenizer = context.tokenizer
-    special = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-    given = {} if context.details is None else context.details.tokenizer_config
-    chat_template = tokenizer.chat_template or given.get("chat_template")
-    return {"tokenizer_class": None, **special, **given, "chat_template": chat_template}
+    given = {"tokenizer_class": UNKNOWN} if context.details is None else context.details.tokenizer_config
+    used = {
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "chat_template": tokenizer.chat_template,
+    }
+    return {**given, **{name: value for name, value in used.items() if value is not None}}
 
 
 async def _tokenize_as_tgi(context: ServerContext, value: dict[str, Any]) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -64,18 +64,6 @@ def translate_chat(model: type[C], fields: Mapping[str, Any], extra: Mapping[str
     shared = {name: value for name, value in (extra or {}).items() if name in EXTRA_FIELDS}
     given = {name: value for name, value in fields.items() if value is not None}
     return validate_supported(model, {**shared, **given})
-
-
-def tools_of_type(known: str) -> Callable[[Any], Any]:
-    """Refuses tools of any other type: providers run those themselves."""
-
-    def check(value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind != known:
-            raise NotSupportedYetError(f"a tool of type {kind[:100]!r}", "tools")
-        return value
-
-    return check
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,5 +30,6 @@ def fill_tokens(tokenizer: Tokenizer) -> FillTokens | None:
 def fill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> str:
     tokens = fill_tokens(tokenizer)
     if tokens is None:
-        raise InvalidRequestError("suffix: the model has no tokens to fill in the middle of a text", "suffix")
+        found = "suffix: the model does not support insert: it has no tokens for the middle of a text"
+        raise InvalidRequestError(found, "suffix")
     return f"{tokens.before_prefix}{prefix}{tokens.before_suffix}{suffix}{tokens.before_middle}"

@@ -172,6 +172,8 @@ def refuse_unsupported(body: GenerateRequest | ChatRequest) -> None:
         raise NotSupportedYetError("an image", "images")
     if body.template:
         raise InvalidRequestError("template: a request cannot set it; use raw: true with a whole prompt", "template")
+    if body.system and (body.raw or body.suffix):
+        raise InvalidRequestError("system: does not combine with raw or suffix, which use no chat template", "system")
 
 
 def _messages(messages: list[Message]) -> list[JsonObject]:

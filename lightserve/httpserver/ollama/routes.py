@@ -75,9 +75,12 @@ def routes(context: ServerContext) -> APIRouter:
 
 
 def _check(context: ServerContext, body: GenerationRequest) -> str:
-    name = check_name(context, body.model)
-    if body.think and output_formats(context).reasoning is None:
+    """The name of the model. Clients know the words "does not support thinking" and "... tools"."""
+    name, formats = check_name(context, body.model), output_formats(context)
+    if body.think and formats.reasoning is None:
         raise InvalidRequestError(f"think: {name!r} does not support thinking (--reasoning_parser)", "think")
+    if isinstance(body, ChatRequest) and body.tools and formats.tools is None:
+        raise InvalidRequestError(f"tools: {name!r} does not support tools (--tool_call_parser)", "tools")
     return name
 
 

@@ -37,13 +37,14 @@ PATH = "/v1/responses"
 
 def routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
-    store = ResponseStore(context.run_dir, context.config)
+    config = context.config
+    store = ResponseStore(context.run_dir, config.response_store_size, config.response_store_bytes)
 
     @router.post(PATH, responses=OPENAPI_STREAM, openapi_extra=openapi_body(ResponsesBody))
     async def responses(request: Request) -> Response:
         value = await context.read(request)
         echoed = dict(value)
-        owner = owner_of(request, context.config)
+        owner = owner_of(request, context)
         body = await with_history(store, owner, value, validate_responses(value))
         translation = translate_responses(body)
         chat = await prepare_chat(context, request, translation.chat, body.logprobs)

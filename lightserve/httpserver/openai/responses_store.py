@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 from starlette.requests import Request
 
-from lightserve.config import HttpConfig
+from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.utils.logger import init_logger
 
@@ -55,10 +55,10 @@ class StoredResponse:
 class ResponseStore:
     """Its methods run SQLite in a thread. ``owner`` is the caller's: see owner_of."""
 
-    def __init__(self, run_dir: str | None, config: HttpConfig) -> None:
+    def __init__(self, run_dir: str | None, max_count: int, max_bytes: int) -> None:
         self._path = None if run_dir is None else Path(run_dir) / FOLDER / "responses.sqlite"
-        self._max_count = config.response_store_size
-        self._max_bytes = config.response_store_bytes
+        self._max_count = max_count
+        self._max_bytes = max_bytes
         self._connection: sqlite3.Connection | None = None
         self._lock = threading.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -136,11 +136,11 @@ class ResponseStore:
         return self._connection
 
 
-def owner_of(request: Request, config: HttpConfig) -> str:
+def owner_of(request: Request, context: ServerContext) -> str:
     """A digest of the API key that the request has; without keys all clients are one owner."""
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
     given = [request.headers.get("x-api-key", ""), bearer.strip() if scheme.lower() == "bearer" else ""]
-    for known in (*config.api_key, *config.admin_key):
-        if any(hmac.compare_digest(known.encode(), key.encode()) for key in given):
+    for known in (*context.config.api_key, *context.config.admin_key):
+        if any(hmac.compare_digest(known.encode(), key.encode("latin-1")) for key in given):
             return hashlib.sha256(known.encode()).hexdigest()
     return ""

@@ -23,7 +23,7 @@ MAX_POLLS = 500  # a cancelled response ends after two messages between processe
 
 def add_stored_routes(router: APIRouter, context: ServerContext, store: ResponseStore) -> None:
     async def stored(request: Request, response_id: str) -> StoredResponse:
-        found = await store.get(owner_of(request, context.config), response_id)
+        found = await store.get(owner_of(request, context), response_id)
         if found is None:
             raise ResponseNotFoundError(response_id)
         return found
@@ -38,7 +38,7 @@ def add_stored_routes(router: APIRouter, context: ServerContext, store: Response
     @router.delete(PATH)
     async def delete_response(request: Request, response_id: str) -> Response:
         """Delete a stored response."""
-        if not await store.delete(owner_of(request, context.config), response_id):
+        if not await store.delete(owner_of(request, context), response_id):
             raise ResponseNotFoundError(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 

@@ -54,6 +54,7 @@ async def read_json(request: Request, max_bytes: int, checks_type: bool = True) 
     """The body as a JSON object. ``checks_type``: the header Content-Type must say so."""
     if checks_type:
         _check_media_type(request.headers.get("content-type"))
+    _check_encoding(request.headers.get("content-encoding"))
     raw = await _read(request, max_bytes)
     return _parse(raw) if len(raw) <= LARGE_BODY else await asyncio.to_thread(_parse, raw)
 
@@ -97,6 +98,11 @@ def _check_media_type(content_type: str | None) -> None:
     charsets = {value.strip().strip('"') for name, _, value in pairs if name.strip() == "charset"}
     if kind.strip() != "application/json" or not charsets <= {"utf-8", "utf8"}:
         raise MediaTypeError("the body must be application/json in UTF-8; set the header Content-Type")
+
+
+def _check_encoding(encoding: str | None) -> None:
+    if encoding is not None and encoding.strip().lower() not in ("", "identity"):
+        raise MediaTypeError(f"the body must not be compressed; Content-Encoding is {encoding[:100]!r}")
 
 
 def _parse(raw: bytes) -> dict[str, Any]:

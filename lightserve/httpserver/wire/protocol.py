@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from functools import partial
+from typing import Any
 
 import httptools
 import orjson
@@ -74,8 +75,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if len(self.url) + sum([len(name) + len(value) + HEADER_COST for name, value in self.headers]) > MAX_HEAD_BYTES:
             raise _too_large()
+        before = self.cycle
         super().on_headers_complete()
-        self.cycle.send = partial(_send, self.cycle, self.cycle.send)  # type: ignore[method-assign]
+        if self.cycle is not before:  # else the head offers an upgrade, and is parsed again
+            cycle: Any = self.cycle
+            cycle.send = partial(_send, cycle, cycle.send)
 
     def on_body(self, body: bytes) -> None:
         self._gathered_bytes = 0

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -231,7 +232,7 @@ def test_several_requests_are_aborted_at_once(tmp_path: Path, monkeypatch: pytes
     assert aborted == ["a", "7"]
 
 
-BAD_ABORTS = (
+BAD_ABORTS: tuple[Any, ...] = (
     {},
     {"rid": ""},
     {"rid": []},

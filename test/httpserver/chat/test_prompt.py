@@ -10,6 +10,8 @@ import pytest
 
 from lightserve.config import HttpConfig
 from lightserve.errors import ServerError
+from lightserve.httpserver.chat.request import ChatBody
+from lightserve.httpserver.wire.body import validate
 from test.httpserver.openai_server import Server, rows, running, with_template
 from test.real_model import smollm2_tokenizer as smol
 
@@ -231,6 +233,23 @@ def test_top_level_fields_turn_thinking_on_and_off(
     found = shown(showing, USER, **fields)
 
     assert (found["thinks"], found["old"], found["effort"]) == (thinks, thinks, effort)
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget", "includes"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 64}}, 64, None),
+        ({"reasoning": {"max_tokens": 32, "exclude": True}}, 32, False),
+        ({"thinking": {"type": "enabled", "budget_tokens": 64}, "thinking_token_budget": 8}, 8, None),
+        ({"reasoning": {"exclude": True}, "include_reasoning": True}, None, True),
+    ],
+)
+def test_the_parts_of_thinking_and_reasoning_are_other_names_of_fields(
+    fields: dict[str, Any], budget: int | None, includes: bool | None
+) -> None:
+    body = validate(ChatBody, {"messages": [USER], **fields})
+
+    assert (body.thinking_token_budget, body.include_reasoning) == (budget, includes)
 
 
 def test_documents_reach_a_template_that_takes_them(showing: Server) -> None:

@@ -353,7 +353,7 @@ def test_a_model_that_does_not_think_or_call_refuses_both(tmp_path_factory: pyte
         quiet = chat(plain, think=False, stream=False)
 
     assert thinks == (400, "think: 'tiny' does not support thinking (--reasoning_parser)")
-    assert calls[0] == 400
+    assert calls == (400, "tools: 'tiny' does not support tools (--tool_call_parser)")
     assert whole(quiet)["message"]["content"] == "Hello"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -69,6 +70,16 @@ def test_a_body_of_another_content_type_is_refused(server: Server, media_type: s
     response = server.http.post(COMPLETE, content=b'{"prompt": "x"}', headers=headers)
 
     assert response.status_code == 415
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd", "gzip, br"])
+def test_a_compressed_body_is_refused_in_clear_words(server: Server, encoding: str) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+
+    response = server.http.post("/v1/responses", content=gzip.compress(b"{}"), headers=headers)
+
+    assert response.status_code == 415
+    assert repr(encoding) in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("rest", ["; charset=utf-8; foo=bar", ';foo=bar; Charset="UTF-8"', "; foo=charset=utf-16", ";"])

@@ -202,7 +202,7 @@ def test_a_failed_response_is_stored_as_failed(server: Server) -> None:
 
 
 def test_a_response_belongs_to_the_key_that_made_it(tmp_path: Path) -> None:
-    config = HttpConfig(api_key=["first", "second"])
+    config = HttpConfig(api_key=["first", "second", "drïtter", "viérter"])
     with running(tmp_path, with_template(SHOW), config) as server:
         first, second = {"Authorization": "Bearer first"}, {"x-api-key": "second"}
         made = server.http.post("/v1/responses", json={"input": "Hi"}, headers=first).json()
@@ -216,6 +216,11 @@ def test_a_response_belongs_to_the_key_that_made_it(tmp_path: Path) -> None:
         assert server.http.post(f"/v1/responses/{made['id']}/cancel", headers=second).status_code == 404
         assert server.http.post("/v1/responses", json=follow, headers=first).status_code == 200
 
+        third, fourth = ({"x-api-key": key.encode()} for key in ("drïtter", "viérter"))
+        made = server.http.post("/v1/responses", json={"input": "Hi"}, headers=third).json()
+        assert server.http.get(f"/v1/responses/{made['id']}", headers=third).status_code == 200
+        assert server.http.get(f"/v1/responses/{made['id']}", headers=fourth).status_code == 404
+
 
 @pytest.mark.parametrize("config", [HttpConfig(response_store_size=0), HttpConfig(response_store_bytes=0)])
 def test_the_store_can_be_turned_off(tmp_path: Path, config: HttpConfig) -> None:
@@ -225,6 +230,10 @@ def test_the_store_can_be_turned_off(tmp_path: Path, config: HttpConfig) -> None
         assert made["store"] is False
         assert get(server, made["id"]).status_code == 404
         assert not (tmp_path / "responses").exists()
+
+
+def new_store(run_dir: Path, max_count: int = 1000, max_bytes: int = 2**20) -> ResponseStore:
+    return ResponseStore(str(run_dir), max_count, max_bytes)
 
 
 def response(name: str, text: str = "") -> dict[str, Any]:
@@ -237,7 +246,7 @@ async def names(store: ResponseStore) -> list[str]:
 
 def test_the_oldest_responses_make_room_by_number(tmp_path: Path) -> None:
     async def run() -> None:
-        store = ResponseStore(str(tmp_path), HttpConfig(response_store_size=3))
+        store = new_store(tmp_path, max_count=3)
 
         for name in "abcde":
             await store.add("", response(name), [])
@@ -249,7 +258,7 @@ def test_the_oldest_responses_make_room_by_number(tmp_path: Path) -> None:
 
 def test_the_oldest_responses_make_room_by_bytes(tmp_path: Path) -> None:
     async def run() -> None:
-        store = ResponseStore(str(tmp_path), HttpConfig(response_store_bytes=1000))
+        store = new_store(tmp_path, max_bytes=1000)
 
         for name in "abc":
             await store.add("", response(name, "x" * 300), [])
@@ -263,7 +272,7 @@ def test_the_oldest_responses_make_room_by_bytes(tmp_path: Path) -> None:
 
 def test_two_processes_share_the_store(tmp_path: Path) -> None:
     async def run() -> None:
-        first, second = (ResponseStore(str(tmp_path), HttpConfig()) for _ in range(2))
+        first, second = (new_store(tmp_path) for _ in range(2))
 
         await first.add("owner", response("a"), [{"role": "user", "content": "Hi"}])
         found = await second.get("owner", "a")
@@ -283,7 +292,7 @@ def test_two_processes_share_the_store(tmp_path: Path) -> None:
 
 def test_a_deleted_response_does_not_come_back(tmp_path: Path) -> None:
     async def run() -> None:
-        store = ResponseStore(str(tmp_path), HttpConfig())
+        store = new_store(tmp_path)
         await store.add("", response("a"), [])
         await store.delete("", "a")
 
@@ -297,7 +306,7 @@ def test_a_deleted_response_does_not_come_back(tmp_path: Path) -> None:
 def test_a_response_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         (tmp_path / "responses").write_text("a file where the folder should be")
-        store = ResponseStore(str(tmp_path), HttpConfig())
+        store = new_store(tmp_path)
 
         await store.add("", response("a"), [])
 

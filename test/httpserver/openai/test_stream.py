@@ -164,7 +164,13 @@ class Deltas:
 @pytest.mark.parametrize("finish", [None, FinishReason.STOP])
 @pytest.mark.parametrize("has_usage", [False, True])
 def test_a_chunk_from_a_prepared_head_is_the_json_of_its_delta(finish: FinishReason | None, has_usage: bool) -> None:
-    deltas = [Content('é"\n'), Reasoning("\\x"), CallStart(1, "call-7", "f"), CallArguments(1, '{"a": "'), Content("")]
+    deltas: list[Delta] = [
+        Content('é"\n'),
+        Reasoning("\\x"),
+        CallStart(1, "call-7", "f"),
+        CallArguments(1, '{"a": "'),
+        Content(""),
+    ]
     new_parser: Any = lambda: Deltas(*deltas)  # noqa: E731
     spec = ResponseSpec(CHAT, "r", "m", n=2, echoes=["", ""], new_parser=new_parser, created=7)
     writer = ChunkWriter(spec, AccessLog("r", "/", is_written=False), has_usage, has_continuous_usage=False)
