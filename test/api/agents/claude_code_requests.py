@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import Any
+
+from pydantic_core import from_json
 
 Json = dict[str, Any]
 
@@ -199,4 +200,4 @@ def _add_delta(block: Json, delta: Json) -> None:
 
 def _whole(block: Json) -> Json:
     partial = block.pop("partial")
-    return block | ({"input": json.loads(partial or "{}")} if block["type"] == "tool_use" else {})
+    return block | ({"input": from_json(partial or "{}", allow_partial=True)} if block["type"] == "tool_use" else {})
