@@ -25,7 +25,7 @@ from lightserve.httpserver.lightllm import request as lightllm_request
 from lightserve.httpserver.lightllm.request import LightllmBody, LightllmParameters
 from lightserve.httpserver.ollama.request import ChatRequest, GenerateRequest, Options
 from lightserve.httpserver.openai.completions_request import CompletionBody
-from lightserve.httpserver.openai.responses_request import ResponsesBody
+from lightserve.httpserver.openai.responses.request import ResponsesBody
 from lightserve.httpserver.tgi.request import TgiBody, TgiParameters
 from lightserve.httpserver.wire.body import Body, validate
 from lightserve.models.registry import MODELS

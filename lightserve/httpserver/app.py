@@ -12,7 +12,8 @@ from lightserve.httpserver.anthropic import errors as anthropic_errors, routes a
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.generate import routes as generate_routes
 from lightserve.httpserver.ollama import errors as ollama_errors, routes as ollama_routes
-from lightserve.httpserver.openai import chat_routes, completions_routes, responses_routes
+from lightserve.httpserver.openai import chat_routes, completions_routes
+from lightserve.httpserver.openai.responses import routes as responses_routes
 from lightserve.httpserver.wire.errors import OPENAPI_ERRORS, add_error_handlers
 from lightserve.httpserver.wire.middleware import RequestMiddleware
 

@@ -12,7 +12,7 @@ from lightserve.httpserver.anthropic.response import MessagesResponse
 from lightserve.httpserver.chat import parts
 from lightserve.httpserver.chat.output import ChoiceParser
 from lightserve.httpserver.chat.parts import Events, PartsResponse
-from lightserve.httpserver.openai.responses_response import ResponsesResponse, ResponsesSpec
+from lightserve.httpserver.openai.responses.response import ResponsesResponse, ResponsesSpec
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import FinishReason, StrOut, Token
 from lightserve.output_parsing import OutputParser

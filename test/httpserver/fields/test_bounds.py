@@ -20,7 +20,7 @@ from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.lightllm.request import LightllmBody
 from lightserve.httpserver.openai.completions_request import CompletionBody
-from lightserve.httpserver.openai.responses_request import ResponsesBody
+from lightserve.httpserver.openai.responses.request import ResponsesBody
 from lightserve.httpserver.tgi.request import TgiBody
 from lightserve.httpserver.wire.body import MAX_VALUES, Body, validate
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from lightserve.config import HttpConfig
-from lightserve.httpserver.openai.responses_store import ResponseStore
+from lightserve.httpserver.openai.responses.store import ResponseStore
 from test.httpserver.chat.tool_chats import ALL, prompt
 from test.httpserver.openai.test_responses import SHOW, TOOLS, create, refused, stream
 from test.httpserver.openai_server import Server, fails, rows, running, with_template

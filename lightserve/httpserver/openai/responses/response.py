@@ -13,9 +13,9 @@ from lightserve.errors import AbortedError, LightserveError, RequestError
 from lightserve.httpserver.chat.output import ChoiceParser
 from lightserve.httpserver.chat.parts import DELTA_TEXT, Events, Part, PartKind, PartsResponse, split_event
 from lightserve.httpserver.openai.logprobs import TokenLogprobs
-from lightserve.httpserver.openai.responses_custom_input import CustomToolInput
-from lightserve.httpserver.openai.responses_items import encode_reasoning
-from lightserve.httpserver.openai.responses_tools import ToolId
+from lightserve.httpserver.openai.responses.custom_input import CustomToolInput
+from lightserve.httpserver.openai.responses.items import encode_reasoning
+from lightserve.httpserver.openai.responses.tools import ToolId
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.errors import error_object

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from lightserve.httpserver.openai.responses_response import ResponsesResponse
-from lightserve.httpserver.openai.responses_store import ResponseStore
+from lightserve.httpserver.openai.responses.response import ResponsesResponse
+from lightserve.httpserver.openai.responses.store import ResponseStore
 from lightserve.httpserver.wire.body import JsonObject
 
 

@@ -1,7 +1,7 @@
 """The tools of /v1/responses, as the functions that the model gets.
 
 A chat template knows functions only. So a custom tool becomes a function with one string argument, and the tools of a
-namespace become functions whose names begin with the namespace. Their calls are turned back: see responses_response.py.
+namespace become functions whose names begin with the namespace. Their calls are turned back: see response.py.
 This server runs no hosted tools. It leaves them out and says so in the response, because agents always send some.
 """
 

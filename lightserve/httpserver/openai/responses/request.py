@@ -13,8 +13,8 @@ from lightserve.httpserver.chat.translation import TranslatedChat, translate_cha
 from lightserve.httpserver.fields.generation import NewTokens, Share
 from lightserve.httpserver.fields.grammar import Schema
 from lightserve.httpserver.fields.thinking import Budget
-from lightserve.httpserver.openai.responses_items import AdditionalToolsItem, Items, MessageBuilder
-from lightserve.httpserver.openai.responses_tools import AllowedTools, OfferedTools, ToolChoice, Tools, offered_tools
+from lightserve.httpserver.openai.responses.items import AdditionalToolsItem, Items, MessageBuilder
+from lightserve.httpserver.openai.responses.tools import AllowedTools, OfferedTools, ToolChoice, Tools, offered_tools
 from lightserve.httpserver.wire.body import Body, JsonObject, at_most, validate
 
 MAX_INCLUDED = 64

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError, ResponseNotFoundError, UnavailableError
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.openai.responses_history import listed_items
-from lightserve.httpserver.openai.responses_store import ResponseStore, StoredResponse, owner_of
+from lightserve.httpserver.openai.responses.history import listed_items
+from lightserve.httpserver.openai.responses.store import ResponseStore, StoredResponse, owner_of
 from lightserve.httpserver.wire.json_response import json_response
 
 PATH = "/v1/responses/{response_id}"

@@ -9,7 +9,7 @@ import enum
 import json
 import re
 
-from lightserve.httpserver.openai.responses_tools import INPUT
+from lightserve.httpserver.openai.responses.tools import INPUT
 
 _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _LONGEST_BEGIN = 64  # characters, with white space; other arguments are decoded when they are complete

@@ -17,7 +17,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from lightserve.httpserver.chat.translation import TextOrParts
-from lightserve.httpserver.openai.responses_tools import INPUT, Tools, function_name
+from lightserve.httpserver.openai.responses.tools import INPUT, Tools, function_name
 from lightserve.httpserver.wire.body import Body, JsonObject
 
 MEDIA = frozenset({"input_image", "input_file", "input_audio"})
@@ -137,7 +137,7 @@ class AdditionalToolsItem(Body):
 
 
 class ItemReference(Body):
-    """An item of a stored response; responses_history.py replaces it by the item."""
+    """An item of a stored response; history.py replaces it by the item."""
 
     type: Literal["item_reference"]
     id: str

@@ -14,17 +14,17 @@ from lightserve.httpserver.chat.parts import collect_parts
 from lightserve.httpserver.chat.prepare import PreparedChat, prepare_chat
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.openai.logprobs import chat_logprobs
-from lightserve.httpserver.openai.responses_history import input_items, with_history
-from lightserve.httpserver.openai.responses_request import (
+from lightserve.httpserver.openai.responses.history import input_items, with_history
+from lightserve.httpserver.openai.responses.request import (
     ResponsesBody,
     ResponsesTranslation,
     translate_responses,
     validate_responses,
 )
-from lightserve.httpserver.openai.responses_response import ResponsesResponse, ResponsesSpec
-from lightserve.httpserver.openai.responses_saving import SavedResponse, saved_events
-from lightserve.httpserver.openai.responses_store import ResponseStore, owner_of
-from lightserve.httpserver.openai.responses_stored_routes import add_stored_routes
+from lightserve.httpserver.openai.responses.response import ResponsesResponse, ResponsesSpec
+from lightserve.httpserver.openai.responses.saving import SavedResponse, saved_events
+from lightserve.httpserver.openai.responses.store import ResponseStore, owner_of
+from lightserve.httpserver.openai.responses.stored_routes import add_stored_routes
 from lightserve.httpserver.wire.body import JsonObject, openapi_body
 from lightserve.httpserver.wire.json_response import json_response
 from lightserve.httpserver.wire.sse import OPENAPI_STREAM, EventStream, events_of

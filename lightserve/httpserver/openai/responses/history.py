@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lightserve.errors import InvalidRequestError, PreviousResponseNotFoundError
-from lightserve.httpserver.openai.responses_items import ItemReference, as_items
-from lightserve.httpserver.openai.responses_request import ResponsesBody, validate_responses
-from lightserve.httpserver.openai.responses_store import ResponseStore, StoredResponse
+from lightserve.httpserver.openai.responses.items import ItemReference, as_items
+from lightserve.httpserver.openai.responses.request import ResponsesBody, validate_responses
+from lightserve.httpserver.openai.responses.store import ResponseStore, StoredResponse
 from lightserve.httpserver.wire.body import JsonObject
 
 
