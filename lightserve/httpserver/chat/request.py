@@ -115,6 +115,13 @@ class NamedTool(Body):
     name: str
 
 
+class AllowedTools(Body):
+    """The model gets only these tools."""
+
+    mode: Literal["auto", "required"]
+    names: list[str]
+
+
 _MODES = ("auto", "none", "required")
 _FUNCTION: JsonDict = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
 _NAMED: JsonDict = {
@@ -122,10 +129,27 @@ _NAMED: JsonDict = {
     "required": ["function"],
     "properties": {"type": {"const": "function"}, "function": _FUNCTION},
 }
+_ALLOWED: JsonDict = {
+    "type": "object",
+    "required": ["type", "allowed_tools"],
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "required": ["mode", "tools"],
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "minItems": 1, "items": {**_NAMED, "required": ["type", "function"]}},
+            },
+        },
+    },
+}
 
 
-def _tool_choice(value: Any) -> str | NamedTool | None:
+def _tool_choice(value: Any) -> str | NamedTool | AllowedTools | None:
     match value:
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*tools]}}:
+            return AllowedTools(mode=mode, names=[_allowed_name(tool) for tool in tools])
         case None | "auto" | "none" | "required":
             return value
         case str(name) | {"type": "function", "name": str(name)}:  # TGI's form, and that of OpenAI's Responses
@@ -133,14 +157,22 @@ def _tool_choice(value: Any) -> str | NamedTool | None:
         case {"function": {"name": str(name)}} if value.get("type") in (None, "function"):
             return NamedTool(name=name)
     raise PydanticCustomError(
-        "tool_choice", "must be auto, none, required, the name of a function, or an object with it"
+        "tool_choice",
+        "must be auto, none, required, the name of a function, an object with it, or an object with allowed_tools",
     )
 
 
+def _allowed_name(tool: Any) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    raise PydanticCustomError("tool_choice", "an allowed tool must be an object with the type function and its name")
+
+
 ToolChoice = Annotated[
-    str | NamedTool | None,
+    str | NamedTool | AllowedTools | None,
     PlainValidator(_tool_choice),
-    WithJsonSchema({"anyOf": [{"enum": [*_MODES]}, {"type": "string"}, _NAMED, {"type": "null"}]}),
+    WithJsonSchema({"anyOf": [{"enum": [*_MODES]}, {"type": "string"}, _NAMED, _ALLOWED, {"type": "null"}]}),
 ]
 
 
@@ -165,7 +197,11 @@ class ChatBody(GenerationBody, TemplateFields):
     @property
     def offered_tools(self) -> list[Tool]:
         """The tools that the model may call."""
-        return [] if self.tools is None or self.tool_choice == "none" else self.tools
+        if self.tools is None or self.tool_choice == "none":
+            return []
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool for tool in self.tools if tool.function.name in self.tool_choice.names]
+        return self.tools
 
     @property
     def prompt_tools(self) -> list[Tool]:
@@ -177,7 +213,8 @@ class ChatBody(GenerationBody, TemplateFields):
         """The tools of which the model must call one."""
         if isinstance(self.tool_choice, NamedTool):
             return [tool for tool in self.tools or () if tool.function.name == self.tool_choice.name]
-        return self.offered_tools if self.tool_choice == "required" else []
+        mode = self.tool_choice.mode if isinstance(self.tool_choice, AllowedTools) else self.tool_choice
+        return self.offered_tools if mode == "required" else []
 
     @property
     def max_tool_calls(self) -> int | None:
@@ -197,6 +234,14 @@ class ChatBody(GenerationBody, TemplateFields):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise InvalidRequestError("tools: two tools have the same name", "tools")
-        if self.tool_choice not in (None, "auto", "none") and not self.forced_tools:
+        if isinstance(self.tool_choice, AllowedTools):
+            self._check_allowed(self.tool_choice.names, names)
+        elif self.tool_choice not in (None, "auto", "none") and not self.forced_tools:
             name = f" {self.tool_choice.name[:100]!r}" if isinstance(self.tool_choice, NamedTool) else ""
             raise InvalidRequestError(f"tool_choice: the required tool{name} is not in tools", "tool_choice")
+
+    def _check_allowed(self, allowed: list[str], known: list[str]) -> None:
+        unknown = [name for name in allowed if name not in known]
+        if unknown or not allowed:
+            found = f"{unknown[0][:100]!r} is not in tools" if unknown else "no tool is allowed"
+            raise InvalidRequestError(f"tool_choice: {found}", "tool_choice")

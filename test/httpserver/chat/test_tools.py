@@ -400,6 +400,36 @@ def is_allowed(server: Server, text: str) -> bool:
     return all(matcher.consume_token(token) for token in smol().encode(text)) and bool(matcher.is_accepting())
 
 
+def allowed_tools(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_the_model_gets_only_allowed_tools(server: Server) -> None:
+    server.chat(tools=TOOLS, tool_choice=allowed_tools("auto", "now"))
+
+    assert [tool["function"]["name"] for tool in shown(server)["tools"]] == ["now"]
+    assert server.engine.received[-1].params.sampling.grammar is None
+
+
+def test_an_allowed_tool_may_be_required(server: Server) -> None:
+    server.chat(tools=TOOLS, tool_choice=allowed_tools("required", "now"))
+
+    assert is_allowed(server, tagged(call("now", "{}")))
+    server.chat(tools=TOOLS, tool_choice=allowed_tools("required", "now"))
+    assert not is_allowed(server, tagged(call("weather", PARIS)))
+
+
+@pytest.mark.parametrize(
+    ("names", "found"), [(["none such"], "'none such' is not in tools"), ([], "no tool is allowed")]
+)
+def test_an_allowed_tool_must_be_among_the_tools(server: Server, names: list[str], found: str) -> None:
+    response = server.chat(tools=TOOLS, tool_choice=allowed_tools("auto", *names))
+
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == f"tool_choice: {found}"
+
+
 def test_auto_forces_nothing(server: Server) -> None:
     server.chat(tools=TOOLS, tool_choice="auto")
 
