@@ -147,7 +147,8 @@ class HttpServerManager:
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
         vocab_size = self.limits.vocab_size
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            raise InvalidRequestError(f"{name}: token ids must be in 0..{vocab_size - 1}", name)
+            wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+            raise InvalidRequestError(f"{name}: token id {wrong} is not in the range 0..{vocab_size - 1}", name)
 
     def generate(self, prompt_requests: Sequence[PromptRequest], log: AccessLog, n: int = 1) -> Generation:
         """``n`` sequences for each prompt. Entering it starts them, leaving it aborts the unfinished ones."""

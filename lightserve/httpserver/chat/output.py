@@ -9,10 +9,10 @@ from functools import lru_cache, partial
 import msgspec
 
 from lightserve.errors import InvalidRequestError
-from lightserve.grammar.compiler import check_nesting
+from lightserve.grammar.compiler import check_nesting, schema_grammar
 from lightserve.httpserver.chat.request import ChatBody, Tool
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.grammar import GrammarFactory
+from lightserve.httpserver.fields.grammar import GrammarFactory, requested_grammar
 from lightserve.httpserver.manager import PromptRequest
 from lightserve.io_struct import GrammarSpec, StrOut, ThinkingLimit
 from lightserve.model_files.tokenizer import Tokenizer
@@ -32,6 +32,8 @@ from lightserve.output_parsing.tool_grammar import (
     enforceable_format,
     forced_grammar,
 )
+
+TOOL_GRAMMARS = FORCED, STRICT = "tool_choice", "tools"  # the fields that ask for a grammar of calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +100,12 @@ class OutputPlan:
         """
         own = list(self.body.grammars())
         if self.tool_format is not None and self.body.forced_tools:
-            yield "tool_choice", partial(self._forced, self.tool_format, own)
+            yield FORCED, partial(self._forced, self.tool_format, own)
             return
         for name, make in own:
             yield name, partial(self._call_or_answer, make)
         if not own and self.tool_format is not None and can_constrain(self.tool_format) and self._has_strict_tools:
-            yield "tools", partial(self._call_or_text, self.tool_format)
+            yield STRICT, partial(self._call_or_text, self.tool_format)
 
     @property
     def _has_strict_tools(self) -> bool:
@@ -155,6 +157,26 @@ def check_tools(context: ServerContext, body: ChatBody) -> None:
     if body.offered_tools and output_formats(context).tools is None:
         found = "tools: the chat template does not show how the model calls tools; set --tool_call_parser"
         raise InvalidRequestError(found, "tools")
+
+
+async def chat_grammar(context: ServerContext, output: OutputPlan) -> GrammarSpec | None:
+    """The grammar of the output. An error in the schema of a tool names that schema."""
+    try:
+        return await requested_grammar(context, output)
+    except InvalidRequestError as error:
+        if error.param in TOOL_GRAMMARS:
+            await _check_each_schema(context, output.body.offered_tools)
+        raise
+
+
+async def _check_each_schema(context: ServerContext, tools: list[Tool]) -> None:
+    for index, tool in enumerate(tools):
+        name = f"tools.{index}.function.parameters"
+        try:
+            spec = schema_grammar(tool.function.parameters or {}, is_strict=False)  # as in the grammar of calls
+            await context.grammars.check(context.tokenizer, spec)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{name}: {error}", name) from error
 
 
 def _tool_format(model_format: ToolFormat | None, body: ChatBody) -> ToolFormat | None:

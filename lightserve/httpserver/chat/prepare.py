@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from lightserve.httpserver.chat.output import OutputPlan, check_tools, output_formats, output_plan
+from lightserve.httpserver.chat.output import OutputPlan, chat_grammar, check_tools, output_formats, output_plan
 from lightserve.httpserver.chat.prompt import chat_prompt, generation_prompt
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.fields.grammar import requested_grammar
 from lightserve.httpserver.fields.sampling import build_prompt_requests, check_choices
 from lightserve.httpserver.manager import PromptRequest
 from lightserve.httpserver.wire.access_log import AccessLog
@@ -44,7 +43,7 @@ async def prepare_chat(
     reasoning = output_formats(context).reasoning
     tags = () if reasoning is None else (reasoning.begin, reasoning.end)
     output = output_plan(context, body, await generation_prompt(context, body, prompt, tags))
-    grammar = await requested_grammar(context, output)
+    grammar = await chat_grammar(context, output)
     prompt_requests = build_prompt_requests(context, body, [ids], logprobs, grammar=grammar)
     log.prompt_tokens = len(prompt_requests[0].prompt_ids)
     return PreparedChat([output.apply(one) for one in prompt_requests], output, log)

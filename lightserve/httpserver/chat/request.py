@@ -119,7 +119,7 @@ class AllowedTools(Body):
     """The model gets only these tools."""
 
     mode: Literal["auto", "required"]
-    names: list[str]
+    names: Annotated[list[str], Field(max_length=MAX_TOOLS)]
 
 
 _MODES = ("auto", "none", "required")

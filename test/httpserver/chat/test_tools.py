@@ -505,7 +505,7 @@ def test_a_strict_schema_that_no_grammar_can_express_is_refused(server: Server) 
 
     error = server.chat(tools=[{"type": "function", "function": function}]).json()["error"]
 
-    assert error["param"] == "tools"
+    assert error["param"] == "tools.0.function.parameters"
     assert "nothing" in error["message"]
 
 
@@ -534,7 +534,7 @@ def test_a_schema_that_cannot_be_forced_is_refused(server: Server, schema: dict[
     response = server.chat(tools=tools, tool_choice="required")
 
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "tool_choice"
+    assert response.json()["error"]["param"] == "tools.0.function.parameters"
     assert reason in response.json()["error"]["message"]
     assert server.chat(tools=tools).status_code == 200
 
