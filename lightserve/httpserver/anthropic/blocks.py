@@ -60,7 +60,7 @@ class SearchResultBlock(Body):
     type: Literal["search_result"]
     source: str
     title: str
-    content: list[TextBlock]
+    content: Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 
     @property
     def text(self) -> str:

@@ -17,6 +17,7 @@ from lightserve.httpserver.chat.request import ToolName
 from lightserve.httpserver.wire.body import Body, JsonObject
 
 _DATE = "(_[0-9]{8})?$"
+MAX_EXAMPLES = 128  # of one tool
 HOSTED = ("web_search", "web_fetch", "code_execution", "advisor", "tool_search_tool_regex", "tool_search_tool_bm25")
 NEEDS_IMAGES = ("computer_", "browser_")
 
@@ -74,7 +75,7 @@ class CustomTool(Body):
     input_schema: dict[str, Any]
     strict: bool | None = None
     defer_loading: bool | None = None
-    input_examples: list[dict[str, Any]] | None = None
+    input_examples: Annotated[list[dict[str, Any]], Field(max_length=MAX_EXAMPLES, fail_fast=True)] | None = None
 
     def function(self) -> JsonObject:
         given = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
