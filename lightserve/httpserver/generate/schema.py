@@ -22,6 +22,7 @@ LIGHTLLM_ONLY = frozenset(
         "disable_prompt_cache",
         "early_stopping",
         "exponential_decay_length_penalty",
+        "extra_key",
         "first_allowed_token_ids",
         "group_request_id",
         "guided_grammar",
