@@ -241,7 +241,6 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "role_settings": bool,
     "character_settings": bool,
     # llama.cpp's
-    "grammar": bool,
     "repeat_penalty": _is_not(1),
     "mirostat": bool,
     "dry_multiplier": bool,

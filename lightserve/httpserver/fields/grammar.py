@@ -120,7 +120,7 @@ class GuidedFields(Body):
 
 
 class GrammarFields(GuidedFields):
-    """The fields of OpenAI's bodies: OpenAI's own, vLLM's new and old ones, SGLang's."""
+    """The fields of OpenAI's bodies: OpenAI's own, vLLM's new and old ones, SGLang's, llama.cpp's."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -129,6 +129,7 @@ class GrammarFields(GuidedFields):
     json_schema: Schema | None = None
     regex: str | None = None
     ebnf: str | None = None
+    grammar: str | None = None
 
     def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
         yield from super().grammars()
@@ -143,8 +144,9 @@ class GrammarFields(GuidedFields):
         for name in ("guided_regex", "regex"):
             if getattr(self, name) is not None:
                 yield name, partial(GrammarSpec, "regex", getattr(self, name))
-        if self.ebnf is not None:
-            yield "ebnf", partial(GrammarSpec, "ebnf", self.ebnf)
+        for name in ("ebnf", "grammar"):
+            if getattr(self, name):
+                yield name, partial(GrammarSpec, "ebnf", getattr(self, name))
 
 
 class TgiGrammar(Body):

@@ -70,6 +70,7 @@ OPENAI: list[tuple[dict[str, Any], GrammarSpec | None]] = [
     ({"json_schema": json.dumps(SCHEMA)}, SCHEMA_SPEC),
     ({"regex": "a+"}, REGEX),
     ({"ebnf": GBNF}, EBNF),
+    ({"grammar": GBNF}, EBNF),
 ]
 GENERATES: list[tuple[dict[str, Any], GrammarSpec]] = [
     ({"guided_json": SCHEMA}, SCHEMA_SPEC),

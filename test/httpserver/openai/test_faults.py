@@ -205,7 +205,6 @@ BAD: list[Bad] = [
     *later("return_prompt_text", True),
     *later("web_search_options", {}),
     *later("role_settings", {"user": "a"}),
-    *later("grammar", 'root ::= "a"'),
     *later("mirostat", 2),
     *later("repeat_penalty", 1.1),
     *later("modalities", ["text", "audio"]),
