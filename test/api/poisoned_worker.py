@@ -15,8 +15,8 @@ POISON = 31_999
 
 
 class PoisonedWorker(NullWorker):
-    def __init__(self, step_s: float) -> None:
-        super().__init__(step_s)
+    def __init__(self, step_s: float, vocab_size: int) -> None:
+        super().__init__(step_s, vocab_size)
         self._killers: set[int] = set()
 
     def launch(self, step: Step) -> GetResult:
