@@ -250,12 +250,13 @@ def attend_new_tokens(
         softmax = _update(
             q, k, v, softmax, keys, q_tokens, _seen_keys(keys, q_tokens, False, WINDOW), slopes, scale, softcap
         )
-    for start in range(diagonal, tl.minimum(end, whole), BLOCK_N):
-        keys = start + block
-        k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
-        v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
-        is_seen = _seen_keys(keys, q_tokens, CAUSAL, WINDOW)
-        softmax = _update(q, k, v, softmax, keys, q_tokens, is_seen, slopes, scale, softcap)
+    if CAUSAL:
+        for start in range(diagonal, tl.minimum(end, whole), BLOCK_N):
+            keys = start + block
+            k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
+            v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
+            is_seen = _seen_keys(keys, q_tokens, CAUSAL, WINDOW)
+            softmax = _update(q, k, v, softmax, keys, q_tokens, is_seen, slopes, scale, softcap)
     if whole < end:
         keys = whole + block
         rows_ptr = kv_ptr + (start_loc + whole).to(tl.int64) * token_stride
