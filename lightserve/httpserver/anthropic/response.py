@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import orjson
-from pydantic_core import from_json
 
 from lightserve.errors import LightserveError
 from lightserve.httpserver.anthropic.errors import anthropic_error
-from lightserve.httpserver.chat.output import ChoiceParser
+from lightserve.httpserver.chat.output import ChoiceParser, arguments_object
 from lightserve.httpserver.chat.parts import DELTA_TEXT, Events, Part, PartKind, PartsResponse, split_event
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
@@ -95,7 +93,7 @@ def _block(part: Part, text: str) -> JsonObject:
         case PartKind.REASONING:
             return {"type": "thinking", "thinking": text, "signature": _signature(text)}
         case PartKind.CALL:
-            return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(text)}
+            return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments_object(text)}
 
 
 def _signature(thinking: str) -> str:
@@ -111,12 +109,3 @@ def _delta(kind: PartKind, text: str) -> JsonObject:
             return {"type": "thinking_delta", "thinking": text}
         case PartKind.CALL:
             return {"type": "input_json_delta", "partial_json": text}
-
-
-def _input(arguments: str) -> Any:
-    """The arguments as an object; truncated arguments give what is complete of them, as in a stream."""
-    try:
-        value = from_json(arguments or "{}", allow_partial=True, allow_inf_nan=False)
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"arguments": arguments}  # invalid arguments stay readable

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import msgspec
+from pydantic_core import from_json
 
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar.compiler import check_nesting, schema_grammar
@@ -197,6 +199,15 @@ def _check_schemas(tools: Tools) -> None:
 
 def _schemas(tools: Iterable[Tool]) -> Tools:
     return {tool.function.name: tool.function.parameters or {} for tool in tools}
+
+
+def arguments_object(text: str) -> Any:
+    """The arguments of a call as an object. Truncated arguments give what is complete of them."""
+    try:
+        value = from_json(text or "{}", allow_partial=True, allow_inf_nan=False)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}  # invalid arguments stay readable
 
 
 class ChoiceParser:

@@ -9,12 +9,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 import orjson
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import LightserveError
-from lightserve.httpserver.chat.output import ChoiceParser
+from lightserve.httpserver.chat.output import ChoiceParser, arguments_object
 from lightserve.httpserver.logprobs import finite_logprob
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.wire.access_log import AccessLog
@@ -129,7 +128,7 @@ class _Output:
         if ended is None:
             return []
         call, pieces = ended
-        function = {"index": self._calls, "name": call.name, "arguments": _arguments("".join(pieces))}
+        function = {"index": self._calls, "name": call.name, "arguments": arguments_object("".join(pieces))}
         self._calls += 1
         return [{"id": call.id, "function": function}]
 
@@ -269,15 +268,6 @@ def timestamp(at: datetime | None = None) -> str:
     """In UTC with microseconds, as Ollama writes it; None: now."""
     at = at or datetime.now(UTC)
     return at.replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
-
-
-def _arguments(text: str) -> Any:
-    """The arguments as an object. Truncated arguments give what is complete of them."""
-    try:
-        value = from_json(text or "{}", allow_partial=True, allow_inf_nan=False)
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"arguments": text}  # invalid arguments stay readable
 
 
 def _line(value: JsonObject) -> bytes:

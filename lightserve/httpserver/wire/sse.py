@@ -112,7 +112,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self._events.keep_alive, "more_body": True})
 
     def _seconds_left(self) -> float | None:
-        """Until the stream needs a sign of life; None: never."""
+        """Until the next keep-alive; None: the stream sends none."""
         if not self._events.keep_alive:
             return None
         return max(0.0, self._last_s + self.keep_alive_s - asyncio.get_running_loop().time())
