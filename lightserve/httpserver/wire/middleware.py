@@ -76,7 +76,7 @@ class RequestMiddleware:
         needs_admin = bool(self._admin_keys) and path in ADMIN_PATHS
         if not self._keys and not needs_admin:
             return
-        given = _digests_of(headers)
+        given = key_digests(headers)
         is_admin, is_client = given in self._admin_keys, given in self._keys
         if is_admin or (is_client and not needs_admin):
             return
@@ -132,7 +132,8 @@ class _Keys:
         return sum(hmac.compare_digest(one, known) for one in given for known in self._digests) > 0
 
 
-def _digests_of(headers: dict[bytes, bytes]) -> list[bytes]:
+def key_digests(headers: dict[bytes, bytes]) -> list[bytes]:
+    """Of the API keys in the headers of a request."""
     scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
     keys = [headers.get(b"x-api-key", b""), bearer.strip() if scheme.lower() == b"bearer" else b""]
     return [hashlib.sha256(key).digest() for key in keys if key]

@@ -20,6 +20,7 @@ from starlette.requests import Request
 
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.wire.body import JsonObject
+from lightserve.httpserver.wire.middleware import key_digests
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -138,9 +139,9 @@ class ResponseStore:
 
 def owner_of(request: Request, context: ServerContext) -> str:
     """A digest of the API key that the request has; without keys all clients are one owner."""
-    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-    given = [request.headers.get("x-api-key", ""), bearer.strip() if scheme.lower() == "bearer" else ""]
+    given = key_digests(dict(request.scope["headers"]))
     for known in (*context.config.api_key, *context.config.admin_key):
-        if any(hmac.compare_digest(known.encode(), key.encode("latin-1")) for key in given):
-            return hashlib.sha256(known.encode()).hexdigest()
+        digest = hashlib.sha256(known.encode()).digest()
+        if any(hmac.compare_digest(digest, one) for one in given):
+            return digest.hex()
     return ""
