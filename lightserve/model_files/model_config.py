@@ -178,6 +178,10 @@ class ModelConfig:
         """Whether layer_types says that the layer attends to the sliding window only."""
         return self.layer_types is not None and self.layer_types[layer_num] == SLIDING_ATTENTION
 
+    def window_of(self, layer_num: int) -> int | None:
+        """The window of a layer, where all layers have it if config.json has no layer_types."""
+        return self.window if self.layer_types is None or self.is_windowed(layer_num) else None
+
     @property
     def longest_position(self) -> int:
         """The most tokens of a request: the trained length, or the length that rope scaling extends it to."""

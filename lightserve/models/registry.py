@@ -15,9 +15,20 @@ if TYPE_CHECKING:
 
 MODELS = {
     "bloom": "lightserve.models.bloom.model:BloomTpPartModel",
+    "exaone4": "lightserve.models.exaone4.model:Exaone4TpPartModel",
+    "glm": "lightserve.models.glm.model:GlmTpPartModel",
+    "glm4": "lightserve.models.glm4.model:Glm4TpPartModel",
+    "granite": "lightserve.models.granite.model:GraniteTpPartModel",
     "llama": "lightserve.models.llama.model:LlamaTpPartModel",
+    "ministral": "lightserve.models.mistral.model:MistralTpPartModel",
+    "mistral": "lightserve.models.mistral.model:MistralTpPartModel",
+    "olmo": "lightserve.models.olmo.model:OlmoTpPartModel",
+    "olmo2": "lightserve.models.olmo2.model:Olmo2TpPartModel",
+    "olmo3": "lightserve.models.olmo3.model:Olmo3TpPartModel",
     "qwen2": "lightserve.models.qwen2.model:Qwen2TpPartModel",
     "qwen3": "lightserve.models.qwen3.model:Qwen3TpPartModel",
+    "seed_oss": "lightserve.models.seed_oss.model:SeedOssTpPartModel",
+    "smollm3": "lightserve.models.smollm3.model:SmolLM3TpPartModel",
 }
 
 

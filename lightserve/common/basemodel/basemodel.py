@@ -30,7 +30,7 @@ from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.parallel import Parallel
 from lightserve.common.quantization import linear_method_factory
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.model_config import ModelConfig
+from lightserve.model_files.model_config import SLIDING_ATTENTION, ModelConfig
 
 # tensors of checkpoints that the model computes itself
 REDUNDANT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
@@ -121,7 +121,9 @@ class TpPartBaseModel:
         """Check what every model needs."""
         for spec in self.layer_specs:
             spec.check_tp(self.tp.size)
-        if self.config.window is not None and all(spec.window is None for spec in self.layer_specs):
+        layer_types = self.config.layer_types
+        is_in_effect = self.config.window is not None and (layer_types is None or SLIDING_ATTENTION in layer_types)
+        if is_in_effect and all(spec.window is None for spec in self.layer_specs):
             raise ModelFilesError(
                 f"config.json: sliding_window {self.config.window} is not supported for {self.config.model_type}; "
                 "set it to null to attend to all tokens"

@@ -31,6 +31,7 @@ class Norm(Enum):
     LAYER = "layer"  # (x - mean) / std * weight + bias
     LAYER_PLUS_ONE = "layer_plus_one"  # (x - mean) / std * (1 + weight) + bias
     LAYER_NO_BIAS = "layer_no_bias"  # (x - mean) / std * weight
+    LAYER_NO_WEIGHT = "layer_no_weight"  # (x - mean) / std
 
 
 class QkNorm(Enum):
