@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightserve.model_files.derived_fields import baichuan_fields, chatglm_fields, internlm_fields, qwen_fields
+
 # other name: Llama's name; for every model, where Llama's name is absent
 COMMON_NAMES = {
     "n_embd": "hidden_size",
@@ -47,7 +49,7 @@ class ConfigNames:
 
     names: Mapping[str, str] = field(default_factory=dict)  # other name: Llama's name
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that the file may lack, by Llama's names
-    # fields that follow from others, by Llama's names; they replace the fields of the file
+    # from the fields of the file to those that follow from them, by Llama's names; these have precedence
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}
 
 
@@ -61,16 +63,22 @@ _GLM = {
 _MISTRAL = {"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096}
 
 MODELS = {
+    "baichuan": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=baichuan_fields),
     "bloom": ConfigNames(defaults={"tie_word_embeddings": True, "hidden_act": "gelu_new"}),
+    "chatglm": ConfigNames({"kv_channels": "head_dim"}, {"rms_norm_eps": 1e-5}, chatglm_fields),
     "exaone4": ConfigNames(defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
     "glm": ConfigNames(defaults=_GLM),
     "glm4": ConfigNames(defaults=_GLM),
     "granite": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
+    "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=internlm_fields),
+    "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
+    "minicpm": ConfigNames(defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}),
     "ministral": ConfigNames(defaults=_MISTRAL),
     "mistral": ConfigNames(defaults=_MISTRAL),
     "olmo": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
     "olmo2": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
     "olmo3": ConfigNames(defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096}),
+    "qwen": ConfigNames({"kv_channels": "head_dim"}, {"rms_norm_eps": 1e-6}, qwen_fields),
     "seed_oss": ConfigNames(defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "head_dim": 128}),
     "smollm3": ConfigNames(
         defaults={
@@ -95,4 +103,4 @@ def with_common_names(hf: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in special.defaults.items():
         if name not in common or (common[name] is None and name not in NULL_IS_A_VALUE):
             common[name] = value
-    return {**common, **special.derived(common)}
+    return {**common, **special.derived(hf)}

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from lightserve.common.basemodel.infer_struct import InferStateInfo, ModelInput, Observer
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
@@ -33,7 +34,14 @@ from lightserve.errors import ModelFilesError
 from lightserve.model_files.model_config import SLIDING_ATTENTION, ModelConfig
 
 # tensors of checkpoints that the model computes itself
-REDUNDANT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+REDUNDANT = (
+    ".rotary_emb.inv_freq",
+    ".rotary_pos_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +165,10 @@ class TpPartBaseModel:
         """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""
         for name, tensor, file in checkpoint:
             name = name.removeprefix(self.spec.names.optional_prefix)
-            is_tied_head = self.spec.is_tied and name == f"{self.spec.names.lm_head}.weight"
-            if not is_tied_head and not name.endswith(REDUNDANT):
+            is_head = name == f"{self.spec.names.lm_head}.weight"
+            if is_head and self.spec.normalizes_head:
+                tensor = normalize(tensor.float()).to(tensor.dtype)
+            if not (is_head and self.spec.is_tied) and not name.endswith(REDUNDANT):
                 yield CheckpointTensor(name, tensor, file)
 
     def _init_mem_manager(self) -> None:

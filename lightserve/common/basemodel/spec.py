@@ -166,6 +166,7 @@ class ModelSpec:
     position_offset: int = 0  # rows before that of position 0
     is_tied: bool  # the head is the embedding
     head_bias: bool = False
+    normalizes_head: bool = False  # the rows of the head are divided by their length when they are loaded
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
 

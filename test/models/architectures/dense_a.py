@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from test.models.architectures import converted
 from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, Json, Tensors
 
 SMALL = {**SMALL_LLAMA, "pad_token_id": None}
 WINDOW = 24
 # five query heads to a KV head, which are wider than hidden_size / heads
-WIDE = {**SMALL, "num_attention_heads": 10, "head_dim": 12}
+WIDE = {**SMALL, "hidden_size": 40, "num_attention_heads": 10, "head_dim": 12}
 FOUR_LAYERS = {**SMALL, "num_hidden_layers": 4}
+MHA = {**SMALL, "num_key_value_heads": 6}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 FACTORS = {
     "embedding_multiplier": 3.0,
@@ -18,6 +21,7 @@ FACTORS = {
     "residual_multiplier": 0.4,
     "logits_scaling": 5.0,
 }
+MINICPM = {**FACTORS, "attention_multiplier": 8**-0.5}
 
 
 def without(*fields: str) -> Callable[[Json, Tensors], tuple[Json, Tensors]]:
@@ -75,4 +79,23 @@ CASES = {
     "glm4-rotary-quarter": Case(
         "glm4", {**WIDE, "head_dim": 24, "attention_bias": False, "partial_rotary_factor": 0.25}
     ),
+    "internlm": Case("llama", {**MHA, "attention_bias": True, "rope_theta": 5000.0}, converted.to_internlm),
+    "internlm-no-bias": Case("llama", {**MHA}, converted.to_internlm),
+    "internlm2": Case("llama", {**SMALL}, converted.to_internlm2),
+    "internlm2-dynamic": Case("llama", {**SMALL, "rope_scaling": DYNAMIC}, converted.to_internlm2),
+    "internlm2-biased": Case(
+        "llama", {**SMALL, "num_attention_heads": 12, "attention_bias": True}, converted.to_internlm2
+    ),
+    "internlm3": Case("llama", {**WIDE}, converted.to_internlm3),
+    "internlm3-biased": Case("llama", {**WIDE, "attention_bias": True, "mlp_bias": True}, converted.to_internlm3),
+    "baichuan-7b": Case("llama", {**MHA}, converted.to_baichuan),
+    "baichuan-13b": Case("llama", {**MHA}, converted.to_baichuan_13b, converted.AlibiLlama),
+    "qwen": Case("qwen2", {**MHA, "rope_theta": 5000.0}, converted.to_qwen),
+    "chatglm": Case("glm", {**SMALL, "head_dim": 16}, converted.to_chatglm),
+    "chatglm-wide-heads": Case("glm", {**WIDE, "rope_theta": 5_000_000.0}, converted.to_chatglm),
+    "chatglm-no-groups": Case(
+        "glm", {**MHA, "num_key_value_heads": 6, "head_dim": 8, "attention_bias": False}, converted.to_chatglm
+    ),
+    "minicpm": Case("granite", {**SMALL, **MINICPM, "tie_word_embeddings": True}, converted.to_minicpm),
+    "minicpm-untied": Case("granite", {**SMALL, **MINICPM, "num_key_value_heads": 6}, converted.to_minicpm),
 }
