@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightserve.model_files.derived_fields import baichuan_fields, chatglm_fields, internlm_fields, qwen_fields
+from lightserve.model_files.layer_shapes import layer_lists, nemotron_nas_fields
 
 # other name: Llama's name; for every model, where Llama's name is absent
 COMMON_NAMES = {
@@ -75,6 +76,7 @@ MODELS = {
     "minicpm": ConfigNames(defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}),
     "ministral": ConfigNames(defaults=_MISTRAL),
     "mistral": ConfigNames(defaults=_MISTRAL),
+    "nemotron-nas": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=nemotron_nas_fields),
     "olmo": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
     "olmo2": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
     "olmo3": ConfigNames(defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096}),
@@ -103,4 +105,4 @@ def with_common_names(hf: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in special.defaults.items():
         if name not in common or (common[name] is None and name not in NULL_IS_A_VALUE):
             common[name] = value
-    return {**common, **special.derived(hf)}
+    return {**common, **layer_lists(hf), **special.derived(hf)}

@@ -110,11 +110,9 @@ class TpPartBaseModel:
         return LayerSpec(
             config=config,
             layer_num=layer_num,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            **config.layer_shapes[layer_num]._asdict(),
             head_dim=config.head_dim,
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
             norm_eps=config.norm_eps,
             rope=config.rope,
             scale=config.head_dim**-0.5,
@@ -129,6 +127,7 @@ class TpPartBaseModel:
         """Check what every model needs."""
         for spec in self.layer_specs:
             spec.check_tp(self.tp.size)
+            spec.check_halves()
         layer_types = self.config.layer_types
         is_in_effect = self.config.window is not None and (layer_types is None or SLIDING_ATTENTION in layer_types)
         if is_in_effect and all(spec.window is None for spec in self.layer_specs):
@@ -184,6 +183,8 @@ class TpPartBaseModel:
         """What a token stores in each layer: keys and values, in groups of layers with the same heads."""
         layers: dict[tuple[int, int, int | None], list[int]] = {}
         for spec in self.layer_specs:
+            if not spec.has_attention:
+                continue
             key = spec.kv_heads_of_rank(self.tp.size), spec.head_dim, spec.window
             layers.setdefault(key, []).append(spec.layer_num)
         return KvLayout(

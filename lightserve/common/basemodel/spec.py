@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from lightserve.errors import ModelFilesError
+from lightserve.model_files.layer_shapes import LayerShape
 from lightserve.model_files.model_config import ModelConfig, RopeConfig
 
 # by the name in config.json (transformers' ACT2FN)
@@ -78,11 +79,11 @@ class LayerSpec:
 
     config: ModelConfig
     layer_num: int
-    num_heads: int
+    num_heads: int  # 0: the layer has no attention
     num_kv_heads: int
     head_dim: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # 0: the layer has no feed-forward
     names: LayerNames = field(default_factory=LayerNames)
 
     # norms: LayerNames says which ones there are
@@ -122,6 +123,14 @@ class LayerSpec:
         return f"{self.names.layers}.{self.layer_num}"
 
     @property
+    def has_attention(self) -> bool:
+        return self.num_heads > 0
+
+    @property
+    def has_ffn(self) -> bool:
+        return self.intermediate_size > 0
+
+    @property
     def rotary_dim(self) -> int:
         """How many numbers of a head rotate."""
         return 0 if self.rope is None else self.rope.rotary_dim(self.head_dim)
@@ -132,13 +141,11 @@ class LayerSpec:
 
     def check_tp(self, size: int) -> None:
         """Check that ``size`` ranks can split the layer."""
-        for what, count in (("attention heads", self.num_heads), ("FFN rows", self.intermediate_size)):
-            if count % size:
-                raise ModelFilesError(
-                    f"{count} {what} do not divide among tp={size} ranks; choose a tp that divides them"
-                )
-        if self.num_kv_heads % size and size % self.num_kv_heads:
-            raise ModelFilesError(f"{self.num_kv_heads} KV heads and tp={size}: one must divide the other")
+        LayerShape(self.num_heads, self.num_kv_heads, self.intermediate_size).check_tp(size)
+
+    def check_halves(self) -> None:
+        if self.is_parallel and not (self.has_attention and self.has_ffn):
+            raise ModelFilesError(f"config.json: layer {self.layer_num} lacks a half, but the halves are parallel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from test.models.architectures import converted
+from test.models.architectures import converted, pruned
 from test.models.architectures.case import SMALL as SMALL_LLAMA, Case, Json, Tensors
 
 SMALL = {**SMALL_LLAMA, "pad_token_id": None}
@@ -98,4 +98,11 @@ CASES = {
     ),
     "minicpm": Case("granite", {**SMALL, **MINICPM, "tie_word_embeddings": True}, converted.to_minicpm),
     "minicpm-untied": Case("granite", {**SMALL, **MINICPM, "num_key_value_heads": 6}, converted.to_minicpm),
+    "yi": Case("llama", {**SMALL}, lambda config, tensors: ({**config, "model_type": "Yi"}, tensors)),
+    "aquila": Case("llama", {**MHA}, lambda config, tensors: ({**config, "model_type": "aquila"}, tensors)),
+    "xverse": Case("llama", {**MHA}, lambda config, tensors: ({**config, "model_type": "xverse"}, tensors)),
+    "deci": pruned.DECI,
+    "llama-pruned": pruned.LLAMA,
+    "qwen2-pruned": pruned.QWEN2,
+    "nemotron-nas": pruned.NEMOTRON_NAS,
 }
