@@ -120,7 +120,7 @@ LAYERS: dict[str, set[str]] = {
         "worker",
     },
     "generate": {*GROUND, "llm", "server"},
-    "tools": {*GROUND, "common", "model_files", "worker"},
+    "tools": {*GROUND, "common", "model_files", "models.registry", "worker"},
     "benchmark": {
         *GROUND,
         "common",
