@@ -61,9 +61,8 @@ def _activate_pairs_kernel(
 
 
 def is_usable(x: Tensor, weight: Tensor) -> bool:
-    """Whether the grouped matmul takes these, without waiting for the device."""
-    rows = (x.shape[1] * x.element_size(), weight.stride(1) * weight.element_size())
-    is_aligned = all(size % ALIGNED_BYTES == 0 for size in rows) and x.stride(1) == weight.stride(2) == 1
+    """Whether the grouped matmul takes rows like those of ``x`` and this weight, without waiting for the device."""
+    is_aligned = weight.stride(1) * weight.element_size() % ALIGNED_BYTES == 0 and weight.shape[2] % 8 == 0
     return x.dtype == weight.dtype == torch.bfloat16 and is_aligned and x.is_cuda and _is_fast(x.device)
 
 

@@ -7,6 +7,8 @@ choose the same expert, each pair is a block of its own, and nothing is sorted.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -67,70 +69,78 @@ def is_sorted(tokens: int, n_pairs: int, n_experts: int) -> bool:
     return tokens > 1 and n_pairs * UNSORTED > n_experts
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a product of each kind is computed, for one choice of experts."""
+
+    ids: Tensor  # [tokens, top_k]
+    config: Config
+    pairs: SortedPairs | None  # None: pairs are not sorted
+    groups_gate_up: bool = False  # by the grouped matmul
+    groups_down: bool = False
+
+    def gate_up(self, x: Tensor, params: ExpertsParams) -> Tensor:
+        """The activation of gate and up, a row for each pair."""
+        if not self.groups_gate_up or self.pairs is None:
+            return expert_linear(x, params.w13, self._blocks(), self.config, params.b13, params.activation)
+        gathered = grouped.gather_tokens(x, self.pairs.pairs, self.ids.shape[1])
+        gate_up = grouped.grouped_mm(gathered, params.w13, self.pairs.ends)
+        return grouped.activate_pairs(gate_up, params.b13, self.ids, self.pairs.pairs, params.activation)
+
+    def down(self, gated: Tensor, params: ExpertsParams) -> Tensor:
+        """Without the bias."""
+        if self.groups_down and self.pairs is not None:
+            return grouped.grouped_mm(gated, params.w2, self.pairs.ends)
+        return expert_linear(gated, params.w2, self._blocks(), self.config)
+
+    def sum(self, computed: Tensor, weights: Tensor, params: ExpertsParams) -> Tensor:
+        """For each token the sum of its pairs, in the order of its ids."""
+        (tokens, top_k), n_cols = self.ids.shape, computed.shape[1]
+        out = computed.new_empty((tokens, n_cols))
+        rows = None if self.pairs is None else self.pairs.rows
+        grid = (tokens, cdiv(n_cols, SUM_BLOCK))
+        _sum_pairs_kernel[grid](computed, self.ids, weights, rows, params.b2, out, n_cols, TOP_K=top_k, BLOCK=SUM_BLOCK)
+        return out
+
+    def _blocks(self) -> PairBlocks:
+        if self.pairs is None:
+            return PairBlocks(self.ids, None, self.ids.shape[1])
+        return PairBlocks(self.pairs.blocks, self.pairs.pairs, self.ids.shape[1])
+
+
+def plan_of(x: Tensor, ids: Tensor, params: ExpertsParams) -> Plan:
+    n_pairs, n_experts = ids.numel(), len(params.w13)
+    if not is_sorted(len(x), n_pairs, n_experts):
+        return Plan(ids, PAIRS, None)
+    config = config_of(n_pairs, n_experts)
+    return Plan(
+        ids,
+        config,
+        sort_pairs(ids, n_experts, config.block_m),
+        groups_gate_up=n_pairs >= GROUPED_GATE_UP * n_experts and grouped.is_usable(x, params.w13),
+        groups_down=n_pairs >= GROUPED_DOWN * n_experts and grouped.is_usable(x, params.w2),
+    )
+
+
+def invariant_plan(ids: Tensor, params: ExpertsParams) -> Plan:
+    """The same tiles for every number of tokens."""
+    return Plan(ids, INVARIANT, sort_pairs(ids, len(params.w13), INVARIANT.block_m))
+
+
+def compute(plan: Plan, x: Tensor, weights: Tensor, params: ExpertsParams) -> Tensor:
+    return plan.sum(plan.down(plan.gate_up(x, params), params), weights, params)
+
+
 @ops.experts.impl("triton")
 def experts(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams) -> Tensor:
     _check(x, ids, weights, params)
-    if not x.numel():
-        return x.new_empty(x.shape)
-    if not is_sorted(len(x), ids.numel(), len(params.w13)):
-        return _compute(x, ids, weights, params, PAIRS, None)
-    config = config_of(ids.numel(), len(params.w13))
-    return _compute(x, ids, weights, params, config, sort_pairs(ids, len(params.w13), config.block_m))
+    return compute(plan_of(x, ids, params), x, weights, params) if x.numel() else x.new_empty(x.shape)
 
 
 @ops.experts.impl(ops.batch_invariant("triton"))
 def experts_in_fixed_tiles(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams) -> Tensor:
     _check(x, ids, weights, params)
-    if not x.numel():
-        return x.new_empty(x.shape)
-    pairs = sort_pairs(ids, len(params.w13), INVARIANT.block_m)
-    blocks = PairBlocks(pairs.blocks, pairs.pairs, ids.shape[1])
-    gated = expert_linear(x, params.w13, blocks, INVARIANT, params.b13, params.activation)
-    return sum_pairs(expert_linear(gated, params.w2, blocks, INVARIANT), ids, weights, pairs, params.b2)
-
-
-def _compute(
-    x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams, config: Config, pairs: SortedPairs | None
-) -> Tensor:
-    if pairs is None:
-        blocks = PairBlocks(ids, None, ids.shape[1])
-    else:
-        blocks = PairBlocks(pairs.blocks, pairs.pairs, ids.shape[1])
-    n_pairs, n_experts = ids.numel(), len(params.w13)
-    if pairs is not None and n_pairs >= GROUPED_GATE_UP * n_experts and grouped.is_usable(x, params.w13):
-        gated = grouped_gate_up(x, ids, pairs, params)
-    else:
-        gated = expert_linear(x, params.w13, blocks, config, params.b13, params.activation)
-    if pairs is not None and n_pairs >= GROUPED_DOWN * n_experts and grouped.is_usable(gated, params.w2):
-        computed = grouped.grouped_mm(gated, params.w2, pairs.ends)
-    else:
-        computed = expert_linear(gated, params.w2, blocks, config)
-    return sum_pairs(computed, ids, weights, pairs, params.b2)
-
-
-def grouped_gate_up(x: Tensor, ids: Tensor, pairs: SortedPairs, params: ExpertsParams) -> Tensor:
-    gathered = grouped.gather_tokens(x, pairs.pairs, ids.shape[1])
-    gate_up = grouped.grouped_mm(gathered, params.w13, pairs.ends)
-    return grouped.activate_pairs(gate_up, params.b13, ids, pairs.pairs, params.activation)
-
-
-def sum_pairs(computed: Tensor, ids: Tensor, weights: Tensor, pairs: SortedPairs | None, bias: Tensor | None) -> Tensor:
-    """For each token the sum of its pairs, in the order of its ids."""
-    tokens, top_k = ids.shape
-    n_cols = computed.shape[1]
-    out = computed.new_empty((tokens, n_cols))
-    _sum_pairs_kernel[(tokens, cdiv(n_cols, SUM_BLOCK))](
-        computed,
-        ids,
-        weights,
-        None if pairs is None else pairs.rows,
-        bias,
-        out,
-        n_cols,
-        TOP_K=top_k,
-        BLOCK=SUM_BLOCK,
-    )
-    return out
+    return compute(invariant_plan(ids, params), x, weights, params) if x.numel() else x.new_empty(x.shape)
 
 
 def _check(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams) -> None:
