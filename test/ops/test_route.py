@@ -23,6 +23,7 @@ SPECS = {
     "v3": (32, V3),
     "groups of one": (8, replace(V3, top_k=2)),
     "minimax": (48, RouteSpec(4, "sigmoid", renormalize=True)),
+    "shared": (16, RouteSpec(3, renormalize=True, scale=2.0, num_shared=2)),
     "many": (512, RouteSpec(8, renormalize=True)),
 }
 each_spec = pytest.mark.parametrize(("experts", "spec"), SPECS.values(), ids=SPECS)
@@ -40,7 +41,8 @@ def route_by_lists(logits: Tensor, spec: RouteSpec, bias: Tensor | None) -> list
         best = sorted(range(spec.groups), key=lambda i: -sum(groups[i][:counted]))[: spec.top_groups]
         experts = sorted((i for i in range(len(row)) if i // size in best), key=lambda i: -choice[i])[: spec.top_k]
         total = sum(row[i] for i in experts) if spec.renormalize else 1.0
-        routed.append((experts, [row[i] / total * spec.scale for i in experts]))
+        shared = list(range(len(row), len(row) + spec.num_shared))
+        routed.append((experts + shared, [row[i] / total * spec.scale for i in experts] + [1.0] * len(shared)))
     return routed
 
 

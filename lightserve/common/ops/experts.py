@@ -33,6 +33,11 @@ class RouteSpec:
     group_score: Literal["max", "top2"] = "max"  # of a group: its best score, or the sum of its two best
     renormalize: bool = False  # the weights of a token are divided by their sum
     scale: float = 1.0  # of the weights, after that
+    num_shared: int = 0  # experts behind the others that every token uses, with weight 1
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.top_k + self.num_shared
 
     def check(self, num_experts: int) -> None:
         """Raise if experts cannot be chosen like this."""
@@ -83,8 +88,8 @@ def route(
     """The experts of each token, best first, and their weights; of equal experts the one with the lowest id.
 
     ``logits`` ``[tokens, experts]``; ``bias`` ``[experts]`` is added to the scores for the choice, not to the weights.
-    Returns ids ``[tokens, top_k]`` int32, which are ``NO_EXPERT`` where ``is_padding`` ``[tokens]``, and weights
-    ``[tokens, top_k]`` float32.
+    Returns ids ``[tokens, experts_per_token]`` int32, which are ``NO_EXPERT`` where ``is_padding`` ``[tokens]``, and
+    weights ``[tokens, experts_per_token]`` float32. The ids of shared experts follow those of the others.
     """
     spec.check(logits.shape[1])
     scores = logits.float().softmax(-1) if spec.score == "softmax" else logits.float().sigmoid()
@@ -96,6 +101,10 @@ def route(
     if spec.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + MIN_SUM)
     weights = weights * spec.scale
+    if spec.num_shared:
+        shared = torch.arange(spec.num_shared, device=ids.device) + logits.shape[1]
+        ids = torch.cat((ids, shared.expand(len(ids), -1)), dim=1)
+        weights = torch.cat((weights, weights.new_ones(len(ids), spec.num_shared)), dim=1)
     if is_padding is not None:
         ids = ids.masked_fill(is_padding[:, None], NO_EXPERT)
         weights = weights.masked_fill(is_padding[:, None], 0.0)

@@ -58,6 +58,7 @@ def _route_kernel(
     n_experts,
     scale,
     TOP_K: tl.constexpr,
+    N_SHARED: tl.constexpr,
     IS_SOFTMAX: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -94,13 +95,16 @@ def _route_kernel(
         choice = tl.where(experts == best, float("-inf"), choice)
     if RENORMALIZES:
         weights /= tl.sum(weights, axis=0) + LEAST_SUM
-    weights *= scale
+    # The shared experts follow, in id and place.
+    ids = tl.where(places < TOP_K, ids, n_experts + places - TOP_K)
+    weights = tl.where(places < TOP_K, weights * scale, 1.0)
     if is_padding_ptr is not None:
         is_padding = tl.load(is_padding_ptr + token) != 0
         ids = tl.where(is_padding, NO_EXPERT, ids)
         weights = tl.where(is_padding, 0.0, weights)
-    tl.store(ids_ptr + token * TOP_K + places, ids, mask=places < TOP_K)
-    tl.store(weights_ptr + token * TOP_K + places, weights, mask=places < TOP_K)
+    COUNT: tl.constexpr = TOP_K + N_SHARED
+    tl.store(ids_ptr + token * COUNT + places, ids, mask=places < COUNT)
+    tl.store(weights_ptr + token * COUNT + places, weights, mask=places < COUNT)
 
 
 @ops.route.impl("triton")
@@ -111,8 +115,9 @@ def route(
     spec.check(n_experts)
     others = {name: tensor for name, tensor in (("bias", bias), ("is_padding", is_padding)) if tensor is not None}
     check_last_contiguous("route", logits=logits, **others)
-    ids = torch.empty((tokens, spec.top_k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((tokens, spec.top_k), dtype=torch.float32, device=logits.device)
+    shape = (tokens, spec.experts_per_token)
+    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     if not tokens:
         return ids, weights
     _route_kernel[(tokens,)](
@@ -125,13 +130,14 @@ def route(
         n_experts,
         spec.scale,
         TOP_K=spec.top_k,
+        N_SHARED=spec.num_shared,
         IS_SOFTMAX=spec.score == "softmax",
         GROUPS=spec.groups,
         TOP_GROUPS=spec.top_groups,
         SUMS_TWO=spec.group_score == "top2",
         RENORMALIZES=spec.renormalize,
         BLOCK=next_power_of_2(n_experts),
-        BLOCK_K=next_power_of_2(spec.top_k),
+        BLOCK_K=next_power_of_2(spec.experts_per_token),
         num_warps=1 if n_experts <= WIDE_ROW else 2,
     )
     return ids, weights
