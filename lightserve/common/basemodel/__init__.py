@@ -30,7 +30,7 @@ from lightserve.common.basemodel.layer_weights.linears import (
 from lightserve.common.basemodel.layer_weights.norms import LayerNormWeight, NormWeight, RmsNormWeight
 from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
-from lightserve.common.basemodel.moe import MoeNames, MoeSpec
+from lightserve.common.basemodel.moe import MoeNames, MoeSpec, num_experts_of, top_k_of
 from lightserve.common.basemodel.spec import (
     LayerNames,
     LayerSpec,
@@ -110,5 +110,7 @@ __all__ = [
     "alibi_slopes",
     "in_blocks",
     "in_kv_groups",
+    "num_experts_of",
     "pairs_to_halves",
+    "top_k_of",
 ]

@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 
 from lightserve.common.ops import GatedSilu, RouteSpec
 from lightserve.common.quantization import ExpertNames, ExpertsLayout
+from lightserve.errors import ModelFilesError
+from lightserve.model_files.model_config import ModelConfig
+
+COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")  # of experts, in config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +54,17 @@ class MoeSpec:
 
     def _divides(self) -> bool:
         return self.shared_size % self.intermediate_size == 0
+
+
+def num_experts_of(config: ModelConfig) -> int:
+    return config.count(next((name for name in COUNT_NAMES if config.hf.get(name) is not None), COUNT_NAMES[0]))
+
+
+def top_k_of(config: ModelConfig) -> int:
+    """How many experts a token chooses."""
+    top_k, experts = config.count("num_experts_per_tok"), num_experts_of(config)
+    if top_k > experts:
+        raise ModelFilesError(
+            f"config.json: num_experts_per_tok is {top_k}, but there are {experts} experts; correct it"
+        )
+    return top_k

@@ -17,7 +17,7 @@ from lightserve.common.basemodel.spec import LayerSpec
 from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.parallel import Parallel
 from lightserve.common.quantization import ExpertsSpec
-from lightserve.errors import ServerError
+from lightserve.errors import ModelFilesError, ServerError
 
 
 class ExpertsWeight(Weight):
@@ -81,6 +81,8 @@ class MoeFfnWeight(FfnWeight):
 
     def __init__(self, spec: LayerSpec, moe: MoeSpec, context: WeightContext) -> None:
         at, names, hidden = spec.prefix, moe.names, spec.hidden_size
+        if spec.activation != "silu":
+            raise ModelFilesError(f"config.json: experts with {spec.activation} are not supported; supported: silu")
         self._tp = context.tp
         self._route = replace(moe.route, num_shared=moe.num_shared)
         self._route.check(moe.num_experts)
