@@ -84,8 +84,7 @@ class MoeFfnWeight(FfnWeight):
         if spec.activation != "silu":
             raise ModelFilesError(f"config.json: experts with {spec.activation} are not supported; supported: silu")
         self._tp = context.tp
-        self._route = replace(moe.route, num_shared=moe.num_shared)
-        self._route.check(moe.num_experts)
+        self._route = _route_spec(moe)
         self._is_router_float32 = moe.is_router_float32
         router_context = replace(context, dtype=torch.float32) if moe.is_router_float32 else context
         router = Block(f"{at}.{names.router}", moe.num_experts)
@@ -111,6 +110,15 @@ class MoeFfnWeight(FfnWeight):
         """What the shared experts add, without the parts of other ranks."""
         out = shared.partial_forward(x)
         return out if self.shared_gate is None else out * self.shared_gate.mm(x).sigmoid()
+
+
+def _route_spec(moe: MoeSpec) -> ops.RouteSpec:
+    route = replace(moe.route, num_shared=moe.num_shared)
+    try:
+        route.check(moe.num_experts)
+    except ValueError as error:
+        raise ModelFilesError(f"config.json: {error}; correct it") from error
+    return route
 
 
 def _split(num_experts: int, width: int, parallel: Parallel) -> tuple[slice, slice]:
