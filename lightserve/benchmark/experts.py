@@ -100,7 +100,7 @@ class Layer:
 
     def num_bytes(self, item: int) -> float:
         """That one call reads and writes at least, on average: the weights of its experts, and the tokens."""
-        used = sum(len(ids.unique()) for ids, _ in self.routings) / ROUTINGS
+        used = sum(len(set(ids.flatten().tolist())) for ids, _ in self.routings) / ROUTINGS
         return item * (used * 3 * self.shape.width * self.shape.hidden + 2 * self.x.numel())
 
     def flops(self) -> float:
@@ -161,9 +161,10 @@ def plans_of(layer: Layer) -> dict[str, Callable[[Tensor], Any]]:
     """The plans that are worth a try for this number of tokens, by name: from the ids to the plan."""
     from lightserve.common.triton_kernel import experts as kernels
     from lightserve.common.triton_kernel._expert_linear import Config
+    from lightserve.common.triton_kernel._expert_pairs import sort_pairs
 
     def sorted_plan(config: Config, is_grouped: bool, ids: Tensor) -> kernels.Plan:
-        pairs = kernels.sort_pairs(ids, layer.shape.experts, config.block_m)
+        pairs = sort_pairs(ids, layer.shape.experts, config.block_m)
         return kernels.Plan(ids, config, pairs, is_grouped, is_grouped)
 
     mean = len(layer.x) * layer.shape.top_k / layer.shape.experts  # pairs of an expert

@@ -219,13 +219,13 @@ def experts_params(
     """Random experts; ``clamps``: with biases and the activation of gpt-oss."""
 
     def weight(*shape: int, seed: int) -> Tensor:
-        return randn(*shape, dtype=dtype, device=device, seed=seed) * shape[-1] ** -0.5
+        return randn(*shape, dtype=dtype, device=device, seed=seed).mul_(shape[-1] ** -0.5)
 
     w13, w2 = weight(experts, 2 * width, hidden, seed=11), weight(experts, hidden, width, seed=12)
     if not clamps:
         return ops.ExpertsParams(w13, w2)
-    biases = [randn(*w.shape[:2], dtype=dtype, device=device, seed=13) for w in (w13, w2)]
-    return ops.ExpertsParams(w13, w2, *biases, ops.GatedSilu(alpha=1.702, limit=1.5, up_offset=1.0))
+    b13, b2 = (randn(*w.shape[:2], dtype=dtype, device=device, seed=13) for w in (w13, w2))
+    return ops.ExpertsParams(w13, w2, b13, b2, ops.GatedSilu(alpha=1.702, limit=1.5, up_offset=1.0))
 
 
 Args = tuple[Any, ...]

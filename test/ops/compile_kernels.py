@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from lightserve.common import ops, triton_kernel
 from lightserve.common.compile.server import AbsentGpu
 from lightserve.common.device.profile import KIB, gpu_profile
-from lightserve.common.triton_kernel import batch_invariant, experts, linear, norm_linear
+from lightserve.common.triton_kernel import _grouped_experts, batch_invariant, experts, linear, norm_linear
 from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
 from lightserve.common.triton_kernel._expert_linear import PairBlocks, expert_linear
 from lightserve.common.triton_kernel._expert_pairs import sort_pairs
@@ -148,8 +148,8 @@ def compile_experts(dtype: torch.dtype) -> None:
     for config in (experts.INVARIANT, *(config for _, config in experts.CONFIGS)):
         gated = expert_linear(x, params.w13, blocks, config, params.b13, params.activation)
         expert_linear(gated, params.w2, blocks, config)
-    gathered = experts.grouped.gather_tokens(x, pairs.pairs, 2)
-    experts.grouped.activate_pairs(gathered, params.b13, ids, pairs.pairs, params.activation)
+    gathered = _grouped_experts.gather_tokens(x, pairs.pairs, 2)
+    _grouped_experts.activate_pairs(gathered, params.b13, ids, pairs.pairs, params.activation)
 
 
 def main(capability: int, which: str) -> None:

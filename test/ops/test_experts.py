@@ -45,8 +45,8 @@ def choose(tokens: int, n_experts: int, top_k: int, device: str, padding: int = 
 
 
 def in_float32(params: ExpertsParams) -> ExpertsParams:
-    tensors = {name: getattr(params, name) for name in ("w13", "w2", "b13", "b2")}
-    return replace(params, **{name: None if tensor is None else wide(tensor) for name, tensor in tensors.items()})
+    b13, b2 = (None if bias is None else wide(bias) for bias in (params.b13, params.b2))
+    return replace(params, w13=wide(params.w13), w2=wide(params.w2), b13=b13, b2=b2)
 
 
 def test_the_definition_is_a_gated_mlp_for_each_pair() -> None:

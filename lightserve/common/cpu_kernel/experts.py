@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import torch
@@ -40,9 +41,9 @@ def _compute(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams, lin
 
 def _pairs_by_expert(ids: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Each expert that has pairs, and the numbers ``token * top_k + place`` of these pairs."""
-    order = ids.flatten().argsort(stable=True)
-    used, counts = ids.flatten()[order].unique_consecutive(return_counts=True)
-    for expert, pairs in zip(used.tolist(), order.split_with_sizes(counts.tolist()), strict=True):
+    chosen, order = ids.flatten().sort(stable=True)
+    counts = Counter(chosen.tolist())  # in the order of the ids
+    for expert, pairs in zip(counts, order.split_with_sizes(list(counts.values())), strict=True):
         if expert != ops.NO_EXPERT:
             yield expert, pairs
 

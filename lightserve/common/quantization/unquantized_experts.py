@@ -57,7 +57,7 @@ def _expert(prefix: str, spec: ExpertsSpec, params: ops.ExpertsParams, place: in
     is_shared = prefix == spec.shared_prefix
     total = spec.width * (spec.num_shared if is_shared else 1)
     units = slice(part * spec.width + spec.units.start, part * spec.width + spec.units.stop)
-    gate_up = params.w13.unflatten(1, (-1, 2))
+    gate_up = _by_unit(params.w13)
     for side, name in enumerate((spec.names.gate, spec.names.up)):
         into = None if place is None else gate_up[place, :, side]
         yield Piece(f"{prefix}.{name}.weight", (total, spec.hidden_size), into, _slicer(units))
@@ -67,11 +67,11 @@ def _expert(prefix: str, spec: ExpertsSpec, params: ops.ExpertsParams, place: in
 
 def _stacked(spec: ExpertsSpec, params: ops.ExpertsParams) -> Iterator[Piece]:
     def gate_up(tensor: Tensor) -> Tensor:
-        return tensor[spec.own].unflatten(1, (2, -1))[:, :, spec.units].transpose(1, 2)
+        sides = tensor[spec.own].view(spec.num_own, 2, spec.width, spec.hidden_size)
+        return sides[:, :, spec.units].transpose(1, 2)
 
     whole = (spec.num_experts, 2 * spec.width, spec.hidden_size)
-    into = params.w13.unflatten(1, (-1, 2))
-    yield Piece(f"{spec.prefix}.{spec.names.gate_up}.weight", whole, into, gate_up)
+    yield Piece(f"{spec.prefix}.{spec.names.gate_up}.weight", whole, _by_unit(params.w13), gate_up)
     whole = (spec.num_experts, spec.hidden_size, spec.width)
     part = _slicer(spec.own, slice(None), spec.units)
     yield Piece(f"{spec.prefix}.{spec.names.down}.weight", whole, params.w2, part)
@@ -93,6 +93,11 @@ _PIECES: dict[ExpertsLayout, Callable[[ExpertsSpec, ops.ExpertsParams], Iterator
     ExpertsLayout.STACKED: _stacked,
     ExpertsLayout.TRANSPOSED: _transposed,
 }
+
+
+def _by_unit(w13: Tensor) -> Tensor:
+    """``[experts, units, 2, hidden]``: gate and up of each unit."""
+    return w13.view(len(w13), -1, 2, w13.shape[2])
 
 
 def _slicer(*slices: slice) -> Callable[[Tensor], Tensor]:

@@ -52,7 +52,7 @@ class ExpertsWeight(Weight):
 
     def _own_ids(self, ids: Tensor) -> Tensor:
         """The ids among this rank's experts; ``NO_EXPERT`` for those of other ranks."""
-        own = ids - self._first
+        own: Tensor = ids - self._first
         return own.masked_fill((own < 0) | (own >= self._num_own), ops.NO_EXPERT)
 
     def pieces(self) -> Iterator[Piece]:
