@@ -24,9 +24,17 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "lightserve.models"
 MODELS = {
     "bloom": "lightserve.models.bloom.model:BloomTpPartModel",
+    "glm4_moe": "lightserve.models.glm4_moe.model:Glm4MoeTpPartModel",
+    "gpt_oss": "lightserve.models.gpt_oss.model:GptOssTpPartModel",
+    "granitemoe": "lightserve.models.granitemoe.model:GraniteMoeTpPartModel",
     "llama": "lightserve.models.llama.model:LlamaTpPartModel",
+    "minimax_m2": "lightserve.models.minimax_m2.model:MiniMaxM2TpPartModel",
+    "mixtral": "lightserve.models.mixtral.model:MixtralTpPartModel",
+    "olmoe": "lightserve.models.olmoe.model:OlmoeTpPartModel",
     "qwen2": "lightserve.models.qwen2.model:Qwen2TpPartModel",
+    "qwen2_moe": "lightserve.models.qwen2_moe.model:Qwen2MoeTpPartModel",
     "qwen3": "lightserve.models.qwen3.model:Qwen3TpPartModel",
+    "qwen3_moe": "lightserve.models.qwen3_moe.model:Qwen3MoeTpPartModel",
 }
 
 

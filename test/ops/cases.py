@@ -213,6 +213,21 @@ def penalties_of(entries: list[tuple[int, int, int]], shape: tuple[int, int], de
     )
 
 
+def experts_params(
+    experts: int, hidden: int, width: int, dtype: torch.dtype, device: str, *, clamps: bool = False
+) -> ops.ExpertsParams:
+    """Random experts; ``clamps``: with biases and the activation of gpt-oss."""
+
+    def weight(*shape: int, seed: int) -> Tensor:
+        return randn(*shape, dtype=dtype, device=device, seed=seed).mul_(shape[-1] ** -0.5)
+
+    w13, w2 = weight(experts, 2 * width, hidden, seed=11), weight(experts, hidden, width, seed=12)
+    if not clamps:
+        return ops.ExpertsParams(w13, w2)
+    b13, b2 = (randn(*w.shape[:2], dtype=dtype, device=device, seed=13) for w in (w13, w2))
+    return ops.ExpertsParams(w13, w2, b13, b2, ops.GatedSilu(alpha=1.702, limit=1.5, up_offset=1.0))
+
+
 Args = tuple[Any, ...]
 
 
@@ -321,6 +336,21 @@ def _place_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     )
 
 
+def _route_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    spec = ops.RouteSpec(3, "sigmoid", groups=4, top_groups=2, group_score="top2", renormalize=True, scale=2.5)
+    is_padding = torch.arange(tokens, device=device) % 4 == 3
+    return randn(tokens, 20, dtype=dtype, device=device), spec, randn(20, device=device, seed=1), is_padding
+
+
+def _experts_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    is_padding = torch.arange(tokens, device=device) % 4 == 3
+    ids, weights = ops.route.impls[ops.REFERENCE](
+        randn(tokens, 6, device=device), ops.RouteSpec(3), is_padding=is_padding
+    )
+    x = randn(tokens, 48, dtype=dtype, device=device, seed=1)
+    return x, ids, weights, experts_params(6, 48, 40, dtype, device, clamps=True)
+
+
 def _watermark_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     b_last = ints([40_000 * i for i in range(tokens)], device, torch.int64)
     return _logits(tokens, device), ints(list(range(tokens))[::-1], device), b_last
@@ -335,6 +365,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "apply_penalties": _penalties_args,
     "sample": _sample_args,
     "context_attention": _context_attention_args,
+    "experts": _experts_args,
     "typical_p": _typical_args,
     "top_k_top_p_min_p": _top_args,
     "gelu": _activation_args,
@@ -351,6 +382,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "rms_norm": _norm_args("rows", "param"),
     "rotary": _rotary_args,
     "rotary_write_kv": _rotary_write_kv_args,
+    "route": _route_args,
     "silu": _activation_args,
     "silu_and_mul": _activation_args,
     "token_attention": _attention_args,

@@ -24,13 +24,16 @@ from triton.runtime.jit import JITFunction
 from lightserve.common import ops, triton_kernel
 from lightserve.common.compile.server import AbsentGpu
 from lightserve.common.device.profile import KIB, gpu_profile
-from lightserve.common.triton_kernel import batch_invariant, linear, norm_linear
+from lightserve.common.triton_kernel import _grouped_experts, batch_invariant, experts, linear, norm_linear
 from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
+from lightserve.common.triton_kernel._expert_linear import PairBlocks, expert_linear
+from lightserve.common.triton_kernel._expert_pairs import sort_pairs
 from test.ops.cases import (
     ARGS,
     FLOATS,
     attention_args,
     context_attention_args,
+    experts_params,
     share_prefixes,
     with_alibi,
     with_options,
@@ -96,6 +99,7 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
     compile_attention_options(dtype, head_dims[0])
     compile_linear(dtype)
     compile_norm_linear(dtype)
+    compile_experts(dtype)
 
 
 def compile_attention_options(dtype: torch.dtype, dim: int) -> None:
@@ -132,6 +136,20 @@ def compile_norm_linear(dtype: torch.dtype) -> None:
     for rows, config, is_gated in ((1, norm_linear.NARROW, True), (2, norm_linear.NARROW, False)):
         x = torch.ones(rows, 2048, dtype=dtype)
         norm_linear.multiply(x, x, norm_weight, 1e-5, weight, None, config=config, is_gated=is_gated)
+
+
+def compile_experts(dtype: torch.dtype) -> None:
+    """Every configuration of the products, pairs that are not sorted, and what the grouped matmul needs."""
+    x, params = torch.ones(2, 2048, dtype=dtype), experts_params(32, 2048, 768, dtype, "cpu")
+    ids, weights = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2)
+    ops.experts.impls["triton"](x, ids, weights, params)
+    pairs = sort_pairs(ids, 32, 16)
+    blocks = PairBlocks(pairs.blocks, pairs.pairs, 2)
+    for config in (experts.INVARIANT, *(config for _, config in experts.CONFIGS)):
+        gated = expert_linear(x, params.w13, blocks, config, params.b13, params.activation)
+        expert_linear(gated, params.w2, blocks, config)
+    gathered = _grouped_experts.gather_tokens(x, pairs.pairs, 2)
+    _grouped_experts.activate_pairs(gathered, params.b13, ids, pairs.pairs, params.activation)
 
 
 def main(capability: int, which: str) -> None:

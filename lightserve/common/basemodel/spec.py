@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from lightserve.common.basemodel.moe import MoeSpec
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.model_config import ModelConfig, RopeConfig
 
@@ -110,6 +111,7 @@ class LayerSpec:
     activation: str = "silu"  # a value of ACTIVATIONS
     is_gated: bool = True  # False: down(activation(up(x)))
     ffn_bias: bool = False
+    moe: MoeSpec | None = None  # experts instead of one feed-forward
 
     # how the checkpoint stores the linears
     qkv_layout: QkvLayout = QkvLayout.BLOCKS  # with LayerNames.qkv
@@ -131,7 +133,8 @@ class LayerSpec:
 
     def check_tp(self, size: int) -> None:
         """Check that ``size`` ranks can split the layer."""
-        for what, count in (("attention heads", self.num_heads), ("FFN rows", self.intermediate_size)):
+        widths = (self.intermediate_size,) if self.moe is None else self.moe.widths
+        for what, count in (("attention heads", self.num_heads), *(("FFN rows", width) for width in widths)):
             if count % size:
                 raise ModelFilesError(
                     f"{count} {what} do not divide among tp={size} ranks; choose a tp that divides them"
