@@ -10,6 +10,13 @@ from lightserve.common.ops.attention import (
     write_kv,
 )
 from lightserve.common.ops.embedding import vocab_embedding
+from lightserve.common.ops.latent_attention import (
+    LatentNorm,
+    RotaryAngles,
+    latent_context_attention,
+    latent_token_attention,
+    write_latent,
+)
 from lightserve.common.ops.linear import linear
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lightserve.common.ops.norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
@@ -34,7 +41,9 @@ __all__ = [
     "REFERENCE",
     "AttnBatch",
     "AttnOptions",
+    "LatentNorm",
     "Penalties",
+    "RotaryAngles",
     "StepTokens",
     "TokenMasks",
     "add_layer_norm",
@@ -50,6 +59,8 @@ __all__ = [
     "gelu_and_mul",
     "gelu_tanh",
     "gelu_tanh_and_mul",
+    "latent_context_attention",
+    "latent_token_attention",
     "layer_norm",
     "linear",
     "mask_logits",
@@ -65,4 +76,5 @@ __all__ = [
     "use_backend",
     "vocab_embedding",
     "write_kv",
+    "write_latent",
 ]

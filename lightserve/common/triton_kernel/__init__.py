@@ -6,6 +6,8 @@ from lightserve.common.triton_kernel import (
     apply_penalties,
     batch_invariant,
     context_attention,
+    latent_context_attention,
+    latent_token_attention,
     layer_norm,
     linear,
     mask_logits,
@@ -19,6 +21,7 @@ from lightserve.common.triton_kernel import (
     typical_p,
     vocab_embedding,
     write_kv,
+    write_latent,
 )
 from lightserve.common.triton_kernel._gpu import use_profile
 
@@ -28,6 +31,8 @@ __all__ = [
     "apply_penalties",
     "batch_invariant",
     "context_attention",
+    "latent_context_attention",
+    "latent_token_attention",
     "layer_norm",
     "linear",
     "mask_logits",
@@ -42,4 +47,5 @@ __all__ = [
     "use_profile",
     "vocab_embedding",
     "write_kv",
+    "write_latent",
 ]
