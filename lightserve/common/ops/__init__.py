@@ -1,6 +1,15 @@
 """The operators that models call. Backends implement them."""
 
-from lightserve.common.ops.activation import gelu, gelu_and_mul, gelu_tanh, gelu_tanh_and_mul, silu_and_mul
+from lightserve.common.ops.activation import (
+    gelu,
+    gelu_and_mul,
+    gelu_tanh,
+    gelu_tanh_and_mul,
+    relu,
+    relu2,
+    silu,
+    silu_and_mul,
+)
 from lightserve.common.ops.attention import (
     AttnBatch,
     AttnOptions,
@@ -65,10 +74,13 @@ __all__ = [
     "linear",
     "mask_logits",
     "place_tokens",
+    "relu",
+    "relu2",
     "rms_norm",
     "rotary",
     "rotary_write_kv",
     "sample",
+    "silu",
     "silu_and_mul",
     "token_attention",
     "top_k_top_p_min_p",

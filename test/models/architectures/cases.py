@@ -1,0 +1,7 @@
+"""Every architecture in the shapes in which its knobs show. Windows are shorter than the prompts."""
+
+from __future__ import annotations
+
+from test.models.architectures import llama_like
+
+CASES = llama_like.CASES
