@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 MODELS = {
     "bloom": "lightserve.models.bloom.model:BloomTpPartModel",
+    "deepseek_v2": "lightserve.models.deepseek.model:DeepseekTpPartModel",
+    "deepseek_v3": "lightserve.models.deepseek.model:DeepseekTpPartModel",
+    "kimi_k2": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "llama": "lightserve.models.llama.model:LlamaTpPartModel",
     "qwen2": "lightserve.models.qwen2.model:Qwen2TpPartModel",
     "qwen3": "lightserve.models.qwen3.model:Qwen3TpPartModel",

@@ -27,7 +27,7 @@ from lightserve.common.basemodel.layer_weights.linears import (
     VocabWeight,
 )
 from lightserve.common.basemodel.layer_weights.norms import LayerNormWeight, NormWeight, RmsNormWeight
-from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves
+from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
 from lightserve.common.basemodel.spec import (
     LayerNames,
@@ -103,4 +103,5 @@ __all__ = [
     "in_blocks",
     "in_kv_groups",
     "pairs_to_halves",
+    "whole",
 ]

@@ -21,6 +21,7 @@ from lightserve.common.ops.attention import (
 from lightserve.common.ops.embedding import vocab_embedding
 from lightserve.common.ops.latent_attention import (
     LatentNorm,
+    LatentSizes,
     RotaryAngles,
     latent_context_attention,
     latent_token_attention,
@@ -51,6 +52,7 @@ __all__ = [
     "AttnBatch",
     "AttnOptions",
     "LatentNorm",
+    "LatentSizes",
     "Penalties",
     "RotaryAngles",
     "StepTokens",

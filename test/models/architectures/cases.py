@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from test.models.architectures import llama_like
+from test.models.architectures import latent, llama_like
 
-CASES = llama_like.CASES
+CASES = llama_like.CASES | latent.CASES
