@@ -291,6 +291,12 @@ def _rotary_write_kv_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return q, kv, cos, sin, slots, cache
 
 
+def _norm_rotary_write_kv_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    q, kv, cos, sin, slots, cache = _rotary_write_kv_args(tokens, dtype, device)
+    q_weight, k_weight = (randn(64, dtype=dtype, device=device, seed=seed) for seed in (3, 4))
+    return q, kv, ops.HeadNorms(q_weight, k_weight, EPS), ops.RotaryAngles(cos, sin), slots, cache
+
+
 def _write_kv_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     kv = randn(tokens, 4, 64, dtype=dtype, device=device)
     return kv, ints(list(range(tokens)), device), torch.zeros(tokens + 1, 4, 64, dtype=dtype, device=device)
@@ -388,10 +394,14 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "layer_norm": _norm_args("rows", "param", "param"),
     "linear": _linear_args,
     "mask_logits": _mask_args,
+    "norm_rotary_write_kv": _norm_rotary_write_kv_args,
     "place_tokens": _place_args,
+    "relu": _activation_args,
+    "relu2": _activation_args,
     "rms_norm": _norm_args("rows", "param"),
     "rotary": _rotary_args,
     "rotary_write_kv": _rotary_write_kv_args,
+    "silu": _activation_args,
     "silu_and_mul": _activation_args,
     "token_attention": _attention_args,
     "vocab_embedding": _embedding_args,

@@ -31,7 +31,7 @@ from lightserve.common.ops.linear import linear
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lightserve.common.ops.norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
 from lightserve.common.ops.registry import OPS, REFERENCE, batch_invariant, use_backend
-from lightserve.common.ops.rotary import rotary, rotary_write_kv
+from lightserve.common.ops.rotary import HeadNorms, RotaryAngles, norm_rotary_write_kv, rotary, rotary_write_kv
 from lightserve.common.ops.sampling import (
     NO_TOKEN,
     Penalties,
@@ -51,6 +51,7 @@ __all__ = [
     "REFERENCE",
     "AttnBatch",
     "AttnOptions",
+    "HeadNorms",
     "LatentNorm",
     "LatentSizes",
     "Penalties",
@@ -75,6 +76,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "mask_logits",
+    "norm_rotary_write_kv",
     "place_tokens",
     "relu",
     "relu2",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,6 +61,15 @@ class DecoderLayerWeight(TransformerLayerWeight):
             softcap=spec.softcap,
             sinks=self.sinks.tensor if self.sinks else None,
         )
+
+    @cached_property
+    def head_norms(self) -> ops.HeadNorms | None:
+        """The norms of query and key heads, if one op can compute them together with the rotation."""
+        q_norm = None if self.q_norm is None else self.q_norm.as_rms_norm()
+        k_norm = None if self.k_norm is None else self.k_norm.as_rms_norm()
+        if q_norm is None or k_norm is None or q_norm.eps != k_norm.eps:
+            return None
+        return ops.HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
 
 
 class PositionWeight(Weight):

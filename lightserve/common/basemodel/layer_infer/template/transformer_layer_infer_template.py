@@ -120,12 +120,12 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
     def _get_qkv(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> tuple[Tensor, Tensor]:
         """This rank's queries ``[tokens, heads, dim]``, and its keys and values ``[tokens, 2 * kv_heads, dim]``.
 
-        Positions are applied later, in ``_post_cache_kv``.
+        Norms of heads and positions are applied later, in ``_post_cache_kv``.
         """
         raise NotImplementedError
 
     def _post_cache_kv(self, q: Tensor, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight) -> None:
-        """Apply positions to queries and keys in place, if the model does so, and store keys and values."""
+        """Apply norms and positions to queries and keys in place, if the model has them; store keys and values."""
         ops.write_kv(cache_kv, infer_state.step.mem_index, infer_state.mem_manager.layer(self.layer_num))
 
     def _context_attention_kernel(
