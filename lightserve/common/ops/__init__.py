@@ -22,7 +22,6 @@ from lightserve.common.ops.embedding import vocab_embedding
 from lightserve.common.ops.latent_attention import (
     LatentNorm,
     LatentSizes,
-    RotaryAngles,
     latent_context_attention,
     latent_token_attention,
     write_latent,

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightserve.common.ops.attention import AttnBatch, AttnOptions, attention_weights, write_kv
 from lightserve.common.ops.norm import rms_norm
 from lightserve.common.ops.registry import op
-from lightserve.common.ops.rotary import rotary
+from lightserve.common.ops.rotary import RotaryAngles, rotary
 
 
 class LatentNorm(NamedTuple):
@@ -24,11 +24,6 @@ class LatentNorm(NamedTuple):
 
     weight: Tensor  # [rank]
     eps: float
-
-
-class RotaryAngles(NamedTuple):
-    cos: Tensor  # [tokens, rope / 2] float32
-    sin: Tensor
 
 
 class LatentSizes(NamedTuple):
