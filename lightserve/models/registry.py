@@ -1,18 +1,27 @@
 """The class of every supported ``model_type``. Its module is imported only when the model is served.
 
+Another package registers its model in its own pyproject.toml:
+
+    [project.entry-points."lightserve.models"]
+    my_model = "my_package.model:MyModelTpPartModel"
+
 The launcher reads the names, so there is no torch here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
-from lightserve.errors import ModelFilesError
+from lightserve.errors import ModelFilesError, UnsupportedModelTypeError
+from lightserve.model_files.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from lightserve.common.basemodel import TpPartBaseModel
 
+ENTRY_POINTS = "lightserve.models"
 MODELS = {
     "bloom": "lightserve.models.bloom.model:BloomTpPartModel",
     "deepseek_v2": "lightserve.models.deepseek.model:DeepseekTpPartModel",
@@ -24,13 +33,32 @@ MODELS = {
 }
 
 
+def supported_models() -> dict[str, str]:
+    """By model_type: the built-in classes and those of other packages, which come first."""
+    return MODELS | {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+
+
 def check_supported(model_type: str) -> None:
-    if model_type not in MODELS:
-        raise ModelFilesError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(MODELS))}")
+    supported = supported_models()
+    if model_type not in supported:
+        raise UnsupportedModelTypeError(
+            f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(supported))}"
+        )
+
+
+def read_model_config(config_json: Mapping[str, Any], model_type: str | None) -> ModelConfig:
+    """``model_type`` replaces that of config.json, if it is set."""
+    hf = {**config_json, "model_type": model_type} if model_type else config_json
+    check_supported(str(hf.get("model_type"))[:100])  # before the shape: other models name its fields differently
+    return ModelConfig.from_hf(hf)
 
 
 def get_model_class(model_type: str) -> type[TpPartBaseModel]:
     check_supported(model_type)
-    module, name = MODELS[model_type].split(":")
-    model_class: type[TpPartBaseModel] = getattr(import_module(module), name)
+    path = supported_models()[model_type]
+    module, _, name = path.partition(":")
+    try:
+        model_class: type[TpPartBaseModel] = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelFilesError(f"model_type {model_type!r}: {path} cannot be imported ({error})") from error
     return model_class

@@ -16,7 +16,7 @@ from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
 from lightserve.io_struct import GrammarSpec, KvCopy, Step, StepLimits, StepResult
 from lightserve.model_files.source import ModelSource
-from lightserve.models.registry import get_model_class
+from lightserve.models.registry import get_model_class, read_model_config
 from lightserve.utils.progress import Progress
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.infer_batch import InferBatch
@@ -43,7 +43,7 @@ class ModelWorker:
         self._platform = pick_device(config.device)
         self._device = self._platform.torch_device(tp.rank)
         self._platform.bind(self._device, config.deterministic)
-        self.model_config = ModelConfig.from_hf(source.hf_config())
+        self.model_config = read_model_config(source.hf_config(), config.model_type)
         self._platform.check_head_dim(self.model_config.head_dim)
         self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
         dtype = _dtype(config, self.model_config, self._platform)

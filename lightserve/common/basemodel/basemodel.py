@@ -76,6 +76,15 @@ class TpPartBaseModel:
     observer: Observer | None = None  # receives intermediate values: see hooks.py
 
     def __init__(self, args: ModelArgs) -> None:
+        self._init_args(args)
+        self._init_weights()
+        self._init_mem_manager()
+        self._init_infer_layer()
+        self._init_some_value()
+        self._init_custom()
+
+    def _init_args(self, args: ModelArgs) -> None:
+        """Everything that needs no memory."""
         self.args = args
         self.tp = args.parallel.tp
         self.device = args.device
@@ -83,11 +92,13 @@ class TpPartBaseModel:
         self._init_specs()
         self._verify_must()
         self._verify_params()
-        self._init_weights()
-        self._init_mem_manager()
-        self._init_infer_layer()
-        self._init_some_value()
-        self._init_custom()
+
+    @classmethod
+    def unused_tensors(cls, args: ModelArgs) -> list[str]:
+        """Check ``args.tensor_metadata`` as loading does, and return the tensors that the model does not use."""
+        model = cls.__new__(cls)
+        model._init_args(args)
+        return model._check_metadata()
 
     def _init_config(self) -> None:
         self.config = self.args.config
@@ -144,12 +155,16 @@ class TpPartBaseModel:
         layers = [self.transformer_weight_class(spec, context) for spec in self.layer_specs]
         return self.pre_and_post_weight_class(self.spec, context), layers
 
-    def _check_metadata(self) -> None:
-        """Check the checkpoint against weights on the meta device: a wrong config.json may need too much memory."""
+    def _check_metadata(self) -> list[str]:
+        """Check the checkpoint against weights on the meta device: a wrong config.json may need too much memory.
+
+        Returns the tensors that the model does not use.
+        """
         tensor_metadata = list(self.args.tensor_metadata)
-        if tensor_metadata:
-            pre_post, layers = self._new_weights(torch.device("meta"))
-            check_weights([pre_post, *layers], self.adapt_checkpoint(tensor_metadata), self.config.num_layers)
+        if not tensor_metadata:
+            return []
+        pre_post, layers = self._new_weights(torch.device("meta"))
+        return check_weights([pre_post, *layers], self.adapt_checkpoint(tensor_metadata), self.config.num_layers)
 
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""
