@@ -82,7 +82,8 @@ def _list_prefix_rows_kernel(
 
 def plan_prefix(batch: ops.AttnBatch, sizes: LatentSizes, element_bytes: int, min_new_tokens: int) -> PrefixPlan:
     requests, (table_rows, max_len) = len(batch.b_req_idx), batch.req_to_token.shape
-    rows = min(BUFFER_BYTES // (sizes.heads * (sizes.nope + sizes.value) * element_bytes), requests * max_len)
+    row_bytes = sizes.heads * (sizes.nope + sizes.value) * element_bytes
+    rows = max(min(BUFFER_BYTES // row_bytes, requests * max_len), 1)
     plan = PrefixPlan(batch.b_req_idx.new_empty(rows), batch.b_req_idx.new_empty(table_rows))
     _list_prefix_rows_kernel[(cdiv(rows, LISTED_ROWS.value),)](
         plan.slots,

@@ -61,19 +61,24 @@ class DeepseekLayerInfer(bm.DecoderLayerInferTpl[DeepseekLayerWeight]):
         self.sizes = latent_sizes(spec.config, self.num_heads)
         self.has_q_rank = spec.config.hf.get("q_lora_rank") is not None
 
-    def _split_and_norm(self, qkv: Tensor, layer_weight: DeepseekLayerWeight) -> tuple[Tensor, Tensor]:
+    def _norm_and_qkv(
+        self, input: Tensor, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight
+    ) -> tuple[Tensor, Tensor]:
         """Queries ``[tokens, heads, nope + rope]`` and latents ``[tokens, rank + rope]``."""
-        width = self.sizes.rank + self.sizes.rope
-        q, latent = qkv[:, :-width], qkv[:, -width:]
+        q, latent = super()._norm_and_qkv(input, infer_state, layer_weight)
         if self.has_q_rank:
             q = layer_weight.q_b_proj.mm(layer_weight.q_a_norm.norm(q))
         return q.unflatten(1, (self.num_heads, -1)), latent
+
+    def _split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        width = self.sizes.rank + self.sizes.rope
+        return qkv[:, :-width], qkv[:, -width:]
 
     def _post_cache_kv(
         self, q: Tensor, cache_kv: Tensor, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight
     ) -> None:
         norm = ops.LatentNorm(layer_weight.kv_norm.tensor, layer_weight.kv_norm.eps)
-        angles = ops.RotaryAngles(*infer_state.rotary_angles[self._rotary_key])
+        angles = infer_state.rotary_angles[self._rotary_key]
         cache = infer_state.mem_manager.layer(self.layer_num)
         ops.write_latent(q, cache_kv, norm, angles, infer_state.step.mem_index, cache)
 
@@ -93,6 +98,7 @@ class DeepseekLayerInfer(bm.DecoderLayerInferTpl[DeepseekLayerWeight]):
 class DeepseekTpPartModel(bm.TpPartBaseModel):
     transformer_weight_class = DeepseekLayerWeight
     transformer_layer_infer_class = DeepseekLayerInfer
+    attends_to_shared_prefixes = False
 
     def layer_spec(self, layer_num: int) -> bm.LayerSpec:
         sizes = latent_sizes(self.config, self.config.num_heads)
