@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "lightserve.models"
 MODELS = {
     "bloom": "lightserve.models.bloom.model:BloomTpPartModel",
+    "deepseek_v2": "lightserve.models.deepseek.model:DeepseekTpPartModel",
+    "deepseek_v3": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "glm4_moe": "lightserve.models.glm4_moe.model:Glm4MoeTpPartModel",
     "gpt_oss": "lightserve.models.gpt_oss.model:GptOssTpPartModel",
     "granitemoe": "lightserve.models.granitemoe.model:GraniteMoeTpPartModel",
+    "kimi_k2": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "llama": "lightserve.models.llama.model:LlamaTpPartModel",
     "minimax_m2": "lightserve.models.minimax_m2.model:MiniMaxM2TpPartModel",
     "mixtral": "lightserve.models.mixtral.model:MixtralTpPartModel",

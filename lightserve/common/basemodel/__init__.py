@@ -28,7 +28,7 @@ from lightserve.common.basemodel.layer_weights.linears import (
     VocabWeight,
 )
 from lightserve.common.basemodel.layer_weights.norms import LayerNormWeight, NormWeight, RmsNormWeight
-from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves
+from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
 from lightserve.common.basemodel.moe import MoeNames, MoeSpec, num_experts_of, top_k_of
 from lightserve.common.basemodel.spec import (
@@ -113,4 +113,5 @@ __all__ = [
     "num_experts_of",
     "pairs_to_halves",
     "top_k_of",
+    "whole",
 ]

@@ -73,6 +73,9 @@ class TpPartBaseModel:
     post_layer_infer_class: ClassVar[type[PostLayerInfer[Any, Any]]] = PostLayerInferTpl
     infer_state_class: ClassVar[type[InferStateInfo]] = InferStateInfo
 
+    # attention reads a prefix that requests share once for all of them (AttnBatch.shared_prefixes)
+    attends_to_shared_prefixes: ClassVar[bool] = True
+
     observer: Observer | None = None  # receives intermediate values: see hooks.py
 
     def __init__(self, args: ModelArgs) -> None:

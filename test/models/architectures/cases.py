@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from test.models.architectures import llama_like, moe
+from test.models.architectures import latent, llama_like, moe
 
-CASES = llama_like.CASES | moe.CASES
+CASES = latent.CASES | llama_like.CASES | moe.CASES
