@@ -6,9 +6,12 @@ its config.json may lack, has an entry here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from lightserve.errors import ModelFilesError
+from lightserve.model_files import config_derived
 
 # other name: Llama's name; for every model, where Llama's name is absent
 COMMON_NAMES = {
@@ -45,17 +48,60 @@ class ConfigNames:
 
     names: Mapping[str, str] = field(default_factory=dict)  # other name: Llama's name
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that the file may lack, by Llama's names
+    # fields that follow from others, by Llama's names; they replace the fields of the file
+    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}
+    text_config: str | None = None  # the field that holds the language model's config, in models with other inputs too
 
+
+_GEMMA = {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh", "head_dim": 256}
+_GEMMA2 = {**_GEMMA, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096}
+_GEMMA3 = {  # files of multimodal models leave out the values that transformers has as defaults
+    **_GEMMA2,
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
+_LAYER_NORM = {"rms_norm_eps": 1e-5}
+_TIED = {**_LAYER_NORM, "tie_word_embeddings": True}
 
 MODELS = {
+    "arcee": ConfigNames(defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"}),
     "bloom": ConfigNames(defaults={"tie_word_embeddings": True, "hidden_act": "gelu_new"}),
+    "cohere": ConfigNames(defaults={**_TIED, "logit_scale": 0.0625, "rope_theta": 500_000.0}),
+    "cohere2": ConfigNames(
+        defaults={**_TIED, "logit_scale": 0.0625, "sliding_window": 4096},
+        derived=config_derived.windows_except_every(4),
+    ),
+    "falcon": ConfigNames({"activation": "hidden_act"}, {**_TIED, "hidden_act": "gelu"}, config_derived.falcon),
+    "gemma": ConfigNames(defaults=_GEMMA, derived=config_derived.gemma),
+    "gemma2": ConfigNames(defaults=_GEMMA2, derived=config_derived.gemma2),
+    "gemma3": ConfigNames(defaults=_GEMMA3, derived=config_derived.gemma3, text_config="text_config"),
+    "gemma3_text": ConfigNames(defaults=_GEMMA3, derived=config_derived.gemma3),
+    "gpt2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_new", "max_position_embeddings": 1024}),
+    "gpt_bigcode": ConfigNames(
+        defaults={**_TIED, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 1024},
+        derived=config_derived.gpt_bigcode,
+    ),
+    "gpt_neox": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu", "partial_rotary_factor": 0.25}),
+    "gptj": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new"}, derived=config_derived.gptj),
+    "mpt": ConfigNames(defaults={**_TIED, "hidden_act": "gelu"}, derived=config_derived.mpt),
+    "nemotron": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "relu2", "partial_rotary_factor": 0.5}),
+    "opt": ConfigNames(defaults={**_TIED, "hidden_act": "relu"}),
+    "phi": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
+    "phi3": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
+    "stablelm": ConfigNames(defaults={**_LAYER_NORM, "partial_rotary_factor": 0.25}),
+    "starcoder2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_pytorch_tanh"}),
 }
 
 
-def with_common_names(hf: Mapping[str, Any]) -> dict[str, Any]:
+def with_common_names(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """The config with Llama's names beside its own. A field that is there under Llama's name stays."""
-    model_type = hf.get("model_type")
-    special = MODELS.get(model_type, ConfigNames()) if isinstance(model_type, str) else ConfigNames()
+    hf = with_text_config(config_json)
+    special = _special(hf)
     common = dict(hf)
     for name, llama_name in ({**COMMON_NAMES, **special.names}).items():
         if common.get(llama_name) is None and hf.get(name) is not None:
@@ -63,4 +109,20 @@ def with_common_names(hf: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in special.defaults.items():
         if common.get(name) is None:
             common[name] = value
-    return common
+    return {**common, **special.derived(common)}
+
+
+def with_text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the fields of the language model beside those of the whole model, which win."""
+    key = _special(hf).text_config
+    text = None if key is None else hf.get(key)
+    if text is None:
+        return dict(hf)
+    if not isinstance(text, dict):
+        raise ModelFilesError(f"config.json: {key} is not an object; fetch it again")
+    return text | {name: value for name, value in hf.items() if value is not None}
+
+
+def _special(hf: Mapping[str, Any]) -> ConfigNames:
+    model_type = hf.get("model_type")
+    return MODELS.get(model_type, ConfigNames()) if isinstance(model_type, str) else ConfigNames()

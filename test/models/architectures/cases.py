@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from test.models.architectures import llama_like
+from test.models.architectures import dense_b, llama_like
 
-CASES = llama_like.CASES
+CASES = {**llama_like.CASES, **dense_b.CASES}
