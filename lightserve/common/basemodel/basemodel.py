@@ -150,6 +150,21 @@ class TpPartBaseModel:
                 "set it to null to attend to all tokens"
             )
 
+        self._verify_spec()
+
+    def _verify_spec(self) -> None:
+        """Check the values outside the layers."""
+        spec, max_len = self.spec, self.args.max_req_total_len
+        if spec.names.positions is not None and max_len > spec.num_positions:
+            raise ModelFilesError(
+                f"max_req_total_len={max_len}, but {self.config.model_type} has {spec.num_positions} learned "
+                "positions; lower it"
+            )
+        if spec.is_tied and spec.head_bias:
+            raise ModelFilesError(
+                f"config.json: tie_word_embeddings is not supported for {self.config.model_type}, whose head has a bias"
+            )
+
     def _verify_params(self) -> None:
         """Refuse a config.json with options that the model's code does not implement."""
 
