@@ -12,13 +12,15 @@ from pydantic_core import from_json
 
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar.compiler import check_nesting, schema_grammar
-from lightserve.httpserver.chat.request import ChatBody, Tool
+from lightserve.httpserver.chat.choice_parser import ChoiceParser
+from lightserve.httpserver.chat.request import ChatBody
+from lightserve.httpserver.chat.tools import Tool
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.grammar import GrammarFactory, requested_grammar
 from lightserve.httpserver.manager import PromptRequest
-from lightserve.io_struct import GrammarSpec, StrOut, ThinkingLimit
+from lightserve.io_struct import GrammarSpec, ThinkingLimit
 from lightserve.model_files.tokenizer import Tokenizer
-from lightserve.output_parsing import Delta, OutputParser, Reasoning
+from lightserve.output_parsing import OutputParser
 from lightserve.output_parsing.delta_writer import DeltaWriter, Tools, call_id
 from lightserve.output_parsing.parser import parse_content
 from lightserve.output_parsing.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
@@ -208,50 +210,3 @@ def arguments_object(text: str) -> Any:
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"arguments": text}  # invalid arguments stay readable
-
-
-class ChoiceParser:
-    """Parses the output of one choice as its tokens arrive."""
-
-    def __init__(self, parser: OutputParser, shows_reasoning: bool) -> None:
-        self.reasoning_tokens = 0  # including the tags
-        self.is_hidden = False  # the last token is reasoning that the response leaves out
-        self._parser = parser
-        self._writer = parser.writer
-        self._shows_reasoning = shows_reasoning
-        self._is_cut = False
-        self._undecided_tokens = 0  # of reasoning or of a call in it: the tokens that follow decide
-
-    def push(self, out: StrOut) -> list[Delta]:
-        writer = self._writer
-        is_reasoning = writer.is_reasoning
-        deltas = self._parser.push(out.text)
-        is_reasoning = is_reasoning or writer.is_reasoning
-        if is_reasoning:
-            if writer.is_undecided or self._undecided_tokens:
-                self._count_undecided()
-            else:
-                self.reasoning_tokens += 1
-        if out.finish_reason is not None:
-            deltas += self._finish(out)
-        if self._shows_reasoning:
-            return deltas
-        self.is_hidden = is_reasoning
-        return [delta for delta in deltas if not isinstance(delta, Reasoning)]
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether there is a call. One that a stop string cut off does not count: its arguments are not JSON."""
-        return self._writer.has_calls and not self._is_cut
-
-    def _count_undecided(self) -> None:
-        if self._writer.is_undecided:
-            self._undecided_tokens += 1
-        else:
-            self.reasoning_tokens += 1 + self._undecided_tokens
-            self._undecided_tokens = 0
-
-    def _finish(self, out: StrOut) -> list[Delta]:
-        deltas = self._parser.finish()
-        self._is_cut = self._writer.is_call_open and isinstance(out.stop_reason, str)
-        return deltas

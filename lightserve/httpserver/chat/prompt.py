@@ -11,8 +11,9 @@ from typing import Any
 import orjson
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.chat.request import ChatBody, Function, Message, Tool
+from lightserve.httpserver.chat.request import ChatBody, Function, Message
 from lightserve.httpserver.chat.system_messages import arrange_system_messages, has_system_messages
+from lightserve.httpserver.chat.tools import Tool
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.wire.body import check_json_size
 from lightserve.model_files.chat_template import RESERVED_NAMES, ChatTemplate

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from lightserve import __version__
-from lightserve.httpserver.chat.output import ChoiceParser
+from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.openai.logprobs import Logprobs, TokenLogprobs, concatenated
 from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from lightserve.errors import AbortedError, LightserveError, RequestError
-from lightserve.httpserver.chat.output import ChoiceParser
+from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.chat.parts import DELTA_TEXT, Events, Part, PartKind, PartsResponse, split_event
 from lightserve.httpserver.openai.logprobs import TokenLogprobs
 from lightserve.httpserver.openai.responses.custom_input import CustomToolInput

@@ -15,7 +15,7 @@ from pydantic import Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.chat.request import MAX_TOOLS, ToolFunction, ToolName
+from lightserve.httpserver.chat.tools import MAX_TOOLS, ToolFunction, ToolName
 from lightserve.httpserver.wire.body import Body, JsonObject
 
 DEFAULT_NAMESPACE = "functions"  # of tools without a namespace, in OpenAI's models and in Codex
