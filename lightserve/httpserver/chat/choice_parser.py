@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightserve.httpserver.chat.custom_input import CustomCallDecoder
 from lightserve.io_struct import StrOut
 from lightserve.output_parsing import Delta, OutputParser, Reasoning
 
@@ -51,3 +52,14 @@ class ChoiceParser:
         deltas = self._parser.finish()
         self._is_cut = self._writer.is_call_open and isinstance(out.stop_reason, str)
         return deltas
+
+
+class CustomToolParser(ChoiceParser):
+    """The same, where some tools are custom."""
+
+    def __init__(self, parser: OutputParser, shows_reasoning: bool, custom_tools: frozenset[str]) -> None:
+        super().__init__(parser, shows_reasoning)
+        self._decoder = CustomCallDecoder(custom_tools)
+
+    def push(self, out: StrOut) -> list[Delta]:
+        return self._decoder.decode(super().push(out), is_end=out.finish_reason is not None)

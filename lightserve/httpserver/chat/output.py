@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar.compiler import check_nesting, schema_grammar
-from lightserve.httpserver.chat.choice_parser import ChoiceParser
+from lightserve.httpserver.chat.choice_parser import ChoiceParser, CustomToolParser
 from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.chat.tools import Tool
 from lightserve.httpserver.context import ServerContext
@@ -94,7 +94,9 @@ class OutputPlan:
         offered = _schemas(self.body.offered_tools)
         separates = self.body.separate_reasoning is not False
         parser = OutputParser(parse, DeltaWriter(offered, new_id, self.body.max_tool_calls, separates))
-        return ChoiceParser(parser, self.body.include_reasoning is not False)
+        shows_reasoning = self.body.include_reasoning is not False
+        custom = frozenset(tool.definition.name for tool in self.body.offered_tools if tool.is_custom)
+        return CustomToolParser(parser, shows_reasoning, custom) if custom else ChoiceParser(parser, shows_reasoning)
 
     def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
         """The grammar of the output, and the field that asks for it. requested_grammar refuses two.
@@ -113,7 +115,7 @@ class OutputPlan:
 
     @property
     def _has_strict_tools(self) -> bool:
-        return any(tool.function.strict for tool in self.body.offered_tools)
+        return any(tool.definition.strict for tool in self.body.offered_tools)
 
     def _call_or_answer(self, make: GrammarFactory) -> GrammarSpec:
         spec = make()
@@ -129,9 +131,9 @@ class OutputPlan:
 
     def _offered_calls(self, tool_format: ToolFormat) -> Calls:
         """The arguments of tools that are not strict may be any object."""
-        strict = _schemas(tool for tool in self.body.offered_tools if tool.function.strict)
+        strict = _schemas(tool for tool in self.body.offered_tools if tool.definition.strict)
         _check_schemas(strict)
-        names = [tool.function.name for tool in self.body.offered_tools]
+        names = [tool.definition.name for tool in self.body.offered_tools]
         return Calls(tool_format, {name: strict.get(name, ANY_OBJECT) for name in names}, self.body.max_tool_calls)
 
     def _forced(self, tool_format: ToolFormat, own: list[tuple[str, GrammarFactory]]) -> GrammarSpec:
@@ -177,7 +179,7 @@ async def _check_each_schema(context: ServerContext, tools: list[Tool]) -> None:
     for index, tool in enumerate(tools):
         name = f"tools.{index}.function.parameters"
         try:
-            spec = schema_grammar(tool.function.parameters or {}, is_strict=False)  # as in the grammar of calls
+            spec = schema_grammar(tool.definition.parameters or {}, is_strict=False)  # as in the grammar of calls
             await context.grammars.check(context.tokenizer, spec)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{name}: {error}", name) from error
@@ -200,7 +202,7 @@ def _check_schemas(tools: Tools) -> None:
 
 
 def _schemas(tools: Iterable[Tool]) -> Tools:
-    return {tool.function.name: tool.function.parameters or {} for tool in tools}
+    return {tool.definition.name: tool.definition.parameters or {} for tool in tools}
 
 
 def arguments_object(text: str) -> Any:

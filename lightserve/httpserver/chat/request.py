@@ -13,7 +13,16 @@ from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.chat.template_fields import TemplateFields
-from lightserve.httpserver.chat.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolChoice
+from lightserve.httpserver.chat.tools import (
+    FUNCTION_OR_CUSTOM,
+    INPUT,
+    MAX_TOOLS,
+    AllowedTools,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    required_for,
+)
 from lightserve.httpserver.fields.generation import GenerationBody, TopLogprobs
 from lightserve.httpserver.wire.body import Body
 
@@ -59,10 +68,26 @@ class Function(Body):
     arguments: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = None  # JSON, or the object itself
 
 
+class CustomCall(Body):
+    name: str
+    input: str
+
+
 class ToolCall(Body):
+    model_config = ConfigDict(json_schema_extra=FUNCTION_OR_CUSTOM)
+
     id: str | None = None
-    type: Literal["function"] | None = None
-    function: Function
+    type: Literal["function", "custom"] | None = None
+    function: Annotated[Function | None, required_for("function", None)] = Field(default=None, validate_default=True)
+    custom: Annotated[CustomCall | None, required_for("custom")] = Field(default=None, validate_default=True)
+
+    @property
+    def called(self) -> Function:
+        """The call of a function that the model wrote."""
+        if self.type == "custom" and self.custom is not None:
+            return Function(name=self.custom.name, arguments={INPUT: self.custom.input})
+        assert self.function is not None  # required_for
+        return self.function
 
 
 _HAS_CONTENT: JsonDict = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
@@ -120,7 +145,7 @@ class ChatBody(GenerationBody, TemplateFields):
         if self.tools is None or self.tool_choice == "none":
             return []
         if isinstance(self.tool_choice, AllowedTools):
-            return [tool for tool in self.tools if tool.function.name in self.tool_choice.names]
+            return [tool for tool in self.tools if tool.definition.name in self.tool_choice.names]
         return self.tools
 
     @property
@@ -132,7 +157,7 @@ class ChatBody(GenerationBody, TemplateFields):
     def forced_tools(self) -> list[Tool]:
         """The tools of which the model must call one."""
         if isinstance(self.tool_choice, NamedTool):
-            return [tool for tool in self.tools or () if tool.function.name == self.tool_choice.name]
+            return [tool for tool in self.tools or () if tool.definition.name == self.tool_choice.name]
         mode = self.tool_choice.mode if isinstance(self.tool_choice, AllowedTools) else self.tool_choice
         return self.offered_tools if mode == "required" else []
 
@@ -151,7 +176,7 @@ class ChatBody(GenerationBody, TemplateFields):
         return self
 
     def _check_tools(self) -> None:
-        names = [tool.function.name for tool in self.tools or ()]
+        names = [tool.definition.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise InvalidRequestError("tools: two tools have the same name", "tools")
         if isinstance(self.tool_choice, AllowedTools):

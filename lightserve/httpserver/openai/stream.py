@@ -35,6 +35,7 @@ DONE = b"data: [DONE]\n\n"
 BEFORE_REASONING = b'"delta":{"reasoning_content":'
 BETWEEN_REASONING = b',"reasoning":'
 BEFORE_ARGUMENTS = b'"delta":{"tool_calls":[{"index":%d,"function":{"arguments":'
+BEFORE_INPUT = b'"delta":{"tool_calls":[{"index":%d,"custom":{"input":'
 AFTER_ARGUMENTS = b"}}]}"
 
 
@@ -134,7 +135,8 @@ class ChunkWriter(EventWriter):
         return self._arguments_heads[index], text, self._arguments_tail
 
     def _call_start_chunk(self, index: int, start: CallStart) -> tuple[bytes, ...]:
-        self._arguments_heads[index] = self._heads[index] + BEFORE_ARGUMENTS % start.index
+        before = BEFORE_INPUT if start.is_custom else BEFORE_ARGUMENTS
+        self._arguments_heads[index] = self._heads[index] + before % start.index
         return self._heads[index], _delta_bytes(start), self._tail
 
     def _chunks_with_extras(self, index: int, out: StrOut) -> list[bytes]:
@@ -190,9 +192,14 @@ def delta_json(delta: Delta) -> JsonObject:
             return {"content": text}
         case Reasoning(text):
             return {"reasoning_content": text, "reasoning": text}
+        case CallStart(index, call_id, name, True):
+            custom = {"name": name, "input": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "custom", "custom": custom}]}
         case CallStart(index, call_id, name):
             function = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case CallArguments(index, text, True):
+            return {"tool_calls": [{"index": index, "custom": {"input": text}}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 

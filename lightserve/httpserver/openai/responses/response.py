@@ -11,9 +11,9 @@ import orjson
 
 from lightserve.errors import AbortedError, LightserveError, RequestError
 from lightserve.httpserver.chat.choice_parser import ChoiceParser
+from lightserve.httpserver.chat.custom_input import CustomToolInput
 from lightserve.httpserver.chat.parts import DELTA_TEXT, Events, Part, PartKind, PartsResponse, split_event
 from lightserve.httpserver.openai.logprobs import TokenLogprobs
-from lightserve.httpserver.openai.responses.custom_input import CustomToolInput
 from lightserve.httpserver.openai.responses.items import encode_reasoning
 from lightserve.httpserver.openai.responses.tools import ToolId
 from lightserve.httpserver.wire.access_log import AccessLog

@@ -8,7 +8,7 @@ import random
 import pytest
 from hypothesis import given, strategies as st
 
-from lightserve.httpserver.openai.responses.custom_input import CustomToolInput
+from lightserve.httpserver.chat.custom_input import CustomToolInput
 from test.cpu_time import growth
 from test.output_parsing.corpus import cut
 
