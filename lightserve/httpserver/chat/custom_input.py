@@ -35,13 +35,8 @@ class _State(enum.Enum):
 
 class CustomToolInput:
     def __init__(self) -> None:
-        self._pieces: list[str] = []
         self._unread = ""
         self._state = _State.BEFORE
-
-    @property
-    def text(self) -> str:
-        return "".join(self._pieces)
 
     def push(self, text: str) -> str:
         """More of the arguments. Return more of the input."""
@@ -50,7 +45,7 @@ class CustomToolInput:
         self._unread += text
         if self._state is _State.BEFORE:
             self._find_begin()
-        return self._emit(self._read()) if self._state is _State.INSIDE else ""
+        return self._read() if self._state is _State.INSIDE else ""
 
     def finish(self, arguments: str) -> str:
         """The arguments are complete. Return the rest of the input."""
@@ -58,8 +53,8 @@ class CustomToolInput:
             case _State.AFTER:
                 return ""
             case _State.INSIDE:  # truncated, or with an escape that is not JSON
-                return self._emit(_decoded(_match(_STRING, self._unread)))
-        return self._emit(_input_of(arguments))
+                return _decoded(_match(_STRING, self._unread))
+        return _input_of(arguments)
 
     def _find_begin(self) -> None:
         begin = _BEGIN.match(self._unread)
@@ -75,10 +70,6 @@ class CustomToolInput:
         if self._unread.startswith('"'):
             self._state = _State.AFTER
         return _decoded(whole)
-
-    def _emit(self, text: str) -> str:
-        self._pieces.append(text)
-        return text
 
 
 class CustomCallDecoder:

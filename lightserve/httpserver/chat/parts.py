@@ -57,7 +57,7 @@ class Part:
 
     @property
     def text(self) -> str:
-        """For a call: the JSON of its arguments."""
+        """For a call: the JSON of its arguments, or the input of a custom tool."""
         return "".join(self.pieces)
 
 
