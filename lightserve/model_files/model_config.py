@@ -194,9 +194,29 @@ class ModelConfig:
         """A positive integer that only some models have."""
         return _count(self.hf, key, default=default)
 
+    def count_or_0(self, key: str) -> int:
+        """An integer that only some models have, and that may be 0."""
+        return 0 if self.hf.get(key) in (None, 0) else _count(self.hf, key)
+
+    def check_value(self, key: str, *supported: object) -> None:
+        """Refuse a value that the model's code does not implement. A field that is not there passes."""
+        value = self.hf.get(key)
+        if value is not None and value not in supported:
+            known = ", ".join(map(repr, supported))
+            raise ModelFilesError(
+                f"config.json: {key} {reprlib.repr(value)} is not supported for {self.model_type}; supported: {known}"
+            )
+
+    def optional_number(self, key: str) -> float | None:
+        """A positive field that turns something on."""
+        return None if self.hf.get(key) is None else _number(self.hf, key)
+
+    def layer_type(self, layer_num: int) -> str:
+        return FULL_ATTENTION if self.layer_types is None else self.layer_types[layer_num]
+
     def is_windowed(self, layer_num: int) -> bool:
         """Whether layer_types says that the layer attends to the sliding window only."""
-        return self.layer_types is not None and self.layer_types[layer_num] == SLIDING_ATTENTION
+        return self.layer_type(layer_num) == SLIDING_ATTENTION
 
     def window_of(self, layer_num: int) -> int | None:
         """The window of a layer, where all layers have it if config.json has no layer_types."""

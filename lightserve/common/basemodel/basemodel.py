@@ -81,6 +81,9 @@ class TpPartBaseModel:
     post_layer_infer_class: ClassVar[type[PostLayerInfer[Any, Any]]] = PostLayerInferTpl
     infer_state_class: ClassVar[type[InferStateInfo]] = InferStateInfo
 
+    # attention reads a prefix that requests share once for all of them (AttnBatch.shared_prefixes)
+    attends_to_shared_prefixes: ClassVar[bool] = True
+
     observer: Observer | None = None  # receives intermediate values: see hooks.py
 
     def __init__(self, args: ModelArgs) -> None:
@@ -145,6 +148,21 @@ class TpPartBaseModel:
             raise ModelFilesError(
                 f"config.json: sliding_window {self.config.window} is not supported for {self.config.model_type}; "
                 "set it to null to attend to all tokens"
+            )
+
+        self._verify_spec()
+
+    def _verify_spec(self) -> None:
+        """Check the values outside the layers."""
+        spec, max_len = self.spec, self.args.max_req_total_len
+        if spec.names.positions is not None and max_len > spec.num_positions:
+            raise ModelFilesError(
+                f"max_req_total_len={max_len}, but {self.config.model_type} has {spec.num_positions} learned "
+                "positions; lower it"
+            )
+        if spec.is_tied and spec.head_bias:
+            raise ModelFilesError(
+                f"config.json: tie_word_embeddings is not supported for {self.config.model_type}, whose head has a bias"
             )
 
     def _verify_params(self) -> None:

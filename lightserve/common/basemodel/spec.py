@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from lightserve.common.basemodel.moe import MoeSpec
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.layer_shapes import LayerShape
 from lightserve.model_files.model_config import ModelConfig, RopeConfig
@@ -112,6 +113,7 @@ class LayerSpec:
     activation: str = "silu"  # a value of ACTIVATIONS
     is_gated: bool = True  # False: down(activation(up(x)))
     ffn_bias: bool = False
+    moe: MoeSpec | None = None  # experts instead of one feed-forward
 
     # how the checkpoint stores the linears
     qkv_layout: QkvLayout = QkvLayout.BLOCKS  # with LayerNames.qkv
@@ -141,7 +143,8 @@ class LayerSpec:
 
     def check_tp(self, size: int) -> None:
         """Check that ``size`` ranks can split the layer."""
-        LayerShape(self.num_heads, self.num_kv_heads, self.intermediate_size).check_tp(size)
+        for width in (self.intermediate_size,) if self.moe is None else self.moe.widths:
+            LayerShape(self.num_heads, self.num_kv_heads, width).check_tp(size)
 
     def check_halves(self) -> None:
         if self.is_parallel and not (self.has_attention and self.has_ffn):

@@ -19,6 +19,22 @@ from lightserve.common.ops.attention import (
     write_kv,
 )
 from lightserve.common.ops.embedding import vocab_embedding
+from lightserve.common.ops.experts import (
+    MAX_EXPERTS,
+    NO_EXPERT,
+    ExpertsParams,
+    GatedSilu,
+    RouteSpec,
+    experts,
+    route,
+)
+from lightserve.common.ops.latent_attention import (
+    LatentNorm,
+    LatentSizes,
+    latent_context_attention,
+    latent_token_attention,
+    write_latent,
+)
 from lightserve.common.ops.linear import linear
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lightserve.common.ops.norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
@@ -38,14 +54,21 @@ from lightserve.common.ops.step import StepTokens, place_tokens
 from lightserve.common.ops.watermark import add_watermark
 
 __all__ = [
+    "MAX_EXPERTS",
+    "NO_EXPERT",
     "NO_TOKEN",
     "OPS",
     "REFERENCE",
     "AttnBatch",
     "AttnOptions",
+    "ExpertsParams",
+    "GatedSilu",
     "HeadNorms",
+    "LatentNorm",
+    "LatentSizes",
     "Penalties",
     "RotaryAngles",
+    "RouteSpec",
     "StepTokens",
     "TokenMasks",
     "add_layer_norm",
@@ -57,10 +80,13 @@ __all__ = [
     "attention_weights",
     "batch_invariant",
     "context_attention",
+    "experts",
     "gelu",
     "gelu_and_mul",
     "gelu_tanh",
     "gelu_tanh_and_mul",
+    "latent_context_attention",
+    "latent_token_attention",
     "layer_norm",
     "linear",
     "mask_logits",
@@ -71,6 +97,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_write_kv",
+    "route",
     "sample",
     "silu",
     "silu_and_mul",
@@ -80,4 +107,5 @@ __all__ = [
     "use_backend",
     "vocab_embedding",
     "write_kv",
+    "write_latent",
 ]

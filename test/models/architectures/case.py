@@ -57,13 +57,13 @@ class Tiny:
 
 
 def build(case: Case, dtype: torch.dtype = torch.float32) -> Tiny:
-    """Noise is in every parameter, since norms of 1 and biases of 0 hide errors. ``dtype`` rounds the weights."""
+    """Noise is in every weight, since norms of 1 and biases of 0 hide errors. ``dtype`` rounds the weights."""
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.model_type, **case.fields))
     hf = hf.float().eval()
-    for parameter in hf.parameters():
-        parameter.data.normal_(std=0.15)
-        parameter.data.copy_(parameter.data.to(dtype))
+    for weight in hf.state_dict().values():  # parameters, and buffers that a checkpoint has
+        weight.normal_(std=0.15)
+        weight.copy_(weight.to(dtype))
     with TemporaryDirectory() as folder:
         hf.save_pretrained(folder)  # the names of the hub; the model in memory has others
         config_json = json.loads((Path(folder) / "config.json").read_text())

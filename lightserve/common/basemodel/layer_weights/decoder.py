@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.basemodel.layer_weights.ffn import ffn_weight
+from lightserve.common.basemodel.layer_weights.experts import MoeFfnWeight
+from lightserve.common.basemodel.layer_weights.ffn import FfnWeight, GatedFfnWeight, PlainFfnWeight
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.linears import Block, ColumnWeight, RowWeight, VocabWeight
 from lightserve.common.basemodel.layer_weights.norms import NormWeight, norm_weight
@@ -45,7 +46,7 @@ class DecoderLayerWeight(TransformerLayerWeight):
             self.att_post_norm = _norm(spec.names.att_post_norm, spec, context)
         if spec.has_ffn:
             self.ffn_norm = _norm(spec.names.ffn_norm, spec, context)
-            self.ffn = ffn_weight(spec, context)
+            self.ffn = _ffn(spec, context)
             self.ffn_post_norm = _norm(spec.names.ffn_post_norm, spec, context)
 
     def _init_attention(self, spec: LayerSpec, context: WeightContext) -> None:
@@ -107,6 +108,12 @@ def _norm(name: str | None, spec: LayerSpec, context: WeightContext) -> NormWeig
     if name is None:
         return None
     return norm_weight(spec.norm, f"{spec.prefix}.{name}", spec.hidden_size, spec.norm_eps, context)
+
+
+def _ffn(spec: LayerSpec, context: WeightContext) -> FfnWeight:
+    if spec.moe is not None:
+        return MoeFfnWeight(spec, spec.moe, context)
+    return GatedFfnWeight(spec, context) if spec.is_gated else PlainFfnWeight(spec, context)
 
 
 def _qkv(spec: LayerSpec) -> list[Block]:
