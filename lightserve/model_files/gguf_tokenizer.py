@@ -69,7 +69,9 @@ def tokenizer_from_gguf(header: GgufHeader) -> tuple[tokenizers.Tokenizer, Speci
     special = SpecialTokens(*(_token(header, tokens, role) for role in ("bos", "eos", "unknown", "padding")))
     adds_bos = header.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or _pre_tokenizer(header).adds_bos)
     adds_eos = header.metadata.get("tokenizer.ggml.add_eos_token", False)
-    set_surrounding_tokens(backend, special.bos if adds_bos else None, special.eos if adds_eos else None)
+    before = [special.bos] if adds_bos and special.bos is not None else []
+    after = [special.eos] if adds_eos and special.eos is not None else []
+    set_surrounding_tokens(backend, before, after)
     return backend, special
 
 
