@@ -68,7 +68,7 @@ class LLM:
         if self.config.tp != 1:
             raise ServerError("LLM runs a single rank; tp > 1 is for the server")
         is_dummy = self.config.load_format == "dummy"
-        source = resolve(model_dir, needs_weights=not is_dummy)
+        source = resolve(model_dir, needs_weights=not is_dummy, trusts_code=self.config.trust_remote_code)
         self._sampling_defaults = read_sampling_defaults(source, generation_config)
         self._tokenizer = None if is_dummy and not has_tokenizer(source) else load_tokenizer(source)
         self.worker = ModelWorker(self.config, source, Parallel())

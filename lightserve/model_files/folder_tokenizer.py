@@ -14,15 +14,17 @@ from lightserve.errors import ModelFilesError
 from lightserve.model_files.folder import read_json_if_exists
 from lightserve.model_files.special_tokens import SpecialTokens, special_token_texts
 from lightserve.model_files.tokenizer_files import OwnCodeError, find_vocabulary, open_tokenizer_file
+from lightserve.model_files.tokenizer_files.own_code import load_own_code
 
 
 def has_vocabulary(folder: Path) -> bool:
     return any(folder.glob("tokenizer*")) or find_vocabulary(folder) is not None
 
 
-def tokenizer_from_folder(folder: Path) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
+def tokenizer_from_folder(folder: Path, trusts_code: bool = False) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
+    """``trusts_code``: whether Python code of the folder may run if nothing else can read its tokenizer."""
     path = folder / "tokenizer.json"
-    backend, special = _from_json(path) if path.is_file() else _from_vocabulary(folder)
+    backend, special = _from_json(path) if path.is_file() else _from_vocabulary(folder, trusts_code)
     _mark_special(backend, special)
     backend.no_truncation()
     backend.no_padding()
@@ -38,8 +40,13 @@ def eos_id_without_json(folder: Path) -> int | None:
     return None if file.special.eos is None else file.id_of(file.special.eos)
 
 
-def _from_vocabulary(folder: Path) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
-    file = open_tokenizer_file(folder)
+def _from_vocabulary(folder: Path, trusts_code: bool) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
+    try:
+        file = open_tokenizer_file(folder)
+    except OwnCodeError:
+        if trusts_code:
+            return load_own_code(folder)
+        raise
     return file.build(), file.special
 
 

@@ -176,7 +176,7 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tok
         if isinstance(source, GgufSource):
             backend, special = tokenizer_from_gguf(source.header)
         else:
-            backend, special = tokenizer_from_folder(source.path)
+            backend, special = tokenizer_from_folder(source.path, source.trusts_code)
         return Tokenizer(backend, special, templates)
     except ModelFilesError:
         raise
