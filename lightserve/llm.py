@@ -130,7 +130,8 @@ class LLM:
     ) -> Iterator[StreamOut]:
         """Answer a conversation, and yield every token as it comes."""
         prompt = self.tokenizer.apply_chat_template(messages)
-        return self.stream([self.tokenizer.encode(prompt, add_special_tokens=False)], params, **fields)
+        prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        return self.stream([prompt_ids], params, **{"continues_text": False} | fields)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None

@@ -75,10 +75,12 @@ class OutputPlan:
 
     def apply(self, prompt_request: PromptRequest) -> PromptRequest:
         """The same request, where the text keeps the markers for the parsers and the engine limits reasoning."""
-        if not self.special_ids and self.limit is None:
-            return prompt_request
-        ids = tuple(self.special_ids.values())
-        return replace(prompt_request, params=prompt_request.params.replace(shown_special_ids=ids, thinking=self.limit))
+        params = prompt_request.params.replace(
+            shown_special_ids=tuple(self.special_ids.values()),
+            thinking=self.limit,
+            continues_text=bool(self.body.continue_final_message),
+        )
+        return replace(prompt_request, params=params)
 
     def new_parser(self) -> ChoiceParser:
         tools = self.tool_format
