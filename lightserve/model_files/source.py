@@ -13,6 +13,7 @@ from typing import Any
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import fetch
+from lightserve.model_files.config_names import with_text_config
 from lightserve.model_files.end_tokens import end_tokens_of_folder, end_tokens_of_gguf
 from lightserve.model_files.folder import find_weight_files, read_chat_templates, read_json, read_json_if_exists
 from lightserve.model_files.gguf_config import chat_templates_from_gguf, config_from_gguf, generation_config_from_gguf
@@ -51,7 +52,7 @@ class FolderSource(ModelSource):
     """A folder as ``save_pretrained`` writes it."""
 
     def hf_config(self) -> dict[str, Any]:
-        return read_json(self.path / "config.json")
+        return with_text_config(read_json(self.path / "config.json"))
 
     def eos_token_ids(self) -> tuple[int, ...]:
         with _damaged_metadata(self.path):

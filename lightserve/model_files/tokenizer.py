@@ -30,7 +30,9 @@ class Tokenizer:
         self._special = special
         texts = {DEFAULT: chat_template} if isinstance(chat_template, str) else chat_template
         self._templates = ChatTemplates(texts, special) if texts else None
-        special_by_id = {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        added = backend.get_added_tokens_decoder()
+        special_by_id = {i: token for i, token in added.items() if token.special}
+        self.added_tokens = frozenset(token.content for token in added.values())  # text is never split inside them
         self.special_ids = frozenset(special_by_id)
         self.special_tokens = frozenset(token.content for token in special_by_id.values())
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)

@@ -95,9 +95,8 @@ def _outs(context: ServerContext, result: BeamResult, params: GenerationParams) 
 def _record(log: AccessLog, first: Sequence[StrOut], found: Sequence[Sequence[BeamResult]]) -> None:
     """Count the tokens of the result. Each prompt was admitted with the first step."""
     for out, results in zip(first, found, strict=True):
-        admission = out.admission
+        if out.admission is not None:
+            log.record_admission(out.admission, is_first_choice=True)
         for result in results:
-            for count, token in enumerate(result.token_ids, start=1):
-                reason = result.finish_reason if count == len(result.token_ids) else None
-                log.record(StrOut(0, "", Token(token), finish_reason=reason, admission=admission), is_first_choice=True)
-                admission = None
+            log.generated_tokens += len(result.token_ids)
+            log.record_finish(result.finish_reason)
