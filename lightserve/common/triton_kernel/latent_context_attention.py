@@ -190,7 +190,7 @@ def _attend_latents_of_head(
     return softmax
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["prefix_rows"])
 def _latent_context_attention_kernel(
     q_ptr,
     kv_desc,
