@@ -54,7 +54,8 @@ class ModelWorker:
             self.model.req_manager,
             self.model.mem_manager.padding_slot,
             self._device,
-            shares_prefixes=not config.deterministic,  # batch-invariant attention does not use shared prefixes
+            # batch-invariant attention does not use shared prefixes
+            shares_prefixes=not config.deterministic and self.model.attends_to_shared_prefixes,
         )
         self._sampler = Sampler(self.model_config.vocab_size, self._device, self._batch.last_ids)
         self._grammars = GrammarManager(source, self.model_config.vocab_size, self._device)

@@ -191,6 +191,36 @@ def context_attention_args(
     return fused[:, : q.shape[1]], kv, cache, batch, options
 
 
+LatentShape = tuple[int, int, int, int, int]  # heads, nope, rope, value, rank
+SMALL_LATENT: LatentShape = (4, 32, 16, 48, 64)
+
+
+def latent_args(
+    lens: list[tuple[int, int]], shape: LatentShape, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor, ops.AttnBatch, ops.AttnOptions]:
+    """Arguments of latent_token_attention, as in attention_args."""
+    heads, nope, rope, value, rank = shape
+    cached, cache, batch, _ = attention_args(lens, (1, 1), rank + rope, dtype, device)
+    wide_q = torch.full((len(cached), heads * (nope + rope) + 8), NAN, dtype=dtype, device=device)
+    q = wide_q[:, 8:].unflatten(1, (heads, nope + rope))
+    q.copy_(randn(*q.shape, dtype=dtype, device=device, seed=3))
+    kv_b = randn(heads, nope + value, rank, device=device, seed=4) * rank**-0.5
+    return q, cache[:, :1], kv_b.to(dtype), batch, ops.AttnOptions((nope + rope) ** -0.5)
+
+
+def latent_context_args(
+    lens: list[tuple[int, int]], shape: LatentShape, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, ops.AttnBatch, ops.AttnOptions]:
+    """As latent_args, with the latents of the step's own tokens in a part of a wider tensor."""
+    q, cache, kv_b, batch, options = latent_args(lens, shape, dtype, device)
+    latent = torch.full((len(q), cache.shape[2] + 8), NAN, dtype=dtype, device=device)[:, :-8]
+    row = 0
+    for req_idx, (ready, new) in zip(batch.b_req_idx.tolist(), lens, strict=True):
+        latent[row : row + new] = cache[batch.req_to_token[req_idx, ready : ready + new].long(), 0]
+        row += new
+    return q, latent, cache, kv_b, batch, options
+
+
 def penalties_of(entries: list[tuple[int, int, int]], shape: tuple[int, int], device: str) -> ops.Penalties:
     """Penalties of every row of logits of this shape; ``entries``: (row, token, count in the output).
 
@@ -295,6 +325,24 @@ def _context_attention_args(tokens: int, dtype: torch.dtype, device: str) -> Arg
     return context_attention_args([(9, 1)] * tokens, (4, 2), 64, dtype, device)
 
 
+def _latent_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return latent_args([(9, 1)] * tokens, SMALL_LATENT, dtype, device)
+
+
+def _latent_context_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return latent_context_args([(9, 1)] * tokens, SMALL_LATENT, dtype, device)
+
+
+def _write_latent_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    heads, nope, rope, _, rank = SMALL_LATENT
+    q = randn(tokens, heads, nope + rope, dtype=dtype, device=device)
+    latent = randn(tokens, rank + rope, dtype=dtype, device=device, seed=1)
+    norm = ops.LatentNorm(randn(rank, dtype=dtype, device=device, seed=2), EPS)
+    angles = ops.RotaryAngles(*(randn(tokens, rope // 2, device=device, seed=seed) for seed in (3, 4)))
+    cache = torch.zeros(tokens + 1, 1, rank + rope, dtype=dtype, device=device)
+    return q, latent, norm, angles, ints(list(range(tokens))[::-1], device), cache
+
+
 def _logits(tokens: int, device: str) -> Tensor:
     return randn(tokens, 300, device=device)
 
@@ -372,6 +420,8 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "gelu_and_mul": _activation_args,
     "gelu_tanh": _activation_args,
     "gelu_tanh_and_mul": _activation_args,
+    "latent_context_attention": _latent_context_args,
+    "latent_token_attention": _latent_args,
     "layer_norm": _norm_args("rows", "param", "param"),
     "linear": _linear_args,
     "mask_logits": _mask_args,
@@ -388,4 +438,5 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "token_attention": _attention_args,
     "vocab_embedding": _embedding_args,
     "write_kv": _write_kv_args,
+    "write_latent": _write_latent_args,
 }

@@ -34,6 +34,8 @@ from test.ops.cases import (
     attention_args,
     context_attention_args,
     experts_params,
+    latent_args,
+    latent_context_args,
     share_prefixes,
     with_alibi,
     with_options,
@@ -97,6 +99,8 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
     q, cache, batch, options = attention_args([(700, 1), (800, 1)], (8, 2), head_dims[-1], dtype, "cpu")
     ops.token_attention.impls["triton"](q, cache, share_prefixes(cache, batch, [(0, 2, 600)]), options)
     compile_attention_options(dtype, head_dims[0])
+    if dtype != torch.float16:  # its tiles are those of bfloat16
+        compile_latent_attention(dtype)
     compile_linear(dtype)
     compile_norm_linear(dtype)
     compile_experts(dtype)
@@ -120,6 +124,17 @@ def compile_attention_options(dtype: torch.dtype, dim: int) -> None:
     ops.token_attention.impls["triton"](q, cache, batch, options)
     context = context_attention_args([(0, 9)], (8, 2), dim, dtype, "cpu")
     ops.context_attention.impls["triton"](*with_options(context, causal=False))
+
+
+def compile_latent_attention(dtype: torch.dtype) -> None:
+    """With DeepSeek's sizes, of 16 heads and, in 16 bits, of 128, whose tiles are larger."""
+    for heads in (16, 128) if dtype == torch.bfloat16 else (16,):
+        shape = (heads, 128, 64, 128, 512)
+        decode = latent_args([(70, 1), (80, 1)], shape, dtype, "cpu")
+        *context, batch, options = latent_context_args([(70, 1), (80, 9)], shape, dtype, "cpu")
+        for backend in BACKENDS:
+            ops.latent_token_attention.impls[backend](*decode)
+        ops.latent_context_attention.impls["triton"](*context, replace(batch, has_decodes=True), options)
 
 
 def compile_linear(dtype: torch.dtype) -> None:

@@ -1,6 +1,6 @@
 """The parts that a model is made of. To add a model, import only this and ``lightserve.common.ops``."""
 
-from lightserve.common.basemodel.alibi import alibi_slopes
+from lightserve.common.basemodel.alibi import alibi_slopes, mpt_alibi_slopes
 from lightserve.common.basemodel.basemodel import HiddenStates, ModelArgs, TpPartBaseModel
 from lightserve.common.basemodel.infer_struct import InferStateInfo, LogitRows, ModelInput, Observer
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
@@ -28,7 +28,7 @@ from lightserve.common.basemodel.layer_weights.linears import (
     VocabWeight,
 )
 from lightserve.common.basemodel.layer_weights.norms import LayerNormWeight, NormWeight, RmsNormWeight
-from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves
+from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
 from lightserve.common.basemodel.moe import MoeNames, MoeSpec, num_experts_of, top_k_of
 from lightserve.common.basemodel.spec import (
@@ -110,7 +110,9 @@ __all__ = [
     "alibi_slopes",
     "in_blocks",
     "in_kv_groups",
+    "mpt_alibi_slopes",
     "num_experts_of",
     "pairs_to_halves",
     "top_k_of",
+    "whole",
 ]

@@ -28,6 +28,13 @@ from lightserve.common.ops.experts import (
     experts,
     route,
 )
+from lightserve.common.ops.latent_attention import (
+    LatentNorm,
+    LatentSizes,
+    latent_context_attention,
+    latent_token_attention,
+    write_latent,
+)
 from lightserve.common.ops.linear import linear
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lightserve.common.ops.norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
@@ -57,6 +64,8 @@ __all__ = [
     "ExpertsParams",
     "GatedSilu",
     "HeadNorms",
+    "LatentNorm",
+    "LatentSizes",
     "Penalties",
     "RotaryAngles",
     "RouteSpec",
@@ -76,6 +85,8 @@ __all__ = [
     "gelu_and_mul",
     "gelu_tanh",
     "gelu_tanh_and_mul",
+    "latent_context_attention",
+    "latent_token_attention",
     "layer_norm",
     "linear",
     "mask_logits",
@@ -96,4 +107,5 @@ __all__ = [
     "use_backend",
     "vocab_embedding",
     "write_kv",
+    "write_latent",
 ]

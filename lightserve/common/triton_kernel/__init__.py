@@ -7,6 +7,8 @@ from lightserve.common.triton_kernel import (
     batch_invariant,
     context_attention,
     experts,
+    latent_context_attention,
+    latent_token_attention,
     layer_norm,
     linear,
     mask_logits,
@@ -21,6 +23,7 @@ from lightserve.common.triton_kernel import (
     typical_p,
     vocab_embedding,
     write_kv,
+    write_latent,
 )
 from lightserve.common.triton_kernel._gpu import use_profile
 
@@ -31,6 +34,8 @@ __all__ = [
     "batch_invariant",
     "context_attention",
     "experts",
+    "latent_context_attention",
+    "latent_token_attention",
     "layer_norm",
     "linear",
     "mask_logits",
@@ -46,4 +51,5 @@ __all__ = [
     "use_profile",
     "vocab_embedding",
     "write_kv",
+    "write_latent",
 ]

@@ -36,11 +36,13 @@ class Case:
     """``model_type`` and ``fields`` make transformers' config, which is the oracle.
 
     ``convert`` turns what transformers saves into the checkpoint of a model that transformers does not know.
+    ``adapt_oracle`` then makes transformers' model compute what that model computes.
     """
 
     model_type: str
     fields: Json
     convert: Callable[[Json, Tensors], tuple[Json, Tensors]] | None = None
+    adapt_oracle: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> Tiny:
         tensors = load_file(Path(folder) / "model.safetensors")
     if case.convert is not None:
         config_json, tensors = case.convert(config_json, tensors)
+    if case.adapt_oracle is not None:
+        hf = case.adapt_oracle(hf)
     return Tiny(hf, config_json, tensors)
 
 

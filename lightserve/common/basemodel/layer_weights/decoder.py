@@ -36,14 +36,18 @@ class DecoderPreAndPostWeight(PreAndPostLayerWeight):
 
 
 class DecoderLayerWeight(TransformerLayerWeight):
+    """A layer without attention or without feed-forward lacks the attributes of that half."""
+
     def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
-        names = spec.names
-        self.att_norm = _norm(names.att_norm, spec, context)
-        self._init_attention(spec, context)
-        self.att_post_norm = _norm(names.att_post_norm, spec, context)
-        self.ffn_norm = _norm(names.ffn_norm, spec, context)
-        self.ffn = _ffn(spec, context)
-        self.ffn_post_norm = _norm(names.ffn_post_norm, spec, context)
+        self.attn_options = ops.AttnOptions(spec.scale)
+        if spec.has_attention:
+            self.att_norm = _norm(spec.names.att_norm, spec, context)
+            self._init_attention(spec, context)
+            self.att_post_norm = _norm(spec.names.att_post_norm, spec, context)
+        if spec.has_ffn:
+            self.ffn_norm = _norm(spec.names.ffn_norm, spec, context)
+            self.ffn = _ffn(spec, context)
+            self.ffn_post_norm = _norm(spec.names.ffn_post_norm, spec, context)
 
     def _init_attention(self, spec: LayerSpec, context: WeightContext) -> None:
         at, names, hidden, is_transposed = spec.prefix, spec.names, spec.hidden_size, spec.is_transposed
