@@ -29,7 +29,9 @@ CASES = {
         "qwen3_moe", {**QWEN, "mlp_only_layers": [0], "attention_bias": True, "tie_word_embeddings": True}
     ),
     "olmoe": Case("olmoe", {**MOE, "num_experts": 9}),
-    "olmoe-norm": Case("olmoe", {**MOE, "num_experts": 9, "attention_bias": True, "norm_topk_prob": True}),
+    "olmoe-clip": Case(
+        "olmoe", {**MOE, "num_experts": 9, "attention_bias": True, "norm_topk_prob": True, "clip_qkv": 0.1}
+    ),
     "granitemoe": Case(
         "granitemoe",
         {
