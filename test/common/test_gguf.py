@@ -14,7 +14,6 @@ from lightserve.common.checkpoint.reader import open_checkpoint, total_bytes
 from lightserve.errors import CheckpointError, ModelFilesError
 from lightserve.model_files import resolve
 from lightserve.model_files.source import GgufSource
-from lightserve.models.registry import MODELS
 from test.model_files.files import finish, save_as_gguf, start_gguf, tiny_model
 from test.real_model import smollm2
 
@@ -73,7 +72,7 @@ def test_every_encoding_decodes_as_the_gguf_package_does(encoding: str, n_rows: 
     torch.testing.assert_close(found.tensor, torch.from_numpy(np.array(expected)), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", ["bloom", "llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 def test_a_model_comes_back_from_gguf_as_transformers_had_it(model_type: str, is_tied: bool, tmp_path: Path) -> None:
     if model_type == "bloom" and not is_tied:

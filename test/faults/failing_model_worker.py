@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 
+from lightserve.common.basemodel import DecoderPreAndPostWeight
 from lightserve.common.quantization import UnquantizedLinear
 from lightserve.io_struct import Step
-from lightserve.models.llama.model import LlamaPreAndPostLayerWeight
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker import main as model_main, worker
 from lightserve.worker.rpc import GetResult
@@ -25,7 +25,7 @@ class FailingModelWorker(worker.ModelWorker):
     def _make_nan(self) -> None:
         """The model can read the token but never samples it. A head tied to the embedding becomes a separate tensor."""
         weights = self.model.pre_post_weight
-        assert isinstance(weights, LlamaPreAndPostLayerWeight)
+        assert isinstance(weights, DecoderPreAndPostWeight)
         head, embedding = copy.copy(weights.lm_head.method), weights.embedding.method
         assert isinstance(head, UnquantizedLinear)
         assert isinstance(embedding, UnquantizedLinear)

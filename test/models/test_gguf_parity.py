@@ -26,5 +26,5 @@ def test_a_gguf_file_gives_the_logits_of_transformers(name: str, tmp_path: Path)
     assert_same(ours, hf_logits(hf, PROMPTS))
 
 
-def test_every_model_can_be_loaded_from_gguf() -> None:
-    assert {architecture.model_type for architecture in ARCHITECTURES.values()} == set(MODELS)
+def test_every_gguf_architecture_is_a_model() -> None:
+    assert {architecture.model_type for architecture in ARCHITECTURES.values()} <= set(MODELS)

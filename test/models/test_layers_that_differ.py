@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from lightserve.common import ops
-from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, Parallel, RankGroup
+from lightserve.common.basemodel import CheckpointTensor, LayerSpec, ModelArgs, ModelConfig, Parallel, RankGroup
 from lightserve.common.parallel import ParallelSizes, connect_ranks
 from lightserve.models.llama.model import LlamaTpPartModel
 from test.models.session import Session
@@ -28,8 +28,8 @@ LATER = [[*PROMPTS[0], 11], [*PROMPTS[1], 12], [*PROMPTS[2], 14]]
 
 
 class UnevenLlama(LlamaTpPartModel):
-    def config_of_layer(self, layer_num: int) -> ModelConfig:
-        return replace(self.config, num_kv_heads=KV_HEADS[layer_num])
+    def layer_spec(self, layer_num: int) -> LayerSpec:
+        return replace(super().layer_spec(layer_num), num_kv_heads=KV_HEADS[layer_num])
 
 
 def build_pair() -> tuple[Any, list[CheckpointTensor]]:

@@ -59,7 +59,7 @@ class Int8Linear(LinearMethod):
                 yield Piece(f"{part.prefix}.bias", (part.out_size,), bias, _cut(part.rows))
             begin = own.stop
 
-    def _codes_piece(self, prefix: str, out_size: int, rows: slice, own: slice) -> Piece:
+    def _codes_piece(self, prefix: str, out_size: int, rows: slice | Tensor, own: slice) -> Piece:
         shape = (out_size, self._spec.in_size)
         return Piece(f"{prefix}.weight", shape, self.codes[own], _cut(rows, self._spec.columns), (torch.int8,))
 
@@ -72,7 +72,7 @@ class Int8Linear(LinearMethod):
         return out + self.bias if self.bias is not None and self._spec.adds_bias else out
 
 
-def _cut(*slices: slice) -> Callable[[Tensor], Tensor]:
+def _cut(*slices: slice | Tensor) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor[slices]
 
 

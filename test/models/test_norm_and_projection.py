@@ -40,7 +40,7 @@ def logits_of(model: bm.TpPartBaseModel) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "linear", "gate_up"), [("llama-gqa", 3, 2), ("qwen2-tied", 3, 2), ("qwen3", 2, 2), ("bloom-8-heads", 0, 0)]
+    ("name", "linear", "gate_up"), [("llama-gqa", 3, 2), ("qwen2-tied", 3, 2), ("qwen3", 3, 2), ("bloom-8-heads", 0, 0)]
 )
 def test_plain_layers_compute_norm_and_linear_in_one_op(name: str, linear: int, gate_up: int, calls: list[str]) -> None:
     logits_of(build_ours(build_hf(name)))
@@ -71,8 +71,8 @@ def test_a_hook_that_a_subclass_overrides_runs_in_every_layer(hook: str) -> None
         layers.append(self.layer_num)
         return getattr(super(layer_class, self), hook)(*args)
 
-    layer_class = type("Noting", (bm.RotaryDecoderLayerInferTpl,), {hook: noting})
-    model.layers_infer = [layer_class(i, model.config, model.tp) for i in range(2)]
+    layer_class = type("Noting", (bm.DecoderLayerInferTpl,), {hook: noting})
+    model.layers_infer = [layer_class(spec, model.tp) for spec in model.layer_specs]
 
     assert torch.equal(logits_of(model), plain)
     assert layers == [0, 1]
@@ -112,7 +112,7 @@ def use_norm_of_one_plus(layer: Any) -> None:
 
 
 def use_halved_linear(layer: Any) -> None:
-    for weight in (layer.qkv_proj, layer.gate_up_proj):
+    for weight in (layer.qkv_proj, layer.ffn.gate_up_proj):
         weight.method = HalvedLinear(weight.method)
 
 

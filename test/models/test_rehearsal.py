@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightserve.common.basemodel import RmsNormWeight, WeightContext
 from lightserve.common.basemodel.hooks import hooks_of
-from lightserve.common.basemodel.layer_weights.weights import RmsNormWeight, WeightContext
 from lightserve.common.parallel import Parallel
 from test.models.session import Session
 from test.models.tiny import build_hf, build_ours

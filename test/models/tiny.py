@@ -15,7 +15,7 @@ from lightserve.common.parallel import Parallel, RankGroup
 from lightserve.models.registry import get_model_class
 
 MAX_LEN = 128
-NUM_SLOTS = 512
+NUM_SLOTS = 640
 SHAPE = {"vocab_size": 131, "hidden_size": 64, "num_hidden_layers": 2}
 LLAMA = partial(
     LlamaConfig,

@@ -1,5 +1,6 @@
 """The parts that a model is made of. To add a model, import only this and ``lightserve.common.ops``."""
 
+from lightserve.common.basemodel.alibi import alibi_slopes, mpt_alibi_slopes
 from lightserve.common.basemodel.basemodel import HiddenStates, ModelArgs, TpPartBaseModel
 from lightserve.common.basemodel.infer_struct import InferStateInfo, LogitRows, ModelInput, Observer
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
@@ -8,46 +9,64 @@ from lightserve.common.basemodel.layer_infer.base_layer_infer import (
     PreLayerInfer,
     TransformerLayerInfer,
 )
+from lightserve.common.basemodel.layer_infer.template.decoder_layer_infer_template import DecoderLayerInferTpl
 from lightserve.common.basemodel.layer_infer.template.post_layer_infer_template import PostLayerInferTpl
 from lightserve.common.basemodel.layer_infer.template.pre_layer_infer_template import PreLayerInferTpl
-from lightserve.common.basemodel.layer_infer.template.rotary_decoder_template import (
-    RotaryDecoderLayerInferTpl,
-    RotaryDecoderLayerWeight,
-)
 from lightserve.common.basemodel.layer_infer.template.transformer_layer_infer_template import (
     TransformerLayerInferTpl,
 )
+from lightserve.common.basemodel.layer_weights.decoder import DecoderLayerWeight, DecoderPreAndPostWeight
+from lightserve.common.basemodel.layer_weights.experts import ExpertsWeight, MoeFfnWeight
+from lightserve.common.basemodel.layer_weights.ffn import FfnWeight
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
-from lightserve.common.basemodel.layer_weights.weights import (
+from lightserve.common.basemodel.layer_weights.linears import (
     Block,
     ColumnWeight,
-    LayerNormWeight,
     LinearWeight,
-    NormWeight,
-    RmsNormWeight,
+    ReplicatedWeight,
     RowWeight,
     VocabWeight,
-    Weight,
-    WeightContext,
 )
-from lightserve.common.basemodel.rotary import RotaryInferStateInfo, RotaryModel
+from lightserve.common.basemodel.layer_weights.norms import LayerNormWeight, NormWeight, RmsNormWeight
+from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
+from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
+from lightserve.common.basemodel.moe import MoeNames, MoeSpec, num_experts_of, top_k_of
+from lightserve.common.basemodel.spec import (
+    LayerNames,
+    LayerSpec,
+    ModelNames,
+    ModelSpec,
+    Norm,
+    QkNorm,
+    QkvLayout,
+    activation_of,
+)
 from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.common.parallel import Parallel, RankGroup
-from lightserve.common.quantization import LinearMethod, LinearSpec, UnquantizedLinear
-from lightserve.model_files.model_config import ModelConfig
+from lightserve.common.quantization import ExpertNames, ExpertsLayout, LinearMethod, LinearSpec, UnquantizedLinear
+from lightserve.model_files.model_config import ModelConfig, RopeConfig
 
 __all__ = [
     "BaseLayerInfer",
     "Block",
     "CheckpointTensor",
     "ColumnWeight",
+    "DecoderLayerInferTpl",
+    "DecoderLayerWeight",
+    "DecoderPreAndPostWeight",
+    "ExpertNames",
+    "ExpertsLayout",
+    "ExpertsWeight",
+    "FfnWeight",
     "HiddenStates",
     "InferStateInfo",
     "KvGroup",
     "KvLayout",
+    "LayerNames",
     "LayerNormWeight",
+    "LayerSpec",
     "LinearMethod",
     "LinearSpec",
     "LinearWeight",
@@ -55,6 +74,12 @@ __all__ = [
     "ModelArgs",
     "ModelConfig",
     "ModelInput",
+    "ModelNames",
+    "ModelSpec",
+    "MoeFfnWeight",
+    "MoeNames",
+    "MoeSpec",
+    "Norm",
     "NormWeight",
     "Observer",
     "Parallel",
@@ -64,12 +89,13 @@ __all__ = [
     "PreAndPostLayerWeight",
     "PreLayerInfer",
     "PreLayerInferTpl",
+    "QkNorm",
+    "QkvLayout",
     "RankGroup",
+    "ReplicatedWeight",
     "RmsNormWeight",
-    "RotaryDecoderLayerInferTpl",
-    "RotaryDecoderLayerWeight",
-    "RotaryInferStateInfo",
-    "RotaryModel",
+    "RopeConfig",
+    "RowMap",
     "RowWeight",
     "TpPartBaseModel",
     "TransformerLayerInfer",
@@ -79,4 +105,14 @@ __all__ = [
     "VocabWeight",
     "Weight",
     "WeightContext",
+    "WeightGroup",
+    "activation_of",
+    "alibi_slopes",
+    "in_blocks",
+    "in_kv_groups",
+    "mpt_alibi_slopes",
+    "num_experts_of",
+    "pairs_to_halves",
+    "top_k_of",
+    "whole",
 ]

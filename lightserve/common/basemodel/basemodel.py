@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from lightserve.common.basemodel.infer_struct import InferStateInfo, ModelInput, Observer
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
@@ -14,18 +15,33 @@ from lightserve.common.basemodel.layer_infer.base_layer_infer import (
     PreLayerInfer,
     TransformerLayerInfer,
 )
+from lightserve.common.basemodel.layer_infer.template.decoder_layer_infer_template import DecoderLayerInferTpl
 from lightserve.common.basemodel.layer_infer.template.post_layer_infer_template import PostLayerInferTpl
 from lightserve.common.basemodel.layer_infer.template.pre_layer_infer_template import PreLayerInferTpl
+from lightserve.common.basemodel.layer_weights.decoder import DecoderLayerWeight, DecoderPreAndPostWeight
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.loader import check_weights, fill_dummy, load_weights
-from lightserve.common.basemodel.layer_weights.weights import WeightContext
+from lightserve.common.basemodel.layer_weights.weight import WeightContext
+from lightserve.common.basemodel.rotary import rotary_tables
+from lightserve.common.basemodel.spec import LayerSpec, ModelSpec, activation_of
 from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.parallel import Parallel
 from lightserve.common.quantization import linear_method_factory
-from lightserve.model_files.model_config import ModelConfig
+from lightserve.errors import ModelFilesError
+from lightserve.model_files.model_config import SLIDING_ATTENTION, ModelConfig
+
+# tensors of checkpoints that the model computes itself
+REDUNDANT = (
+    ".rotary_emb.inv_freq",
+    ".rotary_pos_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,43 +70,100 @@ class HiddenStates:
 class TpPartBaseModel:
     """One rank's part of a model: its weights, its layers and its KV cache.
 
-    Each ``_init_*`` and ``_verify_*`` step may be overridden; they run in the order of ``__init__``.
+    A model says in ``layer_spec`` and ``model_spec`` how it differs from Llama. Each ``_init_*`` and ``_verify_*`` step
+    may be overridden too; they run in the order of ``__init__``.
     """
 
-    pre_and_post_weight_class: ClassVar[type[PreAndPostLayerWeight]]
-    transformer_weight_class: ClassVar[type[TransformerLayerWeight]]
+    pre_and_post_weight_class: ClassVar[type[PreAndPostLayerWeight]] = DecoderPreAndPostWeight
+    transformer_weight_class: ClassVar[type[TransformerLayerWeight]] = DecoderLayerWeight
     pre_layer_infer_class: ClassVar[type[PreLayerInfer[Any, Any]]] = PreLayerInferTpl
-    transformer_layer_infer_class: ClassVar[type[TransformerLayerInfer[Any, Any]]]
+    transformer_layer_infer_class: ClassVar[type[TransformerLayerInfer[Any, Any]]] = DecoderLayerInferTpl
     post_layer_infer_class: ClassVar[type[PostLayerInfer[Any, Any]]] = PostLayerInferTpl
     infer_state_class: ClassVar[type[InferStateInfo]] = InferStateInfo
 
-    alibi_slopes: Tensor | None = None  # [heads of this rank] float32
+    # attention reads a prefix that requests share once for all of them (AttnBatch.shared_prefixes)
+    attends_to_shared_prefixes: ClassVar[bool] = True
+
     observer: Observer | None = None  # receives intermediate values: see hooks.py
 
     def __init__(self, args: ModelArgs) -> None:
-        self.args = args
-        self.tp = args.parallel.tp
-        self.device = args.device
-        self._init_config()
-        self._verify_must()
-        self._verify_params()
+        self._init_args(args)
         self._init_weights()
         self._init_mem_manager()
         self._init_infer_layer()
         self._init_some_value()
         self._init_custom()
 
+    def _init_args(self, args: ModelArgs) -> None:
+        """Everything that needs no memory."""
+        self.args = args
+        self.tp = args.parallel.tp
+        self.device = args.device
+        self._init_config()
+        self._init_specs()
+        self._verify_must()
+        self._verify_params()
+
+    @classmethod
+    def unused_tensors(cls, args: ModelArgs) -> list[str]:
+        """Check ``args.tensor_metadata`` as loading does, and return the tensors that the model does not use."""
+        model = cls.__new__(cls)
+        model._init_args(args)
+        return model._check_metadata()
+
     def _init_config(self) -> None:
         self.config = self.args.config
 
-    def config_of_layer(self, layer_num: int) -> ModelConfig:
-        """The config that a layer is built from. A model whose layers differ in their heads overrides it."""
-        return self.config
+    def _init_specs(self) -> None:
+        self.spec = self.model_spec()
+        self.layer_specs = [self.layer_spec(i) for i in range(self.config.num_layers)]
+
+    def layer_spec(self, layer_num: int) -> LayerSpec:
+        """How a layer is built. A model that is not a Llama replaces the values in which it differs."""
+        config = self.config
+        return LayerSpec(
+            config=config,
+            layer_num=layer_num,
+            **config.layer_shapes[layer_num]._asdict(),
+            head_dim=config.head_dim,
+            hidden_size=config.hidden_size,
+            norm_eps=config.norm_eps,
+            rope=config.rope,
+            scale=config.head_dim**-0.5,
+            activation=activation_of(config, "hidden_act"),
+        )
+
+    def model_spec(self) -> ModelSpec:
+        """What is before the first and after the last layer."""
+        return ModelSpec(config=self.config, norm_eps=self.config.norm_eps, is_tied=self.config.tie_word_embeddings)
 
     def _verify_must(self) -> None:
         """Check what every model needs."""
-        for layer in range(self.config.num_layers):
-            self.config_of_layer(layer).check_tp(self.tp.size)
+        for spec in self.layer_specs:
+            spec.check_tp(self.tp.size)
+            spec.check_halves()
+        layer_types = self.config.layer_types
+        is_in_effect = self.config.window is not None and (layer_types is None or SLIDING_ATTENTION in layer_types)
+        if is_in_effect and all(spec.window is None for spec in self.layer_specs):
+            raise ModelFilesError(
+                f"config.json: sliding_window {self.config.window} is not supported for {self.config.model_type}; "
+                "set it to null to attend to all tokens"
+            )
+
+        self._verify_spec()
+
+    def _verify_spec(self) -> None:
+        """Check the values outside the layers."""
+        spec, max_len = self.spec, self.args.max_req_total_len
+        if spec.names.positions is not None and max_len > spec.num_positions:
+            raise ModelFilesError(
+                f"max_req_total_len={max_len}, but {self.config.model_type} has {spec.num_positions} learned "
+                "positions; lower it"
+            )
+        if spec.is_tied and spec.head_bias:
+            raise ModelFilesError(
+                f"config.json: tie_word_embeddings is not supported for {self.config.model_type}, whose head has a bias"
+            )
 
     def _verify_params(self) -> None:
         """Refuse a config.json with options that the model's code does not implement."""
@@ -106,23 +179,29 @@ class TpPartBaseModel:
 
     def _new_weights(self, device: torch.device) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
         context = WeightContext(self.args.parallel, self.args.dtype, device, linear_method_factory(self.config))
-        configs = map(self.config_of_layer, range(self.config.num_layers))
-        layers = [self.transformer_weight_class(i, config, context) for i, config in enumerate(configs)]
-        return self.pre_and_post_weight_class(self.config, context), layers
+        layers = [self.transformer_weight_class(spec, context) for spec in self.layer_specs]
+        return self.pre_and_post_weight_class(self.spec, context), layers
 
-    def _check_metadata(self) -> None:
-        """Check the checkpoint against weights on the meta device: a wrong config.json may need too much memory."""
+    def _check_metadata(self) -> list[str]:
+        """Check the checkpoint against weights on the meta device: a wrong config.json may need too much memory.
+
+        Returns the tensors that the model does not use.
+        """
         tensor_metadata = list(self.args.tensor_metadata)
-        if tensor_metadata:
-            pre_post, layers = self._new_weights(torch.device("meta"))
-            check_weights([pre_post, *layers], self.adapt_checkpoint(tensor_metadata), self.config.num_layers)
+        if not tensor_metadata:
+            return []
+        pre_post, layers = self._new_weights(torch.device("meta"))
+        return check_weights([pre_post, *layers], self.adapt_checkpoint(tensor_metadata), self.config.num_layers)
 
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""
-        for tensor in checkpoint:
-            is_tied_head = self.config.tie_word_embeddings and tensor.name == "lm_head.weight"
-            if not is_tied_head and not tensor.name.endswith(".rotary_emb.inv_freq"):
-                yield tensor
+        for name, tensor, file in checkpoint:
+            name = name.removeprefix(self.spec.names.optional_prefix)
+            is_head = name == f"{self.spec.names.lm_head}.weight"
+            if is_head and self.spec.normalizes_head:
+                tensor = normalize(tensor.float()).to(tensor.dtype)
+            if not (is_head and self.spec.is_tied) and not name.endswith(REDUNDANT):
+                yield CheckpointTensor(name, tensor, file)
 
     def _init_mem_manager(self) -> None:
         self.kv_layout = self._kv_layout()
@@ -135,22 +214,28 @@ class TpPartBaseModel:
 
     def _kv_layout(self) -> KvLayout:
         """What a token stores in each layer: keys and values, in groups of layers with the same heads."""
-        layers: dict[tuple[int, int], list[int]] = {}
-        for i, config in enumerate(map(self.config_of_layer, range(self.config.num_layers))):
-            layers.setdefault((config.kv_heads_of_rank(self.tp.size), config.head_dim), []).append(i)
-        groups = [KvGroup(tuple(numbers), heads, dim, dim, self.args.dtype) for (heads, dim), numbers in layers.items()]
-        return KvLayout(tuple(groups))
+        layers: dict[tuple[int, int, int | None], list[int]] = {}
+        for spec in self.layer_specs:
+            if not spec.has_attention:
+                continue
+            key = spec.kv_heads_of_rank(self.tp.size), spec.head_dim, spec.window
+            layers.setdefault(key, []).append(spec.layer_num)
+        return KvLayout(
+            tuple(
+                KvGroup(tuple(numbers), heads, dim, dim, self.args.dtype, window=window)
+                for (heads, dim, window), numbers in layers.items()
+            )
+        )
 
     def _init_infer_layer(self) -> None:
-        self.pre_infer = self.pre_layer_infer_class(self.config, self.tp)
-        self.layers_infer = [
-            self.transformer_layer_infer_class(i, self.config_of_layer(i), self.tp)
-            for i in range(self.config.num_layers)
-        ]
-        self.post_infer = self.post_layer_infer_class(self.config, self.tp)
+        self.pre_infer = self.pre_layer_infer_class(self.spec, self.tp)
+        self.layers_infer = [self.transformer_layer_infer_class(spec, self.tp) for spec in self.layer_specs]
+        self.post_infer = self.post_layer_infer_class(self.spec, self.tp)
 
     def _init_some_value(self) -> None:
         """Create the tables that every step reads."""
+        tables = rotary_tables(self.layer_specs, self.req_manager.max_len)
+        self.rotary_tables = {key: (cos.to(self.device), sin.to(self.device)) for key, (cos, sin) in tables.items()}
 
     def _init_custom(self) -> None:
         """Create whatever else a model needs."""
@@ -170,7 +255,8 @@ class TpPartBaseModel:
 
     def _kernel_key(self, infer: TransformerLayerInfer[Any, Any], weight: TransformerLayerWeight) -> Hashable:
         kv_group = self.kv_layout.group_of(infer.layer_num)
-        return type(infer), weight.kernel_key(), None if kv_group is None else kv_group.plan_key
+        plan_key = None if kv_group is None else kv_group.plan_key
+        return type(infer), weight.kernel_key(), weight.attn_options.key, plan_key, infer.spec.rotary_dim
 
     @torch.inference_mode()
     def forward(self, step: ModelInput) -> Tensor:

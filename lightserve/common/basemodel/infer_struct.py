@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from lightserve.common.kv.mem_manager import MemoryManager
-from lightserve.common.ops import AttnBatch
+from lightserve.common.ops import AttnBatch, RotaryAngles
 
 if TYPE_CHECKING:
     from lightserve.common.basemodel.basemodel import TpPartBaseModel
@@ -46,13 +47,21 @@ class InferStateInfo:
         self.attn = step.attn
         self.mem_manager = mem_manager
         self.position_ids = step.position_ids
-        self.alibi_slopes: Tensor | None = None
         self.residual: Tensor | None = None  # the hidden states; a layer returns what the next norm adds to them
         self.observer: Observer | None = None
+        self.rotary_angles: dict[str, RotaryAngles] = {}  # by `rotary_key`
 
     def init_some_extra_state(self, model: TpPartBaseModel, input_ids: Tensor) -> None:
         """Fill what the layers share beyond the step itself, once per step. A subclass adds its own."""
-        self.alibi_slopes = model.alibi_slopes
+        for key, (cos, sin) in model.rotary_tables.items():
+            self.rotary_angles[key] = RotaryAngles(
+                cos.index_select(0, self.position_ids), sin.index_select(0, self.position_ids)
+            )
+
+    @cached_property
+    def is_padding(self) -> Tensor:
+        """``[tokens]``: rows that only fill up the batch of a captured graph."""
+        return self.step.mem_index == self.mem_manager.padding_slot
 
     @property
     def may_fuse_norms(self) -> bool:

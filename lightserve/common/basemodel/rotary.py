@@ -1,66 +1,47 @@
-"""Rotary positions: a table with the angles of every position, and the rows of it that a step needs."""
+"""Rotary positions: tables with the angles of every position."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from lightserve.common.basemodel.basemodel import TpPartBaseModel
-from lightserve.common.basemodel.infer_struct import InferStateInfo
-from lightserve.model_files.model_config import ModelConfig, RopeConfig
+from lightserve.common.basemodel.spec import LayerSpec
+from lightserve.model_files.model_config import RopeConfig
 
 
-class RotaryInferStateInfo(InferStateInfo):
-    """Adds the rotary angles of every token, ``[tokens, rotary_dim / 2]`` in float32."""
-
-    position_cos: Tensor
-    position_sin: Tensor
-
-    def init_some_extra_state(self, model: TpPartBaseModel, input_ids: Tensor) -> None:
-        super().init_some_extra_state(model, input_ids)
-        assert isinstance(model, RotaryModel)
-        self.position_cos = model.cos_table.index_select(0, self.position_ids)
-        self.position_sin = model.sin_table.index_select(0, self.position_ids)
+def rotary_key(spec: LayerSpec) -> str:
+    """Equal for layers with the same angles. A string, because every layer of every step looks it up."""
+    return f"{spec.rotary_dim} of {spec.rope}"
 
 
-class RotaryModel(TpPartBaseModel):
-    """A model with rotary positions."""
-
-    infer_state_class = RotaryInferStateInfo
-
-    cos_table: Tensor
-    sin_table: Tensor
-
-    def _init_some_value(self) -> None:
-        super()._init_some_value()
-        cos, sin = rotary_table(self.config, self.req_manager.max_len)
-        self.cos_table, self.sin_table = cos.to(self.device), sin.to(self.device)
+def rotary_tables(specs: Iterable[LayerSpec], max_len: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """By `rotary_key`: cosine and sine of every position's angles, ``[max_len, rotary_dim / 2]`` each."""
+    ropes = {rotary_key(spec): (spec.rope, spec.rotary_dim) for spec in specs}
+    return {key: rotary_table(rope, dim, max_len) for key, (rope, dim) in ropes.items() if rope is not None}
 
 
-def rotary_table(config: ModelConfig, max_len: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, ``[max_len, rotary_dim / 2]`` each."""
-    rope = config.rope
-    rotary_dim = int(config.head_dim * rope.partial_rotary_factor)
+def rotary_table(rope: RopeConfig, rotary_dim: int, max_len: int) -> tuple[Tensor, Tensor]:
     if rope.rope_type == "dynamic":
-        angles = _dynamic_angles(rope, config.max_position, rotary_dim, max_len)
+        angles = _dynamic_angles(rope, rotary_dim, max_len)
     else:
-        angles = torch.arange(max_len).float()[:, None] * _FREQUENCIES[rope.rope_type](rope, rotary_dim)
-    scale = _yarn_attention_factor(rope) if rope.rope_type == "yarn" else 1.0
+        frequencies = _FREQUENCIES[rope.rope_type](rope, rotary_dim, max_len)
+        angles = torch.arange(max_len).float()[:, None] * frequencies
+    scale = _ATTENTION_FACTORS[rope.rope_type](rope) if rope.rope_type in _ATTENTION_FACTORS else 1.0
     return angles.cos() * scale, angles.sin() * scale
 
 
-def _default_frequencies(rope: RopeConfig, dim: int) -> Tensor:
+def _default_frequencies(rope: RopeConfig, dim: int, max_len: int = 0) -> Tensor:
     return 1.0 / rope.theta ** (torch.arange(0, dim, 2).float() / dim)
 
 
-def _linear_frequencies(rope: RopeConfig, dim: int) -> Tensor:
+def _linear_frequencies(rope: RopeConfig, dim: int, max_len: int) -> Tensor:
     return _default_frequencies(rope, dim) / rope.factor
 
 
-def _dynamic_angles(rope: RopeConfig, trained_len: int, dim: int, max_len: int) -> Tensor:
+def _dynamic_angles(rope: RopeConfig, dim: int, max_len: int) -> Tensor:
     """Past the trained length every position has its own base.
 
     The angle of a token must not depend on the final length of its request, because its key is cached and shared. These
@@ -68,13 +49,13 @@ def _dynamic_angles(rope: RopeConfig, trained_len: int, dim: int, max_len: int) 
     for the whole prompt.
     """
     positions = torch.arange(max_len).double()
-    stretched = (rope.factor * (positions + 1) / trained_len - (rope.factor - 1)).clamp(min=1.0)
+    stretched = (rope.factor * (positions + 1) / rope.trained_len - (rope.factor - 1)).clamp(min=1.0)
     base = rope.theta * stretched ** (dim / (dim - 2))
     exponents = torch.arange(0, dim, 2).double() / dim
     return (positions[:, None] / base[:, None] ** exponents).float()
 
 
-def _llama3_frequencies(rope: RopeConfig, dim: int) -> Tensor:
+def _llama3_frequencies(rope: RopeConfig, dim: int, max_len: int) -> Tensor:
     """The factor stretches long waves. Short waves stay, and the ones between are blended."""
     frequencies = _default_frequencies(rope, dim)
     turns = rope.original_max_position * frequencies / (2 * math.pi)  # over the trained length
@@ -82,7 +63,7 @@ def _llama3_frequencies(rope: RopeConfig, dim: int) -> Tensor:
     return frequencies * (blend + (1 - blend) / rope.factor)
 
 
-def _yarn_frequencies(rope: RopeConfig, dim: int) -> Tensor:
+def _yarn_frequencies(rope: RopeConfig, dim: int, max_len: int) -> Tensor:
     """Like llama3, but the blend is linear over the dimensions between beta_fast and beta_slow rotations."""
 
     def dimension_of(turns: float) -> float:
@@ -107,9 +88,28 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     return mscale(1.0)
 
 
-_FREQUENCIES: dict[str, Callable[[RopeConfig, int], Tensor]] = {
+def _longrope_frequencies(rope: RopeConfig, dim: int, max_len: int) -> Tensor:
+    """Each frequency has its own factor. Requests longer than the trained length need the long factors.
+
+    The server's longest request decides for all of them, because a cached key must not depend on a request's length.
+    """
+    factors = rope.long_factor if max_len > rope.original_max_position else rope.short_factor
+    return _default_frequencies(rope, dim) / torch.tensor(factors)
+
+
+def _longrope_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
+
+
+_FREQUENCIES: dict[str, Callable[[RopeConfig, int, int], Tensor]] = {
     "default": _default_frequencies,
     "linear": _linear_frequencies,
     "llama3": _llama3_frequencies,
+    "longrope": _longrope_frequencies,
     "yarn": _yarn_frequencies,
 }
+_ATTENTION_FACTORS = {"longrope": _longrope_attention_factor, "yarn": _yarn_attention_factor}

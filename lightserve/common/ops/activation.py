@@ -9,6 +9,22 @@ from lightserve.common.ops.registry import op
 
 
 @op
+def silu(x: Tensor) -> Tensor:
+    return F.silu(x.float()).to(x.dtype)
+
+
+@op
+def relu(x: Tensor) -> Tensor:
+    return F.relu(x)
+
+
+@op
+def relu2(x: Tensor) -> Tensor:
+    """The square of ReLU."""
+    return F.relu(x.float()).square().to(x.dtype)
+
+
+@op
 def gelu(x: Tensor) -> Tensor:
     return F.gelu(x.float()).to(x.dtype)
 

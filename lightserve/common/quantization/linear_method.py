@@ -12,18 +12,21 @@ from torch import Tensor
 from lightserve.common.checkpoint.piece import Piece
 
 
-def length(part: slice) -> int:
-    size: int = part.stop - part.start
+def length(part: slice | Tensor) -> int:
+    size: int = part.stop - part.start if isinstance(part, slice) else len(part)
     return size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LinearPart:
-    """One linear of the checkpoint, and the output rows of it that this rank computes."""
+    """One linear of the checkpoint, and the output rows of it that this rank computes.
+
+    Several parts may be rows of the same linear, such as q, k and v.
+    """
 
     prefix: str  # its name in the checkpoint: model.layers.0.self_attn.q_proj
     out_size: int  # of the whole linear
-    rows: slice  # of this rank
+    rows: slice | Tensor  # of this rank; a tensor holds their numbers, int64
     padding: int = 0  # rows of zeros behind them
 
     @property
@@ -32,7 +35,7 @@ class LinearPart:
         return length(self.rows) + self.padding
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LinearSpec:
     """A linear as one rank computes it: parts stacked along the output, all with the same input."""
 
@@ -41,6 +44,7 @@ class LinearSpec:
     columns: slice  # of the input that this rank multiplies
     has_bias: bool = False  # in the checkpoint
     adds_bias: bool = True  # on this rank; False: another rank adds it
+    is_transposed: bool = False  # the checkpoint stores the weight as [in, out]
     is_vocab: bool = False  # the rows are tokens, and the method must also look them up (``embed``)
 
     @property

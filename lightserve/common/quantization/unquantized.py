@@ -34,11 +34,16 @@ class UnquantizedLinear(LinearMethod):
         begin, columns = 0, self._spec.columns
         for part in self._spec.parts:
             end = begin + part.num_rows - part.padding
-            whole = (part.out_size, self._spec.in_size)
-            yield Piece(f"{part.prefix}.weight", whole, self.weight[begin:end], slicer(part.rows, columns))
+            own = self.weight[begin:end]
+            if self._spec.is_transposed:
+                shape = (self._spec.in_size, part.out_size)
+                yield Piece(f"{part.prefix}.weight", shape, own.T, slicer(columns, part.rows))
+            else:
+                shape = (part.out_size, self._spec.in_size)
+                yield Piece(f"{part.prefix}.weight", shape, own, slicer(part.rows, columns))
             if self._spec.has_bias:
                 bias = None if self.bias is None else self.bias[begin:end]
-                yield Piece(f"{part.prefix}.bias", whole[:1], bias, slicer(part.rows))
+                yield Piece(f"{part.prefix}.bias", (part.out_size,), bias, slicer(part.rows))
             begin = end + part.padding
 
     def mm(self, x: Tensor) -> Tensor:
@@ -54,6 +59,6 @@ class UnquantizedLinear(LinearMethod):
         return ops.add_rms_norm_gate_up(x, residual, norm.weight, norm.eps, self.weight, self.bias)
 
 
-def slicer(*slices: slice) -> Callable[[Tensor], Tensor]:
-    """Cut the same part out of any tensor, one slice per dimension."""
-    return lambda tensor: tensor[slices]
+def slicer(*parts: slice | Tensor) -> Callable[[Tensor], Tensor]:
+    """Cut the same part out of any tensor: for each dimension a slice, or the numbers of the rows."""
+    return lambda tensor: tensor[parts]

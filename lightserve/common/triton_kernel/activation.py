@@ -20,6 +20,10 @@ TWO_SQRT_2_OVER_PI = tl.constexpr(2 * (2 / 3.141592653589793) ** 0.5)
 def activate(x, FUNCTION: tl.constexpr):
     if FUNCTION == "silu":
         return x * tl.sigmoid(x)
+    if FUNCTION == "relu":
+        return tl.maximum(x, 0.0)
+    if FUNCTION == "relu2":
+        return tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     if FUNCTION == "gelu":
         return 0.5 * x * (1 + tl.erf(x * SQRT_HALF))
     # gelu_tanh, as 0.5 * (1 + tanh(y)) = sigmoid(2 * y)
@@ -53,6 +57,21 @@ def _launch(op: str, x: Tensor, function: str, is_gated: bool) -> Tensor:
     grid = (rows.shape[0], cdiv(width, BLOCK))
     _activation_kernel[grid](rows, out, rows.stride(0), width, function, is_gated, BLOCK)
     return out
+
+
+@ops.silu.impl("triton")
+def silu(x: Tensor) -> Tensor:
+    return _launch("silu", x, "silu", is_gated=False)
+
+
+@ops.relu.impl("triton")
+def relu(x: Tensor) -> Tensor:
+    return _launch("relu", x, "relu", is_gated=False)
+
+
+@ops.relu2.impl("triton")
+def relu2(x: Tensor) -> Tensor:
+    return _launch("relu2", x, "relu2", is_gated=False)
 
 
 @ops.gelu.impl("triton")

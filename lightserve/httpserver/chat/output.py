@@ -67,7 +67,8 @@ class OutputPlan:
     body: ChatBody
     tool_format: ToolFormat | None  # None: no tool calls
     thinking: Thinking | None  # None: reasoning is part of the content
-    special_ids: dict[str, int]  # marker: id, where a marker of either format is a special token
+    marker_ids: dict[str, int]  # marker: id, where a marker of either format is one added token
+    special_ids: tuple[int, ...]  # those of them that are special tokens, which the text would lack
     limit: ThinkingLimit | None = None  # of its reasoning tokens
 
     @property
@@ -77,10 +78,12 @@ class OutputPlan:
 
     def apply(self, prompt_request: PromptRequest) -> PromptRequest:
         """The same request, where the text keeps the markers for the parsers and the engine limits reasoning."""
-        if not self.special_ids and self.limit is None:
-            return prompt_request
-        ids = tuple(self.special_ids.values())
-        return replace(prompt_request, params=prompt_request.params.replace(shown_special_ids=ids, thinking=self.limit))
+        params = prompt_request.params.replace(
+            shown_special_ids=self.special_ids,
+            thinking=self.limit,
+            continues_text=bool(self.body.continue_final_message),
+        )
+        return replace(prompt_request, params=params)
 
     def new_parser(self) -> ChoiceParser:
         tools = self.tool_format
@@ -122,12 +125,12 @@ class OutputPlan:
         if self.tool_format is None and self.thinking is None:
             return spec
         calls = None if self.tool_format is None else self._offered_calls(self.tool_format)
-        before = call_or_answer_grammar(calls, self.thinking, self.special_ids)
+        before = call_or_answer_grammar(calls, self.thinking, self.marker_ids)
         return msgspec.structs.replace(spec, before=before)
 
     def _call_or_text(self, tool_format: ToolFormat) -> GrammarSpec:
         calls = self._offered_calls(tool_format)
-        return GrammarSpec("lark", call_or_text_grammar(calls, self.thinking, self.special_ids))
+        return GrammarSpec("lark", call_or_text_grammar(calls, self.thinking, self.marker_ids))
 
     def _offered_calls(self, tool_format: ToolFormat) -> Calls:
         """The arguments of tools that are not strict may be any object."""
@@ -142,7 +145,7 @@ class OutputPlan:
         tools = _schemas(self.body.forced_tools)
         _check_schemas(tools)
         calls = Calls(tool_format, tools, self.body.max_tool_calls)
-        return GrammarSpec("lark", forced_grammar(calls, self.thinking, self.special_ids))
+        return GrammarSpec("lark", forced_grammar(calls, self.thinking, self.marker_ids))
 
 
 def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPlan:
@@ -155,7 +158,9 @@ def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPl
     if body.separate_reasoning is False and reasoning is not None and reasoning.parse_output is None:
         reasoning = thinking = None
     markers = (*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ()))
-    return OutputPlan(body, tools, thinking, _special_ids(context.tokenizer, markers), limit)
+    marker_ids = added_marker_ids(context.tokenizer, markers)
+    special_ids = tuple(i for i in marker_ids.values() if i in context.tokenizer.special_ids)
+    return OutputPlan(body, tools, thinking, marker_ids, special_ids, limit)
 
 
 def check_tools(context: ServerContext, body: ChatBody) -> None:
@@ -191,8 +196,9 @@ def _tool_format(model_format: ToolFormat | None, body: ChatBody) -> ToolFormat 
     return enforceable_format(model_format) if body.forced_tools else model_format
 
 
-def _special_ids(tokenizer: Tokenizer, markers: Iterable[str]) -> dict[str, int]:
-    ids = {marker: tokenizer.token_to_id(marker) for marker in markers if marker in tokenizer.special_tokens}
+def added_marker_ids(tokenizer: Tokenizer, markers: Iterable[str]) -> dict[str, int]:
+    """The ids of the markers that are one token which the tokenizer never splits."""
+    ids = {marker: tokenizer.token_to_id(marker) for marker in markers if marker in tokenizer.added_tokens}
     return {marker: token_id for marker, token_id in ids.items() if token_id is not None}
 
 

@@ -13,8 +13,8 @@ from lightserve.common.basemodel.layer_weights.layer_weight import (
     PreAndPostLayerWeight,
     TransformerLayerWeight,
 )
+from lightserve.common.basemodel.spec import LayerSpec, ModelSpec
 from lightserve.common.parallel import RankGroup
-from lightserve.model_files.model_config import ModelConfig
 
 Weight = TypeVar("Weight", bound=LayerWeight)
 OuterWeight = TypeVar("OuterWeight", bound=PreAndPostLayerWeight)
@@ -23,10 +23,6 @@ State = TypeVar("State", bound=InferStateInfo)
 
 
 class BaseLayerInfer(ABC, Generic[Weight, State]):
-    def __init__(self, config: ModelConfig, tp: RankGroup) -> None:
-        self.config = config
-        self.tp = tp
-
     @abstractmethod
     def context_forward(self, input: Tensor, infer_state: State, layer_weight: Weight) -> Tensor:
         """Any number of new tokens per request: prefill and mixed steps."""
@@ -39,17 +35,26 @@ class BaseLayerInfer(ABC, Generic[Weight, State]):
 class PreLayerInfer(BaseLayerInfer[OuterWeight, State]):
     """Token ids to hidden states."""
 
+    def __init__(self, spec: ModelSpec, tp: RankGroup) -> None:
+        self.spec = spec
+        self.tp = tp
+
 
 class TransformerLayerInfer(BaseLayerInfer[InnerWeight, State]):
     """Returns what the layer adds to the hidden states, which are in ``infer_state.residual``."""
 
-    def __init__(self, layer_num: int, config: ModelConfig, tp: RankGroup) -> None:
-        super().__init__(config, tp)
-        self.layer_num = layer_num
+    def __init__(self, spec: LayerSpec, tp: RankGroup) -> None:
+        self.spec = spec
+        self.tp = tp
+        self.layer_num = spec.layer_num
 
 
 class PostLayerInfer(BaseLayerInfer[OuterWeight, State]):
     """Hidden states to logits. The two forwards compute those of ``infer_state.logit_rows()``."""
+
+    def __init__(self, spec: ModelSpec, tp: RankGroup) -> None:
+        self.spec = spec
+        self.tp = tp
 
     @abstractmethod
     def logits(self, input: Tensor, infer_state: State, layer_weight: OuterWeight, rows: Tensor | None) -> Tensor:

@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator
 
-from lightserve.common.basemodel.layer_weights.weights import (
-    NormWeight,
-    RowWeight,
-    VocabWeight,
-    Weight,
-    WeightContext,
-)
-from lightserve.common.checkpoint.piece import Piece
-from lightserve.model_files.model_config import ModelConfig
+from lightserve.common import ops
+from lightserve.common.basemodel.layer_weights.linears import RowWeight, VocabWeight
+from lightserve.common.basemodel.layer_weights.norms import NormWeight
+from lightserve.common.basemodel.layer_weights.weight import WeightContext, WeightGroup
+from lightserve.common.basemodel.spec import LayerSpec, ModelSpec
 
 
-class LayerWeight:
-    """Has its weights as attributes. A weight under two names counts once."""
-
-    def pieces(self) -> Iterator[Piece]:
-        for weight in self._weights():
-            yield from weight.pieces()
-
-    def kernel_key(self) -> Hashable:
-        """Equal for layers that launch the same kernels."""
-        return (type(self), *(weight.kernel_key() for weight in self._weights()))
-
-    def process_weights_after_loading(self) -> None:
-        for weight in self._weights():
-            weight.process_weights_after_loading()
-
-    def _weights(self) -> Iterable[Weight]:
-        return {id(weight): weight for weight in vars(self).values() if isinstance(weight, Weight)}.values()
+class LayerWeight(WeightGroup):
+    """The weights of one layer."""
 
 
 class PreAndPostLayerWeight(LayerWeight, ABC):
@@ -43,15 +23,18 @@ class PreAndPostLayerWeight(LayerWeight, ABC):
     lm_head: VocabWeight
 
     @abstractmethod
-    def __init__(self, config: ModelConfig, context: WeightContext) -> None: ...
+    def __init__(self, spec: ModelSpec, context: WeightContext) -> None: ...
 
 
 class TransformerLayerWeight(LayerWeight, ABC):
     """The weights that the templates read. A model creates them and adds its own."""
 
-    att_norm: NormWeight
+    att_norm: NormWeight | None  # None: the attention reads the hidden states as they are
+    attn_options: ops.AttnOptions
     o_proj: RowWeight
-    ffn_norm: NormWeight
+    att_post_norm: NormWeight | None
+    ffn_norm: NormWeight | None
+    ffn_post_norm: NormWeight | None
 
     @abstractmethod
-    def __init__(self, layer_num: int, config: ModelConfig, context: WeightContext) -> None: ...
+    def __init__(self, spec: LayerSpec, context: WeightContext) -> None: ...

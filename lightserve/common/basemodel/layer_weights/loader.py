@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -28,7 +29,8 @@ def load_weights(layers: Sequence[LayerWeight], checkpoint: Iterable[CheckpointT
     with Upload() as upload:
         for name, tensor, file in checkpoint:
             if name in wanted:
-                _fill(wanted.pop(name), tensor, file, upload)
+                for piece in wanted.pop(name):
+                    _fill(piece, tensor, file, upload)
             elif name in used:
                 raise CheckpointError(f"{file}: the tensor {name} occurs a second time")
             else:
@@ -41,18 +43,25 @@ def load_weights(layers: Sequence[LayerWeight], checkpoint: Iterable[CheckpointT
         layer.process_weights_after_loading()
 
 
-def check_weights(layers: Iterable[LayerWeight], tensor_metadata: Iterable[CheckpointTensor], num_layers: int) -> None:
-    """Find the errors that `load_weights` would find, before any tensor is read or allocated."""
+def check_weights(
+    layers: Iterable[LayerWeight], tensor_metadata: Iterable[CheckpointTensor], num_layers: int
+) -> list[str]:
+    """Find the errors that `load_weights` would find, before any tensor is read or allocated.
+
+    Returns the tensors that no layer uses.
+    """
     wanted = _pieces_by_name(layers)
     used = set(wanted)
     unused: dict[str, str] = {}
     for name, tensor, file in tensor_metadata:
         if name in wanted:
-            _check(wanted.pop(name), tensor, file)
+            for piece in wanted.pop(name):
+                _check(piece, tensor, file)
         elif name not in used:
             unused[name] = file
     _check_none_is_missing(wanted)
     _check_no_layer_is_unused(unused, used, num_layers)
+    return list(unused)
 
 
 def fill_dummy(layers: Iterable[LayerWeight], seed: int = 0) -> None:
@@ -76,8 +85,13 @@ def _randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
         tensor.random_(generator=generator)
 
 
-def _pieces_by_name(layers: Iterable[LayerWeight]) -> dict[str, Piece]:
-    return {piece.name: piece for layer in layers for piece in layer.pieces()}
+def _pieces_by_name(layers: Iterable[LayerWeight]) -> dict[str, list[Piece]]:
+    """Several weights may be parts of one tensor: a checkpoint may store q, k and v together."""
+    by_name: dict[str, list[Piece]] = defaultdict(list)
+    for layer in layers:
+        for piece in layer.pieces():
+            by_name[piece.name].append(piece)
+    return by_name
 
 
 def _fill(piece: Piece, tensor: torch.Tensor, file: str, upload: Upload) -> None:
@@ -106,11 +120,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_none_is_missing(wanted: Mapping[str, Piece]) -> None:
-    if wanted:
-        raise CheckpointError(
-            f"the checkpoint lacks {_listed(sorted(wanted))}; fetch its files and its config.json again"
-        )
+def _check_none_is_missing(wanted: Iterable[str]) -> None:
+    missing = sorted(wanted)
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {_listed(missing)}; fetch its files and its config.json again")
 
 
 def _check_no_layer_is_unused(unused: Mapping[str, str], used: Iterable[str], num_layers: int) -> None:

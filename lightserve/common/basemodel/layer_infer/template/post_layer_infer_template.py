@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lightserve.common.basemodel.layer_infer.base_layer_infer import OuterWeight, PostLayerInfer, State
@@ -19,7 +20,15 @@ class PostLayerInferTpl(PostLayerInfer[OuterWeight, State]):
         assert residual is not None
         if rows is not None:
             input, residual = input[rows], residual[rows]
-        return layer_weight.lm_head.logits(self._final_norm(input, residual, layer_weight))
+        logits = layer_weight.lm_head.logits(self._final_norm(input, residual, layer_weight))
+        return self._scale_logits(logits)
 
     def _final_norm(self, input: Tensor, residual: Tensor, layer_weight: OuterWeight) -> Tensor:
         return layer_weight.final_norm.add_norm(input, residual)
+
+    def _scale_logits(self, logits: Tensor) -> Tensor:
+        if self.spec.logit_scale != 1.0:
+            logits = logits * self.spec.logit_scale
+        if self.spec.logit_softcap is not None:
+            logits = torch.tanh(logits / self.spec.logit_softcap) * self.spec.logit_softcap
+        return logits

@@ -9,15 +9,17 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.basemodel.infer_struct import InferStateInfo
 from lightserve.common.basemodel.layer_infer.base_layer_infer import InnerWeight, State, TransformerLayerInfer
-from lightserve.common.basemodel.layer_weights.weights import NormWeight
+from lightserve.common.basemodel.layer_weights.norms import NormWeight
+from lightserve.common.basemodel.spec import LayerSpec
 from lightserve.common.parallel import RankGroup
-from lightserve.model_files.model_config import ModelConfig
 
 _FUSED_HOOKS = {"fuses_att_norm": {"_att_norm", "_get_qkv"}, "fuses_ffn_norm": {"_ffn_norm", "_ffn"}}
 
 
 class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
     """Norm, attention, norm, feed-forward; each half's output is added to the residual by the norm that follows it.
+
+    The spec may leave out a half or norms, add norms of what the halves return, scale that, or run both in parallel.
 
     A layer class may replace a norm and the hook behind it by one fused hook. It sets ``fuses_att_norm`` for
     ``_fused_norm_qkv`` and ``fuses_ffn_norm`` for ``_fused_norm_ffn``. A subclass that overrides one of the replaced
@@ -33,46 +35,76 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
             if flag not in vars(cls) and not hooks.isdisjoint(vars(cls)):
                 setattr(cls, flag, False)
 
-    def __init__(self, layer_num: int, config: ModelConfig, tp: RankGroup) -> None:
-        super().__init__(layer_num, config, tp)
-        self.num_heads = config.num_heads // tp.size  # of this rank
-        self.num_kv_heads = config.kv_heads_of_rank(tp.size)
-        self.scale = config.head_dim**-0.5
+    def __init__(self, spec: LayerSpec, tp: RankGroup) -> None:
+        super().__init__(spec, tp)
+        self.num_heads = spec.num_heads // tp.size  # of this rank
+        self.num_kv_heads = spec.kv_heads_of_rank(tp.size)
 
     def context_forward(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
-        q, cache_kv = self._cached_qkv(input, infer_state, layer_weight)
-        att = self._context_attention_kernel(q, cache_kv, infer_state, layer_weight)
-        return self._after_attention(att, infer_state, layer_weight)
+        return self._forward(input, infer_state, layer_weight, is_prefill=True)
 
     def token_forward(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
-        q, _ = self._cached_qkv(input, infer_state, layer_weight)
-        att = self._token_attention_kernel(q, infer_state, layer_weight)
-        return self._after_attention(att, infer_state, layer_weight)
+        return self._forward(input, infer_state, layer_weight, is_prefill=False)
 
-    def _cached_qkv(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> tuple[Tensor, Tensor]:
-        """Queries, keys and values as the attention reads them; keys and values are in the cache too."""
-        q, cache_kv = self._norm_and_qkv(input, infer_state, layer_weight)
+    def _forward(self, input: Tensor, infer_state: State, layer_weight: InnerWeight, is_prefill: bool) -> Tensor:
+        if self.spec.is_parallel:
+            return self._parallel_forward(input, infer_state, layer_weight, is_prefill)
+        x = input
+        if self.spec.has_attention:
+            q, cache_kv = self._norm_and_qkv(x, infer_state, layer_weight)
+            x = self._attention(q, cache_kv, infer_state, layer_weight, is_prefill)
+        if self.spec.has_ffn:
+            out = self._norm_and_ffn(x, infer_state, layer_weight)
+            x = self._added("ffn", out, layer_weight.ffn_post_norm, infer_state)
+        return x
+
+    def _parallel_forward(
+        self, input: Tensor, infer_state: State, layer_weight: InnerWeight, is_prefill: bool
+    ) -> Tensor:
+        """Attention and feed-forward both read the hidden states before the layer, through one norm or two."""
+        x = self._att_norm(input, infer_state, layer_weight)
+        self._observe("att_norm", x, infer_state)
+        q, cache_kv = self._get_qkv(x, infer_state, layer_weight)
+        o = self._attention(q, cache_kv, infer_state, layer_weight, is_prefill)
+        if layer_weight.ffn_norm is not None:
+            assert infer_state.residual is not None
+            x = layer_weight.ffn_norm.norm(infer_state.residual)
+        self._observe("ffn_norm", x, infer_state)
+        out = self._ffn(x, infer_state, layer_weight)
+        return o + self._added("ffn", out, layer_weight.ffn_post_norm, infer_state)
+
+    def _attention(
+        self, q: Tensor, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight, is_prefill: bool
+    ) -> Tensor:
+        """What the attention adds to the hidden states."""
         self._post_cache_kv(q, cache_kv, infer_state, layer_weight)
         self._observe("qkv", (q, cache_kv), infer_state)
-        return q, cache_kv
-
-    def _after_attention(self, att: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
+        if is_prefill:
+            att = self._context_attention_kernel(q, cache_kv, infer_state, layer_weight)
+        else:
+            att = self._token_attention_kernel(q, infer_state, layer_weight)
         self._observe("att", att, infer_state)
-        x = self._get_o(att, infer_state, layer_weight)
-        self._observe("o", x, infer_state)
-        out = self._norm_and_ffn(x, infer_state, layer_weight)
-        self._observe("ffn", out, infer_state)
+        o = self._get_o(att, infer_state, layer_weight)
+        return self._added("o", o, layer_weight.att_post_norm, infer_state)
+
+    def _added(self, point: str, out: Tensor, post_norm: NormWeight | None, infer_state: State) -> Tensor:
+        """What a half of the layer adds to the hidden states, from its last linear's output."""
+        if post_norm is not None:
+            out = post_norm.norm(out)
+        if self.spec.residual_scale != 1.0:
+            out = out * self.spec.residual_scale
+        self._observe(point, out, infer_state)
         return out
 
     def _norm_and_qkv(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> tuple[Tensor, Tensor]:
-        if self.fuses_att_norm and infer_state.may_fuse_norms:
+        if self.fuses_att_norm and infer_state.may_fuse_norms and layer_weight.att_norm is not None:
             return self._fused_norm_qkv(input, infer_state, layer_weight)
         x = self._att_norm(input, infer_state, layer_weight)
         self._observe("att_norm", x, infer_state)
         return self._get_qkv(x, infer_state, layer_weight)
 
     def _norm_and_ffn(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
-        if self.fuses_ffn_norm and infer_state.may_fuse_norms:
+        if self.fuses_ffn_norm and infer_state.may_fuse_norms and layer_weight.ffn_norm is not None:
             return self._fused_norm_ffn(input, infer_state, layer_weight)
         x = self._ffn_norm(input, infer_state, layer_weight)
         self._observe("ffn_norm", x, infer_state)
@@ -92,26 +124,23 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
     def _get_qkv(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> tuple[Tensor, Tensor]:
         """This rank's queries ``[tokens, heads, dim]``, and its keys and values ``[tokens, 2 * kv_heads, dim]``.
 
-        Positions are applied later, in ``_post_cache_kv``.
+        Norms of heads and positions are applied later, in ``_post_cache_kv``.
         """
         raise NotImplementedError
 
     def _post_cache_kv(self, q: Tensor, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight) -> None:
-        """Apply positions to queries and keys in place, if the model does so, and store keys and values."""
+        """Apply norms and positions to queries and keys in place, if the model has them; store keys and values."""
         ops.write_kv(cache_kv, infer_state.step.mem_index, infer_state.mem_manager.layer(self.layer_num))
 
     def _context_attention_kernel(
         self, q: Tensor, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight
     ) -> Tensor:
         cache = infer_state.mem_manager.layer(self.layer_num)
-        return ops.context_attention(q, cache_kv, cache, infer_state.attn, self._attn_options(infer_state))
-
-    def _attn_options(self, infer_state: State) -> ops.AttnOptions:
-        return ops.AttnOptions(self.scale, alibi_slopes=infer_state.alibi_slopes)
+        return ops.context_attention(q, cache_kv, cache, infer_state.attn, layer_weight.attn_options)
 
     def _token_attention_kernel(self, q: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         cache = infer_state.mem_manager.layer(self.layer_num)
-        return ops.token_attention(q, cache, infer_state.attn, self._attn_options(infer_state))
+        return ops.token_attention(q, cache, infer_state.attn, layer_weight.attn_options)
 
     def _get_o(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         return layer_weight.o_proj.mm(input.flatten(-2))
@@ -125,7 +154,7 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """The output of a fused projection (q, then k, then v) in the form that _get_qkv returns."""
         heads = [self.num_heads, 2 * self.num_kv_heads]
-        q, cache_kv = qkv.view(len(qkv), -1, self.config.head_dim).split_with_sizes(heads, dim=1)
+        q, cache_kv = qkv.view(len(qkv), -1, self.spec.head_dim).split_with_sizes(heads, dim=1)
         return q, cache_kv
 
     def _observe(self, point: str, value: Any, infer_state: State) -> None:
@@ -133,9 +162,11 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
             infer_state.observer.observe(f"layers.{self.layer_num}.{point}", value)
 
 
-def add_norm(input: Tensor, infer_state: InferStateInfo, norm: NormWeight) -> Tensor:
+def add_norm(input: Tensor, infer_state: InferStateInfo, norm: NormWeight | None) -> Tensor:
     """Add a layer's output to the residual and normalise the sum; the first norm of a step starts the residual."""
     if infer_state.residual is None:
         infer_state.residual = input
-        return norm.norm(input)
+        return input if norm is None else norm.norm(input)
+    if norm is None:
+        return infer_state.residual.add_(input)
     return norm.add_norm(input, infer_state.residual)

@@ -1,0 +1,80 @@
+"""A decoder layer as its spec declares it: one fused q, k, v projection, positions, attention, feed-forward."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.basemodel.infer_struct import InferStateInfo
+from lightserve.common.basemodel.layer_infer.template.transformer_layer_infer_template import (
+    TransformerLayerInferTpl,
+)
+from lightserve.common.basemodel.layer_weights.decoder import DecoderLayerWeight
+from lightserve.common.basemodel.rotary import rotary_key
+from lightserve.common.basemodel.spec import LayerSpec
+from lightserve.common.parallel import RankGroup
+
+DecoderWeight = TypeVar("DecoderWeight", bound=DecoderLayerWeight)
+
+
+class DecoderLayerInferTpl(TransformerLayerInferTpl[DecoderWeight, InferStateInfo]):
+    fuses_att_norm = True
+    fuses_ffn_norm = True
+
+    def __init__(self, spec: LayerSpec, tp: RankGroup) -> None:
+        super().__init__(spec, tp)
+        self._rotary_key = rotary_key(spec)
+
+    def _get_qkv(
+        self, input: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight
+    ) -> tuple[Tensor, Tensor]:
+        return self._split_qkv(layer_weight.qkv_proj.mm(input))
+
+    def _fused_norm_qkv(
+        self, input: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight
+    ) -> tuple[Tensor, Tensor]:
+        residual, norm = infer_state.residual, layer_weight.att_norm
+        assert residual is not None
+        assert norm is not None
+        qkv, infer_state.residual = layer_weight.qkv_proj.add_norm_mm(input, residual, norm)
+        return self._split_qkv(qkv)
+
+    def _split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        if self.spec.clip_qkv is not None:
+            qkv.clamp_(-self.spec.clip_qkv, self.spec.clip_qkv)
+        return self._split_heads(qkv)
+
+    def _post_cache_kv(
+        self, q: Tensor, cache_kv: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight
+    ) -> None:
+        slots, cache = infer_state.step.mem_index, infer_state.mem_manager.layer(self.layer_num)
+        angles = infer_state.rotary_angles.get(self._rotary_key)
+        if angles is not None and layer_weight.head_norms is not None:
+            ops.norm_rotary_write_kv(q, cache_kv, layer_weight.head_norms, angles, slots, cache)
+            return
+        self._norm_qk(q, cache_kv, layer_weight)
+        if angles is None:
+            ops.write_kv(cache_kv, slots, cache)
+        else:
+            ops.rotary_write_kv(q, cache_kv, *angles, slots, cache)
+
+    def _norm_qk(self, q: Tensor, cache_kv: Tensor, layer_weight: DecoderWeight) -> None:
+        """In place."""
+        if layer_weight.q_norm is not None:
+            q.copy_(layer_weight.q_norm.norm(q))
+        if layer_weight.k_norm is not None:
+            k = cache_kv[:, : self.num_kv_heads]
+            k.copy_(layer_weight.k_norm.norm(k))
+
+    def _ffn(self, input: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight) -> Tensor:
+        return layer_weight.ffn.forward(input, infer_state.is_padding)
+
+    def _fused_norm_ffn(self, input: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight) -> Tensor:
+        residual, norm = infer_state.residual, layer_weight.ffn_norm
+        assert residual is not None
+        assert norm is not None
+        is_padding = infer_state.is_padding
+        out, infer_state.residual = layer_weight.ffn.add_norm_forward(input, residual, norm, is_padding)
+        return out

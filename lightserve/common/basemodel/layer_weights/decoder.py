@@ -1,0 +1,143 @@
+"""The weights of decoders, as their specs declare them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.basemodel.layer_weights.experts import MoeFfnWeight
+from lightserve.common.basemodel.layer_weights.ffn import FfnWeight, GatedFfnWeight, PlainFfnWeight
+from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
+from lightserve.common.basemodel.layer_weights.linears import Block, ColumnWeight, RowWeight, VocabWeight
+from lightserve.common.basemodel.layer_weights.norms import NormWeight, norm_weight
+from lightserve.common.basemodel.layer_weights.qk_norms import qk_norm_weight
+from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
+from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
+from lightserve.common.basemodel.spec import LayerSpec, ModelSpec, QkvLayout
+from lightserve.common.checkpoint.piece import Piece
+
+
+class DecoderPreAndPostWeight(PreAndPostLayerWeight):
+    """Embedding, final norm and head."""
+
+    def __init__(self, spec: ModelSpec, context: WeightContext) -> None:
+        config, names = spec.config, spec.names
+        vocab = (config.vocab_size, config.hidden_size, context)
+        norm = (config.hidden_size, spec.norm_eps, context)
+        self.embedding = VocabWeight(names.embedding, *vocab)
+        self.positions = PositionWeight(names.positions, spec, context) if names.positions else None
+        self.embedding_norm = norm_weight(spec.norm, names.embedding_norm, *norm) if names.embedding_norm else None
+        self.final_norm = norm_weight(spec.norm, names.final_norm, *norm)
+        self.lm_head = self.embedding if spec.is_tied else VocabWeight(names.lm_head, *vocab, bias=spec.head_bias)
+
+
+class DecoderLayerWeight(TransformerLayerWeight):
+    """A layer without attention or without feed-forward lacks the attributes of that half."""
+
+    def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
+        self.attn_options = ops.AttnOptions(spec.scale)
+        if spec.has_attention:
+            self.att_norm = _norm(spec.names.att_norm, spec, context)
+            self._init_attention(spec, context)
+            self.att_post_norm = _norm(spec.names.att_post_norm, spec, context)
+        if spec.has_ffn:
+            self.ffn_norm = _norm(spec.names.ffn_norm, spec, context)
+            self.ffn = _ffn(spec, context)
+            self.ffn_post_norm = _norm(spec.names.ffn_post_norm, spec, context)
+
+    def _init_attention(self, spec: LayerSpec, context: WeightContext) -> None:
+        at, names, hidden, is_transposed = spec.prefix, spec.names, spec.hidden_size, spec.is_transposed
+        width = spec.num_heads * spec.head_dim
+        self.qkv_proj = ColumnWeight(_qkv(spec), hidden, context, bias=spec.qkv_bias, is_transposed=is_transposed)
+        self.q_norm = qk_norm_weight(f"{at}.{names.q_norm}", spec.num_heads, spec, context)
+        self.k_norm = qk_norm_weight(f"{at}.{names.k_norm}", spec.num_kv_heads, spec, context)
+        self.sinks = SinksWeight(f"{at}.{names.sinks}", spec.num_heads, context) if spec.has_sinks else None
+        self.o_proj = RowWeight(
+            f"{at}.{names.o}", width, hidden, context, bias=spec.o_bias, is_transposed=is_transposed
+        )
+        self.attn_options = ops.AttnOptions(
+            spec.scale,
+            alibi_slopes=_alibi_slopes(spec, context),
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=self.sinks.tensor if self.sinks else None,
+        )
+
+    @cached_property
+    def head_norms(self) -> ops.HeadNorms | None:
+        """The norms of query and key heads, if one op can compute them together with the rotation."""
+        q_norm = None if self.q_norm is None else self.q_norm.as_rms_norm()
+        k_norm = None if self.k_norm is None else self.k_norm.as_rms_norm()
+        if q_norm is None or k_norm is None or q_norm.eps != k_norm.eps:
+            return None
+        return ops.HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
+
+
+class PositionWeight(Weight):
+    """A learned vector for every position. Every rank has all of them."""
+
+    def __init__(self, prefix: str, spec: ModelSpec, context: WeightContext) -> None:
+        self._prefix, self._offset = prefix, spec.position_offset
+        self.tensor = context.empty(spec.num_positions + spec.position_offset, spec.config.hidden_size)
+
+    def pieces(self) -> Iterator[Piece]:
+        yield Piece(f"{self._prefix}.weight", tuple(self.tensor.shape), self.tensor)
+
+    def embed(self, positions: Tensor) -> Tensor:
+        return self.tensor.index_select(0, positions + self._offset if self._offset else positions)
+
+
+class SinksWeight(Weight):
+    """The score of a key without a value, for each head of this rank."""
+
+    def __init__(self, name: str, num_heads: int, context: WeightContext) -> None:
+        self._name, self._num_heads = name, num_heads
+        count = num_heads // context.tp.size
+        self._own = slice(context.tp.rank * count, (context.tp.rank + 1) * count)
+        self.tensor = torch.empty(count, dtype=torch.float32, device=context.device)
+
+    def pieces(self) -> Iterator[Piece]:
+        yield Piece(self._name, (self._num_heads,), self.tensor, lambda sinks: sinks[self._own])
+
+
+def _norm(name: str | None, spec: LayerSpec, context: WeightContext) -> NormWeight | None:
+    if name is None:
+        return None
+    return norm_weight(spec.norm, f"{spec.prefix}.{name}", spec.hidden_size, spec.norm_eps, context)
+
+
+def _ffn(spec: LayerSpec, context: WeightContext) -> FfnWeight:
+    if spec.moe is not None:
+        return MoeFfnWeight(spec, spec.moe, context)
+    return GatedFfnWeight(spec, context) if spec.is_gated else PlainFfnWeight(spec, context)
+
+
+def _qkv(spec: LayerSpec) -> list[Block]:
+    names = spec.names
+    prefixes = (names.q, names.k, names.v) if names.qkv is None else (names.qkv,) * 3
+    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    maps = _qkv_rows(spec)
+    if spec.has_rope_pairs:
+        maps[:2] = [pairs_to_halves(maps[i], heads[i], spec.rotary_dim) for i in range(2)]
+    blocks = zip(prefixes, heads, maps, strict=True)
+    return [Block(f"{spec.prefix}.{name}", count, spec.head_dim, rows) for name, count, rows in blocks]
+
+
+def _qkv_rows(spec: LayerSpec) -> list[RowMap]:
+    heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    if spec.names.qkv is None:
+        return [whole(count, dim) for count in (heads, kv_heads, kv_heads)]
+    if spec.qkv_layout is QkvLayout.BLOCKS:
+        return in_blocks(heads * dim, kv_heads * dim, kv_heads * dim)
+    return in_kv_groups(heads, kv_heads, dim)
+
+
+def _alibi_slopes(spec: LayerSpec, context: WeightContext) -> Tensor | None:
+    if spec.alibi_slopes is None:
+        return None
+    slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=context.device)
+    return slopes.chunk(context.tp.size)[context.tp.rank]

@@ -1,0 +1,103 @@
+"""The weights of feed-forwards, and how each kind computes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.basemodel.layer_weights.linears import Block, ColumnWeight, RowWeight
+from lightserve.common.basemodel.layer_weights.norms import NormWeight
+from lightserve.common.basemodel.layer_weights.row_map import in_blocks
+from lightserve.common.basemodel.layer_weights.weight import WeightContext, WeightGroup
+from lightserve.common.basemodel.spec import LayerSpec
+from lightserve.errors import ModelFilesError
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": ops.silu,
+    "gelu": ops.gelu,
+    "gelu_tanh": ops.gelu_tanh,
+    "relu": ops.relu,
+    "relu2": ops.relu2,
+}
+GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": ops.silu_and_mul,
+    "gelu": ops.gelu_and_mul,
+    "gelu_tanh": ops.gelu_tanh_and_mul,
+}
+
+
+class FfnWeight(WeightGroup):
+    """A feed-forward: hidden states to what it adds to them, complete on every rank."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
+        """``is_padding`` ``[tokens]`` marks rows whose output is not used; None: there are none."""
+
+    def add_norm_forward(
+        self, x: Tensor, residual: Tensor, norm: NormWeight, is_padding: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """``forward`` of ``norm.add_norm``, and the new residual; ``residual`` is not valid afterwards."""
+        return self.forward(norm.add_norm(x, residual), is_padding), residual
+
+
+class GatedFfnWeight(FfnWeight):
+    """``down(activation(gate(x)) * up(x))``."""
+
+    def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
+        options = {"bias": spec.ffn_bias, "is_transposed": spec.is_transposed}
+        self._activation = _activation(spec, GATED)
+        self._is_silu = spec.activation == "silu"
+        self.gate_up_proj = ColumnWeight(_gate_up(spec), spec.hidden_size, context, **options)
+        down = f"{spec.prefix}.{spec.names.down}"
+        self.down_proj = RowWeight(down, spec.intermediate_size, spec.hidden_size, context, **options)
+
+    def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
+        return self.down_proj.mm(self._activation(self.gate_up_proj.mm(x)))
+
+    def partial_forward(self, x: Tensor) -> Tensor:
+        """This rank's part of ``forward``, for a caller that sums over the ranks."""
+        return self.down_proj.partial_mm(self._activation(self.gate_up_proj.mm(x)))
+
+    def add_norm_forward(
+        self, x: Tensor, residual: Tensor, norm: NormWeight, is_padding: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if self._is_silu:
+            gated, residual = self.gate_up_proj.add_norm_gate_up(x, residual, norm)
+        else:
+            gate_up, residual = self.gate_up_proj.add_norm_mm(x, residual, norm)
+            gated = self._activation(gate_up)
+        return self.down_proj.mm(gated), residual
+
+
+class PlainFfnWeight(FfnWeight):
+    """``down(activation(up(x)))``."""
+
+    def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
+        options = {"bias": spec.ffn_bias, "is_transposed": spec.is_transposed}
+        self._activation = _activation(spec, PLAIN)
+        up = Block(f"{spec.prefix}.{spec.names.up}", spec.intermediate_size)
+        self.up_proj = ColumnWeight([up], spec.hidden_size, context, **options)
+        down = f"{spec.prefix}.{spec.names.down}"
+        self.down_proj = RowWeight(down, spec.intermediate_size, spec.hidden_size, context, **options)
+
+    def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
+        return self.down_proj.mm(self._activation(self.up_proj.mm(x)))
+
+
+def _gate_up(spec: LayerSpec) -> list[Block]:
+    names, size = spec.names, spec.intermediate_size
+    if names.gate_up is None:
+        return [Block(f"{spec.prefix}.{name}", size) for name in (names.gate, names.up)]
+    return [Block(f"{spec.prefix}.{names.gate_up}", size, row_map=rows) for rows in in_blocks(size, size)]
+
+
+def _activation(spec: LayerSpec, known: dict[str, Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
+    if spec.activation not in known:
+        kind = "a gated" if spec.is_gated else "a plain"
+        raise ModelFilesError(
+            f"config.json: {kind} feed-forward with {spec.activation} is not supported; supported: {', '.join(known)}"
+        )
+    return known[spec.activation]

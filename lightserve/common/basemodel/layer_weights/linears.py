@@ -1,0 +1,161 @@
+"""Linears: how the ranks split them. A ``LinearMethod`` stores the tensors and multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.basemodel.layer_weights.norms import NormWeight
+from lightserve.common.basemodel.layer_weights.row_map import RowMap
+from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
+from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.parallel import RankGroup
+from lightserve.common.quantization import LinearPart, LinearSpec
+
+
+class LinearWeight(Weight):
+    def __init__(self, spec: LinearSpec, context: WeightContext) -> None:
+        self.method = context.linear_method(spec)
+
+    def pieces(self) -> Iterator[Piece]:
+        return self.method.pieces()
+
+    def kernel_key(self) -> Hashable:
+        return type(self), self.method.kernel_key()
+
+    def process_weights_after_loading(self) -> None:
+        self.method.process_weights_after_loading()
+
+
+class VocabWeight(LinearWeight):
+    """One row per token, split over the ranks; the last rank's rows past the vocabulary are zero."""
+
+    def __init__(
+        self, prefix: str, vocab_size: int, hidden_size: int, context: WeightContext, *, bias: bool = False
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._tp = context.tp
+        rows = -(-vocab_size // self._tp.size)
+        self.first_id = self._tp.rank * rows
+        count = max(min(vocab_size - self.first_id, rows), 0)
+        own = slice(self.first_id, self.first_id + count)
+        part = LinearPart(prefix, vocab_size, own, padding=rows - count)
+        columns = slice(0, hidden_size)
+        super().__init__(LinearSpec((part,), hidden_size, columns, has_bias=bias, is_vocab=True), context)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Hidden states of ``ids``, complete on every rank."""
+        return self._tp.all_reduce(self.method.embed(ids, self.first_id))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The logits of the whole vocabulary, complete on every rank."""
+        return self._tp.all_gather(self.method.mm(x))[:, : self._vocab_size]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """One linear of a ColumnWeight. Its ``heads * dim`` rows are split over the ranks by whole heads.
+
+    With fewer heads than ranks, neighbouring ranks hold the same head.
+    """
+
+    prefix: str
+    heads: int
+    dim: int = 1
+    row_map: RowMap | None = None  # where the rows are in the checkpoint's tensor; None: it has these rows only
+
+    def part_of(self, tp: RankGroup) -> LinearPart:
+        """The rows of one rank."""
+        if self.heads >= tp.size:
+            count = self.heads // tp.size * self.dim
+            rows = slice(tp.rank * count, (tp.rank + 1) * count)
+        else:
+            head = tp.rank * self.heads // tp.size
+            rows = slice(head * self.dim, (head + 1) * self.dim)
+        if self.row_map is None:
+            return LinearPart(self.prefix, self.heads * self.dim, rows)
+        return LinearPart(self.prefix, self.row_map.total, self.row_map.part(rows))
+
+
+class ColumnWeight(LinearWeight):
+    """Linears of the same input, computed in one matmul; their outputs are split over the ranks."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        in_size: int,
+        context: WeightContext,
+        *,
+        bias: bool = False,
+        is_transposed: bool = False,
+    ) -> None:
+        parts = tuple(block.part_of(context.tp) for block in blocks)
+        columns = slice(0, in_size)
+        super().__init__(LinearSpec(parts, in_size, columns, has_bias=bias, is_transposed=is_transposed), context)
+
+    def mm(self, x: Tensor) -> Tensor:
+        return self.method.mm(x)
+
+    def add_norm_mm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
+        """``mm`` of ``norm.add_norm``, and the new residual, in one op where norm and method offer it.
+
+        ``residual`` is not valid afterwards.
+        """
+        rms_norm = norm.as_rms_norm()
+        fused = None if rms_norm is None else self.method.add_rms_norm_mm(x, residual, rms_norm)
+        if fused is not None:
+            return fused
+        return self.mm(norm.add_norm(x, residual)), residual
+
+    def add_norm_gate_up(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
+        """Gated SiLU of ``add_norm_mm``, for blocks that are gate and up; and the new residual."""
+        rms_norm = norm.as_rms_norm()
+        fused = None if rms_norm is None else self.method.add_rms_norm_gate_up(x, residual, rms_norm)
+        if fused is not None:
+            return fused
+        gate_up, residual = self.add_norm_mm(x, residual, norm)
+        return ops.silu_and_mul(gate_up), residual
+
+
+class RowWeight(LinearWeight):
+    """A linear whose input is split over the ranks; their outputs are summed."""
+
+    def __init__(
+        self,
+        prefix: str,
+        in_size: int,
+        out_size: int,
+        context: WeightContext,
+        *,
+        bias: bool = False,
+        is_transposed: bool = False,
+    ) -> None:
+        self._tp = context.tp
+        width = in_size // self._tp.size
+        columns = slice(self._tp.rank * width, (self._tp.rank + 1) * width)
+        part = LinearPart(prefix, out_size, slice(0, out_size))
+        adds_bias = self._tp.rank == 0  # the sum over the ranks contains it once
+        spec = LinearSpec((part,), in_size, columns, has_bias=bias, adds_bias=adds_bias, is_transposed=is_transposed)
+        super().__init__(spec, context)
+
+    def mm(self, x: Tensor) -> Tensor:
+        """The complete output, summed over the ranks."""
+        return self._tp.all_reduce(self.method.mm(x))
+
+    def partial_mm(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum, for a caller that adds several such parts before it sums over the ranks."""
+        return self.method.mm(x)
+
+
+class ReplicatedWeight(LinearWeight):
+    """A linear that every rank computes as a whole."""
+
+    def __init__(self, blocks: Sequence[Block], in_size: int, context: WeightContext, *, bias: bool = False) -> None:
+        parts = tuple(block.part_of(RankGroup()) for block in blocks)
+        super().__init__(LinearSpec(parts, in_size, slice(0, in_size), has_bias=bias), context)
+
+    def mm(self, x: Tensor) -> Tensor:
+        return self.method.mm(x)

@@ -1,0 +1,136 @@
+"""Fields of ``config.json`` that follow from other fields, for models whose files lack them.
+
+Each function gets the fields under Llama's names and returns the ones that it adds or replaces. It trusts no type:
+ModelConfig checks the values that it reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Fields = Mapping[str, Any]
+Derive = Callable[[Fields], dict[str, Any]]
+BAICHUAN2_VOCAB = 125_696
+BAICHUAN_13B = 5120, 40  # hidden_size, num_hidden_layers
+
+
+def windows_except_every(count: int) -> Derive:
+    """layer_types: windows in all layers except every ``count``-th, unless sliding_window_pattern has another count."""
+
+    def derive(hf: Fields) -> dict[str, Any]:
+        pattern, layers = hf.get("sliding_window_pattern") or count, hf.get("num_hidden_layers")
+        if hf.get("layer_types") is not None or not _are_counts(pattern, layers):
+            return {}
+        kinds = ("full_attention", "sliding_attention")
+        return {"layer_types": [kinds[bool((i + 1) % pattern)] for i in range(min(layers, 10_000))]}
+
+    return derive
+
+
+def gemma(hf: Fields) -> dict[str, Any]:
+    """The first files say gelu and mean its tanh form."""
+    return {"hidden_act": "gelu_pytorch_tanh"} if hf.get("hidden_act") == "gelu" else {}
+
+
+def gemma2(hf: Fields) -> dict[str, Any]:
+    """A null turns a soft cap off; only an absent field has the default."""
+    softcaps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    return {key: hf.get(key, cap) for key, cap in softcaps.items()} | windows_except_every(2)(hf)
+
+
+def gemma3(hf: Fields) -> dict[str, Any]:
+    """Older files have the rotary bases of the two kinds of layers in fields of their own."""
+    given = hf.get("rope_parameters") or {}
+    if not isinstance(given, dict) or not isinstance(hf.get("rope_scaling") or {}, dict):
+        return {}  # RopeConfig refuses it
+    scaling = hf.get("rope_scaling") or {}
+    full = {"rope_theta": hf.get("rope_theta") or 1_000_000.0, **scaling, **(given.get("full_attention") or {})}
+    local = {"rope_theta": hf.get("rope_local_base_freq") or 10_000.0, **(given.get("sliding_attention") or {})}
+    rope = {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    return rope | windows_except_every(6)(hf)
+
+
+def gpt_bigcode(hf: Fields) -> dict[str, Any]:
+    return {"num_key_value_heads": 1 if hf.get("multi_query", True) else hf.get("num_attention_heads")}
+
+
+def falcon(hf: Fields) -> dict[str, Any]:
+    """num_kv_heads counts in the new architecture only."""
+    heads = hf.get("num_attention_heads")
+    if hf.get("new_decoder_architecture"):
+        return {"num_key_value_heads": hf.get("num_kv_heads") or heads}
+    return {"num_key_value_heads": 1 if hf.get("multi_query", True) else heads}
+
+
+def mpt(hf: Fields) -> dict[str, Any]:
+    """The fields of attn_config, beside the others."""
+    attention = hf.get("attn_config")
+    ratio, hidden = hf.get("expansion_ratio", 4), hf.get("hidden_size")
+    fields = {key: value for key, value in attention.items() if key not in hf} if isinstance(attention, dict) else {}
+    return fields | ({"intermediate_size": ratio * hidden} if _are_counts(ratio, hidden) else {})
+
+
+def gptj(hf: Fields) -> dict[str, Any]:
+    """rotary_dim is a number of dimensions instead of a part of the head."""
+    rotary, hidden, heads = hf.get("rotary_dim", 64), hf.get("hidden_size"), hf.get("num_attention_heads")
+    if not _are_counts(rotary, hidden, heads):
+        return {}
+    # rounded up, so that head_dim times it is not less than rotary_dim
+    return {"partial_rotary_factor": math.nextafter(rotary * heads / hidden, 1.0)}
+
+
+def baichuan(hf: Fields) -> dict[str, Any]:
+    """The 13B models have ALiBi, and model_max_length without max_position_embeddings in their files."""
+    max_len, shape = hf.get("max_position_embeddings"), (hf.get("hidden_size"), hf.get("num_hidden_layers"))
+    return {
+        "uses_alibi": max_len is None or shape == BAICHUAN_13B,
+        "normalizes_head": hf.get("vocab_size") == BAICHUAN2_VOCAB,
+        "max_position_embeddings": hf.get("model_max_length") if max_len is None else max_len,
+    }
+
+
+def chatglm(hf: Fields) -> dict[str, Any]:
+    """Half of each head rotates, and rope_ratio multiplies the base."""
+    is_grouped = hf.get("multi_query_attention", False)
+    ratio = hf.get("rope_ratio", 1)
+    fields = {
+        "vocab_size": hf.get("padded_vocab_size", hf.get("vocab_size")),
+        "num_key_value_heads": hf.get("multi_query_group_num", 1) if is_grouped else None,
+        "partial_rotary_factor": 0.5,
+    }
+    return fields if "rope_theta" in hf else {**fields, "rope_theta": _product(10_000, ratio)}
+
+
+def internlm(hf: Fields) -> dict[str, Any]:
+    """``rotary`` has the base, and a type that is "origin" or the name of a scaling."""
+    rotary = hf.get("rotary")
+    if not isinstance(rotary, dict):
+        return {}
+    theta = {"rope_theta": rotary.get("base", hf.get("rope_theta"))}
+    if rotary.get("type", "origin") == "origin":
+        return theta
+    return {**theta, "rope_scaling": {"rope_type": rotary["type"], "factor": rotary.get("scaling_factor", 1.0)}}
+
+
+def qwen(hf: Fields) -> dict[str, Any]:
+    """intermediate_size counts the rows of gate and up together.
+
+    Past seq_length the model scales queries (use_logn_attn) and the rotary base (use_dynamic_ntk) by the length of the
+    request. This is not implemented, so requests end there.
+    """
+    size = hf.get("intermediate_size")
+    fields: dict[str, Any] = {"intermediate_size": size // 2} if isinstance(size, int) else {}
+    if hf.get("seq_length") and (hf.get("use_dynamic_ntk", True) or hf.get("use_logn_attn", True)):
+        fields["max_position_embeddings"] = hf["seq_length"]
+    return fields
+
+
+def _product(base: int, ratio: Any) -> Any:
+    """A ratio that is not a number is refused where it is read."""
+    return base * ratio if isinstance(ratio, int | float) else ratio
+
+
+def _are_counts(*values: Any) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in values)

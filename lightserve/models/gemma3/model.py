@@ -1,0 +1,22 @@
+"""Gemma 3: Gemma 2 with norms on every query and key head, and another rotary base in windowed layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightserve.common import basemodel as bm
+from lightserve.models.gemma2.model import Gemma2TpPartModel
+
+
+class Gemma3TextTpPartModel(Gemma2TpPartModel):
+    def layer_spec(self, layer_num: int) -> bm.LayerSpec:
+        rope = bm.RopeConfig.from_hf(self.config.hf, self.config.layer_type(layer_num))
+        return replace(super().layer_spec(layer_num), qk_norm=bm.QkNorm.HEAD, rope=rope)
+
+
+class Gemma3TpPartModel(Gemma3TextTpPartModel):
+    """The text part of a model that reads images too. Requests with images are refused."""
+
+    def model_spec(self) -> bm.ModelSpec:
+        spec = super().model_spec()
+        return replace(spec, names=replace(spec.names, optional_prefix="language_model."))

@@ -1,0 +1,7 @@
+"""Every architecture in the shapes in which its knobs show. Windows are shorter than the prompts."""
+
+from __future__ import annotations
+
+from test.models.architectures import dense_a, dense_b, latent, llama_like, moe
+
+CASES = dense_a.CASES | dense_b.CASES | latent.CASES | llama_like.CASES | moe.CASES

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from test.models.architectures.case import MAX_LEN, SMALL, Case
+
+WINDOW = 24
+
+CASES = {
+    "llama": Case("llama", {**SMALL, "head_dim": 16}),
+    "llama-biased": Case("llama", {**SMALL, "attention_bias": True, "mlp_bias": True}),
+    "qwen2": Case("qwen2", {**SMALL, "tie_word_embeddings": True}),
+    "qwen2-window": Case(
+        "qwen2", {**SMALL, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    ),
+    "qwen3": Case("qwen3", {**SMALL, "head_dim": 16}),
+    "bloom": Case("bloom", {"vocab_size": 131, "hidden_size": 48, "n_layer": 2, "n_head": 6, "seq_length": MAX_LEN}),
+}
