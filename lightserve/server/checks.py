@@ -35,7 +35,8 @@ def check(config: ServerConfig) -> ModelInfo:
     net.bind(config.http.host, config.http.port).close()
     _check_access(config.http)
     is_weightless = config.launch.null_worker or config.worker.load_format == "dummy"
-    source = resolve(config.worker.model_dir, needs_weights=not is_weightless)
+    trusts_code = config.worker.trust_remote_code
+    source = resolve(config.worker.model_dir, needs_weights=not is_weightless, trusts_code=trusts_code)
     tokenizer = load_tokenizer_or_none(source, config.http.chat_template)
     if not config.launch.null_worker:
         _check_model(source, config, tokenizer)

@@ -82,7 +82,7 @@ def _outs(context: ServerContext, result: BeamResult, params: GenerationParams) 
     """A sequence as the detokenizer would send it, with the whole text at the last token."""
     tokenizer = context.optional_tokenizer
     skips_special = params.text.skip_special_tokens and not params.text.shown_special_ids
-    stream = EmptyDecodeStream() if tokenizer is None else tokenizer.decoder.stream(skips_special)
+    stream = EmptyDecodeStream() if tokenizer is None else tokenizer.decoder.stream(skips_special, continues_text=True)
     *ids, last = result.token_ids
     is_end = result.finish_reason is FinishReason.STOP
     shown = ids if is_end and not params.text.include_stop else result.token_ids

@@ -78,9 +78,11 @@ class OutputPlan:
 
     def apply(self, prompt_request: PromptRequest) -> PromptRequest:
         """The same request, where the text keeps the markers for the parsers and the engine limits reasoning."""
-        if not self.special_ids and self.limit is None:
-            return prompt_request
-        params = prompt_request.params.replace(shown_special_ids=self.special_ids, thinking=self.limit)
+        params = prompt_request.params.replace(
+            shown_special_ids=self.special_ids,
+            thinking=self.limit,
+            continues_text=bool(self.body.continue_final_message),
+        )
         return replace(prompt_request, params=params)
 
     def new_parser(self) -> ChoiceParser:
