@@ -39,6 +39,7 @@ from lightserve.common.basemodel.spec import (
     Norm,
     QkNorm,
     QkvLayout,
+    QueryScale,
     activation_of,
 )
 from lightserve.common.checkpoint.piece import Piece
@@ -91,6 +92,7 @@ __all__ = [
     "PreLayerInferTpl",
     "QkNorm",
     "QkvLayout",
+    "QueryScale",
     "RankGroup",
     "ReplicatedWeight",
     "RmsNormWeight",

@@ -22,7 +22,7 @@ from lightserve.common.basemodel.layer_weights.decoder import DecoderLayerWeight
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.loader import check_weights, fill_dummy, load_weights
 from lightserve.common.basemodel.layer_weights.weight import WeightContext
-from lightserve.common.basemodel.rotary import rotary_tables
+from lightserve.common.basemodel.rotary import query_scale_tables, rotary_tables
 from lightserve.common.basemodel.spec import LayerSpec, ModelSpec, activation_of
 from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.kv.layout import KvGroup, KvLayout
@@ -242,6 +242,8 @@ class TpPartBaseModel:
         """Create the tables that every step reads."""
         tables = rotary_tables(self.layer_specs, self.req_manager.max_len)
         self.rotary_tables = {key: (cos.to(self.device), sin.to(self.device)) for key, (cos, sin) in tables.items()}
+        scales = query_scale_tables(self.layer_specs, self.req_manager.max_len)
+        self.query_scale_tables = {key: table.to(self.device, self.args.dtype) for key, table in scales.items()}
 
     def _init_custom(self) -> None:
         """Create whatever else a model needs."""

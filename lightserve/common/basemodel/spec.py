@@ -51,6 +51,14 @@ class QkvLayout(Enum):
     KV_GROUPS = "kv_groups"  # for each KV head: its query heads, then its key head, then its value head
 
 
+@dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Queries are multiplied by ``1 + beta * ln(1 + floor(position / length))``."""
+
+    beta: float
+    length: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNames:
     """The names of a layer's tensors in the checkpoint, without ``.weight`` and ``.bias``."""
@@ -101,6 +109,7 @@ class LayerSpec:
 
     # attention
     scale: float  # of the products of queries and keys
+    query_scale: QueryScale | None = None  # a factor that grows with the position
     window: int | None = None  # tokens that a query sees, its own included
     softcap: float | None = None
     has_sinks: bool = False
