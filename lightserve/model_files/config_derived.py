@@ -74,9 +74,9 @@ def gptj(hf: Fields) -> dict[str, Any]:
     """rotary_dim is a number of dimensions instead of a part of the head."""
     rotary, hidden, heads = hf.get("rotary_dim", 64), hf.get("hidden_size"), hf.get("num_attention_heads")
     if not _are_counts(rotary, hidden, heads):
-        return {}
+        return {"rotary_dim": rotary}
     # rounded up, so that head_dim times it is not less than rotary_dim
-    return {"partial_rotary_factor": math.nextafter(rotary * heads / hidden, 1.0)}
+    return {"rotary_dim": rotary, "partial_rotary_factor": math.nextafter(rotary * heads / hidden, 1.0)}
 
 
 def _are_counts(*values: Any) -> bool:

@@ -49,3 +49,4 @@ class MptTpPartModel(bm.TpPartBaseModel):
         for key, values in SUPPORTED.items():
             self.config.check_value(key, *values)
         self.config.check_value("logit_scale")
+        self.config.count("expansion_ratio", default=4)
