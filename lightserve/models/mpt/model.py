@@ -1,4 +1,4 @@
-"""MPT: ALiBi with slopes in an order of its own, LayerNorm without bias, optional limits on q, k and v."""
+"""MPT: ALiBi, LayerNorm without bias, optional limits on the values of q, k and v."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MptTpPartModel(bm.TpPartBaseModel):
             names=LAYER_NAMES,
             norm=bm.Norm.LAYER_NO_BIAS,
             rope=None,
-            alibi_slopes=bm.mpt_alibi_slopes(config.num_heads, config.number("alibi_bias_max", default=8)),
+            alibi_slopes=bm.alibi_slopes(config.num_heads, config.number("alibi_bias_max", default=8)),
             scale=config.optional_number("softmax_scale") or spec.scale,
             clip_qkv=config.optional_number("clip_qkv"),
             is_gated=False,
