@@ -32,6 +32,7 @@ setup(
     ],
     extras_require={
         "gpu": ["triton>=3.6"],
+        "hf": ["transformers>=5.17"],  # tokenizers in a folder's own Python: --trust_remote_code
         "test": [
             "accelerate",
             "aiohttp",

@@ -37,6 +37,12 @@ class WorkerConfig:
         "Hugging Face folder, .gguf file or name in the HF cache; default: SmolLM2-135M-Instruct, downloaded once",
         "model",
     )
+    model_type: str | None = option(
+        None, "serve the model as this model_type instead of that of its config.json; it must have the same tensors"
+    )
+    trust_remote_code: bool = option(
+        False, "run the tokenizer class in the model folder's own Python code, if no file of it can be read directly"
+    )
     load_format: LoadFormat = option("auto", "auto: load the weights; dummy: random weights of the config's shape")
     data_type: DataType = option(
         "auto",

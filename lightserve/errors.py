@@ -25,6 +25,7 @@ LightserveError
     ├── DeadlineError              504: the request's deadline has passed
     ├── WorkerDiedError            503
     └── ModelFilesError            at start only: one line that names the file, the problem and the remedy
+        ├── UnsupportedModelTypeError
         └── CheckpointError            the same for a tensor
 """
 
@@ -167,6 +168,10 @@ class WorkerDiedError(ServerError):
 
 
 class ModelFilesError(ServerError):
+    pass
+
+
+class UnsupportedModelTypeError(ModelFilesError):
     pass
 
 

@@ -150,6 +150,7 @@ class TextParams(_CheckedParams, frozen=True, kw_only=True, omit_defaults=True):
     skip_special_tokens: bool = True
     shown_special_ids: tuple[TokenId, ...] = ()  # these stay in the text all the same
     hidden_chars: Annotated[int, Meta(ge=0)] = 0  # at the start of the text: the prompt has them already
+    continues_text: bool = True  # False: a message of its own, which does not begin with the space between words
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -68,7 +68,7 @@ class LLM:
         if self.config.tp != 1:
             raise ServerError("LLM runs a single rank; tp > 1 is for the server")
         is_dummy = self.config.load_format == "dummy"
-        source = resolve(model_dir, needs_weights=not is_dummy)
+        source = resolve(model_dir, needs_weights=not is_dummy, trusts_code=self.config.trust_remote_code)
         self._sampling_defaults = read_sampling_defaults(source, generation_config)
         self._tokenizer = None if is_dummy and not has_tokenizer(source) else load_tokenizer(source)
         self.worker = ModelWorker(self.config, source, Parallel())
@@ -130,7 +130,8 @@ class LLM:
     ) -> Iterator[StreamOut]:
         """Answer a conversation, and yield every token as it comes."""
         prompt = self.tokenizer.apply_chat_template(messages)
-        return self.stream([self.tokenizer.encode(prompt, add_special_tokens=False)], params, **fields)
+        prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        return self.stream([prompt_ids], params, **{"continues_text": False} | fields)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None

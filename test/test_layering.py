@@ -54,7 +54,7 @@ LAYERS: dict[str, set[str]] = {
         "model_files",
     },
     "models": {"errors", "common.basemodel", "common.ops"},
-    "models.registry": {"errors", "common.basemodel"},
+    "models.registry": {"errors", "model_files", "common.basemodel"},
     "router": {*GROUND, "common.kv.token_slots"},
     "worker": {*GROUND, "common", "grammar", "models", "model_files"},
     "detokenization": {*GROUND, "model_files"},
@@ -120,7 +120,7 @@ LAYERS: dict[str, set[str]] = {
         "worker",
     },
     "generate": {*GROUND, "llm", "server"},
-    "tools": {*GROUND, "common", "model_files", "worker"},
+    "tools": {*GROUND, "common", "model_files", "models.registry", "worker"},
     "benchmark": {
         *GROUND,
         "common",

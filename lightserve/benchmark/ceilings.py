@@ -54,6 +54,13 @@ def seconds_per_call(calls: Sequence[Call], device: torch.device, repeats: int =
     return median(clock(run, rounds) for _ in range(repeats)) / rounds / len(calls)
 
 
+def eager_seconds_per_call(calls: Sequence[Call], device: torch.device, repeats: int = REPEATS) -> float:
+    """As ``seconds_per_call``, with the launches of Python."""
+    clock = _event_seconds if device.type != "cpu" else _wall_seconds
+    _run_all(calls)
+    return median(clock(lambda: _run_all(calls), 1) for _ in range(repeats)) / len(calls)
+
+
 def _run_all(calls: Sequence[Call]) -> None:
     for call in calls:
         call()

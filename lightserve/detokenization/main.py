@@ -19,7 +19,8 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     to_http: list[Sender[ToHttpserver]] = [
         Sender(child_config.address(f"http-{index}")) for index in range(config.http.num_processes)
     ]
-    tokenizer = load_tokenizer_or_none(resolve(config.worker.model_dir, needs_weights=False))
+    trusts_code = config.worker.trust_remote_code
+    tokenizer = load_tokenizer_or_none(resolve(config.worker.model_dir, needs_weights=False, trusts_code=trusts_code))
     decoder = None if tokenizer is None else tokenizer.decoder
     manager = DetokenizationManager(decoder, inbox, to_router, to_http)
     launcher.send(Ready())

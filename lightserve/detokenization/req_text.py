@@ -13,7 +13,11 @@ class ReqText:
     def __init__(self, decoder: Decoder | None, params: TextParams) -> None:
         self._decoder = decoder
         self._shown_special_ids = params.shown_special_ids if params.skip_special_tokens else ()
-        self._stream = EmptyDecodeStream() if decoder is None else decoder.stream(params.skip_special_tokens)
+        self._stream = (
+            EmptyDecodeStream()
+            if decoder is None
+            else decoder.stream(params.skip_special_tokens, params.continues_text)
+        )
         self._stop = StopMatcher(params.stop, params.include_stop)
         self._n_hidden = params.hidden_chars  # characters that are still to be hidden
         self._include_stop = params.include_stop  # then an end token stays in the text too

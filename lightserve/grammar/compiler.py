@@ -86,7 +86,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int = 0, eos_ids: tuple[int, ...] = ()) -> None:
         """``vocab_size`` is the model's. Any of ``eos_ids`` may end a complete output."""
-        self._special_tokens = tokenizer.special_tokens
+        self._added_tokens = tokenizer.added_tokens
         self._tokenizer = _ll_tokenizer(tokenizer, vocab_size, eos_ids)
         self._max_cached = MAX_CACHED
         self._cache: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
@@ -118,7 +118,7 @@ class GrammarCompiler:
         found = self.find(spec)
         if found is not None:
             return found
-        matcher = LLMatcher(self._tokenizer, _llguidance(spec, self._special_tokens), limits=LIMITS, log_level=0)
+        matcher = LLMatcher(self._tokenizer, _llguidance(spec, self._added_tokens), limits=LIMITS, log_level=0)
         if not matcher.is_error():  # the first mask detects grammars that are too complex, and warms up the lexer
             fill_next_token_bitmask(matcher, allocate_token_bitmask(1, self.vocab_size))
         if matcher.is_error():
@@ -139,23 +139,23 @@ def _ll_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...
         raise InvalidRequestError(f"structured output is not possible with this model's tokenizer: {error}") from error
 
 
-def _llguidance(spec: GrammarSpec, special_tokens: frozenset[str]) -> str:
+def _llguidance(spec: GrammarSpec, added_tokens: frozenset[str]) -> str:
     """The grammar in llguidance's format: Lark or JSON."""
-    text = _without_before(spec, special_tokens)
+    text = _without_before(spec, added_tokens)
     if not spec.before:
         return text
     answer = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
     return json.dumps({"grammars": [{"lark_grammar": spec.before}, {**answer, "name": "answer"}]})
 
 
-def _without_before(spec: GrammarSpec, special_tokens: frozenset[str]) -> str:
+def _without_before(spec: GrammarSpec, added_tokens: frozenset[str]) -> str:
     try:
         if spec.kind == "json_object":
             return LLMatcher.grammar_from_json_schema('{"type":"object"}', defaults=JSON_DEFAULTS)
         if spec.kind == "json_schema":
             return LLMatcher.grammar_from_json_schema(spec.text, defaults=JSON_DEFAULTS)
         if spec.kind == "structural_tag":
-            return _tagged(json.loads(spec.text), special_tokens)
+            return _tagged(json.loads(spec.text), added_tokens)
         if spec.kind == "prefix":
             return grammar_from("regex", _literal(spec.text) + "(?s:.*)")
         if spec.kind == "regex" and len(spec.text) > MAX_REGEX_LENGTH:
@@ -172,7 +172,7 @@ def _literal(text: str) -> str:
     return "".join([char if char.isascii() and char.isalnum() else f"\\u{{{ord(char):x}}}" for char in text])
 
 
-def _tagged(tag: Any, special_tokens: frozenset[str]) -> str:
+def _tagged(tag: Any, added_tokens: frozenset[str]) -> str:
     """Free text with structures: the older structural tags of vLLM and SGLang."""
     try:
         structures = [(one["begin"], one["schema"], one["end"]) for one in tag["structures"]]
@@ -185,7 +185,7 @@ def _tagged(tag: Any, special_tokens: frozenset[str]) -> str:
     if not structures or not all(isinstance(text, str) for text in texts):
         raise InvalidRequestError("a structural tag needs a structure or more; triggers, begin and end are strings")
     tags = [_structure(triggers, *structure) for structure in structures]
-    is_special = all(one.trigger in special_tokens for one in tags)
+    is_special = all(one.trigger in added_tokens for one in tags)
     return StructTag.to_grammar(tags, assume_special=is_special)
 
 

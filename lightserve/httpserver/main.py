@@ -42,7 +42,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     )
     to_router: Sender[ToRouter] = Sender(child_config.address("router"))
     manager = HttpServerManager(child_config.index, to_router, from_detokenization)
-    source = resolve(config.worker.model_dir, needs_weights=False)
+    source = resolve(config.worker.model_dir, needs_weights=False, trusts_code=config.worker.trust_remote_code)
     name = config.http.first_model_name(source.name)
     context = ServerContext(
         config.http,

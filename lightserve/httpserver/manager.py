@@ -267,14 +267,20 @@ class Generation:
         return outs
 
     def push(self, index: int, out: StrOut) -> None:
-        if self._error is None:
-            self._unread.append((index, out))
-        self.log.record(out, is_first_choice=index % self.n == 0)
+        self.log.generated_tokens += 1
+        if out.admission is not None:
+            self.log.record_admission(out.admission, is_first_choice=index % self.n == 0)
         if out.finish_reason is not None:
+            self.log.record_finish(out.finish_reason)
             self._unfinished.discard(index)
-        self._has_unread.set()
-        if len(self._unread) > MAX_UNREAD:
-            self._unread.clear()
+        if self._error is not None:
+            return
+        unread = self._unread
+        unread.append((index, out))
+        if len(unread) == 1:
+            self._has_unread.set()
+        elif len(unread) > MAX_UNREAD:
+            unread.clear()
             self.fail(SlowReaderError(f"the client left more than {MAX_UNREAD} tokens unread"))
 
     def fail(self, error: LightserveError) -> None:

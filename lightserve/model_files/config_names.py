@@ -12,6 +12,7 @@ from typing import Any
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import config_derived
+from lightserve.model_files.layer_shapes import layer_lists, nemotron_nas_fields
 
 # other name: Llama's name; for every model, where Llama's name is absent
 COMMON_NAMES = {
@@ -40,6 +41,8 @@ COMMON_NAMES = {
     "activation_function": "hidden_act",
     "hidden_activation": "hidden_act",
 }
+# null in the file is a value of these fields: no window, or as many KV heads as heads
+NULL_IS_A_VALUE = {"num_key_value_heads", "sliding_window"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,14 @@ class ConfigNames:
     text_config: str | None = None  # the field that holds the language model's config, in models with other inputs too
 
 
+_GLM = {
+    "rms_norm_eps": 1.5625e-7,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
+_MISTRAL = {"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096}
 _GEMMA = {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh", "head_dim": 256}
 _GEMMA2 = {**_GEMMA, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096}
 _GEMMA3 = {  # files of multimodal models leave out the values that transformers has as defaults
@@ -70,17 +81,23 @@ _TIED = {**_LAYER_NORM, "tie_word_embeddings": True}
 
 MODELS = {
     "arcee": ConfigNames(defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"}),
+    # the length under its own name, since its absence under Llama's name tells 13B
+    "baichuan": ConfigNames({"model_max_length": "model_max_length"}, {"rms_norm_eps": 1e-6}, config_derived.baichuan),
     "bloom": ConfigNames(defaults={"tie_word_embeddings": True, "hidden_act": "gelu_new"}),
+    "chatglm": ConfigNames({"kv_channels": "head_dim"}, {"rms_norm_eps": 1e-5}, config_derived.chatglm),
     "cohere": ConfigNames(defaults={**_TIED, "logit_scale": 0.0625, "rope_theta": 500_000.0}),
     "cohere2": ConfigNames(
         defaults={**_TIED, "logit_scale": 0.0625, "sliding_window": 4096},
         derived=config_derived.windows_except_every(4),
     ),
+    "exaone4": ConfigNames(defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
     "falcon": ConfigNames({"activation": "hidden_act"}, {**_TIED, "hidden_act": "gelu"}, config_derived.falcon),
     "gemma": ConfigNames(defaults=_GEMMA, derived=config_derived.gemma),
     "gemma2": ConfigNames(defaults=_GEMMA2, derived=config_derived.gemma2),
     "gemma3": ConfigNames(defaults=_GEMMA3, derived=config_derived.gemma3, text_config="text_config"),
     "gemma3_text": ConfigNames(defaults=_GEMMA3, derived=config_derived.gemma3),
+    "glm": ConfigNames(defaults=_GLM),
+    "glm4": ConfigNames(defaults=_GLM),
     "gpt2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_new", "max_position_embeddings": 1024}),
     "gpt_bigcode": ConfigNames(
         defaults={**_TIED, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 1024},
@@ -88,11 +105,32 @@ MODELS = {
     ),
     "gpt_neox": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu", "partial_rotary_factor": 0.25}),
     "gptj": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new"}, derived=config_derived.gptj),
+    "granite": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
+    "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
+    "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
+    "minicpm": ConfigNames(defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}),
+    "ministral": ConfigNames(defaults=_MISTRAL),
+    "mistral": ConfigNames(defaults=_MISTRAL),
     "mpt": ConfigNames(defaults={**_TIED, "hidden_act": "gelu"}, derived=config_derived.mpt),
     "nemotron": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "relu2", "partial_rotary_factor": 0.5}),
+    "nemotron-nas": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=nemotron_nas_fields),
+    "olmo": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
+    "olmo2": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
+    "olmo3": ConfigNames(defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096}),
     "opt": ConfigNames(defaults={**_TIED, "hidden_act": "relu"}),
     "phi": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
     "phi3": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
+    "qwen": ConfigNames({"kv_channels": "head_dim"}, {"rms_norm_eps": 1e-6}, config_derived.qwen),
+    "seed_oss": ConfigNames(defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "head_dim": 128}),
+    "smollm3": ConfigNames(
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 2_000_000.0,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+        }
+    ),
     "stablelm": ConfigNames(defaults={**_LAYER_NORM, "partial_rotary_factor": 0.25}),
     "starcoder2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_pytorch_tanh"}),
 }
@@ -107,9 +145,9 @@ def with_common_names(config_json: Mapping[str, Any]) -> dict[str, Any]:
         if common.get(llama_name) is None and hf.get(name) is not None:
             common[llama_name] = hf[name]
     for name, value in special.defaults.items():
-        if common.get(name) is None:
+        if name not in common or (common[name] is None and name not in NULL_IS_A_VALUE):
             common[name] = value
-    return {**common, **special.derived(common)}
+    return {**common, **layer_lists(hf), **special.derived(common)}
 
 
 def with_text_config(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""The tokenizer of a Hugging Face folder: ``tokenizer.json`` with the changes of ``tokenizer_config.json``."""
+"""The tokenizer of a Hugging Face folder: ``tokenizer.json`` with the changes of ``tokenizer_config.json``.
+
+A folder without ``tokenizer.json`` has its vocabulary in another file: see ``tokenizer_files``.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,52 @@ import tokenizers
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.folder import read_json_if_exists
 from lightserve.model_files.special_tokens import SpecialTokens, special_token_texts
+from lightserve.model_files.tokenizer_files import OwnCodeError, find_vocabulary, open_tokenizer_file
+from lightserve.model_files.tokenizer_files.own_code import load_own_code
 
 
-def tokenizer_from_folder(folder: Path) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
-    """As transformers 5: tokenizer.json decides which tokens surround a text, not ``add_bos_token``."""
-    backend = _read_backend(folder)
-    special = special_token_texts(folder)
-    added = read_json_if_exists(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
-    _add_missing(backend, added, folder)
+def has_vocabulary(folder: Path) -> bool:
+    return any(folder.glob("tokenizer*")) or find_vocabulary(folder) is not None
+
+
+def tokenizer_from_folder(folder: Path, trusts_code: bool = False) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
+    """``trusts_code``: whether Python code of the folder may run if nothing else can read its tokenizer."""
+    path = folder / "tokenizer.json"
+    backend, special = _from_json(path) if path.is_file() else _from_vocabulary(folder, trusts_code)
     _mark_special(backend, special)
     backend.no_truncation()
     backend.no_padding()
     return backend, special
 
 
-def _read_backend(folder: Path) -> tokenizers.Tokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelFilesError(
-            f"{folder}: no tokenizer.json; create one with transformers' AutoTokenizer.from_pretrained(...)"
-            f".save_pretrained({str(folder)!r})"
-        )
+def eos_id_without_json(folder: Path) -> int | None:
+    """The end token of a folder without ``tokenizer.json``. The tokenizer itself is not built."""
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        file = open_tokenizer_file(folder)
+    except OwnCodeError:
+        return None
+    return None if file.special.eos is None else file.id_of(file.special.eos)
+
+
+def _from_vocabulary(folder: Path, trusts_code: bool) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
+    try:
+        file = open_tokenizer_file(folder)
+    except OwnCodeError:
+        if trusts_code:
+            return load_own_code(folder)
+        raise
+    return file.build(), file.special
+
+
+def _from_json(path: Path) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
+    """As transformers 5: tokenizer.json decides which tokens surround a text, not ``add_bos_token``."""
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises only Exception
         raise ModelFilesError(f"{path}: not readable as a tokenizer ({error}); download it again") from error
+    added = read_json_if_exists(path.parent / "tokenizer_config.json").get("added_tokens_decoder", {})
+    _add_missing(backend, added, path.parent)
+    return backend, special_token_texts(path.parent)
 
 
 def _add_missing(backend: tokenizers.Tokenizer, entries: dict[str, dict[str, Any]], folder: Path) -> None:

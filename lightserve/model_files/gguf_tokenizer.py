@@ -2,56 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.gguf_header import CONTROL, USER_DEFINED, GgufHeader
+from lightserve.model_files.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from lightserve.model_files.special_tokens import SpecialTokens, set_surrounding_tokens
-
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-_BLOOM_SPLIT = r" ?[^(\s|[.,!?…。，、।۔،])]+"  # noqa: RUF001
-
-
-class PreTokenizer(NamedTuple):
-    """The steps before merging. ``split`` None: GPT-2's regular expression."""
-
-    split: str | None = None
-    is_nfc: bool = False
-    has_single_digits: bool = False
-    keeps_whole_tokens: bool = False  # a piece that is in the vocabulary becomes one token without merges
-    adds_bos: bool = False  # unless the file has its own setting
-
-    def steps(self) -> pre_tokenizers.PreTokenizer:
-        digits = [pre_tokenizers.Digits(individual_digits=True)] if self.has_single_digits else []
-        split = [] if self.split is None else [pre_tokenizers.Split(Regex(self.split), behavior="isolated")]
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.split is None)
-        return pre_tokenizers.Sequence([*digits, *split, byte_level])
-
-
-_GPT2 = PreTokenizer()
-_LLAMA3 = PreTokenizer(_LLAMA3_SPLIT, keeps_whole_tokens=True, adds_bos=True)
-_QWEN2 = PreTokenizer(_QWEN2_SPLIT, is_nfc=True)
-
-# by tokenizer.ggml.pre
-PRE_TOKENIZERS = {
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "smollm": PreTokenizer(has_single_digits=True),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "bloom": PreTokenizer(_BLOOM_SPLIT),
-}
+from lightserve.model_files.tokenizer_files.sentencepiece import Prefix, sentencepiece_backend
+from lightserve.model_files.tokenizer_files.sentencepiece_file import Algorithm, Piece, PieceType, SentencePieceModel
 
 
 def tokenizer_from_gguf(header: GgufHeader) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
@@ -67,10 +28,16 @@ def tokenizer_from_gguf(header: GgufHeader) -> tuple[tokenizers.Tokenizer, Speci
     backend.add_tokens(_of_type(tokens, types, USER_DEFINED, is_special=False))
 
     special = SpecialTokens(*(_token(header, tokens, role) for role in ("bos", "eos", "unknown", "padding")))
-    adds_bos = header.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or _pre_tokenizer(header).adds_bos)
-    adds_eos = header.metadata.get("tokenizer.ggml.add_eos_token", False)
-    set_surrounding_tokens(backend, special.bos if adds_bos else None, special.eos if adds_eos else None)
+    adds_bos = header.metadata.get("tokenizer.ggml.add_bos_token", _adds_bos(header, kind))
+    adds_eos = header.metadata.get("tokenizer.ggml.add_eos_token", kind == "t5")
+    before = [special.bos] if adds_bos and special.bos is not None else []
+    after = [special.eos] if adds_eos and special.eos is not None else []
+    set_surrounding_tokens(backend, before, after)
     return backend, special
+
+
+def _adds_bos(header: GgufHeader, kind: str) -> bool:
+    return kind == "llama" or (kind == "gpt2" and _pre_tokenizer(header).adds_bos)
 
 
 def _byte_level_bpe(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
@@ -95,22 +62,41 @@ def _pre_tokenizer(header: GgufHeader) -> PreTokenizer:
 
 
 def _sentencepiece_bpe(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
-    """SentencePiece merges the adjacent pair with the best score: BPE with merges ranked by score."""
-    vocabulary = _vocabulary(tokens)
-    merges = _merges_by_score(vocabulary, _field(header, "scores"))
-    unknown = _token(header, tokens, "unknown")
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    """llama.cpp always falls back to bytes, and replaces no characters."""
+    pieces = _pieces(header, tokens)
+    unk_id = header.metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    model = SentencePieceModel(pieces, Algorithm.BPE, has_byte_fallback=True, unk_id=unk_id, removes_extra_spaces=False)
+    return sentencepiece_backend(model, pieces, _prefix(header))
+
+
+def _unigram(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
+    pieces = _pieces(header, tokens)
+    model = SentencePieceModel(
+        pieces,
+        Algorithm.UNIGRAM,
+        has_byte_fallback=any(piece.type is PieceType.BYTE for piece in pieces),
+        unk_id=header.metadata.get("tokenizer.ggml.unknown_token_id", 2),
+        charsmap=bytes(byte & 0xFF for byte in header.metadata.get("tokenizer.ggml.precompiled_charsmap", ())),
+        removes_extra_spaces=header.metadata.get("tokenizer.ggml.remove_extra_whitespaces", False),
     )
-    has_prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True)
-    prefix = [normalizers.Prepend("▁")] if has_prefix else []
-    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
-    strip = [decoders.Strip(content=" ", left=1)] if has_prefix else []
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-    return backend
+    return sentencepiece_backend(model, pieces, _prefix(header))
 
 
-_BUILDERS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
+def _prefix(header: GgufHeader) -> Prefix:
+    return Prefix.PARTS if header.metadata.get("tokenizer.ggml.add_space_prefix", True) else Prefix.NONE
+
+
+_BUILDERS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe, "t5": _unigram}
+
+
+_IN_GGUF = {PieceType.NORMAL: PieceType.NORMAL, PieceType.UNKNOWN: PieceType.UNKNOWN, PieceType.BYTE: PieceType.BYTE}
+
+
+def _pieces(header: GgufHeader, tokens: list[str]) -> list[Piece]:
+    """Control and user-defined tokens are found before the text is split. Unused ones pad the vocabulary."""
+    types = header.metadata.get("tokenizer.ggml.token_type", [PieceType.NORMAL] * len(tokens))
+    rows = zip(tokens, _field(header, "scores"), types, strict=True)
+    return [Piece(text, score, _IN_GGUF.get(kind, PieceType.CONTROL)) for text, score, kind in rows]
 
 
 def _pair(merge: str) -> tuple[str, str]:
@@ -121,17 +107,6 @@ def _pair(merge: str) -> tuple[str, str]:
 def _vocabulary(tokens: list[str]) -> dict[str, int]:
     """Of two equal tokens the first one counts, as in llama.cpp."""
     return {token: token_id for token_id, token in reversed(list(enumerate(tokens)))}
-
-
-def _merges_by_score(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    ranked = []
-    for token, token_id in vocabulary.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in vocabulary and right in vocabulary:
-                ranked.append((-scores[token_id], -len(left), -len(right), left, right))
-    ranked.sort()
-    return [(left, right) for *_, left, right in ranked]
 
 
 def _of_type(tokens: list[str], types: list[int], wanted: int, is_special: bool) -> list[AddedToken]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.config_names import with_common_names
+from lightserve.model_files.layer_shapes import LayerShape, per_layer
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
 ROPE_ALIASES = {"su": "longrope"}  # Phi-3's first name for it
@@ -150,8 +151,10 @@ class ModelConfig:
         return config
 
     def _check(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ModelFilesError(f"config.json: {self.num_kv_heads} KV heads do not divide {self.num_heads} heads")
+        for shape in self.layer_shapes:
+            shape.check_heads()
+        if self.hf.get("head_dim") is None and len({shape.num_heads for shape in self.layer_shapes} - {0}) > 1:
+            raise ModelFilesError("config.json has layers with different numbers of heads, but no head_dim; add it")
         if self.hf.get("head_dim") is None and self.hidden_size % self.num_heads:
             raise ModelFilesError(
                 f"config.json: hidden_size {self.hidden_size} does not divide among {self.num_heads} heads"
@@ -161,6 +164,23 @@ class ModelConfig:
         if self.rope.rope_type == "dynamic" and int(self.head_dim * self.rope.partial_rotary_factor) == 2:
             raise ModelFilesError("config.json: a dynamic rope needs more than one rotary pair")
         self.rope.check_factors(self.head_dim)
+
+    @property
+    def layer_shapes(self) -> list[LayerShape]:
+        """Of every layer. The fields of the config are the largest values, if layers differ."""
+        keys = {"num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
+        keys["intermediate_size"] = self.intermediate_size
+        columns = [self._of_layers(key, default) for key, default in keys.items()]
+        return [LayerShape(*shape) for shape in zip(*columns, strict=True)]
+
+    def _of_layers(self, key: str, default: int) -> list[int]:
+        key = per_layer(key)
+        values = self.hf.get(key)
+        if values is None:
+            return [default] * self.num_layers
+        if not isinstance(values, list) or len(values) != self.num_layers:
+            raise _bad_value((key,), values, f"a list of {self.num_layers} numbers")
+        return [0 if value == 0 else _count({key: value}, key) for value in values]
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A field that only some models have."""
@@ -174,18 +194,22 @@ class ModelConfig:
         """A positive integer that only some models have."""
         return _count(self.hf, key, default=default)
 
+    def count_or_0(self, key: str) -> int:
+        """An integer that only some models have, and that may be 0."""
+        return 0 if self.hf.get(key) in (None, 0) else _count(self.hf, key)
+
+    def check_value(self, key: str, *supported: object) -> None:
+        """Refuse a value that the model's code does not implement. A field that is not there passes."""
+        value = self.hf.get(key)
+        if value is not None and value not in supported:
+            known = ", ".join(map(repr, supported))
+            raise ModelFilesError(
+                f"config.json: {key} {reprlib.repr(value)} is not supported for {self.model_type}; supported: {known}"
+            )
+
     def optional_number(self, key: str) -> float | None:
         """A positive field that turns something on."""
         return None if self.hf.get(key) is None else _number(self.hf, key)
-
-    def check_value(self, key: str, *supported: Any) -> None:
-        """Refuse a value that the model's code does not implement. A field that is absent or null is supported."""
-        value = self.hf.get(key)
-        if value is not None and value not in supported:
-            listed = ", ".join(map(repr, (*supported, None)))
-            raise ModelFilesError(
-                f"config.json: {key} {reprlib.repr(value)} is not supported for {self.model_type}; supported: {listed}"
-            )
 
     def layer_type(self, layer_num: int) -> str:
         return FULL_ATTENTION if self.layer_types is None else self.layer_types[layer_num]
@@ -193,6 +217,10 @@ class ModelConfig:
     def is_windowed(self, layer_num: int) -> bool:
         """Whether layer_types says that the layer attends to the sliding window only."""
         return self.layer_type(layer_num) == SLIDING_ATTENTION
+
+    def window_of(self, layer_num: int) -> int | None:
+        """The window of a layer, where all layers have it if config.json has no layer_types."""
+        return self.window if self.layer_types is None or self.is_windowed(layer_num) else None
 
     @property
     def longest_position(self) -> int:
@@ -209,13 +237,8 @@ class ModelConfig:
 
     def check_tp(self, size: int) -> None:
         """Check that the ranks can split the shapes that every model has."""
-        for what, count in (("attention heads", self.num_heads), ("FFN rows", self.intermediate_size)):
-            if count % size:
-                raise ModelFilesError(
-                    f"{count} {what} do not divide among tp={size} ranks; choose a tp that divides them"
-                )
-        if self.num_kv_heads % size and size % self.num_kv_heads:
-            raise ModelFilesError(f"{self.num_kv_heads} KV heads and tp={size}: one must divide the other")
+        for shape in self.layer_shapes:
+            shape.check_tp(size)
 
 
 def _window(hf: Mapping[str, Any]) -> int | None:

@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightserve.model_files.gguf_header import GgufHeader, read_gguf_header
 class ModelSource(ABC):
     name: str  # the model's name for clients, unless --model_name is set
     path: Path  # the folder or the .gguf file
+    trusts_code: bool = field(default=False, kw_only=True)  # whether Python code of the folder may run
 
     @abstractmethod
     def hf_config(self) -> dict[str, Any]:
@@ -92,12 +93,12 @@ class GgufSource(ModelSource):
         return [self.path]
 
 
-def resolve(model_dir: str | None, *, needs_weights: bool = True) -> ModelSource:
+def resolve(model_dir: str | None, *, needs_weights: bool = True, trusts_code: bool = False) -> ModelSource:
     """The model of ``--model_dir``: a folder, a ``.gguf`` file or a name in the Hugging Face cache; None: the default.
 
-    A folder needs no weights if ``needs_weights`` is False.
+    A folder needs no weights if ``needs_weights`` is False. ``trusts_code`` is ``--trust_remote_code``.
     """
-    source = _find(model_dir)
+    source = replace(_find(model_dir), trusts_code=trusts_code)
     if needs_weights:
         source.weight_files()
     return source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,14 +33,9 @@ def _text_of(token: Any) -> str | None:
     return None if token is None else str(token)
 
 
-def set_surrounding_tokens(backend: tokenizers.Tokenizer, first: str | None, last: str | None) -> None:
-    """Make ``encode(add_special_tokens=True)`` add ``first`` before and ``last`` after the text."""
-    ends = [token for token in (first, last) if token is not None]
-    if not ends:
-        backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-        return
-    around = [first or "", "$A", last or ""]
-    single = [piece for piece in around if piece]
-    pair = [*single, *(piece.replace("$A", "$B:1") for piece in single)]
-    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(ends)]
+def set_surrounding_tokens(backend: tokenizers.Tokenizer, before: Sequence[str], after: Sequence[str]) -> None:
+    """Make ``encode(add_special_tokens=True)`` add tokens before and after the text."""
+    single = [*before, "$A", *after]
+    pair = [*single, *(piece.replace("$A", "$B:1") for piece in single)] if before or after else ["$A", "$B"]
+    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys([*before, *after])]
     backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)

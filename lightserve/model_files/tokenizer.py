@@ -13,7 +13,7 @@ from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.model_files.chat_template import ChatTemplate
 from lightserve.model_files.chat_templates import DEFAULT, ChatTemplates, given_template
 from lightserve.model_files.decoding import Decoder, make_decoder
-from lightserve.model_files.folder_tokenizer import tokenizer_from_folder
+from lightserve.model_files.folder_tokenizer import has_vocabulary, tokenizer_from_folder
 from lightserve.model_files.gguf_tokenizer import tokenizer_from_gguf
 from lightserve.model_files.source import GgufSource, ModelSource
 from lightserve.model_files.special_tokens import SpecialTokens
@@ -30,7 +30,9 @@ class Tokenizer:
         self._special = special
         texts = {DEFAULT: chat_template} if isinstance(chat_template, str) else chat_template
         self._templates = ChatTemplates(texts, special) if texts else None
-        special_by_id = {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        added = backend.get_added_tokens_decoder()
+        special_by_id = {i: token for i, token in added.items() if token.special}
+        self.added_tokens = frozenset(token.content for token in added.values())  # text is never split inside them
         self.special_ids = frozenset(special_by_id)
         self.special_tokens = frozenset(token.content for token in special_by_id.values())
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -162,7 +164,7 @@ def _check_unicode(text: str) -> None:
 
 def has_tokenizer(source: ModelSource) -> bool:
     """A GGUF file always has a tokenizer. A folder for random weights may have none."""
-    return isinstance(source, GgufSource) or any(source.path.glob("tokenizer*"))
+    return isinstance(source, GgufSource) or has_vocabulary(source.path)
 
 
 def load_tokenizer_or_none(source: ModelSource, chat_template: str | None = None) -> Tokenizer | None:
@@ -176,7 +178,7 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tok
         if isinstance(source, GgufSource):
             backend, special = tokenizer_from_gguf(source.header)
         else:
-            backend, special = tokenizer_from_folder(source.path)
+            backend, special = tokenizer_from_folder(source.path, source.trusts_code)
         return Tokenizer(backend, special, templates)
     except ModelFilesError:
         raise

@@ -1,52 +1,114 @@
 """The class of every supported ``model_type``. Its module is imported only when the model is served.
 
+Another package registers its model in its own pyproject.toml:
+
+    [project.entry-points."lightserve.models"]
+    my_model = "my_package.model:MyModelTpPartModel"
+
 The launcher reads the names, so there is no torch here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
-from lightserve.errors import ModelFilesError
+from lightserve.errors import ModelFilesError, UnsupportedModelTypeError
+from lightserve.model_files.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from lightserve.common.basemodel import TpPartBaseModel
 
+ENTRY_POINTS = "lightserve.models"
 MODELS = {
+    "Yi": "lightserve.models.llama.model:LlamaTpPartModel",
+    "aquila": "lightserve.models.llama.model:LlamaTpPartModel",
     "arcee": "lightserve.models.arcee.model:ArceeTpPartModel",
+    "baichuan": "lightserve.models.baichuan.model:BaichuanTpPartModel",
     "bloom": "lightserve.models.bloom.model:BloomTpPartModel",
+    "chatglm": "lightserve.models.chatglm.model:ChatGlmTpPartModel",
     "cohere": "lightserve.models.cohere.model:CohereTpPartModel",
     "cohere2": "lightserve.models.cohere2.model:Cohere2TpPartModel",
+    "deci": "lightserve.models.llama.model:LlamaTpPartModel",
+    "deepseek_v2": "lightserve.models.deepseek.model:DeepseekTpPartModel",
+    "deepseek_v3": "lightserve.models.deepseek.model:DeepseekTpPartModel",
+    "exaone4": "lightserve.models.exaone4.model:Exaone4TpPartModel",
     "falcon": "lightserve.models.falcon.model:FalconTpPartModel",
     "gemma": "lightserve.models.gemma.model:GemmaTpPartModel",
     "gemma2": "lightserve.models.gemma2.model:Gemma2TpPartModel",
     "gemma3": "lightserve.models.gemma3.model:Gemma3TpPartModel",
     "gemma3_text": "lightserve.models.gemma3.model:Gemma3TextTpPartModel",
+    "glm": "lightserve.models.glm.model:GlmTpPartModel",
+    "glm4": "lightserve.models.glm4.model:Glm4TpPartModel",
+    "glm4_moe": "lightserve.models.glm4_moe.model:Glm4MoeTpPartModel",
     "gpt2": "lightserve.models.gpt2.model:Gpt2TpPartModel",
     "gpt_bigcode": "lightserve.models.gpt_bigcode.model:GptBigCodeTpPartModel",
     "gpt_neox": "lightserve.models.gpt_neox.model:GptNeoxTpPartModel",
+    "gpt_oss": "lightserve.models.gpt_oss.model:GptOssTpPartModel",
     "gptj": "lightserve.models.gptj.model:GptJTpPartModel",
+    "granite": "lightserve.models.granite.model:GraniteTpPartModel",
+    "granitemoe": "lightserve.models.granitemoe.model:GraniteMoeTpPartModel",
+    "internlm": "lightserve.models.internlm.model:InternLmTpPartModel",
+    "internlm2": "lightserve.models.internlm2.model:InternLm2TpPartModel",
+    "internlm3": "lightserve.models.internlm.model:InternLm3TpPartModel",
+    "kimi_k2": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "llama": "lightserve.models.llama.model:LlamaTpPartModel",
+    "minicpm": "lightserve.models.minicpm.model:MiniCpmTpPartModel",
+    "minimax_m2": "lightserve.models.minimax_m2.model:MiniMaxM2TpPartModel",
+    "ministral": "lightserve.models.mistral.model:MistralTpPartModel",
+    "mistral": "lightserve.models.mistral.model:MistralTpPartModel",
+    "mixtral": "lightserve.models.mixtral.model:MixtralTpPartModel",
     "mpt": "lightserve.models.mpt.model:MptTpPartModel",
     "nemotron": "lightserve.models.nemotron.model:NemotronTpPartModel",
+    "nemotron-nas": "lightserve.models.llama.model:LlamaTpPartModel",
+    "olmo": "lightserve.models.olmo.model:OlmoTpPartModel",
+    "olmo2": "lightserve.models.olmo2.model:Olmo2TpPartModel",
+    "olmo3": "lightserve.models.olmo3.model:Olmo3TpPartModel",
+    "olmoe": "lightserve.models.olmoe.model:OlmoeTpPartModel",
     "opt": "lightserve.models.opt.model:OptTpPartModel",
     "phi": "lightserve.models.phi.model:PhiTpPartModel",
     "phi3": "lightserve.models.phi3.model:Phi3TpPartModel",
+    "qwen": "lightserve.models.qwen.model:QwenTpPartModel",
     "qwen2": "lightserve.models.qwen2.model:Qwen2TpPartModel",
+    "qwen2_moe": "lightserve.models.qwen2_moe.model:Qwen2MoeTpPartModel",
     "qwen3": "lightserve.models.qwen3.model:Qwen3TpPartModel",
+    "qwen3_moe": "lightserve.models.qwen3_moe.model:Qwen3MoeTpPartModel",
+    "seed_oss": "lightserve.models.seed_oss.model:SeedOssTpPartModel",
+    "smollm3": "lightserve.models.smollm3.model:SmolLM3TpPartModel",
     "stablelm": "lightserve.models.stablelm.model:StableLmTpPartModel",
     "starcoder2": "lightserve.models.starcoder2.model:Starcoder2TpPartModel",
+    "xverse": "lightserve.models.llama.model:LlamaTpPartModel",
 }
 
 
+def supported_models() -> dict[str, str]:
+    """By model_type: the built-in classes and those of other packages, which come first."""
+    return MODELS | {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+
+
 def check_supported(model_type: str) -> None:
-    if model_type not in MODELS:
-        raise ModelFilesError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(MODELS))}")
+    supported = supported_models()
+    if model_type not in supported:
+        raise UnsupportedModelTypeError(
+            f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(supported))}"
+        )
+
+
+def read_model_config(config_json: Mapping[str, Any], model_type: str | None) -> ModelConfig:
+    """``model_type`` replaces that of config.json, if it is set."""
+    hf = {**config_json, "model_type": model_type} if model_type else config_json
+    check_supported(str(hf.get("model_type"))[:100])  # before the shape: other models name its fields differently
+    return ModelConfig.from_hf(hf)
 
 
 def get_model_class(model_type: str) -> type[TpPartBaseModel]:
     check_supported(model_type)
-    module, name = MODELS[model_type].split(":")
-    model_class: type[TpPartBaseModel] = getattr(import_module(module), name)
+    path = supported_models()[model_type]
+    module, _, name = path.partition(":")
+    try:
+        model_class: type[TpPartBaseModel] = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelFilesError(f"model_type {model_type!r}: {path} cannot be imported ({error})") from error
     return model_class

@@ -46,9 +46,10 @@ class DeltaWriter:
         self._reasoning_type = Reasoning if separates_reasoning else Content
         self._max_calls = max_calls
         self._n_calls = 0
-        self._deltas: list[Delta] = []
+        self.deltas: list[Delta] = []  # of the latest text
         self._space: list[str] = []  # at the end of the content or reasoning, emitted when more of it follows
         self._is_after_call = False
+        self._is_dropped = False  # the last call
 
     def add_content(self, text: str) -> None:
         if self._is_after_call:
@@ -58,19 +59,19 @@ class DeltaWriter:
         if self._space or shown != text:
             shown = self._between_spaces(text, shown)
         if shown:
-            self._deltas.append(Content(shown))
+            self.deltas.append(Content(shown))
 
     def add_plain_content(self, text: str) -> None:
         """Add content where no call can follow: no white space is held back."""
         if text:
-            self._deltas.append(Content(text))
+            self.deltas.append(Content(text))
 
     def add_reasoning(self, text: str) -> None:
         shown = text.rstrip()
         if self._space or shown != text:
             shown = self._between_spaces(text, shown)
         if shown:
-            self._deltas.append(self._reasoning_type(shown))
+            self.deltas.append(self._reasoning_type(shown))
 
     def end_reasoning(self) -> None:
         self.is_reasoning = False
@@ -90,13 +91,14 @@ class DeltaWriter:
         """Start a call. Calls beyond ``max_calls`` are dropped with their arguments."""
         self._is_after_call = True
         self._n_calls += 1
-        if self._is_allowed:
+        self._is_dropped = self._max_calls is not None and self._n_calls > self._max_calls
+        if not self._is_dropped:
             self.has_calls = self.is_call_open = True
-            self._deltas.append(CallStart(self._n_calls - 1, model_id or self._new_id(), name))
+            self.deltas.append(CallStart(self._n_calls - 1, model_id or self._new_id(), name))
 
     def add_arguments(self, text: str) -> None:
-        if text and self._is_allowed:
-            self._deltas.append(CallArguments(self._n_calls - 1, text))
+        if text and not self._is_dropped:
+            self.deltas.append(CallArguments(self._n_calls - 1, text))
 
     def end_call(self) -> None:
         """The arguments are complete."""
@@ -111,20 +113,13 @@ class DeltaWriter:
     def finish(self) -> None:
         """End the output: white space at its end is content, unless it follows a call or reasoning."""
         if self._space and not self._is_after_call and not self.is_reasoning:
-            self._deltas.append(Content("".join(self._space)))
-
-    def take_deltas(self) -> list[Delta]:
-        """The deltas since the last time. Consecutive deltas of one kind are joined."""
-        deltas = self._deltas
-        self._deltas = []
-        return _joined(deltas) if len(deltas) > 1 else deltas
-
-    @property
-    def _is_allowed(self) -> bool:
-        return self._max_calls is None or self._n_calls <= self._max_calls
+            self.deltas.append(Content("".join(self._space)))
 
 
-def _joined(deltas: list[Delta]) -> list[Delta]:
+def joined(deltas: list[Delta]) -> list[Delta]:
+    """Consecutive deltas of one kind become one."""
+    if len(deltas) < 2:
+        return deltas
     return [_join(list(group)) for _, group in groupby(deltas, _kind)]
 
 
@@ -133,12 +128,8 @@ def _kind(delta: Delta) -> tuple[type[Delta], int]:
 
 
 def _join(same: list[Delta]) -> Delta:
-    match same[0]:
-        case CallArguments(index, _):
-            return CallArguments(index, "".join(delta.text for delta in same if isinstance(delta, CallArguments)))
-        case Content():
-            return Content("".join(delta.text for delta in same if isinstance(delta, Content)))
-        case Reasoning():
-            return Reasoning("".join(delta.text for delta in same if isinstance(delta, Reasoning)))
-        case other:
-            return other
+    first = same[0]
+    if len(same) == 1 or isinstance(first, CallStart):
+        return first
+    text = "".join(delta.text for delta in same)  # type: ignore[union-attr]  # none is a CallStart
+    return CallArguments(first.index, text) if isinstance(first, CallArguments) else type(first)(text)

@@ -25,13 +25,15 @@ class CallStart(msgspec.Struct, gc=False):
     index: int
     id: str
     name: str
+    is_custom: bool = False  # the tool takes any text, its input
 
 
 class CallArguments(msgspec.Struct, gc=False):
-    """A piece of the JSON text of a call's arguments."""
+    """A piece of the JSON text of a call's arguments, or of the input of a custom tool."""
 
     index: int
     text: str
+    is_custom: bool = False
 
 
 Delta = Content | Reasoning | CallStart | CallArguments
@@ -41,7 +43,8 @@ Delta = Content | Reasoning | CallStart | CallArguments
 class Call:
     id: str
     name: str
-    arguments: str = ""
+    arguments: str = ""  # JSON, or the input of a custom tool
+    is_custom: bool = False
 
 
 @dataclass(slots=True)
@@ -64,8 +67,8 @@ def merge_deltas(deltas: Iterable[Delta]) -> Output:
                 contents.append(text)
             case Reasoning(text):
                 reasonings.append(text)
-            case CallStart(_, call_id, name):
-                calls.append(Call(call_id, name))
+            case CallStart(_, call_id, name, is_custom):
+                calls.append(Call(call_id, name, is_custom=is_custom))
                 arguments.append([])
             case CallArguments(index, text):
                 arguments[index].append(text)

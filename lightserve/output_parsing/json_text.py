@@ -8,15 +8,20 @@ import string
 from collections.abc import Callable
 from typing import Any
 
-from lightserve.output_parsing.text_stream import Incremental, StopCharacters, TextStream
+from lightserve.output_parsing.text_stream import Incremental, PlainText, TextStream
 
 CLOSERS = {"{": "}", "[": "]"}
 # words are not checked: a client may be able to repair them
-_OUTSIDE = StopCharacters(
-    re.compile(r"[^ \t\r\n0-9A-Za-z.+\-:,]"),
+_OUTSIDE = PlainText(
+    re.compile(r"[ \t\r\n0-9A-Za-z.+\-:,]+"),
     frozenset(f" \t\r\n{string.digits}{string.ascii_letters}.+-:,").issuperset,
 )
-_INSIDE = StopCharacters(re.compile(r'["\\\x00-\x1f]'), frozenset(['"', "\\", *map(chr, range(32))]).isdisjoint)
+_CONTROL = [chr(code) for code in range(32)]
+_INSIDE = PlainText(
+    re.compile(r'(?:[^"\\]+|\\[^\x00-\x1f])+'),  # with whole escape sequences
+    frozenset(['"', "\\", *_CONTROL]).isdisjoint,
+    {ord(char): json.dumps(char)[1:-1] for char in _CONTROL},
+)
 
 
 def emit_json(stream: TextStream, emit: Callable[[str], None], open_with: str = "") -> Incremental[bool]:
@@ -28,7 +33,7 @@ def emit_json(stream: TextStream, emit: Callable[[str], None], open_with: str = 
     closers = [CLOSERS[bracket] for bracket in open_with]
     while True:
         if closers:
-            yield from stream.emit_to(_OUTSIDE, emit)
+            yield from stream.emit_run(_OUTSIDE, emit)
         char = yield from stream.peek()
         if char in CLOSERS:
             closers.append(CLOSERS[char])
@@ -47,17 +52,15 @@ def emit_json(stream: TextStream, emit: Callable[[str], None], open_with: str = 
 def _emit_string(stream: TextStream, emit: Callable[[str], None]) -> Incremental[bool]:
     """Emit the rest of a string, after its first quote."""
     while True:
-        yield from stream.emit_to(_INSIDE, emit)
+        yield from stream.emit_run(_INSIDE, emit)
         char = yield from stream.peek()
-        if not char:
-            return False
-        stream.position += 1
-        emit(char if char in '"\\' else json.dumps(char)[1:-1])
-        if char == '"':
-            return True
-        if char == "\\":
-            emit((yield from stream.peek()))
-            stream.position = min(stream.position + 1, len(stream.text))
+        stream.position += len(char)
+        emit(char)
+        if char != "\\":
+            return char == '"'
+        escaped = yield from stream.peek()
+        stream.position += len(escaped)
+        emit(escaped)
 
 
 def read_string(stream: TextStream) -> Incremental[str | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightserve.output_parsing.delta_writer import DeltaWriter
+from lightserve.output_parsing.delta_writer import DeltaWriter, joined
 from lightserve.output_parsing.deltas import Delta
 from lightserve.output_parsing.text_stream import Incremental, TextStream
 from lightserve.output_parsing.tool_calls.base import Parse
@@ -19,20 +19,22 @@ class OutputParser:
         next(self._steps)
 
     def push(self, text: str) -> list[Delta]:
+        deltas = self.writer.deltas = []
         stream = self._stream
         emit_plain = stream.emit_plain
         if emit_plain is not None and stream.is_plain(text):  # most tokens: no need to run the parser
             emit_plain(text)
-        else:
-            stream.feed(text)
-            next(self._steps, None)
-        return self.writer.take_deltas()
+            return deltas
+        stream.feed(text)
+        next(self._steps, None)
+        return joined(deltas)
 
     def finish(self) -> list[Delta]:
+        deltas = self.writer.deltas = []
         self._stream.close()
         next(self._steps, None)
         self.writer.finish()
-        return self.writer.take_deltas()
+        return joined(deltas)
 
 
 def parse_content(stream: TextStream, writer: DeltaWriter) -> Incremental[None]:

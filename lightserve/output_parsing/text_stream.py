@@ -8,7 +8,7 @@ copied once, also while a mark keeps the text that was read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
@@ -18,28 +18,22 @@ Emit = Callable[[str], None]
 IsPlain = Callable[[str], bool]
 
 
-class StopCharacters(NamedTuple):
-    """The characters that end a run of text. For a piece of a few characters a set is twice as fast as a pattern."""
+class PlainText(NamedTuple):
+    """A kind of text that is emitted without looking at its characters one by one."""
 
-    pattern: re.Pattern[str]
-    has_none_in: IsPlain
+    run: re.Pattern[str]  # as much of it as comes next
+    is_plain: IsPlain  # for a piece of a few characters a set is twice as fast as the pattern
+    replaced: Mapping[int, str] | None = None  # characters of a run that are emitted as other text; none is plain
 
 
 class _Markers:
-    """Finds the first of several markers, and the beginning of one at the end of a text."""
+    """Finds the first of several markers, or the beginning of one at the end of a text."""
 
     def __init__(self, markers: tuple[str, ...]) -> None:
-        self.find = re.compile("|".join(map(re.escape, markers)) or r"\b\B").search
+        self.texts = frozenset(markers)
+        beginnings = [f"{_beginnings(marker)}\\Z" for marker in markers if len(marker) > 1]
+        self.find = re.compile("|".join([*map(re.escape, markers), *beginnings]) or r"\b\B").search
         self.is_absent = frozenset(marker[0] for marker in markers).isdisjoint
-        self.max_length = max(map(len, markers), default=0)
-        self._find_beginning = re.compile(
-            f"(?:{'|'.join(map(_beginnings, markers))})\\Z" if markers else r"\b\B"
-        ).search
-
-    def held_length(self, text: str, begin: int) -> int:
-        """Length of the longest beginning of a marker at the end of the text."""
-        match = self._find_beginning(text, max(begin, len(text) - self.max_length))
-        return 0 if match is None else len(text) - match.start()
 
 
 def _beginnings(marker: str) -> str:
@@ -47,7 +41,7 @@ def _beginnings(marker: str) -> str:
     pattern = ""
     for char in reversed(marker[1:-1]):
         pattern = f"(?:{re.escape(char)}{pattern})?"
-    return re.escape(marker[0]) + pattern if len(marker) > 1 else r"\b\B"
+    return re.escape(marker[0]) + pattern
 
 
 _compiled = lru_cache(maxsize=256)(_Markers)
@@ -141,14 +135,15 @@ class TextStream:
         yield from self.skip_space()
         return (yield from self.accept(literal))
 
-    def emit_to(self, stop: StopCharacters, emit: Emit) -> Incremental[None]:
-        """Emit text up to the first character that ends it, which stays unread."""
+    def emit_run(self, plain: PlainText, emit: Emit) -> Incremental[None]:
+        """Emit text up to the first character that is not plain, which stays unread."""
         while True:
-            match = stop.pattern.search(self.text, self.position)
-            end = len(self.text) if match is None else match.start()
-            emit(self.text[self.position : end])
-            self.position = end
-            if match is not None or not (yield from self._wait_in_plain_text(stop.has_none_in, emit)):
+            match = plain.run.match(self.text, self.position)
+            if match is not None:
+                text = match.group()
+                emit(text if plain.replaced is None else text.translate(plain.replaced))
+                self.position = match.end()
+            if self.position < len(self.text) or not (yield from self._wait_in_plain_text(plain.is_plain, emit)):
                 return
 
     def emit_until(self, markers: Sequence[str], emit: Emit) -> Incremental[str]:
@@ -190,11 +185,13 @@ class TextStream:
         """Read what has arrived, up to the first marker or to what may become one."""
         text, begin = self.text, self.position
         match = markers.find(text, begin)
-        if match is not None:
-            self.position = match.end()
-            return text[begin : match.start()], match.group()
-        self.position = len(text) - markers.held_length(text, begin)
-        return text[begin : self.position], ""
+        if match is None:
+            self.position = len(text)
+            return text[begin:], ""
+        found = match.group()
+        is_whole = found in markers.texts
+        self.position = match.end() if is_whole else match.start()
+        return text[begin : match.start()], found if is_whole else ""
 
     def _wait_in_plain_text(self, is_plain: IsPlain, emit: Emit) -> Incremental[bool]:
         """Wait for more text. Plain pieces go to ``emit`` directly, unless text is held back or kept."""

@@ -48,18 +48,19 @@ def can_constrain(tool_format: ToolFormat) -> bool:
     return tool_format.call_template is not None
 
 
-def forced_grammar(calls: Calls, thinking: Thinking | None, special_ids: Mapping[str, int]) -> str:
+def forced_grammar(calls: Calls, thinking: Thinking | None, marker_ids: Mapping[str, int]) -> str:
     """A grammar of one or more calls of these tools, with reasoning before them if ``thinking`` is given.
 
-    ``special_ids`` are the markers that are special tokens: a grammar refers to those by id.
+    ``marker_ids`` are the markers that are added tokens of the tokenizer, special or not: llguidance takes such a token
+    for no text, so a grammar refers to it by id.
     """
-    write = _GrammarWriter(special_ids, thinking)
+    write = _GrammarWriter(marker_ids, thinking)
     return write.grammar("calls", write.calls(calls))
 
 
-def call_or_answer_grammar(calls: Calls | None, thinking: Thinking | None, special_ids: Mapping[str, int]) -> str:
+def call_or_answer_grammar(calls: Calls | None, thinking: Thinking | None, marker_ids: Mapping[str, int]) -> str:
     """A grammar of calls or of @answer, with reasoning before them. ``calls`` None: only of @answer."""
-    write = _GrammarWriter(special_ids, thinking)
+    write = _GrammarWriter(marker_ids, thinking)
     answer = f"{write.answer_begin} @answer"
     if calls is None:
         return write.grammar(answer, [])
@@ -68,9 +69,9 @@ def call_or_answer_grammar(calls: Calls | None, thinking: Thinking | None, speci
     return write.grammar(f"(calls | {answer})", write.calls(calls))
 
 
-def call_or_text_grammar(calls: Calls, thinking: Thinking | None, special_ids: Mapping[str, int]) -> str:
+def call_or_text_grammar(calls: Calls, thinking: Thinking | None, marker_ids: Mapping[str, int]) -> str:
     """A grammar of any text with calls in it, or instead of it where no marker begins a call."""
-    write = _GrammarWriter(special_ids, thinking)
+    write = _GrammarWriter(marker_ids, thinking)
     marker = _first_marker(calls.tool_format)
     if marker is None:
         text = f"{write.answer_begin} TEXT" if write.answer_begin else "NO_JSON"
@@ -90,10 +91,10 @@ def _first_marker(tool_format: ToolFormat) -> str | None:
 
 
 class _GrammarWriter:
-    def __init__(self, special_ids: Mapping[str, int], thinking: Thinking | None) -> None:
-        self._special_ids = special_ids
+    def __init__(self, marker_ids: Mapping[str, int], thinking: Thinking | None) -> None:
+        self._marker_ids = marker_ids
         self._thinking = thinking
-        markers = sorted(special_ids, key=len, reverse=True)
+        markers = sorted(marker_ids, key=len, reverse=True)
         self._markers = re.compile("|".join(map(re.escape, markers))) if markers else None
         self.answer_begin = "" if thinking is None else self.text(thinking.reasoning_format.answer_begin)
 
@@ -131,7 +132,7 @@ class _GrammarWriter:
     def _loose_calls(self, calls: Calls) -> list[str]:
         """Rules for calls in a format whose arguments are not JSON: the markers, and any text between them."""
         begin, end = calls.tool_format.loose_call
-        inner = [self.text(marker) for marker in calls.tool_format.markers if marker in self._special_ids]
+        inner = [self.text(marker) for marker in calls.tool_format.markers if marker in self._marker_ids]
         repeat = "" if calls.max_calls == 1 else "(SPACE call)*"
         return [
             f"calls: call {repeat} SPACE",
@@ -141,20 +142,20 @@ class _GrammarWriter:
         ]
 
     def text_until(self, rule: str, end: str, inner: Sequence[str] = ()) -> list[str]:
-        """A rule for any text up to the first ``end``, and that. The text may have the special tokens ``inner``."""
-        if (text := self.text(end)).startswith("<["):  # plain text cannot contain a special token
+        """A rule for any text up to the first ``end``, and that. The text may have the added tokens ``inner``."""
+        if (text := self.text(end)).startswith("<["):  # plain text cannot contain an added token
             pieces = f"(TEXT ({' | '.join(inner)}))*" if inner else ""
             return [f"{rule}: {pieces} TEXT {text}"]
         return [f"{rule}[suffix={_quoted(end)}]: TEXT"]
 
     def text(self, text: str) -> str:
-        """A literal text, with special tokens referred to by id."""
+        """A literal text, with added tokens referred to by id."""
         if not text:
             return ""
         if self._markers is None:
             return _quoted(text)
         plain = [_quoted(piece) if piece else "" for piece in self._markers.split(text)]
-        special = [f"<[{self._special_ids[marker]}]>" for marker in self._markers.findall(text)]
+        special = [f"<[{self._marker_ids[marker]}]>" for marker in self._markers.findall(text)]
         return " ".join(piece for pair in zip(plain, [*special, ""], strict=True) for piece in pair if piece)
 
     def _call(self, call_template: str, name: str, index: int) -> str:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import dataclass
 
-from lightserve.config import HttpConfig, ServerConfig
-from lightserve.errors import ModelFilesError, ServerError
+from lightserve.config import HttpConfig, ServerConfig, WorkerConfig
+from lightserve.errors import ModelFilesError, ServerError, UnsupportedModelTypeError
 from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import ModelSource, resolve
 from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
-from lightserve.models.registry import check_supported
+from lightserve.models.registry import read_model_config
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
 from lightserve.utils.tls import server_context
 
 logger = init_logger(__name__)
+
+FITTING_TIMEOUT_S = 60.0  # to import torch on a loaded machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,8 @@ def check(config: ServerConfig) -> ModelInfo:
     net.bind(config.http.host, config.http.port).close()
     _check_access(config.http)
     is_weightless = config.launch.null_worker or config.worker.load_format == "dummy"
-    source = resolve(config.worker.model_dir, needs_weights=not is_weightless)
+    trusts_code = config.worker.trust_remote_code
+    source = resolve(config.worker.model_dir, needs_weights=not is_weightless, trusts_code=trusts_code)
     tokenizer = load_tokenizer_or_none(source, config.http.chat_template)
     if not config.launch.null_worker:
         _check_model(source, config, tokenizer)
@@ -49,16 +54,8 @@ def _check_access(http: HttpConfig) -> None:
 
 
 def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
-    hf, worker = source.hf_config(), config.worker
-    if "model_type" not in hf:
-        raise ModelFilesError(
-            f"{source.path}: config.json has no model_type; set --model_dir to a folder with a complete model"
-        )
-    check_supported(str(hf["model_type"])[:100])  # before the shape: other architectures name its fields differently
-    try:
-        model = ModelConfig.from_hf(hf)
-    except ModelFilesError as error:
-        raise ModelFilesError(f"{source.path}: {error}") from error
+    worker = config.worker
+    model = _model_config(source, worker)
     model.check_tp(worker.tp)
     model.request_len(worker.max_req_total_len)
     if (worker.max_total_token_num or math.inf) < (worker.max_req_total_len or 2):
@@ -71,6 +68,36 @@ def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer
             "%s: the tokenizer has %d tokens, the model's embedding only %d; prompts with the other tokens are refused"
         )
         logger.warning(text, source.path, tokenizer.num_ids, model.vocab_size)
+
+
+def _model_config(source: ModelSource, worker: WorkerConfig) -> ModelConfig:
+    hf = source.hf_config()
+    if "model_type" not in hf and worker.model_type is None:
+        raise ModelFilesError(
+            f"{source.path}: config.json has no model_type; set --model_dir to a folder with a complete model"
+        )
+    try:
+        return read_model_config(hf, worker.model_type)
+    except UnsupportedModelTypeError as error:
+        raise ModelFilesError(f"{error}{_hint(source, worker)}") from error
+    except ModelFilesError as error:
+        raise ModelFilesError(f"{source.path}: {error}") from error
+
+
+def _hint(source: ModelSource, worker: WorkerConfig) -> str:
+    """Which supported model has the same tensors, if there is one: many models are Llama under another name."""
+    fitting = _fitting_models(source) if worker.load_format == "auto" else []
+    return f"; its tensors fit {', '.join(fitting)}: try --model_type {fitting[0]}" if fitting else ""
+
+
+def _fitting_models(source: ModelSource) -> list[str]:
+    """In a process of its own, because the launcher does not import torch."""
+    command = [sys.executable, "-m", "lightserve.tools.fitting_models", "--model_dir", str(source.path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FITTING_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []  # it is a hint only
+    return done.stdout.split()
 
 
 def _warn_about_missing_parts(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:

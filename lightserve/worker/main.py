@@ -29,7 +29,8 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
         platform = pick_device(config.device)
         with _phase(launcher, "load and compile"):
-            source = resolve(config.model_dir, needs_weights=config.load_format == "auto")
+            needs_weights = config.load_format == "auto"
+            source = resolve(config.model_dir, needs_weights=needs_weights, trusts_code=config.trust_remote_code)
             store = f"file://{child_config.path('tp')}"
             parallel = connect_ranks(child_config.index, ParallelSizes(tp=config.tp), store, platform.comm_backend)
             worker = ModelWorker(config, source, parallel)

@@ -16,7 +16,7 @@ from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
 from lightserve.io_struct import GrammarSpec, KvCopy, Step, StepLimits, StepResult
 from lightserve.model_files.source import ModelSource
-from lightserve.models.registry import get_model_class
+from lightserve.models.registry import get_model_class, read_model_config
 from lightserve.utils.progress import Progress
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.infer_batch import InferBatch
@@ -43,7 +43,7 @@ class ModelWorker:
         self._platform = pick_device(config.device)
         self._device = self._platform.torch_device(tp.rank)
         self._platform.bind(self._device, config.deterministic)
-        self.model_config = ModelConfig.from_hf(source.hf_config())
+        self.model_config = read_model_config(source.hf_config(), config.model_type)
         self._platform.check_head_dim(self.model_config.head_dim)
         self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
         dtype = _dtype(config, self.model_config, self._platform)
@@ -54,7 +54,8 @@ class ModelWorker:
             self.model.req_manager,
             self.model.mem_manager.padding_slot,
             self._device,
-            shares_prefixes=not config.deterministic,  # batch-invariant attention does not use shared prefixes
+            # batch-invariant attention does not use shared prefixes
+            shares_prefixes=not config.deterministic and self.model.attends_to_shared_prefixes,
         )
         self._sampler = Sampler(self.model_config.vocab_size, self._device, self._batch.last_ids)
         self._grammars = GrammarManager(source, self.model_config.vocab_size, self._device)

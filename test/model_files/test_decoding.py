@@ -239,6 +239,15 @@ def test_ahead_is_the_text_that_flush_would_add(kind: str) -> None:
     assert n_told > 100
 
 
+@pytest.mark.parametrize(("kind", "alone"), [("llama", "the the"), ("metaspace", "the the"), ("gemma", " the the")])
+def test_a_text_that_continues_another_keeps_its_first_space(kind: str, alone: str) -> None:
+    token_id = tokenizer_of(kind).token_to_id("▁the")
+    assert token_id is not None
+
+    assert fold(decoder_for(kind).stream(True), [token_id] * 2) == alone
+    assert fold(decoder_for(kind).stream(True, continues_text=True), [token_id] * 2) == " the the"
+
+
 def test_a_line_break_in_a_byte_token_is_ahead_before_the_next_token() -> None:
     tokenizer, stream = tokenizer_of("llama"), decoder_for("llama").stream(True)
     the, newline = tokenizer.token_to_id("▁the"), tokenizer.token_to_id("<0x0A>")

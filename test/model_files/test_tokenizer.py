@@ -161,7 +161,7 @@ def test_a_folders_ids_equal_transformers(tmp_path: Path, config: dict[str, bool
     folder = make_folder(tmp_path, **config)
     if first is not None:
         backend = Backend.from_file(str(folder / "tokenizer.json"))
-        set_surrounding_tokens(backend, first, None)
+        set_surrounding_tokens(backend, [first], [])
         backend.save(str(folder / "tokenizer.json"))
     expected = AutoTokenizer.from_pretrained(folder)
 
@@ -201,14 +201,6 @@ def test_added_tokens_that_contradict_the_vocabulary_are_refused(tmp_path: Path)
     folder = make_folder(tmp_path, added_tokens_decoder={"5000": {"content": "<tool>", "special": True}})
 
     with pytest.raises(ModelFilesError, match=r"tokenizer_config.json: added token '<tool>' has id 5000"):
-        load_tokenizer(resolve(str(folder)))
-
-
-def test_a_folder_without_tokenizer_json_is_reported_with_the_remedy(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path)
-    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
-
-    with pytest.raises(ModelFilesError, match=r"no tokenizer.json; create one with .*save_pretrained"):
         load_tokenizer(resolve(str(folder)))
 
 

@@ -154,7 +154,7 @@ def test_dummy_weights_have_the_shape_of_the_config_and_give_finite_logits(name:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: bloom, llama, qwen2, qwen3"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: .*bloom, .*llama"),
         ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope type 'proportional' is not supported"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor has 0 values, wanted 4"),
         ({"hidden_act": "xielu"}, "hidden_act 'xielu' is not supported for llama; supported: silu, "),

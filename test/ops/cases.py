@@ -191,6 +191,36 @@ def context_attention_args(
     return fused[:, : q.shape[1]], kv, cache, batch, options
 
 
+LatentShape = tuple[int, int, int, int, int]  # heads, nope, rope, value, rank
+SMALL_LATENT: LatentShape = (4, 32, 16, 48, 64)
+
+
+def latent_args(
+    lens: list[tuple[int, int]], shape: LatentShape, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor, ops.AttnBatch, ops.AttnOptions]:
+    """Arguments of latent_token_attention, as in attention_args."""
+    heads, nope, rope, value, rank = shape
+    cached, cache, batch, _ = attention_args(lens, (1, 1), rank + rope, dtype, device)
+    wide_q = torch.full((len(cached), heads * (nope + rope) + 8), NAN, dtype=dtype, device=device)
+    q = wide_q[:, 8:].unflatten(1, (heads, nope + rope))
+    q.copy_(randn(*q.shape, dtype=dtype, device=device, seed=3))
+    kv_b = randn(heads, nope + value, rank, device=device, seed=4) * rank**-0.5
+    return q, cache[:, :1], kv_b.to(dtype), batch, ops.AttnOptions((nope + rope) ** -0.5)
+
+
+def latent_context_args(
+    lens: list[tuple[int, int]], shape: LatentShape, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, ops.AttnBatch, ops.AttnOptions]:
+    """As latent_args, with the latents of the step's own tokens in a part of a wider tensor."""
+    q, cache, kv_b, batch, options = latent_args(lens, shape, dtype, device)
+    latent = torch.full((len(q), cache.shape[2] + 8), NAN, dtype=dtype, device=device)[:, :-8]
+    row = 0
+    for req_idx, (ready, new) in zip(batch.b_req_idx.tolist(), lens, strict=True):
+        latent[row : row + new] = cache[batch.req_to_token[req_idx, ready : ready + new].long(), 0]
+        row += new
+    return q, latent, cache, kv_b, batch, options
+
+
 def penalties_of(entries: list[tuple[int, int, int]], shape: tuple[int, int], device: str) -> ops.Penalties:
     """Penalties of every row of logits of this shape; ``entries``: (row, token, count in the output).
 
@@ -211,6 +241,21 @@ def penalties_of(entries: list[tuple[int, int, int]], shape: tuple[int, int], de
         b_seen_row=ints(seen_rows, device),
         seen=seen,
     )
+
+
+def experts_params(
+    experts: int, hidden: int, width: int, dtype: torch.dtype, device: str, *, clamps: bool = False
+) -> ops.ExpertsParams:
+    """Random experts; ``clamps``: with biases and the activation of gpt-oss."""
+
+    def weight(*shape: int, seed: int) -> Tensor:
+        return randn(*shape, dtype=dtype, device=device, seed=seed).mul_(shape[-1] ** -0.5)
+
+    w13, w2 = weight(experts, 2 * width, hidden, seed=11), weight(experts, hidden, width, seed=12)
+    if not clamps:
+        return ops.ExpertsParams(w13, w2)
+    b13, b2 = (randn(*w.shape[:2], dtype=dtype, device=device, seed=13) for w in (w13, w2))
+    return ops.ExpertsParams(w13, w2, b13, b2, ops.GatedSilu(alpha=1.702, limit=1.5, up_offset=1.0))
 
 
 Args = tuple[Any, ...]
@@ -261,6 +306,12 @@ def _rotary_write_kv_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return q, kv, cos, sin, slots, cache
 
 
+def _norm_rotary_write_kv_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    q, kv, cos, sin, slots, cache = _rotary_write_kv_args(tokens, dtype, device)
+    q_weight, k_weight = (randn(64, dtype=dtype, device=device, seed=seed) for seed in (3, 4))
+    return q, kv, ops.HeadNorms(q_weight, k_weight, EPS), ops.RotaryAngles(cos, sin), slots, cache
+
+
 def _write_kv_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     kv = randn(tokens, 4, 64, dtype=dtype, device=device)
     return kv, ints(list(range(tokens)), device), torch.zeros(tokens + 1, 4, 64, dtype=dtype, device=device)
@@ -272,6 +323,24 @@ def _attention_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
 
 def _context_attention_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return context_attention_args([(9, 1)] * tokens, (4, 2), 64, dtype, device)
+
+
+def _latent_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return latent_args([(9, 1)] * tokens, SMALL_LATENT, dtype, device)
+
+
+def _latent_context_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return latent_context_args([(9, 1)] * tokens, SMALL_LATENT, dtype, device)
+
+
+def _write_latent_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    heads, nope, rope, _, rank = SMALL_LATENT
+    q = randn(tokens, heads, nope + rope, dtype=dtype, device=device)
+    latent = randn(tokens, rank + rope, dtype=dtype, device=device, seed=1)
+    norm = ops.LatentNorm(randn(rank, dtype=dtype, device=device, seed=2), EPS)
+    angles = ops.RotaryAngles(*(randn(tokens, rope // 2, device=device, seed=seed) for seed in (3, 4)))
+    cache = torch.zeros(tokens + 1, 1, rank + rope, dtype=dtype, device=device)
+    return q, latent, norm, angles, ints(list(range(tokens))[::-1], device), cache
 
 
 def _logits(tokens: int, device: str) -> Tensor:
@@ -315,6 +384,21 @@ def _place_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     )
 
 
+def _route_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    spec = ops.RouteSpec(3, "sigmoid", groups=4, top_groups=2, group_score="top2", renormalize=True, scale=2.5)
+    is_padding = torch.arange(tokens, device=device) % 4 == 3
+    return randn(tokens, 20, dtype=dtype, device=device), spec, randn(20, device=device, seed=1), is_padding
+
+
+def _experts_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    is_padding = torch.arange(tokens, device=device) % 4 == 3
+    ids, weights = ops.route.impls[ops.REFERENCE](
+        randn(tokens, 6, device=device), ops.RouteSpec(3), is_padding=is_padding
+    )
+    x = randn(tokens, 48, dtype=dtype, device=device, seed=1)
+    return x, ids, weights, experts_params(6, 48, 40, dtype, device, clamps=True)
+
+
 def _watermark_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     b_last = ints([40_000 * i for i in range(tokens)], device, torch.int64)
     return _logits(tokens, device), ints(list(range(tokens))[::-1], device), b_last
@@ -329,21 +413,30 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "apply_penalties": _penalties_args,
     "sample": _sample_args,
     "context_attention": _context_attention_args,
+    "experts": _experts_args,
     "typical_p": _typical_args,
     "top_k_top_p_min_p": _top_args,
     "gelu": _activation_args,
     "gelu_and_mul": _activation_args,
     "gelu_tanh": _activation_args,
     "gelu_tanh_and_mul": _activation_args,
+    "latent_context_attention": _latent_context_args,
+    "latent_token_attention": _latent_args,
     "layer_norm": _norm_args("rows", "param", "param"),
     "linear": _linear_args,
     "mask_logits": _mask_args,
+    "norm_rotary_write_kv": _norm_rotary_write_kv_args,
     "place_tokens": _place_args,
+    "relu": _activation_args,
+    "relu2": _activation_args,
     "rms_norm": _norm_args("rows", "param"),
     "rotary": _rotary_args,
     "rotary_write_kv": _rotary_write_kv_args,
+    "route": _route_args,
+    "silu": _activation_args,
     "silu_and_mul": _activation_args,
     "token_attention": _attention_args,
     "vocab_embedding": _embedding_args,
     "write_kv": _write_kv_args,
+    "write_latent": _write_latent_args,
 }

@@ -24,13 +24,18 @@ from triton.runtime.jit import JITFunction
 from lightserve.common import ops, triton_kernel
 from lightserve.common.compile.server import AbsentGpu
 from lightserve.common.device.profile import KIB, gpu_profile
-from lightserve.common.triton_kernel import batch_invariant, linear, norm_linear
+from lightserve.common.triton_kernel import _grouped_experts, batch_invariant, experts, linear, norm_linear
 from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
+from lightserve.common.triton_kernel._expert_linear import PairBlocks, expert_linear
+from lightserve.common.triton_kernel._expert_pairs import sort_pairs
 from test.ops.cases import (
     ARGS,
     FLOATS,
     attention_args,
     context_attention_args,
+    experts_params,
+    latent_args,
+    latent_context_args,
     share_prefixes,
     with_alibi,
     with_options,
@@ -94,8 +99,11 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
     q, cache, batch, options = attention_args([(700, 1), (800, 1)], (8, 2), head_dims[-1], dtype, "cpu")
     ops.token_attention.impls["triton"](q, cache, share_prefixes(cache, batch, [(0, 2, 600)]), options)
     compile_attention_options(dtype, head_dims[0])
+    if dtype != torch.float16:  # its tiles are those of bfloat16
+        compile_latent_attention(dtype)
     compile_linear(dtype)
     compile_norm_linear(dtype)
+    compile_experts(dtype)
 
 
 def compile_attention_options(dtype: torch.dtype, dim: int) -> None:
@@ -118,6 +126,17 @@ def compile_attention_options(dtype: torch.dtype, dim: int) -> None:
     ops.context_attention.impls["triton"](*with_options(context, causal=False))
 
 
+def compile_latent_attention(dtype: torch.dtype) -> None:
+    """With DeepSeek's sizes, of 16 heads and, in 16 bits, of 128, whose tiles are larger."""
+    for heads in (16, 128) if dtype == torch.bfloat16 else (16,):
+        shape = (heads, 128, 64, 128, 512)
+        decode = latent_args([(70, 1), (80, 1)], shape, dtype, "cpu")
+        *context, batch, options = latent_context_args([(70, 1), (80, 9)], shape, dtype, "cpu")
+        for backend in BACKENDS:
+            ops.latent_token_attention.impls[backend](*decode)
+        ops.latent_context_attention.impls["triton"](*context, replace(batch, has_decodes=True), options)
+
+
 def compile_linear(dtype: torch.dtype) -> None:
     weight = torch.ones(128, 2048, dtype=dtype)
     for config in (linear.NARROW, linear.WIDE):
@@ -132,6 +151,20 @@ def compile_norm_linear(dtype: torch.dtype) -> None:
     for rows, config, is_gated in ((1, norm_linear.NARROW, True), (2, norm_linear.NARROW, False)):
         x = torch.ones(rows, 2048, dtype=dtype)
         norm_linear.multiply(x, x, norm_weight, 1e-5, weight, None, config=config, is_gated=is_gated)
+
+
+def compile_experts(dtype: torch.dtype) -> None:
+    """Every configuration of the products, pairs that are not sorted, and what the grouped matmul needs."""
+    x, params = torch.ones(2, 2048, dtype=dtype), experts_params(32, 2048, 768, dtype, "cpu")
+    ids, weights = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2)
+    ops.experts.impls["triton"](x, ids, weights, params)
+    pairs = sort_pairs(ids, 32, 16)
+    blocks = PairBlocks(pairs.blocks, pairs.pairs, 2)
+    for config in (experts.INVARIANT, *(config for _, config in experts.CONFIGS)):
+        gated = expert_linear(x, params.w13, blocks, config, params.b13, params.activation)
+        expert_linear(gated, params.w2, blocks, config)
+    gathered = _grouped_experts.gather_tokens(x, pairs.pairs, 2)
+    _grouped_experts.activate_pairs(gathered, params.b13, ids, pairs.pairs, params.activation)
 
 
 def main(capability: int, which: str) -> None:

@@ -6,7 +6,7 @@ import torch
 from lightserve.common import ops
 from test.ops.cases import assert_close, device_of, each_op_backend_and_dtype, randn, strided, wide
 
-PLAIN = ["gelu", "gelu_tanh"]
+PLAIN = ["gelu", "gelu_tanh", "relu", "relu2", "silu"]
 GATED = ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"]
 SHAPES = [(1, 2), (3, 66), (2, 2 * 1100), (2, 3, 10)]
 
@@ -42,7 +42,7 @@ def test_activation_reads_a_part_of_a_wider_row(name: str, backend: str, dtype: 
     assert_close(out, ops.OPS[name](wide(x)), dtype)
 
 
-@each_op_backend_and_dtype(*PLAIN)
+@each_op_backend_and_dtype(*(name for name in PLAIN if name != "relu2"))  # squares exceed half precision
 def test_activation_saturates_without_nan(name: str, backend: str, dtype: torch.dtype) -> None:
     x = torch.tensor([[-30000.0, -200.0, 0.0, 200.0, 30000.0]], dtype=dtype, device=device_of(backend))
 

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from test.ops.cases import attention_args, context_attention_args, device_of, ints, randn
+from test.ops.cases import (
+    SMALL_LATENT,
+    attention_args,
+    context_attention_args,
+    device_of,
+    ints,
+    latent_args,
+    latent_context_args,
+    randn,
+)
 
 PAIRS = [
     (ops.batch_invariant("cpu"), torch.float32),
@@ -72,3 +81,36 @@ def test_a_decode_does_not_depend_on_the_other_requests(backend: str, dtype: tor
         req_idx, _, seq_len, ready = (column[i : i + 1] for column in columns)
         alone = ops.AttnBatch(batch.req_to_token, req_idx, torch.zeros_like(req_idx), seq_len, ready)
         assert torch.equal(attend(q[i : i + 1], cache, alone, options), together[i : i + 1])
+
+
+@each_backend
+def test_latent_attention_does_not_depend_on_what_was_cached(backend: str, dtype: torch.dtype) -> None:
+    length, device = 70, device_of(backend)
+    q, latent, cache, kv_b, batch, options = latent_context_args([(0, length)], SMALL_LATENT, dtype, device)
+
+    def attend(ready: int, end: int) -> Tensor:
+        part = replace(batch, b_seq_len=ints([end], device), b_ready_cache_len=ints([ready], device), plans={})
+        if end - ready == 1:
+            return ops.latent_token_attention.impls[backend](q[ready:end], cache, kv_b, part, options)
+        own = (q[ready:end], latent[ready:end], cache, kv_b)
+        return ops.latent_context_attention.impls[backend](*own, part, options)
+
+    whole = attend(0, length)
+
+    for ready, end in [(0, 64), (64, 70), (1, 70), (37, 59), (69, 70), (63, 64), (7, 9)]:
+        assert torch.equal(attend(ready, end), whole[ready:end])
+
+
+@each_backend
+def test_a_latent_decode_does_not_depend_on_the_other_requests(backend: str, dtype: torch.dtype) -> None:
+    lens = [(5, 1), (100, 1), (64, 1), (0, 1), (33, 1)]
+    q, cache, kv_b, batch, options = latent_args(lens, SMALL_LATENT, dtype, device_of(backend))
+    attend = ops.latent_token_attention.impls[backend]
+
+    together = attend(q, cache, kv_b, batch, options)
+
+    for i in range(len(lens)):
+        columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
+        req_idx, _, seq_len, ready = (column[i : i + 1] for column in columns)
+        alone = ops.AttnBatch(batch.req_to_token, req_idx, torch.zeros_like(req_idx), seq_len, ready)
+        assert torch.equal(attend(q[i : i + 1], cache, kv_b, alone, options), together[i : i + 1])

@@ -93,7 +93,9 @@ def test_triton_refuses_a_strided_sampling_parameter(position: int) -> None:
 
 
 @pytest.mark.parametrize("field", ["b_req_idx", "b_start_loc", "b_seq_len", "b_ready_cache_len", "req_to_token"])
-@pytest.mark.parametrize("name", ["context_attention", "token_attention"])
+@pytest.mark.parametrize(
+    "name", ["context_attention", "latent_context_attention", "latent_token_attention", "token_attention"]
+)
 def test_triton_refuses_a_strided_index_of_a_batch(name: str, field: str) -> None:
     *tensors, batch, options = ARGS[name](3, torch.float32, device_of("triton"))
     batch = replace(batch, **{field: every_other(getattr(batch, field))})

@@ -77,3 +77,36 @@ def test_rotary_write_kv_rounds_to_the_dtype_of_the_cache(backend: str, dtype: t
     ops.rotary_write_kv.impls[backend](q, kv, *angles(2, 32, device), ints([2, 0], device), cache)
 
     assert torch.equal(cache[[2, 0]], kv.to(dtype))
+
+
+@each_backend_and_dtype(ops.norm_rotary_write_kv)
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (5, 5)])
+@pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 40), (80, 10), (96, 24)])
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32])
+def test_norm_rotary_write_kv_normalises_each_head_first(
+    backend: str, dtype: torch.dtype, heads: tuple[int, int], dim: int, half: int, weight_dtype: torch.dtype | None
+) -> None:
+    device, (q_heads, kv_heads) = device_of(backend), heads
+    qkv = randn(4, q_heads + 2 * kv_heads, dim, dtype=dtype, device=device)
+    q_weight, k_weight = (randn(dim, dtype=weight_dtype or dtype, device=device, seed=seed) for seed in (5, 6))
+    cos, sin = angles(4, half, device)
+    slots = ints([7, 0, 3, 8], device)
+    cache = torch.full((9, 2 * kv_heads, dim), NAN, dtype=dtype, device=device)
+    expected, values_before = wide(qkv), qkv[:, q_heads + kv_heads :].clone()
+    q, k = expected[:, :q_heads], expected[:, q_heads : q_heads + kv_heads]
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        x.copy_(ops.rms_norm(x, wide(weight), 1e-5))
+    ops.rotary(q, k, cos, sin)
+
+    ops.norm_rotary_write_kv.impls[backend](
+        qkv[:, :q_heads],
+        qkv[:, q_heads:],
+        ops.HeadNorms(q_weight, k_weight, 1e-5),
+        ops.RotaryAngles(cos, sin),
+        slots,
+        cache,
+    )
+
+    assert_close(qkv, expected, dtype)
+    assert torch.equal(qkv[:, q_heads + kv_heads :], values_before)
+    assert torch.equal(cache[slots.long()], qkv[:, q_heads:])

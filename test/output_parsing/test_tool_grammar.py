@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 
 from lightserve.grammar.compiler import GrammarCompiler
+from lightserve.httpserver.chat.output import added_marker_ids
 from lightserve.io_struct import GrammarSpec
 from lightserve.model_files import Tokenizer
 from lightserve.model_files.special_tokens import SpecialTokens
@@ -103,7 +104,7 @@ def compiler(with_markers: bool) -> GrammarCompiler:
     return GrammarCompiler(tokenizer(with_markers))
 
 
-def special_ids(tool_format: ToolFormat, with_markers: bool) -> dict[str, int]:
+def marker_ids(tool_format: ToolFormat, with_markers: bool) -> dict[str, int]:
     own = tokenizer(with_markers)
     ids = {marker: own.token_to_id(marker) for marker in (*tool_format.markers, "<think>", "</think>")}
     return {marker: token for marker, token in ids.items() if token in own.special_ids and token is not None}
@@ -121,7 +122,7 @@ def allows(
 ) -> bool:
     """Whether the grammar of forced calls accepts exactly this text."""
     tool_format = enforceable_format(TOOL_FORMATS_BY_NAME[name])
-    grammar = forced_grammar(Calls(tool_format, TOOLS, max_calls), thinking, special_ids(tool_format, with_markers))
+    grammar = forced_grammar(Calls(tool_format, TOOLS, max_calls), thinking, marker_ids(tool_format, with_markers))
     return is_accepted(GrammarSpec("lark", grammar), text, with_markers)
 
 
@@ -140,6 +141,20 @@ def test_calls_in_the_models_own_format_are_allowed_and_nothing_else(name: str, 
     assert not allows(name, "", with_markers)
     assert not allows(name, text.replace("weather", "whether"), with_markers)
     assert not allows(name, text.replace("2", '"two"'), with_markers)
+
+
+def test_a_call_can_be_forced_if_its_markers_are_added_but_not_special_tokens() -> None:
+    """As in Qwen's tokenizers. llguidance takes such tokens for no text."""
+    backend = tokenizers.Tokenizer.from_str(smol().to_json())
+    backend.add_tokens([tokenizers.AddedToken(marker, special=False) for marker in ("<tool_call>", "</tool_call>")])
+    own = Tokenizer(backend, SpecialTokens(eos="<|im_end|>"), None)
+    hermes = TOOL_FORMATS_BY_NAME["hermes"]
+
+    grammar = forced_grammar(Calls(hermes, TOOLS), None, added_marker_ids(own, hermes.markers))
+    matcher = GrammarCompiler(own).compile(GrammarSpec("lark", grammar))
+
+    assert all(map(matcher.consume_token, own.encode(TWO_CALLS["hermes"], add_special_tokens=False)))
+    assert matcher.is_accepting()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -165,7 +180,7 @@ def test_reasoning_may_precede_a_call_and_must_end_before_it(with_markers: bool)
 
 @pytest.mark.parametrize("with_markers", [False, True])
 def test_reasoning_may_precede_any_grammar(with_markers: bool) -> None:
-    special = special_ids(TOOL_FORMATS_BY_NAME["hermes"], with_markers)
+    special = marker_ids(TOOL_FORMATS_BY_NAME["hermes"], with_markers)
 
     def allowed(text: str, is_begun: bool) -> bool:
         before = call_or_answer_grammar(None, Thinking(THINK, is_begun), special)
@@ -192,7 +207,7 @@ LOOSE = {
 def test_the_model_may_call_a_tool_or_answer_by_its_grammar(name: str, with_markers: bool) -> None:
     tool_format = TOOL_FORMATS_BY_NAME[name]
     calls = LOOSE.get(name, TWO_CALLS[name])
-    before = call_or_answer_grammar(Calls(tool_format, TOOLS), None, special_ids(tool_format, with_markers))
+    before = call_or_answer_grammar(Calls(tool_format, TOOLS), None, marker_ids(tool_format, with_markers))
     spec = GrammarSpec("json_schema", '{"type": "object", "required": ["answer"]}', before)
 
     assert is_accepted(spec, calls, with_markers)
@@ -205,7 +220,7 @@ def test_the_model_may_call_a_tool_or_answer_by_its_grammar(name: str, with_mark
 @pytest.mark.parametrize("with_markers", [False, True])
 def test_one_call_only_if_parallel_calls_are_off(with_markers: bool) -> None:
     hermes = TOOL_FORMATS_BY_NAME["hermes"]
-    special = special_ids(hermes, with_markers)
+    special = marker_ids(hermes, with_markers)
     one, two = tagged(listed("arguments")[0]), TWO_CALLS["hermes"]
     either = GrammarSpec("regex", "[0-9]+", call_or_answer_grammar(Calls(hermes, TOOLS, 1), None, special))
     free = GrammarSpec("lark", call_or_text_grammar(Calls(hermes, TOOLS, 1), None, special))
@@ -220,7 +235,7 @@ def test_one_call_only_if_parallel_calls_are_off(with_markers: bool) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in LOOSE and name != "openai"])
 def test_the_arguments_of_strict_tools_follow_their_schema_in_free_text(name: str, with_markers: bool) -> None:
     tool_format = TOOL_FORMATS_BY_NAME[name]
-    grammar = call_or_text_grammar(Calls(tool_format, TOOLS), None, special_ids(tool_format, with_markers))
+    grammar = call_or_text_grammar(Calls(tool_format, TOOLS), None, marker_ids(tool_format, with_markers))
     spec = GrammarSpec("lark", grammar)
     calls = TWO_CALLS[name]
 
@@ -236,7 +251,7 @@ def test_the_arguments_of_strict_tools_follow_their_schema_in_free_text(name: st
 @pytest.mark.parametrize("with_markers", [False, True])
 def test_harmony_reasons_calls_and_answers_in_its_channels(with_markers: bool) -> None:
     tool_format = TOOL_FORMATS_BY_NAME["openai"]
-    calls, special = Calls(tool_format, TOOLS), special_ids(tool_format, with_markers)
+    calls, special = Calls(tool_format, TOOLS), marker_ids(tool_format, with_markers)
     thinking = Thinking(HARMONY, is_begun=False)
     answer = GrammarSpec("regex", "[0-9]+", call_or_answer_grammar(calls, thinking, special))
     free = GrammarSpec("lark", call_or_text_grammar(calls, thinking, special))

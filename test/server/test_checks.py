@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightserve.server import api_server
 from lightserve.server.args import parse_server
 from lightserve.server.checks import check
 from lightserve.server.keys import with_keys
-from test.server.launcher_process import start_launcher, tiny_model
+from test.server.launcher_process import TINY, start_launcher, tiny_model
 
 TLS = Path(__file__).parent.parent / "api" / "tls"
 CERTIFICATE = ["--ssl_certfile", f"{TLS}/server.pem", "--ssl_keyfile", f"{TLS}/server.key"]
@@ -71,7 +73,8 @@ def test_a_wrong_flag_is_reported(capsys: pytest.CaptureFixture[str], flags: lis
 @pytest.mark.parametrize(
     ("changes", "flags", "message"),
     [
-        ({"model_type": "gpt2"}, [], "model_type 'gpt2' is not supported; supported: bloom, llama, qwen2, qwen3"),
+        ({"model_type": "mamba"}, [], "model_type 'mamba' is not supported; supported: "),
+        ({}, ["--model_type=mamba"], "model_type 'mamba' is not supported; supported: "),
         ({"model_type": None}, [], "model_type"),
         ({}, ["--tp=3"], "4 attention heads do not divide among tp=3 ranks"),
         (
@@ -90,6 +93,20 @@ def test_a_model_that_cannot_be_served_is_reported(
     line = refusal(capsys, "--port=0", "--load_format=dummy", f"--model_dir={model}", *flags)
 
     assert message in line
+
+
+def test_a_llama_under_another_name_is_recognised_by_its_tensors(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    model = tiny_model(tmp_path, model_type="mygpt")
+    capsys.readouterr()  # transformers shows its progress
+
+    line = refusal(capsys, "--port=0", f"--model_dir={model}")
+
+    assert "model_type 'mygpt' is not supported" in line
+    assert re.search("; its tensors fit llama, .*: try --model_type llama", line)
+    assert check(parse_server(["--port=0", f"--model_dir={model}", "--model_type=llama"])).name == model.name
 
 
 def test_missing_weights_are_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

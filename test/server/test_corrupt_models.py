@@ -117,7 +117,7 @@ FOLDERS: dict[str, tuple[Damage, str, str]] = {
     "config is a list": (write("config.json", "[]"), "config.json", "a JSON list instead of an object"),
     "config is deep": (write("config.json", '{"a":' * 100_000), "config.json", "not readable as JSON"),
     "no model type": (setting("config.json", model_type=None), "", "model_type 'None' is not supported; supported:"),
-    "another model": (setting("config.json", model_type="gpt2"), "", "model_type 'gpt2' is not supported; supported:"),
+    "another model": (setting("config.json", model_type="mamba"), "", "model_type 'mamba' is not supported; "),
     "layers are text": (setting("config.json", num_hidden_layers="2"), "config.json", "is '2', wanted a positive int"),
     "too many layers": (setting("config.json", num_hidden_layers=10**9), "config.json", "of at most 10000; correct"),
     "no heads": (setting("config.json", num_attention_heads=0), "config.json", "num_attention_heads is 0, wanted"),

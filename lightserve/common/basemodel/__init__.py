@@ -16,6 +16,7 @@ from lightserve.common.basemodel.layer_infer.template.transformer_layer_infer_te
     TransformerLayerInferTpl,
 )
 from lightserve.common.basemodel.layer_weights.decoder import DecoderLayerWeight, DecoderPreAndPostWeight
+from lightserve.common.basemodel.layer_weights.experts import ExpertsWeight, MoeFfnWeight
 from lightserve.common.basemodel.layer_weights.ffn import FfnWeight
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.linears import (
@@ -27,8 +28,9 @@ from lightserve.common.basemodel.layer_weights.linears import (
     VocabWeight,
 )
 from lightserve.common.basemodel.layer_weights.norms import LayerNormWeight, NormWeight, RmsNormWeight
-from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves
+from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
+from lightserve.common.basemodel.moe import MoeNames, MoeSpec, num_experts_of, top_k_of
 from lightserve.common.basemodel.spec import (
     LayerNames,
     LayerSpec,
@@ -43,7 +45,7 @@ from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.common.parallel import Parallel, RankGroup
-from lightserve.common.quantization import LinearMethod, LinearSpec, UnquantizedLinear
+from lightserve.common.quantization import ExpertNames, ExpertsLayout, LinearMethod, LinearSpec, UnquantizedLinear
 from lightserve.model_files.model_config import ModelConfig, RopeConfig
 
 __all__ = [
@@ -54,6 +56,9 @@ __all__ = [
     "DecoderLayerInferTpl",
     "DecoderLayerWeight",
     "DecoderPreAndPostWeight",
+    "ExpertNames",
+    "ExpertsLayout",
+    "ExpertsWeight",
     "FfnWeight",
     "HiddenStates",
     "InferStateInfo",
@@ -71,6 +76,9 @@ __all__ = [
     "ModelInput",
     "ModelNames",
     "ModelSpec",
+    "MoeFfnWeight",
+    "MoeNames",
+    "MoeSpec",
     "Norm",
     "NormWeight",
     "Observer",
@@ -102,5 +110,8 @@ __all__ = [
     "alibi_slopes",
     "in_blocks",
     "in_kv_groups",
+    "num_experts_of",
     "pairs_to_halves",
+    "top_k_of",
+    "whole",
 ]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from lightserve.common.basemodel.infer_struct import InferStateInfo, ModelInput, Observer
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
@@ -30,10 +31,17 @@ from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.parallel import Parallel
 from lightserve.common.quantization import linear_method_factory
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.model_config import ModelConfig
+from lightserve.model_files.model_config import SLIDING_ATTENTION, ModelConfig
 
 # tensors of checkpoints that the model computes itself
-REDUNDANT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+REDUNDANT = (
+    ".rotary_emb.inv_freq",
+    ".rotary_pos_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +81,21 @@ class TpPartBaseModel:
     post_layer_infer_class: ClassVar[type[PostLayerInfer[Any, Any]]] = PostLayerInferTpl
     infer_state_class: ClassVar[type[InferStateInfo]] = InferStateInfo
 
+    # attention reads a prefix that requests share once for all of them (AttnBatch.shared_prefixes)
+    attends_to_shared_prefixes: ClassVar[bool] = True
+
     observer: Observer | None = None  # receives intermediate values: see hooks.py
 
     def __init__(self, args: ModelArgs) -> None:
+        self._init_args(args)
+        self._init_weights()
+        self._init_mem_manager()
+        self._init_infer_layer()
+        self._init_some_value()
+        self._init_custom()
+
+    def _init_args(self, args: ModelArgs) -> None:
+        """Everything that needs no memory."""
         self.args = args
         self.tp = args.parallel.tp
         self.device = args.device
@@ -83,11 +103,13 @@ class TpPartBaseModel:
         self._init_specs()
         self._verify_must()
         self._verify_params()
-        self._init_weights()
-        self._init_mem_manager()
-        self._init_infer_layer()
-        self._init_some_value()
-        self._init_custom()
+
+    @classmethod
+    def unused_tensors(cls, args: ModelArgs) -> list[str]:
+        """Check ``args.tensor_metadata`` as loading does, and return the tensors that the model does not use."""
+        model = cls.__new__(cls)
+        model._init_args(args)
+        return model._check_metadata()
 
     def _init_config(self) -> None:
         self.config = self.args.config
@@ -102,11 +124,9 @@ class TpPartBaseModel:
         return LayerSpec(
             config=config,
             layer_num=layer_num,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            **config.layer_shapes[layer_num]._asdict(),
             head_dim=config.head_dim,
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
             norm_eps=config.norm_eps,
             rope=config.rope,
             scale=config.head_dim**-0.5,
@@ -121,7 +141,10 @@ class TpPartBaseModel:
         """Check what every model needs."""
         for spec in self.layer_specs:
             spec.check_tp(self.tp.size)
-        if self.config.window is not None and all(spec.window is None for spec in self.layer_specs):
+            spec.check_halves()
+        layer_types = self.config.layer_types
+        is_in_effect = self.config.window is not None and (layer_types is None or SLIDING_ATTENTION in layer_types)
+        if is_in_effect and all(spec.window is None for spec in self.layer_specs):
             raise ModelFilesError(
                 f"config.json: sliding_window {self.config.window} is not supported for {self.config.model_type}; "
                 "set it to null to attend to all tokens"
@@ -159,19 +182,25 @@ class TpPartBaseModel:
         layers = [self.transformer_weight_class(spec, context) for spec in self.layer_specs]
         return self.pre_and_post_weight_class(self.spec, context), layers
 
-    def _check_metadata(self) -> None:
-        """Check the checkpoint against weights on the meta device: a wrong config.json may need too much memory."""
+    def _check_metadata(self) -> list[str]:
+        """Check the checkpoint against weights on the meta device: a wrong config.json may need too much memory.
+
+        Returns the tensors that the model does not use.
+        """
         tensor_metadata = list(self.args.tensor_metadata)
-        if tensor_metadata:
-            pre_post, layers = self._new_weights(torch.device("meta"))
-            check_weights([pre_post, *layers], self.adapt_checkpoint(tensor_metadata), self.config.num_layers)
+        if not tensor_metadata:
+            return []
+        pre_post, layers = self._new_weights(torch.device("meta"))
+        return check_weights([pre_post, *layers], self.adapt_checkpoint(tensor_metadata), self.config.num_layers)
 
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""
         for name, tensor, file in checkpoint:
             name = name.removeprefix(self.spec.names.optional_prefix)
-            is_tied_head = self.spec.is_tied and name == f"{self.spec.names.lm_head}.weight"
-            if not is_tied_head and not name.endswith(REDUNDANT):
+            is_head = name == f"{self.spec.names.lm_head}.weight"
+            if is_head and self.spec.normalizes_head:
+                tensor = normalize(tensor.float()).to(tensor.dtype)
+            if not (is_head and self.spec.is_tied) and not name.endswith(REDUNDANT):
                 yield CheckpointTensor(name, tensor, file)
 
     def _init_mem_manager(self) -> None:
@@ -187,6 +216,8 @@ class TpPartBaseModel:
         """What a token stores in each layer: keys and values, in groups of layers with the same heads."""
         layers: dict[tuple[int, int, int | None], list[int]] = {}
         for spec in self.layer_specs:
+            if not spec.has_attention:
+                continue
             key = spec.kv_heads_of_rank(self.tp.size), spec.head_dim, spec.window
             layers.setdefault(key, []).append(spec.layer_num)
         return KvLayout(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from lightserve.common.kv.mem_manager import MemoryManager
-from lightserve.common.ops import AttnBatch
+from lightserve.common.ops import AttnBatch, RotaryAngles
 
 if TYPE_CHECKING:
     from lightserve.common.basemodel.basemodel import TpPartBaseModel
@@ -49,13 +49,14 @@ class InferStateInfo:
         self.position_ids = step.position_ids
         self.residual: Tensor | None = None  # the hidden states; a layer returns what the next norm adds to them
         self.observer: Observer | None = None
-        # by `rotary_key`: cosine and sine of every token's angles, [tokens, rotary_dim / 2] in float32
-        self.rotary_angles: dict[str, tuple[Tensor, Tensor]] = {}
+        self.rotary_angles: dict[str, RotaryAngles] = {}  # by `rotary_key`
 
     def init_some_extra_state(self, model: TpPartBaseModel, input_ids: Tensor) -> None:
         """Fill what the layers share beyond the step itself, once per step. A subclass adds its own."""
         for key, (cos, sin) in model.rotary_tables.items():
-            self.rotary_angles[key] = cos.index_select(0, self.position_ids), sin.index_select(0, self.position_ids)
+            self.rotary_angles[key] = RotaryAngles(
+                cos.index_select(0, self.position_ids), sin.index_select(0, self.position_ids)
+            )
 
     @cached_property
     def is_padding(self) -> Tensor:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from lightserve.common.basemodel.moe import MoeSpec
 from lightserve.errors import ModelFilesError
+from lightserve.model_files.layer_shapes import LayerShape
 from lightserve.model_files.model_config import ModelConfig, RopeConfig
 
 # by the name in config.json (transformers' ACT2FN)
@@ -31,6 +33,7 @@ class Norm(Enum):
     LAYER = "layer"  # (x - mean) / std * weight + bias
     LAYER_PLUS_ONE = "layer_plus_one"  # (x - mean) / std * (1 + weight) + bias
     LAYER_NO_BIAS = "layer_no_bias"  # (x - mean) / std * weight
+    LAYER_NO_WEIGHT = "layer_no_weight"  # (x - mean) / std
 
 
 class QkNorm(Enum):
@@ -77,11 +80,11 @@ class LayerSpec:
 
     config: ModelConfig
     layer_num: int
-    num_heads: int
+    num_heads: int  # 0: the layer has no attention
     num_kv_heads: int
     head_dim: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # 0: the layer has no feed-forward
     names: LayerNames = field(default_factory=LayerNames)
 
     # norms: LayerNames says which ones there are
@@ -110,6 +113,7 @@ class LayerSpec:
     activation: str = "silu"  # a value of ACTIVATIONS
     is_gated: bool = True  # False: down(activation(up(x)))
     ffn_bias: bool = False
+    moe: MoeSpec | None = None  # experts instead of one feed-forward
 
     # how the checkpoint stores the linears
     qkv_layout: QkvLayout = QkvLayout.BLOCKS  # with LayerNames.qkv
@@ -119,6 +123,14 @@ class LayerSpec:
     @property
     def prefix(self) -> str:
         return f"{self.names.layers}.{self.layer_num}"
+
+    @property
+    def has_attention(self) -> bool:
+        return self.num_heads > 0
+
+    @property
+    def has_ffn(self) -> bool:
+        return self.intermediate_size > 0
 
     @property
     def rotary_dim(self) -> int:
@@ -131,13 +143,12 @@ class LayerSpec:
 
     def check_tp(self, size: int) -> None:
         """Check that ``size`` ranks can split the layer."""
-        for what, count in (("attention heads", self.num_heads), ("FFN rows", self.intermediate_size)):
-            if count % size:
-                raise ModelFilesError(
-                    f"{count} {what} do not divide among tp={size} ranks; choose a tp that divides them"
-                )
-        if self.num_kv_heads % size and size % self.num_kv_heads:
-            raise ModelFilesError(f"{self.num_kv_heads} KV heads and tp={size}: one must divide the other")
+        for width in (self.intermediate_size,) if self.moe is None else self.moe.widths:
+            LayerShape(self.num_heads, self.num_kv_heads, width).check_tp(size)
+
+    def check_halves(self) -> None:
+        if self.is_parallel and not (self.has_attention and self.has_ffn):
+            raise ModelFilesError(f"config.json: layer {self.layer_num} lacks a half, but the halves are parallel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +176,7 @@ class ModelSpec:
     position_offset: int = 0  # rows before that of position 0
     is_tied: bool  # the head is the embedding
     head_bias: bool = False
+    normalizes_head: bool = False  # the rows of the head are divided by their length when they are loaded
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
 

@@ -7,12 +7,15 @@ are new in this step or not, over the keys up to the end of that block.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.common import ops
 from lightserve.common.ops import AttnBatch, AttnOptions, attention_weights
+from lightserve.common.ops.latent_attention import latent_sizes
 
 BACKEND = ops.batch_invariant("cpu")
 ROWS = 32  # of a block: 256 rows take 1.4 to 2.5 times as long as in one product, in blocks of 8 up to 10 times
@@ -50,6 +53,45 @@ def token_attention(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: Attn
             attended = _attend(queries, kv[:end], options)
             out[row + begin : row + stop] = attended[begin - first : stop - first]
     return out
+
+
+@ops.latent_context_attention.impl(BACKEND)
+def latent_context_attention(
+    q: Tensor, latent: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: AttnBatch, options: AttnOptions
+) -> Tensor:
+    return latent_token_attention(q, latent_cache, kv_b, batch, options)
+
+
+@ops.latent_token_attention.impl(BACKEND)
+def latent_token_attention(
+    q: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: AttnBatch, options: AttnOptions
+) -> Tensor:
+    """Plain attention over keys and values that are expanded to one size, padded with columns of 0."""
+    options.check_supported(BACKEND)
+    sizes = latent_sizes(q, latent_cache, kv_b)
+    slots, by_token = _used_slots(batch)
+    latents = latent_cache[slots, 0].to(q.dtype)
+    kv = linear(latents[:, : sizes.rank], kv_b.flatten(0, 1)).unflatten(1, (sizes.heads, -1))
+    width = max(q.shape[2], sizes.value)
+    expanded = q.new_zeros(len(slots), 2 * sizes.heads, width)
+    expanded[:, : sizes.heads, : sizes.nope] = kv[..., : sizes.nope]
+    expanded[:, : sizes.heads, sizes.nope : q.shape[2]] = latents[:, None, sizes.rank :]
+    expanded[:, sizes.heads :, : sizes.value] = kv[..., sizes.nope :]
+    padded_q = F.pad(q, (0, width - q.shape[2]))
+    return token_attention(padded_q, expanded, by_token, options)[..., : sizes.value].contiguous()
+
+
+def _used_slots(batch: AttnBatch) -> tuple[Tensor, AttnBatch]:
+    """The slots of all tokens of the batch, one request behind the other, and the batch with their numbers as slots."""
+    table = torch.zeros(len(batch.b_req_idx), batch.req_to_token.shape[1], dtype=torch.int32)
+    slots = [torch.empty(0, dtype=torch.int64)]
+    first = 0
+    for row, (req, seq_len) in enumerate(zip(batch.b_req_idx.tolist(), batch.b_seq_len.tolist(), strict=True)):
+        slots.append(batch.req_to_token[req, :seq_len].long())
+        table[row, :seq_len] = torch.arange(first, first + seq_len)
+        first += seq_len
+    by_token = replace(batch, req_to_token=table, b_req_idx=torch.arange(len(table), dtype=torch.int32))
+    return torch.cat(slots), by_token
 
 
 def _attend(q: Tensor, kv: Tensor, options: AttnOptions) -> Tensor:

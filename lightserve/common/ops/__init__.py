@@ -19,11 +19,27 @@ from lightserve.common.ops.attention import (
     write_kv,
 )
 from lightserve.common.ops.embedding import vocab_embedding
+from lightserve.common.ops.experts import (
+    MAX_EXPERTS,
+    NO_EXPERT,
+    ExpertsParams,
+    GatedSilu,
+    RouteSpec,
+    experts,
+    route,
+)
+from lightserve.common.ops.latent_attention import (
+    LatentNorm,
+    LatentSizes,
+    latent_context_attention,
+    latent_token_attention,
+    write_latent,
+)
 from lightserve.common.ops.linear import linear
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lightserve.common.ops.norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
 from lightserve.common.ops.registry import OPS, REFERENCE, batch_invariant, use_backend
-from lightserve.common.ops.rotary import rotary, rotary_write_kv
+from lightserve.common.ops.rotary import HeadNorms, RotaryAngles, norm_rotary_write_kv, rotary, rotary_write_kv
 from lightserve.common.ops.sampling import (
     NO_TOKEN,
     Penalties,
@@ -38,12 +54,21 @@ from lightserve.common.ops.step import StepTokens, place_tokens
 from lightserve.common.ops.watermark import add_watermark
 
 __all__ = [
+    "MAX_EXPERTS",
+    "NO_EXPERT",
     "NO_TOKEN",
     "OPS",
     "REFERENCE",
     "AttnBatch",
     "AttnOptions",
+    "ExpertsParams",
+    "GatedSilu",
+    "HeadNorms",
+    "LatentNorm",
+    "LatentSizes",
     "Penalties",
+    "RotaryAngles",
+    "RouteSpec",
     "StepTokens",
     "TokenMasks",
     "add_layer_norm",
@@ -55,19 +80,24 @@ __all__ = [
     "attention_weights",
     "batch_invariant",
     "context_attention",
+    "experts",
     "gelu",
     "gelu_and_mul",
     "gelu_tanh",
     "gelu_tanh_and_mul",
+    "latent_context_attention",
+    "latent_token_attention",
     "layer_norm",
     "linear",
     "mask_logits",
+    "norm_rotary_write_kv",
     "place_tokens",
     "relu",
     "relu2",
     "rms_norm",
     "rotary",
     "rotary_write_kv",
+    "route",
     "sample",
     "silu",
     "silu_and_mul",
@@ -77,4 +107,5 @@ __all__ = [
     "use_backend",
     "vocab_embedding",
     "write_kv",
+    "write_latent",
 ]

@@ -1,10 +1,28 @@
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from lightserve.common.ops.attention import write_kv
+from lightserve.common.ops.norm import rms_norm
 from lightserve.common.ops.registry import op
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorm over each head of the queries and of the keys."""
+
+    q_weight: Tensor  # [dim]
+    k_weight: Tensor  # [dim]
+    eps: float
+
+
+class RotaryAngles(NamedTuple):
+    """Of each token, ``[tokens, rotary_dim / 2]`` in float32."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 @op
@@ -25,3 +43,14 @@ def rotary_write_kv(q: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, slots: Tens
     """Rotate ``q`` and the keys of ``kv`` in place, then store ``kv`` in the cache: ``rotary`` and ``write_kv``."""
     rotary(q, kv[:, : kv.shape[1] // 2], cos, sin)
     write_kv(kv, slots, kv_cache)
+
+
+@op
+def norm_rotary_write_kv(
+    q: Tensor, kv: Tensor, norms: HeadNorms, angles: RotaryAngles, slots: Tensor, kv_cache: Tensor
+) -> None:
+    """``rms_norm`` of ``q`` and of the keys of ``kv`` in place, then ``rotary_write_kv``."""
+    k = kv[:, : kv.shape[1] // 2]
+    q.copy_(rms_norm(q, norms.q_weight, norms.eps))
+    k.copy_(rms_norm(k, norms.k_weight, norms.eps))
+    rotary_write_kv(q, kv, *angles, slots, kv_cache)

@@ -1,15 +1,23 @@
-"""How a linear stores its weight and computes with it: one ``LinearMethod`` per format."""
+"""How a linear stores its weight and computes with it: one ``LinearMethod`` per format, and one for experts."""
 
+from lightserve.common.quantization.experts_method import ExpertNames, ExpertsLayout, ExpertsMethod, ExpertsSpec
 from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
-from lightserve.common.quantization.registry import LinearMethodFactory, linear_method_factory
+from lightserve.common.quantization.registry import ExpertsMethodFactory, LinearMethodFactory, linear_method_factory
 from lightserve.common.quantization.unquantized import UnquantizedLinear
+from lightserve.common.quantization.unquantized_experts import UnquantizedExperts
 
 __all__ = [
+    "ExpertNames",
+    "ExpertsLayout",
+    "ExpertsMethod",
+    "ExpertsMethodFactory",
+    "ExpertsSpec",
     "LinearMethod",
     "LinearMethodFactory",
     "LinearPart",
     "LinearSpec",
     "RmsNorm",
+    "UnquantizedExperts",
     "UnquantizedLinear",
     "linear_method_factory",
 ]

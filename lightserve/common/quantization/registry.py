@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from lightserve.common.quantization.experts_method import ExpertsMethod, ExpertsSpec
 from lightserve.common.quantization.linear_method import LinearMethod, LinearSpec
 from lightserve.common.quantization.unquantized import UnquantizedLinear
 from lightserve.model_files.model_config import ModelConfig
 
 LinearMethodFactory = Callable[[LinearSpec, torch.dtype, torch.device], LinearMethod]
+ExpertsMethodFactory = Callable[[ExpertsSpec, torch.dtype, torch.device], ExpertsMethod]
 
 # By ``quant_method`` of config.json: from its ``quantization_config`` to a factory. The factory sees the name of every
 # linear, so it can return UnquantizedLinear for those that the checkpoint leaves as they are.

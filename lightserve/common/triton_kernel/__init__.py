@@ -6,6 +6,9 @@ from lightserve.common.triton_kernel import (
     apply_penalties,
     batch_invariant,
     context_attention,
+    experts,
+    latent_context_attention,
+    latent_token_attention,
     layer_norm,
     linear,
     mask_logits,
@@ -13,12 +16,14 @@ from lightserve.common.triton_kernel import (
     place_tokens,
     rms_norm,
     rotary_write_kv,
+    route,
     sample,
     token_attention,
     top_k_top_p_min_p,
     typical_p,
     vocab_embedding,
     write_kv,
+    write_latent,
 )
 from lightserve.common.triton_kernel._gpu import use_profile
 
@@ -28,6 +33,9 @@ __all__ = [
     "apply_penalties",
     "batch_invariant",
     "context_attention",
+    "experts",
+    "latent_context_attention",
+    "latent_token_attention",
     "layer_norm",
     "linear",
     "mask_logits",
@@ -35,6 +43,7 @@ __all__ = [
     "place_tokens",
     "rms_norm",
     "rotary_write_kv",
+    "route",
     "sample",
     "token_attention",
     "top_k_top_p_min_p",
@@ -42,4 +51,5 @@ __all__ = [
     "use_profile",
     "vocab_embedding",
     "write_kv",
+    "write_latent",
 ]

@@ -8,8 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import linear as few_rows
+from lightserve.common.triton_kernel import _latent_in_order, linear as few_rows
 from lightserve.common.triton_kernel.context_attention import attend_in_order
+from lightserve.common.triton_kernel.latent_token_attention import check as check_latents
 
 BACKEND = ops.batch_invariant("triton")
 LINEAR = few_rows.Config(block_n=64, block_bytes=256, num_warps=4, num_stages=4)
@@ -37,3 +38,19 @@ def context_attention(
 @ops.token_attention.impl(BACKEND)
 def token_attention(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
     return attend_in_order(q, kv_cache, batch, options)
+
+
+@ops.latent_context_attention.impl(BACKEND)
+def latent_context_attention(
+    q: Tensor, latent: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
+) -> Tensor:
+    sizes = check_latents("latent_context_attention", q, latent_cache, kv_b, options)
+    return _latent_in_order.attend_in_order(q, latent_cache, kv_b, batch, options.scale, sizes)
+
+
+@ops.latent_token_attention.impl(BACKEND)
+def latent_token_attention(
+    q: Tensor, latent_cache: Tensor, kv_b: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
+) -> Tensor:
+    sizes = check_latents("latent_token_attention", q, latent_cache, kv_b, options)
+    return _latent_in_order.attend_in_order(q, latent_cache, kv_b, batch, options.scale, sizes)

@@ -1,4 +1,7 @@
-"""Rotary positions and the cache write in one pass: one program for each token rotates its heads and stores K and V."""
+"""Norms of heads, rotary positions and the cache write in one pass.
+
+One program for each token normalises and rotates its heads, and stores K and V.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,19 @@ from lightserve.common.triton_kernel._check import check_heads_side_by_side, che
 
 
 @triton.jit
-def _rotate(x_ptr, cache_ptr, cos, sin, cols, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Rotate the heads of one token in place, and write the same to the cache if there is one."""
+def _rotate(
+    x_ptr,
+    cache_ptr,
+    norm_weight_ptr,
+    eps,
+    cos,
+    sin,
+    cols,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Normalise and rotate the heads of one token in place, and write them to the cache. None: no norm, no cache."""
     heads = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
     mask = (heads < HEADS) & (cols < HALF)
     low_at = heads * DIM + cols
@@ -20,6 +34,13 @@ def _rotate(x_ptr, cache_ptr, cos, sin, cols, HEADS: tl.constexpr, DIM: tl.const
 
     low = tl.load(x_ptr + low_at, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(x_ptr + high_at, mask=mask, other=0.0).to(tl.float32)
+    if norm_weight_ptr is not None:
+        squares = tl.sum(low * low, axis=1, keep_dims=True) + tl.sum(high * high, axis=1, keep_dims=True)
+        if 2 * HALF < DIM:
+            squares = _norm_rest(x_ptr, norm_weight_ptr, eps, squares, HEADS, DIM, 2 * HALF)
+        rstd = tl.rsqrt(squares / DIM + eps)
+        low = _scale(low, rstd, norm_weight_ptr + cols, cols < HALF, x_ptr.dtype.element_ty)
+        high = _scale(high, rstd, norm_weight_ptr + HALF + cols, cols < HALF, x_ptr.dtype.element_ty)
     turned_low = (low * cos - high * sin).to(x_ptr.dtype.element_ty)
     turned_high = (high * cos + low * sin).to(x_ptr.dtype.element_ty)
     tl.store(x_ptr + low_at, turned_low, mask=mask)
@@ -27,6 +48,27 @@ def _rotate(x_ptr, cache_ptr, cos, sin, cols, HEADS: tl.constexpr, DIM: tl.const
     if cache_ptr is not None:
         tl.store(cache_ptr + low_at, turned_low, mask=mask)
         tl.store(cache_ptr + high_at, turned_high, mask=mask)
+
+
+@triton.jit
+def _scale(x, rstd, weight_ptrs, mask, DTYPE: tl.constexpr):
+    """``x * rstd * weight``, rounded as the norm alone would round it."""
+    weight = tl.load(weight_ptrs, mask=mask, other=0.0).to(tl.float32)
+    return (x * rstd * weight).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _norm_rest(x_ptr, norm_weight_ptr, eps, squares, HEADS: tl.constexpr, DIM: tl.constexpr, FIRST: tl.constexpr):
+    """Normalise the elements from FIRST on, which do not rotate; the squares of all elements of each head."""
+    heads = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
+    cols = FIRST + tl.arange(0, triton.next_power_of_2(DIM - FIRST))[None, :]
+    mask = (heads < HEADS) & (cols < DIM)
+    at = heads * DIM + cols
+    rest = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    squares += tl.sum(rest * rest, axis=1, keep_dims=True)
+    rstd = tl.rsqrt(squares / DIM + eps)
+    tl.store(x_ptr + at, _scale(rest, rstd, norm_weight_ptr + cols, cols < DIM, x_ptr.dtype.element_ty), mask=mask)
+    return squares
 
 
 @triton.jit
@@ -47,6 +89,9 @@ def _rotary_write_kv_kernel(
     sin_ptr,
     slots_ptr,
     cache_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
     q_token_stride,
     kv_token_stride,
     cos_token_stride,
@@ -65,22 +110,43 @@ def _rotary_write_kv_kernel(
     cos = tl.load(cos_ptr + token * cos_token_stride + cols, mask=cols < HALF, other=0.0)
     sin = tl.load(sin_ptr + token * sin_token_stride + cols, mask=cols < HALF, other=0.0)
 
-    _rotate(q_row, None, cos, sin, cols, Q_HEADS, DIM, HALF)
-    _rotate(k_row, k_cache, cos, sin, cols, KV_HEADS, DIM, HALF)
+    _rotate(q_row, None, q_norm_ptr, eps, cos, sin, cols, Q_HEADS, DIM, HALF)
+    _rotate(k_row, k_cache, k_norm_ptr, eps, cos, sin, cols, KV_HEADS, DIM, HALF)
     if 2 * HALF < DIM:
+        tl.debug_barrier()  # other threads may have normalised the elements
         _copy(k_row, k_cache, KV_HEADS, DIM, 2 * HALF)
     _copy(k_row + KV_HEADS * DIM, k_cache + KV_HEADS * DIM, KV_HEADS, DIM, 0)
 
 
 @ops.rotary_write_kv.impl("triton")
 def rotary_write_kv(q: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
-    check_heads_side_by_side("rotary_write_kv", q=q, kv=kv, kv_cache=kv_cache)
-    check_last_contiguous("rotary_write_kv", cos=cos, sin=sin, slots=slots)
+    _launch("rotary_write_kv", q, kv, None, ops.RotaryAngles(cos, sin), slots, kv_cache)
+
+
+@ops.norm_rotary_write_kv.impl("triton")
+def norm_rotary_write_kv(
+    q: Tensor, kv: Tensor, norms: ops.HeadNorms, angles: ops.RotaryAngles, slots: Tensor, kv_cache: Tensor
+) -> None:
+    _launch("norm_rotary_write_kv", q, kv, norms, angles, slots, kv_cache)
+
+
+def _launch(
+    op: str,
+    q: Tensor,
+    kv: Tensor,
+    norms: ops.HeadNorms | None,
+    angles: ops.RotaryAngles,
+    slots: Tensor,
+    kv_cache: Tensor,
+) -> None:
+    cos, sin = angles
+    check_heads_side_by_side(op, q=q, kv=kv, kv_cache=kv_cache)
+    check_last_contiguous(op, cos=cos, sin=sin, slots=slots)
     tokens, q_heads, dim = q.shape
     half = cos.shape[1]
     if kv_cache.shape[1:] != kv.shape[1:] or kv.shape[2] != dim or 2 * half > dim:
         raise ValueError(
-            f"rotary_write_kv: {half} angles, heads of q {(q_heads, dim)}, of kv {tuple(kv.shape[1:])} and of the "
+            f"{op}: {half} angles, heads of q {(q_heads, dim)}, of kv {tuple(kv.shape[1:])} and of the "
             f"cache {tuple(kv_cache.shape[1:])} do not match"
         )
     if tokens == 0:
@@ -92,6 +158,9 @@ def rotary_write_kv(q: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, slots: Tens
         sin,
         slots,
         kv_cache,
+        None if norms is None else norms.q_weight,
+        None if norms is None else norms.k_weight,
+        0.0 if norms is None else norms.eps,
         q.stride(0),
         kv.stride(0),
         cos.stride(0),

@@ -11,7 +11,8 @@ from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.anthropic.blocks import SYSTEM_TEXT, join_system
 from lightserve.httpserver.anthropic.conversation import Conversation, Message, found_tools
 from lightserve.httpserver.anthropic.tools import Tool, ToolChoice, chat_tools, deferred_functions, hosted_tools
-from lightserve.httpserver.chat.request import MAX_MESSAGES, MAX_TOOLS, Tool as ChatTool
+from lightserve.httpserver.chat.request import MAX_MESSAGES
+from lightserve.httpserver.chat.tools import MAX_TOOLS, Tool as ChatTool
 from lightserve.httpserver.chat.translation import TranslatedChat, translate_chat
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import NewTokens, Share

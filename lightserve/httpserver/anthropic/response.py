@@ -8,7 +8,8 @@ import orjson
 
 from lightserve.errors import LightserveError
 from lightserve.httpserver.anthropic.errors import anthropic_error
-from lightserve.httpserver.chat.output import ChoiceParser, arguments_object
+from lightserve.httpserver.chat.choice_parser import ChoiceParser
+from lightserve.httpserver.chat.output import arguments_object
 from lightserve.httpserver.chat.parts import DELTA_TEXT, Events, Part, PartKind, PartsResponse, split_event
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject

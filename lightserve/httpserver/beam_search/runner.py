@@ -82,7 +82,7 @@ def _outs(context: ServerContext, result: BeamResult, params: GenerationParams) 
     """A sequence as the detokenizer would send it, with the whole text at the last token."""
     tokenizer = context.optional_tokenizer
     skips_special = params.text.skip_special_tokens and not params.text.shown_special_ids
-    stream = EmptyDecodeStream() if tokenizer is None else tokenizer.decoder.stream(skips_special)
+    stream = EmptyDecodeStream() if tokenizer is None else tokenizer.decoder.stream(skips_special, continues_text=True)
     *ids, last = result.token_ids
     is_end = result.finish_reason is FinishReason.STOP
     shown = ids if is_end and not params.text.include_stop else result.token_ids
@@ -95,9 +95,8 @@ def _outs(context: ServerContext, result: BeamResult, params: GenerationParams) 
 def _record(log: AccessLog, first: Sequence[StrOut], found: Sequence[Sequence[BeamResult]]) -> None:
     """Count the tokens of the result. Each prompt was admitted with the first step."""
     for out, results in zip(first, found, strict=True):
-        admission = out.admission
+        if out.admission is not None:
+            log.record_admission(out.admission, is_first_choice=True)
         for result in results:
-            for count, token in enumerate(result.token_ids, start=1):
-                reason = result.finish_reason if count == len(result.token_ids) else None
-                log.record(StrOut(0, "", Token(token), finish_reason=reason, admission=admission), is_first_choice=True)
-                admission = None
+            log.generated_tokens += len(result.token_ids)
+            log.record_finish(result.finish_reason)

@@ -12,13 +12,15 @@ from pydantic_core import from_json
 
 from lightserve.errors import InvalidRequestError
 from lightserve.grammar.compiler import check_nesting, schema_grammar
-from lightserve.httpserver.chat.request import ChatBody, Tool
+from lightserve.httpserver.chat.choice_parser import ChoiceParser, CustomToolParser
+from lightserve.httpserver.chat.request import ChatBody
+from lightserve.httpserver.chat.tools import Tool
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.grammar import GrammarFactory, requested_grammar
 from lightserve.httpserver.manager import PromptRequest
-from lightserve.io_struct import GrammarSpec, StrOut, ThinkingLimit
+from lightserve.io_struct import GrammarSpec, ThinkingLimit
 from lightserve.model_files.tokenizer import Tokenizer
-from lightserve.output_parsing import Delta, OutputParser, Reasoning
+from lightserve.output_parsing import OutputParser
 from lightserve.output_parsing.delta_writer import DeltaWriter, Tools, call_id
 from lightserve.output_parsing.parser import parse_content
 from lightserve.output_parsing.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
@@ -65,7 +67,8 @@ class OutputPlan:
     body: ChatBody
     tool_format: ToolFormat | None  # None: no tool calls
     thinking: Thinking | None  # None: reasoning is part of the content
-    special_ids: dict[str, int]  # marker: id, where a marker of either format is a special token
+    marker_ids: dict[str, int]  # marker: id, where a marker of either format is one added token
+    special_ids: tuple[int, ...]  # those of them that are special tokens, which the text would lack
     limit: ThinkingLimit | None = None  # of its reasoning tokens
 
     @property
@@ -75,10 +78,12 @@ class OutputPlan:
 
     def apply(self, prompt_request: PromptRequest) -> PromptRequest:
         """The same request, where the text keeps the markers for the parsers and the engine limits reasoning."""
-        if not self.special_ids and self.limit is None:
-            return prompt_request
-        ids = tuple(self.special_ids.values())
-        return replace(prompt_request, params=prompt_request.params.replace(shown_special_ids=ids, thinking=self.limit))
+        params = prompt_request.params.replace(
+            shown_special_ids=self.special_ids,
+            thinking=self.limit,
+            continues_text=bool(self.body.continue_final_message),
+        )
+        return replace(prompt_request, params=params)
 
     def new_parser(self) -> ChoiceParser:
         tools = self.tool_format
@@ -92,7 +97,9 @@ class OutputPlan:
         offered = _schemas(self.body.offered_tools)
         separates = self.body.separate_reasoning is not False
         parser = OutputParser(parse, DeltaWriter(offered, new_id, self.body.max_tool_calls, separates))
-        return ChoiceParser(parser, self.body.include_reasoning is not False)
+        shows_reasoning = self.body.include_reasoning is not False
+        custom = frozenset(tool.definition.name for tool in self.body.offered_tools if tool.is_custom)
+        return CustomToolParser(parser, shows_reasoning, custom) if custom else ChoiceParser(parser, shows_reasoning)
 
     def grammars(self) -> Iterator[tuple[str, GrammarFactory]]:
         """The grammar of the output, and the field that asks for it. requested_grammar refuses two.
@@ -111,25 +118,25 @@ class OutputPlan:
 
     @property
     def _has_strict_tools(self) -> bool:
-        return any(tool.function.strict for tool in self.body.offered_tools)
+        return any(tool.definition.strict for tool in self.body.offered_tools)
 
     def _call_or_answer(self, make: GrammarFactory) -> GrammarSpec:
         spec = make()
         if self.tool_format is None and self.thinking is None:
             return spec
         calls = None if self.tool_format is None else self._offered_calls(self.tool_format)
-        before = call_or_answer_grammar(calls, self.thinking, self.special_ids)
+        before = call_or_answer_grammar(calls, self.thinking, self.marker_ids)
         return msgspec.structs.replace(spec, before=before)
 
     def _call_or_text(self, tool_format: ToolFormat) -> GrammarSpec:
         calls = self._offered_calls(tool_format)
-        return GrammarSpec("lark", call_or_text_grammar(calls, self.thinking, self.special_ids))
+        return GrammarSpec("lark", call_or_text_grammar(calls, self.thinking, self.marker_ids))
 
     def _offered_calls(self, tool_format: ToolFormat) -> Calls:
         """The arguments of tools that are not strict may be any object."""
-        strict = _schemas(tool for tool in self.body.offered_tools if tool.function.strict)
+        strict = _schemas(tool for tool in self.body.offered_tools if tool.definition.strict)
         _check_schemas(strict)
-        names = [tool.function.name for tool in self.body.offered_tools]
+        names = [tool.definition.name for tool in self.body.offered_tools]
         return Calls(tool_format, {name: strict.get(name, ANY_OBJECT) for name in names}, self.body.max_tool_calls)
 
     def _forced(self, tool_format: ToolFormat, own: list[tuple[str, GrammarFactory]]) -> GrammarSpec:
@@ -138,7 +145,7 @@ class OutputPlan:
         tools = _schemas(self.body.forced_tools)
         _check_schemas(tools)
         calls = Calls(tool_format, tools, self.body.max_tool_calls)
-        return GrammarSpec("lark", forced_grammar(calls, self.thinking, self.special_ids))
+        return GrammarSpec("lark", forced_grammar(calls, self.thinking, self.marker_ids))
 
 
 def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPlan:
@@ -151,7 +158,9 @@ def output_plan(context: ServerContext, body: ChatBody, prompt: str) -> OutputPl
     if body.separate_reasoning is False and reasoning is not None and reasoning.parse_output is None:
         reasoning = thinking = None
     markers = (*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ()))
-    return OutputPlan(body, tools, thinking, _special_ids(context.tokenizer, markers), limit)
+    marker_ids = added_marker_ids(context.tokenizer, markers)
+    special_ids = tuple(i for i in marker_ids.values() if i in context.tokenizer.special_ids)
+    return OutputPlan(body, tools, thinking, marker_ids, special_ids, limit)
 
 
 def check_tools(context: ServerContext, body: ChatBody) -> None:
@@ -175,7 +184,7 @@ async def _check_each_schema(context: ServerContext, tools: list[Tool]) -> None:
     for index, tool in enumerate(tools):
         name = f"tools.{index}.function.parameters"
         try:
-            spec = schema_grammar(tool.function.parameters or {}, is_strict=False)  # as in the grammar of calls
+            spec = schema_grammar(tool.definition.parameters or {}, is_strict=False)  # as in the grammar of calls
             await context.grammars.check(context.tokenizer, spec)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{name}: {error}", name) from error
@@ -187,8 +196,9 @@ def _tool_format(model_format: ToolFormat | None, body: ChatBody) -> ToolFormat 
     return enforceable_format(model_format) if body.forced_tools else model_format
 
 
-def _special_ids(tokenizer: Tokenizer, markers: Iterable[str]) -> dict[str, int]:
-    ids = {marker: tokenizer.token_to_id(marker) for marker in markers if marker in tokenizer.special_tokens}
+def added_marker_ids(tokenizer: Tokenizer, markers: Iterable[str]) -> dict[str, int]:
+    """The ids of the markers that are one token which the tokenizer never splits."""
+    ids = {marker: tokenizer.token_to_id(marker) for marker in markers if marker in tokenizer.added_tokens}
     return {marker: token_id for marker, token_id in ids.items() if token_id is not None}
 
 
@@ -198,7 +208,7 @@ def _check_schemas(tools: Tools) -> None:
 
 
 def _schemas(tools: Iterable[Tool]) -> Tools:
-    return {tool.function.name: tool.function.parameters or {} for tool in tools}
+    return {tool.definition.name: tool.definition.parameters or {} for tool in tools}
 
 
 def arguments_object(text: str) -> Any:
@@ -208,50 +218,3 @@ def arguments_object(text: str) -> Any:
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"arguments": text}  # invalid arguments stay readable
-
-
-class ChoiceParser:
-    """Parses the output of one choice as its tokens arrive."""
-
-    def __init__(self, parser: OutputParser, shows_reasoning: bool) -> None:
-        self.reasoning_tokens = 0  # including the tags
-        self.is_hidden = False  # the last token is reasoning that the response leaves out
-        self._parser = parser
-        self._writer = parser.writer
-        self._shows_reasoning = shows_reasoning
-        self._is_cut = False
-        self._undecided_tokens = 0  # of reasoning or of a call in it: the tokens that follow decide
-
-    def push(self, out: StrOut) -> list[Delta]:
-        writer = self._writer
-        is_reasoning = writer.is_reasoning
-        deltas = self._parser.push(out.text)
-        is_reasoning = is_reasoning or writer.is_reasoning
-        if is_reasoning:
-            if writer.is_undecided or self._undecided_tokens:
-                self._count_undecided()
-            else:
-                self.reasoning_tokens += 1
-        if out.finish_reason is not None:
-            deltas += self._finish(out)
-        if self._shows_reasoning:
-            return deltas
-        self.is_hidden = is_reasoning
-        return [delta for delta in deltas if not isinstance(delta, Reasoning)]
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether there is a call. One that a stop string cut off does not count: its arguments are not JSON."""
-        return self._writer.has_calls and not self._is_cut
-
-    def _count_undecided(self) -> None:
-        if self._writer.is_undecided:
-            self._undecided_tokens += 1
-        else:
-            self.reasoning_tokens += 1 + self._undecided_tokens
-            self._undecided_tokens = 0
-
-    def _finish(self, out: StrOut) -> list[Delta]:
-        deltas = self._parser.finish()
-        self._is_cut = self._writer.is_call_open and isinstance(out.stop_reason, str)
-        return deltas

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import LightserveError
-from lightserve.httpserver.chat.output import ChoiceParser
+from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
@@ -57,7 +57,7 @@ class Part:
 
     @property
     def text(self) -> str:
-        """For a call: the JSON of its arguments."""
+        """For a call: the JSON of its arguments, or the input of a custom tool."""
         return "".join(self.pieces)
 
 

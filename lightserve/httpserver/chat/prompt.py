@@ -11,8 +11,9 @@ from typing import Any
 import orjson
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.chat.request import ChatBody, Function, Message, Tool
+from lightserve.httpserver.chat.request import ChatBody, Function, Message
 from lightserve.httpserver.chat.system_messages import arrange_system_messages, has_system_messages
+from lightserve.httpserver.chat.tools import Tool
 from lightserve.httpserver.context import LONG_TEXT, ServerContext
 from lightserve.httpserver.wire.body import check_json_size
 from lightserve.model_files.chat_template import RESERVED_NAMES, ChatTemplate
@@ -150,7 +151,7 @@ def _template(context: ServerContext, body: ChatBody) -> ChatTemplate:
 
 def _check_arguments(body: ChatBody) -> None:
     """Tool arguments are JSON inside JSON, which the size check of the body did not count."""
-    functions = [call.function for message in body.messages for call in message.tool_calls or ()]
+    functions = [call.called for message in body.messages for call in message.tool_calls or ()]
     check_json_size("".join([one.arguments for one in functions if isinstance(one.arguments, str)]).encode())
 
 
@@ -168,7 +169,7 @@ def _variables(context: ServerContext, body: ChatBody) -> dict[str, Any]:
 
 def _tool(tool: Tool) -> dict[str, Any]:
     """Only the given fields, always in the same order: equal tools give an equal prefix for the cache."""
-    function = tool.function
+    function = tool.definition
     known = ("name", "description", "parameters", "strict")
     given = {name: getattr(function, name) for name in known if name in function.model_fields_set}
     return {"type": "function", "function": given | (function.model_extra or {})}
@@ -192,9 +193,9 @@ def _tool_calls(message: Message) -> list[dict[str, Any]]:
         {
             "id": call.id,
             "type": "function",
-            "function": {"name": call.function.name, "arguments": _parsed_arguments(call.function)},
+            "function": {"name": function.name, "arguments": _parsed_arguments(function)},
         }
-        for call in message.tool_calls or ()
+        for call, function in ((call, call.called) for call in message.tool_calls or ())
     ]
 
 

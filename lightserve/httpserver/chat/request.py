@@ -7,18 +7,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.chat.template_fields import TemplateFields
+from lightserve.httpserver.chat.tools import (
+    FUNCTION_OR_CUSTOM,
+    INPUT,
+    MAX_TOOLS,
+    AllowedTools,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    required_for,
+)
 from lightserve.httpserver.fields.generation import GenerationBody, TopLogprobs
 from lightserve.httpserver.wire.body import Body
 
 MAX_MESSAGES = 2048
 MAX_TOOL_CALLS = 128  # of one message
-MAX_TOOLS = 1024
 PART_SEPARATOR = "\n"  # between the text parts of a message, as in vLLM and LightLLM
 MEDIA = frozenset(
     {"image_url", "image", "input_image", "input_audio", "audio_url", "audio", "video_url", "video", "file"}
@@ -59,10 +68,26 @@ class Function(Body):
     arguments: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = None  # JSON, or the object itself
 
 
+class CustomCall(Body):
+    name: str
+    input: str
+
+
 class ToolCall(Body):
+    model_config = ConfigDict(json_schema_extra=FUNCTION_OR_CUSTOM)
+
     id: str | None = None
-    type: Literal["function"] | None = None
-    function: Function
+    type: Literal["function", "custom"] | None = None
+    function: Annotated[Function | None, required_for("function", None)] = Field(default=None, validate_default=True)
+    custom: Annotated[CustomCall | None, required_for("custom")] = Field(default=None, validate_default=True)
+
+    @property
+    def called(self) -> Function:
+        """The call of a function that the model wrote."""
+        if self.type == "custom" and self.custom is not None:
+            return Function(name=self.custom.name, arguments={INPUT: self.custom.input})
+        assert self.function is not None  # required_for
+        return self.function
 
 
 _HAS_CONTENT: JsonDict = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
@@ -96,86 +121,6 @@ class Message(Body):
         return self
 
 
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-
-
-class ToolFunction(Body):
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema; None: the tool takes no arguments
-    strict: bool | None = None
-
-
-class Tool(Body):
-    type: Literal["function"] | None = None
-    function: ToolFunction
-
-
-class NamedTool(Body):
-    name: str
-
-
-class AllowedTools(Body):
-    """The model gets only these tools."""
-
-    mode: Literal["auto", "required"]
-    names: Annotated[list[str], Field(max_length=MAX_TOOLS)]
-
-
-_MODES = ("auto", "none", "required")
-_FUNCTION: JsonDict = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
-_NAMED: JsonDict = {
-    "type": "object",
-    "required": ["function"],
-    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
-}
-_ALLOWED: JsonDict = {
-    "type": "object",
-    "required": ["type", "allowed_tools"],
-    "properties": {
-        "type": {"const": "allowed_tools"},
-        "allowed_tools": {
-            "type": "object",
-            "required": ["mode", "tools"],
-            "properties": {
-                "mode": {"enum": ["auto", "required"]},
-                "tools": {"type": "array", "minItems": 1, "items": {**_NAMED, "required": ["type", "function"]}},
-            },
-        },
-    },
-}
-
-
-def _tool_choice(value: Any) -> str | NamedTool | AllowedTools | None:
-    match value:
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*tools]}}:
-            return AllowedTools(mode=mode, names=[_allowed_name(tool) for tool in tools])
-        case None | "auto" | "none" | "required":
-            return value
-        case str(name) | {"type": "function", "name": str(name)}:  # TGI's form, and that of OpenAI's Responses
-            return NamedTool(name=name)
-        case {"function": {"name": str(name)}} if value.get("type") in (None, "function"):
-            return NamedTool(name=name)
-    raise PydanticCustomError(
-        "tool_choice",
-        "must be auto, none, required, the name of a function, an object with it, or an object with allowed_tools",
-    )
-
-
-def _allowed_name(tool: Any) -> str:
-    match tool:
-        case {"type": "function", "function": {"name": str(name)}}:
-            return name
-    raise PydanticCustomError("tool_choice", "an allowed tool must be an object with the type function and its name")
-
-
-ToolChoice = Annotated[
-    str | NamedTool | AllowedTools | None,
-    PlainValidator(_tool_choice),
-    WithJsonSchema({"anyOf": [{"enum": [*_MODES]}, {"type": "string"}, _NAMED, _ALLOWED, {"type": "null"}]}),
-]
-
-
 class ChatBody(GenerationBody, TemplateFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
@@ -200,7 +145,7 @@ class ChatBody(GenerationBody, TemplateFields):
         if self.tools is None or self.tool_choice == "none":
             return []
         if isinstance(self.tool_choice, AllowedTools):
-            return [tool for tool in self.tools if tool.function.name in self.tool_choice.names]
+            return [tool for tool in self.tools if tool.definition.name in self.tool_choice.names]
         return self.tools
 
     @property
@@ -212,7 +157,7 @@ class ChatBody(GenerationBody, TemplateFields):
     def forced_tools(self) -> list[Tool]:
         """The tools of which the model must call one."""
         if isinstance(self.tool_choice, NamedTool):
-            return [tool for tool in self.tools or () if tool.function.name == self.tool_choice.name]
+            return [tool for tool in self.tools or () if tool.definition.name == self.tool_choice.name]
         mode = self.tool_choice.mode if isinstance(self.tool_choice, AllowedTools) else self.tool_choice
         return self.offered_tools if mode == "required" else []
 
@@ -231,7 +176,7 @@ class ChatBody(GenerationBody, TemplateFields):
         return self
 
     def _check_tools(self) -> None:
-        names = [tool.function.name for tool in self.tools or ()]
+        names = [tool.definition.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise InvalidRequestError("tools: two tools have the same name", "tools")
         if isinstance(self.tool_choice, AllowedTools):

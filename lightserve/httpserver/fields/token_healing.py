@@ -62,6 +62,6 @@ def _bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
 
 
 def _shown(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text that these tokens have at the start of an output: some tokenizers leave out the first space."""
-    stream = tokenizer.decoder.stream(skip_special_tokens=True)
+    """The text that these tokens have at the start of an output."""
+    stream = tokenizer.decoder.stream(skip_special_tokens=True, continues_text=True)
     return "".join([*map(stream.push, ids), stream.flush()])

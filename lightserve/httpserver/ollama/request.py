@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
-from lightserve.httpserver.chat.request import MAX_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS, ToolFunction
+from lightserve.httpserver.chat.request import MAX_MESSAGES, MAX_TOOL_CALLS
+from lightserve.httpserver.chat.tools import MAX_TOOLS, ToolFunction
 from lightserve.httpserver.chat.translation import TranslatedChat, translate_chat
 from lightserve.httpserver.fields.generation import Penalty, Share, TopLogprobs
 from lightserve.httpserver.fields.stopping import StopStrings

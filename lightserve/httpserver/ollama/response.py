@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import LightserveError
-from lightserve.httpserver.chat.output import ChoiceParser, arguments_object
+from lightserve.httpserver.chat.choice_parser import ChoiceParser
+from lightserve.httpserver.chat.output import arguments_object
 from lightserve.httpserver.logprobs import finite_logprob
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.wire.access_log import AccessLog

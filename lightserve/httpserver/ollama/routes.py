@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.chat.output import ChoiceParser, output_formats
+from lightserve.httpserver.chat.choice_parser import ChoiceParser
+from lightserve.httpserver.chat.output import output_formats
 from lightserve.httpserver.chat.prepare import PreparedChat, Render, prepare_chat
 from lightserve.httpserver.chat.prompt import chat_prompt
 from lightserve.httpserver.chat.request import ChatBody

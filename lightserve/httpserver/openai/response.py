@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from lightserve import __version__
-from lightserve.httpserver.chat.output import ChoiceParser
+from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.manager import Generation
 from lightserve.httpserver.openai.logprobs import Logprobs, TokenLogprobs, concatenated
 from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
@@ -18,7 +18,7 @@ from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
 from lightserve.httpserver.wire.sse import KEEP_ALIVE
 from lightserve.io_struct import FinishReason, PromptLogprobs, StrOut
-from lightserve.output_parsing import Delta, Output, merge_deltas
+from lightserve.output_parsing import Call, Delta, Output, merge_deltas
 
 FINGERPRINT = f"lightserve-{__version__}"  # TGI's client does not accept null
 
@@ -229,8 +229,11 @@ def message_of(output: Output) -> JsonObject:
     content = output.content if output.content or not output.calls else None
     message = message_fields(content, output.reasoning or None)
     if output.calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in output.calls
-        ]
+        message["tool_calls"] = [_call_json(call) for call in output.calls]
     return message
+
+
+def _call_json(call: Call) -> JsonObject:
+    if call.is_custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

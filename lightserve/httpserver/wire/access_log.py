@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from lightserve.errors import ClientDisconnectedError, LightserveError
-from lightserve.io_struct import StrOut
+from lightserve.io_struct import Admission, FinishReason
 from lightserve.utils.logger import init_logger
 
 logger = init_logger("lightserve.access")
@@ -20,7 +20,7 @@ class AccessLog:
         self.arrived_s = time.monotonic()
         self.prompt_tokens = 0  # set by the route; a prompt counts once, however many choices it has
         self.cached_tokens = 0
-        self.output_tokens = 0
+        self.generated_tokens = 0  # counted by the manager
         self.counts_output = True  # set by the route: False where max_tokens is 0
         self._route = route
         self._is_written = is_written
@@ -34,15 +34,20 @@ class AccessLog:
         log.arrived_s = self.arrived_s
         return log
 
-    def record(self, out: StrOut, is_first_choice: bool) -> None:
-        self.output_tokens += self.counts_output
-        if out.admission is not None:
-            self.cached_tokens += out.admission.cached_tokens if is_first_choice else 0
-            self._queue_s = max(self._queue_s, out.admission.queue_s)
-            if self._first_token_s is None:
-                self._first_token_s = time.monotonic() - self.arrived_s
-        if out.finish_reason is not None:
-            self._finish_reasons.append(out.finish_reason.value)
+    @property
+    def output_tokens(self) -> int:
+        return self.generated_tokens if self.counts_output else 0
+
+    def record_admission(self, admission: Admission, is_first_choice: bool) -> None:
+        """With the first token of a choice."""
+        self.cached_tokens += admission.cached_tokens if is_first_choice else 0
+        self._queue_s = max(self._queue_s, admission.queue_s)
+        if self._first_token_s is None:
+            self._first_token_s = time.monotonic() - self.arrived_s
+
+    def record_finish(self, reason: FinishReason) -> None:
+        """With the last token of a choice."""
+        self._finish_reasons.append(reason.value)
 
     def close(self, error: BaseException | None) -> None:
         if not self._is_written:

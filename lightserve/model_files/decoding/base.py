@@ -65,7 +65,8 @@ class Decoder(ABC):
         self._vocabulary = vocabulary
 
     @abstractmethod
-    def stream(self, skip_special_tokens: bool) -> DecodeStream: ...
+    def stream(self, skip_special_tokens: bool, continues_text: bool = False) -> DecodeStream:
+        """``continues_text``: a space at the start is part of the text, even if the tokenizer adds one to texts."""
 
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:

@@ -12,7 +12,7 @@ class ByteLevelDecoder(Decoder):
         super().__init__(vocabulary)
         self._pieces = self._tables(_piece)
 
-    def stream(self, skip_special_tokens: bool) -> DecodeStream:
+    def stream(self, skip_special_tokens: bool, continues_text: bool = False) -> DecodeStream:
         return ByteLevelStream(self._pieces[skip_special_tokens])
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -74,8 +74,11 @@ class SentencePieceDecoder(Decoder):
         self._pieces = self._tables(partial(scheme.piece, is_first=False))
         self._firsts = self._tables(partial(scheme.piece, is_first=True)) if scheme.dropped_at_first else self._pieces
 
-    def stream(self, skip_special_tokens: bool) -> DecodeStream:
-        return SentencePieceStream(self._firsts[skip_special_tokens], self._pieces[skip_special_tokens], self._scheme)
+    def stream(self, skip_special_tokens: bool, continues_text: bool = False) -> DecodeStream:
+        pieces = self._pieces[skip_special_tokens]
+        if continues_text:
+            return SentencePieceStream(pieces, pieces, replace(self._scheme, n_stripped=0))
+        return SentencePieceStream(self._firsts[skip_special_tokens], pieces, self._scheme)
 
     def token_bytes(self, token_id: int) -> bytes:
         piece = self._pieces[False][token_id]

@@ -16,7 +16,8 @@ class WindowDecoder(Decoder):
         super().__init__(vocabulary)
         self._tokens = self._tables(str)
 
-    def stream(self, skip_special_tokens: bool) -> DecodeStream:
+    def stream(self, skip_special_tokens: bool, continues_text: bool = False) -> DecodeStream:
+        """Which space a first token loses is not known, so ``continues_text`` has no effect."""
         return WindowStream(self._vocabulary, self._tokens[skip_special_tokens])
 
     def token_bytes(self, token_id: int) -> bytes:

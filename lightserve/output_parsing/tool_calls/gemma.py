@@ -9,11 +9,11 @@ from json.encoder import encode_basestring
 
 from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.json_text import CLOSERS, parse_json
-from lightserve.output_parsing.text_stream import Incremental, StopCharacters, TextStream
+from lightserve.output_parsing.text_stream import Incremental, PlainText, TextStream
 from lightserve.output_parsing.tool_calls.base import ToolFormat, emit_raw, is_name
 
-_BARE = StopCharacters(re.compile(r"[,}\]<]"), frozenset(",}]<").isdisjoint)
-_KEY = StopCharacters(re.compile(r"[:,}\]{\[]"), frozenset(":,}]{[").isdisjoint)
+_BARE = PlainText(re.compile(r"[^,}\]<]+"), frozenset(",}]<").isdisjoint)
+_KEY = PlainText(re.compile(r"[^:,}\]{\[]+"), frozenset(":,}]{[").isdisjoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class GemmaCalls:
         if (yield from stream.accept(self.quote)):
             yield from stream.emit_until((self.quote,), pieces.append)
         else:
-            yield from stream.emit_to(_KEY, pieces.append)
+            yield from stream.emit_run(_KEY, pieces.append)
         if not (yield from stream.accept_after_space(":")):
             writer.add_arguments("".join(pieces))
             return False
@@ -88,7 +88,7 @@ class GemmaCalls:
             writer.add_arguments('"' if end else "")
             return bool(end)
         pieces: list[str] = []
-        yield from stream.emit_to(_BARE, pieces.append)
+        yield from stream.emit_run(_BARE, pieces.append)
         text = "".join(pieces).strip()
         if not text or stream.is_at_end:
             writer.add_arguments(text)

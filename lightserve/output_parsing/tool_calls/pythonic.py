@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightserve.output_parsing.delta_writer import DeltaWriter
-from lightserve.output_parsing.text_stream import Incremental, StopCharacters, TextStream
+from lightserve.output_parsing.text_stream import Incremental, PlainText, TextStream
 from lightserve.output_parsing.tool_calls.base import ToolFormat
 
 START, END = "<|python_start|>", "<|python_end|>"
 MAX_DEPTH = 64  # nested brackets: Python's parser and the code below recurse
 CLOSERS = {"(": ")", "[": "]", "{": "}"}
 WORDS = {"true": True, "false": False, "null": None}  # JSON's words, which models mix in
-_PLAIN = StopCharacters(re.compile(r"[()\[\]{}'\"]"), frozenset("()[]{}'\"").isdisjoint)
-_QUOTED = {quote: StopCharacters(re.compile(rf"[{quote}\\]"), frozenset(f"{quote}\\").isdisjoint) for quote in "'\""}
+_PLAIN = PlainText(re.compile(r"[^()\[\]{}'\"]+"), frozenset("()[]{}'\"").isdisjoint)
+_QUOTED = {quote: PlainText(re.compile(rf"[^{quote}\\]+"), frozenset(f"{quote}\\").isdisjoint) for quote in "'\""}
 
 
 def parse(stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
@@ -88,7 +88,7 @@ def _read_call(stream: TextStream) -> Incremental[str]:
     pieces: list[str] = []
     closers: list[str] = []
     while True:
-        yield from stream.emit_to(_PLAIN, pieces.append)
+        yield from stream.emit_run(_PLAIN, pieces.append)
         char = yield from stream.peek()
         stream.position += len(char)
         pieces.append(char)
@@ -108,7 +108,7 @@ def _read_quoted(stream: TextStream, quote: str) -> Incremental[str]:
     """The rest of a string; a quote after a backslash does not end it."""
     pieces: list[str] = []
     while True:
-        yield from stream.emit_to(_QUOTED[quote], pieces.append)
+        yield from stream.emit_run(_QUOTED[quote], pieces.append)
         char = yield from stream.peek()
         stream.position += len(char)
         pieces.append(char)

@@ -10,7 +10,7 @@ import pytest
 
 from lightserve.httpserver.anthropic.response import MessagesResponse
 from lightserve.httpserver.chat import parts
-from lightserve.httpserver.chat.output import ChoiceParser
+from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.chat.parts import Events, PartsResponse
 from lightserve.httpserver.openai.responses.response import ResponsesResponse, ResponsesSpec
 from lightserve.httpserver.wire.access_log import AccessLog

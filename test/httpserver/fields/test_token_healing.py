@@ -146,10 +146,10 @@ def test_what_cannot_be_healed_is_refused(server: Server, path: str, body: dict[
     assert not server.engine.received
 
 
-def test_a_first_space_that_the_output_does_not_show_is_not_counted_as_hidden() -> None:
+def test_a_first_space_is_counted_as_hidden_because_the_output_shows_it() -> None:
     backend = tokenizers.Tokenizer(models.BPE({"▁": 0, "a": 1, "▁a": 2}, [("▁", "a")]))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     tokenizer = Tokenizer(backend, SpecialTokens(), None)
 
-    assert (_shown(tokenizer, [2]), _shown(tokenizer, [1, 2])) == ("a", "a a")
+    assert (_shown(tokenizer, [2]), _shown(tokenizer, [1, 2])) == (" a", "a a")

@@ -129,6 +129,15 @@ def tools(*names: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": name}} for name in names]}
 
 
+def custom(definition: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "custom", "custom": definition}]}
+
+
+def choose_custom(name: Any) -> dict[str, Any]:
+    return {"tool_choice": {"type": "custom", "custom": {"name": name}}}
+
+
+XML_GRAMMAR = {"type": "grammar", "grammar": {"syntax": "xml", "definition": "<a/>"}}
 TOO_LONG = "context_length_exceeded"
 BAD: list[Bad] = [
     *everywhere("temperature", -1, 2.01, "hot", True, [1], -1e-9),
@@ -173,6 +182,14 @@ BAD: list[Bad] = [
     *chat("tools.0.function.name", tools("two words"), tools(""), tools("f" * 129), tools(5)),
     *chat("tools.0.function", {"tools": [{"type": "function"}]}),
     *chat("tools.0.type", {"tools": [{"type": "web_search"}]}),
+    *chat(
+        "tools.0.custom", {"tools": [{"type": "custom"}]}, {"tools": [{"type": "custom", "function": {"name": "f"}}]}
+    ),
+    *chat("tools.0.custom.name", custom({}), custom({"name": "a b"}), custom({"name": None})),
+    *chat("tools.0.custom.format.type", custom({"name": "f", "format": {}})),
+    *chat("tools.0.custom.format.grammar", custom({"name": "f", "format": {"type": "grammar"}})),
+    *chat("tools.0.custom.format.grammar.syntax", custom({"name": "f", "format": XML_GRAMMAR})),
+    *chat("tool_choice", *(custom({"name": "f"}) | choose_custom(name) for name in ("other", None))),
     *chat("tools.0.function.parameters", {"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}),
     *chat("tool_choice", *(tools("f") | {"tool_choice": choice} for choice in ("any", 5, {"type": "function"}))),
     *chat("tool_choice", tools("f") | {"tool_choice": {"type": "function", "function": {"name": "g"}}}),
@@ -224,6 +241,7 @@ BAD: list[Bad] = [
     *chat("messages.0", say(None), say(None, "assistant"), say(None, "assistant", tool_calls=[]), say("x", "tool")),
     *chat("messages", *map(part, ["image_url", "input_audio", "video_url", "file"]), code="not_supported"),
     *chat("messages.0.tool_calls.0.function", say("", "assistant", tool_calls=[{"id": "1"}])),
+    *chat("messages.0.tool_calls.0.custom", say("", "assistant", tool_calls=[{"id": "1", "type": "custom"}])),
     *chat("logprobs", {"logprobs": 5}, {"logprobs": "true"}),
     *chat("top_logprobs", *({"logprobs": True, "top_logprobs": k} for k in (21, -1, 10**6, True))),
     *chat("top_logprobs", {"top_logprobs": 2}, {"logprobs": False, "top_logprobs": 2}),

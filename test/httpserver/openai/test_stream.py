@@ -169,6 +169,8 @@ def test_a_chunk_from_a_prepared_head_is_the_json_of_its_delta(finish: FinishRea
         Reasoning("\\x"),
         CallStart(1, "call-7", "f"),
         CallArguments(1, '{"a": "'),
+        CallStart(2, "call-8", "g", is_custom=True),
+        CallArguments(2, 'any "text"', is_custom=True),
         Content(""),
     ]
     new_parser: Any = lambda: Deltas(*deltas)  # noqa: E731
@@ -181,7 +183,7 @@ def test_a_chunk_from_a_prepared_head_is_the_json_of_its_delta(finish: FinishRea
     choices = [chunk["choices"][0] for chunk in chunks[1:]]
     assert [choice["delta"] for choice in choices] == [delta_json(delta) for delta in deltas]
     assert {choice["index"] for choice in choices} == {1}
-    assert [choice["finish_reason"] for choice in choices] == [None] * 4 + [finish and finish.value]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 6 + [finish and finish.value]
     assert all(("usage" in chunk) == has_usage for chunk in chunks)
 
 

@@ -36,11 +36,13 @@ class Case:
     """``model_type`` and ``fields`` make transformers' config, which is the oracle.
 
     ``convert`` turns what transformers saves into the checkpoint of a model that transformers does not know.
+    ``adapt_oracle`` then makes transformers' model compute what that model computes.
     """
 
     model_type: str
     fields: Json
     convert: Callable[[Json, Tensors], tuple[Json, Tensors]] | None = None
+    adapt_oracle: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,19 +57,21 @@ class Tiny:
 
 
 def build(case: Case, dtype: torch.dtype = torch.float32) -> Tiny:
-    """Noise is in every parameter, since norms of 1 and biases of 0 hide errors. ``dtype`` rounds the weights."""
+    """Noise is in every weight, since norms of 1 and biases of 0 hide errors. ``dtype`` rounds the weights."""
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.model_type, **case.fields))
     hf = hf.float().eval()
-    for parameter in hf.parameters():
-        parameter.data.normal_(std=0.15)
-        parameter.data.copy_(parameter.data.to(dtype))
+    for weight in hf.state_dict().values():  # parameters, and buffers that a checkpoint has
+        weight.normal_(std=0.15)
+        weight.copy_(weight.to(dtype))
     with TemporaryDirectory() as folder:
         hf.save_pretrained(folder)  # the names of the hub; the model in memory has others
         config_json = json.loads((Path(folder) / "config.json").read_text())
         tensors = load_file(Path(folder) / "model.safetensors")
     if case.convert is not None:
         config_json, tensors = case.convert(config_json, tensors)
+    if case.adapt_oracle is not None:
+        hf = case.adapt_oracle(hf)
     return Tiny(hf, config_json, tensors)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.basemodel.layer_weights.ffn import ffn_weight
+from lightserve.common.basemodel.layer_weights.experts import MoeFfnWeight
+from lightserve.common.basemodel.layer_weights.ffn import FfnWeight, GatedFfnWeight, PlainFfnWeight
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.linears import Block, ColumnWeight, RowWeight, VocabWeight
 from lightserve.common.basemodel.layer_weights.norms import NormWeight, norm_weight
@@ -34,14 +36,18 @@ class DecoderPreAndPostWeight(PreAndPostLayerWeight):
 
 
 class DecoderLayerWeight(TransformerLayerWeight):
+    """A layer without attention or without feed-forward lacks the attributes of that half."""
+
     def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
-        names = spec.names
-        self.att_norm = _norm(names.att_norm, spec, context)
-        self._init_attention(spec, context)
-        self.att_post_norm = _norm(names.att_post_norm, spec, context)
-        self.ffn_norm = _norm(names.ffn_norm, spec, context)
-        self.ffn = ffn_weight(spec, context)
-        self.ffn_post_norm = _norm(names.ffn_post_norm, spec, context)
+        self.attn_options = ops.AttnOptions(spec.scale)
+        if spec.has_attention:
+            self.att_norm = _norm(spec.names.att_norm, spec, context)
+            self._init_attention(spec, context)
+            self.att_post_norm = _norm(spec.names.att_post_norm, spec, context)
+        if spec.has_ffn:
+            self.ffn_norm = _norm(spec.names.ffn_norm, spec, context)
+            self.ffn = _ffn(spec, context)
+            self.ffn_post_norm = _norm(spec.names.ffn_post_norm, spec, context)
 
     def _init_attention(self, spec: LayerSpec, context: WeightContext) -> None:
         at, names, hidden, is_transposed = spec.prefix, spec.names, spec.hidden_size, spec.is_transposed
@@ -60,6 +66,15 @@ class DecoderLayerWeight(TransformerLayerWeight):
             softcap=spec.softcap,
             sinks=self.sinks.tensor if self.sinks else None,
         )
+
+    @cached_property
+    def head_norms(self) -> ops.HeadNorms | None:
+        """The norms of query and key heads, if one op can compute them together with the rotation."""
+        q_norm = None if self.q_norm is None else self.q_norm.as_rms_norm()
+        k_norm = None if self.k_norm is None else self.k_norm.as_rms_norm()
+        if q_norm is None or k_norm is None or q_norm.eps != k_norm.eps:
+            return None
+        return ops.HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
 
 
 class PositionWeight(Weight):
@@ -93,6 +108,12 @@ def _norm(name: str | None, spec: LayerSpec, context: WeightContext) -> NormWeig
     if name is None:
         return None
     return norm_weight(spec.norm, f"{spec.prefix}.{name}", spec.hidden_size, spec.norm_eps, context)
+
+
+def _ffn(spec: LayerSpec, context: WeightContext) -> FfnWeight:
+    if spec.moe is not None:
+        return MoeFfnWeight(spec, spec.moe, context)
+    return GatedFfnWeight(spec, context) if spec.is_gated else PlainFfnWeight(spec, context)
 
 
 def _qkv(spec: LayerSpec) -> list[Block]:

@@ -57,6 +57,10 @@ class GatedFfnWeight(FfnWeight):
     def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
         return self.down_proj.mm(self._activation(self.gate_up_proj.mm(x)))
 
+    def partial_forward(self, x: Tensor) -> Tensor:
+        """This rank's part of ``forward``, for a caller that sums over the ranks."""
+        return self.down_proj.partial_mm(self._activation(self.gate_up_proj.mm(x)))
+
     def add_norm_forward(
         self, x: Tensor, residual: Tensor, norm: NormWeight, is_padding: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -81,10 +85,6 @@ class PlainFfnWeight(FfnWeight):
 
     def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
         return self.down_proj.mm(self._activation(self.up_proj.mm(x)))
-
-
-def ffn_weight(spec: LayerSpec, context: WeightContext) -> FfnWeight:
-    return GatedFfnWeight(spec, context) if spec.is_gated else PlainFfnWeight(spec, context)
 
 
 def _gate_up(spec: LayerSpec) -> list[Block]:

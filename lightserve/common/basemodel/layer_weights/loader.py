@@ -43,8 +43,13 @@ def load_weights(layers: Sequence[LayerWeight], checkpoint: Iterable[CheckpointT
         layer.process_weights_after_loading()
 
 
-def check_weights(layers: Iterable[LayerWeight], tensor_metadata: Iterable[CheckpointTensor], num_layers: int) -> None:
-    """Find the errors that `load_weights` would find, before any tensor is read or allocated."""
+def check_weights(
+    layers: Iterable[LayerWeight], tensor_metadata: Iterable[CheckpointTensor], num_layers: int
+) -> list[str]:
+    """Find the errors that `load_weights` would find, before any tensor is read or allocated.
+
+    Returns the tensors that no layer uses.
+    """
     wanted = _pieces_by_name(layers)
     used = set(wanted)
     unused: dict[str, str] = {}
@@ -56,6 +61,7 @@ def check_weights(layers: Iterable[LayerWeight], tensor_metadata: Iterable[Check
             unused[name] = file
     _check_none_is_missing(wanted)
     _check_no_layer_is_unused(unused, used, num_layers)
+    return list(unused)
 
 
 def fill_dummy(layers: Iterable[LayerWeight], seed: int = 0) -> None:

@@ -60,20 +60,21 @@ class RmsNormWeight(NormWeight):
 
 
 class LayerNormWeight(NormWeight):
-    """LayerNorm with a weight and a bias, with 1 + weight, or without a bias."""
+    """LayerNorm with a weight and a bias, with 1 + weight, without a bias, or without both."""
 
     def __init__(self, prefix: str, size: int, eps: float, context: WeightContext, kind: Norm = Norm.LAYER) -> None:
         self._kind = kind
         self._prefix = prefix
         self._eps = eps
         dtype = torch.float32 if kind is Norm.LAYER_PLUS_ONE else context.dtype
-        self.tensor = torch.empty(size, dtype=dtype, device=context.device)
+        self.tensor = torch.ones(size, dtype=dtype, device=context.device)
         self.bias = torch.zeros(size, dtype=dtype, device=context.device)
 
     def pieces(self) -> Iterator[Piece]:
         shape = tuple(self.tensor.shape)
-        yield Piece(f"{self._prefix}.weight", shape, self.tensor)
-        if self._kind is not Norm.LAYER_NO_BIAS:
+        if self._kind is not Norm.LAYER_NO_WEIGHT:
+            yield Piece(f"{self._prefix}.weight", shape, self.tensor)
+        if self._kind in (Norm.LAYER, Norm.LAYER_PLUS_ONE):
             yield Piece(f"{self._prefix}.bias", shape, self.bias)
 
     def process_weights_after_loading(self) -> None:

@@ -15,12 +15,17 @@ from lightserve.common.basemodel.layer_weights.row_map import pairs_to_halves, w
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
 from lightserve.common.basemodel.spec import LayerSpec, Norm, QkNorm
 from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.quantization import RmsNorm
 
 
 class QkNormWeight(Weight):
     @abstractmethod
     def norm(self, x: Tensor) -> Tensor:
         """The norm of this rank's heads ``[tokens, heads, dim]``."""
+
+    def as_rms_norm(self) -> RmsNorm | None:
+        """The RMSNorm over each head that computes the same; None: there is none."""
+        return None
 
 
 class HeadNormWeight(QkNormWeight):
@@ -40,6 +45,9 @@ class HeadNormWeight(QkNormWeight):
 
     def norm(self, x: Tensor) -> Tensor:
         return self._norm.norm(x)
+
+    def as_rms_norm(self) -> RmsNorm:
+        return self._norm.as_rms_norm()
 
 
 class EachHeadNormWeight(QkNormWeight):

@@ -44,11 +44,12 @@ def in_kv_groups(num_heads: int, num_kv_heads: int, dim: int) -> list[RowMap]:
     return [RowMap(total, part.flatten()) for part in heads.split_with_sizes([group, 1, 1], dim=1)]
 
 
-def pairs_to_halves(row_map: RowMap, heads: int, rotary_dim: int) -> RowMap:
-    """Reorder the rotary rows of each head from (0, 1, 2, 3, ...) to (0, 2, ..., 1, 3, ...).
+def pairs_to_halves(row_map: RowMap, heads: int, rotary_dim: int, *, first: int = 0) -> RowMap:
+    """Reorder the rotary rows of each head, from row ``first`` on, from (0, 1, 2, 3, ...) to (0, 2, ..., 1, 3, ...).
 
     The scores stay the same if queries and keys are reordered alike.
     """
     rows = row_map.rows.view(heads, -1)
-    rotary = rows[:, :rotary_dim].reshape(heads, -1, 2).transpose(1, 2).flatten(1)
-    return RowMap(row_map.total, torch.cat((rotary, rows[:, rotary_dim:]), dim=1).flatten())
+    before, rotary, after = rows.tensor_split([first, first + rotary_dim], dim=1)
+    rotary = rotary.reshape(heads, -1, 2).transpose(1, 2).flatten(1)
+    return RowMap(row_map.total, torch.cat((before, rotary, after), dim=1).flatten())

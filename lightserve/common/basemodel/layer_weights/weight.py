@@ -16,7 +16,16 @@ from torch import Tensor
 
 from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.parallel import Parallel, RankGroup
-from lightserve.common.quantization import LinearMethod, LinearMethodFactory, LinearSpec, UnquantizedLinear
+from lightserve.common.quantization import (
+    ExpertsMethod,
+    ExpertsMethodFactory,
+    ExpertsSpec,
+    LinearMethod,
+    LinearMethodFactory,
+    LinearSpec,
+    UnquantizedExperts,
+    UnquantizedLinear,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +36,7 @@ class WeightContext:
     dtype: torch.dtype
     device: torch.device
     linear_method_factory: LinearMethodFactory = UnquantizedLinear
+    experts_method_factory: ExpertsMethodFactory = UnquantizedExperts
 
     @property
     def tp(self) -> RankGroup:
@@ -38,6 +48,10 @@ class WeightContext:
     def linear_method(self, spec: LinearSpec) -> LinearMethod:
         """How to store and compute the linear ``spec``."""
         return self.linear_method_factory(spec, self.dtype, self.device)
+
+    def experts_method(self, spec: ExpertsSpec) -> ExpertsMethod:
+        """How to store and compute the experts ``spec``."""
+        return self.experts_method_factory(spec, self.dtype, self.device)
 
 
 class Weight(ABC):

@@ -17,7 +17,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from lightserve.httpserver.chat.translation import TextOrParts
-from lightserve.httpserver.openai.responses.tools import INPUT, Tools, function_name
+from lightserve.httpserver.openai.responses.tools import Tools, function_name
 from lightserve.httpserver.wire.body import Body, JsonObject
 
 MEDIA = frozenset({"input_image", "input_file", "input_audio"})
@@ -274,8 +274,8 @@ class MessageBuilder:
             case CallItem():
                 self._call(item.call_id, function_name(item.name, item.namespace), item.arguments)
             case CustomCallItem():
-                name = function_name(item.name, item.namespace)
-                self._call(item.call_id, name, orjson.dumps({INPUT: item.input}).decode())
+                custom = {"name": function_name(item.name, item.namespace), "input": item.input}
+                self._add_call({"id": item.call_id, "type": "custom", "custom": custom})
             case CallOutputItem():
                 self._result(item.call_id, item.output)
             case ReasoningItem():
@@ -295,10 +295,12 @@ class MessageBuilder:
                 self._result(item.id, _hosted_output(item))
 
     def _call(self, call_id: str, name: str, arguments: str) -> None:
+        self._add_call({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+
+    def _add_call(self, call: JsonObject) -> None:
         if not self._takes_calls or self._reasoning:
             self.append("assistant", None, tool_calls=[])
-        function = {"name": name, "arguments": arguments}
-        self.messages[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        self.messages[-1].setdefault("tool_calls", []).append(call)
 
     def _result(self, call_id: str, text: str) -> None:
         self.append("tool", text, tool_call_id=call_id or "call")

@@ -96,7 +96,7 @@ class ResponsesTranslation:
 
 def validate_responses(value: JsonObject) -> ResponsesBody:
     body = validate(ResponsesBody, value)
-    for name in ("background", "conversation", "prompt"):
+    for name in ("conversation", "prompt"):
         if value.get(name):
             raise NotSupportedYetError(name, name)
     return body
@@ -114,7 +114,7 @@ def translate_responses(body: ResponsesBody) -> ResponsesTranslation:
         "max_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
-        "tools": tools.functions or None,
+        "tools": tools.chat_tools or None,
         "tool_choice": body.tool_choice if allowed is None else allowed.mode,
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": None if text_format is None else text_format.to_openai(),

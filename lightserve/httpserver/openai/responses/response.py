@@ -10,11 +10,11 @@ from typing import Any
 import orjson
 
 from lightserve.errors import AbortedError, LightserveError, RequestError
-from lightserve.httpserver.chat.output import ChoiceParser
+from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.chat.parts import DELTA_TEXT, Events, Part, PartKind, PartsResponse, split_event
 from lightserve.httpserver.openai.logprobs import TokenLogprobs
-from lightserve.httpserver.openai.responses.custom_input import CustomToolInput
 from lightserve.httpserver.openai.responses.items import encode_reasoning
+from lightserve.httpserver.openai.responses.store import IN_PROGRESS, QUEUED
 from lightserve.httpserver.openai.responses.tools import ToolId
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
@@ -40,7 +40,7 @@ ECHOED_FIELDS: JsonObject = {
     "truncation": "disabled",
     "user": None,
 }
-FIXED_FIELDS: JsonObject = {"background": False, "service_tier": "default"}
+FIXED_FIELDS: JsonObject = {"service_tier": "default"}
 CALL_PREFIX, CUSTOM_PREFIX = "fc", "ctc"  # of item ids, as OpenAI's
 ID_PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: CALL_PREFIX}
 
@@ -66,9 +66,6 @@ class ResponsesResponse(PartsResponse):
         self._head = _head(spec)
         self._n_events = 0
         self._delta_head = self._delta_tail = b""
-        self._has_other_deltas = False  # the deltas of the open part have more than their text, or another text
-        self._inputs: dict[int, CustomToolInput] = {}  # of custom tools, by the index of the part
-        self._open_input: CustomToolInput | None = None
         self._unsent_logprobs: list[JsonObject] = []  # of tokens whose text has not been sent
         self._logprobs: dict[int, list[JsonObject]] = {}  # of text, by the index of the part
         self._failure: JsonObject | None = None
@@ -76,6 +73,10 @@ class ResponsesResponse(PartsResponse):
     @property
     def id(self) -> str:
         return self._spec.response_id
+
+    @property
+    def _is_background(self) -> bool:
+        return bool(self._spec.body.get("background"))
 
     @property
     def has_ended(self) -> bool:
@@ -86,7 +87,7 @@ class ResponsesResponse(PartsResponse):
         if self._failure is not None:
             return self._response(**self._failure)
         if self.finish is None:
-            return self._response("in_progress")
+            return self._response(QUEUED if self._is_background and not self._has_begun else IN_PROGRESS)
         details = {"reason": "max_output_tokens"} if self.is_truncated else None
         status = "incomplete" if self.is_truncated else "completed"
         return self._response(status, incomplete_details=details, usage=self._usage())
@@ -109,16 +110,12 @@ class ResponsesResponse(PartsResponse):
         return b"".join(events)
 
     def on_start(self) -> Events:
-        response = self._response("in_progress")
+        response = self._response(IN_PROGRESS)
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def on_part_start(self, part: Part) -> Events:
-        self._open_input = None
         if part.kind is not PartKind.TEXT:
             self._unsent_logprobs.clear()
-        if self._is_custom(part):
-            self._open_input = self._inputs[part.index] = CustomToolInput()
-        self._has_other_deltas = self._open_input is not None or self._spec.logprobs_of is not None
         self._prepare_deltas(part)
         added = self._event("response.output_item.added", output_index=part.index, item=self._item(part, "in_progress"))
         if part.kind is PartKind.CALL:
@@ -126,19 +123,15 @@ class ResponsesResponse(PartsResponse):
         return [added, self._event("response.content_part.added", **self._item_ref(part), part=_content(part, "", []))]
 
     def delta_event(self, text: str) -> bytes:
-        if self._has_other_deltas:
-            return self._other_delta_event(self.parts[-1], text)
+        if self._spec.logprobs_of is not None:
+            return self._delta_event_with_logprobs(self.parts[-1], text)
         number = self._n_events
         self._n_events = number + 1
         return b"%b%b%b%d}\n\n" % (self._delta_head, orjson.dumps(text), self._delta_tail, number)
 
     def on_part_end(self, part: Part) -> Events:
-        events: Events = []
-        name, ref = f"response.{self._event_name(part)}", self._item_ref(part)
-        rest = "" if self._open_input is None else self._open_input.finish(part.text)
-        if rest:
-            events.append(self._event(f"{name}.delta", **ref, delta=rest))
-        events.append(self._event(f"{name}.done", **ref, **self._done_fields(part)))
+        ref = self._item_ref(part)
+        events = [self._event(f"response.{self._event_name(part)}.done", **ref, **self._done_fields(part))]
         if part.kind is not PartKind.CALL:
             events.append(self._event("response.content_part.done", **ref, part=self._content(part)))
         item = self._item(part, _status(part))
@@ -167,18 +160,13 @@ class ResponsesResponse(PartsResponse):
         self._delta_head, tail = split_event(event)
         self._delta_tail = tail.removesuffix(b"0}\n\n")
 
-    def _other_delta_event(self, part: Part, text: str) -> bytes:
-        """Of the input of a custom tool, or with the logprobs of all tokens since the last delta: one may have waited
-        for the rest of a character."""
+    def _delta_event_with_logprobs(self, part: Part, text: str) -> bytes:
+        """With those of all tokens since the last delta: one may have waited for the rest of a character."""
         tail = self._delta_tail
-        if self._open_input is not None:
-            text = self._open_input.push(text)
-        elif part.kind is PartKind.TEXT:
+        if part.kind is PartKind.TEXT:
             new, self._unsent_logprobs = self._unsent_logprobs, []
             self._logprobs.setdefault(part.index, []).extend(new)
             tail = b',"logprobs":%b,"sequence_number":' % orjson.dumps(new)
-        if not text:
-            return b""
         self._n_events += 1
         return b"%b%b%b%d}\n\n" % (self._delta_head, orjson.dumps(text), tail, self._n_events - 1)
 
@@ -206,8 +194,8 @@ class ResponsesResponse(PartsResponse):
         return ref if part.kind is PartKind.CALL else {**ref, "content_index": 0}
 
     def _done_fields(self, part: Part) -> JsonObject:
-        if self._open_input is not None:
-            return {"input": self._open_input.text}
+        if self._is_custom(part):
+            return {"input": part.text}
         match part.kind:
             case PartKind.CALL:
                 return {"arguments": part.text, "name": self._tool_id(part).name}
@@ -237,9 +225,10 @@ class ResponsesResponse(PartsResponse):
         call = {"call_id": part.call_id, "name": tool_id.name}
         if tool_id.namespace is not None:
             call["namespace"] = tool_id.namespace
+        text = "" if is_started else part.text
         if tool_id.is_custom:
-            return {"type": "custom_tool_call", **call, "input": self._inputs[part.index].text}
-        return {"type": "function_call", **call, "arguments": "" if is_started else part.text}
+            return {"type": "custom_tool_call", **call, "input": text}
+        return {"type": "function_call", **call, "arguments": text}
 
     def _tool_id(self, part: Part) -> ToolId:
         """A model may call a tool that does not exist."""
@@ -274,6 +263,7 @@ def _head(spec: ResponsesSpec) -> JsonObject:
         "object": "response",
         "created_at": int(time.time()),
         "model": spec.model,
+        "background": bool(spec.body.get("background")),
         **FIXED_FIELDS,
         "store": spec.is_stored,
         **ECHOED_FIELDS,

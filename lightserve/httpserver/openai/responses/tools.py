@@ -1,7 +1,7 @@
 """The tools of /v1/responses, as the functions that the model gets.
 
-A chat template knows functions only. So a custom tool becomes a function with one string argument, and the tools of a
-namespace become functions whose names begin with the namespace. Their calls are turned back: see response.py.
+A chat has no namespaces. So the tools of a namespace become tools whose names begin with the namespace. Their calls are
+turned back: see response.py.
 This server runs no hosted tools. It leaves them out and says so in the response, because agents always send some.
 """
 
@@ -15,12 +15,11 @@ from pydantic import Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from lightserve.errors import InvalidRequestError
-from lightserve.httpserver.chat.request import MAX_TOOLS, ToolFunction, ToolName
+from lightserve.httpserver.chat.tools import MAX_TOOLS, ToolFunction, ToolName
 from lightserve.httpserver.wire.body import Body, JsonObject
 
 DEFAULT_NAMESPACE = "functions"  # of tools without a namespace, in OpenAI's models and in Codex
 NAMESPACE_SEPARATOR = "__"
-INPUT = "input"  # the argument of a custom tool
 HOSTED = "hosted"
 _MODES = ("auto", "none", "required")
 
@@ -31,8 +30,13 @@ class FunctionTool(ToolFunction):
 
 class CustomFormat(Body):
     type: Literal["text", "grammar"]
-    syntax: str | None = None  # lark or regex
+    syntax: Literal["lark", "regex"] | None = None
     definition: str | None = None
+
+    def to_chat(self) -> JsonObject:
+        if self.type == "text" or not self.definition:
+            return {"type": "text"}
+        return {"type": "grammar", "grammar": {"syntax": self.syntax or "lark", "definition": self.definition}}
 
 
 class CustomTool(Body):
@@ -112,7 +116,7 @@ def function_name(name: str, namespace: str | None) -> str:
 class OfferedTools:
     """The tools that the model gets."""
 
-    functions: list[JsonObject]  # as the tools of a chat
+    chat_tools: list[JsonObject]
     ids: dict[str, ToolId]  # by the name of the function
     hosted: list[str]  # types of the tools that are left out
 
@@ -126,7 +130,7 @@ def offered_tools(tools: Iterable[Tool], choice: AllowedTools | None) -> Offered
             continue
         tool_id = ToolId(tool.name, namespace, isinstance(tool, CustomTool))
         if choice is None or tool_id.function_name in choice.names:
-            offered.functions.append(_function(tool, tool_id.function_name))
+            offered.chat_tools.append(_chat_tool(tool, tool_id.function_name))
             offered.ids[tool_id.function_name] = tool_id
     if choice is not None and choice.names - offered.ids.keys():
         missing = min(choice.names - offered.ids.keys())
@@ -142,29 +146,12 @@ def _flattened(tools: Iterable[Tool]) -> Iterator[tuple[FunctionTool | CustomToo
             yield tool, None
 
 
-def _function(tool: FunctionTool | CustomTool, name: str) -> JsonObject:
+def _chat_tool(tool: FunctionTool | CustomTool, name: str) -> JsonObject:
     if isinstance(tool, FunctionTool):
         given = tool.model_dump(exclude_unset=True, exclude={"type", "defer_loading"})
         return {"type": "function", "function": given | {"name": name}}
-    function = {"name": name, "description": _description(tool), "parameters": _INPUT_SCHEMA}
-    return {"type": "function", "function": function}
-
-
-_INPUT_SCHEMA = {
-    "type": "object",
-    "properties": {INPUT: {"type": "string", "description": "The whole input of the tool, as one string."}},
-    "required": [INPUT],
-    "additionalProperties": False,
-}
-
-
-def _description(tool: CustomTool) -> str:
-    """With the grammar: the input is not constrained by it, so that the model must know it."""
-    given = tool.description or ""
-    if tool.format is None or not tool.format.definition:
-        return given
-    syntax = tool.format.syntax or "lark"
-    return f"{given}\n\nThe input must match this {syntax} grammar:\n{tool.format.definition}".strip()
+    tool_format = None if tool.format is None else tool.format.to_chat()
+    return {"type": "custom", "custom": {"name": name, "description": tool.description, "format": tool_format}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class DecoderLayerInferTpl(TransformerLayerInferTpl[DecoderWeight, InferStateInf
     def _get_qkv(
         self, input: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight
     ) -> tuple[Tensor, Tensor]:
-        return self._split_and_norm(layer_weight.qkv_proj.mm(input), layer_weight)
+        return self._split_qkv(layer_weight.qkv_proj.mm(input))
 
     def _fused_norm_qkv(
         self, input: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight
@@ -39,28 +39,34 @@ class DecoderLayerInferTpl(TransformerLayerInferTpl[DecoderWeight, InferStateInf
         assert residual is not None
         assert norm is not None
         qkv, infer_state.residual = layer_weight.qkv_proj.add_norm_mm(input, residual, norm)
-        return self._split_and_norm(qkv, layer_weight)
+        return self._split_qkv(qkv)
 
-    def _split_and_norm(self, qkv: Tensor, layer_weight: DecoderWeight) -> tuple[Tensor, Tensor]:
+    def _split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         if self.spec.clip_qkv is not None:
-            qkv = qkv.clamp_(-self.spec.clip_qkv, self.spec.clip_qkv)
-        q, cache_kv = self._split_heads(qkv)
-        if layer_weight.q_norm is not None:
-            q = layer_weight.q_norm.norm(q)
-        if layer_weight.k_norm is not None:
-            k = cache_kv[:, : self.num_kv_heads]
-            k.copy_(layer_weight.k_norm.norm(k))
-        return q, cache_kv
+            qkv.clamp_(-self.spec.clip_qkv, self.spec.clip_qkv)
+        return self._split_heads(qkv)
 
     def _post_cache_kv(
         self, q: Tensor, cache_kv: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight
     ) -> None:
-        if self.spec.rope is None:
-            super()._post_cache_kv(q, cache_kv, infer_state, layer_weight)
+        slots, cache = infer_state.step.mem_index, infer_state.mem_manager.layer(self.layer_num)
+        angles = infer_state.rotary_angles.get(self._rotary_key)
+        if angles is not None and layer_weight.head_norms is not None:
+            ops.norm_rotary_write_kv(q, cache_kv, layer_weight.head_norms, angles, slots, cache)
             return
-        cos, sin = infer_state.rotary_angles[self._rotary_key]
-        cache = infer_state.mem_manager.layer(self.layer_num)
-        ops.rotary_write_kv(q, cache_kv, cos, sin, infer_state.step.mem_index, cache)
+        self._norm_qk(q, cache_kv, layer_weight)
+        if angles is None:
+            ops.write_kv(cache_kv, slots, cache)
+        else:
+            ops.rotary_write_kv(q, cache_kv, *angles, slots, cache)
+
+    def _norm_qk(self, q: Tensor, cache_kv: Tensor, layer_weight: DecoderWeight) -> None:
+        """In place."""
+        if layer_weight.q_norm is not None:
+            q.copy_(layer_weight.q_norm.norm(q))
+        if layer_weight.k_norm is not None:
+            k = cache_kv[:, : self.num_kv_heads]
+            k.copy_(layer_weight.k_norm.norm(k))
 
     def _ffn(self, input: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight) -> Tensor:
         return layer_weight.ffn.forward(input, infer_state.is_padding)

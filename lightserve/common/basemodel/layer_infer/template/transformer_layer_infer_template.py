@@ -19,7 +19,7 @@ _FUSED_HOOKS = {"fuses_att_norm": {"_att_norm", "_get_qkv"}, "fuses_ffn_norm": {
 class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
     """Norm, attention, norm, feed-forward; each half's output is added to the residual by the norm that follows it.
 
-    The spec may leave out norms, add norms of what the halves return, scale that, or run the halves in parallel.
+    The spec may leave out a half or norms, add norms of what the halves return, scale that, or run both in parallel.
 
     A layer class may replace a norm and the hook behind it by one fused hook. It sets ``fuses_att_norm`` for
     ``_fused_norm_qkv`` and ``fuses_ffn_norm`` for ``_fused_norm_ffn``. A subclass that overrides one of the replaced
@@ -49,10 +49,14 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
     def _forward(self, input: Tensor, infer_state: State, layer_weight: InnerWeight, is_prefill: bool) -> Tensor:
         if self.spec.is_parallel:
             return self._parallel_forward(input, infer_state, layer_weight, is_prefill)
-        q, cache_kv = self._norm_and_qkv(input, infer_state, layer_weight)
-        o = self._attention(q, cache_kv, infer_state, layer_weight, is_prefill)
-        out = self._norm_and_ffn(o, infer_state, layer_weight)
-        return self._added("ffn", out, layer_weight.ffn_post_norm, infer_state)
+        x = input
+        if self.spec.has_attention:
+            q, cache_kv = self._norm_and_qkv(x, infer_state, layer_weight)
+            x = self._attention(q, cache_kv, infer_state, layer_weight, is_prefill)
+        if self.spec.has_ffn:
+            out = self._norm_and_ffn(x, infer_state, layer_weight)
+            x = self._added("ffn", out, layer_weight.ffn_post_norm, infer_state)
+        return x
 
     def _parallel_forward(
         self, input: Tensor, infer_state: State, layer_weight: InnerWeight, is_prefill: bool
@@ -120,12 +124,12 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
     def _get_qkv(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> tuple[Tensor, Tensor]:
         """This rank's queries ``[tokens, heads, dim]``, and its keys and values ``[tokens, 2 * kv_heads, dim]``.
 
-        Positions are applied later, in ``_post_cache_kv``.
+        Norms of heads and positions are applied later, in ``_post_cache_kv``.
         """
         raise NotImplementedError
 
     def _post_cache_kv(self, q: Tensor, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight) -> None:
-        """Apply positions to queries and keys in place, if the model does so, and store keys and values."""
+        """Apply norms and positions to queries and keys in place, if the model has them; store keys and values."""
         ops.write_kv(cache_kv, infer_state.step.mem_index, infer_state.mem_manager.layer(self.layer_num))
 
     def _context_attention_kernel(

@@ -8,7 +8,7 @@ import random
 import pytest
 from hypothesis import given, strategies as st
 
-from lightserve.httpserver.openai.responses.custom_input import CustomToolInput
+from lightserve.httpserver.chat.custom_input import CustomToolInput
 from test.cpu_time import growth
 from test.output_parsing.corpus import cut
 
@@ -18,8 +18,7 @@ def decode(*pieces: str) -> tuple[list[str], str]:
     found = CustomToolInput()
     deltas = [found.push(piece) for piece in pieces]
     deltas.append(found.finish("".join(pieces)))
-    assert "".join(deltas) == found.text
-    return deltas, found.text
+    return deltas, "".join(deltas)
 
 
 @given(

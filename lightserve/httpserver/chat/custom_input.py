@@ -1,4 +1,4 @@
-"""The input of a custom tool, decoded while the JSON of its call arrives.
+"""The input of custom tools, decoded while the JSON of their calls arrives.
 
 The model calls a function with one string argument: {"input": "..."}. The client gets the string itself.
 """
@@ -9,7 +9,8 @@ import enum
 import json
 import re
 
-from lightserve.httpserver.openai.responses.tools import INPUT
+from lightserve.httpserver.chat.tools import INPUT
+from lightserve.output_parsing import CallArguments, CallStart, Delta
 
 _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _LONGEST_BEGIN = 64  # characters, with white space; other arguments are decoded when they are complete
@@ -34,13 +35,8 @@ class _State(enum.Enum):
 
 class CustomToolInput:
     def __init__(self) -> None:
-        self._pieces: list[str] = []
         self._unread = ""
         self._state = _State.BEFORE
-
-    @property
-    def text(self) -> str:
-        return "".join(self._pieces)
 
     def push(self, text: str) -> str:
         """More of the arguments. Return more of the input."""
@@ -49,7 +45,7 @@ class CustomToolInput:
         self._unread += text
         if self._state is _State.BEFORE:
             self._find_begin()
-        return self._emit(self._read()) if self._state is _State.INSIDE else ""
+        return self._read() if self._state is _State.INSIDE else ""
 
     def finish(self, arguments: str) -> str:
         """The arguments are complete. Return the rest of the input."""
@@ -57,8 +53,8 @@ class CustomToolInput:
             case _State.AFTER:
                 return ""
             case _State.INSIDE:  # truncated, or with an escape that is not JSON
-                return self._emit(_decoded(_match(_STRING, self._unread)))
-        return self._emit(_input_of(arguments))
+                return _decoded(_match(_STRING, self._unread))
+        return _input_of(arguments)
 
     def _find_begin(self) -> None:
         begin = _BEGIN.match(self._unread)
@@ -75,9 +71,45 @@ class CustomToolInput:
             self._state = _State.AFTER
         return _decoded(whole)
 
-    def _emit(self, text: str) -> str:
-        self._pieces.append(text)
-        return text
+
+class CustomCallDecoder:
+    """Gives the calls of custom tools with their input in place of their arguments."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        """``names``: of the custom tools."""
+        self._names = names
+        self._index = 0  # of the open call
+        self._input: CustomToolInput | None = None  # of the open call, if its tool is custom
+        self._arguments: list[str] = []
+
+    def decode(self, deltas: list[Delta], is_end: bool) -> list[Delta]:
+        """The same deltas. ``is_end``: the output has ended."""
+        found: list[Delta] = []
+        for delta in deltas:
+            if isinstance(delta, CallArguments) and self._input is not None:
+                self._arguments.append(delta.text)
+                self._add_input(self._input.push(delta.text), found)
+            else:
+                self._end_call(found)
+                found.append(self._start_call(delta) if isinstance(delta, CallStart) else delta)
+        if is_end:
+            self._end_call(found)
+        return found
+
+    def _start_call(self, start: CallStart) -> CallStart:
+        if start.name not in self._names:
+            return start
+        self._index, self._input, self._arguments = start.index, CustomToolInput(), []
+        return CallStart(start.index, start.id, start.name, is_custom=True)
+
+    def _end_call(self, found: list[Delta]) -> None:
+        if self._input is not None:
+            self._add_input(self._input.finish("".join(self._arguments)), found)
+            self._input = None
+
+    def _add_input(self, text: str, found: list[Delta]) -> None:
+        if text:
+            found.append(CallArguments(self._index, text, is_custom=True))
 
 
 def _match(pattern: re.Pattern[str], text: str) -> str:

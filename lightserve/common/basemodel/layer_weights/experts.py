@@ -1,0 +1,146 @@
+"""Mixtures of experts: how the ranks split the experts, and the feed-forward that they make with a router."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.basemodel.layer_weights.ffn import FfnWeight, GatedFfnWeight
+from lightserve.common.basemodel.layer_weights.linears import Block, ReplicatedWeight
+from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
+from lightserve.common.basemodel.moe import MoeSpec
+from lightserve.common.basemodel.spec import LayerSpec
+from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.parallel import Parallel
+from lightserve.common.quantization import ExpertsSpec
+from lightserve.errors import ModelFilesError, ServerError
+
+
+class ExpertsWeight(Weight):
+    """The experts of a layer. Every rank has a part of each, or, with expert parallel, some of them as a whole."""
+
+    def __init__(self, spec: LayerSpec, moe: MoeSpec, context: WeightContext) -> None:
+        total = moe.num_experts + moe.num_shared
+        own, units = _split(total, moe.intermediate_size, context.parallel)
+        self._first, self._holds_all = own.start, own == slice(0, total)
+        self.method = context.experts_method(
+            ExpertsSpec(
+                prefix=f"{spec.prefix}.{moe.names.experts}",
+                num_experts=moe.num_experts,
+                hidden_size=spec.hidden_size,
+                width=moe.intermediate_size,
+                own=own,
+                units=units,
+                layout=moe.layout,
+                names=moe.names.expert,
+                num_shared=moe.num_shared,
+                shared_prefix=f"{spec.prefix}.{moe.names.shared}",
+                has_bias=moe.experts_bias,
+                adds_bias=units.start == 0,
+                activation=moe.activation,
+            )
+        )
+        self._num_own = own.stop - own.start
+
+    def partial_forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """This rank's part of the sum over experts and ranks."""
+        return self.method.forward(x, ids if self._holds_all else self._own_ids(ids), weights)
+
+    def _own_ids(self, ids: Tensor) -> Tensor:
+        """The ids among this rank's experts; ``NO_EXPERT`` for those of other ranks."""
+        own: Tensor = ids - self._first
+        return own.masked_fill((own < 0) | (own >= self._num_own), ops.NO_EXPERT)
+
+    def pieces(self) -> Iterator[Piece]:
+        return self.method.pieces()
+
+    def kernel_key(self) -> Hashable:
+        return type(self), self.method.kernel_key()
+
+    def process_weights_after_loading(self) -> None:
+        self.method.process_weights_after_loading()
+
+
+class ScoreBiasWeight(Weight):
+    """The bias of the experts' scores, in float32 on every rank."""
+
+    def __init__(self, name: str, num_experts: int, context: WeightContext) -> None:
+        self._name = name
+        self.tensor = torch.empty(num_experts, dtype=torch.float32, device=context.device)
+
+    def pieces(self) -> Iterator[Piece]:
+        yield Piece(self._name, tuple(self.tensor.shape), self.tensor)
+
+
+class MoeFfnWeight(FfnWeight):
+    """A router, experts, and perhaps shared experts, which every token uses."""
+
+    def __init__(self, spec: LayerSpec, moe: MoeSpec, context: WeightContext) -> None:
+        at, names, hidden = spec.prefix, moe.names, spec.hidden_size
+        if spec.activation != "silu":
+            raise ModelFilesError(f"config.json: experts with {spec.activation} are not supported; supported: silu")
+        self._tp = context.tp
+        self._route = _route_spec(moe)
+        self._is_router_float32 = moe.is_router_float32
+        router_context = replace(context, dtype=torch.float32) if moe.is_router_float32 else context
+        router = Block(f"{at}.{names.router}", moe.num_experts)
+        self.router = ReplicatedWeight([router], hidden, router_context, bias=moe.router_bias)
+        score_bias = f"{at}.{names.score_bias}"
+        self.score_bias = ScoreBiasWeight(score_bias, moe.num_experts, context) if moe.has_score_bias else None
+        self.experts = ExpertsWeight(spec, moe, context)
+        is_beside = moe.shared_size > 0 and not moe.num_shared
+        self.shared = GatedFfnWeight(_shared_spec(spec, moe), context) if is_beside else None
+        gate = Block(f"{at}.{names.shared_gate}", 1)
+        self.shared_gate = ReplicatedWeight([gate], hidden, context) if moe.has_shared_gate else None
+
+    def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
+        logits = self.router.mm(x.float() if self._is_router_float32 else x)
+        bias = None if self.score_bias is None else self.score_bias.tensor
+        ids, weights = ops.route(logits, self._route, bias, is_padding)
+        out = self.experts.partial_forward(x, ids, weights)
+        if self.shared is not None:
+            out += self._shared(x, self.shared)
+        return self._tp.all_reduce(out)
+
+    def _shared(self, x: Tensor, shared: GatedFfnWeight) -> Tensor:
+        """What the shared experts add, without the parts of other ranks."""
+        out = shared.partial_forward(x)
+        return out if self.shared_gate is None else out * self.shared_gate.mm(x).sigmoid()
+
+
+def _route_spec(moe: MoeSpec) -> ops.RouteSpec:
+    route = replace(moe.route, num_shared=moe.num_shared)
+    try:
+        route.check(moe.num_experts)
+    except ValueError as error:
+        raise ModelFilesError(f"config.json: {error}; correct it") from error
+    return route
+
+
+def _split(num_experts: int, width: int, parallel: Parallel) -> tuple[slice, slice]:
+    """The experts of this rank, and the units of each that it computes."""
+    tp, ep = parallel.tp, parallel.ep
+    if ep.size == 1:
+        units = width // tp.size
+        return slice(0, num_experts), slice(tp.rank * units, (tp.rank + 1) * units)
+    if ep.size != tp.size:
+        raise ServerError(f"{ep.size} ranks share the experts and {tp.size} the layers; they must be the same ranks")
+    first, end = (rank * num_experts // ep.size for rank in (ep.rank, ep.rank + 1))
+    return slice(first, end), slice(0, width)
+
+
+def _shared_spec(spec: LayerSpec, moe: MoeSpec) -> LayerSpec:
+    """The shared experts as a feed-forward of their own."""
+    prefix, expert = moe.names.shared, moe.names.expert
+    names = replace(
+        spec.names,
+        gate=f"{prefix}.{expert.gate}",
+        up=f"{prefix}.{expert.up}",
+        gate_up=None,
+        down=f"{prefix}.{expert.down}",
+    )
+    return replace(spec, names=names, intermediate_size=moe.shared_size, moe=None)

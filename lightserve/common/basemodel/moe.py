@@ -1,0 +1,70 @@
+"""In which ways mixtures of experts differ. A layer with a ``MoeSpec`` has experts instead of one feed-forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightserve.common.ops import GatedSilu, RouteSpec
+from lightserve.common.quantization import ExpertNames, ExpertsLayout
+from lightserve.errors import ModelFilesError
+from lightserve.model_files.model_config import ModelConfig
+
+COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")  # of experts, in config.json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeNames:
+    """The names of a layer's tensors in the checkpoint, without ``.weight`` and ``.bias``."""
+
+    router: str = "mlp.gate"
+    score_bias: str = "mlp.gate.e_score_correction_bias"  # the tensor itself
+    experts: str = "mlp.experts"
+    expert: ExpertNames = field(default_factory=ExpertNames)
+    shared: str = "mlp.shared_experts"  # followed by the names of an expert
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """The experts of one layer, and how each token chooses among them."""
+
+    num_experts: int
+    intermediate_size: int  # of each expert
+    route: RouteSpec
+    names: MoeNames = field(default_factory=MoeNames)
+    layout: ExpertsLayout = ExpertsLayout.EACH
+    activation: GatedSilu = field(default_factory=GatedSilu)
+    router_bias: bool = False
+    is_router_float32: bool = False  # the model multiplies hidden states and router in float32
+    has_score_bias: bool = False  # a bias that counts for the choice of experts, not for their weights
+    experts_bias: bool = False
+    shared_size: int = 0  # of the shared experts together; 0: there are none
+    has_shared_gate: bool = False  # what they compute is multiplied by sigmoid(gate(x))
+
+    @property
+    def num_shared(self) -> int:
+        """How many experts of the others' size the shared experts are; 0: they are computed beside the others."""
+        is_alike = not self.has_shared_gate and self.layout is ExpertsLayout.EACH
+        return self.shared_size // self.intermediate_size if is_alike and self._divides() else 0
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Sizes that the ranks split."""
+        return self.intermediate_size, *([self.shared_size] if self.shared_size else [])
+
+    def _divides(self) -> bool:
+        return self.shared_size % self.intermediate_size == 0
+
+
+def num_experts_of(config: ModelConfig) -> int:
+    return config.count(next((name for name in COUNT_NAMES if config.hf.get(name) is not None), COUNT_NAMES[0]))
+
+
+def top_k_of(config: ModelConfig) -> int:
+    """How many experts a token chooses."""
+    top_k, experts = config.count("num_experts_per_tok"), num_experts_of(config)
+    if top_k > experts:
+        raise ModelFilesError(
+            f"config.json: num_experts_per_tok is {top_k}, but there are {experts} experts; correct it"
+        )
+    return top_k

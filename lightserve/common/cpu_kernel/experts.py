@@ -1,0 +1,52 @@
+"""Experts on a CPU: the pairs sorted by expert, one product for each expert that has some."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightserve.common import ops
+from lightserve.common.cpu_kernel import batch_invariant
+from lightserve.common.ops import ExpertsParams
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@ops.experts.impl("cpu")
+def experts(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams) -> Tensor:
+    return _compute(x, ids, weights, params, F.linear)
+
+
+@ops.experts.impl(ops.batch_invariant("cpu"))
+def experts_in_fixed_blocks(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams) -> Tensor:
+    return _compute(x, ids, weights, params, batch_invariant.linear)
+
+
+def _compute(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams, linear: Linear) -> Tensor:
+    tokens, top_k = ids.shape
+    computed = x.new_zeros(tokens * top_k, x.shape[1])
+    for expert, pairs in _pairs_by_expert(ids):
+        gate_up = linear(x[pairs // top_k], params.w13[expert], _row(params.b13, expert)).float()
+        gated = params.activation(gate_up[:, ::2], gate_up[:, 1::2]).to(x.dtype)
+        computed[pairs] = linear(gated, params.w2[expert], _row(params.b2, expert))
+    out = torch.zeros(x.shape)
+    for place, by_token in enumerate(computed.view(tokens, top_k, x.shape[1]).unbind(1)):  # always in this order
+        out.addcmul_(by_token, weights[:, place, None])
+    return out.to(x.dtype)
+
+
+def _pairs_by_expert(ids: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Each expert that has pairs, and the numbers ``token * top_k + place`` of these pairs."""
+    chosen, order = ids.flatten().sort(stable=True)
+    counts = Counter(chosen.tolist())  # in the order of the ids
+    for expert, pairs in zip(counts, order.split_with_sizes(list(counts.values())), strict=True):
+        if expert != ops.NO_EXPERT:
+            yield expert, pairs
+
+
+def _row(bias: Tensor | None, expert: int) -> Tensor | None:
+    return None if bias is None else bias[expert]

@@ -1,0 +1,83 @@
+"""The contract between a layer's experts and the formats in which their weights are stored."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch import Tensor
+
+from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.ops import GatedSilu
+from lightserve.common.quantization.linear_method import length
+
+
+class ExpertsLayout(Enum):
+    """How a checkpoint stores the experts of a layer."""
+
+    EACH = "each"  # three linears for each expert: PREFIX.3.gate_proj.weight [width, hidden]
+    STACKED = "stacked"  # gate_up [experts, 2 * width, hidden], all gates first; down [experts, hidden, width]
+    # gate_up [experts, hidden, 2 * width], gates and ups alternate; down [experts, width, hidden]
+    TRANSPOSED = "transposed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """The names of the linears of an expert; of all experts, if the checkpoint stores them together."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    gate_up: str = "gate_up_proj"  # if they are stored together
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """The experts of a layer as one rank computes them. Shared experts follow the others."""
+
+    prefix: str  # their name in the checkpoint: model.layers.0.mlp.experts
+    num_experts: int  # of the whole layer, without shared ones
+    hidden_size: int
+    width: int  # of each whole expert
+    own: slice  # the experts of this rank, shared ones included
+    units: slice  # of each of its experts that this rank computes
+    layout: ExpertsLayout = ExpertsLayout.EACH
+    names: ExpertNames = field(default_factory=ExpertNames)
+    num_shared: int = 0  # stored as one expert of their width together, with the names of an expert
+    shared_prefix: str = ""
+    has_bias: bool = False  # in the checkpoint
+    adds_bias: bool = True  # of down, on this rank; False: another rank adds it
+    activation: GatedSilu = field(default_factory=GatedSilu)
+
+    @property
+    def num_own(self) -> int:
+        return length(self.own)
+
+    @property
+    def num_units(self) -> int:
+        return length(self.units)
+
+
+class ExpertsMethod(ABC):
+    """Owns the tensors of a layer's experts on one rank, and computes with them.
+
+    The constructor takes an ``ExpertsSpec``, the dtype of the activations and the device, and allocates; the device may
+    be ``meta``.
+    """
+
+    @abstractmethod
+    def pieces(self) -> Iterator[Piece]:
+        """The checkpoint tensors, with shape and dtype, and how this rank's part is cut out of each."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """As ``ops.experts``; ``ids`` count this rank's experts."""
+
+    def process_weights_after_loading(self) -> None:  # noqa: B027  most need nothing
+        """Called once all pieces are filled. A method may repack its tensors here."""
+
+    @abstractmethod
+    def kernel_key(self) -> Hashable:
+        """Equal for methods that launch the same kernels."""

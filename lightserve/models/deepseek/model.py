@@ -1,0 +1,134 @@
+"""DeepSeek V2 and V3, and Kimi K2: latent attention, and experts behind the first dense layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from lightserve.common import basemodel as bm, ops
+from lightserve.errors import ModelFilesError
+
+LATENT_NORM_EPS = 1e-6  # of the norms inside attention; rms_norm_eps is that of the others
+
+
+def latent_sizes(config: bm.ModelConfig, heads: int) -> ops.LatentSizes:
+    sizes = (config.count(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
+    return ops.LatentSizes(heads, *sizes)
+
+
+class KvExpansionWeight(bm.Weight):
+    """kv_b_proj of this rank's heads, ``[heads, nope + value, rank]``."""
+
+    def __init__(self, prefix: str, sizes: ops.LatentSizes, context: bm.WeightContext) -> None:
+        self._name = f"{prefix}.weight"
+        self._shape = (sizes.heads * (sizes.nope + sizes.value), sizes.rank)
+        heads = sizes.heads // context.tp.size
+        rows = heads * (sizes.nope + sizes.value)
+        self._rows = slice(context.tp.rank * rows, (context.tp.rank + 1) * rows)
+        self.tensor = context.empty(heads, sizes.nope + sizes.value, sizes.rank)
+
+    def pieces(self) -> Iterator[bm.Piece]:
+        yield bm.Piece(self._name, self._shape, self.tensor.flatten(0, 1), lambda tensor: tensor[self._rows])
+
+
+class DeepseekLayerWeight(bm.DecoderLayerWeight):
+    def _init_attention(self, spec: bm.LayerSpec, context: bm.WeightContext) -> None:
+        at, config, hidden = f"{spec.prefix}.self_attn", spec.config, spec.hidden_size
+        sizes = latent_sizes(config, spec.num_heads)
+        q_rank = config.hf.get("q_lora_rank")
+        query = _rows(spec.num_heads, sizes.nope, spec)
+        kv_a = bm.Block(f"{at}.kv_a_proj_with_mqa", 1, sizes.rank + sizes.rope, _rows(1, sizes.rank, spec))
+        if q_rank is None:
+            first = bm.Block(f"{at}.q_proj", spec.num_heads, sizes.nope + sizes.rope, query)
+        else:
+            first = bm.Block(f"{at}.q_a_proj", 1, config.count("q_lora_rank"))
+            q_b = bm.Block(f"{at}.q_b_proj", spec.num_heads, sizes.nope + sizes.rope, query)
+            self.q_a_norm = bm.RmsNormWeight(f"{at}.q_a_layernorm", q_rank, LATENT_NORM_EPS, context)
+            self.q_b_proj = bm.ColumnWeight([q_b], q_rank, context)
+        self.qkv_proj = bm.ColumnWeight([first, kv_a], hidden, context)
+        self.kv_norm = bm.RmsNormWeight(f"{at}.kv_a_layernorm", sizes.rank, LATENT_NORM_EPS, context)
+        self.kv_b = KvExpansionWeight(f"{at}.kv_b_proj", sizes, context)
+        self.o_proj = bm.RowWeight(f"{at}.o_proj", spec.num_heads * sizes.value, hidden, context)
+        self.attn_options = ops.AttnOptions(spec.scale)
+
+
+class DeepseekLayerInfer(bm.DecoderLayerInferTpl[DeepseekLayerWeight]):
+    def __init__(self, spec: bm.LayerSpec, tp: bm.RankGroup) -> None:
+        super().__init__(spec, tp)
+        self.sizes = latent_sizes(spec.config, self.num_heads)
+        self.has_q_rank = spec.config.hf.get("q_lora_rank") is not None
+
+    def _norm_and_qkv(
+        self, input: Tensor, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight
+    ) -> tuple[Tensor, Tensor]:
+        """Queries ``[tokens, heads, nope + rope]`` and latents ``[tokens, rank + rope]``."""
+        q, latent = super()._norm_and_qkv(input, infer_state, layer_weight)
+        if self.has_q_rank:
+            q = layer_weight.q_b_proj.mm(layer_weight.q_a_norm.norm(q))
+        return q.unflatten(1, (self.num_heads, -1)), latent
+
+    def _split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        width = self.sizes.rank + self.sizes.rope
+        return qkv[:, :-width], qkv[:, -width:]
+
+    def _post_cache_kv(
+        self, q: Tensor, cache_kv: Tensor, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight
+    ) -> None:
+        norm = ops.LatentNorm(layer_weight.kv_norm.tensor, layer_weight.kv_norm.eps)
+        angles = infer_state.rotary_angles[self._rotary_key]
+        cache = infer_state.mem_manager.layer(self.layer_num)
+        ops.write_latent(q, cache_kv, norm, angles, infer_state.step.mem_index, cache)
+
+    def _context_attention_kernel(
+        self, q: Tensor, cache_kv: Tensor, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight
+    ) -> Tensor:
+        cache, kv_b = infer_state.mem_manager.layer(self.layer_num), layer_weight.kv_b.tensor
+        return ops.latent_context_attention(q, cache_kv, cache, kv_b, infer_state.attn, layer_weight.attn_options)
+
+    def _token_attention_kernel(
+        self, q: Tensor, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight
+    ) -> Tensor:
+        cache, kv_b = infer_state.mem_manager.layer(self.layer_num), layer_weight.kv_b.tensor
+        return ops.latent_token_attention(q, cache, kv_b, infer_state.attn, layer_weight.attn_options)
+
+
+class DeepseekTpPartModel(bm.TpPartBaseModel):
+    transformer_weight_class = DeepseekLayerWeight
+    transformer_layer_infer_class = DeepseekLayerInfer
+    attends_to_shared_prefixes = False
+
+    def layer_spec(self, layer_num: int) -> bm.LayerSpec:
+        sizes = latent_sizes(self.config, self.config.num_heads)
+        return replace(
+            super().layer_spec(layer_num),
+            num_kv_heads=1,
+            head_dim=sizes.rope,  # all of it rotates
+            scale=(sizes.nope + sizes.rope) ** -0.5 * _yarn_scale(self.config.rope) ** 2,
+            has_rope_pairs=self.config.flag("rope_interleave", default=True),
+        )
+
+    def _kv_layout(self) -> bm.KvLayout:
+        sizes = latent_sizes(self.config, 1)
+        layers = tuple(range(self.config.num_layers))
+        return bm.KvLayout((bm.KvGroup(layers, 1, sizes.rank + sizes.rope, 0, self.args.dtype),))
+
+    def _verify_params(self) -> None:
+        for name in ("attention_bias", "mlp_bias"):
+            if self.config.flag(name):
+                raise ModelFilesError(f"config.json: {name} true is not supported for {self.config.model_type}")
+
+
+def _rows(heads: int, skipped: int, spec: bm.LayerSpec) -> bm.RowMap | None:
+    """The last rows of each head rotate; the file has rotary pairs side by side."""
+    if not spec.has_rope_pairs:
+        return None
+    return bm.pairs_to_halves(bm.whole(heads, skipped + spec.head_dim), heads, spec.head_dim, first=skipped)
+
+
+def _yarn_scale(rope: bm.RopeConfig) -> float:
+    if rope.rope_type == "default" or not rope.mscale_all_dim or rope.factor <= 1:
+        return 1.0
+    return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0

@@ -1,0 +1,33 @@
+"""MiniCPM is Llama with factors of the embedding, the residuals and the logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from lightserve.common import basemodel as bm
+from lightserve.errors import ModelFilesError
+
+UNSUPPORTED = {"num_experts": "experts", "sparse_config": "sparse attention", "mixer_types": "linear attention"}
+
+
+class MiniCpmTpPartModel(bm.TpPartBaseModel):
+    def layer_spec(self, layer_num: int) -> bm.LayerSpec:
+        scale = self.config.number("scale_depth", 1.0) / math.sqrt(self.config.num_layers)
+        has_bias = self.config.flag("attention_bias")
+        return replace(super().layer_spec(layer_num), residual_scale=scale, qkv_bias=has_bias, o_bias=has_bias)
+
+    def model_spec(self) -> bm.ModelSpec:
+        return replace(
+            super().model_spec(),
+            embedding_scale=self.config.number("scale_emb", 1.0),
+            logit_scale=self.config.number("dim_model_base", 1.0) / self.config.hidden_size,
+        )
+
+    def _verify_params(self) -> None:
+        for field, what in UNSUPPORTED.items():
+            if self.config.hf.get(field):
+                raise ModelFilesError(
+                    f"config.json: {field} is set, but {what} of minicpm are not supported; remove it if the model can "
+                    "do without"
+                )

@@ -1,0 +1,105 @@
+"""A real server with a folder whose only vocabulary is a SentencePiece model."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightserve.benchmark.models import TINY
+from lightserve.model_files import Tokenizer, load_tokenizer, resolve
+from lightserve.model_files.tokenizer_files.sentencepiece_file import Piece, PieceType
+from test.api.server import RESPONSE_S, ServerProcess, running_server
+from test.model_files.vocabulary_files import sentencepiece_model, write_folder
+
+GOLDEN = Path(__file__).parents[1] / "model_files" / "golden" / "sentencepiece.json"
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+CHAT = {"messages": [{"role": "user", "content": "Hello, world! 日本"}], "seed": 1, "temperature": 1.0}
+LONG = {"max_tokens": 60, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pieces = [Piece(text, score, PieceType(kind)) for text, score, kind in json.loads(GOLDEN.read_text())["pieces"]]
+    config = {"model_type": "llama", "vocab_size": len(pieces), "max_position_embeddings": 512, "rms_norm_eps": 1e-5}
+    files = {
+        "config.json": config | {"architectures": ["LlamaForCausalLM"]} | TINY,
+        "tokenizer.model": sentencepiece_model(pieces),
+        "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "chat_template": TEMPLATE},
+    }
+    return write_folder(tmp_path_factory.mktemp("models") / "spm", files)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    flags = ["--model_dir", str(folder), "--load_format", "dummy", "--max_total_token_num", "4096"]
+    with running_server(folder.parent / "log", *flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(resolve(str(folder), needs_weights=False))
+
+
+def test_a_chat_is_rendered_encoded_and_decoded(server: ServerProcess, tokenizer: Tokenizer) -> None:
+    status, answer = server.post("/v1/chat/completions", CHAT | LONG)
+
+    assert status == 200, answer
+    prompt = "<s>[INST] Hello, world! 日本 [/INST]"
+    assert answer["prompt_token_ids"] == tokenizer.encode(prompt, add_special_tokens=False)
+    (choice,) = answer["choices"]
+    assert len(choice["token_ids"]) == 60
+    assert choice["message"]["content"] == tokenizer.decode(choice["token_ids"])
+
+
+def test_a_stream_has_the_same_text(server: ServerProcess) -> None:
+    _, whole = server.post("/v1/chat/completions", CHAT | LONG)
+    body = json.dumps(CHAT | LONG | {"stream": True}).encode()
+    request = urllib.request.Request(f"{server.url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+
+    with urllib.request.urlopen(request, timeout=RESPONSE_S) as response:
+        lines = [line.removeprefix(b"data: ") for line in response if line.startswith(b"data: {")]
+    events: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    texts = [event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"]]
+    assert "".join(texts) == whole["choices"][0]["message"]["content"]
+
+
+def test_a_completion_continues_its_prompt_with_the_space_between_words(
+    server: ServerProcess, tokenizer: Tokenizer
+) -> None:
+    world = tokenizer.token_to_id("▁world")
+    body = {"prompt": "Hello,", "max_tokens": 1, "allowed_token_ids": [world], "echo": True}
+
+    _, answer = server.post("/v1/completions", body)
+    _, chat = server.post("/v1/chat/completions", CHAT | {"max_tokens": 1, "allowed_token_ids": [world]})
+
+    assert answer["choices"][0]["text"] == "Hello, world"
+    assert chat["choices"][0]["message"]["content"] == "world"
+
+
+def test_structured_output_uses_the_vocabulary(server: ServerProcess) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 22]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    grammar = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+    status, answer = server.post("/v1/chat/completions", CHAT | {"max_tokens": 60, "response_format": grammar})
+
+    assert status == 200, answer
+    assert json.loads(answer["choices"][0]["message"]["content"])["a"] in (1, 22)
+
+
+def test_the_end_token_comes_from_the_model_file(server: ServerProcess) -> None:
+    _, answer = server.post("/v1/completions", {"prompt": "Hello", "allowed_token_ids": [2], "max_tokens": 5})
+
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert "Traceback" not in server.log

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from test.models.architectures.case import SMALL, Case, Json, Tensors
+
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 6,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 24,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 9,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.9,
+    "rope_theta": 10000.0,
+}
+
+
+def as_kimi(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
+    return {**config_json, "model_type": "kimi_k2"}, tensors
+
+
+CASES = {
+    "deepseek_v2": Case("deepseek_v2", {**LATENT, "q_lora_rank": None}),
+    "deepseek_v2-yarn": Case("deepseek_v2", {**LATENT, "rope_parameters": YARN}),
+    "deepseek_v3": Case("deepseek_v3", LATENT),
+}

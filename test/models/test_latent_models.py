@@ -1,0 +1,106 @@
+"""Models with latent attention, as a worker runs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightserve.common import ops, triton_kernel  # noqa: F401  registers its backend
+from lightserve.common.basemodel import TpPartBaseModel
+from lightserve.errors import ModelFilesError
+from lightserve.io_struct import GenerationParams
+from lightserve.llm import LLM
+from test.models.architectures.case import MAX_LEN, Tiny, build
+from test.models.architectures.cases import CASES
+from test.models.session import Session
+from test.models.tiny import build_model
+from test.small_text import small_backend
+
+ON_GPU = torch.cuda.is_available()
+GREEDY = GenerationParams.of(max_new_tokens=12, temperature=0.0, logprobs=3, ignore_eos=True)
+PROMPTS = [[(37 * i + i * i // 7 + seed) % 131 for i in range(length)] for seed, length in enumerate((150, 40, 7, 151))]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Tiny:
+    return build(CASES["deepseek_v2"])
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("deepseek")
+    tiny.hf.save_pretrained(path)
+    small_backend().save(str(path / "tokenizer.json"))
+    return str(path)
+
+
+def make(folder: str, **options: Any) -> LLM:
+    return LLM(folder, device="cpu", data_type="float32", max_total_token_num=1000, **options)
+
+
+def generated(hf: Any, ids: list[int]) -> list[int]:
+    out = hf.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    tokens: list[int] = out[0, len(ids) :].tolist()
+    return tokens
+
+
+def test_chunks_batches_and_cached_prefixes_give_the_tokens_of_transformers(folder: str, tiny: Tiny) -> None:
+    expected = [generated(tiny.hf, ids) for ids in PROMPTS]
+    whole, in_chunks = make(folder), make(folder, batch_max_tokens=16)
+
+    alone = [whole.generate([ids], GREEDY)[0].token_ids for ids in PROMPTS]
+    cached = [whole.generate([ids], GREEDY)[0].token_ids for ids in PROMPTS]
+    chunked = [one.token_ids for one in in_chunks.generate(PROMPTS, GREEDY)]
+
+    assert alone == expected
+    assert cached == expected
+    assert chunked == expected
+
+
+def test_deterministic_requests_have_the_same_bits_in_any_batch_and_chunks(folder: str) -> None:
+    whole, in_chunks = make(folder, deterministic=True), make(folder, deterministic=True, batch_max_tokens=16)
+    first = whole.generate([PROMPTS[0]], GREEDY)[0]
+
+    cached = whole.generate([PROMPTS[0]], GREEDY)[0]
+    among_others = in_chunks.generate(PROMPTS, GREEDY)[0]
+
+    for again in (cached, among_others):
+        assert again.token_ids == first.token_ids
+        assert again.logprobs == first.logprobs
+
+
+def model_of(tiny: Tiny, **changes: Any) -> TpPartBaseModel:
+    return build_model({**tiny.config_json, **changes}, tiny.checkpoint(), max_len=MAX_LEN)
+
+
+def test_a_token_caches_one_latent_a_layer(tiny: Tiny) -> None:
+    model = model_of(tiny)
+
+    (group,) = model.kv_layout.groups
+    assert group.token_shape == (1, 20 + 8)
+    assert group.bytes_per_token == model.config.num_layers * (20 + 8) * 4
+
+
+@pytest.mark.parametrize("field", ["attention_bias", "mlp_bias"])
+def test_biases_are_refused(tiny: Tiny, field: str) -> None:
+    with pytest.raises(ModelFilesError, match=f"{field} true is not supported for deepseek_v2"):
+        model_of(tiny, **{field: True})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="test_architectures.py runs the kernels there")
+def test_kernels_in_the_interpreter_give_the_logits_of_the_definitions(tiny: Tiny) -> None:
+    def logits(backend: str) -> torch.Tensor:
+        ops.use_backend(backend)
+        session = Session(model_of(tiny))
+        session.step({0: PROMPTS[1][:30], 1: PROMPTS[2]})
+        return torch.cat([session.step({0: PROMPTS[1][30:], 1: [9]}), session.step({0: [7], 1: [8]})])
+
+    try:
+        ours, theirs = logits("triton"), logits(ops.REFERENCE)
+    finally:
+        ops.use_backend(ops.REFERENCE)
+
+    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()

@@ -1,0 +1,102 @@
+"""A config.json with an option that a model's code does not implement is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightserve.common.basemodel import ModelConfig
+from lightserve.errors import ModelFilesError
+from test.models.tiny import build_model
+
+TINY = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "intermediate_size": 64,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def refuse(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFilesError, match=message):
+        build_model({**TINY, **fields}, iter(()))
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "baichuan",
+        "chatglm",
+        "exaone4",
+        "glm",
+        "glm4",
+        "granite",
+        "internlm",
+        "internlm2",
+        "internlm3",
+        "minicpm",
+        "ministral",
+        "mistral",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "qwen",
+        "seed_oss",
+        "smollm3",
+    ],
+)
+def test_an_unknown_activation_is_refused(model_type: str) -> None:
+    heads = {"num_key_value_heads": 2, "head_dim": 8}
+    refuse(
+        {"model_type": model_type, "hidden_act": "xielu", **heads},
+        f"hidden_act 'xielu' is not supported .*{model_type}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "chatglm", "position_encoding_2d": True}, "ChatGLM 1 .* is not supported; use ChatGLM 2 or 3"),
+        ({"model_type": "chatglm", "rmsnorm": False}, "rmsnorm False is not supported for chatglm"),
+        ({"model_type": "chatglm", "post_layer_norm": False}, "post_layer_norm False is not supported for chatglm"),
+        (
+            {"model_type": "chatglm", "apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm True is not supported for chatglm",
+        ),
+        ({"model_type": "chatglm", "rope_ratio": "fast"}, "rope_theta is 'fast', wanted a positive number"),
+        ({"model_type": "exaone4", "sliding_window_pattern": "LLX"}, "sliding_window_pattern 'LLX' is not supported"),
+        ({"model_type": "exaone4", "sliding_window_pattern": 0}, "sliding_window_pattern 0 is not supported"),
+        ({"model_type": "granite", "residual_multiplier": -1}, "residual_multiplier is -1, wanted a positive number"),
+        ({"model_type": "internlm", "rotary": {"type": "spiral"}}, "rope type 'spiral' is not supported"),
+        ({"model_type": "internlm", "bias": "all"}, "bias is 'all', wanted true or false"),
+        ({"model_type": "internlm2", "rope_scaling": {"type": "spiral", "factor": 2.0}}, "rope type 'spiral'"),
+        ({"model_type": "minicpm", "num_experts": 8}, "num_experts is set, but experts of minicpm are not supported"),
+        ({"model_type": "minicpm", "sparse_config": {"topk": 64}}, "sparse_config is set, but sparse attention"),
+        ({"model_type": "minicpm", "hidden_act": "fatrelu"}, "hidden_act 'fatrelu' is not supported for minicpm"),
+        ({"model_type": "olmo", "clip_qkv": 0}, "clip_qkv is 0, wanted a positive number"),
+        ({"model_type": "qwen", "scale_attn_weights": False}, "scale_attn_weights false is not supported for qwen"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers is .1, 0., wanted 0 or 1 for each of 3"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0, 2]}, "no_rope_layers is .*, wanted 0 or 1 for each"),
+    ],
+)
+def test_an_option_that_is_not_implemented_is_refused(fields: dict[str, Any], message: str) -> None:
+    refuse({"num_key_value_heads": 2, "head_dim": 8, **fields}, message)
+
+
+def test_requests_of_qwen_end_at_the_trained_length() -> None:
+    """Past seq_length the model scales queries and angles, which is not implemented."""
+    fields = {**TINY, "model_type": "qwen", "seq_length": 100, "kv_channels": 8}
+
+    with pytest.raises(ModelFilesError, match="max_req_total_len=128, but the model supports 100 tokens"):
+        ModelConfig.from_hf(fields).request_len(128)
+
+
+def test_requests_of_qwen_are_longer_if_nothing_is_scaled() -> None:
+    scaling = {"use_dynamic_ntk": False, "use_logn_attn": False}
+    fields = {**TINY, "model_type": "qwen", "seq_length": 100, "kv_channels": 8, **scaling}
+
+    assert ModelConfig.from_hf(fields).request_len(None) == 256
