@@ -20,7 +20,8 @@ def windows_except_every(count: int) -> Derive:
     """layer_types: windows in all layers except every ``count``-th, unless sliding_window_pattern has another count."""
 
     def derive(hf: Fields) -> dict[str, Any]:
-        pattern, layers = hf.get("sliding_window_pattern") or count, hf.get("num_hidden_layers")
+        pattern: Any = hf.get("sliding_window_pattern") or count
+        layers: Any = hf.get("num_hidden_layers")
         if hf.get("layer_types") is not None or not _are_counts(pattern, layers):
             return {}
         kinds = ("full_attention", "sliding_attention")

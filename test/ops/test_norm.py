@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -128,7 +130,7 @@ def test_a_float32_weight_keeps_its_digits_with_any_input(name: str, backend: st
     residuals = [torch.zeros_like(x)] if adds else []
     weight = 1 + randn(96, device=device, seed=1) * 1e-3
     params = (weight, torch.zeros_like(weight)) if is_layer_norm else (weight,)
-    norm = ops.layer_norm if is_layer_norm else ops.rms_norm
+    norm: Any = ops.layer_norm if is_layer_norm else ops.rms_norm
 
     out = ops.OPS[name].impls[backend](x, *residuals, *params, EPS)
 
