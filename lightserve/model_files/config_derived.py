@@ -44,9 +44,10 @@ def gemma2(hf: Fields) -> dict[str, Any]:
 def gemma3(hf: Fields) -> dict[str, Any]:
     """Older files have the rotary bases of the two kinds of layers in fields of their own."""
     given = hf.get("rope_parameters") or {}
-    if not isinstance(given, dict) or not isinstance(hf.get("rope_scaling") or {}, dict):
-        return {}  # RopeConfig refuses it
     scaling = hf.get("rope_scaling") or {}
+    tables = [given, scaling, *given.values()] if isinstance(given, dict) else [given]
+    if not all(isinstance(table, dict | None) for table in tables):
+        return {}  # RopeConfig refuses it
     full = {"rope_theta": hf.get("rope_theta") or 1_000_000.0, **scaling, **(given.get("full_attention") or {})}
     local = {"rope_theta": hf.get("rope_local_base_freq") or 10_000.0, **(given.get("sliding_attention") or {})}
     rope = {"rope_parameters": {"full_attention": full, "sliding_attention": local}}

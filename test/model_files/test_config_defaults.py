@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -123,3 +124,17 @@ def test_a_value_without_support_is_named_with_those_that_have_it() -> None:
     with pytest.raises(ModelFilesError, match="add_cross_attention True is not supported for gpt2; supported: False"):
         config.check_value("add_cross_attention", False)
     config.check_value("absent", 1)
+
+
+JUNK = (None, True, -1, 2.5, "x", [1], {"a": 1}, {"full_attention": 5})
+
+
+@pytest.mark.parametrize("model_type", SHAPES)
+def test_a_field_of_any_type_is_read_or_refused(model_type: str) -> None:
+    complete = saved(model_type, **SHAPES[model_type])
+    extra = dict.fromkeys(("sliding_window_pattern", "rope_scaling", "rope_local_base_freq", "rope_theta"))
+
+    for name in {**complete, **extra}:
+        for value in JUNK:
+            with contextlib.suppress(ModelFilesError):
+                ModelConfig.from_hf({**complete, "model_type": model_type, name: value})
