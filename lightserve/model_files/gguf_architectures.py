@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from lightserve.model_files.gguf_fields import bloom_fields, rotary_decoder_fields, unsupported
+from lightserve.model_files.gguf_fields import bloom_fields, gemma3_fields, rotary_decoder_fields, unsupported
 from lightserve.model_files.gguf_header import GgufHeader
 
 
@@ -33,6 +33,7 @@ class GgufArchitecture:
     tensors: Mapping[str, str]  # llama.cpp's name, without blk.N and .weight: the name in transformers
     row_orders: Mapping[str, RowOrder] = field(default_factory=dict)  # by llama.cpp's name
     copies: frozenset[str] = frozenset()  # tensors that repeat another one and are not loaded
+    has_norms_plus_one: bool = False  # norms hold 1 + weight, where transformers has the weight
 
 
 _LLAMA_TENSORS = {
@@ -50,6 +51,11 @@ _LLAMA_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 _QWEN3_TENSORS = _LLAMA_TENSORS | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GEMMA3_TENSORS = _QWEN3_TENSORS | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _BLOOM_TENSORS = {
     "token_embd": "transformer.word_embeddings",
     "token_embd_norm": "transformer.word_embeddings_layernorm",
@@ -74,6 +80,14 @@ ARCHITECTURES = {
     ),
     "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM", rotary_decoder_fields, "model.layers", _LLAMA_TENSORS),
     "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM", rotary_decoder_fields, "model.layers", _QWEN3_TENSORS),
+    "gemma3": GgufArchitecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        gemma3_fields,
+        "model.layers",
+        _GEMMA3_TENSORS,
+        has_norms_plus_one=True,
+    ),
     "bloom": GgufArchitecture(
         "bloom",
         "BloomForCausalLM",

@@ -29,13 +29,13 @@ _OTHER_TENSOR = re.compile(r"(?P<part>\w+)\.(?P<kind>weight|bias)")
 def gguf_tensors(header: GgufHeader, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     with header.path.open("rb") as file:
         for entry, name in _wanted(header):
-            yield name, _reorder(header, entry.name, _read(file, entry), config)
+            yield name, _as_in_transformers(header, entry.name, _read(file, entry), config)
 
 
 def gguf_metadata(header: GgufHeader, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The same tensors on the meta device."""
     for entry, name in _wanted(header):
-        yield name, _reorder(header, entry.name, torch.empty(entry.shape, device="meta"), config)
+        yield name, _as_in_transformers(header, entry.name, torch.empty(entry.shape, device="meta"), config)
 
 
 def gguf_bytes(header: GgufHeader) -> int:
@@ -65,6 +65,13 @@ def _name(header: GgufHeader, architecture: GgufArchitecture, name: str) -> str:
     layer = match.groupdict().get("layer")
     prefix = "" if layer is None else f"{architecture.layers}.{layer}."
     return f"{prefix}{part}.{match['kind']}"
+
+
+def _as_in_transformers(header: GgufHeader, name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
+    """Undo what GGUF converters change."""
+    if architecture_of(header).has_norms_plus_one and name.endswith("_norm.weight"):
+        return tensor - 1
+    return _reorder(header, name, tensor, config)
 
 
 def _reorder(header: GgufHeader, name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
