@@ -93,6 +93,13 @@ def test_a_model_may_remove_extra_spaces(legacy: bool, tmp_path: Path) -> None:
     assert pieces_of(backend, "   ") == []
 
 
+def test_an_added_token_of_spaces_survives_a_model_that_removes_them(tmp_path: Path) -> None:
+    added = {str(len(BPE)): {"content": "  ", "normalized": True}}
+    backend = load(tmp_path, sentencepiece_model(BPE, normalizer={4: True}), added_tokens_decoder=added)
+
+    assert pieces_of(backend, "b  c") == ["▁", "b", "  ", "▁", "c"]
+
+
 def test_a_model_may_add_no_space(tmp_path: Path) -> None:
     backend = load(tmp_path, sentencepiece_model(BPE, normalizer={3: False}))
 

@@ -16,7 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.model_files import Tokenizer, chat_template, load_tokenizer, resolve
 from lightserve.model_files.gguf_header import read_gguf_header
-from lightserve.model_files.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_from_gguf
+from lightserve.model_files.gguf_pre_tokenizers import PRE_TOKENIZERS
+from lightserve.model_files.gguf_tokenizer import tokenizer_from_gguf
 from lightserve.model_files.special_tokens import set_surrounding_tokens
 from test.cpu_time import cpu_seconds
 from test.model_files.files import finish, save_as_gguf, tiny_model

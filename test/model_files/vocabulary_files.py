@@ -64,7 +64,8 @@ def tiktoken_file(tokens: Sequence[bytes]) -> bytes:
 ALL_BYTES = [bytes([byte]) for byte in range(256)]
 
 
-def write_folder(folder: Path, files: Mapping[str, bytes | str | dict[str, Any]]) -> Path:
+def write_folder(folder: Path, files: Mapping[str, Any]) -> Path:
+    """``files``: bytes, text, or an object for JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         if isinstance(content, dict):

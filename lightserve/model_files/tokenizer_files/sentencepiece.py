@@ -104,9 +104,10 @@ class SentencePieceFile(TokenizerFile):
 
     def _in_raw_text(self, token: AddedToken) -> AddedToken:
         """A normalizer that removes spaces would leave nothing of a token that consists of them."""
-        if token.normalized and self._model.removes_extra_spaces:
-            token.normalized = False
-        return token
+        if not (token.normalized and self._model.removes_extra_spaces):
+            return token
+        flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "special")}
+        return AddedToken(token.content, normalized=False, **flags)
 
     def _backend(self) -> Tokenizer:
         has_prefix = self.settings.flag("add_prefix_space", self._model.adds_prefix)
