@@ -117,6 +117,14 @@ def test_user_defined_pieces_are_never_split_or_merged(normalizer: dict[int, boo
     assert pieces_of(backend, "d   d")[-2:] == (["▁", "d"] if normalizer.get(4) else ["▁▁▁", "d"])
 
 
+def test_a_config_that_lists_user_defined_pieces_changes_nothing(tmp_path: Path) -> None:
+    """Gemma's does, with ``normalized: false``, which would only find them written with ``▁``."""
+    model = sentencepiece_model([*BPE, Piece("▁▁▁", type=USER)], normalizer={3: False})
+    added = {str(len(BPE)): {"content": "▁▁▁", "normalized": False, "special": False}}
+
+    assert pieces_of(load(tmp_path, model, added_tokens_decoder=added), "b   c") == ["b", "▁▁▁", "c"]
+
+
 def test_control_pieces_are_special_and_surround_texts_as_configured(tmp_path: Path) -> None:
     config = {"add_bos_token": True, "add_eos_token": True}
     backend = load(tmp_path, sentencepiece_model([*BPE, Piece("<ctl>", type=CONTROL)]), **config)
