@@ -12,7 +12,6 @@ from typing import Any
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import config_derived
-from lightserve.model_files.derived_fields import baichuan_fields, chatglm_fields, internlm_fields, qwen_fields
 from lightserve.model_files.layer_shapes import layer_lists, nemotron_nas_fields
 
 # other name: Llama's name; for every model, where Llama's name is absent
@@ -82,9 +81,10 @@ _TIED = {**_LAYER_NORM, "tie_word_embeddings": True}
 
 MODELS = {
     "arcee": ConfigNames(defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"}),
-    "baichuan": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=baichuan_fields),
+    # the length under its own name, since its absence under Llama's name tells 13B
+    "baichuan": ConfigNames({"model_max_length": "model_max_length"}, {"rms_norm_eps": 1e-6}, config_derived.baichuan),
     "bloom": ConfigNames(defaults={"tie_word_embeddings": True, "hidden_act": "gelu_new"}),
-    "chatglm": ConfigNames({"kv_channels": "head_dim"}, {"rms_norm_eps": 1e-5}, chatglm_fields),
+    "chatglm": ConfigNames({"kv_channels": "head_dim"}, {"rms_norm_eps": 1e-5}, config_derived.chatglm),
     "cohere": ConfigNames(defaults={**_TIED, "logit_scale": 0.0625, "rope_theta": 500_000.0}),
     "cohere2": ConfigNames(
         defaults={**_TIED, "logit_scale": 0.0625, "sliding_window": 4096},
@@ -106,7 +106,7 @@ MODELS = {
     "gpt_neox": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu", "partial_rotary_factor": 0.25}),
     "gptj": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new"}, derived=config_derived.gptj),
     "granite": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
-    "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=internlm_fields),
+    "internlm": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=config_derived.internlm),
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "minicpm": ConfigNames(defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}),
     "ministral": ConfigNames(defaults=_MISTRAL),
@@ -120,7 +120,7 @@ MODELS = {
     "opt": ConfigNames(defaults={**_TIED, "hidden_act": "relu"}),
     "phi": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
     "phi3": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
-    "qwen": ConfigNames({"kv_channels": "head_dim"}, {"rms_norm_eps": 1e-6}, qwen_fields),
+    "qwen": ConfigNames({"kv_channels": "head_dim"}, {"rms_norm_eps": 1e-6}, config_derived.qwen),
     "seed_oss": ConfigNames(defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "head_dim": 128}),
     "smollm3": ConfigNames(
         defaults={

@@ -21,8 +21,10 @@ from lightserve.models.registry import get_model_class, read_model_config, suppo
 
 
 def fitting_models(source: ModelSource) -> list[str]:
+    """Llama first: several models have its tensors, and differ from it in factors or windows."""
     tensors = list(tensor_metadata(source))
-    return [model_type for model_type in sorted(supported_models()) if _fits(source, model_type, tensors)]
+    names = sorted(supported_models(), key=lambda name: (name != "llama", name))
+    return [model_type for model_type in names if _fits(source, model_type, tensors)]
 
 
 def _fits(source: ModelSource, model_type: str, tensors: list[CheckpointTensor]) -> bool:

@@ -89,9 +89,11 @@ def _route_kernel(
     ids = tl.full([BLOCK_K], NO_EXPERT, tl.int32)
     weights = tl.zeros([BLOCK_K], tl.float32)
     for place in tl.static_range(TOP_K):
-        best = _best(choice)
+        score, best = tl.max(choice, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        if bias_ptr is not None:
+            score = tl.sum(tl.where(experts == best, scores, 0.0), axis=0)
         ids = tl.where(places == place, best, ids)
-        weights = tl.where(places == place, tl.sum(tl.where(experts == best, scores, 0.0), axis=0), weights)
+        weights = tl.where(places == place, score, weights)
         choice = tl.where(experts == best, float("-inf"), choice)
     if RENORMALIZES:
         weights /= tl.sum(weights, axis=0) + LEAST_SUM

@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pydantic
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -268,11 +267,6 @@ def test_the_client_parses_a_schema(server: Server) -> None:
     assert grammar.kind == "json_schema"
 
 
-def test_a_background_response_is_refused_in_clear_words(server: Server) -> None:
-    with pytest.raises(openai.BadRequestError, match="background is not supported yet"):
-        server.openai.responses.create(model="tiny", input="Hi", background=True)
-
-
 def test_a_websocket_is_declined_with_the_status_that_codex_knows(server: Server) -> None:
     headers = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Key": "x", "Sec-WebSocket-Version": "13"}
 
@@ -405,7 +399,7 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", None),
     ({"tool_choice": "maybe"}, "tool_choice", None),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", None),
-    ({"background": True}, "background", "not_supported"),
+    ({"background": True, "stream": True}, "background", "not_supported"),
     ({"conversation": "conv_1"}, "conversation", "not_supported"),
     ({"top_logprobs": 21}, "top_logprobs", None),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "previous_response_not_found"),

@@ -7,7 +7,7 @@ from typing import Any
 from lightserve.errors import InvalidRequestError, PreviousResponseNotFoundError
 from lightserve.httpserver.openai.responses.items import ItemReference, as_items
 from lightserve.httpserver.openai.responses.request import ResponsesBody, validate_responses
-from lightserve.httpserver.openai.responses.store import ResponseStore, StoredResponse
+from lightserve.httpserver.openai.responses.store import RUNNING, ResponseStore, StoredResponse
 from lightserve.httpserver.wire.body import JsonObject
 
 
@@ -21,8 +21,9 @@ async def with_history(store: ResponseStore, owner: str, value: JsonObject, body
         previous = await store.get(owner, body.previous_response_id)
         if previous is None:
             raise PreviousResponseNotFoundError(body.previous_response_id)
-        if previous.response["status"] == "in_progress":
-            found = f"previous_response_id: {body.previous_response_id[:100]!r} is in progress; wait for its end"
+        status = previous.response["status"]
+        if status in RUNNING:
+            found = f"previous_response_id: {body.previous_response_id[:100]!r} is {status}; wait for its end"
             raise InvalidRequestError(found, "previous_response_id")
         items = [*previous.input, *previous.response["output"], *items]
     value["input"] = items

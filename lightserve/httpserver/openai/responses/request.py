@@ -96,7 +96,7 @@ class ResponsesTranslation:
 
 def validate_responses(value: JsonObject) -> ResponsesBody:
     body = validate(ResponsesBody, value)
-    for name in ("background", "conversation", "prompt"):
+    for name in ("conversation", "prompt"):
         if value.get(name):
             raise NotSupportedYetError(name, name)
     return body

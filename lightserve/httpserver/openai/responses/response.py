@@ -14,6 +14,7 @@ from lightserve.httpserver.chat.choice_parser import ChoiceParser
 from lightserve.httpserver.chat.parts import DELTA_TEXT, Events, Part, PartKind, PartsResponse, split_event
 from lightserve.httpserver.openai.logprobs import TokenLogprobs
 from lightserve.httpserver.openai.responses.items import encode_reasoning
+from lightserve.httpserver.openai.responses.store import IN_PROGRESS, QUEUED
 from lightserve.httpserver.openai.responses.tools import ToolId
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import JsonObject
@@ -39,7 +40,7 @@ ECHOED_FIELDS: JsonObject = {
     "truncation": "disabled",
     "user": None,
 }
-FIXED_FIELDS: JsonObject = {"background": False, "service_tier": "default"}
+FIXED_FIELDS: JsonObject = {"service_tier": "default"}
 CALL_PREFIX, CUSTOM_PREFIX = "fc", "ctc"  # of item ids, as OpenAI's
 ID_PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: CALL_PREFIX}
 
@@ -74,6 +75,10 @@ class ResponsesResponse(PartsResponse):
         return self._spec.response_id
 
     @property
+    def _is_background(self) -> bool:
+        return bool(self._spec.body.get("background"))
+
+    @property
     def has_ended(self) -> bool:
         return self.finish is not None or self._failure is not None
 
@@ -82,7 +87,7 @@ class ResponsesResponse(PartsResponse):
         if self._failure is not None:
             return self._response(**self._failure)
         if self.finish is None:
-            return self._response("in_progress")
+            return self._response(QUEUED if self._is_background and not self._has_begun else IN_PROGRESS)
         details = {"reason": "max_output_tokens"} if self.is_truncated else None
         status = "incomplete" if self.is_truncated else "completed"
         return self._response(status, incomplete_details=details, usage=self._usage())
@@ -105,7 +110,7 @@ class ResponsesResponse(PartsResponse):
         return b"".join(events)
 
     def on_start(self) -> Events:
-        response = self._response("in_progress")
+        response = self._response(IN_PROGRESS)
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def on_part_start(self, part: Part) -> Events:
@@ -258,6 +263,7 @@ def _head(spec: ResponsesSpec) -> JsonObject:
         "object": "response",
         "created_at": int(time.time()),
         "model": spec.model,
+        "background": bool(spec.body.get("background")),
         **FIXED_FIELDS,
         "store": spec.is_stored,
         **ECHOED_FIELDS,

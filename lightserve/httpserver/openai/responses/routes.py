@@ -14,6 +14,7 @@ from lightserve.httpserver.chat.parts import collect_parts
 from lightserve.httpserver.chat.prepare import PreparedChat, prepare_chat
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.openai.logprobs import chat_logprobs
+from lightserve.httpserver.openai.responses.background import BackgroundResponses, check_background
 from lightserve.httpserver.openai.responses.history import input_items, with_history
 from lightserve.httpserver.openai.responses.request import (
     ResponsesBody,
@@ -39,6 +40,7 @@ def routes(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
     config = context.config
     store = ResponseStore(context.run_dir, config.response_store_size, config.response_store_bytes)
+    background = BackgroundResponses(config.response_store_size)
 
     @router.post(PATH, responses=OPENAPI_STREAM, openapi_extra=openapi_body(ResponsesBody))
     async def responses(request: Request) -> Response:
@@ -46,13 +48,17 @@ def routes(context: ServerContext) -> APIRouter:
         echoed = dict(value)
         owner = owner_of(request, context)
         body = await with_history(store, owner, value, validate_responses(value))
+        is_stored = body.store is not False and store.is_enabled
+        check_background(body, is_stored)
         translation = translate_responses(body)
         chat = await prepare_chat(context, request, translation.chat, body.logprobs)
-        is_stored = body.store is not False and store.is_enabled
         spec = _spec(context, _response_id(request, chat), echoed, body, translation, is_stored)
         response = ResponsesResponse(chat.output.new_parser(), chat.log, spec)
         saved = SavedResponse(store, owner, response, input_items(value)) if is_stored else None
         chat.log.response_id = response.id
+        if body.background and saved is not None:
+            await background.start(context.manager.generate(chat.prompt_requests, chat.log), saved)
+            return json_response(response.body())
         return await _respond(context, request, body, chat, response, saved)
 
     @router.get(PATH, include_in_schema=False)

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from lightserve.httpserver.openai.responses.response import ResponsesResponse
-from lightserve.httpserver.openai.responses.store import ResponseStore
+from lightserve.httpserver.openai.responses.store import QUEUED, ResponseStore
 from lightserve.httpserver.wire.body import JsonObject
 
 
@@ -19,7 +19,9 @@ class SavedResponse:
     owner: str
     response: ResponsesResponse
     input: list[JsonObject]
-    is_added: bool = False
+    is_added: bool = False  # or cannot be stored
+    is_stored: bool = False
+    is_queued: bool = False  # as it is stored
     is_final: bool = False
 
     async def save(self) -> None:
@@ -27,8 +29,18 @@ class SavedResponse:
             return
         self.is_final = self.response.has_ended
         body = self.response.body()
-        await (self.store.update(self.owner, body) if self.is_added else self.store.add(self.owner, body, self.input))
-        self.is_added = True
+        self.is_queued = body["status"] == QUEUED
+        if self.is_added:
+            await self.store.update(self.owner, body)
+        else:
+            self.is_stored = await self.store.add(self.owner, body, self.input)
+            self.is_added = True
+
+    async def save_begun(self) -> None:
+        """Store the state of a background response after its first tokens; its end is stored by ``save``."""
+        if self.is_queued and not self.response.has_ended:
+            self.is_queued = False
+            await self.store.update(self.owner, self.response.body())
 
     def cancel(self) -> None:
         """The client has disconnected."""

@@ -26,6 +26,7 @@ from lightserve.utils.logger import init_logger
 logger = init_logger(__name__)
 
 FOLDER = "responses"  # in the run directory
+RUNNING = QUEUED, IN_PROGRESS = "queued", "in_progress"  # status of a response that has not ended
 BUSY_S = 10.0  # how long a process waits for another one's write, which takes about a millisecond
 
 _SCHEMA = """
@@ -68,8 +69,9 @@ class ResponseStore:
     def is_enabled(self) -> bool:
         return self._path is not None and self._max_count > 0 and self._max_bytes > 0
 
-    async def add(self, owner: str, response: JsonObject, input_items: list[JsonObject]) -> None:
-        await asyncio.to_thread(self._add, owner, response, input_items)
+    async def add(self, owner: str, response: JsonObject, input_items: list[JsonObject]) -> bool:
+        """Whether it is stored; if not, the log says why."""
+        return await asyncio.to_thread(self._add, owner, response, input_items)
 
     async def update(self, owner: str, response: JsonObject) -> None:
         """Store the newer state of a response, unless it was deleted."""
@@ -88,23 +90,23 @@ class ResponseStore:
         """Whether there was one."""
         return await asyncio.to_thread(self._delete, owner, response_id) if self.is_enabled else False
 
-    def _add(self, owner: str, response: JsonObject, input_items: list[JsonObject]) -> None:
+    def _add(self, owner: str, response: JsonObject, input_items: list[JsonObject]) -> bool:
         encoded, encoded_input = orjson.dumps(response), orjson.dumps(input_items)
         size = len(encoded) + len(encoded_input)
         if size > self._max_bytes:
             limit = f"{self._max_bytes} (--response_store_bytes)"
             logger.warning("%s is not stored: it has %d bytes; the limit is %s", response["id"], size, limit)
-            return
+            return False
         insert = "INSERT INTO responses (id, owner, bytes, response, input) VALUES (?, ?, ?, ?, ?)"
-        self._write(insert, (response["id"], owner, size, encoded, encoded_input))
+        return self._write(insert, (response["id"], owner, size, encoded, encoded_input))
 
     def _update(self, owner: str, response: JsonObject) -> None:
         encoded = orjson.dumps(response)
         update = "UPDATE responses SET response = ?, bytes = ? + length(input) WHERE id = ? AND owner = ?"
         self._write(update, (encoded, len(encoded), response["id"], owner))
 
-    def _write(self, statement: str, values: tuple[Any, ...]) -> None:
-        """A response reaches its client even when it cannot be stored."""
+    def _write(self, statement: str, values: tuple[Any, ...]) -> bool:
+        """Whether it was written. A response reaches its client even when it cannot be stored."""
         try:
             with self._lock, self._connect() as db:
                 db.execute(statement, values)
@@ -112,6 +114,8 @@ class ResponseStore:
                 db.execute(_EVICT_BY_BYTES, (self._max_bytes,))
         except (sqlite3.Error, OSError) as error:
             logger.error("a response is not stored: %s (%s)", error, self._path)
+            return False
+        return True
 
     def _get(self, owner: str, response_id: str) -> StoredResponse | None:
         with self._lock, self._connect() as db:

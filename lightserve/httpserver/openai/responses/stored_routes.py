@@ -13,7 +13,7 @@ from starlette.responses import Response
 from lightserve.errors import InvalidRequestError, NotSupportedYetError, ResponseNotFoundError, UnavailableError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.openai.responses.history import listed_items
-from lightserve.httpserver.openai.responses.store import ResponseStore, StoredResponse, owner_of
+from lightserve.httpserver.openai.responses.store import RUNNING, ResponseStore, StoredResponse, owner_of
 from lightserve.httpserver.wire.json_response import json_response
 
 PATH = "/v1/responses/{response_id}"
@@ -37,15 +37,18 @@ def add_stored_routes(router: APIRouter, context: ServerContext, store: Response
 
     @router.delete(PATH)
     async def delete_response(request: Request, response_id: str) -> Response:
-        """Delete a stored response."""
+        """Delete a stored response. One that runs in the background ends: nobody can read it any more."""
+        response = (await stored(request, response_id)).response
+        if response["background"] and response["status"] in RUNNING:
+            context.manager.abort_requests(response_id)
         if not await store.delete(owner_of(request, context), response_id):
             raise ResponseNotFoundError(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     @router.post(f"{PATH}/cancel")
     async def cancel_response(request: Request, response_id: str) -> Response:
-        """End a response that is being streamed, by whichever HTTP process."""
-        _check_in_progress((await stored(request, response_id)).response["status"], response_id)
+        """End a response that is being streamed or runs in the background, in whichever HTTP process."""
+        _check_running((await stored(request, response_id)).response["status"], response_id)
         context.manager.abort_requests(response_id)
         ended = await _wait_until_ended(lambda: stored(request, response_id), response_id)
         return json_response(ended.response)
@@ -65,14 +68,14 @@ def add_stored_routes(router: APIRouter, context: ServerContext, store: Response
 async def _wait_until_ended(fetch: Callable[[], Awaitable[StoredResponse]], response_id: str) -> StoredResponse:
     for _ in range(MAX_POLLS):
         found = await fetch()
-        if found.response["status"] != "in_progress":
+        if found.response["status"] not in RUNNING:
             return found
         await asyncio.sleep(POLL_S)
     raise UnavailableError(f"response {response_id!r} did not end within {MAX_POLLS * POLL_S:.0f} s")
 
 
-def _check_in_progress(status: str, response_id: str) -> None:
-    if status != "in_progress":
+def _check_running(status: str, response_id: str) -> None:
+    if status not in RUNNING:
         raise InvalidRequestError(
             f"response {response_id!r} is {status}; only a response that is in progress can be cancelled", "response_id"
         )
