@@ -74,6 +74,20 @@ def gemma3_fields(header: GgufHeader) -> dict[str, Any]:
     }
 
 
+def moe_fields(header: GgufHeader) -> dict[str, Any]:
+    """Of rotary decoders with experts. Whether weights of experts are renormalised is known by the architecture."""
+    fields = rotary_decoder_fields(header)
+    fields["num_experts"] = fields["num_local_experts"] = number(header, "expert_count")
+    fields["num_experts_per_tok"] = number(header, "expert_used_count")
+    fields["norm_topk_prob"] = _architecture(header) == "qwen3moe"
+    fields["qkv_bias"] = fields["attention_bias"]
+    if "blk.0.ffn_gate_exps.weight" in header.tensors:
+        fields["moe_intermediate_size"] = header.tensors["blk.0.ffn_gate_exps.weight"].shape[1]
+    if "blk.0.ffn_gate_shexp.weight" in header.tensors:
+        fields["shared_expert_intermediate_size"] = header.tensors["blk.0.ffn_gate_shexp.weight"].shape[0]
+    return fields
+
+
 def _rope_scaling(header: GgufHeader, theta: float, head_dim: int) -> dict[str, Any] | None:
     if "rope_freqs.weight" in header.tensors:
         return _llama3_scaling(header, theta, head_dim)
