@@ -76,7 +76,7 @@ def latent_token_attention(
     sizes = latent_sizes(q, latent_cache, kv_b)
     slots, by_token = _used_slots(batch)
     latents = latent_cache[slots, 0].to(q.dtype)
-    kv = linear(latents[:, : sizes.rank], kv_b.flatten(0, 1)).unflatten(1, (sizes.heads, -1))
+    kv = linear(latents[:, : sizes.rank], kv_b.flatten(0, 1)).view(len(latents), *kv_b.shape[:2])
     width = max(q.shape[2], sizes.value)
     expanded = q.new_zeros(len(slots), 2 * sizes.heads, width)
     expanded[:, : sizes.heads, : sizes.nope] = kv[..., : sizes.nope]
