@@ -424,6 +424,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "latent_token_attention": _latent_args,
     "layer_norm": _norm_args("rows", "param", "param"),
     "linear": _linear_args,
+    "linear_float32": _linear_args,
     "mask_logits": _mask_args,
     "norm_rotary_write_kv": _norm_rotary_write_kv_args,
     "place_tokens": _place_args,
