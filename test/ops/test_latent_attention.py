@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel import _latent_prefix
+from lightserve.common.triton_kernel.latent_token_attention import MERGED_AT_ONCE
 from test.ops.cases import (
     EPS,
     NAN,
@@ -85,6 +86,26 @@ def test_latent_token_attention_matches_its_definition(backend: str, dtype: torc
     out = ops.latent_token_attention.impls[backend](*args)
 
     assert_near(out, defined_token(*args))
+
+
+def test_more_splits_than_are_merged_at_once_match_the_definition() -> None:
+    args = latent_args([(1100, 1), (3, 1)], (2, 16, 16, 16, 32), torch.float32, device_of("triton"))
+
+    out = ops.latent_token_attention.impls["triton"](*args)
+
+    assert_near(out, defined_token(*args))
+    ((_, found),) = args[3].plans.values()
+    assert found.splits[0, 6] > 2 * MERGED_AT_ONCE.value
+
+
+def test_only_decodes_of_a_mixed_step_write_the_rows_of_decodes() -> None:
+    lens = [(0, 0), (5, 1), (0, 3), (9, 1)]
+    args = with_decodes(latent_context_args(lens, SMALL_LATENT, torch.float32, device_of("triton")), True)
+
+    ops.latent_context_attention.impls["triton"](*args)
+
+    (plan,) = [plan for key, plan in args[4].plans.items() if "latent_context_attention" in str(key)]
+    assert plan.b_out_row.tolist() == [5, 0, 5, 4]  # 5: behind the last row, which nobody reads
 
 
 @each_backend(ops.latent_context_attention)
