@@ -64,6 +64,20 @@ _GLM = {
     "partial_rotary_factor": 0.5,
 }
 _MISTRAL = {"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096}
+_MINISTRAL3 = {
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16_384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
 _GEMMA = {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh", "head_dim": 256}
 _GEMMA2 = {**_GEMMA, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096}
 _GEMMA3 = {  # files of multimodal models leave out the values that transformers has as defaults
@@ -110,6 +124,7 @@ MODELS = {
     "internlm2": ConfigNames(defaults={"rms_norm_eps": 1e-6}),
     "minicpm": ConfigNames(defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True}),
     "ministral": ConfigNames(defaults=_MISTRAL),
+    "ministral3": ConfigNames(defaults=_MINISTRAL3),
     "mistral": ConfigNames(defaults=_MISTRAL),
     "mpt": ConfigNames(defaults={**_TIED, "hidden_act": "gelu"}, derived=config_derived.mpt),
     "nemotron": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "relu2", "partial_rotary_factor": 0.5}),

@@ -48,6 +48,7 @@ class RopeConfig:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
+    query_beta: float | None = None  # llama_4_scaling_beta: how fast the factor of queries grows with the position
     short_factor: tuple[float, ...] = ()  # longrope: of every frequency, up to the original length
     long_factor: tuple[float, ...] = ()  # longrope: past it
     trained_len: int = 1  # max_position_embeddings
@@ -67,7 +68,7 @@ class RopeConfig:
             raise ModelFilesError(f"config.json: rope type {found} is not supported; supported: {ROPE_TYPES}")
         both = {**hf, **{key: value for key, value in rope.items() if value is not None}}
         max_position = _count(hf, "max_position_embeddings", default=1, most=MAX_POSITION)
-        name = "original_max_position_embeddings"
+        name, beta = "original_max_position_embeddings", "llama_4_scaling_beta"
         original = _count({name: hf.get(name) or rope.get(name) or max_position}, name, most=MAX_POSITION)
         is_given = bool(hf.get(name) or rope.get(name))
         if rope_type != "default" and not rope.get("factor") and not is_given:
@@ -79,6 +80,7 @@ class RopeConfig:
             factor=_number(rope, "factor", default=max_position / original if is_given else 1.0),
             original_max_position=original,
             truncate=_flag(rope, "truncate", default=True),
+            query_beta=_number(rope, beta) if rope.get(beta) is not None else None,
             short_factor=_factors(rope, "short_factor"),
             long_factor=_factors(rope, "long_factor"),
             trained_len=max_position,

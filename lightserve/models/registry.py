@@ -58,6 +58,7 @@ MODELS = {
     "minicpm": "lightserve.models.minicpm.model:MiniCpmTpPartModel",
     "minimax_m2": "lightserve.models.minimax_m2.model:MiniMaxM2TpPartModel",
     "ministral": "lightserve.models.mistral.model:MistralTpPartModel",
+    "ministral3": "lightserve.models.mistral.model:Ministral3TpPartModel",
     "mistral": "lightserve.models.mistral.model:MistralTpPartModel",
     "mixtral": "lightserve.models.mixtral.model:MixtralTpPartModel",
     "mpt": "lightserve.models.mpt.model:MptTpPartModel",

@@ -22,7 +22,7 @@ from lightserve.common.basemodel.layer_weights.decoder import DecoderLayerWeight
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.loader import check_weights, fill_dummy, load_weights
 from lightserve.common.basemodel.layer_weights.weight import WeightContext
-from lightserve.common.basemodel.rotary import rotary_tables
+from lightserve.common.basemodel.rotary import query_scale_tables, rotary_tables
 from lightserve.common.basemodel.spec import LayerSpec, ModelSpec, activation_of
 from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.kv.layout import KvGroup, KvLayout
@@ -193,6 +193,12 @@ class TpPartBaseModel:
         pre_post, layers = self._new_weights(torch.device("meta"))
         return check_weights([pre_post, *layers], self.adapt_checkpoint(tensor_metadata), self.config.num_layers)
 
+    @property
+    def active_share(self) -> float:
+        """The part of the layers' weights that a token uses: less than 1 with experts."""
+        specs = self.layer_specs
+        return sum(spec.active_weights for spec in specs) / max(sum(spec.num_weights for spec in specs), 1)
+
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""
         for name, tensor, file in checkpoint:
@@ -236,6 +242,8 @@ class TpPartBaseModel:
         """Create the tables that every step reads."""
         tables = rotary_tables(self.layer_specs, self.req_manager.max_len)
         self.rotary_tables = {key: (cos.to(self.device), sin.to(self.device)) for key, (cos, sin) in tables.items()}
+        scales = query_scale_tables(self.layer_specs, self.req_manager.max_len)
+        self.query_scale_tables = {key: table.to(self.device, self.args.dtype) for key, table in scales.items()}
 
     def _init_custom(self) -> None:
         """Create whatever else a model needs."""

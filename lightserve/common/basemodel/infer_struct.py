@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from lightserve.common.basemodel.spec import QueryScale
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.ops import AttnBatch, RotaryAngles
 
@@ -50,6 +51,7 @@ class InferStateInfo:
         self.residual: Tensor | None = None  # the hidden states; a layer returns what the next norm adds to them
         self.observer: Observer | None = None
         self.rotary_angles: dict[str, RotaryAngles] = {}  # by `rotary_key`
+        self.query_scales: dict[QueryScale, Tensor] = {}  # of every token, [tokens, 1, 1]
 
     def init_some_extra_state(self, model: TpPartBaseModel, input_ids: Tensor) -> None:
         """Fill what the layers share beyond the step itself, once per step. A subclass adds its own."""
@@ -57,6 +59,8 @@ class InferStateInfo:
             self.rotary_angles[key] = RotaryAngles(
                 cos.index_select(0, self.position_ids), sin.index_select(0, self.position_ids)
             )
+        for scale, table in model.query_scale_tables.items():
+            self.query_scales[scale] = table.index_select(0, self.position_ids)[:, None, None]
 
     @cached_property
     def is_padding(self) -> Tensor:

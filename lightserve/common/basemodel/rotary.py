@@ -1,4 +1,4 @@
-"""Rotary positions: tables with the angles of every position."""
+"""Tables of every position: the angles of rotary positions, and the factors of queries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from lightserve.common.basemodel.spec import LayerSpec
+from lightserve.common.basemodel.spec import LayerSpec, QueryScale
 from lightserve.model_files.model_config import RopeConfig
 
 
@@ -21,6 +21,13 @@ def rotary_tables(specs: Iterable[LayerSpec], max_len: int) -> dict[str, tuple[T
     """By `rotary_key`: cosine and sine of every position's angles, ``[max_len, rotary_dim / 2]`` each."""
     ropes = {rotary_key(spec): (spec.rope, spec.rotary_dim) for spec in specs}
     return {key: rotary_table(rope, dim, max_len) for key, (rope, dim) in ropes.items() if rope is not None}
+
+
+def query_scale_tables(specs: Iterable[LayerSpec], max_len: int) -> dict[QueryScale, Tensor]:
+    """The factor of the query at every position, ``[max_len]``."""
+    positions = torch.arange(max_len).float()
+    scales = {spec.query_scale for spec in specs if spec.query_scale is not None}
+    return {scale: 1 + scale.beta * torch.log1p(torch.floor(positions / scale.length)) for scale in scales}
 
 
 def rotary_table(rope: RopeConfig, rotary_dim: int, max_len: int) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ class DeepseekLayerWeight(bm.DecoderLayerWeight):
         plain = replace(context, linear_method_factory=bm.UnquantizedLinear)  # the ops read the weight itself
         self.kv_b_proj = bm.ColumnWeight([kv_b], sizes.rank, plain)
         assert isinstance(self.kv_b_proj.method, bm.UnquantizedLinear)
-        self.kv_b = self.kv_b_proj.method.weight.unflatten(0, (-1, kv_b.dim))  # [heads, nope + value, rank]
+        self.kv_b = self.kv_b_proj.method.weight.view(-1, kv_b.dim, sizes.rank)  # [heads, nope + value, rank]
         self.o_proj = bm.RowWeight(f"{at}.o_proj", spec.num_heads * sizes.value, hidden, context)
         self.attn_options = ops.AttnOptions(spec.scale)
 
@@ -56,7 +56,7 @@ class DeepseekLayerInfer(bm.DecoderLayerInferTpl[DeepseekLayerWeight]):
         q, latent = super()._norm_and_qkv(input, infer_state, layer_weight)
         if self.has_q_rank:
             q = layer_weight.q_b_proj.mm(layer_weight.q_a_norm.norm(q))
-        return q.unflatten(1, (self.num_heads, -1)), latent
+        return q.view(len(q), self.num_heads, self.sizes.nope + self.sizes.rope), latent
 
     def _split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         width = self.sizes.rank + self.sizes.rope

@@ -1,4 +1,4 @@
-"""Mistral and Ministral: Llama with a sliding window."""
+"""Mistral and Ministral are Llama with a sliding window. Ministral 3 scales queries by their positions."""
 
 from __future__ import annotations
 
@@ -10,3 +10,11 @@ from lightserve.common import basemodel as bm
 class MistralTpPartModel(bm.TpPartBaseModel):
     def layer_spec(self, layer_num: int) -> bm.LayerSpec:
         return replace(super().layer_spec(layer_num), window=self.config.window_of(layer_num))
+
+
+class Ministral3TpPartModel(MistralTpPartModel):
+    def layer_spec(self, layer_num: int) -> bm.LayerSpec:
+        spec, rope = super().layer_spec(layer_num), self.config.rope
+        if rope.query_beta is None:
+            return spec
+        return replace(spec, query_scale=bm.QueryScale(rope.query_beta, rope.original_max_position))

@@ -60,7 +60,7 @@ def to_internlm2(config: Json, tensors: Tensors) -> tuple[Json, Tensors]:
     kv_heads = config["num_key_value_heads"]
 
     def by_kv_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = [part.unflatten(0, (kv_heads, -1)) for part in (q, k, v)]
+        parts = [part.view(kv_heads, -1, *part.shape[1:]) for part in (q, k, v)]
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     config = {**config, "model_type": "internlm2", "bias": has_bias, "attention_bias": None}

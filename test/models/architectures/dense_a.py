@@ -15,6 +15,14 @@ FOUR_LAYERS = {**SMALL, "num_hidden_layers": 4}
 MHA = {**SMALL, "num_key_value_heads": 6}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+SCALED_QUERIES = {
+    **YARN,
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.4,
+}
 FACTORS = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.2,
@@ -39,6 +47,7 @@ CASES = {
     "ministral-all-windowed": Case(
         "ministral", {**SMALL, "head_dim": 16, "sliding_window": WINDOW}, without("layer_types")
     ),
+    "ministral3": Case("ministral3", {**WIDE, "rope_parameters": SCALED_QUERIES}),
     "granite": Case("granite", {**SMALL, **FACTORS}),
     "granite-biased": Case(
         "granite", {**WIDE, **FACTORS, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}

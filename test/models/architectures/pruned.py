@@ -32,7 +32,7 @@ def _kept(name: str, tensor: Tensor, shapes: list[LayerShape]) -> Tensor | None:
     if not (shape.num_heads if is_attention else shape.intermediate_size):
         return None
     if ".k_proj" in rest or ".v_proj" in rest:
-        heads = tensor.unflatten(0, (-1, DIM))[: shape.num_heads : shape.num_heads // shape.num_kv_heads]
+        heads = _heads(tensor)[: shape.num_heads : shape.num_heads // shape.num_kv_heads]
         return heads.flatten(0, 1)
     if ".q_proj" in rest:
         return tensor[: shape.num_heads * DIM]
@@ -53,11 +53,15 @@ def prune_oracle(hf: Any, shapes: list[LayerShape]) -> Any:
     return hf
 
 
+def _heads(tensor: Tensor) -> Tensor:
+    return tensor.view(-1, DIM, *tensor.shape[1:])
+
+
 def _repeat_heads(linear: Any, shape: LayerShape) -> None:
     """The query heads of a group have the same key and value."""
     group = shape.num_heads // shape.num_kv_heads
     for parameter in linear.parameters():
-        heads = parameter.data.unflatten(0, (-1, DIM))[: shape.num_heads]
+        heads = _heads(parameter.data)[: shape.num_heads]
         heads.copy_(heads[::group].repeat_interleave(group, dim=0))
 
 

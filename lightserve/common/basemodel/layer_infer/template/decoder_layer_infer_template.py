@@ -49,6 +49,13 @@ class DecoderLayerInferTpl(TransformerLayerInferTpl[DecoderWeight, InferStateInf
     def _post_cache_kv(
         self, q: Tensor, cache_kv: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight
     ) -> None:
+        self._rotate_and_store(q, cache_kv, infer_state, layer_weight)
+        if self.spec.query_scale is not None:
+            q.mul_(infer_state.query_scales[self.spec.query_scale])
+
+    def _rotate_and_store(
+        self, q: Tensor, cache_kv: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight
+    ) -> None:
         slots, cache = infer_state.step.mem_index, infer_state.mem_manager.layer(self.layer_num)
         angles = infer_state.rotary_angles.get(self._rotary_key)
         if angles is not None and layer_weight.head_norms is not None:
