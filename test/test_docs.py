@@ -40,7 +40,18 @@ API = ROOT / "docs" / "api.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 DATED = {"log.md"}  # a record of past runs: its flags may no longer exist
 # flags of pytest, benchmarks and test/faults
-OTHER_TOOLS = {"--backend", "--core", "--examples", "--long", "--policy", "--only", "--minutes", "--ops", "--profile"}
+OTHER_TOOLS = {
+    "--backend",
+    "--configs",
+    "--core",
+    "--examples",
+    "--long",
+    "--minutes",
+    "--only",
+    "--ops",
+    "--policy",
+    "--profile",
+}
 METHODS = "DELETE|GET|HEAD|POST"
 
 

@@ -1,10 +1,11 @@
 """How close latent attention comes to the limits of the device, at the sizes of DeepSeek V2 and V3.
 
     python -m lightserve.benchmark.latent_attention [--heads 16] [--only decode]
+    python -m lightserve.benchmark.latent_attention --only prompt --prompt_tiles 64,64,4,2
 
 Heads are those of one rank: 16 are DeepSeek-V2-Lite's, or V3's on 8 ranks. On a CPU (--device cpu) the sizes are tiny,
 to try the program. "decode" is the kernel alone, "decode op" with its products with kv_b. "prompt" includes all that
-the op computes: expanded keys and values of new and cached tokens.
+the op computes: expanded keys and values of new and cached tokens. Other tiles than the kernels' own can be tried.
 """
 
 from __future__ import annotations
@@ -142,15 +143,35 @@ def _write_inputs(sizes: LatentSizes, tokens: int, factory: InputFactory) -> tup
     return q, latent, norm, ops.RotaryAngles(cos, sin), factory.ints(range(tokens)), cache
 
 
+def _use_tiles(decode: list[int] | None, prompt: list[int] | None) -> None:
+    from lightserve.common.triton_kernel import latent_context_attention, latent_token_attention
+
+    if decode is not None:
+        block_h, *others = decode
+        config = latent_token_attention.Config(block_h, *others)
+        latent_token_attention.config_of = lambda dtype, sizes: config
+    if prompt is not None:
+        tiling = latent_context_attention.Tiling(*prompt)
+        latent_context_attention.tiling_of = lambda element_bytes, sizes: tiling
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="cpu or cuda; omitted: the best one here")
     parser.add_argument("--heads", type=int, default=16, help="of one rank")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--decode_tiles", type=_numbers, help="heads, keys, warps, stages, programs on a processor")
+    parser.add_argument("--prompt_tiles", type=_numbers, help="tokens, keys, warps, stages")
     args = parser.parse_args(argv)
     kind = pick_device(args.device)
     device, dtype = kind.torch_device(0), kind.dtypes[0]
     kind.bind(device)
+    if kind.name != "cpu":
+        _use_tiles(args.decode_tiles, args.prompt_tiles)
     loads = TINY if kind.name == "cpu" else deepseek(args.heads)
     ceilings = measure_ceilings(device, dtype)
     print(f"{str(dtype).removeprefix('torch.')} on {kind.name}; {ceilings}; {loads.sizes}")

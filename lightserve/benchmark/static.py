@@ -206,11 +206,11 @@ def _row(name: str, times: Times, floor_s: float, tokens: int) -> str:
 
 
 def print_profiles(bench: StaticBench, args: argparse.Namespace) -> None:
-    for work in map(decode_work, PROFILED_DECODES):
+    for work in args.decode:
         run = partial(bench.decode, work, args.steps)
         name = f"decode, batch {work.batch}, {work.cached} tokens each"
         _print_profile(name, bench.why_not(work, args.steps + WARM_STEPS), run, args.steps + WARM_STEPS)
-    for work in map(prefill_work, PROFILED_PREFILLS):
+    for work in args.prefill:
         run = partial(bench.prefill, work, args.repeats)
         _print_profile(f"prefill, {work.new} tokens", bench.why_not(work), run, args.repeats + 1)
 
@@ -222,12 +222,15 @@ def _print_profile(name: str, why_not: str | None, run: Callable[[], Times], ste
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, WorkerConfig]:
     parser = Parser(prog="python -m lightserve.benchmark.static", description=" ".join(WHAT))
     add_flags(parser.add_argument_group("worker", WorkerConfig.__doc__), WorkerConfig)
-    parser.add_argument("--decode", nargs="*", type=decode_work, default=list(map(decode_work, DECODES)))
-    parser.add_argument("--prefill", nargs="*", type=prefill_work, default=list(map(prefill_work, PREFILLS)))
+    parser.add_argument("--decode", nargs="*", type=decode_work)
+    parser.add_argument("--prefill", nargs="*", type=prefill_work)
     parser.add_argument("--steps", type=int, default=40, help="decode steps measured")
     parser.add_argument("--repeats", type=int, default=7, help="times that a prompt is computed")
     parser.add_argument("--profile", action="store_true", help="where the time of a step goes, instead of the tables")
     args = parser.parse(argv)
+    decodes, prefills = (PROFILED_DECODES, PROFILED_PREFILLS) if args.profile else (DECODES, PREFILLS)
+    args.decode = list(map(decode_work, decodes)) if args.decode is None else args.decode
+    args.prefill = list(map(prefill_work, prefills)) if args.prefill is None else args.prefill
     return args, config_from_args(WorkerConfig, args)
 
 

@@ -20,7 +20,8 @@ def windows_except_every(count: int) -> Derive:
     """layer_types: windows in all layers except every ``count``-th, unless sliding_window_pattern has another count."""
 
     def derive(hf: Fields) -> dict[str, Any]:
-        pattern, layers = hf.get("sliding_window_pattern") or count, hf.get("num_hidden_layers")
+        pattern: Any = hf.get("sliding_window_pattern") or count
+        layers: Any = hf.get("num_hidden_layers")
         if hf.get("layer_types") is not None or not _are_counts(pattern, layers):
             return {}
         kinds = ("full_attention", "sliding_attention")
@@ -43,9 +44,10 @@ def gemma2(hf: Fields) -> dict[str, Any]:
 def gemma3(hf: Fields) -> dict[str, Any]:
     """Older files have the rotary bases of the two kinds of layers in fields of their own."""
     given = hf.get("rope_parameters") or {}
-    if not isinstance(given, dict) or not isinstance(hf.get("rope_scaling") or {}, dict):
-        return {}  # RopeConfig refuses it
     scaling = hf.get("rope_scaling") or {}
+    tables = [given, scaling, *given.values()] if isinstance(given, dict) else [given]
+    if not all(isinstance(table, dict | None) for table in tables):
+        return {}  # RopeConfig refuses it
     full = {"rope_theta": hf.get("rope_theta") or 1_000_000.0, **scaling, **(given.get("full_attention") or {})}
     local = {"rope_theta": hf.get("rope_local_base_freq") or 10_000.0, **(given.get("sliding_attention") or {})}
     rope = {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
@@ -76,9 +78,9 @@ def gptj(hf: Fields) -> dict[str, Any]:
     """rotary_dim is a number of dimensions instead of a part of the head."""
     rotary, hidden, heads = hf.get("rotary_dim", 64), hf.get("hidden_size"), hf.get("num_attention_heads")
     if not _are_counts(rotary, hidden, heads):
-        return {}
+        return {"rotary_dim": rotary}
     # rounded up, so that head_dim times it is not less than rotary_dim
-    return {"partial_rotary_factor": math.nextafter(rotary * heads / hidden, 1.0)}
+    return {"rotary_dim": rotary, "partial_rotary_factor": math.nextafter(rotary * heads / hidden, 1.0)}
 
 
 def baichuan(hf: Fields) -> dict[str, Any]:

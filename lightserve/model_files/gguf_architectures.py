@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from lightserve.model_files.gguf_fields import bloom_fields, rotary_decoder_fields, unsupported
+from lightserve.model_files.gguf_fields import (
+    bloom_fields,
+    gemma3_fields,
+    moe_fields,
+    rotary_decoder_fields,
+    unsupported,
+)
 from lightserve.model_files.gguf_header import GgufHeader
 
 
@@ -30,9 +36,12 @@ class GgufArchitecture:
     model_class: str
     config_fields: Callable[[GgufHeader], dict[str, Any]]
     layers: str  # the prefix of a layer's tensors in transformers, without its number
-    tensors: Mapping[str, str]  # llama.cpp's name, without blk.N and .weight: the name in transformers
+    # llama.cpp's name, without blk.N and .weight: the name in transformers; * stands for the number of an expert, whose
+    # tensors llama.cpp stores as one
+    tensors: Mapping[str, str]
     row_orders: Mapping[str, RowOrder] = field(default_factory=dict)  # by llama.cpp's name
     copies: frozenset[str] = frozenset()  # tensors that repeat another one and are not loaded
+    has_norms_plus_one: bool = False  # norms hold 1 + weight, where transformers has the weight
 
 
 _LLAMA_TENSORS = {
@@ -50,6 +59,11 @@ _LLAMA_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 _QWEN3_TENSORS = _LLAMA_TENSORS | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GEMMA3_TENSORS = _QWEN3_TENSORS | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _BLOOM_TENSORS = {
     "token_embd": "transformer.word_embeddings",
     "token_embd_norm": "transformer.word_embeddings_layernorm",
@@ -60,6 +74,25 @@ _BLOOM_TENSORS = {
     "ffn_norm": "post_attention_layernorm",
     "ffn_up": "mlp.dense_h_to_4h",
     "ffn_down": "mlp.dense_4h_to_h",
+}
+
+_ROUTED_TENSORS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+}
+_SHARED_TENSORS = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_MIXTRAL_TENSORS = _LLAMA_TENSORS | {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
 }
 
 # by general.architecture
@@ -74,6 +107,14 @@ ARCHITECTURES = {
     ),
     "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM", rotary_decoder_fields, "model.layers", _LLAMA_TENSORS),
     "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM", rotary_decoder_fields, "model.layers", _QWEN3_TENSORS),
+    "gemma3": GgufArchitecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        gemma3_fields,
+        "model.layers",
+        _GEMMA3_TENSORS,
+        has_norms_plus_one=True,
+    ),
     "bloom": GgufArchitecture(
         "bloom",
         "BloomForCausalLM",
@@ -83,11 +124,39 @@ ARCHITECTURES = {
         row_orders={"attn_qkv": RowOrder.QKV_BLOCKS},
         copies=frozenset({"output"}),  # of the embedding
     ),
+    "qwen2moe": GgufArchitecture(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        moe_fields,
+        "model.layers",
+        _LLAMA_TENSORS | _ROUTED_TENSORS | _SHARED_TENSORS,
+    ),
+    "qwen3moe": GgufArchitecture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", moe_fields, "model.layers", _QWEN3_TENSORS | _ROUTED_TENSORS
+    ),
+    "olmoe": GgufArchitecture(
+        "olmoe", "OlmoeForCausalLM", moe_fields, "model.layers", _QWEN3_TENSORS | _ROUTED_TENSORS
+    ),
+}
+
+
+# The same for files that have experts, where the architecture is called like that of dense models.
+WITH_EXPERTS = {
+    "llama": GgufArchitecture(
+        "mixtral",
+        "MixtralForCausalLM",
+        moe_fields,
+        "model.layers",
+        _MIXTRAL_TENSORS,
+        row_orders=ARCHITECTURES["llama"].row_orders,
+    ),
 }
 
 
 def architecture_of(header: GgufHeader) -> GgufArchitecture:
     name = header.metadata.get("general.architecture")
+    if name in WITH_EXPERTS and header.metadata.get(f"{name}.expert_count", 0):
+        return WITH_EXPERTS[name]
     if name not in ARCHITECTURES:
         raise unsupported(header, f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]

@@ -20,8 +20,9 @@ SAMPLING_NAMES = {
 
 def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
     architecture = architecture_of(header)
-    if header.metadata.get(f"{header.metadata['general.architecture']}.expert_count", 0):
-        raise unsupported(header, "mixtures of experts are not supported")
+    has_experts = header.metadata.get(f"{header.metadata['general.architecture']}.expert_count", 0)
+    if has_experts and "ffn_gate_exps" not in architecture.tensors:
+        raise unsupported(header, f"{architecture.model_type} models with experts are not supported")
     return {
         **shape_fields(header),
         **architecture.config_fields(header),

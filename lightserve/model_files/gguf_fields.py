@@ -11,6 +11,7 @@ from lightserve.model_files.gguf_header import GgufHeader
 # Llama 3.1's values; the conversion to GGUF keeps only the factors computed from them.
 LOW_FREQ_FACTOR = 1.0
 HIGH_FREQ_FACTOR = 4.0
+GEMMA3_27B_LAYERS = 62
 
 
 def shape_fields(header: GgufHeader) -> dict[str, Any]:
@@ -54,6 +55,37 @@ def rotary_decoder_fields(header: GgufHeader) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
+
+
+def gemma3_fields(header: GgufHeader) -> dict[str, Any]:
+    """The file has no scale for attention: the 27B model divides the hidden size by the heads, others take head_dim."""
+    fields = rotary_decoder_fields(header)
+    is_27b = number(header, "block_count") == GEMMA3_27B_LAYERS
+    hidden_per_head = number(header, "embedding_length") // number(header, "attention.head_count")
+    softcap = number(header, "final_logit_softcapping", 0)
+    return fields | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": hidden_per_head if is_27b else fields["head_dim"],
+        "sliding_window": number(header, "attention.sliding_window"),
+        "sliding_window_pattern": number(header, "attention.sliding_window_pattern", 6),
+        "rope_theta": number(header, "rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": number(header, "rope.freq_base_swa", 10_000.0),
+        "final_logit_softcapping": softcap or None,
+    }
+
+
+def moe_fields(header: GgufHeader) -> dict[str, Any]:
+    """Of rotary decoders with experts. Whether weights of experts are renormalised is known by the architecture."""
+    fields = rotary_decoder_fields(header)
+    fields["num_experts"] = fields["num_local_experts"] = number(header, "expert_count")
+    fields["num_experts_per_tok"] = number(header, "expert_used_count")
+    fields["norm_topk_prob"] = _architecture(header) == "qwen3moe"
+    fields["qkv_bias"] = fields["attention_bias"]
+    if "blk.0.ffn_gate_exps.weight" in header.tensors:
+        fields["moe_intermediate_size"] = header.tensors["blk.0.ffn_gate_exps.weight"].shape[1]
+    if "blk.0.ffn_gate_shexp.weight" in header.tensors:
+        fields["shared_expert_intermediate_size"] = header.tensors["blk.0.ffn_gate_shexp.weight"].shape[0]
+    return fields
 
 
 def _rope_scaling(header: GgufHeader, theta: float, head_dim: int) -> dict[str, Any] | None:

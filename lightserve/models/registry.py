@@ -32,7 +32,7 @@ MODELS = {
     "cohere": "lightserve.models.cohere.model:CohereTpPartModel",
     "cohere2": "lightserve.models.cohere2.model:Cohere2TpPartModel",
     "deci": "lightserve.models.llama.model:LlamaTpPartModel",
-    "deepseek_v2": "lightserve.models.deepseek.model:DeepseekTpPartModel",
+    "deepseek_v2": "lightserve.models.deepseek.model:DeepseekV2TpPartModel",
     "deepseek_v3": "lightserve.models.deepseek.model:DeepseekTpPartModel",
     "exaone4": "lightserve.models.exaone4.model:Exaone4TpPartModel",
     "falcon": "lightserve.models.falcon.model:FalconTpPartModel",

@@ -10,7 +10,8 @@ from typing import Any
 
 from lightserve.output_parsing.delta_writer import Tools
 from lightserve.output_parsing.reasoning import ReasoningFormat
-from lightserve.output_parsing.tool_calls.base import CallTemplate, ToolFormat
+from lightserve.output_parsing.tag_grammar import TaggedCall, lists_arguments
+from lightserve.output_parsing.tool_calls.base import CallTags, CallTemplate, ToolFormat
 from lightserve.output_parsing.tool_calls.llama3_json import LLAMA3_JSON
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -45,7 +46,7 @@ def enforceable_format(tool_format: ToolFormat) -> ToolFormat:
 
 def can_constrain(tool_format: ToolFormat) -> bool:
     """Whether a grammar can express the arguments in this format."""
-    return tool_format.call_template is not None
+    return tool_format.call_template is not None or tool_format.tags is not None
 
 
 def forced_grammar(calls: Calls, thinking: Thinking | None, marker_ids: Mapping[str, int]) -> str:
@@ -78,14 +79,18 @@ def call_or_text_grammar(calls: Calls, thinking: Thinking | None, marker_ids: Ma
         rules = [*write.calls(calls), r"NO_JSON: /(?s:.*)/ & ~/[ \t\r\n]*[{\[](?s:.*)/"]
         return write.grammar(f"(calls | {text})", rules)
     repeat = "?" if calls.max_calls == 1 else "*"
-    rules = write.calls(calls, without=marker)
-    return write.grammar(
-        f"(text_before_call calls){repeat} TEXT", [*rules, *write.text_until("text_before_call", marker)]
-    )
+    rules = [*write.calls(calls, without=marker), *write.text_until("text_before_call", marker)]
+    tags, before_call = calls.tool_format.tags, "text_before_call calls"
+    if tags is not None and tags.after_call:  # a model may omit the marker
+        before_call += " | text_before_name named"
+        rules += write.text_until("text_before_name", tags.before_name)
+    return write.grammar(f"({before_call}){repeat} TEXT", rules)
 
 
 def _first_marker(tool_format: ToolFormat) -> str | None:
     """The marker with which calls begin."""
+    if tool_format.tags is not None:
+        return tool_format.tags.begin
     template = tool_format.call_template or CallTemplate("")
     return next((one for one in tool_format.call_begins if (template.begin + template.call).startswith(one)), None)
 
@@ -109,6 +114,8 @@ class _GrammarWriter:
     def calls(self, calls: Calls, without: str = "") -> list[str]:
         """Rules for one or more calls. ``without``: the marker at their beginning, which another rule has read."""
         template = calls.tool_format.call_template
+        if calls.tool_format.tags is not None:
+            return self._tagged_calls(calls, calls.tool_format.tags, without)
         if template is None:
             return self._loose_calls(calls)
         begin, one, more = template.begin, template.call, template.between
@@ -128,6 +135,27 @@ class _GrammarWriter:
                 rules.append(f"call_{i}: {self._call(one, name, i)}")
                 rules.append(f"arguments_{i}: %json {json.dumps({**schema, **OPTIONS})}")
         return rules
+
+    def _tagged_calls(self, calls: Calls, tags: CallTags, without: str) -> list[str]:
+        begin = "" if without else self.text(tags.begin)
+        if tags.after_call:
+            call = f"SPACE? {self.text(tags.before_name)} named"
+            more = "" if calls.max_calls == 1 else f"({call})*"
+            section = f"{begin} {call} {more} SPACE? {self.text(tags.end)}"
+        else:
+            section = f"{begin} SPACE? named"
+        repeat = "" if calls.max_calls == 1 or without else f"(SPACE? {section})*"
+        rules = [f"calls: {section} {repeat}"]
+        rules.append("named: " + " | ".join(f"named_{i}" for i in range(len(calls.tools))))
+        for i, (name, schema) in enumerate(calls.tools.items()):
+            rules += TaggedCall(tags, i, name, schema if lists_arguments(schema) else None).rules(self)
+        return [*rules, r"SPACE: /[ \t\r\n]{1,16}/"]
+
+    def is_added_token(self, text: str) -> bool:
+        return text in self._marker_ids
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        return f"%json {json.dumps({**schema, **OPTIONS})}"
 
     def _loose_calls(self, calls: Calls) -> list[str]:
         """Rules for calls in a format whose arguments are not JSON: the markers, and any text between them."""

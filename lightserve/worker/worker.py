@@ -11,6 +11,7 @@ from torch import Tensor
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
 from lightserve.common.checkpoint.reader import open_checkpoint, tensor_metadata, total_bytes
 from lightserve.common.device import Device, explain_out_of_memory, pick_device
+from lightserve.common.device.profile import for_sparse_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
@@ -90,7 +91,8 @@ class ModelWorker:
 
     @property
     def step_limits(self) -> StepLimits:
-        return self._platform.profile(self._device).step_limits
+        limits = self._platform.profile(self._device).step_limits
+        return for_sparse_model(limits, self.model.active_share)
 
     @property
     def launch_lead_s(self) -> float:

@@ -1,4 +1,4 @@
-"""A real server with a folder whose only vocabulary is a SentencePiece model."""
+"""Real servers with folders that have no tokenizer.json: a SentencePiece model, or a tokenizer in Python."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lightserve.benchmark.models import TINY
 from lightserve.model_files import Tokenizer, load_tokenizer, resolve
 from lightserve.model_files.tokenizer_files.sentencepiece_file import Piece, PieceType
 from test.api.server import RESPONSE_S, ServerProcess, running_server
+from test.model_files.test_own_code import CONFIG, make_folder
 from test.model_files.vocabulary_files import sentencepiece_model, write_folder
 
 GOLDEN = Path(__file__).parents[1] / "model_files" / "golden" / "sentencepiece.json"
@@ -103,3 +104,27 @@ def test_the_end_token_comes_from_the_model_file(server: ServerProcess) -> None:
 
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert "Traceback" not in server.log
+
+
+def test_a_tokenizer_in_python_code_serves_text_without_torch_in_the_http_process(tmp_path: Path) -> None:
+    files = {"tokenizer_config.json": CONFIG | {"chat_template": "{{ messages[0].content }}"}}
+    folder = write_folder(make_folder(tmp_path / "words"), files)
+    config = {"model_type": "llama", "vocab_size": 6, "max_position_embeddings": 512, "rms_norm_eps": 1e-5} | TINY
+    write_folder(folder, {"config.json": config | {"architectures": ["LlamaForCausalLM"]}})
+    flags = ["--model_dir", str(folder), "--load_format", "dummy", "--trust_remote_code"]
+    body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 3, "allowed_token_ids": [1, 4]}
+
+    with running_server(tmp_path / "log", *flags, env={"HF_HOME": str(tmp_path)}) as server:
+        status, answer = server.post("/v1/chat/completions", body | {"return_token_ids": True})
+        loaded = [
+            entry.path
+            for one in server.processes()["ls-httpserver"]
+            for entry in one.memory_maps()
+            if "torch" in entry.path
+        ]
+
+    assert status == 200, answer
+    assert answer["prompt_token_ids"] == [1, 2, 3]
+    letters = "".join({1: "a", 4: " "}[one] for one in answer["choices"][0]["token_ids"])
+    assert answer["choices"][0]["message"]["content"] == letters
+    assert loaded == []

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from lightserve.common.device.profile import H200, KIB, GraphRanges, Profile, gpu_profile
+from lightserve.common.device.profile import (
+    H200,
+    H200_LIMITS,
+    KIB,
+    GraphRanges,
+    Profile,
+    for_sparse_model,
+    gpu_profile,
+)
+from lightserve.io_struct import StepLimits
 from lightserve.worker.step_runner import graph_shape_for, graph_shapes
 
 CARDS = {  # multiprocessors, KiB of shared memory that a thread block may have
@@ -64,3 +73,10 @@ def test_every_step_size_is_captured_and_every_captured_shape_is_padded_to_itsel
     assert set(profile.step_limits.preferred_step_tokens) <= set(ranges.tokens)
     for shape in graph_shapes(256, ranges):
         assert graph_shape_for(shape, ranges) == shape
+
+
+def test_a_mixture_of_experts_has_longer_chunks_and_a_dense_model_the_same() -> None:
+    assert for_sparse_model(H200_LIMITS, active_share=1.0) == H200_LIMITS
+    assert for_sparse_model(H200_LIMITS, active_share=0.5).chunked_prefill_size == 512
+    assert for_sparse_model(H200_LIMITS, active_share=0.01).chunked_prefill_size == 1024
+    assert for_sparse_model(StepLimits(2048), active_share=0.1) == StepLimits(2048)

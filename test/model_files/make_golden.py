@@ -121,7 +121,7 @@ def of_tekken(path: Path) -> dict[str, Any]:
 
 def of_sentencepiece(path: Path) -> dict[str, Any]:
     import sentencepiece  # type: ignore[import-not-found]
-    from sentencepiece import sentencepiece_model_pb2  # type: ignore[import-not-found]
+    from sentencepiece import sentencepiece_model_pb2
 
     reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
     proto = sentencepiece_model_pb2.ModelProto()

@@ -1,48 +1,140 @@
-"""Fields that a config.json lacks have the values of transformers' class, which the author of the file relied on."""
+"""Fields that a config.json lacks have the values that transformers gives them."""
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
+from lightserve.errors import ModelFilesError
+from lightserve.model_files.config_names import with_text_config
 from lightserve.model_files.model_config import ModelConfig
 
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-MODEL_TYPES = [
-    "exaone4",
-    "glm",
-    "glm4",
-    "granite",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "seed_oss",
-    "smollm3",
-]
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": 128,
+}
+GPT = {"vocab_size": 96, "n_embd": 64, "n_layer": 7, "n_head": 4, "n_positions": 128}
+WITHOUT_KV_HEADS = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "arcee": SHAPE,
+    "cohere": SHAPE,
+    "cohere2": SHAPE,
+    "falcon": {**WITHOUT_KV_HEADS, "ffn_hidden_size": 80},
+    "gemma": SHAPE,
+    "gemma2": SHAPE,
+    "gemma3_text": SHAPE,
+    "gpt2": GPT,
+    "gpt_bigcode": GPT,
+    "gpt_neox": WITHOUT_KV_HEADS,
+    "gptj": {**GPT, "n_embd": 512},
+    "mpt": {"vocab_size": 96, "d_model": 64, "n_layers": 7, "n_heads": 4, "max_seq_len": 128},
+    "nemotron": {**SHAPE, "head_dim": 16},
+    "opt": WITHOUT_KV_HEADS,
+    "phi": SHAPE,
+    "phi3": {**SHAPE, "pad_token_id": 0},
+    "stablelm": SHAPE,
+    "starcoder2": SHAPE,
+}
 
 
-def defaults_of(config: ModelConfig) -> dict[str, Any]:
-    fields = ("num_kv_heads", "head_dim", "norm_eps", "tie_word_embeddings", "rope", "window")
-    return {field: getattr(config, field) for field in fields}
+def saved(model_type: str, **fields: Any) -> dict[str, Any]:
+    """The config.json that transformers writes."""
+    config: dict[str, Any] = AutoConfig.for_model(model_type, **fields).to_dict()
+    return config
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_absent_fields_have_the_values_of_transformers(model_type: str) -> None:
-    whole = AutoConfig.for_model(model_type).to_dict()
-    short = {key: whole[key] for key in ("model_type", *SIZES)}
-
-    assert defaults_of(ModelConfig.from_hf(short)) == defaults_of(ModelConfig.from_hf(whole))
+def activation(config: ModelConfig) -> str:
+    return str(config.hf.get("hidden_activation") or config.hf.get("hidden_act", "silu"))
 
 
-def test_null_turns_the_window_of_mistral_off() -> None:
-    whole = AutoConfig.for_model("mistral", sliding_window=None).to_dict()
+def same_fields(config: ModelConfig) -> ModelConfig:
+    """Without what transformers writes only sometimes."""
+    rope = replace(config.rope, factor=1.0, original_max_position=1)
+    return replace(config, hf={}, rope=rope)
 
-    config = ModelConfig.from_hf({**whole, "num_key_value_heads": None})
 
-    assert config.window is None
-    assert config.num_kv_heads == config.num_heads
+@pytest.mark.parametrize("model_type", SHAPES)
+def test_a_file_with_only_the_shape_is_read_like_a_complete_one(model_type: str) -> None:
+    shape = SHAPES[model_type]
+
+    short = ModelConfig.from_hf({"model_type": model_type, **shape})
+    whole = ModelConfig.from_hf(saved(model_type, **shape))
+
+    assert same_fields(short) == same_fields(whole)
+    assert activation(short) == activation(whole)
+
+
+def test_gemmas_first_files_mean_the_tanh_form_of_gelu() -> None:
+    assert (
+        ModelConfig.from_hf({"model_type": "gemma", **SHAPE, "hidden_act": "gelu"}).hf["hidden_act"]
+        == (saved("gemma", **SHAPE, hidden_act="gelu")["hidden_act"])
+    )
+
+
+@pytest.mark.parametrize(("fields", "expected"), [({}, 50.0), ({"attn_logit_softcapping": None}, None)])
+def test_null_turns_gemma2s_soft_cap_off(fields: dict[str, Any], expected: float | None) -> None:
+    config = ModelConfig.from_hf({"model_type": "gemma2", **SHAPE, **fields})
+
+    assert config.optional_number("attn_logit_softcapping") == expected
+
+
+def test_a_multimodal_gemma3_has_the_shape_of_its_text_model() -> None:
+    """The file of Gemma 3 4B."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    hf = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text, "vision_config": {"hidden_size": 1152}}
+
+    config = ModelConfig.from_hf(hf)
+    whole = ModelConfig.from_hf(saved("gemma3_text", **{k: v for k, v in text.items() if k != "model_type"}))
+
+    assert same_fields(config) == replace(same_fields(whole), model_type="gemma3")
+    assert config.rope.factor == 8.0
+    assert with_text_config(hf)["eos_token_id"] == [1, 106]
+
+
+@pytest.mark.parametrize("heads", [{"multi_query": True}, {"multi_query": False}])
+def test_falcons_number_of_kv_heads_counts_only_in_the_new_architecture(heads: dict[str, bool]) -> None:
+    falcon = {"model_type": "falcon", **WITHOUT_KV_HEADS, "num_kv_heads": 2, **heads}
+
+    old = ModelConfig.from_hf(falcon)
+    new = ModelConfig.from_hf({**falcon, "new_decoder_architecture": True})
+
+    assert old.num_kv_heads == (1 if heads["multi_query"] else 4)
+    assert new.num_kv_heads == 2
+
+
+def test_a_value_without_support_is_named_with_those_that_have_it() -> None:
+    config = ModelConfig.from_hf({"model_type": "gpt2", **GPT, "add_cross_attention": True})
+
+    with pytest.raises(ModelFilesError, match="add_cross_attention True is not supported for gpt2; supported: False"):
+        config.check_value("add_cross_attention", False)
+    config.check_value("absent", 1)
+
+
+JUNK = (None, True, -1, 2.5, "x", [1], {"a": 1}, {"full_attention": 5})
+
+
+@pytest.mark.parametrize("model_type", SHAPES)
+def test_a_field_of_any_type_is_read_or_refused(model_type: str) -> None:
+    complete = saved(model_type, **SHAPES[model_type])
+    extra = dict.fromkeys(("sliding_window_pattern", "rope_scaling", "rope_local_base_freq", "rope_theta"))
+
+    for name in {**complete, **extra}:
+        for value in JUNK:
+            with contextlib.suppress(ModelFilesError):
+                ModelConfig.from_hf({**complete, "model_type": model_type, name: value})

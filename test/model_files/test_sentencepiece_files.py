@@ -93,6 +93,13 @@ def test_a_model_may_remove_extra_spaces(legacy: bool, tmp_path: Path) -> None:
     assert pieces_of(backend, "   ") == []
 
 
+def test_an_added_token_of_spaces_survives_a_model_that_removes_them(tmp_path: Path) -> None:
+    added = {str(len(BPE)): {"content": "  ", "normalized": True}}
+    backend = load(tmp_path, sentencepiece_model(BPE, normalizer={4: True}), added_tokens_decoder=added)
+
+    assert pieces_of(backend, "b  c") == ["▁", "b", "  ", "▁", "c"]
+
+
 def test_a_model_may_add_no_space(tmp_path: Path) -> None:
     backend = load(tmp_path, sentencepiece_model(BPE, normalizer={3: False}))
 
@@ -108,6 +115,14 @@ def test_user_defined_pieces_are_never_split_or_merged(normalizer: dict[int, boo
     assert pieces_of(backend, "a<end>ab")[-2:] == ["<end>", "ab"]  # no space is added after it
     assert pieces_of(backend, "abcd")[-1] == "bcd"
     assert pieces_of(backend, "d   d")[-2:] == (["▁", "d"] if normalizer.get(4) else ["▁▁▁", "d"])
+
+
+def test_a_config_that_lists_user_defined_pieces_changes_nothing(tmp_path: Path) -> None:
+    """Gemma's does, with ``normalized: false``, which would only find them written with ``▁``."""
+    model = sentencepiece_model([*BPE, Piece("▁▁▁", type=USER)], normalizer={3: False})
+    added = {str(len(BPE)): {"content": "▁▁▁", "normalized": False, "special": False}}
+
+    assert pieces_of(load(tmp_path, model, added_tokens_decoder=added), "b   c") == ["b", "▁▁▁", "c"]
 
 
 def test_control_pieces_are_special_and_surround_texts_as_configured(tmp_path: Path) -> None:

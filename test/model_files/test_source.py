@@ -267,7 +267,7 @@ def test_factors_of_one_mean_no_scaling(tmp_path: Path) -> None:
     ("metadata", "reason"),
     [
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "longrope"),
-        ({"llama.expert_count": 8}, "mixtures of experts"),
+        ({"llama.expert_count": 8}, "metadata llama.expert_used_count is missing"),
         ({"llama.rope.dimension_count": 8}, "a part of each head"),
         ({"split.count": 3}, "llama-gguf-split --merge"),
     ],

@@ -16,10 +16,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from lightserve.errors import InvalidRequestError, ModelFilesError
 from lightserve.model_files import Tokenizer, chat_template, load_tokenizer, resolve
 from lightserve.model_files.gguf_header import read_gguf_header
-from lightserve.model_files.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_from_gguf
+from lightserve.model_files.gguf_pre_tokenizers import PRE_TOKENIZERS
+from lightserve.model_files.gguf_tokenizer import tokenizer_from_gguf
 from lightserve.model_files.special_tokens import set_surrounding_tokens
 from test.cpu_time import cpu_seconds
 from test.model_files.files import finish, save_as_gguf, tiny_model
+from test.model_files.vocabulary_files import (
+    ALL_BYTES,
+    BYTES,
+    SPECIAL,
+    sentencepiece_model,
+    tiktoken_file,
+    write_folder,
+)
 from test.real_model import smollm2
 
 CORPUS = [
@@ -119,9 +128,13 @@ def test_loading_the_default_models_tokenizer_takes_as_long_as_the_tokenizers_li
     assert load_s < 5 * cpu_seconds(lambda: Backend.from_str(text))  # the same time measured
 
 
-@pytest.mark.parametrize("kind", ["gguf", "folder"])
+@pytest.mark.parametrize("kind", ["gguf", "folder", "tokenizer.model", "qwen.tiktoken"])
 def test_tokenizing_imports_neither_torch_nor_transformers(kind: str, tmp_path: Path) -> None:
     model_dir = str(smollm2().path) if kind == "gguf" else str(make_folder(tmp_path))
+    if "." in kind:
+        (Path(model_dir) / "tokenizer.json").unlink()
+        (Path(model_dir) / "tokenizer_config.json").unlink()
+        write_folder(Path(model_dir), {kind: VOCABULARIES[kind]})
     code = (
         "import sys\n"
         "from lightserve.model_files import load_tokenizer, resolve\n"
@@ -135,6 +148,12 @@ def test_tokenizing_imports_neither_torch_nor_transformers(kind: str, tmp_path: 
     )
 
     assert answer.stdout == "[]\n"
+
+
+VOCABULARIES = {
+    "tokenizer.model": sentencepiece_model([*SPECIAL, *BYTES]),
+    "qwen.tiktoken": tiktoken_file(ALL_BYTES),
+}
 
 
 def trained_backend(specials: list[str]) -> Backend:

@@ -46,7 +46,10 @@ def sentencepiece_model(
     normalizer: Mapping[int, Any] | None = None,
 ) -> bytes:
     """By default BPE with byte fallback and a prefix, and spaces are kept: the settings of Llama 2."""
-    listed = [message({1: message({1: one.text, 2: one.score, 3: int(one.type)})}) for one in pieces]
+    types = [{} if one.type is NORMAL else {3: int(one.type)} for one in pieces]
+    listed = [
+        message({1: message({1: one.text, 2: one.score} | kind)}) for one, kind in zip(pieces, types, strict=True)
+    ]
     settings = {3: int(algorithm), 35: True} | dict(trainer or {})
     rules = {1: "identity", 3: True, 4: False} | dict(normalizer or {})
     return b"".join(listed) + message({2: message(settings), 3: message(rules)})
@@ -64,7 +67,8 @@ def tiktoken_file(tokens: Sequence[bytes]) -> bytes:
 ALL_BYTES = [bytes([byte]) for byte in range(256)]
 
 
-def write_folder(folder: Path, files: Mapping[str, bytes | str | dict[str, Any]]) -> Path:
+def write_folder(folder: Path, files: Mapping[str, Any]) -> Path:
+    """``files``: bytes, text, or an object for JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         if isinstance(content, dict):

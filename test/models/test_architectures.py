@@ -27,10 +27,12 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 # relative to the largest logit
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 6e-2}
+MOST_ROWS = 0.97  # rounding changes the experts of a token that is between two of them
 PROMPT = [(37 * i + i * i // 7) % 131 for i in range(170)]
 OTHER = [(11 * i + 3) % 131 for i in range(40)]
 PREFIX = 90  # tokens of PROMPT that a second request shares
 ONE_RANK = RankGroup()
+SPLIT_CASES = {name: case for name, case in CASES.items() if case.divides_among_ranks}
 
 
 @pytest.fixture(autouse=True)
@@ -59,11 +61,14 @@ def expected_logits(tiny: Tiny) -> list[Tensor]:
     return [logits[0][:-3], logits[1][:-3], logits[2][PREFIX:-3], *decoded]
 
 
-def assert_same(ours: list[Tensor], theirs: list[Tensor], dtype: torch.dtype = torch.float32) -> None:
+def assert_same(
+    ours: list[Tensor], theirs: list[Tensor], dtype: torch.dtype = torch.float32, min_share: float = 1.0
+) -> None:
+    """``min_share``: of the rows that must be within the tolerance."""
     largest = max(one.abs().max() for one in theirs)
-    for our, their in zip(ours, theirs, strict=True):
-        assert our.isfinite().all()
-        assert (our.float() - their).abs().max() <= TOLERANCE[dtype] * largest
+    errors = torch.cat([(our.float() - their).abs().amax(-1) for our, their in zip(ours, theirs, strict=True)])
+    assert errors.isfinite().all()
+    assert (errors <= TOLERANCE[dtype] * largest).float().mean() >= min_share
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -78,14 +83,15 @@ def test_chunks_cached_prefixes_and_decode_give_the_logits_of_transformers(name:
 def test_half_precision_stays_within_its_tolerance(name: str, dtype: torch.dtype) -> None:
     tiny = build(CASES[name], dtype)
 
-    assert_same(all_logits(tiny, dtype=dtype), expected_logits(tiny), dtype)
+    has_experts = "num_experts_per_tok" in tiny.config_json
+    assert_same(all_logits(tiny, dtype=dtype), expected_logits(tiny), dtype, MOST_ROWS if has_experts else 1.0)
 
 
 def _run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     ops.use_backend("cpu")
     tp = connect_ranks(rank, ParallelSizes(tp=2), f"file://{folder}/store", "gloo").tp
-    for name in CASES:
+    for name in SPLIT_CASES:
         tiny = Tiny(None, *torch.load(f"{folder}/{name}.pt", weights_only=True))
         torch.save(all_logits(tiny, tp), f"{folder}/{name}.{rank}.pt")
     dist.destroy_process_group()
@@ -97,13 +103,13 @@ def _run_rank(rank: int, folder: str) -> None:
 def test_two_ranks_give_the_logits_of_transformers(tmp_path: Path) -> None:
     """All architectures in one test, because the processes take longer to start than to compute."""
     expected = {}
-    for name, case in CASES.items():
+    for name, case in SPLIT_CASES.items():
         tiny = build(case)
         expected[name] = expected_logits(tiny)
         torch.save((tiny.config_json, tiny.tensors), tmp_path / f"{name}.pt")
 
     spawn(_run_rank, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
 
-    for name in CASES:
+    for name in SPLIT_CASES:
         for rank in range(2):
             assert_same(torch.load(tmp_path / f"{name}.{rank}.pt", weights_only=True), expected[name])

@@ -166,7 +166,7 @@ BAD_VALUES: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_local_experts": 600}, "600 experts; the limit is 512"),
     ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers is '1', wanted a list of layer numbers"),
     ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0, wanted a positive integer"),
-    ("olmoe", {"clip_qkv": 4.0}, "clip_qkv 4.0 is not supported for olmoe"),
+    ("olmoe", {"norm_topk_prob": 1}, "norm_topk_prob is 1, wanted true or false"),
     ("glm4_moe", {"n_group": 5}, "12 experts in 5 groups, 1 of them chosen"),
     ("glm4_moe", {"n_shared_experts": -1}, "n_shared_experts is -1, wanted a positive integer"),
     (

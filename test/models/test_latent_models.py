@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,6 +76,42 @@ def model_of(tiny: Tiny, **changes: Any) -> TpPartBaseModel:
     return build_model({**tiny.config_json, **changes}, tiny.checkpoint(), max_len=MAX_LEN)
 
 
+def test_a_warm_up_runs_a_dense_and_a_sparse_layer(tiny: Tiny) -> None:
+    model = model_of(tiny)
+
+    with model.distinct_layers_only():
+        assert [layer.layer_num for layer in model.layers_infer] == [0, 2]
+
+
+def test_the_layer_that_predicts_several_tokens_is_left_out(tiny: Tiny, log: pytest.LogCaptureFixture) -> None:
+    number = tiny.config_json["num_hidden_layers"]
+    own = {name.removeprefix("model.layers.2."): tensor for name, tensor in tiny.tensors.items() if ".2." in name}
+    extra = {**own, "eh_proj.weight": torch.zeros(48, 96)}
+    tensors = tiny.tensors | {f"model.layers.{number}.{name}": tensor for name, tensor in extra.items()}
+
+    model = model_of(replace(tiny, tensors=tensors))
+
+    assert len(model.layer_weights) == number
+    assert "the checkpoint has tensors that are not used" in log.text
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value", "supported"),
+    [
+        ("deepseek_v2", "topk_method", "noaux_tc", "'greedy', 'group_limited_greedy'"),
+        ("deepseek_v2", "scoring_func", "sigmoid", "softmax"),
+        ("deepseek_v2", "norm_topk_prob", True, "False"),
+        ("deepseek_v3", "topk_method", "greedy", "noaux_tc"),
+        ("kimi_k2", "scoring_func", "softmax", "sigmoid"),
+    ],
+)
+def test_other_ways_to_choose_experts_are_refused(
+    tiny: Tiny, model_type: str, field: str, value: object, supported: str
+) -> None:
+    with pytest.raises(ModelFilesError, match=f"{field} .*{value}.* not supported.*{supported}"):
+        model_of(tiny, **{"model_type": model_type, field: value})
+
+
 def test_a_token_caches_one_latent_a_layer(tiny: Tiny) -> None:
     model = model_of(tiny)
 
@@ -85,7 +122,7 @@ def test_a_token_caches_one_latent_a_layer(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("field", ["attention_bias", "mlp_bias"])
 def test_biases_are_refused(tiny: Tiny, field: str) -> None:
-    with pytest.raises(ModelFilesError, match=f"{field} true is not supported for deepseek_v2"):
+    with pytest.raises(ModelFilesError, match=f"{field} True is not supported for deepseek_v2; supported: False"):
         model_of(tiny, **{field: True})
 
 

@@ -202,7 +202,7 @@ def latent_args(
     heads, nope, rope, value, rank = shape
     cached, cache, batch, _ = attention_args(lens, (1, 1), rank + rope, dtype, device)
     wide_q = torch.full((len(cached), heads * (nope + rope) + 8), NAN, dtype=dtype, device=device)
-    q = wide_q[:, 8:].unflatten(1, (heads, nope + rope))
+    q = wide_q[:, 8:].view(len(cached), heads, nope + rope)
     q.copy_(randn(*q.shape, dtype=dtype, device=device, seed=3))
     kv_b = randn(heads, nope + value, rank, device=device, seed=4) * rank**-0.5
     return q, cache[:, :1], kv_b.to(dtype), batch, ops.AttnOptions((nope + rope) ** -0.5)
@@ -424,6 +424,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "latent_token_attention": _latent_args,
     "layer_norm": _norm_args("rows", "param", "param"),
     "linear": _linear_args,
+    "linear_float32": _linear_args,
     "mask_logits": _mask_args,
     "norm_rotary_write_kv": _norm_rotary_write_kv_args,
     "place_tokens": _place_args,

@@ -131,10 +131,11 @@ def compile_latent_attention(dtype: torch.dtype) -> None:
     for heads in (16, 128) if dtype == torch.bfloat16 else (16,):
         shape = (heads, 128, 64, 128, 512)
         decode = latent_args([(70, 1), (80, 1)], shape, dtype, "cpu")
-        *context, batch, options = latent_context_args([(70, 1), (80, 9)], shape, dtype, "cpu")
+        q, latent, cache, kv_b, batch, options = latent_context_args([(70, 1), (80, 9)], shape, dtype, "cpu")
+        batch = replace(batch, has_decodes=True)
         for backend in BACKENDS:
             ops.latent_token_attention.impls[backend](*decode)
-        ops.latent_context_attention.impls["triton"](*context, replace(batch, has_decodes=True), options)
+        ops.latent_context_attention.impls["triton"](q, latent, cache, kv_b, batch, options)
 
 
 def compile_linear(dtype: torch.dtype) -> None:

@@ -33,6 +33,12 @@ MANY_HEADS: LatentShape = (40, 16, 8, 16, 32)  # more than a program of a decode
 DECODE = [(length - 1, 1) for length in (1, 7, 8, 129, 400)]
 MIXED = [(0, 1), (0, 37), (5, 1), (70, 13), (0, 0), (200, 1), (140, 70)]
 Lens = list[tuple[int, int]]
+ContextArgs = tuple[Tensor, Tensor, Tensor, Tensor, ops.AttnBatch, ops.AttnOptions]
+
+
+def with_decodes(args: ContextArgs, has_decodes: bool) -> ContextArgs:
+    q, latent, cache, kv_b, batch, options = args
+    return q, latent, cache, kv_b, replace(batch, has_decodes=has_decodes), options
 
 
 def defined_token(q: Tensor, cache: Tensor, kv_b: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
@@ -47,8 +53,8 @@ def defined_context(
 
 def assert_near(out: Tensor, expected: Tensor) -> None:
     """Expanded keys and absorbed queries are rounded to the dtype; the definition keeps them in float32."""
-    tolerance = {name: 2 * value for name, value in TOLERANCE[out.dtype].items()}
-    torch.testing.assert_close(out.float(), expected, **tolerance)
+    tolerance = 2 * TOLERANCE[out.dtype]["rtol"]
+    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -62,11 +68,11 @@ def test_latent_attention_is_pytorchs_over_expanded_keys_and_values(shape: Laten
     row = 0
     for i, (ready, new) in enumerate(lens):
         latents = cache[batch.req_to_token[batch.b_req_idx[i], : ready + new].long(), 0]
-        kv = F.linear(latents[:, :rank], kv_b.flatten(0, 1)).unflatten(1, (heads, -1))
+        kv = F.linear(latents[:, :rank], kv_b.flatten(0, 1)).view(ready + new, heads, -1)
         k = torch.cat((kv[..., :nope], latents[:, None, rank:].expand(-1, heads, -1)), dim=-1)
         seen = torch.ones(new, ready + new, dtype=torch.bool).tril(ready)
-        args = (x.transpose(0, 1) for x in (q[row : row + new], k, kv[..., nope:]))
-        expected = F.scaled_dot_product_attention(*args, attn_mask=seen).transpose(0, 1)
+        rows, keys, values = (x.transpose(0, 1) for x in (q[row : row + new], k, kv[..., nope:]))
+        expected = F.scaled_dot_product_attention(rows, keys, values, seen).transpose(0, 1)
         torch.testing.assert_close(out[row : row + new], expected, **TOLERANCE[torch.float32])
         row += new
 
@@ -87,12 +93,11 @@ def test_latent_token_attention_matches_its_definition(backend: str, dtype: torc
 def test_latent_context_attention_matches_its_definition(
     backend: str, dtype: torch.dtype, shape: LatentShape, has_decodes: bool
 ) -> None:
-    *args, batch, options = latent_context_args(MIXED, shape, dtype, device_of(backend))
-    batch = replace(batch, has_decodes=has_decodes)
+    args = with_decodes(latent_context_args(MIXED, shape, dtype, device_of(backend)), has_decodes)
 
-    out = ops.latent_context_attention.impls[backend](*args, batch, options)
+    out = ops.latent_context_attention.impls[backend](*args)
 
-    assert_near(out, defined_context(*args, batch, options))
+    assert_near(out, defined_context(*args))
 
 
 @each_backend(ops.latent_context_attention)
@@ -112,12 +117,11 @@ def test_prefixes_that_the_buffer_has_no_room_for_are_expanded_by_the_attention(
     heads, nope, _, value, _ = SMALL_LATENT
     monkeypatch.setattr(_latent_prefix, "BUFFER_BYTES", rows * heads * (nope + value) * 4)
     lens = [(70, 13), (9, 1), (130, 70), (0, 4)]
-    *args, batch, options = latent_context_args(lens, SMALL_LATENT, torch.float32, device_of("triton"))
-    batch = replace(batch, has_decodes=True)
+    args = with_decodes(latent_context_args(lens, SMALL_LATENT, torch.float32, device_of("triton")), True)
 
-    out = ops.latent_context_attention.impls["triton"](*args, batch, options)
+    out = ops.latent_context_attention.impls["triton"](*args)
 
-    assert_near(out, defined_context(*args, batch, options))
+    assert_near(out, defined_context(*args))
 
 
 def test_a_batch_of_many_requests_lists_every_prefix() -> None:
@@ -133,7 +137,9 @@ def test_layers_of_different_shapes_share_a_step() -> None:
     layers = [latent_context_args(MIXED, shape, torch.float32, device_of("triton")) for shape in SHAPES[:2]]
     step = replace(layers[0][4], has_decodes=True)
 
-    outs = [ops.latent_context_attention.impls["triton"](*args, step, options) for *args, _, options in layers * 2]
+    attend = ops.latent_context_attention.impls["triton"]
+
+    outs = [attend(q, latent, cache, kv_b, step, options) for q, latent, cache, kv_b, _, options in layers * 2]
 
     for out, args in zip(outs, layers * 2, strict=True):
         assert_near(out, defined_context(*args))
@@ -152,10 +158,10 @@ def test_a_plan_of_decodes_takes_the_same_room_for_any_lengths() -> None:
 
 @each_backend(ops.latent_token_attention)
 def test_latent_attention_refuses_options_that_no_model_has(backend: str) -> None:
-    *args, options = latent_args([(3, 1)], SMALL_LATENT, torch.float32, device_of(backend))
+    q, cache, kv_b, batch, options = latent_args([(3, 1)], SMALL_LATENT, torch.float32, device_of(backend))
 
     with pytest.raises(NotImplementedError, match="does not implement the attention option window=4; it has scale"):
-        ops.latent_token_attention.impls[backend](*args, replace(options, window=4))
+        ops.latent_token_attention.impls[backend](q, cache, kv_b, batch, replace(options, window=4))
 
 
 @pytest.mark.parametrize("backend", list(ops.latent_token_attention.impls))

@@ -25,6 +25,21 @@ def test_linear_matches_its_definition(
     assert_close(out, ops.linear(wide(x), wide(weight), None if bias is None else wide(bias)), dtype)
 
 
+@each_backend_and_dtype(ops.linear_float32)
+@pytest.mark.parametrize("tokens", [1, 8, 40])
+@pytest.mark.parametrize(("wide_in", "wide_out"), [(512, 64), (2100, 33)])
+def test_linear_float32_does_not_round_its_result(
+    backend: str, dtype: torch.dtype, tokens: int, wide_in: int, wide_out: int
+) -> None:
+    x = randn(tokens, wide_in, dtype=dtype, device=device_of(backend))
+    weight = randn(wide_out, wide_in, dtype=dtype, device=device_of(backend), seed=1) * wide_in**-0.5
+
+    out = ops.linear_float32.impls[backend](x, weight)
+
+    assert out.dtype == torch.float32
+    assert_close(out, ops.linear(wide(x), wide(weight)), torch.float32)
+
+
 @each_backend_and_dtype(ops.linear)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 16])
 @pytest.mark.parametrize(("wide_in", "wide_out"), [(512, 48), (520, 33), (1100, 16)])

@@ -1,10 +1,21 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from lightserve.common import ops
-from test.ops.cases import EPS, assert_close, device_of, each_backend_and_dtype, randn, strided, wide
+from test.ops.cases import (
+    EPS,
+    assert_close,
+    device_of,
+    each_backend_and_dtype,
+    each_op_backend_and_dtype,
+    randn,
+    strided,
+    wide,
+)
 
 SHAPES = [(1, 1), (3, 33), (5, 96), (2, 3, 64)]
 
@@ -109,3 +120,21 @@ def test_layer_norm_of_a_row_far_from_zero_keeps_its_variance(backend: str, dtyp
     out = ops.layer_norm.impls[backend](x, weight, bias, EPS)
 
     assert_close(out, ops.layer_norm(wide(x), wide(weight), wide(bias), EPS), dtype)
+
+
+@each_op_backend_and_dtype("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm")
+def test_a_float32_weight_keeps_its_digits_with_any_input(name: str, backend: str, dtype: torch.dtype) -> None:
+    """1 + weight of Gemma and Nemotron: half precision would round most of the weight away."""
+    device, is_layer_norm, adds = device_of(backend), "layer" in name, "add" in name
+    x = randn(128, 96, dtype=dtype, device=device)
+    residuals = [torch.zeros_like(x)] if adds else []
+    weight = 1 + randn(96, device=device, seed=1) * 1e-3
+    params = (weight, torch.zeros_like(weight)) if is_layer_norm else (weight,)
+    norm: Any = ops.layer_norm if is_layer_norm else ops.rms_norm
+
+    out = ops.OPS[name].impls[backend](x, *residuals, *params, EPS)
+
+    expected = norm(wide(x), *params, EPS)
+    assert_close(out, expected, dtype)
+    ratio = (out.float() / expected).mean(0)  # over the rows, the rounding of the output averages out
+    assert (ratio - 1).abs().max() < max(torch.finfo(dtype).eps / 8, 1e-6)

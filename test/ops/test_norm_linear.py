@@ -52,6 +52,20 @@ def test_norm_and_product_are_computed_from_the_sum(
     assert_close(residual, expected[1], dtype)
 
 
+@each_op_backend_and_dtype(*OPS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_norms_weight_may_be_float32(name: str, backend: str, dtype: torch.dtype, rows: int) -> None:
+    """As 1 + weight is."""
+    x, residual, norm_weight, *rest = arguments(rows, 96, 48, dtype, device_of(backend))
+    args = (x, residual, norm_weight.float() + 1, *rest)
+    expected = expected_of(name, args)
+
+    out, residual = ops.OPS[name].impls[backend](*args)
+
+    assert_close(out, expected[0], dtype)
+    assert_close(residual, expected[1], dtype)
+
+
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("dtype", IN_INTERPRETER)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

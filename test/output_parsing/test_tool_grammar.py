@@ -194,19 +194,115 @@ def test_reasoning_may_precede_any_grammar(with_markers: bool) -> None:
     assert not allowed("Hm</think>", is_begun=True)
 
 
+def coder(begin: str, end: str) -> str:
+    city = "<parameter=city>\nParis\n</parameter>"
+    weather = f"<function=weather>\n{city}\n<parameter=days>\n2\n</parameter>\n</function>"
+    return f"{begin}\n{weather}\n{end}\n{begin}\n<function=now>\n</function>\n{end}"
+
+
+GLM_ARGUMENT = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+GLM_WEATHER = GLM_ARGUMENT.format("city", "Paris") + GLM_ARGUMENT.format("days", "2")
+# calls whose arguments are between tags
+TAGGED = {
+    "qwen3_coder": coder("<tool_call>", "</tool_call>"),
+    "seed_oss": coder("<seed:tool_call>", "</seed:tool_call>"),
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
+    '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "glm45": f"<tool_call>weather\n{GLM_WEATHER}</tool_call>\n<tool_call>now\n</tool_call>",
+}
 # calls in the model's own format where a grammar cannot express the arguments
 LOOSE = {
     name: samples[0].text.removeprefix("Hm.\n")
     for name, samples in CORPUS.items()
-    if TOOL_FORMATS_BY_NAME[name].call_template is None
+    if TOOL_FORMATS_BY_NAME[name].call_template is None and name not in TAGGED
 }
+
+
+def is_tagged_call_allowed(name: str, text: str, tools: Any, with_markers: bool) -> bool:
+    """In free text."""
+    tool_format = TOOL_FORMATS_BY_NAME[name]
+    grammar = call_or_text_grammar(Calls(tool_format, tools), None, marker_ids(tool_format, with_markers))
+    return is_accepted(GrammarSpec("lark", grammar), text, with_markers)
+
+
+@pytest.mark.parametrize("with_markers", [False, True])
+@pytest.mark.parametrize("name", TAGGED)
+def test_strict_arguments_between_tags_follow_their_schema(name: str, with_markers: bool) -> None:
+    calls = TAGGED[name]
+
+    def allowed(text: str) -> bool:
+        return is_tagged_call_allowed(name, text, TOOLS, with_markers)
+
+    assert allowed("It is 4, <b>not</b> 5.")
+    assert allowed(calls)
+    assert allowed(f"Let me see.\n{calls}\nOk.")
+    assert allowed(calls.replace("Paris", 'any "text" <b>\nof 2 lines'))
+    assert not allowed(calls.replace("2", "two"))
+    assert not allowed(f"Let me see.\n{calls}\nOk.".replace("2", "two"))
+    assert not allowed(calls.replace("weather", "whether"))
+    assert not allowed(calls.replace("city", "town"))
+    assert parse_pieces(new_parser(name), calls).calls == (("weather", PARIS), ("now", "{}"))
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "minimax_m2"])
+def test_a_call_without_the_first_tag_follows_the_schema_too(name: str) -> None:
+    begin, end = TOOL_FORMATS_BY_NAME[name].loose_call
+    bare = "Hm. " + TAGGED[name].replace(begin, "").replace(end, "")
+
+    assert is_tagged_call_allowed(name, bare, TOOLS, with_markers=False)
+    assert not is_tagged_call_allowed(name, bare.replace("2", "two"), TOOLS, with_markers=False)
+
+
+def test_a_malformed_list_of_required_arguments_is_ignored() -> None:
+    tools = {"weather": WEATHER | {"required": 1}, "now": {}}
+
+    assert is_tagged_call_allowed("glm45", "<tool_call>weather\n</tool_call>", tools, with_markers=False)
+    assert not is_tagged_call_allowed("glm45", "<tool_call>weather\n</tool_call>", TOOLS, with_markers=False)
+
+
+ALL_KINDS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "color": {"enum": ["red", "dark blue"]},
+        "size": {"$ref": "#/$defs/Size"},
+        "note": {"type": ["string", "null"]},
+    },
+    "required": ["color"],
+    "$defs": {"Size": {"type": "array", "items": {"type": "integer"}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_right"),
+    [
+        ({"color": "red"}, True),
+        ({"color": "dark blue", "size": "[1, 2]", "note": "null"}, True),
+        ({"color": "red", "note": "any"}, True),
+        ({"color": "green"}, False),
+        ({"size": "[1]"}, False),
+        ({"color": "red", "size": "1"}, False),
+        ({"color": "red", "other": "1"}, False),
+    ],
+)
+@pytest.mark.parametrize("with_markers", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+def test_arguments_of_every_kind_follow_their_schema(
+    name: str, with_markers: bool, arguments: dict[str, str], is_right: bool
+) -> None:
+    template = "<parameter={}>\n{}\n</parameter>\n" if name == "qwen3_coder" else GLM_ARGUMENT
+    inner = "".join(template.format(*pair) for pair in arguments.items())
+    call = f"<function=paint>\n{inner}</function>\n" if name == "qwen3_coder" else f"paint\n{inner}"
+    text = f"<tool_call>{call}</tool_call>"
+
+    assert is_tagged_call_allowed(name, text, {"paint": ALL_KINDS}, with_markers) == is_right
+    assert is_tagged_call_allowed(name, text, {"paint": {"type": "object"}}, with_markers)
 
 
 @pytest.mark.parametrize("with_markers", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_model_may_call_a_tool_or_answer_by_its_grammar(name: str, with_markers: bool) -> None:
     tool_format = TOOL_FORMATS_BY_NAME[name]
-    calls = LOOSE.get(name, TWO_CALLS[name])
+    calls = LOOSE.get(name) or TAGGED.get(name) or TWO_CALLS[name]
     before = call_or_answer_grammar(Calls(tool_format, TOOLS), None, marker_ids(tool_format, with_markers))
     spec = GrammarSpec("json_schema", '{"type": "object", "required": ["answer"]}', before)
 
@@ -232,7 +328,7 @@ def test_one_call_only_if_parallel_calls_are_off(with_markers: bool) -> None:
 
 
 @pytest.mark.parametrize("with_markers", [False, True])
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in LOOSE and name != "openai"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {*LOOSE, *TAGGED, "openai"}])
 def test_the_arguments_of_strict_tools_follow_their_schema_in_free_text(name: str, with_markers: bool) -> None:
     tool_format = TOOL_FORMATS_BY_NAME[name]
     grammar = call_or_text_grammar(Calls(tool_format, TOOLS), None, marker_ids(tool_format, with_markers))

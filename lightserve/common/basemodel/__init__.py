@@ -1,6 +1,6 @@
 """The parts that a model is made of. To add a model, import only this and ``lightserve.common.ops``."""
 
-from lightserve.common.basemodel.alibi import alibi_slopes, mpt_alibi_slopes
+from lightserve.common.basemodel.alibi import alibi_slopes
 from lightserve.common.basemodel.basemodel import HiddenStates, ModelArgs, TpPartBaseModel
 from lightserve.common.basemodel.infer_struct import InferStateInfo, LogitRows, ModelInput, Observer
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
@@ -112,7 +112,6 @@ __all__ = [
     "alibi_slopes",
     "in_blocks",
     "in_kv_groups",
-    "mpt_alibi_slopes",
     "num_experts_of",
     "pairs_to_halves",
     "top_k_of",

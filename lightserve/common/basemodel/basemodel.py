@@ -193,6 +193,12 @@ class TpPartBaseModel:
         pre_post, layers = self._new_weights(torch.device("meta"))
         return check_weights([pre_post, *layers], self.adapt_checkpoint(tensor_metadata), self.config.num_layers)
 
+    @property
+    def active_share(self) -> float:
+        """The part of the layers' weights that a token uses: less than 1 with experts."""
+        specs = self.layer_specs
+        return sum(spec.active_weights for spec in specs) / max(sum(spec.num_weights for spec in specs), 1)
+
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""
         for name, tensor, file in checkpoint:

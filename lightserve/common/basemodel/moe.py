@@ -52,6 +52,13 @@ class MoeSpec:
         """Sizes that the ranks split."""
         return self.intermediate_size, *([self.shared_size] if self.shared_size else [])
 
+    def num_weights(self, hidden_size: int) -> int:
+        return 3 * hidden_size * (self.num_experts * self.intermediate_size + self.shared_size)
+
+    def active_weights(self, hidden_size: int) -> int:
+        """Of the experts of one token."""
+        return 3 * hidden_size * (self.route.top_k * self.intermediate_size + self.shared_size)
+
     def _divides(self) -> bool:
         return self.shared_size % self.intermediate_size == 0
 

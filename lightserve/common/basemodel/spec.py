@@ -146,6 +146,27 @@ class LayerSpec:
         """How many numbers of a head rotate."""
         return 0 if self.rope is None else self.rope.rotary_dim(self.head_dim)
 
+    @property
+    def num_weights(self) -> int:
+        """Roughly, of all linears."""
+        ffn = self._ffn_weights if self.moe is None else self.moe.num_weights(self.hidden_size)
+        return self._attention_weights + ffn
+
+    @property
+    def active_weights(self) -> int:
+        """Those of them that one token is multiplied with."""
+        if self.moe is None:
+            return self.num_weights
+        return self._attention_weights + self.moe.active_weights(self.hidden_size)
+
+    @property
+    def _attention_weights(self) -> int:
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+
+    @property
+    def _ffn_weights(self) -> int:
+        return (3 if self.is_gated else 2) * self.intermediate_size * self.hidden_size
+
     def kv_heads_of_rank(self, tp_size: int) -> int:
         """KV heads on each of ``tp_size`` ranks. Ranks hold copies of a head when there are too few."""
         return max(self.num_kv_heads // tp_size, 1)

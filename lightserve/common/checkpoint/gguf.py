@@ -29,13 +29,14 @@ _OTHER_TENSOR = re.compile(r"(?P<part>\w+)\.(?P<kind>weight|bias)")
 def gguf_tensors(header: GgufHeader, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     with header.path.open("rb") as file:
         for entry, name in _wanted(header):
-            yield name, _reorder(header, entry.name, _read(file, entry), config)
+            yield from _each_expert(name, _as_in_transformers(header, entry.name, _read(file, entry), config))
 
 
 def gguf_metadata(header: GgufHeader, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The same tensors on the meta device."""
     for entry, name in _wanted(header):
-        yield name, _reorder(header, entry.name, torch.empty(entry.shape, device="meta"), config)
+        tensor = torch.empty(entry.shape, device="meta")
+        yield from _each_expert(name, _as_in_transformers(header, entry.name, tensor, config))
 
 
 def gguf_bytes(header: GgufHeader) -> int:
@@ -65,6 +66,23 @@ def _name(header: GgufHeader, architecture: GgufArchitecture, name: str) -> str:
     layer = match.groupdict().get("layer")
     prefix = "" if layer is None else f"{architecture.layers}.{layer}."
     return f"{prefix}{part}.{match['kind']}"
+
+
+def _as_in_transformers(header: GgufHeader, name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
+    """Undo what GGUF converters change."""
+    if architecture_of(header).has_norms_plus_one and name.endswith("_norm.weight"):
+        return tensor - 1
+    return _reorder(header, name, tensor, config)
+
+
+def _each_expert(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the experts, which llama.cpp stores as one; any other tensor as it is."""
+    if "*" in name:
+        yield from ((name.replace("*", str(number)), expert) for number, expert in enumerate(tensor))
+    elif name.endswith("shared_expert_gate.weight"):
+        yield name, tensor.view(1, -1)  # llama.cpp drops dimensions of 1
+    else:
+        yield name, tensor
 
 
 def _reorder(header: GgufHeader, name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:

@@ -22,6 +22,11 @@ ROWS = 32  # of a block: 256 rows take 1.4 to 2.5 times as long as in one produc
 POSITIONS = 8  # of a block of queries: a decode computes 8 and needs one
 
 
+@ops.linear_float32.impl(BACKEND)
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    return linear(x.float(), weight.float())
+
+
 @ops.linear.impl(BACKEND)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
@@ -71,7 +76,7 @@ def latent_token_attention(
     sizes = latent_sizes(q, latent_cache, kv_b)
     slots, by_token = _used_slots(batch)
     latents = latent_cache[slots, 0].to(q.dtype)
-    kv = linear(latents[:, : sizes.rank], kv_b.flatten(0, 1)).unflatten(1, (sizes.heads, -1))
+    kv = linear(latents[:, : sizes.rank], kv_b.flatten(0, 1)).view(len(latents), *kv_b.shape[:2])
     width = max(q.shape[2], sizes.value)
     expanded = q.new_zeros(len(slots), 2 * sizes.heads, width)
     expanded[:, : sizes.heads, : sizes.nope] = kv[..., : sizes.nope]

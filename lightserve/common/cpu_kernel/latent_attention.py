@@ -79,7 +79,7 @@ def _attend_expanded(
     q: Tensor, latents: Tensor, kv_b: Tensor, ready_len: int, scale: float, sizes: LatentSizes
 ) -> Tensor:
     """Of the last rows ``[rows, heads, nope + rope]`` of a request."""
-    kv = ops.linear(latents[:, : sizes.rank], kv_b.flatten(0, 1)).unflatten(1, (sizes.heads, -1)).transpose(0, 1)
+    kv = ops.linear(latents[:, : sizes.rank], kv_b.flatten(0, 1)).view(len(latents), *kv_b.shape[:2]).transpose(0, 1)
     shared = latents[None, :, sizes.rank :].expand(sizes.heads, -1, -1)
     k, v = torch.cat((kv[..., : sizes.nope], shared), dim=-1), kv[..., sizes.nope :]
     outs = []

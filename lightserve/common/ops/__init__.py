@@ -35,7 +35,7 @@ from lightserve.common.ops.latent_attention import (
     latent_token_attention,
     write_latent,
 )
-from lightserve.common.ops.linear import linear
+from lightserve.common.ops.linear import linear, linear_float32
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lightserve.common.ops.norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
 from lightserve.common.ops.registry import OPS, REFERENCE, batch_invariant, use_backend
@@ -89,6 +89,7 @@ __all__ = [
     "latent_token_attention",
     "layer_norm",
     "linear",
+    "linear_float32",
     "mask_logits",
     "norm_rotary_write_kv",
     "place_tokens",

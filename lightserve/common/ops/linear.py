@@ -10,3 +10,9 @@ from lightserve.common.ops.registry import op
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` for ``weight`` ``[out, in]``."""
     return F.linear(x, weight, bias)
+
+
+@op
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` in float32, for results that must not be rounded: the scores of a router."""
+    return F.linear(x.float(), weight.float())

@@ -79,6 +79,10 @@ class LinearMethod(ABC):
     def mm(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias`` for ``x`` ``[tokens, columns of this rank]``."""
 
+    def mm_float32(self, x: Tensor) -> Tensor:
+        """``mm`` with a result in float32, which is not rounded in between. Only routers need it."""
+        return self.mm(x).float()
+
     def embed(self, ids: Tensor, first_id: int) -> Tensor:
         """The weight's rows of ``ids``; row 0 is ``first_id``, and ids of other ranks give zeros."""
         raise NotImplementedError(f"{type(self).__name__} cannot look up the rows of an embedding")

@@ -49,6 +49,10 @@ class UnquantizedLinear(LinearMethod):
     def mm(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
 
+    def mm_float32(self, x: Tensor) -> Tensor:
+        out = ops.linear_float32(x, self.weight)
+        return out if self.bias is None else out + self.bias.float()
+
     def embed(self, ids: Tensor, first_id: int) -> Tensor:
         return ops.vocab_embedding(ids, self.weight, first_id)
 

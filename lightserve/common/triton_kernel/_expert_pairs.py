@@ -39,7 +39,7 @@ def _experts_of(ids_ptr, start, n_pairs, n_experts, NO_PAIR: tl.constexpr, BLOCK
     return pairs, tl.where(pairs < n_pairs, ids, NO_PAIR)
 
 
-@triton.jit(do_not_specialize=["n_pairs", "n_blocks"])
+@triton.jit(do_not_specialize=["n_pairs", "n_blocks", "block_m"])
 def _sort_pairs_kernel(
     ids_ptr,
     pairs_ptr,
@@ -49,7 +49,7 @@ def _sort_pairs_kernel(
     n_pairs,
     n_experts,
     n_blocks,
-    BLOCK_M: tl.constexpr,
+    block_m,  # not a constant: it would multiply the kernels to compile
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -61,7 +61,7 @@ def _sort_pairs_kernel(
         counts += tl.histogram(ids, BINS)
     first = tl.sum(tl.where(bins < expert, counts, 0), axis=0)
     end = first + tl.sum(tl.where(bins == expert, counts, 0), axis=0)
-    block_counts = tl.where(bins < n_experts, (counts + BLOCK_M - 1) // BLOCK_M, 0)
+    block_counts = tl.where(bins < n_experts, (counts + block_m - 1) // block_m, 0)
     first_block = tl.sum(tl.where(bins < expert, block_counts, 0), axis=0)
     tl.store(ends_ptr + expert, end, mask=expert < n_experts)
 
@@ -74,15 +74,15 @@ def _sort_pairs_kernel(
         tl.store(rows_ptr + pairs, rows, mask=is_own)
         placed += tl.sum(is_own.to(tl.int32), axis=0)
 
-    own_blocks = tl.where(expert < n_experts, (end - first + BLOCK_M - 1) // BLOCK_M, n_blocks - first_block)
+    own_blocks = tl.where(expert < n_experts, (end - first + block_m - 1) // block_m, n_blocks - first_block)
     for start in range(0, own_blocks, BLOCK):
         block = start + tl.arange(0, BLOCK)
         is_block = block < own_blocks
-        begin = first + block * BLOCK_M
+        begin = first + block * block_m
         ptrs = blocks_ptr + first_block + block
         tl.store(ptrs, tl.where(expert < n_experts, expert, NO_EXPERT) + tl.zeros_like(block), mask=is_block)
         tl.store(ptrs + n_blocks, begin, mask=is_block)
-        tl.store(ptrs + 2 * n_blocks, tl.minimum(begin + BLOCK_M, end), mask=is_block)
+        tl.store(ptrs + 2 * n_blocks, tl.minimum(begin + block_m, end), mask=is_block)
 
 
 def max_blocks(n_pairs: int, n_experts: int, block_m: int) -> int:
@@ -107,7 +107,7 @@ def sort_pairs(ids: Tensor, n_experts: int, block_m: int) -> SortedPairs:
         n_pairs,
         n_experts,
         n_blocks,
-        BLOCK_M=block_m,
+        block_m,
         BINS=next_power_of_2(n_experts + 2),
         BLOCK=block,
         num_warps=4 if block <= 1024 else 8,

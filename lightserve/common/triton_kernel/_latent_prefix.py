@@ -100,7 +100,7 @@ def plan_prefix(batch: ops.AttnBatch, sizes: LatentSizes, element_bytes: int, mi
     return plan
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _expand_prefix_kernel(
     cache_ptr,
     kv_b_ptr,

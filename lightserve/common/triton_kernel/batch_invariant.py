@@ -5,6 +5,7 @@ Tiles have the same size in every batch, and one program sums along a whole row.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lightserve.common import ops
@@ -21,6 +22,11 @@ LINEAR_ROWS = 64  # of the input for each program
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     return few_rows.multiply(rows, weight, bias, LINEAR, LINEAR_ROWS).view(*x.shape[:-1], len(weight))
+
+
+@ops.linear_float32.impl(BACKEND)
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    return few_rows.multiply(x, weight, None, LINEAR, LINEAR_ROWS, out_dtype=torch.float32)
 
 
 # Their definitions call the norm, which is computed row by row, and the matmul above.

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lightserve.common import ops
 from lightserve.common.ops.latent_attention import LatentSizes
-from lightserve.common.triton_kernel._attention import LOG2_E, dot_block
+from lightserve.common.triton_kernel._attention import LOG2_E, MIN_DOT, dot_block
 from lightserve.common.triton_kernel._check import check_heads_side_by_side, check_last_contiguous, tensors_of
 from lightserve.common.triton_kernel._context_tiles import (
     FIRST_TOKEN,
@@ -138,6 +138,31 @@ def _attend_last_blocks(
 
 
 @triton.jit
+def _expand(
+    cache_ptr,
+    rows,
+    is_row,
+    weight_ptr,
+    weight_row_stride,
+    SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The latents at ``rows`` times ``SIZE`` rows of ``kv_b``."""
+    outs = tl.arange(0, BLOCK)
+    acc = tl.zeros([rows.shape[0], BLOCK], tl.float32)
+    for first in range(0, RANK, BLOCK_K):
+        depth = first + tl.arange(0, BLOCK_K)
+        is_depth = (depth < RANK)[None, :]
+        weight_ptrs = weight_ptr + outs[:, None] * weight_row_stride + depth[None, :]
+        weight = tl.load(weight_ptrs, mask=(outs < SIZE)[:, None] & is_depth, other=0.0)
+        latents = tl.load(cache_ptr + rows[:, None] + depth[None, :], mask=is_row[:, None] & is_depth, other=0.0)
+        acc = tl.dot(latents.to(weight.dtype), tl.trans(weight), acc=acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def _attend_latents_of_head(
     q,
     q_pe,
@@ -157,40 +182,22 @@ def _attend_latents_of_head(
 ):
     """Add the cached tokens ``begin`` .. ``end``, expanded block by block for one head, whose ``kv_b`` this is."""
     cache_ptr, slots_ptr, slot_stride = cache
-    BLOCK_NOPE: tl.constexpr = q.shape[1]
     BLOCK_V: tl.constexpr = softmax[0].shape[1]
-    k_rows = tl.arange(0, BLOCK_NOPE)
-    v_rows = tl.arange(0, BLOCK_V)
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         is_key = keys < end
         rows = tl.load(slots_ptr + keys, mask=is_key, other=0).to(tl.int64) * slot_stride
-        k = tl.zeros([BLOCK_N, BLOCK_NOPE], tl.float32)
-        v = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-        for first in range(0, RANK, BLOCK_K):
-            depth = first + tl.arange(0, BLOCK_K)
-            is_depth = (depth < RANK)[None, :]
-            latents = tl.load(
-                cache_ptr + rows[:, None] + depth[None, :], mask=is_key[:, None] & is_depth, other=0.0
-            ).to(q.dtype)
-            to_k = tl.load(
-                kv_b_ptr + k_rows[:, None] * kv_b_row_stride + depth[None, :],
-                mask=(k_rows < NOPE)[:, None] & is_depth,
-                other=0.0,
-            )
-            to_v = tl.load(
-                kv_b_ptr + (NOPE + v_rows)[:, None] * kv_b_row_stride + depth[None, :],
-                mask=(v_rows < VALUE)[:, None] & is_depth,
-                other=0.0,
-            )
-            k = tl.dot(latents, tl.trans(to_k), acc=k, input_precision="ieee")
-            v = tl.dot(latents, tl.trans(to_v), acc=v, input_precision="ieee")
+        k = _expand(cache_ptr, rows, is_key, kv_b_ptr, kv_b_row_stride, NOPE, RANK, q.shape[1], BLOCK_K).to(q.dtype)
         k_pe = load_rows(cache_ptr + RANK, rows, tl.arange(0, q_pe.shape[1]), is_key, ROPE).to(q.dtype)
-        softmax = _attend_block(q, q_pe, k.to(q.dtype), k_pe, v.to(q.dtype), softmax, is_key[None, :], scale)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(q_pe, tl.trans(k_pe), acc=scores, input_precision="ieee")
+        v_ptr = kv_b_ptr + NOPE * kv_b_row_stride
+        v = _expand(cache_ptr, rows, is_key, v_ptr, kv_b_row_stride, VALUE, RANK, BLOCK_V, BLOCK_K).to(q.dtype)
+        softmax = add_to_softmax(scores, v, softmax, is_key[None, :], scale)
     return softmax
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["prefix_rows"])
 def _latent_context_attention_kernel(
     q_ptr,
     kv_desc,
@@ -219,6 +226,7 @@ def _latent_context_attention_kernel(
     RANK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_LATENTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_NOPE: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
@@ -267,7 +275,7 @@ def _latent_context_attention_kernel(
         ROPE,
         VALUE,
         RANK,
-        BLOCK_N,
+        BLOCK_LATENTS,
         BLOCK_K,
     )
     new = (kv_desc, kv_ptr, WIDTH, pe_ptr, pe_token_stride)
@@ -383,6 +391,8 @@ def _launch(
         RANK=sizes.rank,
         BLOCK_M=tiling.tokens,
         BLOCK_N=tiling.keys,
+        # whole blocks take so many registers that the loops over expanded keys would spill
+        BLOCK_LATENTS=max(tiling.keys // 2, MIN_DOT),
         BLOCK_K=min(BLOCK_RANK, dot_block(sizes.rank)),
         BLOCK_NOPE=dot_block(sizes.nope),
         BLOCK_ROPE=dot_block(sizes.rope),

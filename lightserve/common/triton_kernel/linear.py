@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,6 +32,7 @@ class Config:
     num_stages: int
 
 
+TINY = Config(block_n=16, block_bytes=4096, num_warps=4, num_stages=2)  # few programs: each loads much at once
 NARROW = Config(block_n=16, block_bytes=1024, num_warps=1, num_stages=4)
 WIDE = Config(block_n=64, block_bytes=512, num_warps=4, num_stages=4)
 ANY = 1 << 30
@@ -52,6 +54,7 @@ class Rule:
 # The first rule that fits is used, and cuBLAS if none fits. The comments give TB/s of a weight [out, in] in bfloat16 on
 # an H200, by this kernel and by cuBLAS.
 RULES = (
+    Rule(TINY, max_rows=8, max_out=512),
     Rule(NARROW, max_rows=8, max_out=4096),  # [4096, 4096]: 2.95, 2.61; [4096, 14336]: 3.74, 3.56
     Rule(NARROW, max_rows=4, max_out=8192),  # [6144, 4096]: 3.24, 3.06; [4608, 3584]: 2.86, 2.80
     Rule(WIDE, max_rows=32, max_out=8192, max_in=4096),  # 16 rows, [4096, 4096]: 2.85, 2.61; [6144, 4096]: 3.24, 3.07
@@ -107,13 +110,20 @@ def config_of(rows: int, out_size: int, in_size: int) -> Config | None:
     return first_fit(RULES, rows, out_size, in_size)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, block_m: int | None = None) -> Tensor:
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: Config,
+    block_m: int | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """``x @ weight.T + bias`` for ``x`` ``[rows, in]`` by the kernel; ``block_m``: rows of a program, or all."""
     check_last_contiguous("linear", x=x, weight=weight)
     (rows, in_size), out_size = x.shape, len(weight)
     block_k = min(config.block_bytes // x.element_size(), max(next_power_of_2(in_size), MIN_BLOCK_K))
     block_m = block_m or max(next_power_of_2(rows), MIN_ROWS)
-    out = x.new_empty((rows, out_size))
+    out = x.new_empty((rows, out_size), dtype=out_dtype or x.dtype)
     if not out.numel():
         return out
     _linear_kernel[(cdiv(out_size, config.block_n), cdiv(rows, block_m))](
@@ -140,3 +150,15 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, blo
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     config = config_of(len(x), *weight.shape) if x.dim() == 2 and x.numel() else None
     return F.linear(x, weight, bias) if config is None else multiply(x, weight, bias, config)
+
+
+@ops.linear_float32.impl("triton")
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """The products of half-precision numbers are exact in float32, so only the result needs the wider type."""
+    check_last_contiguous("linear_float32", x=x, weight=weight)
+    config = config_of(len(x), *weight.shape)
+    if config is not None and x.numel():
+        return multiply(x, weight, None, config, out_dtype=torch.float32)
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())

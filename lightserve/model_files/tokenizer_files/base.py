@@ -46,10 +46,10 @@ class TokenizerFile(ABC):
             self._check_added(backend, token_id, token)
         backend.add_tokens(list(self.added.values()))
         before, after = self._surrounding()
-        for token in (*before, *after):
-            if backend.token_to_id(token) is None:
+        for text in (*before, *after):
+            if backend.token_to_id(text) is None:
                 raise ModelFilesError(
-                    f"{self.config_path}: every text has the token {token!r}, which {self.path.name} does not contain; "
+                    f"{self.config_path}: every text has the token {text!r}, which {self.path.name} does not contain; "
                     "download both files again"
                 )
         set_surrounding_tokens(backend, before, after)

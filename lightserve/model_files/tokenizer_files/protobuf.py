@@ -20,10 +20,11 @@ def read_fields(data: bytes) -> Iterator[tuple[int, Value]]:
     position = 0
     while position < len(data):
         key, position = _varint(data, position)
-        if key >> 3 == 0:
+        number, wire_type = key >> 3, key & 7
+        if number == 0:
             raise ProtobufError(f"field number 0 at byte {position}")
-        value, position = _value(data, position, key & 7)
-        yield key >> 3, value
+        value, position = _value(data, position, wire_type)
+        yield number, value
 
 
 def _value(data: bytes, position: int, wire_type: int) -> tuple[Value, int]:
@@ -42,6 +43,8 @@ def _value(data: bytes, position: int, wire_type: int) -> tuple[Value, int]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
+    if position < len(data) and data[position] < 0x80:  # nearly always
+        return data[position], position + 1
     value = 0
     for shift in range(0, _MAX_VARINT_BITS, 7):
         if position >= len(data):

@@ -69,7 +69,7 @@ FAMILIES = {
     "InternLM3Tokenizer": _LLAMA,
     "OrionTokenizer": _LLAMA,
     "SkyworkTokenizer": _LLAMA,
-    "YiTokenizer": Family(adds_bos=False),
+    "YiTokenizer": _LLAMA,
     "ChatGLMTokenizer": _CHATGLM,
 }
 
@@ -99,14 +99,23 @@ class SentencePieceFile(TokenizerFile):
             for i, piece in enumerate(pieces)
             if piece.text and (piece.type is PieceType.CONTROL or piece.text in self._family.special)
         }
-        added = control | dict(enumerate(more, len(pieces))) | self.settings.added
+        named = {i: token for i, token in self.settings.added.items() if not self._is_user_defined(i, token)}
+        added = control | dict(enumerate(more, len(pieces))) | named
         return {token_id: self._in_raw_text(token) for token_id, token in sorted(added.items())}
+
+    def _is_user_defined(self, token_id: int, token: AddedToken) -> bool:
+        """Configs list these pieces too, but only the model file says that they are found in the normalized text."""
+        if token.special or token_id >= len(self._model.pieces):
+            return False
+        piece = self._model.pieces[token_id]
+        return piece.text == token.content and piece.type is PieceType.USER_DEFINED
 
     def _in_raw_text(self, token: AddedToken) -> AddedToken:
         """A normalizer that removes spaces would leave nothing of a token that consists of them."""
-        if token.normalized and self._model.removes_extra_spaces:
-            token.normalized = False
-        return token
+        if not (token.normalized and self._model.removes_extra_spaces):
+            return token
+        flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "special")}
+        return AddedToken(token.content, normalized=False, **flags)
 
     def _backend(self) -> Tokenizer:
         has_prefix = self.settings.flag("add_prefix_space", self._model.adds_prefix)

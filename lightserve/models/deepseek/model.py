@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import Tensor
 
 from lightserve.common import basemodel as bm, ops
-from lightserve.errors import ModelFilesError
+from lightserve.models.glm4_moe.model import deepseek_v3_moe
 
 LATENT_NORM_EPS = 1e-6  # of the norms inside attention; rms_norm_eps is that of the others
 
@@ -17,21 +16,6 @@ LATENT_NORM_EPS = 1e-6  # of the norms inside attention; rms_norm_eps is that of
 def latent_sizes(config: bm.ModelConfig, heads: int) -> ops.LatentSizes:
     sizes = (config.count(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
     return ops.LatentSizes(heads, *sizes)
-
-
-class KvExpansionWeight(bm.Weight):
-    """kv_b_proj of this rank's heads, ``[heads, nope + value, rank]``."""
-
-    def __init__(self, prefix: str, sizes: ops.LatentSizes, context: bm.WeightContext) -> None:
-        self._name = f"{prefix}.weight"
-        self._shape = (sizes.heads * (sizes.nope + sizes.value), sizes.rank)
-        heads = sizes.heads // context.tp.size
-        rows = heads * (sizes.nope + sizes.value)
-        self._rows = slice(context.tp.rank * rows, (context.tp.rank + 1) * rows)
-        self.tensor = context.empty(heads, sizes.nope + sizes.value, sizes.rank)
-
-    def pieces(self) -> Iterator[bm.Piece]:
-        yield bm.Piece(self._name, self._shape, self.tensor.flatten(0, 1), lambda tensor: tensor[self._rows])
 
 
 class DeepseekLayerWeight(bm.DecoderLayerWeight):
@@ -50,7 +34,11 @@ class DeepseekLayerWeight(bm.DecoderLayerWeight):
             self.q_b_proj = bm.ColumnWeight([q_b], q_rank, context)
         self.qkv_proj = bm.ColumnWeight([first, kv_a], hidden, context)
         self.kv_norm = bm.RmsNormWeight(f"{at}.kv_a_layernorm", sizes.rank, LATENT_NORM_EPS, context)
-        self.kv_b = KvExpansionWeight(f"{at}.kv_b_proj", sizes, context)
+        kv_b = bm.Block(f"{at}.kv_b_proj", spec.num_heads, sizes.nope + sizes.value)
+        plain = replace(context, linear_method_factory=bm.UnquantizedLinear)  # the ops read the weight itself
+        self.kv_b_proj = bm.ColumnWeight([kv_b], sizes.rank, plain)
+        assert isinstance(self.kv_b_proj.method, bm.UnquantizedLinear)
+        self.kv_b = self.kv_b_proj.method.weight.view(-1, kv_b.dim, sizes.rank)  # [heads, nope + value, rank]
         self.o_proj = bm.RowWeight(f"{at}.o_proj", spec.num_heads * sizes.value, hidden, context)
         self.attn_options = ops.AttnOptions(spec.scale)
 
@@ -68,7 +56,7 @@ class DeepseekLayerInfer(bm.DecoderLayerInferTpl[DeepseekLayerWeight]):
         q, latent = super()._norm_and_qkv(input, infer_state, layer_weight)
         if self.has_q_rank:
             q = layer_weight.q_b_proj.mm(layer_weight.q_a_norm.norm(q))
-        return q.unflatten(1, (self.num_heads, -1)), latent
+        return q.view(len(q), self.num_heads, self.sizes.nope + self.sizes.rope), latent
 
     def _split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         width = self.sizes.rank + self.sizes.rope
@@ -85,13 +73,13 @@ class DeepseekLayerInfer(bm.DecoderLayerInferTpl[DeepseekLayerWeight]):
     def _context_attention_kernel(
         self, q: Tensor, cache_kv: Tensor, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight
     ) -> Tensor:
-        cache, kv_b = infer_state.mem_manager.layer(self.layer_num), layer_weight.kv_b.tensor
+        cache, kv_b = infer_state.mem_manager.layer(self.layer_num), layer_weight.kv_b
         return ops.latent_context_attention(q, cache_kv, cache, kv_b, infer_state.attn, layer_weight.attn_options)
 
     def _token_attention_kernel(
         self, q: Tensor, infer_state: bm.InferStateInfo, layer_weight: DeepseekLayerWeight
     ) -> Tensor:
-        cache, kv_b = infer_state.mem_manager.layer(self.layer_num), layer_weight.kv_b.tensor
+        cache, kv_b = infer_state.mem_manager.layer(self.layer_num), layer_weight.kv_b
         return ops.latent_token_attention(q, cache, kv_b, infer_state.attn, layer_weight.attn_options)
 
 
@@ -108,7 +96,18 @@ class DeepseekTpPartModel(bm.TpPartBaseModel):
             head_dim=sizes.rope,  # all of it rotates
             scale=(sizes.nope + sizes.rope) ** -0.5 * _yarn_scale(self.config.rope) ** 2,
             has_rope_pairs=self.config.flag("rope_interleave", default=True),
+            moe=self._moe() if self._is_sparse(layer_num) else None,
         )
+
+    def _is_sparse(self, layer_num: int) -> bool:
+        first, step = self.config.count_or_0("first_k_dense_replace"), self.config.count("moe_layer_freq", default=1)
+        return layer_num >= first and layer_num % step == 0
+
+    def _moe(self) -> bm.MoeSpec:
+        """Of V3: the experts of the groups with the best pairs, by sigmoid and a bias."""
+        self.config.check_value("scoring_func", "sigmoid")
+        self.config.check_value("topk_method", "noaux_tc")
+        return deepseek_v3_moe(self.config)
 
     def _kv_layout(self) -> bm.KvLayout:
         sizes = latent_sizes(self.config, 1)
@@ -117,8 +116,24 @@ class DeepseekTpPartModel(bm.TpPartBaseModel):
 
     def _verify_params(self) -> None:
         for name in ("attention_bias", "mlp_bias"):
-            if self.config.flag(name):
-                raise ModelFilesError(f"config.json: {name} true is not supported for {self.config.model_type}")
+            self.config.check_value(name, False)
+
+
+class DeepseekV2TpPartModel(DeepseekTpPartModel):
+    def _moe(self) -> bm.MoeSpec:
+        """By softmax, from all experts or from those of the groups with the best."""
+        config = self.config
+        config.check_value("scoring_func", "softmax")
+        config.check_value("topk_method", "greedy", "group_limited_greedy")
+        config.check_value("norm_topk_prob", False)
+        is_grouped = config.hf.get("topk_method") == "group_limited_greedy"
+        route = ops.RouteSpec(
+            bm.top_k_of(config),
+            groups=config.count("n_group") if is_grouped else 1,
+            top_groups=config.count("topk_group") if is_grouped else 1,
+            scale=config.number("routed_scaling_factor", default=1.0),
+        )
+        return replace(deepseek_v3_moe(config), route=route, has_score_bias=False)
 
 
 def _rows(heads: int, skipped: int, spec: bm.LayerSpec) -> bm.RowMap | None:

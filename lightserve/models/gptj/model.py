@@ -34,3 +34,6 @@ class GptJTpPartModel(bm.TpPartBaseModel):
 
     def model_spec(self) -> bm.ModelSpec:
         return replace(super().model_spec(), names=MODEL_NAMES, norm=bm.Norm.LAYER, head_bias=True)
+
+    def _verify_params(self) -> None:
+        self.config.count("rotary_dim")

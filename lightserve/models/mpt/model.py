@@ -1,4 +1,4 @@
-"""MPT: ALiBi with slopes in an order of its own, LayerNorm without bias, optional limits on q, k and v."""
+"""MPT: ALiBi, LayerNorm without bias, optional limits on the values of q, k and v."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MptTpPartModel(bm.TpPartBaseModel):
             names=LAYER_NAMES,
             norm=bm.Norm.LAYER_NO_BIAS,
             rope=None,
-            alibi_slopes=bm.mpt_alibi_slopes(config.num_heads, config.number("alibi_bias_max", default=8)),
+            alibi_slopes=bm.alibi_slopes(config.num_heads, config.number("alibi_bias_max", default=8)),
             scale=config.optional_number("softmax_scale") or spec.scale,
             clip_qkv=config.optional_number("clip_qkv"),
             is_gated=False,
@@ -49,3 +49,4 @@ class MptTpPartModel(bm.TpPartBaseModel):
         for key, values in SUPPORTED.items():
             self.config.check_value(key, *values)
         self.config.check_value("logit_scale")
+        self.config.count("expansion_ratio", default=4)

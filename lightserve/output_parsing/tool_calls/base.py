@@ -32,6 +32,21 @@ class CallTemplate:
 
 
 @dataclass(frozen=True, slots=True)
+class CallTags:
+    """The tags of a format that writes every argument as text between tags."""
+
+    begin: str
+    end: str
+    before_name: str
+    after_name: str  # "": a line break or the next tag ends the name
+    before_key: str
+    after_key: str
+    before_value: str  # "": the value follows the key; line breaks around it do not belong to it
+    after_value: str
+    after_call: str = ""  # if given, several calls may come between begin and end, or one without them
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     name: str
     parse: Parse
@@ -40,6 +55,7 @@ class ToolFormat:
     markers: tuple[str, ...] = ()  # may be special tokens of the model; the parser must see them nevertheless
     call_template: CallTemplate | None = None  # None if the arguments are not JSON
     loose_call: tuple[str, str] = ("", "")  # then: what a call begins and ends with
+    tags: CallTags | None = None  # then: if each argument is between tags, and a grammar can express it
     new_id: NewId = call_id
 
 

@@ -18,24 +18,14 @@ from lightserve.output_parsing.argument_types import Types, argument_types
 from lightserve.output_parsing.delta_writer import DeltaWriter
 from lightserve.output_parsing.json_text import parse_json
 from lightserve.output_parsing.text_stream import Incremental, TextStream
-from lightserve.output_parsing.tool_calls.base import ToolFormat, emit_raw, is_name
+from lightserve.output_parsing.tool_calls.base import CallTags, ToolFormat, emit_raw, is_name
 
 MAX_HEAD = 16  # characters of a value, after which it is no longer null, nor an object after white space
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 @dataclass(frozen=True, slots=True)
-class Tags:
-    begin: str
-    end: str
-    before_name: str
-    after_name: str  # "": a line break or the next tag ends the name
-    before_key: str
-    after_key: str
-    before_value: str  # "": the value follows the key; line breaks around it do not belong to it
-    after_value: str
-    after_call: str = ""  # if given, several calls may come between begin and end, or one without them
-
+class Tags(CallTags):
     def parse(self, stream: TextStream, writer: DeltaWriter) -> Incremental[None]:
         begins = (self.begin, self.before_name) if self.after_call else (self.begin,)
         while begin := (yield from stream.emit_until(begins, writer.add_content)):
@@ -169,7 +159,9 @@ def _type_name(value: Any) -> str:
 def _tagged(name: str, tags: Tags, template_markers: tuple[str, ...], *markers: str) -> ToolFormat:
     begins = (tags.begin, tags.before_name) if tags.after_call else (tags.begin,)
     own = (tags.begin, tags.end, *markers)
-    return ToolFormat(name, tags.parse, template_markers, begins, own, loose_call=(tags.begin, tags.end))
+    # DeepSeek's keys have an attribute that depends on the value
+    known = None if "DSML" in tags.before_key else tags
+    return ToolFormat(name, tags.parse, template_markers, begins, own, loose_call=(tags.begin, tags.end), tags=known)
 
 
 _FUNCTION = ("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>")

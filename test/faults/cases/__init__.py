@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from test.faults.case import SERVER, Case
-from test.faults.cases import clocks, connections, hosts, processes, scheduling
+from test.faults.cases import clocks, connections, hosts, ollama, processes, scheduling
 from test.faults.cases.processes import FAILING_SERVER, STEP
 from test.faults.harness import PREFILL_FLAGS
 from test.faults.start_case import StartCase
 
 CASES: list[Case] = sorted(
-    [*clocks.CASES, *connections.CASES, *scheduling.CASES, *processes.CASES],
+    [*clocks.CASES, *connections.CASES, *scheduling.CASES, *processes.CASES, *ollama.CASES],
     key=lambda case: (case.program, case.flags, case.reaction.ends_server),
 )
 START_CASES: list[StartCase] = hosts.CASES

@@ -510,13 +510,31 @@ def test_a_strict_schema_that_no_grammar_can_express_is_refused(server: Server) 
 
 
 def test_strict_tools_in_a_format_without_a_grammar_are_accepted(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with named(tmp_path_factory, "qwen3_coder") as server:
+    with named(tmp_path_factory, "pythonic") as server:
         assert server.chat(tools=STRICT).status_code == 200
         assert server.engine.received[-1].params.sampling.grammar is None
         server.chat(tools=STRICT, response_format=FORMAT)
 
     assert is_allowed(server, '{"rain": true}')
+    assert is_allowed(server, "[now()]")
+    assert not is_allowed(server, "It rains.")
+
+
+def test_the_arguments_of_strict_tools_between_tags_follow_their_schema(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    call = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n{}</function>\n</tool_call>"
+    right, wrong = (call.format(f"<parameter=days>\n{days}\n</parameter>\n") for days in ("2", "two"))
+    with named(tmp_path_factory, "qwen3_coder") as server:
+        server.chat(tools=STRICT)
+        assert is_allowed(server, f"Let me see. {right}")
+        assert not is_allowed(server, f"Let me see. {wrong}")
+        server.chat(tools=STRICT, response_format=FORMAT)
+
+    assert is_allowed(server, '{"rain": true}')
+    assert is_allowed(server, right)
     assert is_allowed(server, "<tool_call>\n<function=now>\n</function>\n</tool_call>")
+    assert not is_allowed(server, wrong)
     assert not is_allowed(server, "It rains.")
 
 

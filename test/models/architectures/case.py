@@ -43,6 +43,7 @@ class Case:
     fields: Json
     convert: Callable[[Json, Tensors], tuple[Json, Tensors]] | None = None
     adapt_oracle: Callable[[Any], Any] | None = None
+    divides_among_ranks: bool = True
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,16 @@ CASES = {
             "pad_token_id": 0,
         },
     ),
+    "phi3-longrope-partial": Case(
+        "phi3",
+        {
+            **SMALL,
+            "original_max_position_embeddings": 32,
+            "partial_rotary_factor": 0.75,
+            "rope_parameters": {**LONGROPE, "short_factor": SHORT_FACTORS[:3], "long_factor": LONG_FACTORS[:3]},
+            "pad_token_id": 0,
+        },
+    ),
     "cohere": Case("cohere", {**SMALL, "logit_scale": 0.25}),
     "cohere-qk-norm": Case("cohere", {**SMALL, "use_qk_norm": True, "attention_bias": True}),
     "cohere2": Case("cohere2", {**SMALL, "num_hidden_layers": 5, "sliding_window": WINDOW}),
@@ -123,6 +133,9 @@ CASES = {
     "opt": Case("opt", OPT),
     "opt-no-bias": Case("opt", {**OPT, "enable_bias": False}),
     "falcon-7b": Case("falcon", FALCON),
+    "falcon-7-heads": Case(
+        "falcon", {**FALCON, "hidden_size": 56, "num_attention_heads": 7}, divides_among_ranks=False
+    ),
     "falcon-40b": Case("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-11b": Case(
         "falcon",

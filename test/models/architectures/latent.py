@@ -9,12 +9,14 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 14,
     "kv_lora_rank": 20,
+    "rms_norm_eps": 1e-2,  # the norms inside attention have another one
     "q_lora_rank": 24,
     "n_shared_experts": 2,
-    "n_routed_experts": 8,
+    "n_routed_experts": 12,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 9,
+    "moe_intermediate_size": 28,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
 }
 YARN = {
     "rope_type": "yarn",
@@ -30,8 +32,15 @@ def as_kimi(config_json: Json, tensors: Tensors) -> tuple[Json, Tensors]:
     return {**config_json, "model_type": "kimi_k2"}, tensors
 
 
+GROUPS = {"n_group": 4, "topk_group": 2}
+GREEDY = {**GROUPS, "topk_method": "group_limited_greedy"}
+
 CASES = {
-    "deepseek_v2": Case("deepseek_v2", {**LATENT, "q_lora_rank": None}),
-    "deepseek_v2-yarn": Case("deepseek_v2", {**LATENT, "rope_parameters": YARN}),
-    "deepseek_v3": Case("deepseek_v3", LATENT),
+    "deepseek_v2": Case("deepseek_v2", {**LATENT, "q_lora_rank": None}),  # as V2-Lite
+    "deepseek_v2-groups": Case("deepseek_v2", {**LATENT, **GREEDY, "rope_parameters": YARN}),
+    "deepseek_v3": Case("deepseek_v3", {**LATENT, **GROUPS, "rope_parameters": YARN}),
+    "deepseek_v3-halves": Case(
+        "deepseek_v3", {**LATENT, **GROUPS, "rope_interleave": False, "norm_topk_prob": False, "n_shared_experts": 1}
+    ),
+    "kimi_k2": Case("deepseek_v3", {**LATENT, "n_group": 1, "topk_group": 1}, as_kimi),
 }

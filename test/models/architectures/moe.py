@@ -29,7 +29,9 @@ CASES = {
         "qwen3_moe", {**QWEN, "mlp_only_layers": [0], "attention_bias": True, "tie_word_embeddings": True}
     ),
     "olmoe": Case("olmoe", {**MOE, "num_experts": 9}),
-    "olmoe-norm": Case("olmoe", {**MOE, "num_experts": 9, "attention_bias": True, "norm_topk_prob": True}),
+    "olmoe-clip": Case(
+        "olmoe", {**MOE, "num_experts": 9, "attention_bias": True, "norm_topk_prob": True, "clip_qkv": 0.1}
+    ),
     "granitemoe": Case(
         "granitemoe",
         {
@@ -45,5 +47,8 @@ CASES = {
     "glm4_moe": Case("glm4_moe", {**GLM, "use_qk_norm": True, "attention_bias": True, "head_dim": 16}),
     "glm4_moe-groups": Case("glm4_moe", {**GLM, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}),
     "minimax_m2": Case("minimax_m2", {**MOE, "num_local_experts": 8, "head_dim": 16, "rotary_dim": 8}),
-    "gpt_oss": Case("gpt_oss", {**MOE, "num_local_experts": 8, "head_dim": 16, "sliding_window": WINDOW}),
+    "gpt_oss": Case(
+        "gpt_oss",
+        {**MOE, "num_local_experts": 8, "head_dim": 16, "sliding_window": WINDOW, "swiglu_limit": 0.15},
+    ),
 }

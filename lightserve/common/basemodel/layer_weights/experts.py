@@ -86,9 +86,8 @@ class MoeFfnWeight(FfnWeight):
         self._tp = context.tp
         self._route = _route_spec(moe)
         self._is_router_float32 = moe.is_router_float32
-        router_context = replace(context, dtype=torch.float32) if moe.is_router_float32 else context
         router = Block(f"{at}.{names.router}", moe.num_experts)
-        self.router = ReplicatedWeight([router], hidden, router_context, bias=moe.router_bias)
+        self.router = ReplicatedWeight([router], hidden, context, bias=moe.router_bias)
         score_bias = f"{at}.{names.score_bias}"
         self.score_bias = ScoreBiasWeight(score_bias, moe.num_experts, context) if moe.has_score_bias else None
         self.experts = ExpertsWeight(spec, moe, context)
@@ -98,7 +97,7 @@ class MoeFfnWeight(FfnWeight):
         self.shared_gate = ReplicatedWeight([gate], hidden, context) if moe.has_shared_gate else None
 
     def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
-        logits = self.router.mm(x.float() if self._is_router_float32 else x)
+        logits = self.router.mm_float32(x) if self._is_router_float32 else self.router.mm(x)
         bias = None if self.score_bias is None else self.score_bias.tensor
         ids, weights = ops.route(logits, self._route, bias, is_padding)
         out = self.experts.partial_forward(x, ids, weights)

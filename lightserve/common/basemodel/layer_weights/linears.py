@@ -159,3 +159,6 @@ class ReplicatedWeight(LinearWeight):
 
     def mm(self, x: Tensor) -> Tensor:
         return self.method.mm(x)
+
+    def mm_float32(self, x: Tensor) -> Tensor:
+        return self.method.mm_float32(x)
