@@ -61,7 +61,7 @@ def test_an_unknown_activation_is_refused(model_type: str) -> None:
     ("fields", "message"),
     [
         ({"model_type": "chatglm", "position_encoding_2d": True}, "ChatGLM 1 .* is not supported; use ChatGLM 2 or 3"),
-        ({"model_type": "chatglm", "rmsnorm": False}, "rmsnorm False is not supported for chatglm"),
+        ({"model_type": "chatglm", "rmsnorm": False}, "rmsnorm False is not supported for chatglm; supported: True"),
         ({"model_type": "chatglm", "post_layer_norm": False}, "post_layer_norm False is not supported for chatglm"),
         (
             {"model_type": "chatglm", "apply_residual_connection_post_layernorm": True},
@@ -76,12 +76,12 @@ def test_an_unknown_activation_is_refused(model_type: str) -> None:
         ({"model_type": "internlm2", "rope_scaling": {"type": "spiral", "factor": 2.0}}, "rope type 'spiral'"),
         (
             {"model_type": "minicpm", "num_experts": 8},
-            "num_experts is set, but minicpm is supported without experts only",
+            "num_experts is set, .* without experts only",
         ),
         ({"model_type": "minicpm", "sparse_config": {"topk": 64}}, "sparse_config is set, .* without sparse attention"),
         ({"model_type": "minicpm", "hidden_act": "fatrelu"}, "hidden_act 'fatrelu' is not supported for minicpm"),
         ({"model_type": "olmo", "clip_qkv": 0}, "clip_qkv is 0, wanted a positive number"),
-        ({"model_type": "qwen", "scale_attn_weights": False}, "scale_attn_weights false is not supported for qwen"),
+        ({"model_type": "qwen", "scale_attn_weights": False}, "scale_attn_weights False is not supported for qwen"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers is .1, 0., wanted 0 or 1 for each of 3"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0, 2]}, "no_rope_layers is .*, wanted 0 or 1 for each"),
         ({"model_type": "smollm3", "no_rope_layers": [1, [], 0]}, "no_rope_layers is .*, wanted 0 or 1 for each"),
