@@ -13,7 +13,7 @@ from typing import Any
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.folder import read_json, read_json_if_exists
-from lightserve.model_files.folder_tokenizer import eos_id_without_json, has_vocabulary
+from lightserve.model_files.folder_tokenizer import end_ids_without_json, has_vocabulary
 from lightserve.model_files.gguf_header import CONTROL, USER_DEFINED, GgufHeader
 from lightserve.model_files.special_tokens import special_token_texts
 
@@ -80,9 +80,10 @@ def _tokenizer_eos_ids(folder: Path) -> set[int]:
     path = folder / "tokenizer.json"
     added = read_json_if_exists(folder / "tokenizer_config.json").get("added_tokens_decoder")
     token_id = None if text is None else _id_in_added_tokens(added, text)
-    if token_id is None and not path.is_file():
-        token_id = eos_id_without_json(folder) if has_vocabulary(folder) else None
-    elif token_id is None and text is not None:
+    if not path.is_file():
+        ids = end_ids_without_json(folder) if has_vocabulary(folder) else set()
+        return ids if token_id is None else ids | {token_id}
+    if token_id is None and text is not None:
         token_id = _id_in_tokenizer(read_json(path), text)
     return set() if token_id is None else {token_id}
 

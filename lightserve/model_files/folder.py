@@ -10,6 +10,13 @@ from lightserve.errors import ModelFilesError
 from lightserve.model_files.safetensors_header import read_header
 
 MAX_NAME_LENGTH = 256  # characters of a file name
+# as the Python code of Qwen 1 writes it
+CHATML = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML_END = "<|im_end|>"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -39,7 +46,12 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
         templates = _named_templates(folder / name)
         if templates:
             return templates | files
-    return files
+    return files or ({"default": CHATML} if has_chatml_format(folder) else {})
+
+
+def has_chatml_format(folder: Path) -> bool:
+    """Chat models of Qwen 1 have no template, only the name of their format."""
+    return read_json_if_exists(folder / "generation_config.json").get("chat_format") == "chatml"
 
 
 def read_text(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.folder import read_json_if_exists
+from lightserve.model_files.folder import CHATML_END, has_chatml_format, read_json_if_exists
 from lightserve.model_files.special_tokens import SpecialTokens, special_token_texts
 from lightserve.model_files.tokenizer_files import OwnCodeError, find_vocabulary, open_tokenizer_file
 from lightserve.model_files.tokenizer_files.own_code import load_own_code
@@ -31,13 +31,15 @@ def tokenizer_from_folder(folder: Path, trusts_code: bool = False) -> tuple[toke
     return backend, special
 
 
-def eos_id_without_json(folder: Path) -> int | None:
-    """The end token of a folder without ``tokenizer.json``. The tokenizer itself is not built."""
+def end_ids_without_json(folder: Path) -> set[int]:
+    """The end tokens of a folder without ``tokenizer.json``. The tokenizer itself is not built."""
     try:
         file = open_tokenizer_file(folder)
     except OwnCodeError:
-        return None
-    return None if file.special.eos is None else file.id_of(file.special.eos)
+        return set()
+    texts = [file.special.eos, CHATML_END if has_chatml_format(folder) else None]
+    ids = [file.id_of(text) for text in texts if text is not None]
+    return {token_id for token_id in ids if token_id is not None}
 
 
 def _from_vocabulary(folder: Path, trusts_code: bool) -> tuple[tokenizers.Tokenizer, SpecialTokens]:

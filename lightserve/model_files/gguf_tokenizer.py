@@ -12,7 +12,13 @@ from lightserve.model_files.gguf_header import CONTROL, USER_DEFINED, GgufHeader
 from lightserve.model_files.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from lightserve.model_files.special_tokens import SpecialTokens, set_surrounding_tokens
 from lightserve.model_files.tokenizer_files.sentencepiece import Prefix, sentencepiece_backend
-from lightserve.model_files.tokenizer_files.sentencepiece_file import Algorithm, Piece, PieceType, SentencePieceModel
+from lightserve.model_files.tokenizer_files.sentencepiece_file import (
+    SPACE,
+    Algorithm,
+    Piece,
+    PieceType,
+    SentencePieceModel,
+)
 
 
 def tokenizer_from_gguf(header: GgufHeader) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
@@ -25,7 +31,8 @@ def tokenizer_from_gguf(header: GgufHeader) -> tuple[tokenizers.Tokenizer, Speci
     backend = _BUILDERS[kind](header, tokens)
     types = header.metadata.get("tokenizer.ggml.token_type", [])
     backend.add_special_tokens(_of_type(tokens, types, CONTROL, is_special=True))
-    backend.add_tokens(_of_type(tokens, types, USER_DEFINED, is_special=False))
+    user_defined = _of_type(tokens, types, USER_DEFINED, is_special=False)
+    backend.add_tokens([token for token in user_defined if kind == "gpt2" or SPACE not in token.content])
 
     special = SpecialTokens(*(_token(header, tokens, role) for role in ("bos", "eos", "unknown", "padding")))
     adds_bos = header.metadata.get("tokenizer.ggml.add_bos_token", _adds_bos(header, kind))
@@ -89,14 +96,23 @@ def _prefix(header: GgufHeader) -> Prefix:
 _BUILDERS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe, "t5": _unigram}
 
 
-_IN_GGUF = {PieceType.NORMAL: PieceType.NORMAL, PieceType.UNKNOWN: PieceType.UNKNOWN, PieceType.BYTE: PieceType.BYTE}
+_IN_GGUF = {int(kind): kind for kind in (PieceType.NORMAL, PieceType.UNKNOWN, PieceType.BYTE)}
 
 
 def _pieces(header: GgufHeader, tokens: list[str]) -> list[Piece]:
-    """Control and user-defined tokens are found before the text is split. Unused ones pad the vocabulary."""
+    """Control and user-defined tokens are found before the text is split, unless they are written with ``▁``.
+
+    Unused ones pad the vocabulary.
+    """
     types = header.metadata.get("tokenizer.ggml.token_type", [PieceType.NORMAL] * len(tokens))
     rows = zip(tokens, _field(header, "scores"), types, strict=True)
-    return [Piece(text, score, _IN_GGUF.get(kind, PieceType.CONTROL)) for text, score, kind in rows]
+    return [Piece(text, score, _piece_type(text, kind)) for text, score, kind in rows]
+
+
+def _piece_type(text: str, kind: int) -> PieceType:
+    if kind == USER_DEFINED and SPACE in text:
+        return PieceType.USER_DEFINED
+    return _IN_GGUF.get(kind, PieceType.CONTROL)
 
 
 def _pair(merge: str) -> tuple[str, str]:

@@ -14,8 +14,10 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from lightserve.errors import ModelFilesError
+from lightserve.model_files import load_tokenizer
 from lightserve.model_files.end_tokens import end_tokens_of_folder
 from lightserve.model_files.folder_tokenizer import tokenizer_from_folder
+from lightserve.model_files.source import FolderSource
 from lightserve.model_files.tokenizer_files.byte_pairs import to_byte_level
 from test.model_files.vocabulary_files import ALL_BYTES, tiktoken_file, write_folder
 
@@ -127,6 +129,22 @@ def test_the_end_token_of_a_tiktoken_folder_is_found(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {"qwen.tiktoken": tiktoken_file(TOKENS), "config.json": {}})
 
     assert end_tokens_of_folder(folder) == (len(TOKENS),)
+
+
+def test_a_chat_model_of_qwen_1_has_the_template_and_the_end_token_of_its_format(tmp_path: Path) -> None:
+    files = {
+        "qwen.tiktoken": tiktoken_file(TOKENS),
+        "config.json": {},
+        "generation_config.json": {"chat_format": "chatml"},
+    }
+    folder = write_folder(tmp_path, files)
+
+    tokenizer = load_tokenizer(FolderSource("qwen", folder))
+
+    assert end_tokens_of_folder(folder) == (len(TOKENS), len(TOKENS) + 2)
+    system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    user = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}]) == system + user
 
 
 TIKTOKEN = tiktoken_file(TOKENS)

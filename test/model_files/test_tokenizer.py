@@ -410,3 +410,25 @@ def test_sentencepiece_omits_prefix_and_bos_if_the_file_says_so(tmp_path: Path) 
     backend, _ = tokenizer_from_gguf(read_gguf_header(vocabulary_gguf(tmp_path / "v.gguf", metadata)))
 
     assert pieces_of(backend, "he cat") == ["he", "▁cat", "</s>"]
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_user_defined_tokens_of_spaces_are_found_in_sentencepiece_texts(has_prefix: bool, tmp_path: Path) -> None:
+    """llama.cpp's converter writes them with ``▁`` or, if a config lists them, with spaces (Gemma)."""
+    metadata = sentencepiece_metadata(add_space_prefix=has_prefix, add_bos_token=False)
+    for text in ("▁▁▁", "    ", "<turn>"):
+        metadata["tokens"].append(text)
+        metadata["scores"].append(0.0)
+        metadata["token_type"].append(4)
+    backend, _ = tokenizer_from_gguf(read_gguf_header(vocabulary_gguf(tmp_path / "v.gguf", metadata)))
+
+    assert pieces_of(backend, "a   b")[-2:] == ["▁▁▁", "b"]
+    assert pieces_of(backend, "a    <turn>")[-2:] == ["    ", "<turn>"]
+
+
+def test_a_unigram_vocabulary_of_a_gguf_takes_the_best_segmentation(tmp_path: Path) -> None:
+    metadata = sentencepiece_metadata(model="t5", add_eos_token=True, remove_extra_whitespaces=True)
+    backend, _ = tokenizer_from_gguf(read_gguf_header(vocabulary_gguf(tmp_path / "v.gguf", metadata)))
+
+    assert pieces_of(backend, " the  cat ") == ["▁t", "he", "▁cat", "</s>"]  # scores 0 - 1 are better than -2
+    assert pieces_of(backend, "abc") == ["▁", "a", "bc", "</s>"]
