@@ -180,6 +180,8 @@ def test_a_chatglm_folder_has_its_tokens_after_the_pieces(tmp_path: Path) -> Non
     assert backend.encode("a").tokens == ["[gMASK]", "sop", "▁a"]
     assert backend.token_to_id("[MASK]") == len(BPE)
     assert backend.encode("<|user|>", add_special_tokens=False).ids == [len(BPE) + 6]
+    assert pieces_of(backend, "[gMASK]sop<|user|>") == ["[gMASK]", "sop", "<|user|>"]
+    assert "sop" not in pieces_of(backend, "philosophy")
 
 
 def test_the_end_token_is_that_of_the_model_unless_a_config_names_another(tmp_path: Path) -> None:
