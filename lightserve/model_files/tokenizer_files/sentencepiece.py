@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from lightserve.errors import ModelFilesError
 from lightserve.model_files.special_tokens import SpecialTokens
 from lightserve.model_files.tokenizer_files.base import TokenizerFile, present
 from lightserve.model_files.tokenizer_files.byte_pairs import merges_of
@@ -128,10 +127,7 @@ class SentencePieceFile(TokenizerFile):
         has_prefix = self.settings.flag("add_prefix_space", self._model.adds_prefix)
         is_legacy = self.settings.flag("legacy", True)
         prefix = (Prefix.PARTS if is_legacy else Prefix.TEXT) if has_prefix else Prefix.NONE
-        try:
-            return sentencepiece_backend(self._model, self._pieces, prefix)
-        except ValueError as error:
-            raise ModelFilesError(f"{self.path}: {error}") from error
+        return sentencepiece_backend(self._model, self._pieces, prefix)
 
     def _surrounding(self) -> tuple[list[str], list[str]]:
         adds_bos = self.settings.flag("add_bos_token", self._family.adds_bos)
