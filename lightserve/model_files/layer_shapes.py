@@ -13,6 +13,7 @@ OTHER_NAMES = {
     "num_key_value_heads": ("num_key_value_heads_per_layer",),
     "intermediate_size": ("intermediate_size_per_layer", "intermediate_sizes"),
 }
+MAX_FFN_MULT = 1e6  # infinity and NaN are no widths
 KNOWN_ATTENTION = {"no_op", "n_heads_in_group", "num_key_value_heads"}
 KNOWN_FFN = {"no_op", "ffn_mult", "intermediate_size"}
 
@@ -81,20 +82,26 @@ def _table(block: Any, key: str, known: set[str]) -> dict[str, Any]:
     return table
 
 
-def _kv_heads(attention: Mapping[str, Any], hf: Mapping[str, Any]) -> Any:
+def _kv_heads(attention: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
     if attention.get("no_op"):
         return 0
     group, heads = attention.get("n_heads_in_group"), hf.get("num_attention_heads")
-    if isinstance(group, int) and group > 0 and isinstance(heads, int):
+    if isinstance(group, int) and isinstance(heads, int) and 0 < group <= heads and heads % group == 0:
         return heads // group
-    return attention.get("num_key_value_heads")
+    given = attention.get("num_key_value_heads")
+    if group is None and isinstance(given, int):
+        return given
+    raise ModelFilesError(f"config.json: block_configs has attention {attention!r}, which gives no number of KV heads")
 
 
-def _width(ffn: Mapping[str, Any], hf: Mapping[str, Any]) -> Any:
+def _width(ffn: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
     """Two thirds of ``ffn_mult`` times the hidden size, rounded up to a multiple of 256."""
     if ffn.get("no_op"):
         return 0
     factor, hidden = ffn.get("ffn_mult"), hf.get("hidden_size")
-    if isinstance(factor, int | float) and isinstance(hidden, int):
+    if isinstance(factor, int | float) and 0 < factor < MAX_FFN_MULT and isinstance(hidden, int):
         return -(-int(2 * factor * hidden / 3) // 256) * 256
-    return ffn.get("intermediate_size")
+    given = ffn.get("intermediate_size")
+    if factor is None and isinstance(given, int):
+        return given
+    raise ModelFilesError(f"config.json: block_configs has ffn {ffn!r}, which gives no width")

@@ -128,7 +128,8 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "report", "schema"
 
 @needs_a_tool_model
 def test_a_tool_is_called_first_and_the_answer_then_fits_the_schema(client: openai.OpenAI) -> None:
-    [choice] = ask(client, QUESTION, response_format=FORMAT).choices
+    """The first call is required: left to itself, the model answers in the schema at once."""
+    [choice] = ask(client, QUESTION, response_format=FORMAT, tool_choice="required").choices
 
     assert choice.finish_reason == "tool_calls"
     [call] = choice.message.tool_calls

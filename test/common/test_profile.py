@@ -78,5 +78,5 @@ def test_every_step_size_is_captured_and_every_captured_shape_is_padded_to_itsel
 def test_a_mixture_of_experts_has_longer_chunks_and_a_dense_model_the_same() -> None:
     assert for_sparse_model(H200_LIMITS, active_share=1.0) == H200_LIMITS
     assert for_sparse_model(H200_LIMITS, active_share=0.5).chunked_prefill_size == 512
-    assert for_sparse_model(H200_LIMITS, active_share=0.01).chunked_prefill_size == 1024
+    assert for_sparse_model(H200_LIMITS, active_share=0.01).chunked_prefill_size == 4096
     assert for_sparse_model(StepLimits(2048), active_share=0.1) == StepLimits(2048)

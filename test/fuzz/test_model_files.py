@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from lightserve.common.checkpoint.reader import open_checkpoint, tensor_metadata
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import load_tokenizer, resolve
+from lightserve.model_files.config_names import MODELS
 from lightserve.model_files.folder import find_weight_files
 from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.source import FolderSource
@@ -129,6 +130,42 @@ def test_any_config_is_read_or_refused(changes: dict[str, Any], rope: Any, wante
         config = ModelConfig.from_hf(TINY | {"rope_scaling": rope} | changes)
         config.check_tp(2)
         assert config.request_len(wanted) >= 1
+
+
+SPECIAL_FIELDS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "intermediate_sizes",
+    "sliding_window",
+    "layer_types",
+    "rotary",
+    "rope_ratio",
+    "rope_parameters",
+    "multi_query_attention",
+    "model_max_length",
+    "seq_length",
+)
+blocks = st.fixed_dictionaries(
+    {
+        "attention": values | st.dictionaries(st.sampled_from(["no_op", "n_heads_in_group"]), values),
+        "ffn": values | st.dictionaries(st.sampled_from(["no_op", "ffn_mult", "intermediate_size"]), values),
+    }
+)
+
+
+@FUZZ
+@given(
+    model_type=st.sampled_from(sorted(MODELS)),
+    changes=st.dictionaries(st.sampled_from(SPECIAL_FIELDS), values | st.lists(values, max_size=2), max_size=3),
+    block_configs=values | st.lists(blocks, max_size=2),
+)
+def test_any_fields_of_every_model_are_read_or_refused(
+    model_type: str, changes: dict[str, Any], block_configs: Any
+) -> None:
+    with contextlib.suppress(ModelFilesError):
+        config = ModelConfig.from_hf(TINY | {"model_type": model_type, "block_configs": block_configs} | changes)
+        config.check_tp(2)
 
 
 @FUZZ

@@ -37,8 +37,8 @@ def folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def make(folder: str, **options: Any) -> LLM:
-    return LLM(folder, device="cpu", data_type="float32", max_total_token_num=1000, **options)
+def make(folder: str, device: str = "cpu", data_type: str = "float32", **options: Any) -> LLM:
+    return LLM(folder, device=device, data_type=data_type, max_total_token_num=1000, **options)
 
 
 def generated(hf: Any, ids: list[int]) -> list[int]:
@@ -47,9 +47,12 @@ def generated(hf: Any, ids: list[int]) -> list[int]:
     return tokens
 
 
-def test_chunks_batches_and_cached_prefixes_give_the_tokens_of_transformers(folder: str, tiny: Tiny) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_chunks_batches_and_cached_prefixes_give_the_tokens_of_transformers(
+    folder: str, tiny: Tiny, device: str
+) -> None:
     expected = [generated(tiny.hf, ids) for ids in PROMPTS]
-    whole, in_chunks = make(folder), make(folder, batch_max_tokens=16)
+    whole, in_chunks = make(folder, device), make(folder, device, batch_max_tokens=16)
 
     alone = [whole.generate([ids], GREEDY)[0].token_ids for ids in PROMPTS]
     cached = [whole.generate([ids], GREEDY)[0].token_ids for ids in PROMPTS]
@@ -60,8 +63,14 @@ def test_chunks_batches_and_cached_prefixes_give_the_tokens_of_transformers(fold
     assert chunked == expected
 
 
-def test_deterministic_requests_have_the_same_bits_in_any_batch_and_chunks(folder: str) -> None:
-    whole, in_chunks = make(folder, deterministic=True), make(folder, deterministic=True, batch_max_tokens=16)
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
+)
+def test_deterministic_requests_have_the_same_bits_in_any_batch_and_chunks(
+    folder: str, device: str, dtype: str
+) -> None:
+    whole = make(folder, device, dtype, deterministic=True)
+    in_chunks = make(folder, device, dtype, deterministic=True, batch_max_tokens=16)
     first = whole.generate([PROMPTS[0]], GREEDY)[0]
 
     cached = whole.generate([PROMPTS[0]], GREEDY)[0]

@@ -61,7 +61,7 @@ def test_an_unknown_activation_is_refused(model_type: str) -> None:
     ("fields", "message"),
     [
         ({"model_type": "chatglm", "position_encoding_2d": True}, "ChatGLM 1 .* is not supported; use ChatGLM 2 or 3"),
-        ({"model_type": "chatglm", "rmsnorm": False}, "rmsnorm False is not supported for chatglm"),
+        ({"model_type": "chatglm", "rmsnorm": False}, "rmsnorm False is not supported for chatglm; supported: True"),
         ({"model_type": "chatglm", "post_layer_norm": False}, "post_layer_norm False is not supported for chatglm"),
         (
             {"model_type": "chatglm", "apply_residual_connection_post_layernorm": True},
@@ -74,13 +74,17 @@ def test_an_unknown_activation_is_refused(model_type: str) -> None:
         ({"model_type": "internlm", "rotary": {"type": "spiral"}}, "rope type 'spiral' is not supported"),
         ({"model_type": "internlm", "bias": "all"}, "bias is 'all', wanted true or false"),
         ({"model_type": "internlm2", "rope_scaling": {"type": "spiral", "factor": 2.0}}, "rope type 'spiral'"),
-        ({"model_type": "minicpm", "num_experts": 8}, "num_experts is set, but experts of minicpm are not supported"),
-        ({"model_type": "minicpm", "sparse_config": {"topk": 64}}, "sparse_config is set, but sparse attention"),
+        (
+            {"model_type": "minicpm", "num_experts": 8},
+            "num_experts is set, .* without experts only",
+        ),
+        ({"model_type": "minicpm", "sparse_config": {"topk": 64}}, "sparse_config is set, .* without sparse attention"),
         ({"model_type": "minicpm", "hidden_act": "fatrelu"}, "hidden_act 'fatrelu' is not supported for minicpm"),
         ({"model_type": "olmo", "clip_qkv": 0}, "clip_qkv is 0, wanted a positive number"),
-        ({"model_type": "qwen", "scale_attn_weights": False}, "scale_attn_weights false is not supported for qwen"),
+        ({"model_type": "qwen", "scale_attn_weights": False}, "scale_attn_weights False is not supported for qwen"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers is .1, 0., wanted 0 or 1 for each of 3"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0, 2]}, "no_rope_layers is .*, wanted 0 or 1 for each"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, [], 0]}, "no_rope_layers is .*, wanted 0 or 1 for each"),
     ],
 )
 def test_an_option_that_is_not_implemented_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -100,3 +104,63 @@ def test_requests_of_qwen_are_longer_if_nothing_is_scaled() -> None:
     fields = {**TINY, "model_type": "qwen", "seq_length": 100, "kv_channels": 8, **scaling}
 
     assert ModelConfig.from_hf(fields).request_len(None) == 256
+
+
+ATTENTION, FFN = {"n_heads_in_group": 3, "no_op": False}, {"ffn_mult": 2.0, "no_op": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_key_value_heads": [2, 2]}, "num_key_value_heads_per_layer is .2, 2., wanted a list of 3 numbers"),
+        ({"num_key_value_heads": [2, 2, "4"]}, "num_key_value_heads is .2, 2, '4'., wanted a positive integer"),
+        ({"num_key_value_heads": [2, 2, 4]}, "4 KV heads do not divide 6 heads"),
+        ({"num_attention_heads": [6, 6, 4], "num_key_value_heads": 2}, "but no head_dim; add it"),
+        ({"intermediate_size": [64, 64, -1]}, "intermediate_size_per_layer is -1, wanted a positive integer"),
+        ({"model_type": "nemotron-nas"}, "block_configs is None, wanted a list"),
+        (
+            {"model_type": "nemotron-nas", "block_configs": [{"attention": None, "ffn": FFN}] * 3},
+            "attention None, wanted",
+        ),
+        (
+            {"model_type": "nemotron-nas", "block_configs": [{"attention": ATTENTION, "ffn": FFN}] * 2},
+            "wanted a list of 3 numbers",
+        ),
+        (
+            {
+                "model_type": "nemotron-nas",
+                "block_configs": [{"attention": {"n_heads_in_group": 12}, "ffn": FFN}] * 3,
+            },
+            "attention .*12.*, which gives no number of KV heads",
+        ),
+        (
+            {
+                "model_type": "nemotron-nas",
+                "block_configs": [{"attention": ATTENTION, "ffn": {"ffn_mult": float("inf")}}] * 3,
+            },
+            "block_configs has ffn .*inf.*, which gives no width",
+        ),
+        (
+            {
+                "model_type": "nemotron-nas",
+                "block_configs": [{"attention": {"replace_with_linear": True}, "ffn": FFN}] * 3,
+            },
+            "block_configs has attention replace_with_linear True, which is not supported; supported: n_heads_in_group",
+        ),
+        (
+            {
+                "model_type": "nemotron-nas",
+                "block_configs": [{"attention": {**ATTENTION, "window_length": 512}, "ffn": FFN}] * 3,
+            },
+            "attention window_length 512, which is not supported",
+        ),
+    ],
+)
+def test_shapes_of_layers_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:
+    refuse({"model_type": "llama", **fields}, message)
+
+
+def test_layers_without_a_half_cannot_be_parallel() -> None:
+    fields = {"model_type": "phi", "intermediate_size": [64, 0, 64], "layer_norm_eps": 1e-5}
+
+    refuse(fields, "layer 1 lacks a half, but the halves are parallel")

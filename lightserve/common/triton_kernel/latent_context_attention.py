@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -323,7 +322,7 @@ def _make_plan(q: Tensor, batch: ops.AttnBatch, sizes: LatentSizes) -> _Plan:
         list_tiles(batch, len(q), tiling.tokens, min_new_tokens),
         plan_prefix(batch, sizes, q.element_size(), min_new_tokens),
         batch.b_start_loc.clamp(max=len(q) - 1).long(),
-        torch.where(is_decode, batch.b_start_loc, len(q)).long(),
+        batch.b_start_loc.masked_fill(~is_decode, len(q)).long(),
     )
 
 

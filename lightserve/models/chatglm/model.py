@@ -42,5 +42,4 @@ class ChatGlmTpPartModel(bm.TpPartBaseModel):
         if "position_encoding_2d" in self.config.hf:
             raise ModelFilesError("config.json: ChatGLM 1 (position_encoding_2d) is not supported; use ChatGLM 2 or 3")
         for field, value in REQUIRED.items():
-            if self.config.flag(field, value) is not value:
-                raise ModelFilesError(f"config.json: {field} {not value} is not supported for chatglm")
+            self.config.check_value(field, value)

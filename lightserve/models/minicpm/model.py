@@ -28,6 +28,6 @@ class MiniCpmTpPartModel(bm.TpPartBaseModel):
         for field, what in UNSUPPORTED.items():
             if self.config.hf.get(field):
                 raise ModelFilesError(
-                    f"config.json: {field} is set, but {what} of minicpm are not supported; remove it if the model can "
-                    "do without"
+                    f"config.json: {field} is set, but minicpm is supported without {what} only; "
+                    "remove it if the model can do without"
                 )

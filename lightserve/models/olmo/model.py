@@ -10,11 +10,10 @@ from lightserve.models.llama.model import LlamaTpPartModel
 
 class OlmoTpPartModel(LlamaTpPartModel):
     def layer_spec(self, layer_num: int) -> bm.LayerSpec:
-        has_limit = self.config.hf.get("clip_qkv") is not None
         return replace(
             super().layer_spec(layer_num),
             norm=bm.Norm.LAYER_NO_WEIGHT,
-            clip_qkv=self.config.number("clip_qkv") if has_limit else None,
+            clip_qkv=self.config.optional_number("clip_qkv"),
         )
 
     def model_spec(self) -> bm.ModelSpec:

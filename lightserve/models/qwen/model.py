@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightserve.common import basemodel as bm
-from lightserve.errors import ModelFilesError
 
 LAYER_NAMES = bm.LayerNames(
     layers="transformer.h",
@@ -30,5 +29,4 @@ class QwenTpPartModel(bm.TpPartBaseModel):
         return replace(super().model_spec(), names=MODEL_NAMES)
 
     def _verify_params(self) -> None:
-        if not self.config.flag("scale_attn_weights", True):
-            raise ModelFilesError("config.json: scale_attn_weights false is not supported for qwen")
+        self.config.check_value("scale_attn_weights", True)

@@ -20,7 +20,11 @@ class SmolLM3TpPartModel(LlamaTpPartModel):
         flags = self.config.hf.get("no_rope_layers")
         if flags is None:
             return (layer_num + 1) % self.config.count("no_rope_layer_interval", 4) != 0
-        if not isinstance(flags, list) or len(flags) < self.config.num_layers or not set(flags) <= {0, 1}:
+        if (
+            not isinstance(flags, list)
+            or len(flags) < self.config.num_layers
+            or any(flag not in (0, 1) for flag in flags)
+        ):
             raise ModelFilesError(
                 f"config.json: no_rope_layers is {flags!r}, wanted 0 or 1 for each of {self.config.num_layers} layers"
             )

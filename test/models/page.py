@@ -1,0 +1,158 @@
+"""Writes docs/models.md: every model that is served, from the registry, the models' files and the parity cases.
+
+python -m test.models.page > docs/models.md
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from lightserve.common.basemodel import LayerSpec, ModelArgs, TpPartBaseModel
+from lightserve.common.parallel import Parallel
+from lightserve.model_files.gguf_architectures import ARCHITECTURES
+from lightserve.models.registry import MODELS, get_model_class, read_model_config
+from test.models.architectures.case import Json, build
+from test.models.architectures.cases import CASES
+
+FAMILIES = {
+    "Yi": "Yi",
+    "aquila": "Aquila 2",
+    "arcee": "Arcee AFM",
+    "baichuan": "Baichuan 1 and 2",
+    "bloom": "BLOOM, BLOOMZ",
+    "chatglm": "ChatGLM 2 and 3, GLM-4-9B",
+    "cohere": "Command R, R+, Aya",
+    "cohere2": "Command R7B, Command A",
+    "deci": "DeciLM",
+    "deepseek_v2": "DeepSeek V2, V2-Lite",
+    "deepseek_v3": "DeepSeek V3, R1",
+    "exaone4": "EXAONE 4",
+    "falcon": "Falcon, Falcon 2",
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3, text only",
+    "gemma3_text": "Gemma 3 270M, 1B",
+    "glm": "GLM-4-9B, GLM-Edge",
+    "glm4": "GLM-4-0414, GLM-Z1",
+    "glm4_moe": "GLM-4.5, 4.6",
+    "gpt2": "GPT-2",
+    "gpt_bigcode": "StarCoder, SantaCoder",
+    "gpt_neox": "Pythia, GPT-NeoX",
+    "gpt_oss": "gpt-oss in bfloat16",
+    "gptj": "GPT-J",
+    "granite": "Granite 3",
+    "granitemoe": "Granite 3 MoE",
+    "internlm": "InternLM",
+    "internlm2": "InternLM 2, 2.5",
+    "internlm3": "InternLM 3",
+    "kimi_k2": "Kimi K2",
+    "llama": "Llama 1 to 3, SmolLM 2",
+    "minicpm": "MiniCPM 1, 2",
+    "minimax_m2": "MiniMax M2",
+    "ministral": "Ministral 8B",
+    "ministral3": "Ministral 3",
+    "mistral": "Mistral, Mistral Nemo",
+    "mixtral": "Mixtral",
+    "mpt": "MPT",
+    "nemotron": "Nemotron 3, 4, Minitron",
+    "nemotron-nas": "Llama-Nemotron",
+    "olmo": "OLMo",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "olmoe": "OLMoE",
+    "opt": "OPT",
+    "phi": "Phi 1, 1.5, 2",
+    "phi3": "Phi 3, 3.5, 4",
+    "qwen": "Qwen 1",
+    "qwen2": "Qwen 1.5, 2, 2.5, QwQ",
+    "qwen2_moe": "Qwen 1.5 MoE, 2 MoE",
+    "qwen3": "Qwen 3",
+    "qwen3_moe": "Qwen 3 MoE",
+    "seed_oss": "Seed-OSS",
+    "smollm3": "SmolLM 3",
+    "stablelm": "StableLM 2, 3B, 12B",
+    "starcoder2": "StarCoder 2",
+    "xverse": "XVERSE",
+}
+INTRODUCTION = """\
+# Models
+
+Serve any model of this list with `--model_dir`. The column `model_type` is what the model's
+`config.json` says. To add one, see [adding_a_model.md](adding_a_model.md); what else is read from a
+model's folder or GGUF file is in [model_files.md](model_files.md).
+
+`python -m test.models.page > docs/models.md` writes this page, and a test compares it. *Lines* are
+those of the model's file that are not blank. *Cases* are the shapes in which the model gives the
+logits of transformers, over prompts of 170 tokens in chunks, with a cached prefix, in decode steps,
+in half precision and on two ranks (`test/models/test_architectures.py`). *GGUF* names the
+architectures of llama.cpp that are read.
+"""
+
+
+def page() -> str:
+    configs = _configs_by_type()
+    rows = [_row(model_type, configs[model_type]) for model_type in sorted(MODELS, key=str.lower)]
+    head = "| model_type | models | has | lines | cases | GGUF |\n|---|---|---|--:|--:|---|"
+    return "\n".join([INTRODUCTION, f"{len(MODELS)} model types.\n", head, *rows, ""])
+
+
+def _configs_by_type() -> dict[str, list[Json]]:
+    by_type: dict[str, list[Json]] = defaultdict(list)
+    for case in CASES.values():
+        config_json = build(case).config_json
+        by_type[config_json["model_type"]].append(config_json)
+    return by_type
+
+
+def _row(model_type: str, configs: list[Json]) -> str:
+    module = MODELS[model_type].partition(":")[0]
+    file = Path(__file__).parents[2] / f"{module.replace('.', '/')}.py"
+    lines = sum(bool(line.strip()) for line in file.read_text().splitlines())
+    has = ", ".join(sorted({feature for config in configs for feature in _features(config)}))
+    gguf = ", ".join(sorted(name for name, one in ARCHITECTURES.items() if one.model_type == model_type))
+    return f"| `{model_type}` | {FAMILIES[model_type]} | {has} | {lines} | {len(configs)} | {gguf} |"
+
+
+def _features(config_json: Json) -> Iterator[str]:
+    model = _declared(config_json)
+    if any(group.value_size == 0 for group in model._kv_layout().groups):
+        yield "latent attention"
+    if model.spec.names.positions:
+        yield "learned positions"
+    for spec in model.layer_specs:
+        yield from _layer_features(spec)
+
+
+def _layer_features(spec: LayerSpec) -> Iterator[str]:
+    yield from (
+        name
+        for name, is_set in {
+            "experts": spec.moe,
+            "window": spec.window,
+            "softcap": spec.softcap,
+            "sinks": spec.has_sinks,
+            "ALiBi": spec.alibi_slopes,
+            "partial rope": spec.rope and spec.rotary_dim < spec.head_dim,
+            "qk norm": spec.qk_norm,
+            "parallel halves": spec.is_parallel,
+            "post norms": spec.names.att_post_norm,
+        }.items()
+        if is_set
+    )
+
+
+def _declared(config_json: Json) -> TpPartBaseModel:
+    """The model's specs, without its weights."""
+    config = read_model_config(config_json, None)
+    model_class = get_model_class(config.model_type)
+    model = model_class.__new__(model_class)
+    model._init_args(ModelArgs(config, torch.float32, torch.device("meta"), Parallel(), None, 1, 1, 1))
+    return model
+
+
+if __name__ == "__main__":
+    print(page(), end="")
