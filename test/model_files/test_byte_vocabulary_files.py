@@ -210,6 +210,7 @@ def test_tekken_may_list_more_tokens_than_the_model_has(tmp_path: Path) -> None:
         (tekken() | {"vocab": [{"rank": 0}]}, "no 'token_bytes'"),
         (tekken() | {"special_tokens": [{"rank": 7, "token_str": "<s>"}]}, "do not have the ids from 0 to 2"),
         (tekken(TOKENS[:200]), "the byte 0xC8 has no rank"),
+        (tekken(pattern="("), "no tokenizer can be built from it"),
         (tekken() | {"vocab": [{"rank": 0, "token_bytes": "*"}]}, "not readable as a tekken tokenizer"),
     ],
 )

@@ -5,6 +5,8 @@ The expected pieces of this file were also obtained from the package sentencepie
 
 from __future__ import annotations
 
+import base64
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,16 @@ from test.model_files.vocabulary_files import (
 )
 
 LETTERS = scored("▁", "a", "b", "c", "d", start=-50.0)
+# of sentencepiece, for the rules \u2460 -> 1, \ufb01 -> fi and \uff21 -> a; compressed
+CHARSMAP = (
+    "eNod02WQlgUQAOB3PmGGEQYQhg6lQboRpJEOpUG6jwYFpI+U7g7h6DhKuhulFFBCQNRTWvrofD525pndmf2xP3Y3iBMEwbgPgpjK"
+    "oWDy8FCwMF0QjsjoeKFgSNwg0I4MEaWOr/Eh96aFggRyIhLyEYlJShKSsSs2FKSQk5OKlKQhNeERafmY9GTgEzKRkSxkJhtZyUF2"
+    "cvIpuclFXvKQn3wUpACFKURRivAZxShBcUryOaUpRVnKUJ5yfEEFKlGRKlSmGlWpQXVqUZOv+JI61KYedWlAfRrRkK9pTFOa0Jxm"
+    "tKQFrWlFW9rQnnZE0IFOdKQLnelGV3rQnW/oSS++pQ+96ct39KcfAxnAYAYxJLxwhjGUEQzne0YymlGMZQzjwyfDRCYwmUlMZQrT"
+    "mcZMZjCbWcxlDvOZxwJ+IIqFLGYRS1nCcpaxkhWsZhVriGYda9nAejbyI5vZxFa2sJ1t7GQHu8P3yV72sJ99HOQAhznETxzhKD9z"
+    "nGOc5AS/8gunOcVvnOEsv3Oec/zBBS5xkT+5zF9c4R/+5l9iuMp/XOcaN7nBbW5xh//Df8hdHnCfRzzkMbE85QnPecZLXvCaV7zl"
+    "zfv/aRm0iwjeAdLKisY="
+)
 BPE = [*SPECIAL, *BYTES, *scored("ab", "bc", "▁a", "cd", "▁▁"), *LETTERS]
 
 
@@ -149,6 +161,13 @@ def test_added_tokens_follow_the_pieces_or_replace_unused_ones(tmp_path: Path) -
     assert pieces_of(backend, "[UNUSED_0]")[1] == "<0x5B>"
 
 
+def test_characters_are_replaced_by_the_rules_of_the_model(tmp_path: Path) -> None:
+    charsmap = zlib.decompress(base64.b64decode(CHARSMAP))
+    backend = load(tmp_path, sentencepiece_model([*BPE, *scored("fi", "f", "i", "1")], normalizer={2: charsmap}))
+
+    assert pieces_of(backend, "b\u2460\ufb01\uff21b") == ["▁", "b", "1", "fi", "ab"]
+
+
 def test_a_unigram_model_takes_the_best_segmentation(tmp_path: Path) -> None:
     pieces = [*SPECIAL, *BYTES, Piece("▁", -3.0), *(Piece(char, -4.0) for char in "<0x41>")]
     pieces += [Piece("a", -2.0), Piece("b", -2.5), Piece("ab", -3.0), Piece("▁ab", -9.0), Piece("ba", -1.0)]
@@ -180,6 +199,8 @@ def test_a_chatglm_folder_has_its_tokens_after_the_pieces(tmp_path: Path) -> Non
     assert backend.encode("a").tokens == ["[gMASK]", "sop", "▁a"]
     assert backend.token_to_id("[MASK]") == len(BPE)
     assert backend.encode("<|user|>", add_special_tokens=False).ids == [len(BPE) + 6]
+    assert pieces_of(backend, "[gMASK]sop<|user|>") == ["[gMASK]", "sop", "<|user|>"]
+    assert "sop" not in pieces_of(backend, "philosophy")
 
 
 def test_the_end_token_is_that_of_the_model_unless_a_config_names_another(tmp_path: Path) -> None:
@@ -206,6 +227,7 @@ WHOLE = sentencepiece_model(BPE)
         (sentencepiece_model(BPE[1:]), "no unknown piece"),
         (sentencepiece_model(BPE, trainer={3: 4}), r"model_type 4; supported: 1 \(unigram\) and 2 \(bpe\)"),
         (sentencepiece_model(BPE, trainer={24: True}), "treat_whitespace_as_suffix is not supported"),
+        (sentencepiece_model(BPE, normalizer={2: b"x"}), "no tokenizer can be built from it"),
         (sentencepiece_model(BPE, normalizer={5: False}), "escape_whitespaces = false is not supported"),
         (WHOLE + message({5: message({2: b"abc"})}), "a denormalizer is not supported"),
         (sentencepiece_model([*BPE, Piece("x", float("nan"))]), "the score nan"),

@@ -41,7 +41,7 @@ class TokenizerFile(ABC):
         """The id of a token as a config file writes it."""
 
     def build(self) -> Tokenizer:
-        backend = self._backend()
+        backend = self._checked_backend()
         for token_id, token in self.added.items():
             self._check_added(backend, token_id, token)
         backend.add_tokens(list(self.added.values()))
@@ -54,6 +54,15 @@ class TokenizerFile(ABC):
                 )
         set_surrounding_tokens(backend, before, after)
         return backend
+
+    def _checked_backend(self) -> Tokenizer:
+        try:
+            return self._backend()
+        except ModelFilesError:
+            raise
+        except Exception as error:  # tokenizers raises only Exception
+            reason = " ".join(str(error).split())[:200]
+            raise ModelFilesError(f"{self.path}: no tokenizer can be built from it ({reason})") from error
 
     def _added(self) -> dict[int, AddedToken]:
         """Tokens that are found in a text before the rest is split, by id."""

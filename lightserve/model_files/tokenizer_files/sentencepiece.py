@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from lightserve.errors import ModelFilesError
 from lightserve.model_files.special_tokens import SpecialTokens
 from lightserve.model_files.tokenizer_files.base import TokenizerFile, present
 from lightserve.model_files.tokenizer_files.byte_pairs import merges_of
@@ -93,14 +92,21 @@ class SentencePieceFile(TokenizerFile):
     def _added(self) -> dict[int, AddedToken]:
         """Control pieces too: chat templates write them as text."""
         pieces = self._model.pieces
-        more = [AddedToken(token, normalized=False, special=True) for token in self._family.more_tokens]
+        more = [
+            AddedToken(text, normalized=False, special=True, single_word=text.isalpha())  # "sop" is not "philosophy"
+            for text in self._family.more_tokens
+        ]
         control = {
             i: AddedToken(piece.text, normalized=False, special=True)
             for i, piece in enumerate(pieces)
             if piece.text and (piece.type is PieceType.CONTROL or piece.text in self._family.special)
         }
-        named = {i: token for i, token in self.settings.added.items() if not self._is_user_defined(i, token)}
-        added = control | dict(enumerate(more, len(pieces))) | named
+        own = dict(enumerate(more, len(pieces)))
+        added = control | own
+        for token_id, token in self.settings.added.items():
+            is_own = token_id in own and own[token_id].content == token.content
+            if not is_own and not self._is_user_defined(token_id, token):
+                added[token_id] = token
         return {token_id: self._in_raw_text(token) for token_id, token in sorted(added.items())}
 
     def _is_user_defined(self, token_id: int, token: AddedToken) -> bool:
@@ -121,10 +127,7 @@ class SentencePieceFile(TokenizerFile):
         has_prefix = self.settings.flag("add_prefix_space", self._model.adds_prefix)
         is_legacy = self.settings.flag("legacy", True)
         prefix = (Prefix.PARTS if is_legacy else Prefix.TEXT) if has_prefix else Prefix.NONE
-        try:
-            return sentencepiece_backend(self._model, self._pieces, prefix)
-        except ValueError as error:
-            raise ModelFilesError(f"{self.path}: {error}") from error
+        return sentencepiece_backend(self._model, self._pieces, prefix)
 
     def _surrounding(self) -> tuple[list[str], list[str]]:
         adds_bos = self.settings.flag("add_bos_token", self._family.adds_bos)
