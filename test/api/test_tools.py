@@ -123,13 +123,14 @@ SCHEMA = {
     "required": ["celsius", "sky"],
     "additionalProperties": False,
 }
+ONE_CALL: Any = {"tool_choice": "required", "parallel_tool_calls": False}
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "report", "schema": SCHEMA}}
 
 
 @needs_a_tool_model
 def test_a_tool_is_called_first_and_the_answer_then_fits_the_schema(client: openai.OpenAI) -> None:
     """The first call is required: left to itself, the model answers in the schema at once."""
-    [choice] = ask(client, QUESTION, response_format=FORMAT, tool_choice="required").choices
+    [choice] = ask(client, QUESTION, response_format=FORMAT, **ONE_CALL).choices
 
     assert choice.finish_reason == "tool_calls"
     [call] = choice.message.tool_calls

@@ -161,7 +161,7 @@ def compile_experts(dtype: torch.dtype) -> None:
     ops.experts.impls["triton"](x, ids, weights, params)
     pairs = sort_pairs(ids, 32, 16)
     blocks = PairBlocks(pairs.blocks, pairs.pairs, 2)
-    for config in (experts.INVARIANT, *(config for _, config in experts.CONFIGS)):
+    for config in (experts.INVARIANT, *(experts.config_of(most, 1) for most, _ in experts.CONFIGS)):
         gated = expert_linear(x, params.w13, blocks, config, params.b13, params.activation)
         expert_linear(gated, params.w2, blocks, config)
     gathered = _grouped_experts.gather_tokens(x, pairs.pairs, 2)

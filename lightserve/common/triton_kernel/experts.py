@@ -20,6 +20,7 @@ from lightserve.common.triton_kernel._blocks import cdiv
 from lightserve.common.triton_kernel._check import check_last_contiguous
 from lightserve.common.triton_kernel._expert_linear import Config, PairBlocks, expert_linear
 from lightserve.common.triton_kernel._expert_pairs import SortedPairs, sort_pairs
+from lightserve.common.triton_kernel._gpu import fits
 
 # us of gate and up, then of down, on an H200 in bfloat16, for Qwen3-30B-A3B (128 experts, 8 for each token) and
 # DeepSeek-V2-Lite (64, 6). All configurations of a few pairs are in docs/log.md.
@@ -39,6 +40,7 @@ UNSORTED = 8  # experts for each pair, at least: then a product reads hardly any
 GROUPED_GATE_UP = 768
 GROUPED_DOWN = 320
 SUM_BLOCK = 512
+FLOAT32_BYTES = 4
 
 
 @triton.jit
@@ -63,8 +65,10 @@ def _sum_pairs_kernel(
 
 
 def config_of(n_pairs: int, n_experts: int) -> Config:
-    """The tiles of sorted pairs."""
-    return next(config for most, config in CONFIGS if n_pairs <= most * n_experts)
+    """The tiles of sorted pairs. A card with little shared memory has no room for the results of the largest."""
+    config = next(config for most, config in CONFIGS if n_pairs <= most * n_experts)
+    result_bytes = config.block_m * config.block_n * FLOAT32_BYTES
+    return config if fits(0, 1, resident_bytes=result_bytes) else CONFIGS[-2][1]
 
 
 def is_sorted(tokens: int, n_pairs: int, n_experts: int) -> bool:
