@@ -11,21 +11,21 @@ from lightserve.model_files.gguf_header import GgufHeader
 
 RMS_EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
-# Options of some architectures, with the value that has no effect. An architecture that does not read one refuses
-# every other value of it.
-OPTIONS: dict[str, Any] = {
-    "attention.causal": True,
-    "attention.clamp_kqv": 0,
-    "attention.max_alibi_bias": 0,
-    "attention.scale": 0,
-    "attention.temperature_scale": 0,
-    WINDOW: 0,
-    "attn_logit_softcapping": 0,
-    "embedding_scale": 1,
-    "expert_count": 0,
-    "final_logit_softcapping": 0,
-    "logit_scale": 1,
-    "residual_scale": 1,
+# Options of some architectures, with the values that have no effect. An architecture that does not read an option
+# refuses every other value of it.
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attention.temperature_scale": (0,),
+    WINDOW: (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
 }
 
 
@@ -90,9 +90,9 @@ def has_tensor(header: GgufHeader, name: str) -> bool:
 def check_options(header: GgufHeader, known: Collection[str]) -> None:
     """Refuse an option that the architecture does not read."""
     for key, neutral in OPTIONS.items():
-        value = header.metadata.get(f"{header.architecture}.{key}", neutral)
-        if key not in known and value != neutral and value != 0:
-            raise bad_value(header, key, value, repr(neutral))
+        value = header.metadata.get(f"{header.architecture}.{key}", neutral[0])
+        if key not in known and value not in neutral:
+            raise bad_value(header, key, value, " or ".join(map(str, neutral)))
 
 
 def count(header: GgufHeader, key: str, default: int | None = None) -> int:

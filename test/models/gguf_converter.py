@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from test.models.architectures.case import Case, Json, Tensors, Tiny
 
 Step = Callable[[Tensors, Json], Tensors]
 KINDS = {"linear": "linear", "yarn": "yarn", "longrope": "longrope"}
+MOST_LAYERS = 40
 EXPERT_COUNT = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -54,14 +56,19 @@ def gguf_tensors(one: GgufCase, tiny: Tiny) -> Tensors:
 
 
 def _gguf_name(architecture: str, name: str) -> str:
-    kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")
-    names = gguf.get_tensor_name_map(kinds[architecture], 64)
+    names = _name_map(architecture)
     for known in (name, name.removeprefix("transformer.")):
         found: str | None = names.get_name(known, try_suffixes=(".weight", ".bias"))
         if found is not None:
             return found
     return name  # of the file already
+
+
+@lru_cache
+def _name_map(architecture: str) -> gguf.TensorNameMap:
+    kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
+    return gguf.get_tensor_name_map(kinds[architecture], MOST_LAYERS)
 
 
 # metadata

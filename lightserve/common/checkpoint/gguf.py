@@ -50,7 +50,7 @@ def _renamed(header: GgufHeader, config: dict[str, Any], read: Callable[[TensorE
     waiting: dict[str, dict[str, Tensor]] = {}
     for entry in _wanted(header, architecture):
         name = _parse(header, architecture, entry.name)
-        tensor = _as_in_transformers(header, name, read(entry), config)
+        tensor = _undo_converter(header, architecture, name, read(entry), config)
         joined = next((one for one in architecture.joined if name.key in one.parts), None)
         if joined is None:
             yield from _with_names(_targets(header, architecture, name), tensor)
@@ -130,9 +130,9 @@ def _with_names(targets: list[str], tensor: Tensor) -> Iterator[Named]:
             yield name, piece
 
 
-def _as_in_transformers(header: GgufHeader, name: _Name, tensor: Tensor, config: dict[str, Any]) -> Tensor:
-    """Undo what GGUF converters change."""
-    architecture = architecture_of(header)
+def _undo_converter(
+    header: GgufHeader, architecture: GgufArchitecture, name: _Name, tensor: Tensor, config: dict[str, Any]
+) -> Tensor:
     if architecture.has_norms_plus_one and name.full.endswith("_norm.weight"):
         return tensor - 1
     heads, kv_heads = (_of_layer(config, key, name.layer) for key in ("num_attention_heads", "num_key_value_heads"))
