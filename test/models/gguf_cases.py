@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from test.models import gguf_converter as conv
 from test.models.architectures import converted, dense_a, dense_b, latent, llama_like, moe
@@ -113,7 +114,7 @@ def partial(config: Json) -> Json:
     return {**common(config), "rope.dimension_count": int(head_dim(config) * factor)}
 
 
-def with_4x(*keys: str) -> conv.Callable[[Json], Json]:
+def with_4x(*keys: str) -> Callable[[Json], Json]:
     return lambda config: {
         **only(*keys)(config),
         "feed_forward_length": 4 * conv.first(config, "hidden_size", "n_embd"),

@@ -79,7 +79,7 @@ def first(config: Json, *keys: str) -> Any:
 
 
 def rope_table(config: Json) -> Json:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope: Json = first(config, "rope_parameters", "rope_scaling") or {}
     rope = rope.get("full_attention", rope)
     return {"rope_theta": first(config, "rope_theta", "rotary_emb_base"), **rope}
 
@@ -274,7 +274,7 @@ def split_kv_b(tensors: Tensors, config: Json) -> Tensors:
         if not name.endswith("kv_b_proj.weight"):
             done[name] = tensor
             continue
-        k, v = tensor.view(-1, nope + value, tensor.shape[-1]).split([nope, value], dim=1)
+        k, v = tensor.view(-1, nope + value, tensor.shape[-1]).split_with_sizes([nope, value], dim=1)
         done |= {name.replace("kv_b", "k_b"): k.transpose(1, 2), name.replace("kv_b", "v_b"): v}
     return done
 

@@ -172,7 +172,7 @@ def _halves(tensor: Tensor, n_heads: int) -> Tensor:
 def _by_kv_head(tensor: Tensor, n_heads: int, n_kv_heads: int) -> Tensor:
     """Reorder rows from (all q, all k, all v) to (its q, k, v) of each KV head."""
     dim = tensor.shape[0] // (n_heads + 2 * n_kv_heads)
-    blocks = tensor.split([n_heads * dim, n_kv_heads * dim, n_kv_heads * dim])
+    blocks = tensor.split_with_sizes([n_heads * dim, n_kv_heads * dim, n_kv_heads * dim])
     return torch.cat([block.reshape(n_kv_heads, -1, *tensor.shape[1:]) for block in blocks], dim=1).flatten(0, 1)
 
 

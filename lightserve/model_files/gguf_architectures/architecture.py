@@ -9,6 +9,9 @@ from typing import Any
 
 from lightserve.model_files.gguf_header import GgufHeader
 
+# llama.cpp's name: that of transformers, or several that share the rows
+Names = dict[str, str | tuple[str, ...]]
+
 
 class RowOrder(Enum):
     """In which order llama.cpp's converter writes the rows of a tensor, if not in that of transformers."""
@@ -43,7 +46,7 @@ class GgufArchitecture:
     # llama.cpp's name, without blk.N and .weight: the name in transformers. * stands for a number along the first
     # dimension, such as that of an expert, where llama.cpp has one tensor for all of them. Several names: the rows are
     # divided equally among them. A name with .weight or .bias replaces the whole name.
-    tensors: Mapping[str, str | tuple[str, ...]]
+    tensors: Names
     row_orders: Mapping[str, RowOrder] = field(default_factory=dict)  # by llama.cpp's name
     joined: tuple[JoinedTensor, ...] = ()
     copies: frozenset[str] = frozenset()  # tensors that repeat another one and are not loaded

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightserve.model_files.gguf_architectures import names
-from lightserve.model_files.gguf_architectures.architecture import GgufArchitecture, Join, JoinedTensor, RowOrder
+from lightserve.model_files.gguf_architectures.architecture import GgufArchitecture, Join, JoinedTensor, Names, RowOrder
 from lightserve.model_files.gguf_architectures.llama_like import GRANITE, LLAMA, granite_fields, rotary_decoder_fields
 from lightserve.model_files.gguf_fields import (
     RMS_EPS,
@@ -162,19 +162,19 @@ def _check_gating(header: GgufHeader, wanted: int, default: int) -> None:
         raise bad_value(header, "expert_gating_func", found, str(wanted))
 
 
-_SHARED_EXPERT = {
+_SHARED_EXPERT: Names = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-_DEEPSEEK_EXPERTS = names.EXPERTS | {
+_DEEPSEEK_EXPERTS: Names = names.EXPERTS | {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-_DEEPSEEK_TENSORS = {
+_DEEPSEEK_TENSORS: Names = {
     **names.LLAMA,
     **_DEEPSEEK_EXPERTS,
     "attn_q_a": "self_attn.q_a_proj",
@@ -184,7 +184,7 @@ _DEEPSEEK_TENSORS = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",  # of older files
 }
-_GPT_OSS_TENSORS = {
+_GPT_OSS_TENSORS: Names = {
     **names.LLAMA,
     "post_attention_norm": "post_attention_layernorm",
     "attn_sinks.weight": "self_attn.sinks",

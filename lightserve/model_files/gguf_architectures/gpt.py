@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightserve.model_files.gguf_architectures import names
-from lightserve.model_files.gguf_architectures.architecture import GgufArchitecture, RowOrder
+from lightserve.model_files.gguf_architectures.architecture import GgufArchitecture, Names, RowOrder
 from lightserve.model_files.gguf_fields import (
     LAYER_EPS,
     RMS_EPS,
@@ -117,7 +117,7 @@ def stablelm_fields(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-_BLOOM_TENSORS = {
+_BLOOM_TENSORS: Names = {
     "token_embd": "transformer.word_embeddings",
     "token_embd_norm": "transformer.word_embeddings_layernorm",
     "output_norm": "transformer.ln_f",
@@ -128,8 +128,8 @@ _BLOOM_TENSORS = {
     "ffn_up": "mlp.dense_h_to_4h",
     "ffn_down": "mlp.dense_4h_to_h",
 }
-_FALCON_TENSORS = _BLOOM_TENSORS | {"output": "lm_head"}
-_GPT_NEOX_TENSORS = {
+_FALCON_TENSORS: Names = _BLOOM_TENSORS | {"output": "lm_head"}
+_GPT_NEOX_TENSORS: Names = {
     "token_embd": "gpt_neox.embed_in",
     "output_norm": "gpt_neox.final_layer_norm",
     "output": "embed_out",
@@ -140,7 +140,7 @@ _GPT_NEOX_TENSORS = {
     "ffn_up": "mlp.dense_h_to_4h",
     "ffn_down": "mlp.dense_4h_to_h",
 }
-_MPT_TENSORS = {
+_MPT_TENSORS: Names = {
     "token_embd": "transformer.wte",
     "output_norm": "transformer.norm_f",
     "output": "lm_head",
@@ -151,7 +151,7 @@ _MPT_TENSORS = {
     "ffn_up": "ffn.up_proj",
     "ffn_down": "ffn.down_proj",
 }
-_PHI_TENSORS = {
+_PHI_TENSORS: Names = {
     **names.LLAMA,
     "output_norm": "model.final_layernorm",
     "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),  # of the first files
@@ -159,8 +159,8 @@ _PHI_TENSORS = {
     "ffn_up": "mlp.fc1",
     "ffn_down": "mlp.fc2",
 }
-_PHI3_TENSORS = {**names.LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_STABLELM_TENSORS = names.LLAMA | {
+_PHI3_TENSORS: Names = {**names.LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_STABLELM_TENSORS: Names = names.LLAMA | {
     "attn_q_norm": "self_attn.q_layernorm.norms.*",
     "attn_k_norm": "self_attn.k_layernorm.norms.*",
 }

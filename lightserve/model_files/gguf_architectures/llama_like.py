@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightserve.model_files.gguf_architectures import names
-from lightserve.model_files.gguf_architectures.architecture import GgufArchitecture, JoinedTensor
+from lightserve.model_files.gguf_architectures.architecture import GgufArchitecture, JoinedTensor, Names
 from lightserve.model_files.gguf_fields import (
     RMS_EPS,
     WINDOW,
@@ -101,7 +101,7 @@ def seed_oss_fields(header: GgufHeader) -> dict[str, Any]:
     return rotary_decoder_fields(header) | {"attention_out_bias": has_bias}
 
 
-QWEN_TENSORS = {
+QWEN_TENSORS: Names = {
     **{key: names.GPT2[key] for key in ("token_embd", "output_norm", "output", "attn_norm", "ffn_norm")},
     "attn_qkv": "attn.c_attn",
     "attn_output": "attn.c_proj",
@@ -109,7 +109,7 @@ QWEN_TENSORS = {
     "ffn_up": "mlp.w1",
     "ffn_down": "mlp.c_proj",
 }
-_WITHOUT_QKV = {name: value for name, value in names.LLAMA.items() if name not in ("attn_q", "attn_k", "attn_v")}
+_WITHOUT_QKV: Names = {name: value for name, value in names.LLAMA.items() if name not in ("attn_q", "attn_k", "attn_v")}
 _W_PACK = JoinedTensor("self_attn.W_pack.weight", ("attn_q.weight", "attn_k.weight", "attn_v.weight"))
 
 LLAMA = GgufArchitecture(

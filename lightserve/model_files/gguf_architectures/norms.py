@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightserve.model_files.gguf_architectures import names
-from lightserve.model_files.gguf_architectures.architecture import GgufArchitecture
+from lightserve.model_files.gguf_architectures.architecture import GgufArchitecture, Names
 from lightserve.model_files.gguf_architectures.llama_like import LLAMA, has_window, rotary_decoder_fields
 from lightserve.model_files.gguf_fields import (
     LAYER_EPS,
@@ -121,13 +121,13 @@ def has_fused_qkv(header: GgufHeader) -> bool:
     return has_tensor(header, "attn_qkv.weight")
 
 
-_GEMMA2_TENSORS = names.LLAMA | {
+_GEMMA2_TENSORS: Names = names.LLAMA | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_GLM_TENSORS = {**names.LLAMA, "ffn_up": "mlp.gate_up_proj"}
-_CHATGLM_TENSORS = {
+_GLM_TENSORS: Names = {**names.LLAMA, "ffn_up": "mlp.gate_up_proj"}
+_CHATGLM_TENSORS: Names = {
     "token_embd": "transformer.embedding.word_embeddings",
     "output_norm": "transformer.encoder.final_layernorm",
     "output": "transformer.output_layer",
