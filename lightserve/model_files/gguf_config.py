@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightserve.model_files.gguf_architectures import architecture_of
-from lightserve.model_files.gguf_fields import shape_fields, unsupported
+from lightserve.model_files.gguf_fields import check_options, shape_fields, unsupported
 from lightserve.model_files.gguf_header import GgufHeader
 
 # general.sampling: the name in generation_config.json
@@ -20,9 +20,9 @@ SAMPLING_NAMES = {
 
 def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
     architecture = architecture_of(header)
-    has_experts = header.metadata.get(f"{header.metadata['general.architecture']}.expert_count", 0)
-    if has_experts and "ffn_gate_exps" not in architecture.tensors:
+    if header.metadata.get(f"{header.architecture}.expert_count", 0) and not architecture.has_experts:
         raise unsupported(header, f"{architecture.model_type} models with experts are not supported")
+    check_options(header, architecture.options)
     return {
         **shape_fields(header),
         **architecture.config_fields(header),

@@ -2,162 +2,143 @@
 
 from __future__ import annotations
 
-import math
+import reprlib
+from collections.abc import Collection
 from typing import Any
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.gguf_header import GgufHeader
 
-# Llama 3.1's values; the conversion to GGUF keeps only the factors computed from them.
-LOW_FREQ_FACTOR = 1.0
-HIGH_FREQ_FACTOR = 4.0
-GEMMA3_27B_LAYERS = 62
+RMS_EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+# Options of some architectures, with the values that have no effect. An architecture that does not read an option
+# refuses every other value of it.
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attention.temperature_scale": (0,),
+    WINDOW: (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+}
 
 
 def shape_fields(header: GgufHeader) -> dict[str, Any]:
-    """Of every architecture."""
+    """Of every architecture. A pruned model has lists with the values of its layers."""
     if "token_embd.weight" not in header.tensors:
         raise unsupported(header, "tensor token_embd.weight is missing; convert the model again")
     return {
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
-        "hidden_size": number(header, "embedding_length"),
-        "intermediate_size": number(header, "feed_forward_length"),
-        "num_hidden_layers": number(header, "block_count"),
-        "num_attention_heads": number(header, "attention.head_count"),
+        "hidden_size": count(header, "embedding_length"),
+        "intermediate_size": counts(header, "feed_forward_length"),
+        "num_hidden_layers": layer_count(header),
+        "num_attention_heads": counts(header, "attention.head_count"),
         "max_position_embeddings": number(header, "context_length"),
     }
 
 
-def bloom_fields(header: GgufHeader) -> dict[str, Any]:
+def attention_fields(header: GgufHeader) -> dict[str, Any]:
+    """Of every architecture with heads of one size."""
+    heads = counts(header, "attention.head_count")
+    most = max(heads) if isinstance(heads, list) else heads
+    head_dim = count(header, "attention.key_length", count(header, "embedding_length") // most)
+    value_dim = number(header, "attention.value_length", head_dim)
+    if value_dim != head_dim:
+        raise bad_value(header, "attention.value_length", value_dim, f"{head_dim}, the size of a key")
     return {
-        "n_layer": number(header, "block_count"),
-        "n_head": number(header, "attention.head_count"),
-        "layer_norm_epsilon": number(header, "attention.layer_norm_epsilon"),
-        "tie_word_embeddings": True,  # Bloom has no separate head, but a converter may have written a copy
-    }
-
-
-def rotary_decoder_fields(header: GgufHeader) -> dict[str, Any]:
-    """Of Llama and the models that differ from it in few places."""
-    n_heads = number(header, "attention.head_count")
-    head_dim = number(header, "attention.key_length", number(header, "embedding_length") // n_heads)
-    if number(header, "rope.dimension_count", head_dim) != head_dim:
-        raise unsupported(header, "rotary embeddings on a part of each head are not supported")
-    theta = number(header, "rope.freq_base", 10000.0)
-    return {
-        "num_key_value_heads": number(header, "attention.head_count_kv", n_heads),
+        "num_key_value_heads": counts(header, "attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": number(header, "attention.layer_norm_rms_epsilon"),
-        "rope_theta": theta,
-        "rope_scaling": _rope_scaling(header, theta, head_dim),
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+        "attention_bias": has_tensor(header, "attn_q.bias"),
+        "mlp_bias": has_tensor(header, "ffn_up.bias"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
 
 
-def gemma3_fields(header: GgufHeader) -> dict[str, Any]:
-    """The file has no scale for attention: the 27B model divides the hidden size by the heads, others take head_dim."""
-    fields = rotary_decoder_fields(header)
-    is_27b = number(header, "block_count") == GEMMA3_27B_LAYERS
-    hidden_per_head = number(header, "embedding_length") // number(header, "attention.head_count")
-    softcap = number(header, "final_logit_softcapping", 0)
-    return fields | {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": hidden_per_head if is_27b else fields["head_dim"],
-        "sliding_window": number(header, "attention.sliding_window"),
-        "sliding_window_pattern": number(header, "attention.sliding_window_pattern", 6),
-        "rope_theta": number(header, "rope.freq_base", 1_000_000.0),
-        "rope_local_base_freq": number(header, "rope.freq_base_swa", 10_000.0),
-        "final_logit_softcapping": softcap or None,
-    }
-
-
-def moe_fields(header: GgufHeader) -> dict[str, Any]:
-    """Of rotary decoders with experts. Whether weights of experts are renormalised is known by the architecture."""
-    fields = rotary_decoder_fields(header)
-    fields["num_experts"] = fields["num_local_experts"] = number(header, "expert_count")
-    fields["num_experts_per_tok"] = number(header, "expert_used_count")
-    fields["norm_topk_prob"] = _architecture(header) == "qwen3moe"
-    fields["qkv_bias"] = fields["attention_bias"]
-    if "blk.0.ffn_gate_exps.weight" in header.tensors:
-        fields["moe_intermediate_size"] = header.tensors["blk.0.ffn_gate_exps.weight"].shape[1]
-    if "blk.0.ffn_gate_shexp.weight" in header.tensors:
-        fields["shared_expert_intermediate_size"] = header.tensors["blk.0.ffn_gate_shexp.weight"].shape[0]
+def window_fields(header: GgufHeader) -> dict[str, Any]:
+    """The window, and the layers that have it, if the file says so: a list of them, or every how many have none."""
+    window = number(header, WINDOW, 0)
+    pattern = header.metadata.get(f"{header.architecture}.{WINDOW_PATTERN}")
+    fields: dict[str, Any] = {"sliding_window": window or None}
+    if isinstance(pattern, list) and window:
+        kinds = ("full_attention", "sliding_attention")
+        fields["layer_types"] = [kinds[bool(is_windowed)] for is_windowed in pattern[: layer_count(header)]]
+    elif pattern is not None and window:
+        fields["sliding_window_pattern"] = number(header, WINDOW_PATTERN)
     return fields
 
 
-def _rope_scaling(header: GgufHeader, theta: float, head_dim: int) -> dict[str, Any] | None:
-    if "rope_freqs.weight" in header.tensors:
-        return _llama3_scaling(header, theta, head_dim)
-    kind = header.metadata.get(f"{_architecture(header)}.rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    factor = number(header, "rope.scaling.factor")
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        context = number(header, "context_length")
-        original = number(header, "rope.scaling.original_context_length", round(context / factor))
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    raise unsupported(header, f"rope scaling {kind!r} is not supported; supported: linear, yarn, llama3")
+def layer_count(header: GgufHeader) -> int:
+    """Without the layers behind the last one that predict more tokens."""
+    layers = count(header, "block_count")
+    extra = number(header, "nextn_predict_layers", 0)
+    if not 0 <= extra < layers:
+        raise bad_value(header, "nextn_predict_layers", extra, f"less than block_count, which is {layers}")
+    return layers - int(extra)
 
 
-def _llama3_scaling(header: GgufHeader, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Llama 3.1's scaling, reconstructed from its factor for each frequency."""
-    factors = header.floats("rope_freqs.weight")
-    factor = round(max(factors), 4)
-    if factor == 1:
-        return None
-    wavelengths = [2 * math.pi * theta ** (2 * i / head_dim) for i in range(head_dim // 2)]
-    # Between the bounds, 1/ratio interpolates between 1/factor and 1, so any such ratio yields the original context.
-    # Without such a ratio, any original context that scales the same frequencies gives the same factors.
-    originals = [
-        _original_context(wavelength, 1 / ratio, 1 / factor)
-        for wavelength, ratio in zip(wavelengths, factors, strict=False)
-        if 1 < ratio < factor * 0.999
-    ]
-    unscaled = [wavelength for wavelength, ratio in zip(wavelengths, factors, strict=False) if ratio == 1]
-    original = round(originals[0]) if originals else math.ceil(HIGH_FREQ_FACTOR * max(unscaled, default=0))
-    if len(factors) != head_dim // 2 or not _is_llama3(factors, wavelengths, factor, original):
-        raise unsupported(header, "rope_freqs.weight is not Llama 3's scaling; use the model's Hugging Face folder")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": LOW_FREQ_FACTOR,
-        "high_freq_factor": HIGH_FREQ_FACTOR,
-        "original_max_position_embeddings": original,
-    }
+def has_tensor(header: GgufHeader, name: str) -> bool:
+    """In any layer: the first ones may differ."""
+    return any(f"blk.{layer}.{name}" in header.tensors for layer in range(min(layer_count(header), 10_000)))
 
 
-def _original_context(wavelength: float, inverse: float, smallest: float) -> float:
-    smooth = (inverse - smallest) / (1 - smallest)
-    return wavelength * (smooth * (HIGH_FREQ_FACTOR - LOW_FREQ_FACTOR) + LOW_FREQ_FACTOR)
+def check_options(header: GgufHeader, known: Collection[str]) -> None:
+    """Refuse an option that the architecture does not read."""
+    for key, neutral in OPTIONS.items():
+        value = header.metadata.get(f"{header.architecture}.{key}", neutral[0])
+        if key not in known and value not in neutral:
+            raise bad_value(header, key, value, " or ".join(map(str, neutral)))
 
 
-def _is_llama3(factors: list[float], wavelengths: list[float], factor: float, original: int) -> bool:
-    def expected(wavelength: float) -> float:
-        smooth = (original / wavelength - LOW_FREQ_FACTOR) / (HIGH_FREQ_FACTOR - LOW_FREQ_FACTOR)
-        smooth = min(1.0, max(0.0, smooth))
-        return 1 / ((1 - smooth) / factor + smooth)
-
-    pairs = zip(factors, wavelengths, strict=True)
-    return original > 0 and all(math.isclose(found, expected(length), rel_tol=1e-3) for found, length in pairs)
+def count(header: GgufHeader, key: str, default: int | None = None) -> int:
+    value = number(header, key, default)
+    if not isinstance(value, int) or value < 1:
+        raise bad_value(header, key, value, "a positive integer")
+    return value
 
 
-def _architecture(header: GgufHeader) -> Any:
-    return header.metadata.get("general.architecture")
+def counts(header: GgufHeader, key: str, default: Any = None) -> Any:
+    """One number, or a list of them if layers differ."""
+    values = header.metadata.get(f"{header.architecture}.{key}", default)
+    if not isinstance(values, list):
+        return count(header, key, default)
+    if len(values) != layer_count(header) or not all(isinstance(value, int) and value >= 0 for value in values):
+        raise bad_value(header, key, values, f"a number for each of {layer_count(header)} layers")
+    if not any(values):
+        raise bad_value(header, key, values, "a positive number in some layer")
+    return values if len(set(values)) > 1 else values[0]
 
 
 def number(header: GgufHeader, key: str, default: float | None = None) -> Any:
-    full_key = f"{_architecture(header)}.{key}"
-    value = header.metadata.get(full_key, default)
+    value = header.metadata.get(f"{header.architecture}.{key}", default)
     if value is None:
-        raise unsupported(header, f"metadata {full_key} is missing; convert the model again")
-    if not isinstance(value, int | float):
-        raise unsupported(header, f"metadata {full_key} differs from layer to layer, which is not supported")
+        raise unsupported(header, f"metadata {header.architecture}.{key} is missing; convert the model again")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise bad_value(header, key, value, "one number for all layers")
     return value
+
+
+def number_or_none(header: GgufHeader, key: str) -> Any:
+    return number(header, key) if f"{header.architecture}.{key}" in header.metadata else None
+
+
+def flag(header: GgufHeader, key: str, default: bool) -> bool:
+    value = header.metadata.get(f"{header.architecture}.{key}", default)
+    if not isinstance(value, bool):
+        raise bad_value(header, key, value, "true or false")
+    return value
+
+
+def bad_value(header: GgufHeader, key: str, value: Any, wanted: str) -> ModelFilesError:
+    return unsupported(
+        header,
+        f"metadata {header.architecture}.{key} is {reprlib.repr(value)}, which is not supported; wanted {wanted}",
+    )
 
 
 def unsupported(header: GgufHeader, reason: str) -> ModelFilesError:

@@ -70,6 +70,11 @@ class GgufHeader:
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
 
+    @property
+    def architecture(self) -> Any:
+        """The prefix of the metadata of the model."""
+        return self.metadata.get("general.architecture")
+
     def floats(self, name: str) -> list[float]:
         """The values of a small F32 tensor."""
         entry = self.tensors[name]

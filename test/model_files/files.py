@@ -114,6 +114,8 @@ def add_to(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
         writer.add_tensor(name, value)
     elif isinstance(value, str):
         writer.add_string(name, value)
+    elif isinstance(value, bool):
+        writer.add_bool(name, value)
     elif isinstance(value, float):
         writer.add_float32(name, value)
     elif isinstance(value, list):

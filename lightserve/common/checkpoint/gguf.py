@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightserve.common.checkpoint.gguf_decoders import DECODERS
 from lightserve.errors import CheckpointError
-from lightserve.model_files.gguf_architectures import GgufArchitecture, RowOrder, architecture_of
+from lightserve.model_files.gguf_architectures import GgufArchitecture, Join, RowOrder, architecture_of
+from lightserve.model_files.gguf_fields import layer_count
 from lightserve.model_files.gguf_header import GgufHeader, TensorEntry
 
 # Numbers decoded at a time. From 32768 numbers on torch splits work over threads, and on shared cores these threads
@@ -24,80 +25,134 @@ CHUNK = (1 << 15) - 256
 
 _LAYER_TENSOR = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.(?P<kind>weight|bias)")
 _OTHER_TENSOR = re.compile(r"(?P<part>\w+)\.(?P<kind>weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.")
+_ROPE_TENSORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")  # the config has them
+Named = tuple[str, Tensor]
 
 
-def gguf_tensors(header: GgufHeader, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def gguf_tensors(header: GgufHeader, config: dict[str, Any]) -> Iterator[Named]:
     with header.path.open("rb") as file:
-        for entry, name in _wanted(header):
-            yield from _each_expert(name, _as_in_transformers(header, entry.name, _read(file, entry), config))
+        yield from _renamed(header, config, lambda entry: _read(file, entry))
 
 
-def gguf_metadata(header: GgufHeader, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def gguf_metadata(header: GgufHeader, config: dict[str, Any]) -> Iterator[Named]:
     """The same tensors on the meta device."""
-    for entry, name in _wanted(header):
-        tensor = torch.empty(entry.shape, device="meta")
-        yield from _each_expert(name, _as_in_transformers(header, entry.name, tensor, config))
+    yield from _renamed(header, config, lambda entry: torch.empty(entry.shape, device="meta"))
 
 
 def gguf_bytes(header: GgufHeader) -> int:
-    return sum(4 * math.prod(entry.shape) for entry, _ in _wanted(header))
+    return sum(4 * math.prod(entry.shape) for entry in _wanted(header, architecture_of(header)))
 
 
-def _wanted(header: GgufHeader) -> list[tuple[TensorEntry, str]]:
-    """The tensors of the model in file order, with their names in transformers."""
+def _renamed(header: GgufHeader, config: dict[str, Any], read: Callable[[TensorEntry], Tensor]) -> Iterator[Named]:
+    """The tensors in file order, as in transformers. A joined tensor comes when its last part was read."""
     architecture = architecture_of(header)
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for entry in _wanted(header, architecture):
+        name = _parse(header, architecture, entry.name)
+        tensor = _undo_converter(header, architecture, name, read(entry), config)
+        joined = next((one for one in architecture.joined if name.key in one.parts), None)
+        if joined is None:
+            yield from _with_names(_targets(header, architecture, name), tensor)
+            continue
+        parts = waiting.setdefault(f"{name.prefix}{joined.name}", {})
+        parts[name.key] = tensor
+        if len(parts) == len(joined.parts):
+            del waiting[f"{name.prefix}{joined.name}"]
+            yield f"{name.prefix}{joined.name}", JOINS[joined.how](*(parts[part] for part in joined.parts))
+    if waiting:
+        lacking = next(iter(waiting))
+        raise CheckpointError(f"{header.path}: tensors are missing for {lacking}; convert the model again")
+
+
+def _wanted(header: GgufHeader, architecture: GgufArchitecture) -> list[TensorEntry]:
+    """The tensors of the model in file order."""
+    layers = layer_count(header)
     entries = sorted(header.tensors.values(), key=lambda entry: entry.offset)
-    return [
-        (entry, _name(header, architecture, entry.name)) for entry in entries if not _is_skipped(architecture, entry)
-    ]
+    return [entry for entry in entries if not _is_skipped(architecture, entry, layers)]
 
 
-def _is_skipped(architecture: GgufArchitecture, entry: TensorEntry) -> bool:
-    """Rotary factors are in the config."""
-    return "rope_freqs" in entry.name or entry.name.partition(".")[0] in architecture.copies
+def _is_skipped(architecture: GgufArchitecture, entry: TensorEntry, layers: int) -> bool:
+    """Layers behind the last one predict more tokens, which is not done."""
+    layer = _LAYER.match(entry.name)
+    if layer is not None and int(layer[1]) >= layers:
+        return True
+    part = entry.name.removeprefix(layer[0] if layer else "").partition(".")[0]
+    return part in _ROPE_TENSORS or part in architecture.copies
 
 
-def _name(header: GgufHeader, architecture: GgufArchitecture, name: str) -> str:
+class _Name(NamedTuple):
+    full: str  # in the file
+    prefix: str  # of its layer, in transformers
+    layer: int
+    part: str
+    kind: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.part}.{self.kind}"
+
+
+def _parse(header: GgufHeader, architecture: GgufArchitecture, name: str) -> _Name:
     match = _LAYER_TENSOR.fullmatch(name) or _OTHER_TENSOR.fullmatch(name)
-    part = architecture.tensors.get(match["part"]) if match else None
-    if match is None or part is None:
-        model_type = architecture.model_type
-        raise CheckpointError(f"{header.path}: tensor {name} belongs to no {model_type} model; convert it again")
+    if match is None:
+        raise _unknown(header, architecture, name)
     layer = match.groupdict().get("layer")
     prefix = "" if layer is None else f"{architecture.layers}.{layer}."
-    return f"{prefix}{part}.{match['kind']}"
+    return _Name(name, prefix, int(layer or 0), match["part"], match["kind"])
 
 
-def _as_in_transformers(header: GgufHeader, name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
-    """Undo what GGUF converters change."""
-    if architecture_of(header).has_norms_plus_one and name.endswith("_norm.weight"):
+def _targets(header: GgufHeader, architecture: GgufArchitecture, name: _Name) -> list[str]:
+    """The names in transformers; several share the rows of the tensor."""
+    whole = architecture.tensors.get(name.key)
+    if isinstance(whole, str):
+        return [f"{name.prefix}{whole}"]
+    found = architecture.tensors.get(name.part)
+    if found is None:
+        raise _unknown(header, architecture, name.full)
+    targets = (found,) if isinstance(found, str) else found
+    return [f"{name.prefix}{target}.{name.kind}" for target in targets]
+
+
+def _unknown(header: GgufHeader, architecture: GgufArchitecture, name: str) -> CheckpointError:
+    model_type = architecture.model_type
+    return CheckpointError(f"{header.path}: tensor {name} belongs to no {model_type} model; convert it again")
+
+
+def _with_names(targets: list[str], tensor: Tensor) -> Iterator[Named]:
+    pieces = tensor.chunk(len(targets), dim=max(tensor.dim() - 2, 0)) if len(targets) > 1 else [tensor]
+    for name, piece in zip(targets, pieces, strict=True):
+        if "*" in name:
+            yield from ((name.replace("*", str(number)), one) for number, one in enumerate(piece))
+        elif name.endswith("shared_expert_gate.weight"):
+            yield name, piece.view(1, -1)  # llama.cpp drops dimensions of 1
+        else:
+            yield name, piece
+
+
+def _undo_converter(
+    header: GgufHeader, architecture: GgufArchitecture, name: _Name, tensor: Tensor, config: dict[str, Any]
+) -> Tensor:
+    if architecture.has_norms_plus_one and name.full.endswith("_norm.weight"):
         return tensor - 1
-    return _reorder(header, name, tensor, config)
-
-
-def _each_expert(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the experts, which llama.cpp stores as one; any other tensor as it is."""
-    if "*" in name:
-        yield from ((name.replace("*", str(number)), expert) for number, expert in enumerate(tensor))
-    elif name.endswith("shared_expert_gate.weight"):
-        yield name, tensor.view(1, -1)  # llama.cpp drops dimensions of 1
-    else:
-        yield name, tensor
-
-
-def _reorder(header: GgufHeader, name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
-    """Undo the row permutations of GGUF converters."""
-    match = _LAYER_TENSOR.fullmatch(name)
-    part = match["part"] if match else ""
-    match architecture_of(header).row_orders.get(part):
+    heads, kv_heads = (_of_layer(config, key, name.layer) for key in ("num_attention_heads", "num_key_value_heads"))
+    match architecture.row_orders.get(name.part):
         case RowOrder.ROTARY_PAIRS:
-            heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
-            _check_rows(header, name, tensor, 2 * heads)
-            return _halves(tensor, heads)
+            count = heads if name.part == "attn_q" else kv_heads
+            _check_rows(header, name.full, tensor, 2 * count)
+            return _halves(tensor, count)
         case RowOrder.QKV_BLOCKS:
-            _check_rows(header, name, tensor, 3 * config["num_attention_heads"])
-            return _by_head(tensor, config["num_attention_heads"])
+            _check_rows(header, name.full, tensor, heads + 2 * kv_heads)
+            return _by_kv_head(tensor, heads, kv_heads)
+        case RowOrder.TRANSPOSED if name.kind == "weight":
+            return tensor.transpose(-1, -2)
     return tensor
+
+
+def _of_layer(config: dict[str, Any], key: str, layer: int) -> int:
+    """A pruned model has a number for each layer."""
+    value: Any = config.get(key) or config["num_attention_heads"]
+    return int(value[layer] if isinstance(value, list) else value)
 
 
 def _check_rows(header: GgufHeader, name: str, tensor: Tensor, divisor: int) -> None:
@@ -114,10 +169,30 @@ def _halves(tensor: Tensor, n_heads: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
-def _by_head(tensor: Tensor, n_heads: int) -> Tensor:
-    """Reorder rows from (all q, all k, all v) to (q, k, v) of each head."""
-    thirds = tensor.reshape(3, n_heads, tensor.shape[0] // n_heads // 3, *tensor.shape[1:])
-    return thirds.transpose(0, 1).reshape(tensor.shape)
+def _by_kv_head(tensor: Tensor, n_heads: int, n_kv_heads: int) -> Tensor:
+    """Reorder rows from (all q, all k, all v) to (its q, k, v) of each KV head."""
+    dim = tensor.shape[0] // (n_heads + 2 * n_kv_heads)
+    blocks = tensor.split_with_sizes([n_heads * dim, n_kv_heads * dim, n_kv_heads * dim])
+    return torch.cat([block.reshape(n_kv_heads, -1, *tensor.shape[1:]) for block in blocks], dim=1).flatten(0, 1)
+
+
+def _latent(k: Tensor, v: Tensor) -> Tensor:
+    """From [heads, rank, key size] and [heads, value size, rank] to [heads * (key size + value size), rank]."""
+    return torch.cat([k.transpose(1, 2), v], dim=1).flatten(0, 1)
+
+
+def _alternating(gate: Tensor, up: Tensor) -> Tensor:
+    """From [experts, rows, ...] each to [experts, ..., 2 * rows] with rows of both in turn."""
+    rows = torch.stack([gate, up], dim=2).flatten(1, 2)
+    return rows.transpose(1, -1)
+
+
+JOINS: dict[Join, Callable[..., Tensor]] = {
+    Join.ROWS: lambda *parts: torch.cat(parts),
+    Join.EXPERT_ROWS: lambda *parts: torch.cat(parts, dim=1),
+    Join.LATENT: _latent,
+    Join.ALTERNATING: _alternating,
+}
 
 
 def _read(file: BinaryIO, entry: TensorEntry) -> Tensor:
