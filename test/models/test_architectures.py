@@ -35,9 +35,9 @@ ONE_RANK = RankGroup()
 SPLIT_CASES = {name: case for name, case in CASES.items() if case.divides_among_ranks}
 
 
-@pytest.fixture(autouse=True)
-def backend() -> Iterator[None]:
-    ops.use_backend("triton" if ON_GPU else "cpu")
+@pytest.fixture(params=["triton" if ON_GPU else "cpu"], autouse=True)
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    ops.use_backend(request.param)
     yield
     ops.use_backend(ops.REFERENCE)
 

@@ -148,6 +148,7 @@ def multiply(
 
 @ops.linear.impl("triton")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    check_last_contiguous("linear", x=x, weight=weight)
     config = config_of(len(x), *weight.shape) if x.dim() == 2 and x.numel() else None
     return F.linear(x, weight, bias) if config is None else multiply(x, weight, bias, config)
 
