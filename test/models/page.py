@@ -78,6 +78,18 @@ FAMILIES = {
     "starcoder2": "StarCoder 2",
     "xverse": "XVERSE",
 }
+# models that are served as another one when they come from a GGUF file
+GGUF_NAMES = {
+    "Yi": "llama",
+    "deci": "deci",
+    "gemma3": "gemma3",
+    "internlm2": "internlm2",
+    "internlm3": "llama",
+    "kimi_k2": "deepseek2",
+    "llama": "llama",
+    "nemotron-nas": "deci",
+    "xverse": "xverse",
+}
 INTRODUCTION = """\
 # Models
 
@@ -113,8 +125,12 @@ def _row(model_type: str, configs: list[Json]) -> str:
     file = Path(__file__).parents[2] / f"{module.replace('.', '/')}.py"
     lines = sum(bool(line.strip()) for line in file.read_text().splitlines())
     has = ", ".join(sorted({feature for config in configs for feature in _features(config)}))
-    gguf = ", ".join(sorted(name for name, one in ARCHITECTURES.items() if one.model_type == model_type))
+    gguf = GGUF_NAMES.get(model_type) or ", ".join(_gguf_names(model_type))
     return f"| `{model_type}` | {FAMILIES[model_type]} | {has} | {lines} | {len(configs)} | {gguf} |"
+
+
+def _gguf_names(model_type: str) -> list[str]:
+    return sorted(name for name, family in ARCHITECTURES.items() if any(one.model_type == model_type for one in family))
 
 
 def _features(config_json: Json) -> Iterator[str]:
