@@ -11,7 +11,6 @@ from lightserve.model_files.gguf_header import GgufHeader
 # Llama 3.1's values; the conversion to GGUF keeps only the factors computed from them.
 LOW_FREQ_FACTOR = 1.0
 HIGH_FREQ_FACTOR = 4.0
-SCALINGS = ("linear", "yarn", "longrope", "llama3")
 YARN_FIELDS = {
     "rope.scaling.yarn_attn_factor": "attention_factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
@@ -43,7 +42,7 @@ def _rope_scaling(header: GgufHeader, theta: float, dim: int) -> dict[str, Any] 
         return {"rope_type": "linear", "factor": number(header, "rope.scaling.factor")}
     if kind == "yarn":
         return _yarn_scaling(header)
-    raise bad_value(header, key, kind, ", ".join(("none", *SCALINGS)))
+    raise bad_value(header, key, kind, "none, linear, yarn, or longrope with tensor rope_factors_long.weight")
 
 
 def _yarn_scaling(header: GgufHeader) -> dict[str, Any]:
