@@ -35,7 +35,7 @@ class PrefixPlan(NamedTuple):
     """Which cached tokens are expanded; all layers of a step share it."""
 
     slots: Tensor  # [rows] int32: the cache slot of each row of the buffer; NO_SLOT past the last
-    count: Tensor  # [1] int32: how many tokens all prefixes have, more than rows perhaps
+    num_tokens: Tensor  # [1] int32: of all prefixes, more than rows perhaps
     first_rows: Tensor  # [rows of req_to_token] int32: where each request's prefix begins
 
 
@@ -47,7 +47,7 @@ class ExpandedPrefix(NamedTuple):
 @triton.jit(do_not_specialize=["requests", "rows", "min_new_tokens"])
 def _list_prefix_rows_kernel(
     slots_ptr,
-    count_ptr,
+    num_tokens_ptr,
     first_rows_ptr,
     req_to_token_ptr,
     b_req_idx_ptr,
@@ -78,7 +78,7 @@ def _list_prefix_rows_kernel(
             req_idx = tl.load(b_req_idx_ptr + others, mask=is_request, other=0)
             tl.store(first_rows_ptr + req_idx, ends - lengths, mask=is_request)
     if tl.program_id(0) == 0:
-        tl.store(count_ptr, listed)
+        tl.store(num_tokens_ptr, listed)
     is_listed = owners < requests
     req_idx = tl.load(b_req_idx_ptr + owners, mask=is_listed, other=0).to(tl.int64)
     slots = tl.load(req_to_token_ptr + req_idx * req_stride + own - starts, mask=is_listed, other=NO_SLOT)
@@ -92,7 +92,7 @@ def plan_prefix(batch: ops.AttnBatch, sizes: LatentSizes, element_bytes: int, mi
     plan = PrefixPlan(*(batch.b_req_idx.new_empty(size) for size in (rows, 1, table_rows)))
     _list_prefix_rows_kernel[(cdiv(rows, LISTED_ROWS.value),)](
         plan.slots,
-        plan.count,
+        plan.num_tokens,
         plan.first_rows,
         batch.req_to_token,
         batch.b_req_idx,
@@ -111,7 +111,7 @@ def _expand_prefix_kernel(
     cache_ptr,
     kv_b_ptr,
     slots_ptr,
-    count_ptr,
+    num_tokens_ptr,
     kv_ptr,
     pe_ptr,
     rows,
@@ -131,7 +131,7 @@ def _expand_prefix_kernel(
     """
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_col = cols < WIDTH
-    tiles = tl.cdiv(tl.minimum(tl.load(count_ptr), rows), BLOCK_M)
+    tiles = tl.cdiv(tl.minimum(tl.load(num_tokens_ptr), rows), BLOCK_M)
     for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
         own = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         slots = tl.load(slots_ptr + own, mask=own < rows, other=NO_SLOT)
@@ -166,7 +166,7 @@ def expand_prefix(plan: PrefixPlan, latent_cache: Tensor, kv_b: Tensor, sizes: L
         latent_cache,
         kv_b,
         plan.slots,
-        plan.count,
+        plan.num_tokens,
         expanded.kv,
         expanded.pe,
         rows,
