@@ -26,6 +26,8 @@ CALLS = {
 }
 WALL_CLOCKS = ("time.time", "time.time_ns")
 FLAGS = {"shell": "runs a shell", "trust_remote_code": "runs the code of a model", "allow_pickle": "unpickles"}
+# only with --trust_remote_code
+ALLOWED = {"model_files/tokenizer_files/own_code.py": "trust_remote_code runs the code of a model"}
 TEXTS = {"tcp://*": "listens to the network", "tcp://0.0.0.0": "listens to the network"}
 
 
@@ -69,7 +71,9 @@ def _tells_mypy(node: ast.Assert) -> bool:
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_does_what_is_forbidden(path: Path) -> None:
-    assert list(mistakes_in(path.read_text())) == []
+    allowed = ALLOWED.get(str(path.relative_to(ROOT)))
+
+    assert [found for found in mistakes_in(path.read_text()) if not found.endswith(f": {allowed}")] == []
 
 
 @pytest.mark.parametrize(

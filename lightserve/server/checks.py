@@ -21,6 +21,7 @@ from lightserve.utils.tls import server_context
 logger = init_logger(__name__)
 
 FITTING_TIMEOUT_S = 60.0  # to import torch on a loaded machine
+SHOWN = 3  # of the models that fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def _model_config(source: ModelSource, worker: WorkerConfig) -> ModelConfig:
 def _hint(source: ModelSource, worker: WorkerConfig) -> str:
     """Which supported model has the same tensors, if there is one: many models are Llama under another name."""
     fitting = _fitting_models(source) if worker.load_format == "auto" else []
-    return f"; its tensors fit {', '.join(fitting)}: try --model_type {fitting[0]}" if fitting else ""
+    return f"; its tensors fit {', '.join(fitting[:SHOWN])}: try --model_type {fitting[0]}" if fitting else ""
 
 
 def _fitting_models(source: ModelSource) -> list[str]:
