@@ -90,6 +90,7 @@ GGUF_NAMES = {
     "nemotron-nas": "deci",
     "xverse": "xverse",
 }
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 INTRODUCTION = """\
 # Models
 
@@ -97,7 +98,7 @@ Serve any model of this list with `--model_dir`. The column `model_type` is what
 `config.json` says. To add one, see [adding_a_model.md](adding_a_model.md); what else is read from a
 model's folder or GGUF file is in [model_files.md](model_files.md).
 
-`python -m test.models.page > docs/models.md` writes this page, and a test compares it. *Lines* are
+`python -m test.models.page` writes this page, and a test compares it. *Lines* are
 those of the model's file that are not blank. *Cases* are the shapes in which the model gives the
 logits of transformers, over prompts of 170 tokens in chunks, with a cached prefix, in decode steps,
 in half precision and on two ranks (`test/models/test_architectures.py`). *GGUF* names the
@@ -171,4 +172,4 @@ def _declared(config_json: Json) -> TpPartBaseModel:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    PAGE.write_text(page())

@@ -27,6 +27,7 @@ SMALL = {
     "intermediate_size": 64,
     "max_position_embeddings": MAX_LEN,
 }
+QK_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 Json = dict[str, Any]
 Tensors = dict[str, Tensor]
 
@@ -62,8 +63,10 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> Tiny:
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.model_type, **case.fields))
     hf = hf.float().eval()
-    for weight in hf.state_dict().values():  # parameters, and buffers that a checkpoint has
+    for name, weight in hf.state_dict().items():  # parameters, and buffers that a checkpoint has
         weight.normal_(std=0.15)
+        if any(norm in name for norm in QK_NORMS):
+            weight.add_(1)  # small norms of queries and keys make all scores alike, which hides errors
         weight.copy_(weight.to(dtype))
     with TemporaryDirectory() as folder:
         hf.save_pretrained(folder)  # the names of the hub; the model in memory has others
