@@ -26,6 +26,7 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": ops.silu_and_mul,
     "gelu": ops.gelu_and_mul,
     "gelu_tanh": ops.gelu_tanh_and_mul,
+    "relu2": ops.relu2_and_mul,
 }
 
 
