@@ -97,6 +97,9 @@ MODELS = {
     "arcee": ConfigNames(defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"}),
     # the length under its own name, since its absence under Llama's name tells 13B
     "baichuan": ConfigNames({"model_max_length": "model_max_length"}, {"rms_norm_eps": 1e-6}, config_derived.baichuan),
+    "bitnet": ConfigNames(
+        defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 5, "hidden_act": "relu2", "rope_theta": 500_000.0}
+    ),
     "bloom": ConfigNames(defaults={"tie_word_embeddings": True, "hidden_act": "gelu_new"}),
     "chatglm": ConfigNames({"kv_channels": "head_dim"}, {"rms_norm_eps": 1e-5}, config_derived.chatglm),
     "cohere": ConfigNames(defaults={**_TIED, "logit_scale": 0.0625, "rope_theta": 500_000.0}),

@@ -27,6 +27,7 @@ MODELS = {
     "aquila": "lightserve.models.llama.model:LlamaTpPartModel",
     "arcee": "lightserve.models.arcee.model:ArceeTpPartModel",
     "baichuan": "lightserve.models.baichuan.model:BaichuanTpPartModel",
+    "bitnet": "lightserve.models.bitnet.model:BitNetTpPartModel",
     "bloom": "lightserve.models.bloom.model:BloomTpPartModel",
     "chatglm": "lightserve.models.chatglm.model:ChatGlmTpPartModel",
     "cohere": "lightserve.models.cohere.model:CohereTpPartModel",

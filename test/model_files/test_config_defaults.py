@@ -26,6 +26,7 @@ GPT = {"vocab_size": 96, "n_embd": 64, "n_layer": 7, "n_head": 4, "n_positions":
 WITHOUT_KV_HEADS = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
 SHAPES: dict[str, dict[str, Any]] = {
     "arcee": SHAPE,
+    "bitnet": SHAPE,
     "cohere": SHAPE,
     "cohere2": SHAPE,
     "falcon": {**WITHOUT_KV_HEADS, "ffn_hidden_size": 80},

@@ -23,6 +23,7 @@ FAMILIES = {
     "aquila": "Aquila 2",
     "arcee": "Arcee AFM",
     "baichuan": "Baichuan 1 and 2",
+    "bitnet": "BitNet in floating point",
     "bloom": "BLOOM, BLOOMZ",
     "chatglm": "ChatGLM 2 and 3, GLM-4-9B",
     "cohere": "Command R, R+, Aya",
@@ -157,6 +158,7 @@ def _layer_features(spec: LayerSpec) -> Iterator[str]:
             "qk norm": spec.qk_norm,
             "parallel halves": spec.is_parallel,
             "post norms": spec.names.att_post_norm,
+            "sub norms": spec.names.o_norm,
         }.items()
         if is_set
     )

@@ -13,6 +13,7 @@ from lightserve.common import ops
 from lightserve.common.basemodel import (
     CheckpointTensor,
     ExpertsLayout,
+    LayerNames,
     LayerSpec,
     ModelConfig,
     MoeFfnWeight,
@@ -31,6 +32,7 @@ from test.models.architectures.moe import CASES
 from test.models.tiny import build_model
 
 HIDDEN, WIDTH, EXPERTS = 24, 12, 6
+LLAMA_NAMES = LayerNames()
 MOE = MoeSpec(num_experts=EXPERTS, intermediate_size=WIDTH, route=RouteSpec(2, renormalize=True))
 SPECS = {
     "each": MOE,
@@ -46,7 +48,7 @@ each_spec = pytest.mark.parametrize("moe", SPECS.values(), ids=SPECS)
 
 
 class Layer(LayerWeight):
-    def __init__(self, moe: MoeSpec, parallel: Parallel) -> None:
+    def __init__(self, moe: MoeSpec, parallel: Parallel, names: LayerNames = LLAMA_NAMES) -> None:
         config = ModelConfig.from_hf({**SMALL, "model_type": "any", "rms_norm_eps": 1e-5, "hidden_size": HIDDEN})
         spec = LayerSpec(
             config=config,
@@ -60,6 +62,7 @@ class Layer(LayerWeight):
             rope=None,
             scale=1.0,
             moe=moe,
+            names=names,
         )
         self.ffn = MoeFfnWeight(spec, moe, WeightContext(parallel, torch.float32, torch.device("cpu")))
 
@@ -195,3 +198,8 @@ def test_no_expert_is_the_id_of_pairs_that_another_rank_computes() -> None:
     own = layer.ffn.experts._own_ids(torch.tensor([[0, 3], [5, ops.NO_EXPERT]], dtype=torch.int32))
 
     assert own.tolist() == [[-1, 0], [2, -1]]
+
+
+def test_a_norm_before_down_is_refused_with_experts() -> None:
+    with pytest.raises(ModelFilesError, match="any: experts with a norm before down are not supported"):
+        Layer(MOE, Parallel(), LayerNames(down_norm="mlp.norm"))

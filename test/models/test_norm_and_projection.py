@@ -11,8 +11,10 @@ from torch import Tensor
 
 from lightserve.common import basemodel as bm, ops
 from lightserve.common.basemodel.hooks import recorded
+from test.models.architectures.case import build
+from test.models.architectures.llama_like import CASES
 from test.models.session import Session
-from test.models.tiny import build_hf, build_ours
+from test.models.tiny import build_hf, build_model, build_ours
 
 PROMPT = [5, 17, 3, 99, 42]
 FUSED = ("add_rms_norm_linear", "add_rms_norm_gate_up")
@@ -59,6 +61,15 @@ def test_an_observer_receives_the_norms_too(calls: list[str]) -> None:
     assert calls == []
     assert {"layers.1.att_norm", "layers.1.ffn_norm", "layers.1.ffn"} <= values.keys()
     torch.testing.assert_close(observed, plain)
+
+
+def test_the_norms_inside_the_halves_are_computed_with_an_observer_too() -> None:
+    tiny = build(CASES["bitnet"])
+    model = build_model(tiny.config_json, tiny.checkpoint())
+    plain = logits_of(model)
+
+    with recorded(model):
+        torch.testing.assert_close(logits_of(model), plain)
 
 
 @pytest.mark.parametrize("hook", ["_att_norm", "_get_qkv", "_ffn_norm", "_ffn"])

@@ -30,6 +30,7 @@ def refuse(fields: dict[str, Any], message: str) -> None:
     "model_type",
     [
         "baichuan",
+        "bitnet",
         "chatglm",
         "exaone4",
         "glm",
@@ -60,6 +61,11 @@ def test_an_unknown_activation_is_refused(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"model_type": "bitnet", "mlp_bias": True}, "mlp_bias True is not supported for bitnet; supported: False"),
+        (
+            {"model_type": "bitnet", "quantization_config": {"quant_method": "bitnet"}},
+            "quantised checkpoints are not supported yet .quant_method 'bitnet'.",
+        ),
         ({"model_type": "chatglm", "position_encoding_2d": True}, "ChatGLM 1 .* is not supported; use ChatGLM 2 or 3"),
         ({"model_type": "chatglm", "rmsnorm": False}, "rmsnorm False is not supported for chatglm; supported: True"),
         ({"model_type": "chatglm", "post_layer_norm": False}, "post_layer_norm False is not supported for chatglm"),

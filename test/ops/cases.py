@@ -430,6 +430,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "place_tokens": _place_args,
     "relu": _activation_args,
     "relu2": _activation_args,
+    "relu2_and_mul": _activation_args,
     "rms_norm": _norm_args("rows", "param"),
     "rotary": _rotary_args,
     "rotary_write_kv": _rotary_write_kv_args,

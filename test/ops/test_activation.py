@@ -7,7 +7,7 @@ from lightserve.common import ops
 from test.ops.cases import assert_close, device_of, each_op_backend_and_dtype, randn, strided, wide
 
 PLAIN = ["gelu", "gelu_tanh", "relu", "relu2", "silu"]
-GATED = ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"]
+GATED = ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "relu2_and_mul"]
 SHAPES = [(1, 2), (3, 66), (2, 2 * 1100), (2, 3, 10)]
 
 

@@ -39,6 +39,7 @@ def test_gates_come_first() -> None:
     torch.testing.assert_close(ops.gelu_and_mul(gate_up), gate * (1 + (gate / 2**0.5).erf()) / 2 * up, **CLOSE)
     tanh = (0.7978845608 * (gate + 0.044715 * gate**3)).tanh()
     torch.testing.assert_close(ops.gelu_tanh_and_mul(gate_up), gate * (1 + tanh) / 2 * up, **CLOSE)
+    torch.testing.assert_close(ops.relu2_and_mul(gate_up), gate.clamp(min=0) ** 2 * up, **CLOSE)
 
 
 def test_rotary_turns_pairs_as_complex_numbers() -> None:

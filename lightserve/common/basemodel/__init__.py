@@ -27,7 +27,12 @@ from lightserve.common.basemodel.layer_weights.linears import (
     RowWeight,
     VocabWeight,
 )
-from lightserve.common.basemodel.layer_weights.norms import LayerNormWeight, NormWeight, RmsNormWeight
+from lightserve.common.basemodel.layer_weights.norms import (
+    LayerNormWeight,
+    NormWeight,
+    RmsNormWeight,
+    SplitNormWeight,
+)
 from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
 from lightserve.common.basemodel.moe import MoeNames, MoeSpec, num_experts_of, top_k_of
@@ -99,6 +104,7 @@ __all__ = [
     "RopeConfig",
     "RowMap",
     "RowWeight",
+    "SplitNormWeight",
     "TpPartBaseModel",
     "TransformerLayerInfer",
     "TransformerLayerInferTpl",

@@ -72,12 +72,14 @@ class LayerNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"  # the tensor itself
+    o_norm: str | None = None  # RMSNorm of the input of o, over all heads of a token
     o: str = "self_attn.o_proj"
     att_post_norm: str | None = None  # of what the attention adds to the hidden states
     ffn_norm: str | None = "post_attention_layernorm"  # None: as att_norm; in parallel layers: att_norm serves both
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     gate_up: str | None = None  # one linear instead of two: all rows of gate, then of up
+    down_norm: str | None = None  # RMSNorm of the input of down; not with experts
     down: str = "mlp.down_proj"
     ffn_post_norm: str | None = None  # of what the feed-forward adds to the hidden states
 

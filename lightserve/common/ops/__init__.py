@@ -7,6 +7,7 @@ from lightserve.common.ops.activation import (
     gelu_tanh_and_mul,
     relu,
     relu2,
+    relu2_and_mul,
     silu,
     silu_and_mul,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "place_tokens",
     "relu",
     "relu2",
+    "relu2_and_mul",
     "rms_norm",
     "rotary",
     "rotary_write_kv",

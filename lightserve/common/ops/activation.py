@@ -53,3 +53,10 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """Gated GELU in its tanh form of ``[tokens, 2 * width]``, gate first."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+@op
+def relu2_and_mul(gate_up: Tensor) -> Tensor:
+    """Gated square of ReLU of ``[tokens, 2 * width]``, gate first."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.relu(gate).square() * up).to(gate_up.dtype)

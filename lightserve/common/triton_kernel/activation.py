@@ -97,3 +97,8 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
 @ops.gelu_tanh_and_mul.impl("triton")
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return _launch("gelu_tanh_and_mul", gate_up, "gelu_tanh", is_gated=True)
+
+
+@ops.relu2_and_mul.impl("triton")
+def relu2_and_mul(gate_up: Tensor) -> Tensor:
+    return _launch("relu2_and_mul", gate_up, "relu2", is_gated=True)

@@ -12,5 +12,7 @@ CASES = {
         "qwen2", {**SMALL, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
     ),
     "qwen3": Case("qwen3", {**SMALL, "head_dim": 16}),
+    "bitnet": Case("bitnet", {**SMALL}),
+    "bitnet-silu": Case("bitnet", {**SMALL, "hidden_act": "silu", "attention_bias": True, "tie_word_embeddings": True}),
     "bloom": Case("bloom", {"vocab_size": 131, "hidden_size": 48, "n_layer": 2, "n_head": 6, "seq_length": MAX_LEN}),
 }

@@ -13,7 +13,7 @@ from lightserve.common.basemodel.layer_weights.experts import MoeFfnWeight
 from lightserve.common.basemodel.layer_weights.ffn import FfnWeight, GatedFfnWeight, PlainFfnWeight
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.linears import Block, ColumnWeight, RowWeight, VocabWeight
-from lightserve.common.basemodel.layer_weights.norms import NormWeight, norm_weight
+from lightserve.common.basemodel.layer_weights.norms import NormWeight, SplitNormWeight, norm_weight
 from lightserve.common.basemodel.layer_weights.qk_norms import qk_norm_weight
 from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
@@ -43,6 +43,7 @@ class DecoderLayerWeight(TransformerLayerWeight):
         if spec.has_attention:
             self.att_norm = _norm(spec.names.att_norm, spec, context)
             self._init_attention(spec, context)
+            self.o_norm = _o_norm(spec, context)
             self.att_post_norm = _norm(spec.names.att_post_norm, spec, context)
         if spec.has_ffn:
             self.ffn_norm = _norm(spec.names.ffn_norm, spec, context)
@@ -108,6 +109,11 @@ def _norm(name: str | None, spec: LayerSpec, context: WeightContext) -> NormWeig
     if name is None:
         return None
     return norm_weight(spec.norm, f"{spec.prefix}.{name}", spec.hidden_size, spec.norm_eps, context)
+
+
+def _o_norm(spec: LayerSpec, context: WeightContext) -> SplitNormWeight | None:
+    name, width = spec.names.o_norm, spec.num_heads * spec.head_dim
+    return SplitNormWeight(f"{spec.prefix}.{name}", width, spec.norm_eps, context) if name else None
 
 
 def _ffn(spec: LayerSpec, context: WeightContext) -> FfnWeight:

@@ -83,6 +83,8 @@ class MoeFfnWeight(FfnWeight):
         at, names, hidden = spec.prefix, moe.names, spec.hidden_size
         if spec.activation != "silu":
             raise ModelFilesError(f"config.json: experts with {spec.activation} are not supported; supported: silu")
+        if spec.names.down_norm is not None:
+            raise ModelFilesError(f"{spec.config.model_type}: experts with a norm before down are not supported")
         self._tp = context.tp
         self._route = _route_spec(moe)
         self._is_router_float32 = moe.is_router_float32

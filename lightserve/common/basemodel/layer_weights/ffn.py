@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.basemodel.layer_weights.linears import Block, ColumnWeight, RowWeight
-from lightserve.common.basemodel.layer_weights.norms import NormWeight
+from lightserve.common.basemodel.layer_weights.norms import NormWeight, SplitNormWeight
 from lightserve.common.basemodel.layer_weights.row_map import in_blocks
 from lightserve.common.basemodel.layer_weights.weight import WeightContext, WeightGroup
 from lightserve.common.basemodel.spec import LayerSpec
@@ -26,6 +26,7 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": ops.silu_and_mul,
     "gelu": ops.gelu_and_mul,
     "gelu_tanh": ops.gelu_tanh_and_mul,
+    "relu2": ops.relu2_and_mul,
 }
 
 
@@ -43,7 +44,17 @@ class FfnWeight(WeightGroup):
         return self.forward(norm.add_norm(x, residual), is_padding), residual
 
 
-class GatedFfnWeight(FfnWeight):
+class DenseFfnWeight(FfnWeight):
+    """Every token uses all of it."""
+
+    down_norm: SplitNormWeight | None
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """The input of down from what the activation returns."""
+        return x if self.down_norm is None else self.down_norm.norm(x)
+
+
+class GatedFfnWeight(DenseFfnWeight):
     """``down(activation(gate(x)) * up(x))``."""
 
     def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
@@ -51,15 +62,16 @@ class GatedFfnWeight(FfnWeight):
         self._activation = _activation(spec, GATED)
         self._is_silu = spec.activation == "silu"
         self.gate_up_proj = ColumnWeight(_gate_up(spec), spec.hidden_size, context, **options)
+        self.down_norm = _down_norm(spec, context)
         down = f"{spec.prefix}.{spec.names.down}"
         self.down_proj = RowWeight(down, spec.intermediate_size, spec.hidden_size, context, **options)
 
     def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
-        return self.down_proj.mm(self._activation(self.gate_up_proj.mm(x)))
+        return self.down_proj.mm(self._normed(self._activation(self.gate_up_proj.mm(x))))
 
     def partial_forward(self, x: Tensor) -> Tensor:
         """This rank's part of ``forward``, for a caller that sums over the ranks."""
-        return self.down_proj.partial_mm(self._activation(self.gate_up_proj.mm(x)))
+        return self.down_proj.partial_mm(self._normed(self._activation(self.gate_up_proj.mm(x))))
 
     def add_norm_forward(
         self, x: Tensor, residual: Tensor, norm: NormWeight, is_padding: Tensor | None
@@ -69,10 +81,10 @@ class GatedFfnWeight(FfnWeight):
         else:
             gate_up, residual = self.gate_up_proj.add_norm_mm(x, residual, norm)
             gated = self._activation(gate_up)
-        return self.down_proj.mm(gated), residual
+        return self.down_proj.mm(self._normed(gated)), residual
 
 
-class PlainFfnWeight(FfnWeight):
+class PlainFfnWeight(DenseFfnWeight):
     """``down(activation(up(x)))``."""
 
     def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
@@ -80,11 +92,17 @@ class PlainFfnWeight(FfnWeight):
         self._activation = _activation(spec, PLAIN)
         up = Block(f"{spec.prefix}.{spec.names.up}", spec.intermediate_size)
         self.up_proj = ColumnWeight([up], spec.hidden_size, context, **options)
+        self.down_norm = _down_norm(spec, context)
         down = f"{spec.prefix}.{spec.names.down}"
         self.down_proj = RowWeight(down, spec.intermediate_size, spec.hidden_size, context, **options)
 
     def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
-        return self.down_proj.mm(self._activation(self.up_proj.mm(x)))
+        return self.down_proj.mm(self._normed(self._activation(self.up_proj.mm(x))))
+
+
+def _down_norm(spec: LayerSpec, context: WeightContext) -> SplitNormWeight | None:
+    name = spec.names.down_norm
+    return SplitNormWeight(f"{spec.prefix}.{name}", spec.intermediate_size, spec.norm_eps, context) if name else None
 
 
 def _gate_up(spec: LayerSpec) -> list[Block]:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from lightserve.common import ops
 from lightserve.common.basemodel.layer_weights.linears import RowWeight, VocabWeight
-from lightserve.common.basemodel.layer_weights.norms import NormWeight
+from lightserve.common.basemodel.layer_weights.norms import NormWeight, SplitNormWeight
 from lightserve.common.basemodel.layer_weights.weight import WeightContext, WeightGroup
 from lightserve.common.basemodel.spec import LayerSpec, ModelSpec
 
@@ -31,6 +31,7 @@ class TransformerLayerWeight(LayerWeight, ABC):
 
     att_norm: NormWeight | None  # None: the attention reads the hidden states as they are
     attn_options: ops.AttnOptions
+    o_norm: SplitNormWeight | None  # of the input of o_proj
     o_proj: RowWeight
     att_post_norm: NormWeight | None
     ffn_norm: NormWeight | None

@@ -88,6 +88,40 @@ class LayerNormWeight(NormWeight):
         return ops.add_layer_norm(x, residual, self.tensor, self.bias, self._eps)
 
 
+class SplitNormWeight(Weight):
+    """RMSNorm over rows that the ranks share, as outputs of a ColumnWeight and inputs of a RowWeight.
+
+    ``own`` are the numbers of a row that this rank has, and ``copies`` the ranks that have the same; the default is an
+    equal part for each rank.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        size: int,
+        eps: float,
+        context: WeightContext,
+        *,
+        own: Tensor | None = None,
+        copies: int = 1,
+    ) -> None:
+        self._prefix, self._size, self._eps, self._tp = prefix, size, eps, context.tp
+        self._own = torch.arange(size).chunk(self._tp.size)[self._tp.rank] if own is None else own
+        self._copies = copies
+        self.tensor = context.empty(len(self._own))
+
+    def pieces(self) -> Iterator[Piece]:
+        yield Piece(f"{self._prefix}.weight", (self._size,), self.tensor, lambda weight: weight[self._own])
+
+    def norm(self, x: Tensor) -> Tensor:
+        """Of this rank's part of every row, ``[tokens, part]``."""
+        if self._tp.size == 1:
+            return ops.rms_norm(x, self.tensor, self._eps)
+        wide = x.float()
+        squares = self._tp.all_reduce(wide.square().sum(-1, keepdim=True)) / self._copies
+        return (wide * torch.rsqrt(squares / self._size + self._eps) * self.tensor.float()).to(x.dtype)
+
+
 def norm_weight(kind: Norm, prefix: str, size: int, eps: float, context: WeightContext) -> NormWeight:
     if kind in (Norm.RMS, Norm.RMS_PLUS_ONE):
         return RmsNormWeight(prefix, size, eps, context, adds_one=kind is Norm.RMS_PLUS_ONE)

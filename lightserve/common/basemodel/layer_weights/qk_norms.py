@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.basemodel.layer_weights.norms import RmsNormWeight
+from lightserve.common.basemodel.layer_weights.norms import RmsNormWeight, SplitNormWeight
 from lightserve.common.basemodel.layer_weights.row_map import pairs_to_halves, whole
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
 from lightserve.common.basemodel.spec import LayerSpec, Norm, QkNorm
@@ -85,27 +85,23 @@ class ProjectionNormWeight(QkNormWeight):
     """RMSNorm over all heads of a token, which the ranks share."""
 
     def __init__(self, prefix: str, num_heads: int, spec: LayerSpec, context: WeightContext) -> None:
-        self._prefix, self._eps, self._tp = prefix, spec.norm_eps, context.tp
-        self._whole = num_heads * spec.head_dim
-        own = _heads_of_rank(num_heads, context)
-        self._own = slice(own.start * spec.head_dim, own.stop * spec.head_dim)
-        self._copies = max(context.tp.size // num_heads, 1)  # ranks with the same head
-        self.tensor = context.empty(self._own.stop - self._own.start)
-        rows = whole(num_heads, spec.head_dim)
-        self._order = pairs_to_halves(rows, num_heads, spec.rotary_dim).rows if spec.has_rope_pairs else rows.rows
+        heads, dim = _heads_of_rank(num_heads, context), spec.head_dim
+        rows = whole(num_heads, dim)
+        order = pairs_to_halves(rows, num_heads, spec.rotary_dim).rows if spec.has_rope_pairs else rows.rows
+        self._norm = SplitNormWeight(
+            prefix,
+            num_heads * dim,
+            spec.norm_eps,
+            context,
+            own=order[heads.start * dim : heads.stop * dim],
+            copies=max(context.tp.size // num_heads, 1),
+        )
 
     def pieces(self) -> Iterator[Piece]:
-        rows = self._order[self._own]
-        yield Piece(f"{self._prefix}.weight", (self._whole,), self.tensor, lambda weight: weight[rows])
+        return self._norm.pieces()
 
     def norm(self, x: Tensor) -> Tensor:
-        rows = x.flatten(1)
-        if self._tp.size == 1:
-            return ops.rms_norm(rows, self.tensor, self._eps).view(x.shape)
-        wide = rows.float()
-        squares = self._tp.all_reduce(wide.square().sum(-1, keepdim=True)) / self._copies
-        normed = wide * torch.rsqrt(squares / self._whole + self._eps) * self.tensor.float()
-        return normed.to(x.dtype).view(x.shape)
+        return self._norm.norm(x.flatten(1)).view(x.shape)
 
 
 def qk_norm_weight(prefix: str, num_heads: int, spec: LayerSpec, context: WeightContext) -> QkNormWeight | None:

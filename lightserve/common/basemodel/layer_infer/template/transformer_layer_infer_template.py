@@ -143,7 +143,10 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
         return ops.token_attention(q, cache, infer_state.attn, layer_weight.attn_options)
 
     def _get_o(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
-        return layer_weight.o_proj.mm(input.flatten(-2))
+        rows = input.flatten(-2)
+        if layer_weight.o_norm is not None:
+            rows = layer_weight.o_norm.norm(rows)
+        return layer_weight.o_proj.mm(rows)
 
     def _ffn_norm(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
         return add_norm(input, infer_state, layer_weight.ffn_norm)
