@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
@@ -67,6 +68,20 @@ class TokenizerFile(ABC):
     def _added(self) -> dict[int, AddedToken]:
         """Tokens that are found in a text before the rest is split, by id."""
         return self.settings.added
+
+    def _roles(self, usual: Iterable[str | None]) -> SpecialTokens:
+        """The tokens with a role that the config files name, and ``usual`` ones for the other roles."""
+        return SpecialTokens(*(named or token for named, token in zip(self.settings.roles, usual, strict=True)))
+
+    @cached_property
+    def _id_of_added(self) -> dict[str, int]:
+        return {token.content: token_id for token_id, token in self.added.items()}
+
+    def _bos_and_eos(self, *, adds_bos: bool) -> tuple[list[str], list[str]]:
+        """The tokens before and after each text by the flags of the config. ``adds_bos``: if it has no flag for it."""
+        bos = [self.special.bos] if self.settings.flag("add_bos_token", adds_bos) else []
+        eos = [self.special.eos] if self.settings.flag("add_eos_token", False) else []
+        return present(bos), present(eos)
 
     @abstractmethod
     def _backend(self) -> Tokenizer:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from lightserve.model_files.special_tokens import SpecialTokens
-from lightserve.model_files.tokenizer_files.base import TokenizerFile, present
+from lightserve.model_files.tokenizer_files.base import TokenizerFile
 from lightserve.model_files.tokenizer_files.byte_pairs import merges_of
 from lightserve.model_files.tokenizer_files.sentencepiece_file import (
     SPACE,
@@ -82,9 +82,8 @@ class SentencePieceFile(TokenizerFile):
 
     @property
     def special(self) -> SpecialTokens:
-        model, roles = self._model, self.settings.roles
-        ids = (model.bos_id, model.eos_id, model.unk_id, model.pad_id)
-        return SpecialTokens(*(role or model.token(i) for role, i in zip(roles, ids, strict=True)))
+        model = self._model
+        return self._roles(model.token(i) for i in (model.bos_id, model.eos_id, model.unk_id, model.pad_id))
 
     def id_of(self, token: str) -> int | None:
         return next((i for i, piece in enumerate(self._pieces) if piece.text == token), None)
@@ -130,10 +129,8 @@ class SentencePieceFile(TokenizerFile):
         return sentencepiece_backend(self._model, self._pieces, prefix)
 
     def _surrounding(self) -> tuple[list[str], list[str]]:
-        adds_bos = self.settings.flag("add_bos_token", self._family.adds_bos)
-        adds_eos = self.settings.flag("add_eos_token", False)
-        before = self._family.before or ((self.special.bos,) if adds_bos else ())
-        return present(before), present([self.special.eos] if adds_eos else [])
+        bos, eos = self._bos_and_eos(adds_bos=self._family.adds_bos)
+        return list(self._family.before) or bos, eos
 
 
 def with_added(pieces: Sequence[Piece], added: dict[int, str]) -> list[Piece]:

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.folder import read_json
 from lightserve.model_files.special_tokens import SpecialTokens
-from lightserve.model_files.tokenizer_files.base import TokenizerFile, present
+from lightserve.model_files.tokenizer_files.base import TokenizerFile
 from lightserve.model_files.tokenizer_files.byte_pairs import byte_level_backend
 from lightserve.model_files.tokenizer_files.ranks import check_ranks, decode_base64
 from lightserve.model_files.tokenizer_files.settings import TokenizerSettings
@@ -39,8 +39,7 @@ class TekkenFile(TokenizerFile):
     @property
     def special(self) -> SpecialTokens:
         usual = SpecialTokens("<s>", "</s>", "<unk>", "<pad>")
-        found = (token if token in self._special else None for token in usual)
-        return SpecialTokens(*(named or token for named, token in zip(self.settings.roles, found, strict=True)))
+        return self._roles(token if token in self._special else None for token in usual)
 
     def id_of(self, token: str) -> int | None:
         if token in self._special:
@@ -58,9 +57,7 @@ class TekkenFile(TokenizerFile):
         return byte_level_backend(ids, {i: token.content for i, token in self.added.items()}, self._split)
 
     def _surrounding(self) -> tuple[list[str], list[str]]:
-        bos = [self.special.bos] if self.settings.flag("add_bos_token", True) else []
-        eos = [self.special.eos] if self.settings.flag("add_eos_token", False) else []
-        return present(bos), present(eos)
+        return self._bos_and_eos(adds_bos=True)
 
 
 def _special(content: dict[str, Any]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.special_tokens import SpecialTokens
 from lightserve.model_files.tokenizer_files import splits
-from lightserve.model_files.tokenizer_files.base import TokenizerFile, present
+from lightserve.model_files.tokenizer_files.base import TokenizerFile
 from lightserve.model_files.tokenizer_files.byte_pairs import byte_level_backend
 from lightserve.model_files.tokenizer_files.ranks import check_ranks, decode_base64
 from lightserve.model_files.tokenizer_files.settings import TokenizerSettings
@@ -88,12 +87,7 @@ class TiktokenFile(TokenizerFile):
 
     @property
     def special(self) -> SpecialTokens:
-        pairs = zip(self.settings.roles, self._family.roles, strict=True)
-        return SpecialTokens(*(named or usual for named, usual in pairs))
-
-    @cached_property
-    def _id_of_added(self) -> dict[str, int]:
-        return {token.content: token_id for token_id, token in self.added.items()}
+        return self._roles(self._family.roles)
 
     def id_of(self, token: str) -> int | None:
         return self._id_of_added.get(token, self._ranks.get(token.encode()))
@@ -112,9 +106,8 @@ class TiktokenFile(TokenizerFile):
         return byte_level_backend(self._ranks, added, self._family.split, self._family.is_nfc)
 
     def _surrounding(self) -> tuple[list[str], list[str]]:
-        bos = [self.special.bos] if self.settings.flag("add_bos_token", False) else []
-        eos = [self.special.eos] if self.settings.flag("add_eos_token", False) else []
-        return [*self._family.before, *present(bos)], present(eos)
+        bos, eos = self._bos_and_eos(adds_bos=False)
+        return [*self._family.before, *bos], eos
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

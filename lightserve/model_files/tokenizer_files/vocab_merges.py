@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -11,7 +10,7 @@ from lightserve.errors import ModelFilesError
 from lightserve.model_files.folder import read_json, read_text
 from lightserve.model_files.special_tokens import SpecialTokens
 from lightserve.model_files.tokenizer_files import splits
-from lightserve.model_files.tokenizer_files.base import TokenizerFile, present
+from lightserve.model_files.tokenizer_files.base import TokenizerFile
 from lightserve.model_files.tokenizer_files.byte_pairs import split_bytes
 from lightserve.model_files.tokenizer_files.settings import TokenizerSettings
 
@@ -41,12 +40,7 @@ class VocabMergesFile(TokenizerFile):
     @property
     def special(self) -> SpecialTokens:
         usual = _DEFAULT_ROLES.get(self.settings.class_name, SpecialTokens())
-        known = (token if token is not None and self.id_of(token) is not None else None for token in usual)
-        return SpecialTokens(*(named or token for named, token in zip(self.settings.roles, known, strict=True)))
-
-    @cached_property
-    def _id_of_added(self) -> dict[str, int]:
-        return {token.content: token_id for token_id, token in self.added.items()}
+        return self._roles(token if token is not None and self.id_of(token) is not None else None for token in usual)
 
     def id_of(self, token: str) -> int | None:
         return self._id_of_added.get(token, self._vocabulary.get(token))
@@ -70,9 +64,7 @@ class VocabMergesFile(TokenizerFile):
         return backend
 
     def _surrounding(self) -> tuple[list[str], list[str]]:
-        bos = [self.special.bos] if self.settings.flag("add_bos_token", False) else []
-        eos = [self.special.eos] if self.settings.flag("add_eos_token", False) else []
-        return present(bos), present(eos)
+        return self._bos_and_eos(adds_bos=False)
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
