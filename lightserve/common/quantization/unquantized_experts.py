@@ -10,6 +10,7 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.quantization.experts_method import ExpertsLayout, ExpertsMethod, ExpertsSpec
+from lightserve.common.quantization.unquantized import slicer
 
 
 class UnquantizedExperts(ExpertsMethod):
@@ -43,13 +44,11 @@ class UnquantizedExperts(ExpertsMethod):
 
 
 def _each(spec: ExpertsSpec, params: ops.ExpertsParams) -> Iterator[Piece]:
-    for expert in range(spec.num_experts):
+    prefixes = [(f"{spec.prefix}.{expert}", 0) for expert in range(spec.num_experts)]
+    prefixes += [(spec.shared_prefix, shared) for shared in range(spec.num_shared)]
+    for expert, (prefix, part) in enumerate(prefixes):
         place = expert - spec.own.start if spec.own.start <= expert < spec.own.stop else None
-        yield from _expert(f"{spec.prefix}.{expert}", spec, params, place, 0)
-    for shared in range(spec.num_shared):
-        expert = spec.num_experts + shared
-        place = expert - spec.own.start if spec.own.start <= expert < spec.own.stop else None
-        yield from _expert(spec.shared_prefix, spec, params, place, shared)
+        yield from _expert(prefix, spec, params, place, part)
 
 
 def _expert(prefix: str, spec: ExpertsSpec, params: ops.ExpertsParams, place: int | None, part: int) -> Iterator[Piece]:
@@ -60,9 +59,9 @@ def _expert(prefix: str, spec: ExpertsSpec, params: ops.ExpertsParams, place: in
     gate_up = _by_unit(params.w13)
     for side, name in enumerate((spec.names.gate, spec.names.up)):
         into = None if place is None else gate_up[place, :, side]
-        yield Piece(f"{prefix}.{name}.weight", (total, spec.hidden_size), into, _slicer(units))
+        yield Piece(f"{prefix}.{name}.weight", (total, spec.hidden_size), into, slicer(units))
     into = None if place is None else params.w2[place]
-    yield Piece(f"{prefix}.{spec.names.down}.weight", (spec.hidden_size, total), into, _slicer(slice(None), units))
+    yield Piece(f"{prefix}.{spec.names.down}.weight", (spec.hidden_size, total), into, slicer(slice(None), units))
 
 
 def _stacked(spec: ExpertsSpec, params: ops.ExpertsParams) -> Iterator[Piece]:
@@ -73,7 +72,7 @@ def _stacked(spec: ExpertsSpec, params: ops.ExpertsParams) -> Iterator[Piece]:
     whole = (spec.num_experts, 2 * spec.width, spec.hidden_size)
     yield Piece(f"{spec.prefix}.{spec.names.gate_up}.weight", whole, _by_unit(params.w13), gate_up)
     whole = (spec.num_experts, spec.hidden_size, spec.width)
-    part = _slicer(spec.own, slice(None), spec.units)
+    part = slicer(spec.own, slice(None), spec.units)
     yield Piece(f"{spec.prefix}.{spec.names.down}.weight", whole, params.w2, part)
 
 
@@ -81,11 +80,11 @@ def _transposed(spec: ExpertsSpec, params: ops.ExpertsParams) -> Iterator[Piece]
     prefix, experts, hidden, width = spec.prefix, spec.num_experts, spec.hidden_size, spec.width
     both = slice(2 * spec.units.start, 2 * spec.units.stop)
     gate_up, down = f"{prefix}.{spec.names.gate_up}", f"{prefix}.{spec.names.down}"
-    yield Piece(gate_up, (experts, hidden, 2 * width), params.w13.transpose(1, 2), _slicer(spec.own, slice(None), both))
-    yield Piece(down, (experts, width, hidden), params.w2.transpose(1, 2), _slicer(spec.own, spec.units))
+    yield Piece(gate_up, (experts, hidden, 2 * width), params.w13.transpose(1, 2), slicer(spec.own, slice(None), both))
+    yield Piece(down, (experts, width, hidden), params.w2.transpose(1, 2), slicer(spec.own, spec.units))
     if spec.has_bias:
-        yield Piece(f"{gate_up}_bias", (experts, 2 * width), params.b13, _slicer(spec.own, both))
-        yield Piece(f"{down}_bias", (experts, hidden), params.b2, _slicer(spec.own))
+        yield Piece(f"{gate_up}_bias", (experts, 2 * width), params.b13, slicer(spec.own, both))
+        yield Piece(f"{down}_bias", (experts, hidden), params.b2, slicer(spec.own))
 
 
 _PIECES: dict[ExpertsLayout, Callable[[ExpertsSpec, ops.ExpertsParams], Iterator[Piece]]] = {
@@ -98,7 +97,3 @@ _PIECES: dict[ExpertsLayout, Callable[[ExpertsSpec, ops.ExpertsParams], Iterator
 def _by_unit(w13: Tensor) -> Tensor:
     """``[experts, units, 2, hidden]``: gate and up of each unit."""
     return w13.view(len(w13), -1, 2, w13.shape[2])
-
-
-def _slicer(*slices: slice) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor[slices]
