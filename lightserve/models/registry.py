@@ -91,11 +91,16 @@ def supported_models() -> dict[str, str]:
 
 
 def check_supported(model_type: str) -> None:
+    _class_path(model_type)
+
+
+def _class_path(model_type: str) -> str:
     supported = supported_models()
     if model_type not in supported:
         raise UnsupportedModelTypeError(
             f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(supported))}"
         )
+    return supported[model_type]
 
 
 def read_model_config(config_json: Mapping[str, Any], model_type: str | None) -> ModelConfig:
@@ -106,8 +111,7 @@ def read_model_config(config_json: Mapping[str, Any], model_type: str | None) ->
 
 
 def get_model_class(model_type: str) -> type[TpPartBaseModel]:
-    check_supported(model_type)
-    path = supported_models()[model_type]
+    path = _class_path(model_type)
     module, _, name = path.partition(":")
     try:
         model_class: type[TpPartBaseModel] = getattr(import_module(module), name)

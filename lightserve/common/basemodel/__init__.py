@@ -36,6 +36,7 @@ from lightserve.common.basemodel.layer_weights.norms import (
 from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
 from lightserve.common.basemodel.moe import MoeNames, MoeSpec, num_experts_of, top_k_of
+from lightserve.common.basemodel.rotary import yarn_mscale
 from lightserve.common.basemodel.spec import (
     LayerNames,
     LayerSpec,
@@ -122,4 +123,5 @@ __all__ = [
     "pairs_to_halves",
     "top_k_of",
     "whole",
+    "yarn_mscale",
 ]

@@ -149,7 +149,6 @@ class TpPartBaseModel:
                 f"config.json: sliding_window {self.config.window} is not supported for {self.config.model_type}; "
                 "set it to null to attend to all tokens"
             )
-
         self._verify_spec()
 
     def _verify_spec(self) -> None:

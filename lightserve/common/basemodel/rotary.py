@@ -84,15 +84,17 @@ def _yarn_frequencies(rope: RopeConfig, dim: int, max_len: int) -> Tensor:
     return _default_frequencies(rope, dim) * (1 - stretch + stretch / rope.factor)
 
 
-def _yarn_attention_factor(rope: RopeConfig) -> float:
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+def yarn_mscale(rope: RopeConfig, weight: float) -> float:
+    """The factor by which yarn sharpens attention past the trained length."""
+    return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
 
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
+        return yarn_mscale(rope, rope.mscale) / yarn_mscale(rope, rope.mscale_all_dim)
+    return yarn_mscale(rope, 1.0)
 
 
 def _longrope_frequencies(rope: RopeConfig, dim: int, max_len: int) -> Tensor:

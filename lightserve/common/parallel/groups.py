@@ -21,6 +21,14 @@ class RankGroup:
     size: int = 1
     process_group: dist.ProcessGroup | None = None
 
+    def part_of(self, count: int) -> slice:
+        """This rank's part of ``count`` heads or rows. With fewer of them than ranks, neighbouring ranks share one."""
+        if count >= self.size:
+            own = count // self.size
+            return slice(self.rank * own, (self.rank + 1) * own)
+        shared = self.rank * count // self.size
+        return slice(shared, shared + 1)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the ranks, in place."""
         if self.size > 1:

@@ -23,7 +23,7 @@ from lightserve.common.triton_kernel._gpu import stages_that_fit
 from lightserve.common.triton_kernel._online_softmax import load_rows
 
 # 16,384 tokens of 16 heads in bfloat16. To expand more needs no more memory, but takes 3 times as long per token as to
-# attend to it (reckoned: 2 * 512 * 256 operations per head and tile of 128 queries, and 2 * 128 * 320 for attention).
+# attend to it (calculated: 2 * 512 * 256 operations per head and tile of 128 queries, and 2 * 128 * 320 for attention).
 BUFFER_BYTES = 128 * 2**20
 LISTED_ROWS = tl.constexpr(128)  # by one program
 LISTED_REQS = tl.constexpr(128)  # that a program compares at once

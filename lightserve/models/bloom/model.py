@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightserve.common import basemodel as bm
-from lightserve.errors import ModelFilesError
 
 LAYER_NAMES = bm.LayerNames(
     layers="h",
@@ -41,5 +40,4 @@ class BloomTpPartModel(bm.TpPartBaseModel):
         return replace(super().model_spec(), names=MODEL_NAMES, norm=bm.Norm.LAYER)
 
     def _verify_params(self) -> None:
-        if self.config.flag("apply_residual_connection_post_layernorm"):
-            raise ModelFilesError("config.json: apply_residual_connection_post_layernorm is not supported")
+        self.config.check_value("apply_residual_connection_post_layernorm", False)

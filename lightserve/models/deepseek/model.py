@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from torch import Tensor
@@ -144,6 +143,6 @@ def _rows(heads: int, skipped: int, spec: bm.LayerSpec) -> bm.RowMap | None:
 
 
 def _yarn_scale(rope: bm.RopeConfig) -> float:
-    if rope.rope_type == "default" or not rope.mscale_all_dim or rope.factor <= 1:
+    if rope.rope_type == "default" or not rope.mscale_all_dim:
         return 1.0
-    return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+    return bm.yarn_mscale(rope, rope.mscale_all_dim)

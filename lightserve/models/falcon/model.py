@@ -5,16 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightserve.common import basemodel as bm
+from lightserve.models.bloom.model import LAYER_NAMES
 
-NAMES = bm.LayerNames(
-    layers="h",
-    qkv="self_attention.query_key_value",
-    o="self_attention.dense",
-    up="mlp.dense_h_to_4h",
-    down="mlp.dense_4h_to_h",
-)
-ONE_NORM = replace(NAMES, ffn_norm=None)
-TWO_NORMS = replace(NAMES, att_norm="ln_attn", ffn_norm="ln_mlp")
+ONE_NORM = replace(LAYER_NAMES, ffn_norm=None)
+TWO_NORMS = replace(LAYER_NAMES, att_norm="ln_attn", ffn_norm="ln_mlp")
 MODEL_NAMES = bm.ModelNames(embedding="word_embeddings", final_norm="ln_f", optional_prefix="transformer.")
 
 
@@ -51,7 +45,7 @@ class FalconTpPartModel(bm.TpPartBaseModel):
     def _names(self) -> bm.LayerNames:
         num_norms = self.config.count("num_ln_in_parallel_attn", default=2 if self._is_new else 1)
         if not self._is_parallel:
-            return NAMES
+            return LAYER_NAMES
         return TWO_NORMS if num_norms == 2 else ONE_NORM
 
     def _verify_params(self) -> None:

@@ -97,8 +97,8 @@ class SinksWeight(Weight):
 
     def __init__(self, name: str, num_heads: int, context: WeightContext) -> None:
         self._name, self._num_heads = name, num_heads
-        count = num_heads // context.tp.size
-        self._own = slice(context.tp.rank * count, (context.tp.rank + 1) * count)
+        self._own = context.tp.part_of(num_heads)
+        count = self._own.stop - self._own.start
         self.tensor = torch.empty(count, dtype=torch.float32, device=context.device)
 
     def pieces(self) -> Iterator[Piece]:
@@ -146,4 +146,4 @@ def _alibi_slopes(spec: LayerSpec, context: WeightContext) -> Tensor | None:
     if spec.alibi_slopes is None:
         return None
     slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=context.device)
-    return slopes.chunk(context.tp.size)[context.tp.rank]
+    return slopes[context.tp.part_of(len(slopes))]

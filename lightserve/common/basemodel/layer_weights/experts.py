@@ -79,6 +79,8 @@ class ScoreBiasWeight(Weight):
 class MoeFfnWeight(FfnWeight):
     """A router, experts, and perhaps shared experts, which every token uses."""
 
+    skips_padding = True
+
     def __init__(self, spec: LayerSpec, moe: MoeSpec, context: WeightContext) -> None:
         at, names, hidden = spec.prefix, moe.names, spec.hidden_size
         if spec.activation != "silu":
@@ -126,8 +128,7 @@ def _split(num_experts: int, width: int, parallel: Parallel) -> tuple[slice, sli
     """The experts of this rank, and the units of each that it computes."""
     tp, ep = parallel.tp, parallel.ep
     if ep.size == 1:
-        units = width // tp.size
-        return slice(0, num_experts), slice(tp.rank * units, (tp.rank + 1) * units)
+        return slice(0, num_experts), tp.part_of(width)
     if ep.size != tp.size:
         raise ServerError(f"{ep.size} ranks share the experts and {tp.size} the layers; they must be the same ranks")
     first, end = (rank * num_experts // ep.size for rank in (ep.rank, ep.rank + 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -33,6 +34,8 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {
 class FfnWeight(WeightGroup):
     """A feed-forward: hidden states to what it adds to them, complete on every rank."""
 
+    skips_padding: ClassVar[bool] = False  # whether ``forward`` reads ``is_padding``
+
     @abstractmethod
     def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
         """``is_padding`` ``[tokens]`` marks rows whose output is not used; None: there are none."""
@@ -47,31 +50,44 @@ class FfnWeight(WeightGroup):
 class DenseFfnWeight(FfnWeight):
     """Every token uses all of it."""
 
-    down_norm: SplitNormWeight | None
+    def _init_down(self, spec: LayerSpec, context: WeightContext) -> None:
+        self.down_norm = _down_norm(spec, context)
+        self.down_proj = RowWeight(
+            f"{spec.prefix}.{spec.names.down}",
+            spec.intermediate_size,
+            spec.hidden_size,
+            context,
+            bias=spec.ffn_bias,
+            is_transposed=spec.is_transposed,
+        )
 
-    def _normed(self, x: Tensor) -> Tensor:
-        """The input of down from what the activation returns."""
-        return x if self.down_norm is None else self.down_norm.norm(x)
+    def _input_of_down(self, activated: Tensor) -> Tensor:
+        return activated if self.down_norm is None else self.down_norm.norm(activated)
+
+    def _down(self, activated: Tensor) -> Tensor:
+        return self.down_proj.mm(self._input_of_down(activated))
 
 
 class GatedFfnWeight(DenseFfnWeight):
     """``down(activation(gate(x)) * up(x))``."""
 
     def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
-        options = {"bias": spec.ffn_bias, "is_transposed": spec.is_transposed}
         self._activation = _activation(spec, GATED)
         self._is_silu = spec.activation == "silu"
-        self.gate_up_proj = ColumnWeight(_gate_up(spec), spec.hidden_size, context, **options)
-        self.down_norm = _down_norm(spec, context)
-        down = f"{spec.prefix}.{spec.names.down}"
-        self.down_proj = RowWeight(down, spec.intermediate_size, spec.hidden_size, context, **options)
+        self.gate_up_proj = ColumnWeight(
+            _gate_up(spec), spec.hidden_size, context, bias=spec.ffn_bias, is_transposed=spec.is_transposed
+        )
+        self._init_down(spec, context)
 
     def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
-        return self.down_proj.mm(self._normed(self._activation(self.gate_up_proj.mm(x))))
+        return self._down(self._gated(x))
 
     def partial_forward(self, x: Tensor) -> Tensor:
         """This rank's part of ``forward``, for a caller that sums over the ranks."""
-        return self.down_proj.partial_mm(self._normed(self._activation(self.gate_up_proj.mm(x))))
+        return self.down_proj.partial_mm(self._input_of_down(self._gated(x)))
+
+    def _gated(self, x: Tensor) -> Tensor:
+        return self._activation(self.gate_up_proj.mm(x))
 
     def add_norm_forward(
         self, x: Tensor, residual: Tensor, norm: NormWeight, is_padding: Tensor | None
@@ -81,23 +97,22 @@ class GatedFfnWeight(DenseFfnWeight):
         else:
             gate_up, residual = self.gate_up_proj.add_norm_mm(x, residual, norm)
             gated = self._activation(gate_up)
-        return self.down_proj.mm(self._normed(gated)), residual
+        return self._down(gated), residual
 
 
 class PlainFfnWeight(DenseFfnWeight):
     """``down(activation(up(x)))``."""
 
     def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
-        options = {"bias": spec.ffn_bias, "is_transposed": spec.is_transposed}
         self._activation = _activation(spec, PLAIN)
         up = Block(f"{spec.prefix}.{spec.names.up}", spec.intermediate_size)
-        self.up_proj = ColumnWeight([up], spec.hidden_size, context, **options)
-        self.down_norm = _down_norm(spec, context)
-        down = f"{spec.prefix}.{spec.names.down}"
-        self.down_proj = RowWeight(down, spec.intermediate_size, spec.hidden_size, context, **options)
+        self.up_proj = ColumnWeight(
+            [up], spec.hidden_size, context, bias=spec.ffn_bias, is_transposed=spec.is_transposed
+        )
+        self._init_down(spec, context)
 
     def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
-        return self.down_proj.mm(self._normed(self._activation(self.up_proj.mm(x))))
+        return self._down(self._activation(self.up_proj.mm(x)))
 
 
 def _down_norm(spec: LayerSpec, context: WeightContext) -> SplitNormWeight | None:

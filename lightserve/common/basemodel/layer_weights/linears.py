@@ -69,12 +69,8 @@ class Block:
 
     def part_of(self, tp: RankGroup) -> LinearPart:
         """The rows of one rank."""
-        if self.heads >= tp.size:
-            count = self.heads // tp.size * self.dim
-            rows = slice(tp.rank * count, (tp.rank + 1) * count)
-        else:
-            head = tp.rank * self.heads // tp.size
-            rows = slice(head * self.dim, (head + 1) * self.dim)
+        own = tp.part_of(self.heads)
+        rows = slice(own.start * self.dim, own.stop * self.dim)
         if self.row_map is None:
             return LinearPart(self.prefix, self.heads * self.dim, rows)
         return LinearPart(self.prefix, self.row_map.total, self.row_map.part(rows))
@@ -134,8 +130,7 @@ class RowWeight(LinearWeight):
         is_transposed: bool = False,
     ) -> None:
         self._tp = context.tp
-        width = in_size // self._tp.size
-        columns = slice(self._tp.rank * width, (self._tp.rank + 1) * width)
+        columns = self._tp.part_of(in_size)
         part = LinearPart(prefix, out_size, slice(0, out_size))
         adds_bias = self._tp.rank == 0  # the sum over the ranks contains it once
         spec = LinearSpec((part,), in_size, columns, has_bias=bias, adds_bias=adds_bias, is_transposed=is_transposed)

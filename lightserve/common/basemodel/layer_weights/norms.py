@@ -106,7 +106,7 @@ class SplitNormWeight(Weight):
         copies: int = 1,
     ) -> None:
         self._prefix, self._size, self._eps, self._tp = prefix, size, eps, context.tp
-        self._own = torch.arange(size).chunk(self._tp.size)[self._tp.rank] if own is None else own
+        self._own = torch.arange(size)[self._tp.part_of(size)] if own is None else own
         self._copies = copies
         self.tensor = context.empty(len(self._own))
 

@@ -59,7 +59,7 @@ class EachHeadNormWeight(QkNormWeight):
     def __init__(self, prefix: str, num_heads: int, spec: LayerSpec, context: WeightContext) -> None:
         self._prefix, self._num_heads, self._eps = prefix, num_heads, spec.norm_eps
         self._has_tensor_per_head = "{head}" in prefix
-        self._own = _heads_of_rank(num_heads, context)
+        self._own = context.tp.part_of(num_heads)
         self._order = _head_order(spec)
         self.tensor = context.empty(self._own.stop - self._own.start, spec.head_dim)
         self._ones = torch.ones(spec.head_dim, device=context.device)
@@ -70,7 +70,7 @@ class EachHeadNormWeight(QkNormWeight):
         if not self._has_tensor_per_head:
             reorder = partial(_reordered, self._order)
             shape = (self._num_heads, dim)
-            yield Piece(f"{self._prefix}.weight", shape, self.tensor, lambda whole: reorder(whole[self._own]))
+            yield Piece(f"{self._prefix}.weight", shape, self.tensor, lambda weight: reorder(weight[self._own]))
             return
         for head in range(self._num_heads):
             into = self.tensor[head - self._own.start] if head in range(self._own.start, self._own.stop) else None
@@ -85,7 +85,7 @@ class ProjectionNormWeight(QkNormWeight):
     """RMSNorm over all heads of a token, which the ranks share."""
 
     def __init__(self, prefix: str, num_heads: int, spec: LayerSpec, context: WeightContext) -> None:
-        heads, dim = _heads_of_rank(num_heads, context), spec.head_dim
+        heads, dim = context.tp.part_of(num_heads), spec.head_dim
         rows = whole(num_heads, dim)
         order = pairs_to_halves(rows, num_heads, spec.rotary_dim).rows if spec.has_rope_pairs else rows.rows
         self._norm = SplitNormWeight(
@@ -115,16 +115,6 @@ def qk_norm_weight(prefix: str, num_heads: int, spec: LayerSpec, context: Weight
             return EachHeadNormWeight(prefix, num_heads, spec, context)
         case QkNorm.PROJECTION:
             return ProjectionNormWeight(prefix, num_heads, spec, context)
-
-
-def _heads_of_rank(num_heads: int, context: WeightContext) -> slice:
-    """As Block splits them."""
-    size, rank = context.tp.size, context.tp.rank
-    if num_heads >= size:
-        count = num_heads // size
-        return slice(rank * count, (rank + 1) * count)
-    head = rank * num_heads // size
-    return slice(head, head + 1)
 
 
 def _head_order(spec: LayerSpec) -> Tensor | None:

@@ -76,12 +76,17 @@ class DecoderLayerInferTpl(TransformerLayerInferTpl[DecoderWeight, InferStateInf
             k.copy_(layer_weight.k_norm.norm(k))
 
     def _ffn(self, input: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight) -> Tensor:
-        return layer_weight.ffn.forward(input, infer_state.is_padding)
+        return layer_weight.ffn.forward(input, _padding(infer_state, layer_weight))
 
     def _fused_norm_ffn(self, input: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight) -> Tensor:
         residual, norm = infer_state.residual, layer_weight.ffn_norm
         assert residual is not None
         assert norm is not None
-        is_padding = infer_state.is_padding
+        is_padding = _padding(infer_state, layer_weight)
         out, infer_state.residual = layer_weight.ffn.add_norm_forward(input, residual, norm, is_padding)
         return out
+
+
+def _padding(infer_state: InferStateInfo, layer_weight: DecoderLayerWeight) -> Tensor | None:
+    """For feed-forwards that read it only: to find it takes a launch in each step."""
+    return infer_state.is_padding if layer_weight.ffn.skips_padding else None
