@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ PAIRS = [
     pytest.param(ops.batch_invariant("triton"), torch.float16, marks=pytest.mark.gpu),
     pytest.param(ops.batch_invariant("triton"), torch.bfloat16, marks=pytest.mark.gpu),
 ]
+ACTIVATIONS = [name for name in ops.OPS if name.startswith(("gelu", "relu", "silu"))]
 each_backend = pytest.mark.parametrize(("backend", "dtype"), PAIRS)
 
 
@@ -114,3 +116,36 @@ def test_a_latent_decode_does_not_depend_on_the_other_requests(backend: str, dty
         req_idx, _, seq_len, ready = (column[i : i + 1] for column in columns)
         alone = ops.AttnBatch(batch.req_to_token, req_idx, torch.zeros_like(req_idx), seq_len, ready)
         assert torch.equal(attend(q[i : i + 1], cache, kv_b, alone, options), together[i : i + 1])
+
+
+@each_backend
+@pytest.mark.parametrize("width", [28, 33, 128])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_does_not_depend_on_the_other_rows(
+    name: str, width: int, backend: str, dtype: torch.dtype
+) -> None:
+    x = randn(40, 2 * width, dtype=dtype, device=device_of(backend))
+    activation = getattr(ops, name)
+    ops.use_backend(backend, backend.removesuffix("_batch_invariant"))
+
+    whole = activation(x)
+
+    for begin, end in [(0, 1), (39, 40), (3, 12), (7, 40)]:
+        assert torch.equal(activation(x[begin:end]), whole[begin:end])
+
+
+@each_backend
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_experts_of_a_token_do_not_depend_on_the_other_tokens(
+    score: Literal["softmax", "sigmoid"], backend: str, dtype: torch.dtype
+) -> None:
+    logits = randn(40, 13, dtype=dtype, device=device_of(backend))
+    spec = ops.RouteSpec(top_k=3, score=score)
+    ops.use_backend(backend, backend.removesuffix("_batch_invariant"))
+
+    ids, weights = ops.route(logits, spec)
+
+    for begin, end in [(0, 1), (39, 40), (3, 12), (7, 40)]:
+        own_ids, own_weights = ops.route(logits[begin:end], spec)
+        assert torch.equal(own_ids, ids[begin:end])
+        assert torch.equal(own_weights, weights[begin:end])

@@ -35,7 +35,7 @@ def _compute(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams, lin
         computed[pairs] = linear(gated, params.w2[expert], _row(params.b2, expert))
     out = torch.zeros(x.shape)
     for place, by_token in enumerate(computed.view(tokens, top_k, x.shape[1]).unbind(1)):  # always in this order
-        out.addcmul_(by_token, weights[:, place, None])
+        out += by_token * weights[:, place, None]
     return out.to(x.dtype)
 
 

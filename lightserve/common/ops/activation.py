@@ -1,16 +1,40 @@
-"""Activations, computed in float32 and returned in the dtype of the input."""
+"""Activations, computed in float32 and returned in the dtype of the input.
+
+They are composed of functions that give an element the same bits wherever it stands. torch's own sigmoid, SiLU and GELU
+do not on a CPU: they compute the last few elements of a tensor by another formula, so a row would depend on those
+behind it.
+"""
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.common.ops.registry import op
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x * sigmoid(x)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
 @op
 def silu(x: Tensor) -> Tensor:
-    return F.silu(x.float()).to(x.dtype)
+    return _silu(x.float()).to(x.dtype)
 
 
 @op
@@ -26,33 +50,33 @@ def relu2(x: Tensor) -> Tensor:
 
 @op
 def gelu(x: Tensor) -> Tensor:
-    return F.gelu(x.float()).to(x.dtype)
+    return _gelu(x.float()).to(x.dtype)
 
 
 @op
 def gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x.float(), approximate="tanh").to(x.dtype)
+    return _gelu_tanh(x.float()).to(x.dtype)
 
 
 @op
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Gated SiLU of ``[tokens, 2 * width]``, gate first."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    return (_silu(gate) * up).to(gate_up.dtype)
 
 
 @op
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
     """Gated GELU of ``[tokens, 2 * width]``, gate first."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.gelu(gate) * up).to(gate_up.dtype)
+    return (_gelu(gate) * up).to(gate_up.dtype)
 
 
 @op
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """Gated GELU in its tanh form of ``[tokens, 2 * width]``, gate first."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+    return (_gelu_tanh(gate) * up).to(gate_up.dtype)
 
 
 @op

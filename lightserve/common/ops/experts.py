@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightserve.common.ops.activation import sigmoid
 from lightserve.common.ops.registry import op
 
 NO_EXPERT = -1
@@ -64,7 +65,7 @@ class GatedSilu:
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (up + self.up_offset) * gate * torch.sigmoid(self.alpha * gate)
+        return (up + self.up_offset) * gate * sigmoid(self.alpha * gate)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +93,7 @@ def route(
     weights ``[tokens, experts_per_token]`` float32. The ids of shared experts follow those of the others.
     """
     spec.check(logits.shape[1])
-    scores = logits.float().softmax(-1) if spec.score == "softmax" else logits.float().sigmoid()
+    scores = logits.float().softmax(-1) if spec.score == "softmax" else sigmoid(logits.float())
     choice = scores if bias is None else scores + bias.float()
     if spec.groups > 1:
         choice = _within_best_groups(choice, spec)
