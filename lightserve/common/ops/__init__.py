@@ -29,6 +29,7 @@ from lightserve.common.ops.experts import (
     experts,
     route,
 )
+from lightserve.common.ops.kv_cache import KvCache, QuantizedKv, read_kv
 from lightserve.common.ops.latent_attention import (
     LatentNorm,
     LatentSizes,
@@ -65,9 +66,11 @@ __all__ = [
     "ExpertsParams",
     "GatedSilu",
     "HeadNorms",
+    "KvCache",
     "LatentNorm",
     "LatentSizes",
     "Penalties",
+    "QuantizedKv",
     "RotaryAngles",
     "RouteSpec",
     "StepTokens",
@@ -94,6 +97,7 @@ __all__ = [
     "mask_logits",
     "norm_rotary_write_kv",
     "place_tokens",
+    "read_kv",
     "relu",
     "relu2",
     "relu2_and_mul",
