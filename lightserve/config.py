@@ -14,6 +14,7 @@ Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
 DataType = Literal["auto", "float32", "float16", "bfloat16"]
 KvDtype = Literal["auto", "none", "fp8", "int8"]
+Quantization = Literal["fp8", "int8", "w4"]
 
 # One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
 # the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
@@ -56,6 +57,9 @@ class WorkerConfig:
         "checkpoint was quantised for it, else none",
         "kv_cache_dtype",
     )
+    quantization: Quantization | None = option(
+        None, "quantise float weights while they are loaded: fp8, int8, or w4 (4 bits, groups of up to 128)"
+    )
     device: str | None = option(None, "cpu or cuda; default: cuda if there is a GPU, else cpu")
     tp: int = option(1, "number of tensor-parallel ranks; each is one process with one device", "tensor_parallel_size")
     max_total_token_num: int | None = option(None, "size of the KV pool in tokens; default: what fits into memory")
@@ -79,9 +83,16 @@ class WorkerConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, kind in (("load_format", LoadFormat), ("data_type", DataType), ("kv_dtype", KvDtype)):
-            if getattr(self, name) not in get_args(kind):
-                raise ServerError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(get_args(kind))}")
+        choices_of = {
+            "load_format": get_args(LoadFormat),
+            "data_type": get_args(DataType),
+            "kv_dtype": get_args(KvDtype),
+        }
+        if self.quantization is not None:
+            choices_of["quantization"] = get_args(Quantization)
+        for name, choices in choices_of.items():
+            if getattr(self, name) not in choices:
+                raise ServerError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
         _at_least(self, 1, "tp", "running_max_req_size", "batch_max_tokens", "max_req_total_len", "max_total_token_num")
         _at_least(self, 0, "step_timeout")
         if not 0 < self.mem_fraction <= 1:

@@ -16,7 +16,7 @@ _REMEDY = "set --kv_dtype to fp8, int8 or none"
 def resolve_kv_dtype(choice: str, model: ModelConfig) -> str | None:
     """``fp8``, ``int8`` or None: the dtype of the activations. ``choice`` is the value of --kv_dtype."""
     if choice == "auto":
-        return _declared(model.quantization or {})
+        return _declared(model.hf.get("quantization_config") or {})
     return None if choice == "none" else choice
 
 

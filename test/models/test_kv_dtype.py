@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,9 @@ def test_a_wrong_scale_is_refused_by_its_name(scale: Tensor, message: str) -> No
 
 
 def config_with(quantization: dict[str, Any] | None) -> ModelConfig:
+    """Of a checkpoint with this quantization_config, whose weights nobody reads here."""
     config = ModelConfig.from_hf(LLAMA().to_dict())
-    return ModelConfig(**{name: getattr(config, name) for name in config.__slots__} | {"quantization": quantization})
+    return replace(config, hf={**config.hf, "quantization_config": quantization})
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from lightserve.common.kv.layout import KvGroup, KvLayout, kv_storage
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.parallel import Parallel
-from lightserve.common.quantization import linear_method_factory
+from lightserve.common.quantization import experts_method_factory, linear_method_factory
 from lightserve.errors import ModelFilesError, ServerError
 from lightserve.model_files.model_config import SLIDING_ATTENTION, ModelConfig
 
@@ -195,7 +195,8 @@ class TpPartBaseModel:
         return KvScales(self.layer_specs, is_fp8=self.args.kv_dtype == "fp8")
 
     def _new_weights(self, device: torch.device) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
-        context = WeightContext(self.args.parallel, self.args.dtype, device, linear_method_factory(self.config))
+        methods = linear_method_factory(self.config), experts_method_factory(self.config)
+        context = WeightContext(self.args.parallel, self.args.dtype, device, *methods)
         layers = [self.transformer_weight_class(spec, context) for spec in self.layer_specs]
         return self.pre_and_post_weight_class(self.spec, context), layers
 
