@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightserve.common.basemodel import TpPartBaseModel
+from lightserve.common.parallel import RankGroup
 from lightserve.errors import CheckpointError, ModelFilesError, ServerError
 from lightserve.io_struct import GenerationParams
 from lightserve.llm import LLM
@@ -80,6 +81,16 @@ def test_fp8_takes_its_scales_from_the_checkpoint(names: tuple[str, str]) -> Non
 
     found = [weight.kv_scales for weight in model.layer_weights]
     assert [scale.tolist() for scale in found if scale is not None] == [[1.0] * 4, [0.5, 0.5, 0.25, 0.25]]
+
+
+def test_a_rank_takes_the_scales_of_its_own_heads() -> None:
+    scales = {"model.layers.0.self_attn.k_scale": torch.tensor([0.5, 0.25])}
+
+    model = build_with_kv(build_hf("llama-gqa"), "fp8", RankGroup(1, 2), scales)
+
+    scales_of_rank = model.layer_weights[0].kv_scales
+    assert scales_of_rank is not None
+    assert scales_of_rank.tolist() == [0.25, 1.0]
 
 
 def test_one_scale_of_older_checkpoints_serves_keys_and_values() -> None:
