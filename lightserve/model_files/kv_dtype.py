@@ -21,7 +21,12 @@ def resolve_kv_dtype(choice: str, model: ModelConfig) -> str | None:
 
 
 def _declared(table: Mapping[str, Any]) -> str | None:
-    """By the quantization_config of compressed-tensors (kv_cache_scheme) or of modelopt (kv_cache_quant_algo)."""
+    """By the quantization_config of compressed-tensors (kv_cache_scheme) or of modelopt (kv_cache_quant_algo).
+
+    modelopt's own file, hf_quant_config.json, has its fields in a table ``quantization``.
+    """
+    inner = table.get("quantization")
+    table = inner if isinstance(inner, dict) else table
     scheme, algo = table.get("kv_cache_scheme"), table.get("kv_cache_quant_algo")
     if scheme is not None:
         found = (scheme.get("type"), scheme.get("num_bits")) if isinstance(scheme, dict) else None

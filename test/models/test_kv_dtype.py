@@ -163,6 +163,7 @@ def config_with(quantization: dict[str, Any] | None) -> ModelConfig:
         ("auto", {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}, "fp8"),
         ("auto", {"kv_cache_quant_algo": "FP8"}, "fp8"),
         ("auto", {"kv_cache_quant_algo": None}, None),
+        ("auto", {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, "fp8"),
         ("none", {"kv_cache_quant_algo": "FP8"}, None),
         ("int8", {"kv_cache_quant_algo": "FP8"}, "int8"),
         ("fp8", None, "fp8"),
