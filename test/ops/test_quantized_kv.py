@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.ops.registry import Op
-from lightserve.common.triton_kernel import _kv_codes
+from lightserve.common.triton_kernel._kv_codes import permute_bytes
 from test.ops.cases import (
     ARGS,
     alibi_slopes,
@@ -210,13 +212,17 @@ def test_scales_of_another_shape_are_refused() -> None:
         ops.QuantizedKv(codes, torch.ones(4))
 
 
+@triton.jit
+def _permute_kernel(codes_ptr, out_ptr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, 256)
+    tl.store(out_ptr + at, permute_bytes(tl.load(codes_ptr + at)))
+
+
 @pytest.mark.gpu
-def test_byte_permutations_convert_every_int8_code_as_a_cast_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, cache, batch, options = attention_args([(200, 1)] * 4, (8, 2), 128, torch.bfloat16, "cuda")
-    codes = quantized(cache, INT8)
-    plain = ops.token_attention.impls["triton"](q, codes, batch, options)
-    monkeypatch.setattr(_kv_codes, "BYTE_PERMUTATION", type(_kv_codes.BYTE_PERMUTATION)(True))
+def test_byte_permutations_convert_every_int8_code_as_a_cast_does() -> None:
+    codes = torch.arange(-128, 128, dtype=torch.int8, device="cuda")
+    out = torch.empty(256, dtype=torch.float16, device="cuda")
 
-    permuted = ops.token_attention.impls["triton"](q, codes, replace(batch, plans={}), options)
+    _permute_kernel[(1,)](codes, out)
 
-    assert torch.equal(permuted, plain)
+    assert torch.equal(out, codes.to(torch.float16))

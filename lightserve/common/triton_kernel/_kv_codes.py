@@ -28,7 +28,7 @@ _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 VALUE_FACTOR = tl.constexpr(256.0)
 # Convert int8 by byte permutations: a plain conversion takes longer than reading bfloat16 did (H200: int8 attention is
 # faster than bfloat16 with the permutation only). It is off until it has run on a GPU: no test here can run it.
-# test/ops/test_quantized_kv.py compares the two on a GPU.
+# test/ops/test_quantized_kv.py compares it with a cast on a GPU.
 BYTE_PERMUTATION = tl.constexpr(False)
 _INT8_TO_FLOAT16 = tl.constexpr("""
 {
@@ -98,11 +98,11 @@ def for_codes(q, scales_ptr):
 def convert(numbers, q):
     """Cached numbers in the dtype of ``q``."""
     IS_PERMUTED: tl.constexpr = BYTE_PERMUTATION and (numbers.dtype == tl.int8) and (q.dtype == tl.float16)
-    return _permute_bytes(numbers) if IS_PERMUTED else numbers.to(q.dtype)
+    return permute_bytes(numbers) if IS_PERMUTED else numbers.to(q.dtype)
 
 
 @triton.jit
-def _permute_bytes(codes):
+def permute_bytes(codes):
     """The bytes 0x64 and n are 1024 + n in float16; n is code + 128, and 0x6480 is 1024 + 128."""
     return tl.inline_asm_elementwise(_INT8_TO_FLOAT16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
 

@@ -278,7 +278,7 @@ def config_of(dtype: torch.dtype, block_d: int, block_m: int) -> Config:
     """The largest tiles that fit the GPU.
 
     For rows up to 256 bytes they are the fastest on an H200 for 64 requests of 1,150 tokens in bfloat16. Those for
-    longer rows were not measured.
+    longer rows and for caches in 8 bits were not measured.
     """
     row_bytes = dtype.itemsize * block_d
     block_n, num_warps, num_stages, programs_per_sm = 32, 4, 3, 2
