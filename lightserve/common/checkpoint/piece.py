@@ -40,3 +40,4 @@ class Piece:
     consumer: Consumer | None = (
         None  # of a tensor that is converted; None and no ``into``: this rank stores nothing of it
     )
+    other_shapes: tuple[tuple[int, ...], ...] = ()  # that a tensor for a consumer may have instead

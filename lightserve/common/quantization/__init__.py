@@ -1,5 +1,6 @@
 """How a linear stores its weight and computes with it: one ``LinearMethod`` per format, and one for experts."""
 
+from lightserve.common.quantization.eight_bit import EightBitFormat
 from lightserve.common.quantization.experts_method import ExpertNames, ExpertsLayout, ExpertsMethod, ExpertsSpec
 from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
 from lightserve.common.quantization.on_load import OnLoadFormat
@@ -14,6 +15,7 @@ from lightserve.common.quantization.unquantized import UnquantizedLinear
 from lightserve.common.quantization.unquantized_experts import UnquantizedExperts
 
 __all__ = [
+    "EightBitFormat",
     "ExpertNames",
     "ExpertsLayout",
     "ExpertsMethod",
