@@ -9,6 +9,7 @@ from lightserve.common.quantization.registry import (
     ExpertsMethodFactory,
     LinearMethodFactory,
     experts_method_factory,
+    float_method_factory,
     linear_method_factory,
 )
 from lightserve.common.quantization.unquantized import UnquantizedLinear
@@ -32,5 +33,6 @@ __all__ = [
     "UnquantizedExperts",
     "UnquantizedLinear",
     "experts_method_factory",
+    "float_method_factory",
     "linear_method_factory",
 ]

@@ -2,7 +2,7 @@
 
 from lightserve.model_files.quantization import compressed_tensors, fp8, modelopt  # each registers its parsers
 from lightserve.model_files.quantization.eight_bit import EightBitScheme
-from lightserve.model_files.quantization.on_load import OnLoadConfig, OnLoadScheme
+from lightserve.model_files.quantization.on_load import OnLoadConfig, OnLoadScheme, read_on_load_config
 from lightserve.model_files.quantization.quant_config import QuantConfig, Scheme, read_quant_config
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "compressed_tensors",
     "fp8",
     "modelopt",
+    "read_on_load_config",
     "read_quant_config",
 ]
