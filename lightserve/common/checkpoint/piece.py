@@ -11,6 +11,8 @@ from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # 8-bit floats need a scale, a piece of its own
 
+ANY_SIZE = -1  # in a shape: the checkpoint decides
+
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor
@@ -33,10 +35,15 @@ class Piece:
     """One checkpoint tensor, and where this rank stores its part of it."""
 
     name: str
-    shape: tuple[int, ...]  # in the checkpoint, before it is split over the ranks
+    shape: tuple[int, ...]  # in the checkpoint, before it is split over the ranks; sizes may be ANY_SIZE
     into: Tensor | None  # this rank's memory, which the loader fills
     part: Callable[[Tensor], Tensor] = _whole  # what of the checkpoint tensor this rank stores
     dtypes: tuple[torch.dtype, ...] = FLOATS  # that the checkpoint tensor may have
     consumer: Consumer | None = (
         None  # of a tensor that is converted; None and no ``into``: this rank stores nothing of it
     )
+
+    def has_shape(self, shape: tuple[int, ...]) -> bool:
+        """Whether a checkpoint tensor of this shape is the piece."""
+        same_length = len(shape) == len(self.shape)
+        return same_length and all(own in (ANY_SIZE, size) for own, size in zip(self.shape, shape, strict=True))

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from lightserve.common.ops.quantized_weight import (
     FP8_MAX,
+    Codebook4Weight,
     Fp8Weight,
     InputQuant,
     Int4Weight,
@@ -23,6 +24,11 @@ INT8_MAX = 127.0
 
 @op
 def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
+    return _linear(x, weight, bias)
+
+
+@op
+def linear_codebook4(x: Tensor, weight: Codebook4Weight, bias: Tensor | None = None) -> Tensor:
     return _linear(x, weight, bias)
 
 

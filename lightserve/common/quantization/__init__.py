@@ -1,5 +1,6 @@
 """How a linear stores its weight and computes with it: one ``LinearMethod`` per format, and one for experts."""
 
+from lightserve.common.quantization import bitsandbytes, grouped  # both register what they read
 from lightserve.common.quantization.experts_method import ExpertNames, ExpertsLayout, ExpertsMethod, ExpertsSpec
 from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
 from lightserve.common.quantization.on_load import OnLoadFormat
@@ -29,6 +30,8 @@ __all__ = [
     "StackedLinear",
     "UnquantizedExperts",
     "UnquantizedLinear",
+    "bitsandbytes",
     "experts_method_factory",
+    "grouped",
     "linear_method_factory",
 ]
