@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.quantization import AwqScheme, Bnb4Scheme, GptqScheme, GptqV2Scheme, read_quant_config
+from lightserve.model_files.quantization import read_quant_config
+from lightserve.model_files.quantization.bitsandbytes import Bnb4Scheme
+from lightserve.model_files.quantization.grouped import AwqScheme, GptqScheme, GptqV2Scheme, PackQuantizedScheme
 from lightserve.model_files.source import FolderSource
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
@@ -18,6 +20,13 @@ AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "packi
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 Q, HEAD = "model.layers.1.self_attn.q_proj", "lm_head"
 DOWN, ROUTER = "model.layers.10.mlp.down_proj", "model.layers.1.mlp.gate"
+
+
+def pack_quantized(format: str = "pack-quantized", input_activations: Any = None, **changes: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, **changes}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": input_activations}
+    config = {"format": format, "ignore": ["lm_head"], "quantization_status": "compressed"}
+    return {"quant_method": "compressed-tensors", **config, "config_groups": {"group_0": group}}
 
 
 @pytest.mark.parametrize("table", [AWQ, GPTQ, AUTO_ROUND, BNB], ids=lambda table: table["quant_method"])
@@ -95,27 +104,39 @@ def test_bitsandbytes_skips_whole_names_only() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({**AWQ, "version": "gemv"}, "version 'gemv'.*supported: gemm"),
-    ({**AWQ, "version": "gemv_fast"}, "version 'gemv_fast'"),
-    ({**AWQ, "version": "marlin"}, "version 'marlin'"),
-    ({**AWQ, "backend": "llm-awq"}, "backend 'llm-awq'"),
+    ({**AWQ, "version": "gemv"}, "version gemv is not supported; supported: gemm"),
+    ({**AWQ, "version": "gemv_fast"}, "version gemv_fast"),
+    ({**AWQ, "version": "marlin"}, "version marlin"),
+    ({**AWQ, "backend": "llm-awq"}, "backend llm-awq"),
     ({**AWQ, "bits": 8}, "bits 8"),
     ({**AWQ, "zero_point": False}, "zero_point False"),
-    ({**AWQ, "group_size": 0}, "group_size 0"),
-    ({**AWQ, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert 'lm_head'.*a list of names"),
     ({**GPTQ, "bits": 2}, "bits 2.*supported: 4, 8"),
     ({**GPTQ, "bits": 3}, "bits 3"),
-    ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'.*supported: gptq, gptq_v2"),
+    ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format marlin.*supported: gptq, gptq_v2"),
     ({**GPTQ, "is_marlin_format": True}, "is_marlin_format True"),
-    ({**GPTQ, "dynamic": {"+:(": {}}}, r"dynamic '\('"),
     ({**GPTQ, "dynamic": {"+:a": {"bits": 3}}}, "bits 3"),
-    ({**GPTQ, "sym": "yes"}, "sym 'yes'"),
-    ({**AUTO_ROUND, "packing_format": "auto_round:exllamav2"}, "packing_format 'auto_round:exllamav2'"),
+    ({**GPTQ, "sym": "yes"}, "sym yes"),
+    ({**AUTO_ROUND, "packing_format": "auto_round:exllamav2"}, "packing_format auto_round:exllamav2"),
     ({**AUTO_ROUND, "act_bits": 8}, "act_bits 8"),
-    ({**AUTO_ROUND, "data_type": "mx_fp"}, "data_type 'mx_fp'"),
-    ({**BNB, "bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type 'int4'.*nf4, fp4"),
-    ({**BNB, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage 'bfloat16'"),
+    ({**AUTO_ROUND, "data_type": "mx_fp"}, "data_type mx_fp"),
+    ({**BNB, "bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type int4.*nf4, fp4"),
+    ({**BNB, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage bfloat16"),
     ({**BNB, "load_in_4bit": False}, "load_in_4bit False"),
+    (pack_quantized(format="nvfp4-pack-quantized"), "format nvfp4-pack-quantized.*mxfp4-pack-quantized"),
+    (pack_quantized(num_bits=2), "num_bits 2.*supported: 4, 8"),
+    (pack_quantized(strategy="block"), "strategy block.*supported: group, channel"),
+    (pack_quantized(actorder="other"), "actorder other"),
+    (pack_quantized(input_activations={"num_bits": 8}), "input_activations of pack-quantized"),
+]
+DAMAGED: list[tuple[dict[str, Any], str]] = [
+    ({**AWQ, "group_size": 0}, "group_size 0 is not supported; supported: -1 and positive integers; correct it"),
+    ({**AWQ, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert lm_head .* a list of module names"),
+    ({**GPTQ, "dynamic": {"+:(": {}}}, r"'\(' is not a regular expression"),
+    (
+        {**GPTQ, "modules_in_block_to_quantize": "q_proj"},
+        "modules_in_block_to_quantize q_proj .* lists of module names",
+    ),
+    (pack_quantized(group_size=None), "group_size None"),
 ]
 
 
@@ -123,6 +144,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_is_not_supported_is_named_with_a_remedy(table: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelFilesError, match=f"{message}.*; use the unquantised checkpoint with --quantization"):
         read_quant_config(table)
+
+
+@pytest.mark.parametrize(("table", "message"), DAMAGED, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_damaged_value_is_named(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFilesError, match=message):
+        read_quant_config(table)
+
+
+@pytest.mark.parametrize(
+    ("changes", "scheme"),
+    [
+        ({}, PackQuantizedScheme(4, 128, True)),
+        ({"symmetric": False, "actorder": "weight"}, PackQuantizedScheme(4, 128, False)),
+        ({"actorder": "group"}, PackQuantizedScheme(4, 128, True, is_act_order=True)),
+        ({"num_bits": 8, "strategy": "channel", "group_size": None}, PackQuantizedScheme(8, None, True)),
+    ],
+)
+def test_compressed_tensors_has_packed_integers(changes: dict[str, Any], scheme: PackQuantizedScheme) -> None:
+    config = read_quant_config(pack_quantized(**changes))
+
+    assert config.scheme_of(Q) == scheme
+    assert config.scheme_of(HEAD) is None
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,20 @@ def bnb4(weight: Tensor, quant_type: str = "nf4", *, is_nested: bool = False) ->
     return Packed(tensors, (codebook[codes].view(-1, 64) * absmax[:, None]).view(weight.shape))
 
 
+def mxfp4(weight: Tensor) -> Packed:
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = torch.cat((numbers, -numbers))
+    blocks = weight.float().view(len(weight), -1, 32)
+    exponents = (blocks.abs().amax(-1) / 6).log2().ceil()
+    codes = (blocks / 2 ** exponents[..., None]).unsqueeze(-1).sub(numbers).abs().argmin(-1)
+    pairs = codes.view(len(weight), -1, 2)
+    tensors = {
+        "weight_packed": (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8),
+        "weight_scale": (exponents + 127).to(torch.uint8),
+    }
+    return Packed(tensors, (numbers[codes] * 2 ** exponents[..., None]).view(weight.shape))
+
+
 def bnb8(weight: Tensor) -> Packed:
     largest = weight.float().abs().amax(1)
     codes = (weight / largest[:, None] * 127).round().to(torch.int8)

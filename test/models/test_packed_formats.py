@@ -16,12 +16,12 @@ from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, Parallel, RankGroup, TpPartBaseModel
-from lightserve.common.ops import Codebook4Weight, Int4Weight, Int8Weight, QuantizedWeight
+from lightserve.common.ops import Codebook4Weight, Int4Weight, Int8Weight, Mxfp4Weight, QuantizedWeight
 from lightserve.common.parallel import ParallelSizes, connect_ranks
 from lightserve.common.quantization import QuantizedLinear, StackedLinear, UnquantizedLinear
 from lightserve.common.quantization.weight_format import format_of
 from lightserve.errors import CheckpointError, ModelFilesError
-from lightserve.model_files.quantization import PackQuantizedScheme
+from lightserve.model_files.quantization.grouped import PackQuantizedScheme
 from lightserve.models.registry import get_model_class
 from test.models import packers
 from test.models.session import Session
@@ -59,6 +59,19 @@ def _extra(module: str) -> packers.Packer | None:
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
 BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def compressed(format: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, **weights}
+    group = {"targets": ["Linear"], "weights": weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "ignore": ["lm_head"],
+        "config_groups": {"g": group},
+    }
+
+
 CASES = {
     "awq": Case({"quant_method": "awq", "bits": 4, "group_size": 32}, in_layers(packers.awq), Int4Weight),
     "awq-rows": Case(
@@ -103,6 +116,20 @@ CASES = {
         Int4Weight,
     ),
     "auto-round-awq": Case({**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, in_layers(packers.awq), Int4Weight),
+    "pack-quantized": Case(
+        compressed(symmetric=False), in_layers(partial(packers.pack_quantized, sym=False)), Int4Weight
+    ),
+    "pack-quantized-8-bit": Case(
+        compressed(num_bits=8, strategy="channel", group_size=None),
+        in_layers(partial(packers.pack_quantized, bits=8, group=-1)),
+        Int8Weight,
+    ),
+    "pack-quantized-act-order": Case(
+        compressed(actorder="group"), in_layers(partial(packers.pack_quantized, is_act_order=True)), Int4Weight
+    ),
+    "mxfp4-pack-quantized": Case(
+        compressed("mxfp4-pack-quantized", type="float"), in_layers(packers.mxfp4), Mxfp4Weight
+    ),
     "nf4": Case(BNB4, in_layers(packers.bnb4), Codebook4Weight),
     "nf4-nested": Case(
         {**BNB4, "bnb_4bit_use_double_quant": True},
@@ -118,7 +145,7 @@ CASES = {
         Int8Weight,
     ),
 }
-ONE_RANK_ONLY = ("gptq-act-order", "awq-rows")  # a row is one group of 128
+ONE_RANK_ONLY = ("gptq-act-order", "pack-quantized-act-order", "awq-rows")  # a row is one group of 128
 ON_TWO_RANKS = [name for name in CASES if name not in ONE_RANK_ONLY]
 
 

@@ -203,6 +203,8 @@ class TpPartBaseModel:
         """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""
         for name, tensor, file in checkpoint:
             name = name.removeprefix(self.spec.names.optional_prefix)
+            if self.config.quantization is not None:
+                name = self.config.quantization.tensor_name(name)
             is_head = name == f"{self.spec.names.lm_head}.weight"
             if is_head and self.spec.normalizes_head:
                 tensor = normalize(tensor.float()).to(tensor.dtype)

@@ -42,8 +42,12 @@ class Piece:
     consumer: Consumer | None = (
         None  # of a tensor that is converted; None and no ``into``: this rank stores nothing of it
     )
+    other_shapes: tuple[tuple[int, ...], ...] = ()  # that a tensor for a consumer may have instead
 
     def has_shape(self, shape: tuple[int, ...]) -> bool:
         """Whether a checkpoint tensor of this shape is the piece."""
-        same_length = len(shape) == len(self.shape)
-        return same_length and all(own in (ANY_SIZE, size) for own, size in zip(self.shape, shape, strict=True))
+        return any(_fits(own, shape) for own in (self.shape, *self.other_shapes))
+
+
+def _fits(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(own) == len(shape) and all(size in (ANY_SIZE, found) for size, found in zip(own, shape, strict=True))

@@ -12,16 +12,16 @@ from torch import Tensor
 from lightserve.common.ops import Codebook4Weight, Int4Weight, Int8Weight, QuantizedWeight, pack_int4
 from lightserve.common.quantization.weight_format import ANY_SIZE, RawTensor, WeightFormat, reads
 from lightserve.errors import CheckpointError, ModelFilesError
-from lightserve.model_files.quantization import Bnb4Scheme, Bnb8Scheme
+from lightserve.model_files.quantization.bitsandbytes import Bnb4Scheme, Bnb8Scheme
 
 BLOCK = 64  # inputs with the same scale; transformers has no option for it
 NESTED_BLOCK = 256  # scales with the same scale
 # nf4: the quantiles of a normal distribution, from the QLoRA paper
 NF4 = (
-    (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453)
-    + (-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0)
-    + (0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224)
-    + (0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 FP4 = (0.0, 1 / 192, 8 / 12, 12 / 12, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
 CODEBOOKS = {"nf4": NF4, "fp4": (*FP4, *(-number for number in FP4))}

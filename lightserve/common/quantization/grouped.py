@@ -14,7 +14,7 @@ from lightserve.common.ops import INT4_GROUPS, Int4Weight, Int8Weight, Quantized
 from lightserve.common.quantization.packed_words import unpack_words
 from lightserve.common.quantization.weight_format import RawTensor, WeightFormat, reads
 from lightserve.errors import CheckpointError, ModelFilesError
-from lightserve.model_files.quantization import (
+from lightserve.model_files.quantization.grouped import (
     AwqScheme,
     GptqScheme,
     GptqV2Scheme,

@@ -101,7 +101,8 @@ class QuantizedLinear(LinearMethod):
         raw_tensors = self._format.raw_tensors(part.out_size, self._spec.in_size)
         consumer = RawLinear(part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
         for suffix, raw in raw_tensors.items():
-            yield Piece(f"{part.prefix}.{suffix}", raw.shape, None, dtypes=raw.dtypes, consumer=consumer)
+            name = f"{part.prefix}.{suffix}"
+            yield Piece(name, raw.shape, None, dtypes=raw.dtypes, consumer=consumer, other_shapes=raw.other_shapes)
 
     def _set_order(self, order: Tensor | None) -> None:
         if order is None:

@@ -22,6 +22,7 @@ class RawTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...] = FLOATS
+    other_shapes: tuple[tuple[int, ...], ...] = ()  # in which some checkpoints store it
 
 
 class WeightFormat(ABC):

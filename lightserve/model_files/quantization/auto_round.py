@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightserve.model_files.quantization import fields
+from lightserve.model_files.quantization.fields import (
+    check_value,
+    choice,
+    flag,
+    group_size_of,
+    names,
+    number_of,
+    subtable,
+)
 from lightserve.model_files.quantization.grouped import AwqScheme, GptqScheme
-from lightserve.model_files.quantization.quant_config import PARSERS, QuantConfig, Scheme
+from lightserve.model_files.quantization.module_names import compile_pattern, is_in_layer
+from lightserve.model_files.quantization.quant_config import QuantConfig, Scheme, parses
 
 PACKINGS: dict[str, type[AwqScheme] | type[GptqScheme]] = {
     "auto_round:auto_gptq": GptqScheme,
@@ -17,7 +25,8 @@ PACKINGS: dict[str, type[AwqScheme] | type[GptqScheme]] = {
     "auto_round:auto_awq": AwqScheme,
     "auto_round:awq": AwqScheme,
 }
-NOT_QUANTIZED_BITS = 16
+FLOAT_BITS = 16
+PATTERN_CHARS = "*[(|+\\"  # names have none of them
 
 
 @dataclass(frozen=True)
@@ -27,51 +36,45 @@ class AutoRoundConfig(QuantConfig):
     extra: Mapping[str, Scheme | None]  # by module, or by a pattern of modules
 
     def scheme_of(self, module: str) -> Scheme | None:
-        key = next((key for key in self.extra if key == module or _matches(key, module)), None)
-        if key is not None:
-            return self.extra[key]
-        is_in_block = module.startswith(self.blocks) if self.blocks else fields.is_in_block(module)
-        return self.scheme if is_in_block and fields.last_name(module) not in fields.ROUTERS else None
+        if module in self.extra:
+            return self.extra[module]
+        for pattern, scheme in self.extra.items():
+            if any(char in pattern for char in PATTERN_CHARS) and compile_pattern(pattern).search(module):
+                return scheme
+        is_in_block = not self.blocks or module.startswith(self.blocks)
+        return self.scheme if is_in_layer(module) and is_in_block else None
 
     def __str__(self) -> str:
-        return f"auto-round, {self.scheme}"
+        return f"auto-round, {self.scheme}{', with other rules for some modules' if self.extra else ''}"
 
 
-def _matches(key: str, module: str) -> bool:
-    """Names of layers are not patterns, though they have dots."""
-    return any(char in key for char in "*[(|+\\") and re.search(key, module) is not None
-
-
+@parses("auto-round")
+@parses("intel/auto-round")
 def parse_auto_round(table: Mapping[str, Any]) -> AutoRoundConfig:
-    fields.choice(table, "data_type", ("int",), default="int")
-    activation_bits = table.get("act_bits", NOT_QUANTIZED_BITS)
-    if activation_bits is not None and activation_bits != NOT_QUANTIZED_BITS:
-        raise fields.refused("act_bits", activation_bits, str(NOT_QUANTIZED_BITS))
-    packing = PACKINGS[fields.choice(table, "packing_format", PACKINGS, default="auto_round:auto_gptq")]
-    extra = fields.subtable(table, "extra_config")
-    return AutoRoundConfig(_scheme(table, packing), _blocks(table), {key: _extra(key, table, packing) for key in extra})
+    check_value(table, "data_type", "int")
+    check_value(table, "act_bits", FLOAT_BITS)
+    packing = choice(table, "packing_format", PACKINGS, default="auto_round:auto_gptq")
+    extra = {key: _extra(key, table, packing) for key in subtable(table, "extra_config")}
+    return AutoRoundConfig(_scheme(table, packing), _blocks(table), extra)
 
 
 def _scheme(table: Mapping[str, Any], packing: type[AwqScheme] | type[GptqScheme]) -> AwqScheme | GptqScheme:
-    bits = fields.choice(table, "bits", (4,) if packing is AwqScheme else (4, 8))
-    is_symmetric = fields.flag(table, "sym", True) and packing is GptqScheme  # AWQ words have real zero points
-    return packing(bits, fields.group_size(table, default=128), is_symmetric)
+    bits = number_of(table, "bits", 4) if packing is AwqScheme else number_of(table, "bits", 4, 8)
+    is_symmetric = flag(table, "sym", True) and packing is GptqScheme  # AWQ files have any zero points
+    return packing(bits, group_size_of(table), is_symmetric)
 
 
 def _extra(key: str, table: Mapping[str, Any], packing: type[AwqScheme] | type[GptqScheme]) -> Scheme | None:
-    fields.pattern("extra_config", key)
-    changes = fields.subtable(table["extra_config"], key)
-    bits = changes.get("bits", table.get("bits"))
-    if isinstance(bits, int) and bits >= NOT_QUANTIZED_BITS:
+    compile_pattern(key)
+    changes = subtable(table["extra_config"], key)
+    bits = changes.get("bits")
+    if isinstance(bits, int) and bits >= FLOAT_BITS:
         return None
     return _scheme({**table, **changes}, packing)
 
 
 def _blocks(table: Mapping[str, Any]) -> tuple[str, ...]:
     """Text with commas, or a list."""
-    value = table.get("block_name_to_quantize") or []
-    split = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-    return fields.names({"block_name_to_quantize": split}, "block_name_to_quantize")
-
-
-PARSERS["auto-round"] = PARSERS["intel/auto-round"] = parse_auto_round
+    field = "block_name_to_quantize"
+    value = table.get(field) or []
+    return names({field: value.replace(" ", "").split(",") if isinstance(value, str) else value}, field)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightserve.model_files.quantization import fields
-from lightserve.model_files.quantization.quant_config import PARSERS, QuantConfig, Scheme
+from lightserve.model_files.quantization.fields import check_value, flag, names, refused
+from lightserve.model_files.quantization.module_names import is_head, is_in_layer, is_listed
+from lightserve.model_files.quantization.quant_config import QuantConfig, Scheme, parses
 
 
 @dataclass(frozen=True)
@@ -30,27 +31,24 @@ class Bnb8Scheme(Scheme):
 @dataclass(frozen=True)
 class BnbConfig(QuantConfig):
     scheme: Bnb4Scheme | Bnb8Scheme
-    skipped: tuple[str, ...]  # parts of the names of modules; empty: the head
+    skipped: tuple[str, ...]  # empty: the head; else the head is skipped if it is listed
 
     def scheme_of(self, module: str) -> Scheme | None:
-        is_head = fields.last_name(module) in fields.HEADS and bool(self.skipped)
-        is_linear = fields.is_in_block(module) or is_head
-        is_skipped = fields.contains(module, self.skipped) or fields.last_name(module) in fields.ROUTERS
-        return self.scheme if is_linear and not is_skipped else None
+        is_converted = is_in_layer(module) or (is_head(module) and bool(self.skipped))
+        return self.scheme if is_converted and not is_listed(module, self.skipped) else None
 
     def __str__(self) -> str:
         return f"bitsandbytes, {self.scheme}"
 
 
+@parses("bitsandbytes")
 def parse_bitsandbytes(table: Mapping[str, Any]) -> BnbConfig:
-    skipped = fields.names(table, "llm_int8_skip_modules")
-    if fields.flag(table, "load_in_8bit", False):
+    skipped = names(table, "llm_int8_skip_modules")
+    if flag(table, "load_in_8bit", False):
         return BnbConfig(Bnb8Scheme(), skipped)
-    if not fields.flag(table, "load_in_4bit", False):
-        raise fields.refused("load_in_4bit", table.get("load_in_4bit"), "true, or load_in_8bit true")
-    quant_type = fields.choice(table, "bnb_4bit_quant_type", ("nf4", "fp4"), default="fp4")
-    fields.choice(table, "bnb_4bit_quant_storage", ("uint8",), default="uint8")
-    return BnbConfig(Bnb4Scheme(quant_type, fields.flag(table, "bnb_4bit_use_double_quant", False)), skipped)
-
-
-PARSERS["bitsandbytes"] = parse_bitsandbytes
+    if not flag(table, "load_in_4bit", False):
+        raise refused("load_in_4bit", table.get("load_in_4bit"), "true, or load_in_8bit true")
+    check_value(table, "bnb_4bit_quant_type", "nf4", "fp4")
+    check_value(table, "bnb_4bit_quant_storage", "uint8")
+    is_nested = flag(table, "bnb_4bit_use_double_quant", False)
+    return BnbConfig(Bnb4Scheme(table.get("bnb_4bit_quant_type") or "fp4", is_nested), skipped)

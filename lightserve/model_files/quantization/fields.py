@@ -1,85 +1,73 @@
-"""Reads fields of ``quantization_config``. A value that is not supported is named, with what is."""
+"""Reads the fields of a ``quantization_config``. What is not supported is refused by its name."""
 
 from __future__ import annotations
 
-import re
 import reprlib
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from lightserve.errors import ModelFilesError
 
-REMEDY = "use the unquantised checkpoint with --quantization w4 or int8"
-HEADS = ("lm_head", "output", "embed_out", "output_layer")
-ROUTERS = ("gate", "router", "shared_expert_gate")
+T = TypeVar("T")
+UNQUANTIZED = "use the unquantised checkpoint with --quantization"
 
 
-def refused(key: str, value: object, supported: str) -> ModelFilesError:
-    return ModelFilesError(
-        f"config.json: quantization_config has {key} {reprlib.repr(value)}, which is not supported "
-        f"(supported: {supported}); {REMEDY}"
-    )
+def refused(field: str, value: object, supported: object, remedy: str = UNQUANTIZED) -> ModelFilesError:
+    found = value[:100] if isinstance(value, str) else reprlib.repr(value)
+    return ModelFilesError(f"quantization_config: {field} {found} is not supported; supported: {supported}; {remedy}")
 
 
-def choice(table: Mapping[str, Any], key: str, supported: Collection[Any], default: Any = None) -> Any:
-    """One of a few values. Text may have any case."""
-    value = table.get(key, default)
-    value = value.lower() if isinstance(value, str) else value
-    if value not in supported or isinstance(value, bool) != isinstance(next(iter(supported)), bool):
-        raise refused(key, value, ", ".join(map(str, supported)))
+def check_value(table: Mapping[str, Any], field: str, *supported: object) -> None:
+    """Refuse other values. A field that is not there passes."""
+    value = table.get(field)
+    if value is not None and not any(type(value) is type(good) and value == good for good in supported):
+        raise refused(field, value, ", ".join(map(str, supported)))
+
+
+def choice(table: Mapping[str, Any], field: str, choices: Mapping[str, T], default: str | None = None) -> T:
+    value = table.get(field, default)
+    if not isinstance(value, str) or value not in choices:
+        raise refused(field, value, ", ".join(choices))
+    return choices[value]
+
+
+def names(table: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
+    """The entries of all lists of names in ``fields``."""
+    found: list[str] = []
+    for field in fields:
+        value = table.get(field) or []
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise refused(field, value, "a list of module names", "correct it")
+        found += value
+    return tuple(found)
+
+
+def subtable(table: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """An object in a field; empty if it is absent or null."""
+    value = table.get(field) or {}
+    if not isinstance(value, dict):
+        raise refused(field, value, "an object", "correct it")
     return value
 
 
-def flag(table: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = table.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise refused(key, value, "true, false")
+def flag(table: Mapping[str, Any], field: str, default: bool) -> bool:
+    check_value(table, field, True, False)
+    return table.get(field, default) is True
+
+
+def number_of(table: Mapping[str, Any], field: str, *supported: int) -> int:
+    """One of a few integers; it must be there."""
+    value = table.get(field)
+    if type(value) is not int or value not in supported:
+        raise refused(field, value, ", ".join(map(str, supported)))
     return value
 
 
-def group_size(table: Mapping[str, Any], key: str = "group_size", default: int | None = None) -> int | None:
+def group_size_of(table: Mapping[str, Any], field: str = "group_size") -> int | None:
     """None: one group per output row, which files call -1."""
-    value = table.get(key, default)
+    value = table.get(field, 128)
     if value is None or value == -1:
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise refused(key, value, "-1 and positive integers")
+    if type(value) is not int or value < 1:
+        raise refused(field, value, "-1 and positive integers", "correct it")
     return value
-
-
-def names(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """A list of modules."""
-    value = table.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise refused(key, value, "a list of names")
-    return tuple(value)
-
-
-def subtable(table: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = table.get(key) or {}
-    if not isinstance(value, dict):
-        raise refused(key, value, "an object")
-    return value
-
-
-def pattern(key: str, text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise refused(key, text, f"regular expressions: {error}") from error
-
-
-def is_in_block(module: str) -> bool:
-    """Whether a module is part of a numbered layer: most formats quantise only these."""
-    return any(part.isdigit() for part in module.split("."))
-
-
-def last_name(module: str) -> str:
-    return module.rpartition(".")[2]
-
-
-def contains(module: str, parts: Collection[str]) -> bool:
-    """Whether one of ``parts`` is a run of whole names in ``module``: "layers.1" is in "model.layers.1.mlp"."""
-    return any(f".{part}." in f".{module}." for part in parts)

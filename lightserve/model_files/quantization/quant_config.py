@@ -6,7 +6,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lightserve.errors import ModelFilesError
 
@@ -26,13 +26,29 @@ class QuantConfig(ABC):
     def scheme_of(self, module: str) -> Scheme | None:
         """The scheme of a linear by its name in the checkpoint; None: its weight is stored as plain floats."""
 
+    def tensor_name(self, name: str) -> str:
+        """The name of a checkpoint tensor for the ``WeightFormat`` that reads it. Some tensors have several names."""
+        return name
+
     @abstractmethod
     def __str__(self) -> str:
         """A few words for the operator: "awq, 4 bits, groups of 128"."""
 
 
 # By ``quant_method`` of config.json: from its ``quantization_config``. A parser refuses values that are not supported.
-PARSERS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {}
+Parser = Callable[[Mapping[str, Any]], QuantConfig]
+PARSERS: dict[str, Parser] = {}
+P = TypeVar("P", bound=Parser)
+
+
+def parses(quant_method: str) -> Callable[[P], P]:
+    """Register the parser of a ``quant_method``."""
+
+    def register(parser: P) -> P:
+        PARSERS[quant_method] = parser
+        return parser
+
+    return register
 
 
 def read_quant_config(table: Mapping[str, Any]) -> QuantConfig:
