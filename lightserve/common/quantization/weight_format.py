@@ -10,9 +10,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lightserve.common.checkpoint.piece import FLOATS
+from lightserve.common.checkpoint.piece import ANY_SIZE, FLOATS
 from lightserve.common.ops import QuantizedWeight
 from lightserve.model_files.quantization import Scheme
+
+__all__ = ["ANY_SIZE", "FORMATS", "RawLinear", "RawTensor", "WeightFormat", "format_of", "reads"]
 
 
 class RawTensor(NamedTuple):
@@ -25,6 +27,8 @@ class RawTensor(NamedTuple):
 
 class WeightFormat(ABC):
     """Reads linears of one scheme. The constructor takes the scheme."""
+
+    has_input_order = False  # whether the columns of the weight are not in the order of the inputs
 
     def group_size(self, in_size: int) -> int | None:
         """Inputs with the same scale, in what ``convert`` returns; None: all of a row."""
@@ -40,6 +44,10 @@ class WeightFormat(ABC):
     @abstractmethod
     def convert(self, raw: Mapping[str, Tensor]) -> QuantizedWeight:
         """The weight ``[out, in]`` of a whole linear."""
+
+    def input_order(self, raw: Mapping[str, Tensor]) -> Tensor | None:
+        """Which input each column of ``convert`` multiplies, int64 ``[in]``, if ``has_input_order``."""
+        return None
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], group_size: int, device: torch.device) -> QuantizedWeight:
