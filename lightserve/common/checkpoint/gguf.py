@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from lightserve.common.checkpoint.gguf_decoders import DECODERS
+from lightserve.common.checkpoint.gguf_blocks import decode
 from lightserve.errors import CheckpointError
 from lightserve.model_files.gguf_architectures import GgufArchitecture, Join, RowOrder, architecture_of
 from lightserve.model_files.gguf_fields import layer_count
@@ -198,7 +198,6 @@ JOINS: dict[Join, Callable[..., Tensor]] = {
 def _read(file: BinaryIO, entry: TensorEntry) -> Tensor:
     """Read and decode one tensor in chunks, so that memory holds it only once."""
     name, block, block_bytes = entry.encoding
-    decode = DECODERS[name]
     n_blocks = math.prod(entry.shape) // block
     out = torch.empty(n_blocks, block, dtype=torch.float32)
     file.seek(entry.offset)
@@ -206,7 +205,7 @@ def _read(file: BinaryIO, entry: TensorEntry) -> Tensor:
         raw = bytearray(len(rows) * block_bytes)
         if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]
             raise CheckpointError(f"{file.name}: tensor {entry.name} is truncated; fetch the file again")
-        decode(torch.frombuffer(raw, dtype=torch.uint8).view(len(rows), block_bytes), rows)
+        decode(name, torch.frombuffer(raw, dtype=torch.uint8).view(len(rows), block_bytes), rows)
     return out.view(entry.shape)
 
 
