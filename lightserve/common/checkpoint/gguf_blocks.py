@@ -162,6 +162,32 @@ def _q6_k_scales(blocks: Tensor) -> Scales:
     return Scales(blocks[:, 192:208].view(torch.int8) * _half(blocks, 208))
 
 
+# Nibbles are numbers of a table. IQ4_NL: a scale, then nibbles as in Q4_0. IQ4_XS: a scale, the upper bits of eight 6-bit
+# scales, their low bits, then nibbles of eight groups.
+
+
+def _iq4_nl(blocks: Tensor, out: Tensor) -> None:
+    _nibbles(blocks[:, 2:], out)
+    out.copy_(_look_up(out))
+
+
+def _iq4_xs(blocks: Tensor, out: Tensor) -> None:
+    _nibbles(blocks[:, 8:].reshape(-1, 16), out.view(-1, 32))
+    out.copy_(_look_up(out))
+
+
+def _look_up(nibbles: Tensor) -> Tensor:
+    table = torch.tensor(IQ4_NUMBERS, dtype=torch.int8, device=nibbles.device)
+    return table.index_select(0, nibbles.flatten().int()).view(nibbles.shape)
+
+
+def _iq4_xs_scales(blocks: Tensor) -> Scales:
+    upper, low = blocks[:, 2:4], blocks[:, 4:8]
+    upper = torch.stack([(upper >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(1)
+    low = torch.stack([low & 0x0F, low >> 4], dim=-1).flatten(1)
+    return Scales(((low | (upper << 4)).float() - 32) * _half(blocks, 0))
+
+
 def _nibbles(packed: Tensor, out: Tensor) -> None:
     half = packed.shape[1]
     out[:, :half] = packed & 0x0F
@@ -173,6 +199,7 @@ def _half(blocks: Tensor, at: int) -> Tensor:
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
+IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK_TYPES = {
     "Q4_0": BlockType(32, _q4_0, _scale_first),
@@ -185,4 +212,6 @@ BLOCK_TYPES = {
     "Q4_K": BlockType(32, _q4_k, _q4_k_scales),
     "Q5_K": BlockType(32, _q5_k, _q4_k_scales),
     "Q6_K": BlockType(16, _q6_k, _q6_k_scales),
+    "IQ4_NL": BlockType(32, _iq4_nl, _scale_first),
+    "IQ4_XS": BlockType(32, _iq4_xs, _iq4_xs_scales),
 }
