@@ -108,11 +108,14 @@ def _class_path(model_type: str) -> str:
 def read_model_config(
     config_json: Mapping[str, Any], model_type: str | None, quantization: str | None = None
 ) -> ModelConfig:
-    """``model_type`` replaces that of config.json, if it is set. ``quantization`` is done while loading."""
+    """``model_type`` replaces that of config.json, if it is set. ``quantization`` is done while loading.
+
+    ``gguf`` and ``none`` are up to the source: see ``model_files.source.stored_as``.
+    """
     hf = {**config_json, "model_type": model_type} if model_type else config_json
     check_supported(str(hf.get("model_type"))[:100])  # before the shape: other models name its fields differently
     config = ModelConfig.from_hf(hf)
-    if quantization is None:
+    if quantization in (None, "gguf") or (quantization == "none" and config.quantization is None):
         return config
     if config.quantization is not None:
         raise ModelFilesError(

@@ -23,6 +23,7 @@ from test.models.architectures.case import Case, Json, Tensors, Tiny
 Step = Callable[[Tensors, Json], Tensors]
 KINDS = {"linear": "linear", "yarn": "yarn", "longrope": "longrope"}
 MOST_LAYERS = 40
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
 EXPERT_COUNT = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -36,15 +37,19 @@ class GgufCase:
     steps: tuple[Step, ...] = ()
 
 
-def save(one: GgufCase, tiny: Tiny, path: Path, changes: Json | None = None) -> Path:
-    """``changes`` are made to the metadata; None removes a key."""
+def save(one: GgufCase, tiny: Tiny, path: Path, changes: Json | None = None, *, is_quantized: bool = False) -> Path:
+    """``changes`` are made to the metadata; None removes a key. ``is_quantized``: matrices are Q8_0, if they can be."""
     metadata = {**one.metadata(tiny.config_json), **(changes or {})}
     writer = gguf.GGUFWriter(path, one.architecture)
     for key, value in metadata.items():
         if value is not None:
             add_to(writer, f"{one.architecture}.{key}", value)
     for name, tensor in gguf_tensors(one, tiny).items():
-        writer.add_tensor(name, tensor.contiguous().numpy())
+        if is_quantized and tensor.ndim > 1 and "norm" not in name and tensor.shape[-1] % 32 == 0:
+            blocks = gguf.quants.quantize(tensor.contiguous().numpy(), Q8_0)
+            writer.add_tensor(name, blocks, raw_dtype=Q8_0)
+        else:
+            writer.add_tensor(name, tensor.contiguous().numpy())
     return finish(writer, path)
 
 

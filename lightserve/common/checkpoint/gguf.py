@@ -1,4 +1,4 @@
-"""GGUF tensors with the names, row order and float32 values that transformers gives them.
+"""GGUF tensors with the names, row order and float32 values that transformers gives them. Linears may stay packed.
 
 They are decoded in torch because ``gguf.quants`` is four times slower: 0.8 s against 0.2 s for SmolLM2 on two cores.
 """
@@ -12,39 +12,59 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from lightserve.common.checkpoint.gguf_blocks import decode
+from lightserve.common.checkpoint.gguf_blocks import CHUNK, decode, one_thread
 from lightserve.errors import CheckpointError
 from lightserve.model_files.gguf_architectures import GgufArchitecture, Join, RowOrder, architecture_of
 from lightserve.model_files.gguf_header import GgufHeader, TensorEntry
 from lightserve.model_files.gguf_names import GgufTensor, model_tensors
-
-# Numbers decoded at a time. From 32768 numbers on torch splits work over threads, and on shared cores these threads
-# wait for each other: SmolLM2 on two busy cores took 1.6 s with this value and 22 s with 1 << 19.
-CHUNK = (1 << 15) - 256
+from lightserve.model_files.gguf_packing import stays_packed
 
 Named = tuple[str, Tensor]
+# the shape of the packed bytes, or None to expand the tensor
+ReadTensor = Callable[[GgufTensor, tuple[int, ...] | None], Tensor]
 
 
-def gguf_tensors(header: GgufHeader, config: dict[str, Any]) -> Iterator[Named]:
+def gguf_tensors(header: GgufHeader, config: dict[str, Any], is_packed: bool = False) -> Iterator[Named]:
+    """``is_packed``: linears are views of the file, uint8 ``[rows, bytes of a row]``."""
+    file_bytes = header.path.stat().st_size if is_packed else 0
+    whole = torch.from_file(str(header.path), size=file_bytes, dtype=torch.uint8)
     with header.path.open("rb") as file:
-        yield from _renamed(header, config, lambda tensor: _read(file, tensor.entry))
+
+        def read(tensor: GgufTensor, packed_shape: tuple[int, ...] | None) -> Tensor:
+            entry = tensor.entry
+            if packed_shape is None:
+                return _read(file, entry)
+            return whole[entry.offset : entry.offset + entry.n_bytes].view(packed_shape)
+
+        yield from _renamed(header, config, is_packed, read)
 
 
-def gguf_metadata(header: GgufHeader, config: dict[str, Any]) -> Iterator[Named]:
+def gguf_metadata(header: GgufHeader, config: dict[str, Any], is_packed: bool = False) -> Iterator[Named]:
     """The same tensors on the meta device."""
-    yield from _renamed(header, config, lambda tensor: torch.empty(tensor.entry.shape, device="meta"))
+
+    def read(tensor: GgufTensor, packed_shape: tuple[int, ...] | None) -> Tensor:
+        dtype = torch.float32 if packed_shape is None else torch.uint8
+        return torch.empty(packed_shape or tensor.entry.shape, dtype=dtype, device="meta")
+
+    yield from _renamed(header, config, is_packed, read)
 
 
-def gguf_bytes(header: GgufHeader) -> int:
-    return sum(4 * math.prod(tensor.entry.shape) for tensor in model_tensors(header, architecture_of(header)))
+def gguf_bytes(header: GgufHeader, is_packed: bool = False) -> int:
+    """Of what `gguf_tensors` yields."""
+    architecture = architecture_of(header)
+    tensors = model_tensors(header, architecture)
+    packed = [is_packed and stays_packed(header, architecture, tensor) for tensor in tensors]
+    sizes = zip(tensors, packed, strict=True)
+    return sum(one.entry.n_bytes if keeps else 4 * math.prod(one.entry.shape) for one, keeps in sizes)
 
 
-def _renamed(header: GgufHeader, config: dict[str, Any], read: Callable[[GgufTensor], Tensor]) -> Iterator[Named]:
+def _renamed(header: GgufHeader, config: dict[str, Any], is_packed: bool, read: ReadTensor) -> Iterator[Named]:
     """The tensors in file order, as in transformers. A joined tensor comes when its last part was read."""
     architecture = architecture_of(header)
     waiting: dict[str, dict[str, Tensor]] = {}
     for named in model_tensors(header, architecture):
-        tensor = _undo_converter(header, architecture, named, read(named), config)
+        shape = _packed_shape(named.entry) if is_packed and stays_packed(header, architecture, named) else None
+        tensor = _undo_converter(header, architecture, named, read(named, shape), config)
         joined = named.joined
         if joined is None:
             yield from _with_names(named.targets, tensor)
@@ -57,6 +77,11 @@ def _renamed(header: GgufHeader, config: dict[str, Any], read: Callable[[GgufTen
     if waiting:
         lacking = next(iter(waiting))
         raise CheckpointError(f"{header.path}: tensors are missing for {lacking}; convert the model again")
+
+
+def _packed_shape(entry: TensorEntry) -> tuple[int, ...]:
+    *rows, columns = entry.shape
+    return *rows, columns // entry.encoding.block * entry.encoding.n_bytes
 
 
 def _with_names(targets: Sequence[str], tensor: Tensor) -> Iterator[Named]:
@@ -141,14 +166,10 @@ def _read(file: BinaryIO, entry: TensorEntry) -> Tensor:
     n_blocks = math.prod(entry.shape) // block
     out = torch.empty(n_blocks, block, dtype=torch.float32)
     file.seek(entry.offset)
-    for rows in out.split_with_sizes(_chunk_sizes(n_blocks, CHUNK // block)):
-        raw = bytearray(len(rows) * block_bytes)
-        if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]
-            raise CheckpointError(f"{file.name}: tensor {entry.name} is truncated; fetch the file again")
-        decode(name, torch.frombuffer(raw, dtype=torch.uint8).view(len(rows), block_bytes), rows)
+    with one_thread():
+        for rows in out.split(CHUNK // block):
+            raw = bytearray(len(rows) * block_bytes)
+            if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]
+                raise CheckpointError(f"{file.name}: tensor {entry.name} is truncated; fetch the file again")
+            decode(name, torch.frombuffer(raw, dtype=torch.uint8).view(len(rows), block_bytes), rows)
     return out.view(entry.shape)
-
-
-def _chunk_sizes(total: int, chunk: int) -> list[int]:
-    whole, rest = divmod(total, chunk)
-    return [chunk] * whole + ([rest] if rest else [])

@@ -1,6 +1,7 @@
 """How a linear stores its weight and computes with it: one ``LinearMethod`` per format, and one for experts."""
 
 from lightserve.common.quantization.experts_method import ExpertNames, ExpertsLayout, ExpertsMethod, ExpertsSpec
+from lightserve.common.quantization.gguf_format import GgufFormat
 from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
 from lightserve.common.quantization.on_load import OnLoadFormat
 from lightserve.common.quantization.quantized_linear import QuantizedLinear, StackedLinear
@@ -19,6 +20,7 @@ __all__ = [
     "ExpertsMethod",
     "ExpertsMethodFactory",
     "ExpertsSpec",
+    "GgufFormat",
     "LinearMethod",
     "LinearMethodFactory",
     "LinearPart",

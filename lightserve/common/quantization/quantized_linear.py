@@ -73,9 +73,11 @@ class QuantizedLinear(LinearMethod):
             begin = own.stop + part.padding
 
     def _weight_pieces(self, part: LinearPart, own: slice) -> Iterator[Piece]:
+        is_cut = self._format.has_row_per_output
+
         def store(raw: Mapping[str, Tensor]) -> None:
-            converted = self._format.convert(raw).columns(self._spec.columns).rows(part.rows)
-            self.weight.rows(own).copy_(converted)
+            converted = self._format.convert(raw).columns(self._spec.columns)
+            self.weight.rows(own).copy_(converted if is_cut else converted.rows(part.rows))
 
         def fill_dummy(generator: torch.Generator) -> None:
             self.weight.rows(own).randomize_(generator, DUMMY_STD)
@@ -83,7 +85,8 @@ class QuantizedLinear(LinearMethod):
         raw_tensors = self._format.raw_tensors(part.out_size, self._spec.in_size)
         consumer = RawLinear(part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
         for suffix, raw in raw_tensors.items():
-            yield Piece(f"{part.prefix}.{suffix}", raw.shape, None, dtypes=raw.dtypes, consumer=consumer)
+            name, rows = f"{part.prefix}.{suffix}", slicer(part.rows if is_cut else slice(None))
+            yield Piece(name, raw.shape, None, rows, dtypes=raw.dtypes, consumer=consumer)
 
     def mm(self, x: Tensor) -> Tensor:
         return PRODUCTS[type(self.weight)](x, self.weight, self.bias)
