@@ -86,7 +86,7 @@ def test_a_wrong_flag_is_reported(capsys: pytest.CaptureFixture[str], flags: lis
         (
             {"quantization_config": {"quant_method": "gguf"}},
             [],
-            "quant_method gguf needs a .gguf file; set --model_dir",
+            "quant_method gguf needs a .gguf file; set",
         ),
         ({}, ["--max_model_len=513"], "max_req_total_len=513, but the model supports 512 tokens; lower it"),
     ],
