@@ -37,19 +37,22 @@ class GgufCase:
     steps: tuple[Step, ...] = ()
 
 
-def save(one: GgufCase, tiny: Tiny, path: Path, changes: Json | None = None, *, is_quantized: bool = False) -> Path:
-    """``changes`` are made to the metadata; None removes a key. ``is_quantized``: matrices are Q8_0, if they can be."""
+def save(one: GgufCase, tiny: Tiny, path: Path, changes: Json | None = None, *, quantized: str | None = None) -> Path:
+    """``changes`` are made to the metadata; None removes a key.
+
+    ``quantized`` matches the names of matrices that are written as Q8_0, if their rows are whole blocks.
+    """
     metadata = {**one.metadata(tiny.config_json), **(changes or {})}
     writer = gguf.GGUFWriter(path, one.architecture)
     for key, value in metadata.items():
         if value is not None:
             add_to(writer, f"{one.architecture}.{key}", value)
     for name, tensor in gguf_tensors(one, tiny).items():
-        if is_quantized and tensor.ndim > 1 and "norm" not in name and tensor.shape[-1] % 32 == 0:
-            blocks = gguf.quants.quantize(tensor.contiguous().numpy(), Q8_0)
-            writer.add_tensor(name, blocks, raw_dtype=Q8_0)
+        numbers = tensor.contiguous().numpy()
+        if quantized is not None and re.search(quantized, name) and tensor.ndim > 1 and tensor.shape[-1] % 32 == 0:
+            writer.add_tensor(name, gguf.quants.quantize(numbers, Q8_0), raw_dtype=Q8_0)
         else:
-            writer.add_tensor(name, tensor.contiguous().numpy())
+            writer.add_tensor(name, numbers)
     return finish(writer, path)
 
 

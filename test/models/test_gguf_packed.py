@@ -186,10 +186,7 @@ def test_ranks_split_blocks_of_256_into_groups(tmp_path: Path) -> None:
 
 
 def test_ranks_that_cut_a_group_are_refused(tmp_path: Path) -> None:
-    one = GGUF_CASES["qwen2"]
-    one = replace(one, case=wider(one.case))
-    source = resolve(str(save(one, build(one.case), tmp_path / "model.gguf", is_quantized=True)))
-    assert isinstance(source, GgufSource)
+    source = save_case("qwen2", tmp_path / "model.gguf")
 
     with pytest.raises(ModelFilesError, match=r"o_proj: a rank has the inputs 48 to 96, which cuts groups of 32; use"):
         model_of(packed(source), RankGroup(rank=1, size=2), is_dummy=True)
@@ -214,6 +211,13 @@ def wider(case: Case) -> Case:
     return replace(case, fields=fields)
 
 
+def save_case(name: str, path: Path, quantized: str = "^(?!.*norm)") -> GgufSource:
+    one = replace(GGUF_CASES[name], case=wider(GGUF_CASES[name].case))
+    source = resolve(str(save(one, build(one.case), path, quantized=quantized)))
+    assert isinstance(source, GgufSource)
+    return source
+
+
 # fused, reordered, joined and transposed tensors; experts, latent attention, several names for the vocabulary
 LAYOUTS = ["phi3", "bloom", "falcon-40b", "gpt2", "gptneox", "mpt", "baichuan", "gemma2", "internlm2", "stablelm"]
 LAYOUTS += ["qwen2moe", "granitemoe", "gpt-oss", "glm4moe", "deepseek2-v3", "deepseek2-v3-older"]
@@ -221,13 +225,22 @@ LAYOUTS += ["qwen2moe", "granitemoe", "gpt-oss", "glm4moe", "deepseek2-v3", "dee
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_architecture_gives_the_logits_of_its_expanded_file(name: str, tmp_path: Path) -> None:
-    one = replace(GGUF_CASES[name], case=wider(GGUF_CASES[name].case))
-    source = resolve(str(save(one, build(one.case), tmp_path / "model.gguf", is_quantized=True)))
-    assert isinstance(source, GgufSource)
+    source = save_case(name, tmp_path / "model.gguf")
 
     model = model_of(packed(source))
 
     assert isinstance(model.pre_post_weight.embedding.method, QuantizedLinear)
+    assert_same_logits(source, logits_of(model))
+
+
+def test_a_tensor_that_joins_two_types_is_expanded(tmp_path: Path) -> None:
+    source = save_case("baichuan", tmp_path / "model.gguf", quantized="attn_[qk]|attn_output|output.weight")
+
+    model = model_of(packed(source))
+
+    assert isinstance(model.layer_weights[0].qkv_proj.method, UnquantizedLinear)
+    assert isinstance(model.layer_weights[0].o_proj.method, QuantizedLinear)
+    assert isinstance(model.pre_post_weight.lm_head.method, UnquantizedLinear)  # Baichuan 2 changes its values
     assert_same_logits(source, logits_of(model))
 
 
