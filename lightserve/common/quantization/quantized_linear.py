@@ -88,13 +88,15 @@ class QuantizedLinear(LinearMethod):
             begin = own.stop + part.padding
 
     def _weight_pieces(self, part: LinearPart, own: slice) -> Iterator[Piece]:
+        is_cut = self._format.has_row_per_output
+
         def store(raw: Mapping[str, Tensor]) -> None:
             try:
-                converted = self._format.convert(raw).columns(self._spec.columns).rows(part.rows)
+                converted = self._format.convert(raw).columns(self._spec.columns)
                 self._set_order(self._format.input_order(raw))
             except CheckpointError as error:
                 raise CheckpointError(f"{part.prefix}: {error}") from error
-            self.weight.rows(own).copy_(converted)
+            self.weight.rows(own).copy_(converted if is_cut else converted.rows(part.rows))
 
         def fill_dummy(generator: torch.Generator) -> None:
             self.weight.rows(own).randomize_(generator, DUMMY_STD)
@@ -102,8 +104,15 @@ class QuantizedLinear(LinearMethod):
         raw_tensors = self._format.raw_tensors(part.out_size, self._spec.in_size)
         consumer = RawLinear(part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
         for suffix, raw in raw_tensors.items():
-            name = f"{part.prefix}.{suffix}"
-            yield Piece(name, raw.shape, None, dtypes=raw.dtypes, consumer=consumer, other_shapes=raw.other_shapes)
+            yield Piece(
+                f"{part.prefix}.{suffix}",
+                raw.shape,
+                None,
+                slicer(part.rows if is_cut else slice(None)),
+                raw.dtypes,
+                consumer=consumer,
+                other_shapes=raw.other_shapes,
+            )
 
     def _set_order(self, order: Tensor | None) -> None:
         if order is None:
