@@ -12,7 +12,7 @@ from lightserve.errors import ModelFilesError, ServerError, UnsupportedModelType
 from lightserve.model_files.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
-from lightserve.model_files.source import ModelSource, resolve
+from lightserve.model_files.source import ModelSource, resolve, stored_as
 from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import read_model_config
 from lightserve.utils import net
@@ -57,7 +57,7 @@ def _check_access(http: HttpConfig) -> None:
 
 def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
     worker = config.worker
-    model = _model_config(source, worker)
+    model = _model_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
     model.check_tp(worker.tp)
     model.request_len(worker.max_req_total_len)
     resolve_kv_dtype(worker.kv_dtype, model)
@@ -80,7 +80,7 @@ def _model_config(source: ModelSource, worker: WorkerConfig) -> ModelConfig:
             f"{source.path}: config.json has no model_type; set --model_dir to a folder with a complete model"
         )
     try:
-        return read_model_config(hf, worker.model_type, worker.quantization)
+        return read_model_config(hf, worker.model_type, worker.quantization, worker.quantization_config)
     except UnsupportedModelTypeError as error:
         raise ModelFilesError(f"{error}{_hint(source, worker)}") from error
     except ModelFilesError as error:
