@@ -108,7 +108,7 @@ class QuantizedLinear(LinearMethod):
                 f"{part.prefix}.{suffix}",
                 raw.shape,
                 None,
-                slicer(part.rows if is_cut else slice(None)),
+                slicer(part.rows) if is_cut else slicer(),  # a scale may have no dimension
                 raw.dtypes,
                 consumer=consumer,
                 other_shapes=raw.other_shapes,
@@ -157,7 +157,7 @@ class QuantizedLinear(LinearMethod):
     @property
     def _rounds_input(self) -> bool:
         """To 8 bits, of the type of the weight."""
-        is_eight_bit = isinstance(self.weight, ops.Fp8Weight | ops.Int8Weight)
+        is_eight_bit = isinstance(self.weight, ops.Fp8Weight | ops.Int8Weight) and self.input_order is None
         return is_eight_bit and self.input_order is None and self.weight.input_quant is not ops.InputQuant.NONE
 
     @property
