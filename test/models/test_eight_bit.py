@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, Parallel, RankGroup, TpPartBaseModel
 from lightserve.common.parallel import ParallelSizes, connect_ranks
-from lightserve.common.quantization import QuantizedLinear, StackedLinear, UnquantizedLinear
+from lightserve.common.quantization import LinearMethod, QuantizedLinear, StackedLinear, UnquantizedLinear, eight_bit
 from lightserve.errors import CheckpointError
 from lightserve.models.registry import get_model_class
-from test.models.eight_bit_files import FILES, fp8_channel, int8_channel, is_quantized, quantized
+from test.models.architectures.case import build as build_tiny
+from test.models.architectures.cases import CASES
+from test.models.eight_bit_files import FILES, fp8_channel, int8_channel, is_quantized, quantized, unpack
 from test.models.session import Session
-from test.models.tiny import build_ours
+from test.models.tiny import build_model, build_ours
 
 PROMPTS = {0: [5, 17, 3, 99, 42, 8, 1], 1: [77, 2, 130]}
 ONE_RANK = RankGroup()
@@ -162,6 +164,51 @@ def test_scales_of_the_kv_cache_are_no_unknown_tensors(caplog: pytest.LogCapture
     build(hf, FILES["modelopt"].config, [*quantized(hf, FILES["modelopt"].pack), *scales])
 
     assert "not used" not in caplog.text
+
+
+def rounds_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(eight_bit, "supported_input_quant", lambda kind, wanted, device: wanted)
+
+
+@pytest.mark.parametrize("name", ["fp8-static", "ct-fp8-block", "ct-int8", "ct-int8-static"])
+def test_rounded_inputs_change_logits_little_and_alike_where_norms_are_fused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = wide_llama()
+    checkpoint = quantized(hf, FILES[name].pack)
+    rounds_inputs(monkeypatch)
+    ours = build(hf, FILES[name].config, checkpoint)
+
+    fused = Session(ours).step(PROMPTS)
+    monkeypatch.setattr(LinearMethod, "fuses_silu_and_mul", False)
+    for method in ("add_rms_norm_mm", "add_rms_norm_gate_up", "fuses_silu_and_mul"):
+        monkeypatch.delattr(QuantizedLinear, method)
+    separate = Session(build(hf, FILES[name].config, quantized(hf, FILES[name].pack))).step(PROMPTS)
+
+    torch.testing.assert_close(fused, separate, rtol=1e-5, atol=1e-5)
+    exact = Session(build_ours(hf)).step(PROMPTS)
+    assert 1e-4 < float((fused - exact).norm() / exact.norm()) < 0.1
+
+
+def test_the_latent_expansion_of_deepseek_is_dequantised() -> None:
+    tiny = build_tiny(CASES["deepseek_v2"])
+    config = FILES["ct-fp8"].config
+    group = config["config_groups"]["group_0"] | {"targets": ["re:.*kv_b_proj"]}
+    packed: dict[str, Tensor] = {}
+    for name, tensor in tiny.tensors.items():
+        prefix = name.removesuffix(".weight")
+        stored = fp8_channel(tensor) if prefix.endswith("kv_b_proj") else {"weight": tensor}
+        packed |= {f"{prefix}.{suffix}": value for suffix, value in stored.items()}
+        if len(stored) > 1:
+            tensor.copy_(unpack(stored))
+    checkpoint = (CheckpointTensor(name, tensor, "memory") for name, tensor in packed.items())
+    quantization = config | {"config_groups": {"group_0": group}}
+
+    ours = build_model({**tiny.config_json, "quantization_config": quantization}, checkpoint)
+
+    expected = Session(build_model(tiny.config_json, tiny.checkpoint())).step(PROMPTS)
+    torch.testing.assert_close(Session(ours).step(PROMPTS), expected)
 
 
 Change = Callable[[Tensor], Tensor | None]

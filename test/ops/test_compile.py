@@ -20,6 +20,7 @@ from lightserve.common import triton_kernel
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}  # of a thread block, by compute capability
 HEAVY = [
     "_context_attention_kernel",
+    "_eight_bit_linear_kernel",
     "_expert_linear_kernel",
     "_int4_tiles_kernel",
     "_latent_context_attention_kernel",
@@ -30,6 +31,7 @@ HEAVY = [
     "_norm_linear_kernel",
     "_shared_prefix_kernel",
     "_token_attention_kernel",
+    "_weight_only_linear_kernel",
 ]
 
 

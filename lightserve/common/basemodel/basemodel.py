@@ -180,7 +180,11 @@ class TpPartBaseModel:
         methods = linear_method_factory(self.config), experts_method_factory(self.config)
         context = WeightContext(self.args.parallel, self.args.dtype, device, *methods)
         layers = [self.transformer_weight_class(spec, context) for spec in self.layer_specs]
-        return self.pre_and_post_weight_class(self.spec, context), layers
+        pre_post = self.pre_and_post_weight_class(self.spec, context)
+        if self.config.quantization is not None:
+            pieces = (piece for layer in (pre_post, *layers) for piece in layer.pieces())
+            self.config.quantization.check_modules(dict.fromkeys(piece.name.rpartition(".")[0] for piece in pieces))
+        return pre_post, layers
 
     def _check_metadata(self) -> list[str]:
         """Check the checkpoint against weights on the meta device: a wrong config.json may need too much memory.

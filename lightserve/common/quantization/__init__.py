@@ -12,6 +12,7 @@ from lightserve.common.quantization.registry import (
     ExpertsMethodFactory,
     LinearMethodFactory,
     experts_method_factory,
+    float_method_factory,
     linear_method_factory,
 )
 from lightserve.common.quantization.unquantized import UnquantizedLinear
@@ -39,5 +40,6 @@ __all__ = [
     "UnquantizedExperts",
     "UnquantizedLinear",
     "experts_method_factory",
+    "float_method_factory",
     "linear_method_factory",
 ]

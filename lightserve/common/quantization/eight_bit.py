@@ -15,7 +15,16 @@ from lightserve.model_files.quantization.eight_bit import BLOCK, EightBitScheme
 
 KINDS: dict[str, type[QuantizedWeight]] = {"fp8": Fp8Weight, "int8": Int8Weight}
 SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)
+FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 INPUT_SCALE = RawTensor((), other_shapes=((1,),))
+
+
+def supported_input_quant(kind: type[QuantizedWeight], wanted: InputQuant, device: torch.device) -> InputQuant:
+    """``wanted``, if the device gains from rounded inputs. A CPU does not, and older GPUs have no fp8."""
+    if device.type != "cuda":
+        return InputQuant.NONE
+    has_dot = kind is not Fp8Weight or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    return wanted if has_dot else InputQuant.NONE
 
 
 @reads(EightBitScheme)
@@ -71,6 +80,11 @@ class EightBitFormat(WeightFormat):
         return by_row.repeat_interleave(BLOCK // group, dim=1)[:, : in_size // group]
 
     def empty(self, shape: tuple[int, ...], group_size: int, device: torch.device) -> QuantizedWeight:
-        input_quant = InputQuant(self._scheme.inputs) if device.type == "cuda" else InputQuant.NONE
+        input_quant = supported_input_quant(self._kind, InputQuant(self._scheme.inputs), device)
         has_offsets = self._scheme.has_zero_points
         return self._kind.empty(shape, group_size, device, has_offsets=has_offsets, input_quant=input_quant)
+
+    def finish(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """Kernels of a GPU read one scale per block. Ranks and fused linears may cut blocks of rows."""
+        has_blocks = isinstance(weight, Fp8Weight) and self._scheme.scales == "block"
+        return weight.share_scales(BLOCK) if has_blocks and weight.device.type == "cuda" else weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.checkpoint.piece import Piece, StoredSize, total_size
 from lightserve.common.ops import QuantizedWeight
-from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec
+from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
 from lightserve.common.quantization.unquantized import slicer
 from lightserve.common.quantization.weight_format import RawLinear, WeightFormat
 from lightserve.errors import CheckpointError, ModelFilesError
@@ -116,7 +117,7 @@ class QuantizedLinear(LinearMethod):
                     f"it has another act-order than {first}, whose input is the same; use another checkpoint"
                 )
 
-    def process_weights_after_loading(self) -> None:
+    def _drop_order(self) -> None:
         """Files with static groups say act-order, but have their inputs in order."""
         order = self.input_order
         if order is not None and torch.equal(order, torch.arange(len(order), device=order.device)):
@@ -126,6 +127,43 @@ class QuantizedLinear(LinearMethod):
         if self.input_order is not None:
             x = x.index_select(-1, self.input_order)
         return PRODUCTS[type(self.weight)](x, self.weight, self.bias)
+
+    def add_rms_norm_mm(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor] | None:
+        """The norm rounds its output, if the product would."""
+        if not self._rounds_input:
+            return None
+        quant = ops.row_quant_of(self.weight)
+        assert quant is not None
+        rows = ops.add_rms_norm_quantize(x, residual, norm.weight, norm.eps, quant)
+        return ops.linear_quantized_rows(*rows, self.weight, self.bias, self._dtype), residual
+
+    def add_rms_norm_gate_up(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor] | None:
+        fused = self.add_rms_norm_mm(x, residual, norm)
+        return None if fused is None else (ops.silu_and_mul(fused[0]), fused[1])
+
+    @property
+    def _rounds_input(self) -> bool:
+        """To 8 bits, of the type of the weight."""
+        is_eight_bit = isinstance(self.weight, ops.Fp8Weight | ops.Int8Weight)
+        return is_eight_bit and self.weight.input_quant is not ops.InputQuant.NONE
+
+    @property
+    def fuses_silu_and_mul(self) -> bool:
+        return self._rounds_input
+
+    def silu_and_mul_mm(self, gate_up: Tensor) -> Tensor:
+        quant = ops.row_quant_of(self.weight)
+        assert quant is not None
+        rows = ops.silu_and_mul_quantize(gate_up, quant)
+        return ops.linear_quantized_rows(*rows, self.weight, self.bias, self._dtype)
+
+    def stored_size(self) -> StoredSize:
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return StoredSize(self.weight.nbytes + bias, math.prod(self.weight.shape))
+
+    def process_weights_after_loading(self) -> None:
+        self.weight = self._format.finish(self.weight)
+        self._drop_order()
 
     def embed(self, ids: Tensor, first_id: int) -> Tensor:
         rows = ids - first_id
@@ -153,6 +191,9 @@ class StackedLinear(LinearMethod):
 
     def mm(self, x: Tensor) -> Tensor:
         return torch.cat([method.mm(x) for method in self.methods], dim=-1)
+
+    def stored_size(self) -> StoredSize:
+        return total_size(method.stored_size() for method in self.methods)
 
     def process_weights_after_loading(self) -> None:
         for method in self.methods:

@@ -53,6 +53,10 @@ class WeightFormat(ABC):
     def empty(self, shape: tuple[int, ...], group_size: int, device: torch.device) -> QuantizedWeight:
         """Memory for what ``convert`` returns, or for a part of it: whole groups. ``device`` may be ``meta``."""
 
+    def finish(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """The weight of a rank in its final form, once all of it was loaded."""
+        return weight
+
 
 FORMATS: dict[type[Scheme], Callable[..., WeightFormat]] = {}
 F = TypeVar("F", bound=type[WeightFormat])

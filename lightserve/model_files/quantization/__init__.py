@@ -11,7 +11,7 @@ from lightserve.model_files.quantization import (  # each registers its parsers
     pack_quantized,
 )
 from lightserve.model_files.quantization.eight_bit import EightBitScheme
-from lightserve.model_files.quantization.on_load import OnLoadConfig, OnLoadScheme
+from lightserve.model_files.quantization.on_load import OnLoadConfig, OnLoadScheme, read_on_load_config
 from lightserve.model_files.quantization.quant_config import QuantConfig, Scheme, read_quant_config
 
 __all__ = [
@@ -28,5 +28,6 @@ __all__ = [
     "gptq",
     "modelopt",
     "pack_quantized",
+    "read_on_load_config",
     "read_quant_config",
 ]
