@@ -300,6 +300,31 @@ def _linear_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return randn(tokens, 48, dtype=dtype, device=device), randn(40, 48, dtype=dtype, device=device, seed=1)
 
 
+def _linear_int8_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    x = randn(tokens, 48, dtype=dtype, device=device)
+    return x, eight_bit_weight(40, 48, torch.int8, device), randn(40, dtype=dtype, device=device, seed=1)
+
+
+def _linear_fp8_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return randn(tokens, 48, dtype=dtype, device=device), eight_bit_weight(40, 48, torch.float8_e4m3fn, device)
+
+
+ROW_QUANT = ops.RowQuant(torch.int8)
+
+
+def _quantize_rows_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return randn(tokens, 70, dtype=dtype, device=device), ROW_QUANT
+
+
+def _norm_quantize_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return (*_norm_args("rows", "rows", "param")(tokens, dtype, device), ROW_QUANT)
+
+
+def _linear_quantized_rows_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    x, weight, bias = _linear_int8_args(tokens, dtype, device)
+    return (*ops.quantize_rows.impls[ops.REFERENCE](x, ROW_QUANT), weight, bias, dtype)
+
+
 def int4_weight(out_size: int, in_size: int, group: int, device: str, has_offsets: bool = False) -> ops.Int4Weight:
     """Its rows have length 1, about."""
     numbers = torch.randint(-8, 8, (out_size, in_size), generator=torch.Generator().manual_seed(3))
@@ -331,31 +356,6 @@ def _linear_int4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
 
 def _linear_codebook4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return randn(tokens, 64, dtype=dtype, device=device), codebook4_weight(40, 64, device)
-
-
-def _linear_int8_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
-    x = randn(tokens, 48, dtype=dtype, device=device)
-    return x, eight_bit_weight(40, 48, torch.int8, device), randn(40, dtype=dtype, device=device, seed=1)
-
-
-def _linear_fp8_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
-    return randn(tokens, 48, dtype=dtype, device=device), eight_bit_weight(40, 48, torch.float8_e4m3fn, device)
-
-
-ROW_QUANT = ops.RowQuant(torch.int8)
-
-
-def _quantize_rows_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
-    return randn(tokens, 70, dtype=dtype, device=device), ROW_QUANT
-
-
-def _norm_quantize_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
-    return (*_norm_args("rows", "rows", "param")(tokens, dtype, device), ROW_QUANT)
-
-
-def _linear_quantized_rows_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
-    x, weight, bias = _linear_int8_args(tokens, dtype, device)
-    return (*ops.quantize_rows.impls[ops.REFERENCE](x, ROW_QUANT), weight, bias, dtype)
 
 
 def _norm_linear_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
@@ -500,10 +500,10 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "linear_codebook4": _linear_codebook4_args,
     "linear_float32": _linear_args,
     "linear_fp8": _linear_fp8_args,
-    "linear_int4": _linear_int4_args,
     "linear_int8": _linear_int8_args,
     "linear_mxfp4": _linear_mxfp4_args,
     "linear_quantized_rows": _linear_quantized_rows_args,
+    "linear_int4": _linear_int4_args,
     "mask_logits": _mask_args,
     "norm_rotary_write_kv": _norm_rotary_write_kv_args,
     "place_tokens": _place_args,

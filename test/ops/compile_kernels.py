@@ -116,8 +116,8 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
     compile_linear(dtype)
     compile_norm_linear(dtype)
     compile_experts(dtype)
-    compile_linear_int4(dtype)
     compile_eight_bit(dtype)
+    compile_linear_int4(dtype)
 
 
 def compile_attention_options(dtype: torch.dtype, dim: int) -> None:

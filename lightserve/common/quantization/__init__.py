@@ -3,6 +3,7 @@
 from lightserve.common.quantization.bitsandbytes import Bnb4Format, Bnb8Format
 from lightserve.common.quantization.eight_bit import EightBitFormat
 from lightserve.common.quantization.experts_method import ExpertNames, ExpertsLayout, ExpertsMethod, ExpertsSpec
+from lightserve.common.quantization.gguf_format import GgufFormat
 from lightserve.common.quantization.grouped import GroupedFormat
 from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
 from lightserve.common.quantization.mxfp4_pack import Mxfp4PackFormat
@@ -27,6 +28,7 @@ __all__ = [
     "ExpertsMethod",
     "ExpertsMethodFactory",
     "ExpertsSpec",
+    "GgufFormat",
     "GroupedFormat",
     "LinearMethod",
     "LinearMethodFactory",

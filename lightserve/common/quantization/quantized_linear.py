@@ -88,13 +88,15 @@ class QuantizedLinear(LinearMethod):
             begin = own.stop + part.padding
 
     def _weight_pieces(self, part: LinearPart, own: slice) -> Iterator[Piece]:
+        is_cut = self._format.has_row_per_output
+
         def store(raw: Mapping[str, Tensor]) -> None:
             try:
-                converted = self._format.convert(raw).columns(self._spec.columns).rows(part.rows)
+                converted = self._format.convert(raw).columns(self._spec.columns)
                 self._set_order(self._format.input_order(raw))
             except CheckpointError as error:
                 raise CheckpointError(f"{part.prefix}: {error}") from error
-            self.weight.rows(own).copy_(converted)
+            self.weight.rows(own).copy_(converted if is_cut else converted.rows(part.rows))
 
         def fill_dummy(generator: torch.Generator) -> None:
             self.weight.rows(own).randomize_(generator, DUMMY_STD)
@@ -102,8 +104,15 @@ class QuantizedLinear(LinearMethod):
         raw_tensors = self._format.raw_tensors(part.out_size, self._spec.in_size)
         consumer = RawLinear(part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
         for suffix, raw in raw_tensors.items():
-            name = f"{part.prefix}.{suffix}"
-            yield Piece(name, raw.shape, None, dtypes=raw.dtypes, consumer=consumer, other_shapes=raw.other_shapes)
+            yield Piece(
+                f"{part.prefix}.{suffix}",
+                raw.shape,
+                None,
+                slicer(part.rows if is_cut else slice(None)),
+                raw.dtypes,
+                consumer=consumer,
+                other_shapes=raw.other_shapes,
+            )
 
     def _set_order(self, order: Tensor | None) -> None:
         if order is None:
@@ -117,7 +126,11 @@ class QuantizedLinear(LinearMethod):
                     f"it has another act-order than {first}, whose input is the same; use another checkpoint"
                 )
 
-    def _drop_order(self) -> None:
+    def process_weights_after_loading(self) -> None:
+        self.weight = self._format.finish(self.weight)
+        self._drop_order_of_static_groups()
+
+    def _drop_order_of_static_groups(self) -> None:
         """Files with static groups say act-order, but have their inputs in order."""
         order = self.input_order
         if order is not None and torch.equal(order, torch.arange(len(order), device=order.device)):
@@ -145,7 +158,7 @@ class QuantizedLinear(LinearMethod):
     def _rounds_input(self) -> bool:
         """To 8 bits, of the type of the weight."""
         is_eight_bit = isinstance(self.weight, ops.Fp8Weight | ops.Int8Weight)
-        return is_eight_bit and self.weight.input_quant is not ops.InputQuant.NONE
+        return is_eight_bit and self.input_order is None and self.weight.input_quant is not ops.InputQuant.NONE
 
     @property
     def fuses_silu_and_mul(self) -> bool:
@@ -160,10 +173,6 @@ class QuantizedLinear(LinearMethod):
     def stored_size(self) -> StoredSize:
         bias = 0 if self.bias is None else self.bias.nbytes
         return StoredSize(self.weight.nbytes + bias, math.prod(self.weight.shape))
-
-    def process_weights_after_loading(self) -> None:
-        self.weight = self._format.finish(self.weight)
-        self._drop_order()
 
     def embed(self, ids: Tensor, first_id: int) -> Tensor:
         rows = ids - first_id

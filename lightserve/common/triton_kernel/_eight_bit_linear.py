@@ -32,7 +32,7 @@ class Config:
     num_stages: int
 
 
-# Not measured yet: python -m lightserve.benchmark.quantized_linear --configs measures both. With 64 rows of the weight
+# Not measured yet: python -m lightserve.benchmark.eight_bit_linear --configs measures both. With 64 rows of the weight
 # and 4 warps the GPU multiplies tiles of 64 rows at once; with 16 there are enough programs for narrow weights.
 NARROW = Config(block_n=16, block_k=512, num_warps=1, num_stages=4)
 WIDE = Config(block_n=64, block_k=256, num_warps=4, num_stages=4)

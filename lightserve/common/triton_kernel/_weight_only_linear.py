@@ -18,7 +18,7 @@ from lightserve.common.triton_kernel._gpu import stages_that_fit
 
 MIN_BLOCK_M = 8
 MIN_GROUP = 16
-# not measured yet: python -m lightserve.benchmark.quantized_linear
+# not measured yet: python -m lightserve.benchmark.eight_bit_linear --configs
 FEW_ROWS = Config(block_n=32, block_k=256, num_warps=4, num_stages=4)
 INVARIANT = Config(block_n=64, block_k=128, num_warps=4, num_stages=3)
 INVARIANT_BLOCK_M = 64
