@@ -232,7 +232,7 @@ class Mxfp4Weight(QuantizedWeight):
         return _E2M1.to(self.device)[codes.int()]
 
     def float_scales(self) -> Tensor:
-        return torch.ldexp(torch.ones((), device=self.device), self.scales.int() - 127)
+        return torch.ldexp(torch.ones(self.scales.shape, device=self.device), self.scales.int() - 127)
 
     def _set_scale(self, scale: float) -> None:
         self.scales.fill_(127 + round(math.log2(scale)))
