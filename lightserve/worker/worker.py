@@ -44,8 +44,11 @@ class ModelWorker:
         self._platform = pick_device(config.device)
         self._device = self._platform.torch_device(tp.rank)
         self._platform.bind(self._device, config.deterministic)
-        source = stored_as(source, config.quantization, self._platform.keeps_gguf_packed)
-        self.model_config = read_model_config(source.hf_config(), config.model_type, config.quantization)
+        is_packed = self._platform.keeps_gguf_packed and config.quantization_config is None
+        source = stored_as(source, config.quantization, packed_by_default=is_packed)
+        self.model_config = read_model_config(
+            source.hf_config(), config.model_type, config.quantization, config.quantization_config
+        )
         self._platform.check_head_dim(self.model_config.head_dim)
         self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
         dtype = _dtype(config, self.model_config, self._platform)
