@@ -95,6 +95,10 @@ class QuantizedWeight(ABC):
     def float_scales(self) -> Tensor:
         return self.scales
 
+    def expert(self, number: int) -> Self:
+        """One weight ``[out, in]`` of those that lie along the first dimension."""
+        return self._map(lambda tensor: tensor[number])
+
     def rows(self, rows: slice | Tensor) -> Self:
         """Some of the output rows; a tensor has their numbers."""
         return self._map(lambda tensor: tensor[..., rows, :])
@@ -107,7 +111,7 @@ class QuantizedWeight(ABC):
             per_number = self.shape[-1] // tensor.shape[-1]
             return tensor[..., start // per_number : stop // per_number]
 
-        if self.scales.shape[-1] == 1:
+        if self.scales.shape[-1] == 1 and self.codes_per_byte == 1:
             return replace(self, codes=cut(self.codes))
         if start % self.group_size or stop % self.group_size:
             raise ValueError(f"columns {start} to {stop} cut a group of {self.group_size} numbers")
@@ -119,6 +123,8 @@ class QuantizedWeight(ABC):
         if own.keys() != new.keys():
             raise ValueError(f"a weight with {', '.join(new)} cannot be copied to one with {', '.join(own)}")
         for name, tensor in own.items():
+            if tensor.shape != new[name].shape:
+                raise ValueError(f"{name} of shape {tuple(new[name].shape)} cannot be copied to {tuple(tensor.shape)}")
             tensor.copy_(new[name])
         if self.input_scale is not None and other.input_scale is not None:
             self.input_scale.copy_(torch.maximum(self.input_scale, other.input_scale.to(self.device)))
@@ -198,7 +204,8 @@ class Mxfp4Weight(QuantizedWeight):
         return _E2M1.to(self.device)[codes.int()]
 
     def float_scales(self) -> Tensor:
-        return torch.ldexp(torch.ones((), device=self.device), self.scales.int() - 127)
+        exponents = self.scales.int() - 127
+        return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
 
     def _set_scale(self, scale: float) -> None:
         self.scales.fill_(127 + round(math.log2(scale)))

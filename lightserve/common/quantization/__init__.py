@@ -3,10 +3,12 @@
 from lightserve.common.quantization.experts_method import ExpertNames, ExpertsLayout, ExpertsMethod, ExpertsSpec
 from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
 from lightserve.common.quantization.on_load import OnLoadFormat
+from lightserve.common.quantization.quantized_experts import ExpertsFormats, QuantizedExperts
 from lightserve.common.quantization.quantized_linear import QuantizedLinear, StackedLinear
 from lightserve.common.quantization.registry import (
     ExpertsMethodFactory,
     LinearMethodFactory,
+    are_alike,
     experts_method_factory,
     linear_method_factory,
 )
@@ -15,6 +17,7 @@ from lightserve.common.quantization.unquantized_experts import UnquantizedExpert
 
 __all__ = [
     "ExpertNames",
+    "ExpertsFormats",
     "ExpertsLayout",
     "ExpertsMethod",
     "ExpertsMethodFactory",
@@ -24,11 +27,13 @@ __all__ = [
     "LinearPart",
     "LinearSpec",
     "OnLoadFormat",
+    "QuantizedExperts",
     "QuantizedLinear",
     "RmsNorm",
     "StackedLinear",
     "UnquantizedExperts",
     "UnquantizedLinear",
+    "are_alike",
     "experts_method_factory",
     "linear_method_factory",
 ]
