@@ -2,6 +2,7 @@
 
 from lightserve.common.quantization.experts_method import ExpertNames, ExpertsLayout, ExpertsMethod, ExpertsSpec
 from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
+from lightserve.common.quantization.mxfp4 import Mxfp4Format
 from lightserve.common.quantization.on_load import OnLoadFormat
 from lightserve.common.quantization.quantized_experts import ExpertsFormats, QuantizedExperts
 from lightserve.common.quantization.quantized_linear import QuantizedLinear, StackedLinear
@@ -26,6 +27,7 @@ __all__ = [
     "LinearMethodFactory",
     "LinearPart",
     "LinearSpec",
+    "Mxfp4Format",
     "OnLoadFormat",
     "QuantizedExperts",
     "QuantizedLinear",
