@@ -26,6 +26,7 @@ HEAVY = [
     "_latent_token_attention_kernel",
     "_linear_kernel",
     "_norm_linear_kernel",
+    "_quantized_expert_linear_kernel",
     "_shared_prefix_kernel",
     "_token_attention_kernel",
 ]

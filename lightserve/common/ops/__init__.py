@@ -43,6 +43,7 @@ from lightserve.common.ops.quantized_linear import linear_fp8, linear_int4, line
 from lightserve.common.ops.quantized_weight import (
     FP8_MAX,
     INT4_GROUPS,
+    SCALE_BYTES,
     Fp8Weight,
     InputQuant,
     Int4Weight,
@@ -75,6 +76,7 @@ __all__ = [
     "NO_TOKEN",
     "OPS",
     "REFERENCE",
+    "SCALE_BYTES",
     "AttnBatch",
     "AttnOptions",
     "ExpertsParams",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 FP8_MAX = 448.0  # of e4m3, which has no infinity: larger values must be clamped before the cast
 INT4_GROUPS = (16, 32, 64, 128)
+SCALE_BYTES = 16  # rows of scales of a byte each are padded to a multiple, so that several can be loaded at once
 
 
 class InputQuant(Enum):
@@ -60,11 +61,15 @@ class QuantizedWeight(ABC):
         is_static = input_quant is InputQuant.STATIC
         return cls(
             codes=torch.empty((*leading, in_size // cls.codes_per_byte), dtype=cls.code_dtype, device=device),
-            scales=torch.empty(groups, dtype=cls.scale_dtype, device=device),
+            scales=cls._empty_scales(groups, device),
             offsets=torch.empty(groups, dtype=torch.float32, device=device) if has_offsets else None,
             input_quant=input_quant,
             input_scale=torch.zeros((), dtype=torch.float32, device=device) if is_static else None,
         )
+
+    @classmethod
+    def _empty_scales(cls, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        return torch.empty(shape, dtype=cls.scale_dtype, device=device)
 
     @property
     def group_size(self) -> int:
@@ -202,6 +207,12 @@ class Mxfp4Weight(QuantizedWeight):
     def values(self) -> Tensor:
         codes = torch.stack((self.codes & 0x0F, self.codes >> 4), dim=-1).flatten(-2)
         return _E2M1.to(self.device)[codes.int()]
+
+    @classmethod
+    def _empty_scales(cls, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        *leading, groups = shape
+        padded = -(-groups // SCALE_BYTES) * SCALE_BYTES
+        return torch.zeros((*leading, padded), dtype=cls.scale_dtype, device=device)[..., :groups]
 
     def float_scales(self) -> Tensor:
         exponents = self.scales.int() - 127
