@@ -18,6 +18,7 @@ from lightserve.model_files.end_tokens import end_tokens_of_folder, end_tokens_o
 from lightserve.model_files.folder import find_weight_files, read_chat_templates, read_json, read_json_if_exists
 from lightserve.model_files.gguf_config import chat_templates_from_gguf, config_from_gguf, generation_config_from_gguf
 from lightserve.model_files.gguf_header import GgufHeader, read_gguf_header
+from lightserve.model_files.quantization.files import with_quantization_files
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class FolderSource(ModelSource):
     """A folder as ``save_pretrained`` writes it."""
 
     def hf_config(self) -> dict[str, Any]:
-        return with_text_config(read_json(self.path / "config.json"))
+        return with_text_config(with_quantization_files(self.path, read_json(self.path / "config.json")))
 
     def eos_token_ids(self) -> tuple[int, ...]:
         with _damaged_metadata(self.path):

@@ -24,7 +24,15 @@ from triton.runtime.jit import JITFunction
 from lightserve.common import ops, triton_kernel
 from lightserve.common.compile.server import AbsentGpu
 from lightserve.common.device.profile import KIB, gpu_profile
-from lightserve.common.triton_kernel import _grouped_experts, batch_invariant, experts, linear, norm_linear
+from lightserve.common.triton_kernel import (
+    _grouped_experts,
+    _scaled_products,
+    _weight_only_linear,
+    batch_invariant,
+    experts,
+    linear,
+    norm_linear,
+)
 from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
 from lightserve.common.triton_kernel._expert_linear import PairBlocks, expert_linear
 from lightserve.common.triton_kernel._expert_pairs import sort_pairs
@@ -34,6 +42,7 @@ from test.ops.cases import (
     FLOATS,
     attention_args,
     context_attention_args,
+    eight_bit_weight,
     experts_params,
     latent_args,
     latent_context_args,
@@ -105,6 +114,7 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
     compile_linear(dtype)
     compile_norm_linear(dtype)
     compile_experts(dtype)
+    compile_eight_bit(dtype)
 
 
 def compile_attention_options(dtype: torch.dtype, dim: int) -> None:
@@ -187,6 +197,34 @@ def compile_quantized_experts(dtype: torch.dtype) -> None:
         blocks = PairBlocks(pairs.blocks, pairs.pairs, 2)
         quantized_expert_linear(x, weight, blocks, block_m, None, ops.GatedSilu())
     quantized_expert_linear(x[:1], weight, PairBlocks(ids[:1], None, 2), 8)
+
+
+def compile_eight_bit(dtype: torch.dtype) -> None:
+    """Both sizes of tiles, with scales per row and per group; fp8 where the GPU has it."""
+    plain, grouped = (eight_bit_weight(128, 2048, torch.int8, "cpu", group=group) for group in (2048, 128))
+    ops.linear_int8.impls["triton"](torch.ones(64, 2048, dtype=dtype), plain)
+    ops.linear_int8.impls[BACKENDS[1]](torch.ones(64, 2048, dtype=dtype), grouped)
+    _weight_only_linear.dequantize(plain, dtype)
+    compile_rounded(dtype, plain, ops.RowQuant(torch.int8))
+    if dtype != torch.bfloat16:  # the dtype is that of the result only
+        return
+    fp8, fp8_blocks = (eight_bit_weight(128, 2048, torch.float8_e4m3fn, "cpu", group=group) for group in (2048, 128))
+    ops.linear_fp8.impls["triton"](torch.ones(64, 2048, dtype=dtype), fp8_blocks)
+    if driver.active.get_current_target().arch >= 89:
+        compile_rounded(dtype, fp8, ops.RowQuant(torch.float8_e4m3fn, scale=torch.ones(())))
+        compile_rounded(dtype, fp8_blocks, ops.RowQuant(torch.float8_e4m3fn, 128))
+
+
+def compile_rounded(dtype: torch.dtype, weight: ops.QuantizedWeight, quant: ops.RowQuant) -> None:
+    x, norm_weight = torch.ones(128, 2048, dtype=dtype), torch.ones(2048, dtype=dtype)
+    ops.silu_and_mul_quantize.impls["triton"](x, quant)
+    ops.add_rms_norm_quantize.impls["triton"](x, x, norm_weight, 1e-5, quant)
+    for rows in (8, 128):
+        codes, scales = ops.quantize_rows.impls["triton"](x[:rows], quant)
+        for backend in BACKENDS:
+            ops.linear_quantized_rows.impls[backend](codes, scales, weight, None, dtype)
+    product = torch.ones(8, 128, dtype=torch.int32 if quant.dtype == torch.int8 else torch.bfloat16)
+    _scaled_products.scale_output(product, torch.ones(8, 1), torch.ones(128), None, dtype)
 
 
 def main(capability: int, which: str) -> None:

@@ -20,6 +20,7 @@ from lightserve.common import triton_kernel
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}  # of a thread block, by compute capability
 HEAVY = [
     "_context_attention_kernel",
+    "_eight_bit_linear_kernel",
     "_expert_linear_kernel",
     "_latent_context_attention_kernel",
     "_latent_in_order_kernel",
@@ -29,6 +30,7 @@ HEAVY = [
     "_quantized_expert_linear_kernel",
     "_shared_prefix_kernel",
     "_token_attention_kernel",
+    "_weight_only_linear_kernel",
 ]
 
 

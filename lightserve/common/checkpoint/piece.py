@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,23 @@ class Consumer(Protocol):
         """Store random weights instead."""
 
 
+class StoredSize(NamedTuple):
+    """What weights take on this rank."""
+
+    num_bytes: int = 0
+    num_weights: int = 0  # that inputs are multiplied with
+
+
+def total_size(sizes: Iterable[StoredSize]) -> StoredSize:
+    return StoredSize(*map(sum, zip(*sizes, strict=True))) if (sizes := list(sizes)) else StoredSize()
+
+
+def size_of_pieces(pieces: Iterable[Piece]) -> StoredSize:
+    """Of those that the loader fills directly."""
+    stored = [piece.into for piece in pieces if piece.into is not None]
+    return StoredSize(sum(into.nbytes for into in stored), sum(into.numel() for into in stored if into.ndim == 2))
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One checkpoint tensor, and where this rank stores its part of it."""
@@ -43,3 +60,4 @@ class Piece:
     consumer: Consumer | None = (
         None  # of a tensor that is converted; None and no ``into``: this rank stores nothing of it
     )
+    other_shapes: tuple[tuple[int, ...], ...] = ()  # that a tensor for a consumer may have instead

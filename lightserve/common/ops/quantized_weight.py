@@ -185,13 +185,32 @@ class Int8Weight(QuantizedWeight):
         return self.codes.float()
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Fp8Weight(QuantizedWeight):
-    """``codes`` float8_e4m3fn."""
+    """``codes`` float8_e4m3fn. ``scales`` may be shared by blocks of rows: ``[out / rows_per_scale, groups]``."""
 
     code_dtype = torch.float8_e4m3fn
 
+    rows_per_scale: int = 1
+
     def values(self) -> Tensor:
         return self.codes.float()
+
+    def float_scales(self) -> Tensor:
+        if self.rows_per_scale == 1:
+            return self.scales
+        return self.scales.repeat_interleave(self.rows_per_scale, dim=-2)[..., : self.codes.shape[-2], :]
+
+    def rows(self, rows: slice | Tensor) -> Self:
+        if self.rows_per_scale == 1:
+            return QuantizedWeight.rows(self, rows)
+        return replace(self, scales=self.float_scales(), rows_per_scale=1).rows(rows)
+
+    def share_scales(self, rows: int) -> Self:
+        """The same weight with a scale for each ``rows`` rows, if they have the same; else this weight."""
+        scales = self.scales[..., ::rows, :].contiguous()
+        shared = replace(self, scales=scales, rows_per_scale=rows)
+        return shared if torch.equal(shared.float_scales(), self.scales) else self
 
     def _valid(self, bits: Tensor) -> Tensor:
         return torch.where(bits & 0x7F == 0x7F, bits ^ 1, bits)  # not NaN

@@ -1,5 +1,6 @@
 """How a linear stores its weight and computes with it: one ``LinearMethod`` per format, and one for experts."""
 
+from lightserve.common.quantization.eight_bit import EightBitFormat
 from lightserve.common.quantization.experts_method import ExpertNames, ExpertsLayout, ExpertsMethod, ExpertsSpec
 from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
 from lightserve.common.quantization.mxfp4 import Mxfp4Format
@@ -11,12 +12,14 @@ from lightserve.common.quantization.registry import (
     LinearMethodFactory,
     are_alike,
     experts_method_factory,
+    float_method_factory,
     linear_method_factory,
 )
 from lightserve.common.quantization.unquantized import UnquantizedLinear
 from lightserve.common.quantization.unquantized_experts import UnquantizedExperts
 
 __all__ = [
+    "EightBitFormat",
     "ExpertNames",
     "ExpertsFormats",
     "ExpertsLayout",
@@ -37,5 +40,6 @@ __all__ = [
     "UnquantizedLinear",
     "are_alike",
     "experts_method_factory",
+    "float_method_factory",
     "linear_method_factory",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.checkpoint.piece import Piece, StoredSize, total_size
 from lightserve.common.ops import QuantizedWeight
-from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec
+from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
 from lightserve.common.quantization.unquantized import slicer
 from lightserve.common.quantization.weight_format import RawLinear, WeightFormat
 from lightserve.errors import ModelFilesError
@@ -83,10 +84,47 @@ class QuantizedLinear(LinearMethod):
         raw_tensors = self._format.raw_tensors(part.out_size, self._spec.in_size)
         consumer = RawLinear(part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
         for suffix, raw in raw_tensors.items():
-            yield Piece(f"{part.prefix}.{suffix}", raw.shape, None, dtypes=raw.dtypes, consumer=consumer)
+            name = f"{part.prefix}.{suffix}"
+            yield Piece(name, raw.shape, None, dtypes=raw.dtypes, consumer=consumer, other_shapes=raw.other_shapes)
 
     def mm(self, x: Tensor) -> Tensor:
         return PRODUCTS[type(self.weight)](x, self.weight, self.bias)
+
+    def add_rms_norm_mm(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor] | None:
+        """The norm rounds its output, if the product would."""
+        if not self._rounds_input:
+            return None
+        quant = ops.row_quant_of(self.weight)
+        assert quant is not None
+        rows = ops.add_rms_norm_quantize(x, residual, norm.weight, norm.eps, quant)
+        return ops.linear_quantized_rows(*rows, self.weight, self.bias, self._dtype), residual
+
+    def add_rms_norm_gate_up(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor] | None:
+        fused = self.add_rms_norm_mm(x, residual, norm)
+        return None if fused is None else (ops.silu_and_mul(fused[0]), fused[1])
+
+    @property
+    def _rounds_input(self) -> bool:
+        """To 8 bits, of the type of the weight."""
+        is_eight_bit = isinstance(self.weight, ops.Fp8Weight | ops.Int8Weight)
+        return is_eight_bit and self.weight.input_quant is not ops.InputQuant.NONE
+
+    @property
+    def fuses_silu_and_mul(self) -> bool:
+        return self._rounds_input
+
+    def silu_and_mul_mm(self, gate_up: Tensor) -> Tensor:
+        quant = ops.row_quant_of(self.weight)
+        assert quant is not None
+        rows = ops.silu_and_mul_quantize(gate_up, quant)
+        return ops.linear_quantized_rows(*rows, self.weight, self.bias, self._dtype)
+
+    def stored_size(self) -> StoredSize:
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return StoredSize(self.weight.nbytes + bias, math.prod(self.weight.shape))
+
+    def process_weights_after_loading(self) -> None:
+        self.weight = self._format.finish(self.weight)
 
     def embed(self, ids: Tensor, first_id: int) -> Tensor:
         rows = ids - first_id
@@ -112,6 +150,9 @@ class StackedLinear(LinearMethod):
 
     def mm(self, x: Tensor) -> Tensor:
         return torch.cat([method.mm(x) for method in self.methods], dim=-1)
+
+    def stored_size(self) -> StoredSize:
+        return total_size(method.stored_size() for method in self.methods)
 
     def process_weights_after_loading(self) -> None:
         for method in self.methods:

@@ -20,6 +20,7 @@ class RawTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...] = FLOATS
+    other_shapes: tuple[tuple[int, ...], ...] = ()  # in which some checkpoints store it
 
 
 class WeightFormat(ABC):
@@ -43,6 +44,10 @@ class WeightFormat(ABC):
     @abstractmethod
     def empty(self, shape: tuple[int, ...], group_size: int, device: torch.device) -> QuantizedWeight:
         """Memory for what ``convert`` returns, or for a part of it: whole groups. ``device`` may be ``meta``."""
+
+    def finish(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """The weight of a rank in its final form, once all of it was loaded."""
+        return weight
 
 
 FORMATS: dict[type[Scheme], Callable[..., WeightFormat]] = {}
