@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.checkpoint.piece import Piece, StoredSize
 from lightserve.common.ops import QuantizedWeight
 from lightserve.common.quantization.experts_method import ExpertsLayout, ExpertsMethod, ExpertsSpec
 from lightserve.common.quantization.quantized_linear import DUMMY_STD
@@ -76,6 +77,11 @@ class QuantizedExperts(ExpertsMethod):
         params = self.params
         options = params.b13 is not None, params.b2 is not None, params.activation
         return type(self), *(_kernel_key(weight) for weight in (self.w13, self.w2)), *options
+
+    def stored_size(self) -> StoredSize:
+        biases = sum(bias.nbytes for bias in (self.params.b13, self.params.b2) if bias is not None)
+        num_weights = math.prod(self.w13.shape) + math.prod(self.w2.shape)
+        return StoredSize(self.w13.nbytes + self.w2.nbytes + biases, num_weights)
 
     def pieces(self) -> Iterator[Piece]:
         if self._spec.layout is ExpertsLayout.EACH:
@@ -147,7 +153,8 @@ def _pieces_of_one(prefix: str, linear: _Linear, place: int | None) -> Iterator[
             lambda generator: linear.fill_dummy(at, generator),
         )
     for suffix, raw in raw_tensors.items():
-        yield Piece(f"{prefix}.{suffix}", raw.shape, None, dtypes=raw.dtypes, consumer=consumer)
+        name, shapes = f"{prefix}.{suffix}", raw.other_shapes
+        yield Piece(name, raw.shape, None, dtypes=raw.dtypes, consumer=consumer, other_shapes=shapes)
 
 
 def _pieces_of_all(prefix: str, linear: _Linear, spec: ExpertsSpec) -> Iterator[Piece]:
@@ -175,7 +182,8 @@ def _pieces_of_all(prefix: str, linear: _Linear, spec: ExpertsSpec) -> Iterator[
     consumer = RawLinear(parent, by_name, linear.weight.device, store, fill_dummy)
     for stored, raw in by_name.items():
         shape = (spec.num_experts, *(raw.shape[::-1] if is_transposed else raw.shape))
-        yield Piece(f"{parent}.{stored}", shape, None, slicer(spec.own), raw.dtypes, consumer)
+        others = tuple((spec.num_experts, *other) for other in raw.other_shapes)
+        yield Piece(f"{parent}.{stored}", shape, None, slicer(spec.own), raw.dtypes, consumer, others)
 
 
 def _stacked_name(linear: str, suffix: str, layout: ExpertsLayout) -> str:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightserve.errors import ModelFilesError
-from lightserve.model_files.quantization.quant_config import PARSERS, QuantConfig, Scheme
-
-NOT_CONVERTED = "modules_to_not_convert"
+from lightserve.model_files.quantization.fields import names
+from lightserve.model_files.quantization.module_names import is_listed
+from lightserve.model_files.quantization.quant_config import QuantConfig, Scheme, parses
 
 
 @dataclass(frozen=True)
@@ -21,29 +18,17 @@ class Mxfp4Scheme(Scheme):
 
 @dataclass(frozen=True)
 class Mxfp4Config(QuantConfig):
-    not_converted: tuple[re.Pattern[str], ...]  # from the start of a module's name to the end of one of its parts
+    not_converted: tuple[str, ...]
 
     def scheme_of(self, module: str) -> Scheme | None:
-        is_of_experts = module.rpartition(".")[0].endswith(".experts")
-        return Mxfp4Scheme() if is_of_experts and not self._is_excepted(module) else None
-
-    def _is_excepted(self, module: str) -> bool:
-        return any(pattern.match(module) for pattern in self.not_converted)
+        experts = module.rpartition(".")[0]
+        is_excepted = is_listed(module, self.not_converted) or is_listed(experts, self.not_converted)
+        return Mxfp4Scheme() if experts.endswith(".experts") and not is_excepted else None
 
     def __str__(self) -> str:
         return "mxfp4, 4-bit floats in groups of 32"
 
 
+@parses("mxfp4")
 def read_mxfp4(table: Mapping[str, Any]) -> Mxfp4Config:
-    names = table.get(NOT_CONVERTED) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ModelFilesError(
-            f"config.json: {NOT_CONVERTED} is {reprlib.repr(names)}, wanted a list of names; correct it"
-        )
-    try:
-        return Mxfp4Config(tuple(re.compile(rf"(?:.*\.)?(?:{name})(?:\.|$)") for name in names))
-    except re.error as error:
-        raise ModelFilesError(f"config.json: {NOT_CONVERTED}: {error} in {reprlib.repr(names)}; correct it") from error
-
-
-PARSERS["mxfp4"] = read_mxfp4
+    return Mxfp4Config(names(table, "modules_to_not_convert"))
