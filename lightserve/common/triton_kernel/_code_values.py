@@ -35,20 +35,24 @@ def small_float(codes, SIGN: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.cons
 @triton.jit
 def int4_values(codes, DTYPE: tl.constexpr):
     """0 to 15 become -8 to 7: added to the lowest bits of a power of 2, which is subtracted again."""
-    if tl.float32 == DTYPE:
-        return (codes.to(tl.int32) | 0x4B000000).to(DTYPE, bitcast=True) - 8388616.0
-    if tl.float16 == DTYPE:
-        return (codes.to(tl.int16) | 0x6400).to(DTYPE, bitcast=True) - 1032.0
-    return (codes.to(tl.int16) | 0x4300).to(DTYPE, bitcast=True) - 136.0
+    IS_WIDE: tl.constexpr = tl.float32 == DTYPE
+    IS_HALF: tl.constexpr = tl.float16 == DTYPE
+    POWER: tl.constexpr = 23 if IS_WIDE else (10 if IS_HALF else 7)
+    BITS: tl.constexpr = 0x4B000000 if IS_WIDE else (0x6400 if IS_HALF else 0x4300)  # of 2 ** POWER
+    bits = codes.to(tl.int32 if IS_WIDE else tl.int16) | BITS
+    return bits.to(DTYPE, bitcast=True) - (2.0**POWER + 8)
+
+
+@triton.jit
+def int8_values(codes, DTYPE: tl.constexpr):
+    bits = (codes.to(tl.int32) ^ 0x80) | 0x4B000000  # 2 ** 23, and a number from 0 to 255
+    return (bits.to(tl.float32, bitcast=True) - (2.0**23 + 128)).to(DTYPE)
 
 
 @triton.jit
 def byte_values(codes, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Of uint8 codes of 8 bits each."""
-    if KIND == FP8:
-        return small_float(codes, 7, 3, 7, DTYPE)
-    bits = (codes.to(tl.int32) ^ 0x80) | 0x4B000000
-    return (bits.to(tl.float32, bitcast=True) - 8388736.0).to(DTYPE)
+    return small_float(codes, 7, 3, 7, DTYPE) if KIND == FP8 else int8_values(codes, DTYPE)
 
 
 @triton.jit

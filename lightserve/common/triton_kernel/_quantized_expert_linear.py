@@ -8,6 +8,7 @@ No constant here is measured yet; ``benchmark/experts.py --weights`` times them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -50,6 +51,14 @@ TILES = {
     128: Tile(128, 128, 8, 3),
 }
 PER_ROW, PER_TILE, PER_NUMBER = (tl.constexpr(number) for number in range(3))  # where scales are applied
+
+
+@triton.jit
+def _expert_of_block(blocks_ptr):
+    expert = tl.program_id(1) * 0
+    if blocks_ptr is not None:
+        expert = tl.load(blocks_ptr + tl.program_id(1))
+    return expert.to(tl.int64)
 
 
 @triton.jit
@@ -153,7 +162,7 @@ def _quantized_expert_linear_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    expert = tl.load(blocks_ptr + tl.program_id(1)).to(tl.int64)
+    expert = _expert_of_block(blocks_ptr)
     if expert < 0:
         return
     rows, x_rows, is_row = pair_rows(blocks_ptr, pairs_ptr, n_blocks, PAIRS_A_ROW, BLOCK_M)
@@ -237,34 +246,58 @@ def quantized_expert_linear(
     activation: GatedSilu | None = None,
 ) -> Tensor:
     """As ``expert_linear``. ``block_m``: pairs of a block."""
-    tile = TILES[block_m]
     n_pairs = blocks.count if blocks.pairs is None else len(blocks.pairs)
-    out_size, in_size = weight.shape[1:]
+    rows = _Rows(n_pairs, blocks.blocks, blocks.pairs, blocks.count, blocks.count, blocks.top_k)
+    return _launch(x, weight, rows, block_m, bias, activation)
+
+
+def quantized_linear(x: Tensor, weight: QuantizedWeight, block_m: int, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` for one weight ``[out, in]``."""
+    rows = _Rows(len(x), None, None, len(x), cdiv(len(x), block_m), 1)
+    return _launch(x, weight, rows, block_m, bias, None)
+
+
+class _Rows(NamedTuple):
+    """Which rows each program computes: see ``PairBlocks`` and ``pair_rows``."""
+
+    count: int  # of the result
+    blocks: Tensor | None
+    pairs: Tensor | None
+    n_blocks: int  # for the kernel
+    programs: int
+    top_k: int
+
+
+def _launch(
+    x: Tensor, weight: QuantizedWeight, rows: _Rows, block_m: int, bias: Tensor | None, activation: GatedSilu | None
+) -> Tensor:
+    tile = TILES[block_m]
+    out_size, in_size = weight.shape[-2:]
     block_k = block_k_of(weight, tile.block_k)
-    out = x.new_empty((n_pairs, out_size if activation is None else out_size // 2))
+    out = x.new_empty((rows.count, out_size if activation is None else out_size // 2))
     shape = activation or GatedSilu()
     tile_bytes = block_m * block_k * x.element_size() + tile.block_n * block_k // weight.codes_per_byte
     stages = stages_that_fit(tile_bytes, tile.num_stages)
-    _quantized_expert_linear_kernel[(cdiv(out_size, tile.block_n), blocks.count)](
+    _quantized_expert_linear_kernel[(cdiv(out_size, tile.block_n), rows.programs)](
         x,
         weight.codes.view(torch.uint8),
         weight.scales,
         weight.offsets,
         bias,
         out,
-        blocks.blocks,
-        blocks.pairs,
+        rows.blocks,
+        rows.pairs,
         out_size,
         in_size,
         weight.codes.shape[-1],
         groups_to_load(weight),
-        blocks.count,
+        rows.n_blocks,
         x.stride(0),
         weight.codes.stride(0),
-        weight.codes.stride(1),
+        weight.codes.stride(-2),
         weight.scales.stride(0),
-        weight.scales.stride(1),
-        PAIRS_A_ROW=None if activation is None else blocks.top_k,
+        weight.scales.stride(-2),
+        PAIRS_A_ROW=None if activation is None else rows.top_k,
         IS_GATED=activation is not None,
         ALPHA=shape.alpha,
         LIMIT=shape.limit,
