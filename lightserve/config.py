@@ -13,7 +13,7 @@ from lightserve.utils.cpu import available_cores
 Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
 DataType = Literal["auto", "float32", "float16", "bfloat16"]
-Quantization = Literal["fp8", "int8", "w4"]
+Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
 
 # One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
 # the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
@@ -51,7 +51,9 @@ class WorkerConfig:
         "dtype",
     )
     quantization: Quantization | None = option(
-        None, "quantise float weights while they are loaded: fp8, int8, or w4 (4 bits, groups of up to 128)"
+        None,
+        "quantise float weights while they are loaded: fp8, int8, or w4 (4 bits, groups of up to 128); "
+        "gguf: keep the weights of a GGUF file packed; none: expand them; default: packed on a GPU, expanded on a CPU",
     )
     quantization_config: str | None = option(
         None,

@@ -331,6 +331,28 @@ def _linear_quantized_rows_args(tokens: int, dtype: torch.dtype, device: str) ->
     return (*ops.quantize_rows.impls[ops.REFERENCE](x, ROW_QUANT), weight, bias, dtype)
 
 
+def int4_weight(out_size: int, in_size: int, group: int, device: str, has_offsets: bool = False) -> ops.Int4Weight:
+    """Its rows have length 1, about."""
+    numbers = torch.randint(-8, 8, (out_size, in_size), generator=torch.Generator().manual_seed(3))
+    scales = (randn(out_size, in_size // group, device=device, seed=4).abs() + 0.5) * in_size**-0.5 / 8
+    offsets = randn(*scales.shape, device=device, seed=5) * in_size**-0.5 / 2 if has_offsets else None
+    return ops.Int4Weight(codes=ops.pack_int4(numbers, group).to(device), scales=scales, offsets=offsets)
+
+
+def codebook4_weight(out_size: int, in_size: int, device: str) -> ops.Codebook4Weight:
+    numbers = int4_weight(out_size, in_size, 64, device)
+    codebook = randn(16, device=device, seed=6) * 4
+    return ops.Codebook4Weight(codes=numbers.codes, scales=numbers.scales, codebook=codebook)
+
+
+def _linear_int4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return randn(tokens, 64, dtype=dtype, device=device), int4_weight(40, 64, 32, device, has_offsets=True)
+
+
+def _linear_codebook4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return randn(tokens, 64, dtype=dtype, device=device), codebook4_weight(40, 64, device)
+
+
 def _norm_linear_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     x, residual = (randn(tokens, 48, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
     norm_weight, weight = (
@@ -470,11 +492,13 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "latent_token_attention": _latent_args,
     "layer_norm": _norm_args("rows", "param", "param"),
     "linear": _linear_args,
+    "linear_codebook4": _linear_codebook4_args,
     "linear_float32": _linear_args,
     "linear_fp8": _linear_fp8_args,
     "linear_int8": _linear_int8_args,
     "linear_mxfp4": _linear_mxfp4_args,
     "linear_quantized_rows": _linear_quantized_rows_args,
+    "linear_int4": _linear_int4_args,
     "mask_logits": _mask_args,
     "norm_rotary_write_kv": _norm_rotary_write_kv_args,
     "place_tokens": _place_args,

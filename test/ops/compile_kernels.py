@@ -26,11 +26,13 @@ from lightserve.common.compile.server import AbsentGpu
 from lightserve.common.device.profile import KIB, gpu_profile
 from lightserve.common.triton_kernel import (
     _grouped_experts,
+    _int4_tiles,
     _scaled_products,
     _weight_only_linear,
     batch_invariant,
     experts,
     linear,
+    linear_int4,
     norm_linear,
 )
 from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
@@ -44,6 +46,7 @@ from test.ops.cases import (
     context_attention_args,
     eight_bit_weight,
     experts_params,
+    int4_weight,
     latent_args,
     latent_context_args,
     share_prefixes,
@@ -115,6 +118,7 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
     compile_norm_linear(dtype)
     compile_experts(dtype)
     compile_eight_bit(dtype)
+    compile_linear_int4(dtype)
 
 
 def compile_attention_options(dtype: torch.dtype, dim: int) -> None:
@@ -155,6 +159,21 @@ def compile_linear(dtype: torch.dtype) -> None:
         for rows in (8, 32):
             linear.multiply(torch.ones(rows, 2048, dtype=dtype), weight, None, config)
     batch_invariant.linear(torch.ones(64, 2048, dtype=dtype), weight)
+
+
+def compile_linear_int4(dtype: torch.dtype) -> None:
+    """As many rows as there may be, large and small groups, and inputs in fp8."""
+    for rows, group, has_offsets in ((1, 128, False), (8, 128, True), (32, 128, True), (8, 32, True)):
+        x, weight = torch.ones(rows, 2048, dtype=dtype), int4_weight(128, 2048, group, "cpu", has_offsets)
+        linear_int4.multiply(x, weight, None, linear_int4.config_of(x))
+    x = torch.ones(64, 2048, dtype=dtype)
+    _int4_tiles.multiply(x, weight, None, _int4_tiles.config_of(dtype))
+    if gpu_has_fp8():
+        _int4_tiles.multiply_fp8(x, int4_weight(128, 2048, 128, "cpu", has_offsets=True), None, _int4_tiles.FP8)
+
+
+def gpu_has_fp8() -> bool:
+    return bool(driver.active.get_current_target().arch >= 89)
 
 
 def compile_norm_linear(dtype: torch.dtype) -> None:

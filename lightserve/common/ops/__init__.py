@@ -39,7 +39,14 @@ from lightserve.common.ops.latent_attention import (
 from lightserve.common.ops.linear import linear, linear_float32
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lightserve.common.ops.norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
-from lightserve.common.ops.quantized_linear import linear_fp8, linear_int4, linear_int8, linear_mxfp4, round_input
+from lightserve.common.ops.quantized_linear import (
+    linear_codebook4,
+    linear_fp8,
+    linear_int4,
+    linear_int8,
+    linear_mxfp4,
+    round_input,
+)
 from lightserve.common.ops.quantized_rows import (
     QuantizedRows,
     RowQuant,
@@ -53,6 +60,7 @@ from lightserve.common.ops.quantized_weight import (
     FP8_MAX,
     INT4_GROUPS,
     SCALE_BYTES,
+    Codebook4Weight,
     Fp8Weight,
     InputQuant,
     Int4Weight,
@@ -88,6 +96,7 @@ __all__ = [
     "SCALE_BYTES",
     "AttnBatch",
     "AttnOptions",
+    "Codebook4Weight",
     "ExpertsParams",
     "Fp8Weight",
     "GatedSilu",
@@ -126,6 +135,7 @@ __all__ = [
     "latent_token_attention",
     "layer_norm",
     "linear",
+    "linear_codebook4",
     "linear_float32",
     "linear_fp8",
     "linear_int4",

@@ -6,12 +6,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.common.ops.quantized_rows import quantize_rows, row_quant_of
-from lightserve.common.ops.quantized_weight import Fp8Weight, Int4Weight, Int8Weight, Mxfp4Weight, QuantizedWeight
+from lightserve.common.ops.quantized_weight import (
+    Codebook4Weight,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    Mxfp4Weight,
+    QuantizedWeight,
+)
 from lightserve.common.ops.registry import REFERENCE, op
 
 
 @op
 def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
+    return _linear(x, weight, bias)
+
+
+@op
+def linear_codebook4(x: Tensor, weight: Codebook4Weight, bias: Tensor | None = None) -> Tensor:
     return _linear(x, weight, bias)
 
 

@@ -172,8 +172,23 @@ class Int4Weight(QuantizedWeight):
     codes_per_byte = 2
 
     def values(self) -> Tensor:
-        half = in_groups(self.codes, self.group_size // 2)
-        return torch.cat((half & 0x0F, half >> 4), dim=-1).flatten(-2).float() - 8
+        return unpack_nibbles(self.codes, self.group_size).float() - 8
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Codebook4Weight(QuantizedWeight):
+    """``codes`` uint8 of two numbers each, in the places of an Int4Weight, which are numbers of ``codebook``.
+
+    For nf4, whose 16 numbers are no multiples of anything.
+    """
+
+    code_dtype = torch.uint8
+    codes_per_byte = 2
+
+    codebook: Tensor  # float32 [16]
+
+    def values(self) -> Tensor:
+        return self.codebook[unpack_nibbles(self.codes, self.group_size).int()]
 
 
 class Int8Weight(QuantizedWeight):
@@ -248,6 +263,12 @@ _E2M1 = torch.cat((_E2M1, -_E2M1))
 def in_groups(tensor: Tensor, group_size: int) -> Tensor:
     """``[..., in]`` as ``[..., groups, group_size]``."""
     return tensor.reshape(*tensor.shape[:-1], -1, group_size)
+
+
+def unpack_nibbles(codes: Tensor, group_size: int) -> Tensor:
+    """The numbers 0 to 15 of an Int4Weight, uint8 ``[..., out, in]``."""
+    half = in_groups(codes, group_size // 2)
+    return torch.cat((half & 0x0F, half >> 4), dim=-1).flatten(-2)
 
 
 def pack_int4(numbers: Tensor, group_size: int) -> Tensor:

@@ -48,3 +48,26 @@ def subtable(table: Mapping[str, Any], field: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise refused(field, value, "an object", "correct it")
     return value
+
+
+def flag(table: Mapping[str, Any], field: str, default: bool) -> bool:
+    check_value(table, field, True, False)
+    return table.get(field, default) is True
+
+
+def number_of(table: Mapping[str, Any], field: str, *supported: int) -> int:
+    """One of a few integers; it must be there."""
+    value = table.get(field)
+    if type(value) is not int or value not in supported:
+        raise refused(field, value, ", ".join(map(str, supported)))
+    return value
+
+
+def group_size_of(table: Mapping[str, Any], field: str = "group_size") -> int | None:
+    """None: one group per output row, which files call -1."""
+    value = table.get(field, 128)
+    if value is None or value == -1:
+        return None
+    if type(value) is not int or value < 1:
+        raise refused(field, value, "-1 and positive integers", "correct it")
+    return value

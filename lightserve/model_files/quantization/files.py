@@ -7,7 +7,8 @@ from typing import Any
 
 from lightserve.model_files.folder import read_json_if_exists
 
-FILES = {"hf_quant_config.json": "modelopt"}  # to their quant_method
+# to their quant_method; the others are files of older versions of AutoGPTQ and AutoAWQ
+FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 def with_quantization_files(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

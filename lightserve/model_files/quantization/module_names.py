@@ -11,7 +11,7 @@ from lightserve.errors import ModelFilesError
 REGEX = "re:"
 # The last part of the names of modules that are not of the class Linear, and of the output head, which is.
 EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings", "tok_embeddings", "embed_positions")
-ROUTERS = ("gate", "router")
+ROUTERS = ("gate", "router", "shared_expert_gate")
 HEADS = ("lm_head", "output", "output_layer", "embed_out")
 
 
@@ -22,6 +22,11 @@ def last_part(module: str) -> str:
 def is_linear(module: str) -> bool:
     """Whether transformers implements it as a linear. Routers of experts are seldom one, and are never quantised."""
     return last_part(module) not in (*EMBEDDINGS, *ROUTERS)
+
+
+def is_in_layer(module: str) -> bool:
+    """Whether it is a linear of a numbered layer. Most tools quantise only these."""
+    return is_linear(module) and any(part.isdigit() for part in module.split("."))
 
 
 def is_head(module: str) -> bool:

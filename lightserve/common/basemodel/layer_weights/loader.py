@@ -108,7 +108,7 @@ def _fill(piece: Piece, tensor: torch.Tensor, file: str, upload: Upload) -> None
 
 
 def _check(piece: Piece, tensor: torch.Tensor, file: str) -> None:
-    if tuple(tensor.shape) not in (piece.shape, *piece.other_shapes):
+    if not piece.has_shape(tuple(tensor.shape)):
         raise CheckpointError(
             f"{file}: {piece.name} has shape {tuple(tensor.shape)}, but config.json needs {piece.shape}; "
             "fetch the checkpoint and the config.json of the same model"
