@@ -33,11 +33,12 @@ from lightserve.common.quantization.on_load import OnLoadFormat
 from lightserve.common.quantization.quantize import KINDS, quantize
 from lightserve.common.quantization.weight_format import FORMATS
 from lightserve.errors import CheckpointError, ModelFilesError
-from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme, QuantConfig, Scheme
+from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme, QuantConfig, Scheme, read_quant_config
 from test.models.architectures.case import SMALL
 from test.models.test_linear_method import ToyFormat, ToyScheme
+from test.models.test_packed_formats import CASES as PACKED_CASES
 
-HIDDEN, WIDTH, EXPERTS = 48, 32, 6
+HIDDEN, WIDTH, EXPERTS = 64, 64, 6
 MOE = MoeSpec(num_experts=EXPERTS, intermediate_size=WIDTH, route=RouteSpec(2, renormalize=True))
 SPECS = {
     "each": MOE,
@@ -66,14 +67,16 @@ class Only(QuantConfig):
 
 class Layer(LayerWeight):
     def __init__(self, moe: MoeSpec, quantization: QuantConfig | None, parallel: Parallel = ONE_RANK) -> None:
-        config = ModelConfig.from_hf({**SMALL, "model_type": "any", "rms_norm_eps": 1e-5, "hidden_size": HIDDEN})
+        config = ModelConfig.from_hf(
+            {**SMALL, "model_type": "any", "rms_norm_eps": 1e-5, "hidden_size": HIDDEN, "head_dim": 32}
+        )
         config = replace(config, quantization=quantization)
         spec = LayerSpec(
             config=config,
             layer_num=0,
             num_heads=2,
             num_kv_heads=2,
-            head_dim=24,
+            head_dim=32,
             hidden_size=HIDDEN,
             intermediate_size=40,
             norm_eps=1e-5,
@@ -154,7 +157,7 @@ def test_the_parts_of_the_ranks_add_up_to_the_whole(moe: MoeSpec, kind: str, is_
 
 
 def test_ranks_that_cut_a_group_are_refused() -> None:
-    with pytest.raises(ModelFilesError, match=r"experts: a rank has the units 8 to 16 .* cuts groups of 32; use a sm"):
+    with pytest.raises(ModelFilesError, match=r"experts: a rank has the units 16 to 32 .* cuts groups of 64; use a sm"):
         Layer(MOE, on_load("w4"), Parallel(tp=RankGroup(1, 4)))
 
 
@@ -215,6 +218,30 @@ def test_experts_of_a_quantised_checkpoint_are_read(toy: ToyScheme, name: str) -
     assert_same(layer.ffn.forward(inputs(), None), Layer(moe, None).load(floats).ffn.forward(inputs(), None))
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-8-bit", "nf4", "pack-quantized", "mxfp4-pack-quantized"])
+def test_experts_of_packed_checkpoints_are_read(name: str) -> None:
+    case = PACKED_CASES[name]
+    config = read_quant_config(case.config)
+    stored: dict[str, Tensor] = {}
+    floats: dict[str, Tensor] = {}
+    for tensor_name, tensor in random_checkpoint(MOE).items():
+        module = tensor_name.removesuffix(".weight")
+        packer = None if config.scheme_of(module) is None else case.packer_of(module)
+        if packer is None:
+            stored[tensor_name] = floats[tensor_name] = tensor
+        else:
+            packed = packer(tensor)
+            stored |= {config.tensor_name(f"{module}.{suffix}"): part for suffix, part in packed.tensors.items()}
+            floats[tensor_name] = packed.weight
+
+    layer = Layer(MOE, config).load(stored)
+
+    method = layer.ffn.experts.method
+    assert isinstance(method, QuantizedExperts)
+    assert type(method.w2) is case.kind
+    assert_same(layer.ffn.forward(inputs(), None), Layer(MOE, None).load(floats).ffn.forward(inputs(), None))
+
+
 @pytest.mark.parametrize("quantised", [".experts", ".shared_experts"])
 def test_shared_experts_in_another_format_are_computed_beside_the_others(toy: ToyScheme, quantised: str) -> None:
     moe, config = SPECS["shared"], Only(toy, quantised)
@@ -246,6 +273,13 @@ def test_experts_in_several_formats_are_refused(
         list(Layer(SPECS[name], Only(toy, *quantised)).pieces())
 
 
+def test_experts_with_act_order_are_refused(toy: ToyScheme, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToyFormat, "has_input_order", True)
+
+    with pytest.raises(ModelFilesError, match=r"mlp.experts: experts with act-order are not supported, .*desc_act"):
+        Layer(MOE, Only(toy, "experts"))
+
+
 Change = Callable[[Tensor], Tensor | None]
 SCALE, CODES = "model.layers.0.mlp.experts.5.up_proj.weight_scale", "model.layers.0.mlp.experts.5.up_proj.weight"
 
@@ -254,7 +288,7 @@ SCALE, CODES = "model.layers.0.mlp.experts.5.up_proj.weight_scale", "model.layer
     ("name", "change", "message"),
     [
         (SCALE, lambda tensor: None, rf"lacks 1 tensors: {SCALE}"),
-        (SCALE, lambda tensor: tensor[:-1], rf"memory: {SCALE} has shape \(31,\).*needs \(32,\)"),
+        (SCALE, lambda tensor: tensor[:-1], rf"memory: {SCALE} has shape \(63,\).*needs \(64,\)"),
         (CODES, lambda tensor: tensor.float(), rf"memory: {CODES} is float32; this model needs int8"),
     ],
     ids=["missing", "misshapen", "mistyped"],
@@ -281,4 +315,4 @@ def test_quantised_experts_take_the_memory_of_their_codes_and_scales() -> None:
 
     weights: list[QuantizedWeight] = [method.w13, method.w2]
     numbers = EXPERTS * 3 * HIDDEN * WIDTH
-    assert sum(weight.nbytes for weight in weights) == numbers // 2 + EXPERTS * (2 * WIDTH * 3 + HIDDEN) * 4
+    assert sum(weight.nbytes for weight in weights) == numbers // 2 + EXPERTS * (2 * WIDTH + HIDDEN) * 4

@@ -53,6 +53,7 @@ class QuantizedExperts(ExpertsMethod):
 
     def __init__(self, spec: ExpertsSpec, dtype: torch.dtype, device: torch.device, formats: ExpertsFormats) -> None:
         self._spec, self._formats = spec, formats
+        _check_order(spec, formats)
         experts, units, hidden = spec.num_own, spec.num_units, spec.hidden_size
         group_13, group_2 = formats.gate_up.group_size(hidden), formats.down.group_size(spec.width)
         _check_groups(spec, group_13, group_2)
@@ -62,6 +63,7 @@ class QuantizedExperts(ExpertsMethod):
 
         self.w13 = formats.gate_up.empty((experts, 2 * units, hidden), group_13 or hidden, device)
         self.w2 = formats.down.empty((experts, hidden, units), group_2 or units, device)
+        _check_kinds(spec, self.w13, self.w2)
         self.params = ops.ExpertsParams(
             w13=self.w13,
             w2=self.w2,
@@ -134,6 +136,23 @@ def _check_groups(spec: ExpertsSpec, group_13: int | None, group_2: int | None) 
             f"{spec.prefix}: a rank has the units {units.start} to {units.stop} of each expert, which cuts groups of "
             f"{group_2}; use a smaller --tp"
         )
+
+
+def _check_order(spec: ExpertsSpec, formats: ExpertsFormats) -> None:
+    if any(one.has_input_order for one in formats):
+        raise ModelFilesError(
+            f"{spec.prefix}: experts with act-order are not supported, since each expert would need the inputs in an "
+            "order of its own; use a checkpoint without act-order (desc_act false)"
+        )
+
+
+def _check_kinds(spec: ExpertsSpec, *weights: QuantizedWeight) -> None:
+    for weight in weights:
+        if isinstance(weight, ops.Codebook4Weight) and weight.device.type == "cuda":
+            raise ModelFilesError(
+                f"{spec.prefix}: experts in nf4 are not supported on a GPU; use the unquantised checkpoint with "
+                "--quantization w4"
+            )
 
 
 def _kernel_key(weight: QuantizedWeight) -> Hashable:
