@@ -45,7 +45,8 @@ class ModelWorker:
         self._platform = pick_device(config.device)
         self._device = self._platform.torch_device(tp.rank)
         self._platform.bind(self._device, config.deterministic)
-        source = stored_as(source, config.quantization, self._platform.keeps_gguf_packed)
+        is_packed = self._platform.keeps_gguf_packed and config.quantization_config is None
+        source = stored_as(source, config.quantization, packed_by_default=is_packed)
         self.model_config = read_model_config(
             source.hf_config(), config.model_type, config.quantization, config.quantization_config
         )
