@@ -16,6 +16,7 @@ from lightserve.httpserver.openai import chat_routes, completions_routes
 from lightserve.httpserver.openai.responses import routes as responses_routes
 from lightserve.httpserver.wire.errors import OPENAPI_ERRORS, add_error_handlers
 from lightserve.httpserver.wire.middleware import RequestMiddleware
+from lightserve.httpserver.wire.route_path import RootPath
 
 # the framework tries routes in this order, so the most used come first
 ROUTE_MODULES = (
@@ -69,3 +70,5 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
+    if context.config.root_path:
+        app.add_middleware(RootPath, root_path=context.config.root_path)

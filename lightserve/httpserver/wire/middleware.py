@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightserve.errors import ForbiddenError, UnauthorizedError
 from lightserve.httpserver.wire.errors import ErrorFormat, error_response, format_of, log_error
+from lightserve.httpserver.wire.route_path import route_path
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/liveness", "/readiness"})  # for probes, which have no key
 ADMIN_PATHS = frozenset({"/abort_request"})  # they change the server, or requests of other clients
@@ -46,7 +47,8 @@ class RequestMiddleware:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         id_bytes = _clean(headers.get(b"x-request-id", b"")) or os.urandom(8).hex().encode()
         request_id = scope.setdefault("state", {})["request_id"] = id_bytes.decode()
-        error_format = format_of(self._error_formats, scope["path"])
+        path = route_path(scope)
+        error_format = format_of(self._error_formats, path)
         id_header = None if error_format is None else error_format.id_header
         is_started = False
 
@@ -60,8 +62,8 @@ class RequestMiddleware:
             return send(message)
 
         try:
-            if scope["path"] not in OPEN_PATHS:
-                self._check_key(scope["path"], headers)
+            if path not in OPEN_PATHS:
+                self._check_key(path, headers)
             if scope["method"] == "POST":
                 await self._throttle.wait()
             await self._app(scope, receive, send_with_id)
