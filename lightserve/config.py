@@ -169,6 +169,7 @@ class HttpConfig:
     )
     use_tgi_api: bool = option(False, "treat an ambiguous body on /generate as TGI's, not as LightLLM's")
     root_path: str = option("", "path of the server behind a reverse proxy, such as /llm; the proxy may remove it")
+    no_web: bool = option(False, "serve no chat page: GET / is text for browsers too")
     allowed_origins: list[str] = option([], "web origins that may call the server (CORS); *: all")
     max_body_bytes: int = option(16 * 2**20, "maximum bytes of a request body; a larger one gets status 413")
     max_choices: int = option(128, "maximum choices of one request: prompts times n")

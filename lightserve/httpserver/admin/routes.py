@@ -11,7 +11,6 @@ from starlette.responses import JSONResponse, Response
 
 from lightserve import __version__
 from lightserve.errors import InvalidRequestError, UnavailableError
-from lightserve.httpserver.admin.home_page import add_home_page
 from lightserve.httpserver.admin.invocations import add_invocations
 from lightserve.httpserver.admin.metrics_page import CONTENT_TYPE, MetricsPage
 from lightserve.httpserver.admin.models import add_models
@@ -46,7 +45,6 @@ def routes(context: ServerContext) -> APIRouter:
     _add_load(router, context)
     _add_abort(router, context)
     add_server_info(router, context)
-    add_home_page(router, context)
     add_invocations(router, context)
     return router
 
