@@ -21,8 +21,11 @@ class Consumer(Protocol):
 
     device: torch.device  # where it wants them
 
-    def receive(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor on ``device``, perhaps a view of the file. Several threads call this."""
+    def receive(self, name: str, tensor: Tensor) -> object:
+        """Take one tensor on ``device``, perhaps a view of the file. Several threads call this.
+
+        Returns what must be kept until the device has computed.
+        """
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         """Store random weights instead."""

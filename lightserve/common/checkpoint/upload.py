@@ -32,7 +32,7 @@ class Upload:
         else:
             self._submit(into.device, lambda: self._lane.copy(into, tensor))
 
-    def convert(self, device: torch.device, tensor: Tensor, receive: Callable[[Tensor], None]) -> None:
+    def convert(self, device: torch.device, tensor: Tensor, receive: Callable[[Tensor], object]) -> None:
         """Call ``receive`` with ``tensor`` on ``device``, at some time before the exit, in some thread."""
         if device.type == "cpu":
             receive(tensor)
@@ -89,15 +89,16 @@ class _Lane:
                     target.copy_(source)
         self._stream.synchronize()
 
-    def convert(self, device: torch.device, tensor: Tensor, receive: Callable[[Tensor], None]) -> None:
+    def convert(self, device: torch.device, tensor: Tensor, receive: Callable[[Tensor], object]) -> None:
         with torch.cuda.stream(self._stream):
             copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             if tensor.dim():
                 self.copy(copied, tensor)
             else:
                 copied.copy_(tensor)
-            receive(copied)
-        self._stream.synchronize()  # before anybody else uses what was computed, or its memory
+            kept = receive(copied)
+        self._stream.synchronize()
+        del kept  # not before: other lanes would get the memory of tensors that they uploaded and this one reads
 
     def _copy_piece(self, target: Tensor, source: Tensor) -> None:
         current = self._current = 1 - self._current

@@ -76,21 +76,20 @@ class RawLinear:
     ) -> None:
         self.device = device
         self._prefix = prefix
-        self._missing = set(names)
+        self._count = len(names)
         self._store = store
         self._fill_dummy: Callable[[torch.Generator], None] | None = fill_dummy
         self._raw: dict[str, Tensor] = {}
         self._lock = threading.Lock()
 
-    def receive(self, name: str, tensor: Tensor) -> None:
-        suffix = name.removeprefix(f"{self._prefix}.")
+    def receive(self, name: str, tensor: Tensor) -> object:
         with self._lock:
-            self._raw[suffix] = tensor
-            self._missing.discard(suffix)
-            is_complete = not self._missing
-        if is_complete:
-            self._store(self._raw)
-            self._raw.clear()
+            self._raw[name.removeprefix(f"{self._prefix}.")] = tensor
+            if len(self._raw) < self._count:
+                return None
+            raw, self._raw = self._raw, {}
+        self._store(raw)
+        return raw
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         """Called for each tensor; the first call fills all."""
