@@ -22,8 +22,8 @@ def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
     for name in SOURCES:
         shutil.copy(ROOT / name, source)
 
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", tmp_path]
-    subprocess.run([*command, source], check=True, capture_output=True)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w"]
+    subprocess.run([*command, str(tmp_path), str(source)], check=True, capture_output=True)
 
     [wheel] = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("lightserve/")}

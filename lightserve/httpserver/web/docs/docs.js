@@ -22,6 +22,7 @@ async function start() {
       spec,
       dom_id: "#swagger-ui",
       requestInterceptor: addKey,
+      defaultModelsExpandDepth: 0,
       syntaxHighlight: { activated: false }, // it takes seconds for a long schema
     });
     return;
