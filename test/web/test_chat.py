@@ -77,11 +77,11 @@ def test_escape_stops_an_answer_and_keeps_what_has_arrived(page: ChatPage) -> No
     page.wait(lambda: "Running1" in page.text("#load-facts"))
 
     page.type("#prompt", Keys.ESCAPE)
-    page.wait_for_answer()
+    page.wait(lambda: "Stopped." in page.text(".assistant .stats"))
     stopped = page.answer
 
+    assert not page.is_generating
     assert 0 < len(stopped) < len(COUNTING)
-    assert "Stopped." in page.text(".assistant .stats")
     page.wait(lambda: "Running0" in page.text("#load-facts"))  # on the server too
     assert page.answer == stopped
 
@@ -93,7 +93,7 @@ def test_the_button_stops_and_regenerate_replaces_the_answer(page: ChatPage) -> 
     page.wait(lambda: "0 1 2" in page.answer)
 
     page.click("#send")
-    page.wait_for_answer()
+    page.wait(lambda: "Stopped." in page.text(".assistant .stats"))
     page.click_button("Regenerate")
     page.wait(lambda: page.answer == "The second answer.")
 

@@ -36,7 +36,8 @@ export class ToolCallsView {
     const fields = calls.map(() => element("textarea", { rows: 2 }));
     const labels = calls.map(({ name }, index) => element("label", {}, `Result of ${name}`, fields[index]));
     const send = () => this._sendResults(fields.map((field) => field.value));
-    return [...labels, button(calls.length === 1 ? "Send the result" : "Send the results", send)];
+    const label = calls.length === 1 ? "Send the result" : "Send the results";
+    return [...labels, button(label, send, { class: "primary" })];
   }
 }
 
