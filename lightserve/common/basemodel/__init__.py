@@ -52,7 +52,14 @@ from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.common.parallel import Parallel, RankGroup
-from lightserve.common.quantization import ExpertNames, ExpertsLayout, LinearMethod, LinearSpec, UnquantizedLinear
+from lightserve.common.quantization import (
+    ExpertNames,
+    ExpertsLayout,
+    LinearMethod,
+    LinearSpec,
+    UnquantizedLinear,
+    float_method_factory,
+)
 from lightserve.model_files.model_config import ModelConfig, RopeConfig
 
 __all__ = [
@@ -117,6 +124,7 @@ __all__ = [
     "WeightGroup",
     "activation_of",
     "alibi_slopes",
+    "float_method_factory",
     "in_blocks",
     "in_kv_groups",
     "num_experts_of",
