@@ -198,6 +198,13 @@ def test_the_system_prompt_is_sent(page: ChatPage) -> None:
     assert page.answer == "Arr."
 
 
+def test_everything_comes_from_this_server(page: ChatPage) -> None:
+    loaded = page.run("return performance.getEntriesByType('resource').map((one) => one.name)")
+
+    assert any(name.endswith("/web/main.js") for name in loaded)
+    assert all(name.startswith(page.url) for name in loaded)
+
+
 def test_the_card_shows_what_runs(page: ChatPage) -> None:
     page.wait(lambda: "524,288" in page.text("#kv-text"))
 

@@ -115,6 +115,21 @@ def test_files_import_only_files_of_the_package() -> None:
     assert all(name.startswith("./") and name.removeprefix("./") in CHAT_FILES for name in imports)
 
 
+def test_every_imported_name_is_exported() -> None:
+    """What a browser reports first; this finds it without one."""
+    sources = {path.name: path.read_text() for path in (FOLDER / "chat").glob("*.js")}
+    imports = [
+        (name.strip(), module)
+        for source in sources.values()
+        for names, module in re.findall(r'^import \{(.*?)\} from "\./(.*?)";$', source, flags=re.MULTILINE)
+        for name in names.split(",")
+    ]
+
+    assert len(imports) > 30
+    for name, module in imports:
+        assert re.search(rf"^export .*\b{re.escape(name)}\b", sources[module], flags=re.MULTILINE), (name, module)
+
+
 def test_the_page_is_small() -> None:
     size = sum(len(gzip.compress((FOLDER / "chat" / name).read_bytes())) for name in CHAT_FILES)
 
