@@ -234,5 +234,5 @@ def test_deterministic_chunks_and_cached_prefixes_change_no_bit(folder: str, kv_
 
 
 def test_the_operator_sees_how_kv_is_stored(folder: str) -> None:
-    assert make(folder, "fp8").worker.dtype_and_device == "in float32 with KV in fp8 on cpu"
+    assert make(folder, "fp8").worker.dtype_and_device == "in float32 (KV in fp8) on cpu"
     assert make(folder, "auto").worker.dtype_and_device == "in float32 on cpu"
