@@ -12,6 +12,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["lightserve", "lightserve.*"]),
+    package_data={"lightserve.benchmark": ["perplexity.txt"]},
     install_requires=[
         "fastapi>=0.115",
         "gguf>=0.17",

@@ -13,6 +13,7 @@ from lightserve.utils.cpu import available_cores
 Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
 DataType = Literal["auto", "float32", "float16", "bfloat16"]
+KvDtype = Literal["auto", "none", "fp8", "int8"]
 Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
 
 # One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
@@ -50,6 +51,12 @@ class WorkerConfig:
         "data type of weights and KV; auto: float32 on a CPU; on a GPU float16 for a float16 model, else bfloat16",
         "dtype",
     )
+    kv_dtype: KvDtype = option(
+        "auto",
+        "how the KV cache is stored: fp8 (e4m3) or int8 halve its size; none: as --data_type; auto: fp8 if the "
+        "checkpoint was quantised for it, else none",
+        "kv_cache_dtype",
+    )
     quantization: Quantization | None = option(
         None,
         "quantise float weights while they are loaded: fp8, int8, or w4 (4 bits, groups of up to 128); "
@@ -83,7 +90,11 @@ class WorkerConfig:
     )
 
     def __post_init__(self) -> None:
-        choices_of = {"load_format": get_args(LoadFormat), "data_type": get_args(DataType)}
+        choices_of = {
+            "load_format": get_args(LoadFormat),
+            "data_type": get_args(DataType),
+            "kv_dtype": get_args(KvDtype),
+        }
         if self.quantization is not None:
             choices_of["quantization"] = get_args(Quantization)
         for name, choices in choices_of.items():

@@ -114,15 +114,14 @@ def read_model_config(
 ) -> ModelConfig:
     """``model_type`` replaces that of config.json, if it is set. ``quantization`` is done while loading.
 
-    ``quantization_config`` is a file with a choice for each module.
-    ``gguf`` and ``none`` are up to the source: see ``model_files.source.stored_as``.
+    ``gguf`` and ``none`` are up to the source: see ``model_files.source.stored_as``. ``quantization_config`` is a file
+    with a choice for each module.
     """
     hf = {**config_json, "model_type": model_type} if model_type else config_json
     check_supported(str(hf.get("model_type"))[:100])  # before the shape: other models name its fields differently
     config = ModelConfig.from_hf(hf)
-    if quantization == "gguf" or (quantization == "none" and config.quantization is None):
-        quantization = None
-    if quantization is None and quantization_config is None:
+    is_kept = quantization in (None, "gguf") or (quantization == "none" and config.quantization is None)
+    if is_kept and quantization_config is None:
         return config
     if config.quantization is not None:
         raise ModelFilesError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.checkpoint.piece import Piece, StoredSize, total_size
+from lightserve.common.checkpoint.piece import Piece, StoredSize, total_size, whole
 from lightserve.common.ops import QuantizedWeight
 from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
 from lightserve.common.quantization.unquantized import slicer
@@ -104,9 +104,14 @@ class QuantizedLinear(LinearMethod):
         raw_tensors = self._format.raw_tensors(part.out_size, self._spec.in_size)
         consumer = RawLinear(part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
         for suffix, raw in raw_tensors.items():
-            name, rows = f"{part.prefix}.{suffix}", slicer(part.rows if is_cut else slice(None))
             yield Piece(
-                name, raw.shape, None, rows, dtypes=raw.dtypes, consumer=consumer, other_shapes=raw.other_shapes
+                f"{part.prefix}.{suffix}",
+                raw.shape,
+                None,
+                slicer(part.rows) if is_cut else whole,
+                raw.dtypes,
+                consumer=consumer,
+                other_shapes=raw.other_shapes,
             )
 
     def _set_order(self, order: Tensor | None) -> None:

@@ -28,9 +28,9 @@ class RawTensor(NamedTuple):
 class WeightFormat(ABC):
     """Reads linears of one scheme. The constructor takes the scheme."""
 
+    has_input_order = False  # whether the columns of the weight are not in the order of the inputs
     # Every raw tensor has a row for each output, so that some of them can be converted without the others.
     has_row_per_output: ClassVar[bool] = False
-    has_input_order = False  # whether the columns of the weight are not in the order of the inputs
 
     def group_size(self, in_size: int) -> int | None:
         """Inputs with the same scale, in what ``convert`` returns; None: all of a row."""
