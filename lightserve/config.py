@@ -188,6 +188,8 @@ class HttpConfig:
         "auto", "format of reasoning: qwen3, deepseek_r1, or two tags as BEGIN,END; auto: detect from the chat template"
     )
     use_tgi_api: bool = option(False, "treat an ambiguous body on /generate as TGI's, not as LightLLM's")
+    root_path: str = option("", "path of the server behind a reverse proxy, such as /llm; the proxy may remove it")
+    no_web: bool = option(False, "serve no chat page: GET / is text for browsers too")
     allowed_origins: list[str] = option([], "web origins that may call the server (CORS); *: all")
     max_body_bytes: int = option(16 * 2**20, "maximum bytes of a request body; a larger one gets status 413")
     max_choices: int = option(128, "maximum choices of one request: prompts times n")
@@ -205,6 +207,8 @@ class HttpConfig:
             raise ServerError("model_name: a name must not be empty")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ServerError("--ssl_keyfile and --ssl_ca_certs need --ssl_certfile")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ServerError(f"root_path={self.root_path!r}: must begin with / and must not end with it, as /llm")
         if not 0 <= self.port < 65536:
             raise ServerError(f"port={self.port}: must be between 0 and 65535")
         _ = self.template_variables

@@ -38,6 +38,7 @@ from lightserve.common.triton_kernel import (
 from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
 from lightserve.common.triton_kernel._expert_linear import PairBlocks, expert_linear
 from lightserve.common.triton_kernel._expert_pairs import sort_pairs
+from lightserve.common.triton_kernel._quantized_expert_linear import quantized_expert_linear, quantized_linear
 from test.ops.cases import (
     ARGS,
     FLOATS,
@@ -212,6 +213,27 @@ def compile_experts(dtype: torch.dtype) -> None:
         expert_linear(gated, params.w2, blocks, config)
     gathered = _grouped_experts.gather_tokens(x, pairs.pairs, 2)
     _grouped_experts.activate_pairs(gathered, params.b13, ids, pairs.pairs, params.activation)
+    compile_quantized_experts(dtype)
+
+
+def compile_quantized_experts(dtype: torch.dtype) -> None:
+    """Each kind of weights, with one scale per row, per tile, and with several in a tile; the largest tile."""
+    weights: list[tuple[type[ops.QuantizedWeight], int, bool, int]] = [
+        (ops.Fp8Weight, 2048, False, 8),
+        (ops.Fp8Weight, 128, False, 128),
+        (ops.Int8Weight, 32, True, 8),
+        (ops.Int4Weight, 128, True, 8),
+        (ops.Int4Weight, 32, False, 64),
+        (ops.Mxfp4Weight, 32, False, 8),
+    ]
+    x, ids = torch.ones(2, 2048, dtype=dtype), torch.zeros(2, 2, dtype=torch.int32)
+    for kind, group, has_offsets, block_m in weights:
+        weight = kind.empty((4, 256, 2048), group, torch.device("cpu"), has_offsets=has_offsets)
+        pairs = sort_pairs(ids, 4, block_m)
+        blocks = PairBlocks(pairs.blocks, pairs.pairs, 2)
+        quantized_expert_linear(x, weight, blocks, block_m, None, ops.GatedSilu())
+    quantized_expert_linear(x[:1], weight, PairBlocks(ids[:1], None, 2), 8)
+    quantized_linear(x, weight.expert(0), 8)
 
 
 def compile_eight_bit(dtype: torch.dtype) -> None:

@@ -60,6 +60,7 @@ from lightserve.common.ops.quantized_rows import (
 from lightserve.common.ops.quantized_weight import (
     FP8_MAX,
     INT4_GROUPS,
+    SCALE_BYTES,
     Codebook4Weight,
     Fp8Weight,
     InputQuant,
@@ -93,6 +94,7 @@ __all__ = [
     "NO_TOKEN",
     "OPS",
     "REFERENCE",
+    "SCALE_BYTES",
     "AttnBatch",
     "AttnOptions",
     "Codebook4Weight",
