@@ -37,7 +37,7 @@ LARGE_GROUP = 128  # a tile is within a group, so that scales apply to its resul
 @dataclass(frozen=True, slots=True)
 class Tile:
     block_n: int  # rows of the weight of a program
-    block_k: int  # inputs, at most; more if a group of 4-bit numbers is larger
+    block_k: int  # inputs of 16 bits, at most; more if a group of 4-bit numbers is larger
     num_warps: int
     num_stages: int
 
@@ -273,7 +273,7 @@ def _launch(
 ) -> Tensor:
     tile = TILES[block_m]
     out_size, in_size = weight.shape[-2:]
-    block_k = block_k_of(weight, tile.block_k)
+    block_k = block_k_of(weight, tile.block_k * 2 // x.element_size())
     out = x.new_empty((rows.count, out_size if activation is None else out_size // 2))
     shape = activation or GatedSilu()
     tile_bytes = block_m * block_k * x.element_size() + tile.block_n * block_k // weight.codes_per_byte
