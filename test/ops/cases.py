@@ -345,6 +345,17 @@ def codebook4_weight(out_size: int, in_size: int, device: str) -> ops.Codebook4W
     return ops.Codebook4Weight(codes=numbers.codes, scales=numbers.scales, codebook=codebook)
 
 
+def mxfp4_weight(out_size: int, in_size: int, device: str) -> ops.Mxfp4Weight:
+    weight = ops.Mxfp4Weight.empty((out_size, in_size), 32, torch.device(device))
+    weight.randomize_(torch.Generator(device).manual_seed(0), in_size**-0.5)
+    weight.scales.add_(torch.arange(out_size, device=device)[:, None] % 3)
+    return weight
+
+
+def _linear_mxfp4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return randn(tokens, 64, dtype=dtype, device=device), mxfp4_weight(40, 64, device)
+
+
 def _linear_int4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return randn(tokens, 64, dtype=dtype, device=device), int4_weight(40, 64, 32, device, has_offsets=True)
 

@@ -53,11 +53,13 @@ from test.ops.cases import (
     with_alibi,
     with_options,
 )
+from test.ops.quantized import CODES, empty_cache, quantized
 
 BACKENDS = ("triton", ops.batch_invariant("triton"))
 HEAD_DIMS = (80, 128, 256)  # padded, the usual, and large; ARGS holds 64
 HEAVY_HEAD_DIMS = {torch.float32: (256,), torch.bfloat16: (128, 512)}  # where tiles take most of shared memory
 # multiprocessors, KiB of shared memory a thread block: A100, L4, H200, B200
+FIRST_FLOAT8 = 89
 CARDS = {80: (108, 163), 89: (58, 99), 90: (132, 227), 100: (148, 227)}
 
 
@@ -139,6 +141,21 @@ def compile_attention_options(dtype: torch.dtype, dim: int) -> None:
     ops.token_attention.impls["triton"](q, cache, batch, options)
     context = context_attention_args([(0, 9)], (8, 2), dim, dtype, "cpu")
     ops.context_attention.impls["triton"](*with_options(context, causal=False))
+
+
+def compile_quantized_kv(capability: int, dim: int) -> None:
+    """In bfloat16, whose queries are converted to float16."""
+    lens, heads, dtype = [(700, 1), (800, 1)], (8, 2), torch.bfloat16
+    for codes in CODES if capability >= FIRST_FLOAT8 else (torch.int8,):
+        q, cache, batch, options = attention_args(lens, heads, dim, dtype, "cpu")
+        batch = share_prefixes(cache, batch, [(0, 2, 600)])
+        ops.token_attention.impls["triton"](q, quantized(cache, codes), batch, options)
+        q, kv, cache, batch, options = context_attention_args(lens, heads, dim, dtype, "cpu")
+        for backend in BACKENDS:
+            ops.context_attention.impls[backend](q, kv, quantized(cache, codes), replace(batch, plans={}), options)
+        for name in ("write_kv", "norm_rotary_write_kv"):
+            *args, plain = ARGS[name](16, dtype, "cpu")
+            ops.OPS[name].impls["triton"](*args, empty_cache(plain.shape, codes, "cpu"))
 
 
 def compile_latent_attention(dtype: torch.dtype) -> None:
@@ -258,6 +275,9 @@ def main(capability: int, which: str) -> None:
             compile_heavy(dtype, HEAVY_HEAD_DIMS[dtype])
         elif which != "heavy":
             compile_every_wrapper(dtype, (*HEAD_DIMS, MAX_HEAD_DIM) if which == "every head_dim" else HEAD_DIMS)
+    compiler.dtype = "bfloat16"
+    for dim in HEAVY_HEAD_DIMS[torch.bfloat16] if which == "heavy" else (128,):
+        compile_quantized_kv(capability, dim)
     print(json.dumps({"shared_bytes": compiler.shared_bytes, "errors": compiler.errors}))
 
 

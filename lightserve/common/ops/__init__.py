@@ -29,6 +29,7 @@ from lightserve.common.ops.experts import (
     experts,
     route,
 )
+from lightserve.common.ops.kv_cache import KvCache, QuantizedKv, read_kv
 from lightserve.common.ops.latent_attention import (
     LatentNorm,
     LatentSizes,
@@ -104,10 +105,12 @@ __all__ = [
     "InputQuant",
     "Int4Weight",
     "Int8Weight",
+    "KvCache",
     "LatentNorm",
     "LatentSizes",
     "Mxfp4Weight",
     "Penalties",
+    "QuantizedKv",
     "QuantizedRows",
     "QuantizedWeight",
     "RotaryAngles",
@@ -147,6 +150,7 @@ __all__ = [
     "pack_int4",
     "place_tokens",
     "quantize_rows",
+    "read_kv",
     "relu",
     "relu2",
     "relu2_and_mul",
