@@ -49,6 +49,7 @@ def token_attention(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: Attn
     columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
     for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):
         kv = _padded(kv_cache[batch.req_to_token[req, :seq_len].long()].float(), -(-seq_len // POSITIONS) * POSITIONS)
+        kv[: options.first_seen(ready)] = 0  # the slots of these tokens may hold anything
         row = start - ready  # where position 0 would be if it were new
         for first in range(ready // POSITIONS * POSITIONS, seq_len, POSITIONS):
             end = first + POSITIONS

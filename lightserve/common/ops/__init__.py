@@ -12,6 +12,7 @@ from lightserve.common.ops.activation import (
     silu_and_mul,
 )
 from lightserve.common.ops.attention import (
+    WINDOW_MARGIN,
     AttnBatch,
     AttnOptions,
     attention_weights,
@@ -60,6 +61,7 @@ __all__ = [
     "NO_TOKEN",
     "OPS",
     "REFERENCE",
+    "WINDOW_MARGIN",
     "AttnBatch",
     "AttnOptions",
     "ExpertsParams",
