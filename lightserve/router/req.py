@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,7 +87,7 @@ class Req:
     def is_prefilling(self) -> bool:
         return self.unplanned > 1
 
-    def plan(self, slots: list[int], windowed_slots: list[int]) -> None:
+    def plan(self, slots: list[int], windowed_slots: Sequence[int] = ()) -> None:
         """The next step computes KV of len(slots) more tokens."""
         self.slots += slots
         self.windowed_slots += windowed_slots

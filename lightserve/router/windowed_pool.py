@@ -151,8 +151,9 @@ class SlotQueue:
 
     def _live(self, begin: int, end: int) -> Slots:
         """The places between these where a queued slot is."""
-        places = np.arange(begin, end, dtype=np.int32)
-        return places[self._place[self._entries[begin:end]] == places]
+        places: Slots = np.arange(begin, end, dtype=np.int32)
+        live: Slots = places[self._place[self._entries[begin:end]] == places]
+        return live
 
     def _compact(self) -> None:
         """Amortised: it makes room for as many pushed slots as there are slots in all."""

@@ -108,9 +108,9 @@ class KvWorker:
         assert len(set(written)) == len(written), "a slot is written twice in a step"
         assert len(step.windowed_slots) == (0 if self._windowed is None else len(written))
         assert len(set(step.windowed_slots)) == len(step.windowed_slots), "a windowed slot is written twice in a step"
-        windowed_slots = iter(step.windowed_slots)
+        left = iter(step.windowed_slots)
         for row in step.rows:
-            self._write_windowed(self.reqs[row.req_id], list(itertools.islice(windowed_slots, len(row.slots))))
+            self._write_windowed(self.reqs[row.req_id], list(itertools.islice(left, len(row.slots))))
             self._write(self.reqs[row.req_id], row.slots)
         for row in step.rows:
             self._read_windows(self.reqs[row.req_id], len(row.slots))
