@@ -5,6 +5,7 @@ Slots of the windowed pool that the router has freed are filled with NaN, so tha
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,11 +43,14 @@ PARAMS = GenerationParams.of(max_new_tokens=25, temperature=0, ignore_eos=True)
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def save_model(model_type: str, path: Path) -> str:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **CONFIGS[request.param])).float()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **CONFIGS[model_type])).float()
     for weight in model.state_dict().values():
         weight.normal_(std=0.15)
-    path = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(path)
     Tokenizer(models.WordLevel({f"w{i}": i for i in range(131)}, unk_token="w0")).save(str(path / "tokenizer.json"))
     return str(path)

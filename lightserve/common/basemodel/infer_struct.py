@@ -62,6 +62,8 @@ class InferStateInfo:
         self.rotary_angles: dict[str, RotaryAngles] = {}  # by `rotary_key`
         self.query_scales: dict[QueryScale, Tensor] = {}  # of every token, [tokens, 1, 1]
         windowed = step.windowed
+        if windowed is None and mem_manager.windowed_size is not None:
+            raise ValueError("layers with a window have a KV pool of their own, but the step has no slots there")
         pool_step = None if windowed is None else replace(step, mem_index=windowed.mem_index, attn=windowed.attn)
         self._pool_steps = step, pool_step  # of all tokens, and windowed
 
