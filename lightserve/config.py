@@ -13,6 +13,7 @@ from lightserve.utils.cpu import available_cores
 Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
 DataType = Literal["auto", "float32", "float16", "bfloat16"]
+Quantization = Literal["fp8", "int8", "w4"]
 
 # One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
 # the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
@@ -49,6 +50,9 @@ class WorkerConfig:
         "data type of weights and KV; auto: float32 on a CPU; on a GPU float16 for a float16 model, else bfloat16",
         "dtype",
     )
+    quantization: Quantization | None = option(
+        None, "quantise float weights while they are loaded: fp8, int8, or w4 (4 bits, groups of up to 128)"
+    )
     device: str | None = option(None, "cpu or cuda; default: cuda if there is a GPU, else cpu")
     tp: int = option(1, "number of tensor-parallel ranks; each is one process with one device", "tensor_parallel_size")
     max_total_token_num: int | None = option(None, "size of the KV pool in tokens; default: what fits into memory")
@@ -77,7 +81,10 @@ class WorkerConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, choices in (("load_format", get_args(LoadFormat)), ("data_type", get_args(DataType))):
+        choices_of = {"load_format": get_args(LoadFormat), "data_type": get_args(DataType)}
+        if self.quantization is not None:
+            choices_of["quantization"] = get_args(Quantization)
+        for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise ServerError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
         _at_least(self, 1, "tp", "running_max_req_size", "batch_max_tokens", "max_req_total_len", "max_total_token_num")

@@ -41,7 +41,7 @@ LAYERS: dict[str, set[str]] = {
     "common.device.profile": {"io_struct"},
     "common.parallel": set(),
     "common.checkpoint": {"errors", "model_files"},
-    "common.quantization": {"common.checkpoint", "common.ops", "model_files"},
+    "common.quantization": {"common.checkpoint", "common.ops", "errors", "model_files"},
     "common.kv": set(),
     "common.basemodel": {
         "errors",

@@ -10,10 +10,10 @@ from typing import Any
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.config_names import with_common_names
 from lightserve.model_files.layer_shapes import LayerShape, per_layer
+from lightserve.model_files.quantization import QuantConfig, read_quant_config
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
 ROPE_ALIASES = {"su": "longrope"}  # Phi-3's first name for it
-QUANT_METHODS: set[str] = set()  # supported formats: the names in common/quantization/registry.py
 # A config.json with larger values is damaged. These limits refuse it before anything of that size is built.
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**24  # rows and columns: the largest vocabularies have 2**18
@@ -123,7 +123,7 @@ class ModelConfig:
     window: int | None  # sliding_window, if it is in effect; the model decides in which layers
     layer_types: tuple[str, ...] | None  # FULL_ATTENTION or SLIDING_ATTENTION of each layer; None: config.json has none
     hf: Mapping[str, Any]  # the whole config.json, for fields that only one model reads
-    quantization: Mapping[str, Any] | None = None  # its quantization_config; None: the weights are plain floats
+    quantization: QuantConfig | None = None  # None: the weights are plain floats
 
     @classmethod
     def from_hf(cls, config_json: Mapping[str, Any]) -> ModelConfig:
@@ -280,17 +280,9 @@ def _factors(rope: Mapping[str, Any], key: str) -> tuple[float, ...]:
     return tuple(_number({key: value}, key) for value in values)
 
 
-def _quantization(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _quantization(hf: Mapping[str, Any]) -> QuantConfig | None:
     table = _table(hf, "quantization_config")
-    if not table:
-        return None
-    if table.get("quant_method") not in QUANT_METHODS:
-        found = reprlib.repr(table.get("quant_method"))
-        raise ModelFilesError(
-            f"config.json: quantised checkpoints are not supported yet (quant_method {found}); "
-            "use the unquantised checkpoint or a GGUF file"
-        )
-    return table
+    return read_quant_config(table) if table else None
 
 
 def _table(hf: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -11,12 +11,14 @@ The launcher reads the names, so there is no torch here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from lightserve.errors import ModelFilesError, UnsupportedModelTypeError
 from lightserve.model_files.model_config import ModelConfig
+from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme
 
 if TYPE_CHECKING:
     from lightserve.common.basemodel import TpPartBaseModel
@@ -103,11 +105,20 @@ def _class_path(model_type: str) -> str:
     return supported[model_type]
 
 
-def read_model_config(config_json: Mapping[str, Any], model_type: str | None) -> ModelConfig:
-    """``model_type`` replaces that of config.json, if it is set."""
+def read_model_config(
+    config_json: Mapping[str, Any], model_type: str | None, quantization: str | None = None
+) -> ModelConfig:
+    """``model_type`` replaces that of config.json, if it is set. ``quantization`` is done while loading."""
     hf = {**config_json, "model_type": model_type} if model_type else config_json
     check_supported(str(hf.get("model_type"))[:100])  # before the shape: other models name its fields differently
-    return ModelConfig.from_hf(hf)
+    config = ModelConfig.from_hf(hf)
+    if quantization is None:
+        return config
+    if config.quantization is not None:
+        raise ModelFilesError(
+            f"--quantization {quantization}: the checkpoint is quantised already ({config.quantization}); leave it out"
+        )
+    return replace(config, quantization=OnLoadConfig(OnLoadScheme(quantization)))
 
 
 def get_model_class(model_type: str) -> type[TpPartBaseModel]:

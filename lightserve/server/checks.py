@@ -78,7 +78,7 @@ def _model_config(source: ModelSource, worker: WorkerConfig) -> ModelConfig:
             f"{source.path}: config.json has no model_type; set --model_dir to a folder with a complete model"
         )
     try:
-        return read_model_config(hf, worker.model_type)
+        return read_model_config(hf, worker.model_type, worker.quantization)
     except UnsupportedModelTypeError as error:
         raise ModelFilesError(f"{error}{_hint(source, worker)}") from error
     except ModelFilesError as error:

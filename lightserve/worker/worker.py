@@ -45,7 +45,7 @@ class ModelWorker:
         self._platform = pick_device(config.device)
         self._device = self._platform.torch_device(tp.rank)
         self._platform.bind(self._device, config.deterministic)
-        self.model_config = read_model_config(source.hf_config(), config.model_type)
+        self.model_config = read_model_config(source.hf_config(), config.model_type, config.quantization)
         self._platform.check_head_dim(self.model_config.head_dim)
         self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
         dtype = _dtype(config, self.model_config, self._platform)

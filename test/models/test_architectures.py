@@ -17,6 +17,7 @@ from lightserve.common import (
     triton_kernel,  # noqa: F401  registers its backend
 )
 from lightserve.common.basemodel import LogitRows
+from lightserve.common.basemodel.hooks import recorded
 from lightserve.common.parallel import ParallelSizes, RankGroup, connect_ranks
 from test.models.architectures.case import MAX_LEN, Tiny, build, hf_logits
 from test.models.architectures.cases import CASES
@@ -43,14 +44,19 @@ def backend(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def all_logits(tiny: Tiny, tp: RankGroup = ONE_RANK, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Of PROMPT in chunks beside OTHER, of a request that shares a prefix, and of decode steps."""
+    """Of PROMPT in chunks beside OTHER, of a request that shares a prefix, and of decode steps.
+
+    Two of the steps are observed: a norm and the linear behind it are then not fused.
+    """
     model = build_model(tiny.config_json, tiny.checkpoint(), tp, dtype, DEVICE, max_len=MAX_LEN)
     session = Session(model)
     first = session.step({0: PROMPT[:70]}, logit_rows=LogitRows.ALL)
     second = session.step({1: OTHER, 0: PROMPT[70:]}, logit_rows=LogitRows.ALL)
     session.share_prefix(0, 2, length=PREFIX)
-    shared = session.step({2: OTHER}, logit_rows=LogitRows.ALL)
-    decoded = [session.step({0: [5 + i], 1: [6 + i], 2: [7 + i]}) for i in range(3)]
+    with recorded(model, "logits"):
+        shared = session.step({2: OTHER}, logit_rows=LogitRows.ALL)
+        decoded = [session.step({0: [5], 1: [6], 2: [7]})]
+    decoded += [session.step({0: [6 + i], 1: [7 + i], 2: [8 + i]}) for i in range(2)]
     return [torch.cat([first, second[len(OTHER) :]]), second[: len(OTHER)], shared, *decoded]
 
 

@@ -1,8 +1,9 @@
-"""A second way to store linears needs a LinearMethod and a line in its registry, and no change in a model."""
+"""A new format of linears needs a scheme, a WeightFormat and their registration, and no change in a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from lightserve.common.basemodel import (
-    CheckpointTensor,
-    LinearMethod,
-    LinearSpec,
-    ModelArgs,
-    ModelConfig,
-    Parallel,
-    Piece,
-    RankGroup,
-    TpPartBaseModel,
-    UnquantizedLinear,
-)
+from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, Parallel, RankGroup, TpPartBaseModel
+from lightserve.common.ops import Int8Weight, QuantizedWeight
 from lightserve.common.parallel import ParallelSizes, connect_ranks
-from lightserve.common.quantization import LinearMethodFactory, registry
+from lightserve.common.quantization import QuantizedLinear
+from lightserve.common.quantization.weight_format import FORMATS, RawTensor, WeightFormat
 from lightserve.errors import CheckpointError
-from lightserve.model_files import model_config
+from lightserve.model_files.quantization import QuantConfig, Scheme
+from lightserve.model_files.quantization.quant_config import PARSERS
 from lightserve.models.registry import get_model_class
 from test.models.session import Session
 from test.models.tiny import build_hf, build_ours, checkpoint_of
@@ -38,62 +31,45 @@ PROMPTS = [[5, 17, 3, 99, 42, 8, 1], [77, 2, 130], [64]]
 ONE_RANK = RankGroup()
 
 
-class Int8Linear(LinearMethod):
-    """Weight-only int8: codes ``[out, in]`` and one scale per output row."""
-
-    def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self._spec = spec
-        self.codes = torch.empty(spec.out_size, spec.num_columns, dtype=torch.int8, device=device)
-        self.scales = torch.empty(spec.out_size, dtype=torch.float32, device=device)
-        self.bias = torch.empty(spec.out_size, dtype=dtype, device=device) if spec.has_bias else None
-        self.weight: Tensor | None = None
-
-    def pieces(self) -> Iterator[Piece]:
-        begin = 0
-        for part in self._spec.parts:
-            own = slice(begin, begin + part.num_rows)
-            yield self._codes_piece(part.prefix, part.out_size, part.rows, own)
-            yield Piece(f"{part.prefix}.weight_scale", (part.out_size,), self.scales[own], _cut(part.rows))
-            if self.bias is not None:
-                bias = self.bias[own] if self._spec.adds_bias else None
-                yield Piece(f"{part.prefix}.bias", (part.out_size,), bias, _cut(part.rows))
-            begin = own.stop
-
-    def _codes_piece(self, prefix: str, out_size: int, rows: slice | Tensor, own: slice) -> Piece:
-        shape = (out_size, self._spec.in_size)
-        return Piece(f"{prefix}.weight", shape, self.codes[own], _cut(rows, self._spec.columns), (torch.int8,))
-
-    def process_weights_after_loading(self) -> None:
-        self.weight = self.codes.float() * self.scales[:, None]
-
-    def mm(self, x: Tensor) -> Tensor:
-        assert self.weight is not None
-        out = x @ self.weight.to(x.dtype).T
-        return out + self.bias if self.bias is not None and self._spec.adds_bias else out
+@dataclass(frozen=True)
+class ToyScheme(Scheme):
+    pass
 
 
-def _cut(*slices: slice | Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor[slices]
+class ToyConfig(QuantConfig):
+    def scheme_of(self, module: str) -> Scheme | None:
+        return ToyScheme() if ".layers." in module else None
+
+    def __str__(self) -> str:
+        return "toy"
 
 
-def int8_factory(config: Mapping[str, Any]) -> LinearMethodFactory:
-    def make(spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> LinearMethod:
-        return (UnquantizedLinear if spec.is_vocab else Int8Linear)(spec, dtype, device)
+class ToyFormat(WeightFormat):
+    """Codes ``[out, in]`` and one scale per output row."""
 
-    return make
+    def __init__(self, scheme: ToyScheme) -> None: ...
+
+    def raw_tensors(self, out_size: int, in_size: int) -> dict[str, RawTensor]:
+        return {"weight": RawTensor((out_size, in_size), (torch.int8,)), "weight_scale": RawTensor((out_size,))}
+
+    def convert(self, raw: Mapping[str, Tensor]) -> QuantizedWeight:
+        return Int8Weight(codes=raw["weight"], scales=raw["weight_scale"].float()[:, None])
+
+    def empty(self, shape: tuple[int, ...], group_size: int, device: torch.device) -> QuantizedWeight:
+        return Int8Weight.empty(shape, group_size, device)
 
 
 @pytest.fixture(autouse=True)
 def _toy_format() -> Iterator[None]:
     register()
     yield
-    del registry.METHODS[NAME]
-    model_config.QUANT_METHODS.remove(NAME)
+    del PARSERS[NAME]
+    del FORMATS[ToyScheme]
 
 
 def register() -> None:
-    registry.METHODS[NAME] = int8_factory
-    model_config.QUANT_METHODS.add(NAME)
+    PARSERS[NAME] = lambda table: ToyConfig()
+    FORMATS[ToyScheme] = ToyFormat
 
 
 def quantized(hf: Any) -> list[CheckpointTensor]:
@@ -129,7 +105,7 @@ def test_a_quantised_model_gives_the_logits_of_the_dequantised_one(name: str) ->
 
     ours = build_int8(hf, checkpoint)
 
-    assert isinstance(ours.layer_weights[0].o_proj.method, Int8Linear)
+    assert isinstance(ours.layer_weights[0].o_proj.method, QuantizedLinear)
     expected = logits_of(build_ours(hf))
     torch.testing.assert_close(logits_of(ours), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 

@@ -165,7 +165,7 @@ def test_dummy_weights_have_the_shape_of_the_config_and_give_finite_logits(name:
         ({"layer_types": ["full_attention"]}, "layer_types is .*, wanted a list of 2 names"),
         ({"attention_bias": "yes"}, "attention_bias is 'yes', wanted true or false"),
         ({"num_hidden_layers": None, "n_layer": None}, "config.json has no num_hidden_layers"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints are not supported yet"),
+        ({"quantization_config": {"quant_method": "higgs"}}, "quant_method 'higgs' is not supported"),
         ({"hidden_size": "64"}, "hidden_size is '64', wanted a positive integer"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0, wanted a positive integer"),
         ({"vocab_size": -1}, "vocab_size is -1, wanted a positive integer"),

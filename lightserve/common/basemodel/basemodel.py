@@ -29,7 +29,7 @@ from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.parallel import Parallel
-from lightserve.common.quantization import linear_method_factory
+from lightserve.common.quantization import experts_method_factory, linear_method_factory
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.model_config import SLIDING_ATTENTION, ModelConfig
 
@@ -177,7 +177,8 @@ class TpPartBaseModel:
             load_weights(layers, self.adapt_checkpoint(self.args.checkpoint), self.config.num_layers)
 
     def _new_weights(self, device: torch.device) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
-        context = WeightContext(self.args.parallel, self.args.dtype, device, linear_method_factory(self.config))
+        methods = linear_method_factory(self.config), experts_method_factory(self.config)
+        context = WeightContext(self.args.parallel, self.args.dtype, device, *methods)
         layers = [self.transformer_weight_class(spec, context) for spec in self.layer_specs]
         return self.pre_and_post_weight_class(self.spec, context), layers
 

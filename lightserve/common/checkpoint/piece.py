@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,12 +16,30 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
+class Consumer(Protocol):
+    """Converts checkpoint tensors while they are loaded."""
+
+    device: torch.device  # where it wants them
+
+    def receive(self, name: str, tensor: Tensor) -> object:
+        """Take one tensor on ``device``, perhaps a view of the file. Several threads call this.
+
+        Returns what must be kept until the device has computed.
+        """
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        """Store random weights instead."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One checkpoint tensor, and where this rank stores its part of it."""
 
     name: str
     shape: tuple[int, ...]  # in the checkpoint, before it is split over the ranks
-    into: Tensor | None  # this rank's memory, which the loader fills; None: the rank stores nothing of it
-    part: Callable[[Tensor], Tensor] = _whole  # from the checkpoint tensor to what goes into ``into``
+    into: Tensor | None  # this rank's memory, which the loader fills
+    part: Callable[[Tensor], Tensor] = _whole  # what of the checkpoint tensor this rank stores
     dtypes: tuple[torch.dtype, ...] = FLOATS  # that the checkpoint tensor may have
+    consumer: Consumer | None = (
+        None  # of a tensor that is converted; None and no ``into``: this rank stores nothing of it
+    )

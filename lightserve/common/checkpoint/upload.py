@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -28,11 +29,21 @@ class Upload:
         """Copy ``tensor``, which may be a view of a file, at some time before the exit."""
         if into.device.type == "cpu":  # one copy already uses all cores
             into.copy_(tensor)
-            return
+        else:
+            self._submit(into.device, lambda: self._lane.copy(into, tensor))
+
+    def convert(self, device: torch.device, tensor: Tensor, receive: Callable[[Tensor], object]) -> None:
+        """Call ``receive`` with ``tensor`` on ``device``, at some time before the exit, in some thread."""
+        if device.type == "cpu":
+            receive(tensor)
+        else:
+            self._submit(device, lambda: self._lane.convert(device, tensor, receive))
+
+    def _submit(self, device: torch.device, work: Callable[[], None]) -> None:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(LANES, initializer=self._open_lane, initargs=(into.device,))
+            self._threads = ThreadPoolExecutor(LANES, initializer=self._open_lane, initargs=(device,))
         self._room.acquire()
-        copy = self._threads.submit(self._copy, into, tensor)
+        copy = self._threads.submit(work)
         copy.add_done_callback(lambda _: self._room.release())
         self._copies.append(copy)
 
@@ -51,9 +62,10 @@ class Upload:
         torch.set_num_threads(1)  # for this thread: the lanes are parallel enough
         self._lanes.own = _Lane(device)
 
-    def _copy(self, into: Tensor, tensor: Tensor) -> None:
+    @property
+    def _lane(self) -> _Lane:
         lane: _Lane = self._lanes.own
-        lane.copy(into, tensor)
+        return lane
 
 
 class _Lane:
@@ -76,6 +88,17 @@ class _Lane:
                 else:
                     target.copy_(source)
         self._stream.synchronize()
+
+    def convert(self, device: torch.device, tensor: Tensor, receive: Callable[[Tensor], object]) -> None:
+        with torch.cuda.stream(self._stream):
+            copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            if tensor.dim():
+                self.copy(copied, tensor)
+            else:
+                copied.copy_(tensor)
+            kept = receive(copied)
+        self._stream.synchronize()
+        del kept  # not before: other lanes would get the memory of tensors that they uploaded and this one reads
 
     def _copy_piece(self, target: Tensor, source: Tensor) -> None:
         current = self._current = 1 - self._current

@@ -24,5 +24,7 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x)
 
 
-for _activation in (ops.silu_and_mul, ops.gelu_tanh, ops.gelu):
-    _activation.impl(ops.batch_invariant("cpu"))(_activation.impls[ops.REFERENCE])
+BACKEND = ops.batch_invariant("cpu")
+ops.silu_and_mul.impl(BACKEND)(ops.silu_and_mul.impls[ops.REFERENCE])
+ops.gelu_tanh.impl(BACKEND)(ops.gelu_tanh.impls[ops.REFERENCE])
+ops.gelu.impl(BACKEND)(ops.gelu.impls[ops.REFERENCE])

@@ -40,6 +40,19 @@ from lightserve.common.ops.latent_attention import (
 from lightserve.common.ops.linear import linear, linear_float32
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lightserve.common.ops.norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
+from lightserve.common.ops.quantized_linear import linear_fp8, linear_int4, linear_int8, linear_mxfp4, round_input
+from lightserve.common.ops.quantized_weight import (
+    FP8_MAX,
+    INT4_GROUPS,
+    Fp8Weight,
+    InputQuant,
+    Int4Weight,
+    Int8Weight,
+    Mxfp4Weight,
+    QuantizedWeight,
+    in_groups,
+    pack_int4,
+)
 from lightserve.common.ops.registry import OPS, REFERENCE, batch_invariant, use_backend
 from lightserve.common.ops.rotary import HeadNorms, RotaryAngles, norm_rotary_write_kv, rotary, rotary_write_kv
 from lightserve.common.ops.sampling import (
@@ -56,6 +69,8 @@ from lightserve.common.ops.step import StepTokens, place_tokens
 from lightserve.common.ops.watermark import add_watermark
 
 __all__ = [
+    "FP8_MAX",
+    "INT4_GROUPS",
     "MAX_EXPERTS",
     "NO_EXPERT",
     "NO_TOKEN",
@@ -65,11 +80,17 @@ __all__ = [
     "AttnBatch",
     "AttnOptions",
     "ExpertsParams",
+    "Fp8Weight",
     "GatedSilu",
     "HeadNorms",
+    "InputQuant",
+    "Int4Weight",
+    "Int8Weight",
     "LatentNorm",
     "LatentSizes",
+    "Mxfp4Weight",
     "Penalties",
+    "QuantizedWeight",
     "RotaryAngles",
     "RouteSpec",
     "StepTokens",
@@ -88,13 +109,19 @@ __all__ = [
     "gelu_and_mul",
     "gelu_tanh",
     "gelu_tanh_and_mul",
+    "in_groups",
     "latent_context_attention",
     "latent_token_attention",
     "layer_norm",
     "linear",
     "linear_float32",
+    "linear_fp8",
+    "linear_int4",
+    "linear_int8",
+    "linear_mxfp4",
     "mask_logits",
     "norm_rotary_write_kv",
+    "pack_int4",
     "place_tokens",
     "relu",
     "relu2",
@@ -102,6 +129,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_write_kv",
+    "round_input",
     "route",
     "sample",
     "silu",

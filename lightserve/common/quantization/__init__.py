@@ -2,7 +2,14 @@
 
 from lightserve.common.quantization.experts_method import ExpertNames, ExpertsLayout, ExpertsMethod, ExpertsSpec
 from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
-from lightserve.common.quantization.registry import ExpertsMethodFactory, LinearMethodFactory, linear_method_factory
+from lightserve.common.quantization.on_load import OnLoadFormat
+from lightserve.common.quantization.quantized_linear import QuantizedLinear, StackedLinear
+from lightserve.common.quantization.registry import (
+    ExpertsMethodFactory,
+    LinearMethodFactory,
+    experts_method_factory,
+    linear_method_factory,
+)
 from lightserve.common.quantization.unquantized import UnquantizedLinear
 from lightserve.common.quantization.unquantized_experts import UnquantizedExperts
 
@@ -16,8 +23,12 @@ __all__ = [
     "LinearMethodFactory",
     "LinearPart",
     "LinearSpec",
+    "OnLoadFormat",
+    "QuantizedLinear",
     "RmsNorm",
+    "StackedLinear",
     "UnquantizedExperts",
     "UnquantizedLinear",
+    "experts_method_factory",
     "linear_method_factory",
 ]

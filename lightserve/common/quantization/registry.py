@@ -1,27 +1,59 @@
-"""The linear methods by the ``quant_method`` of config.json. A new format is a method and a line in ``METHODS``."""
+"""Chooses the method of each linear from the model's quantisation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
 
 import torch
 
 from lightserve.common.quantization.experts_method import ExpertsMethod, ExpertsSpec
 from lightserve.common.quantization.linear_method import LinearMethod, LinearSpec
+from lightserve.common.quantization.quantized_linear import QuantizedLinear, StackedLinear
 from lightserve.common.quantization.unquantized import UnquantizedLinear
+from lightserve.common.quantization.unquantized_experts import UnquantizedExperts
+from lightserve.common.quantization.weight_format import format_of
+from lightserve.errors import ModelFilesError
 from lightserve.model_files.model_config import ModelConfig
+from lightserve.model_files.quantization import QuantConfig, Scheme
 
 LinearMethodFactory = Callable[[LinearSpec, torch.dtype, torch.device], LinearMethod]
 ExpertsMethodFactory = Callable[[ExpertsSpec, torch.dtype, torch.device], ExpertsMethod]
 
-# By ``quant_method`` of config.json: from its ``quantization_config`` to a factory. The factory sees the name of every
-# linear, so it can return UnquantizedLinear for those that the checkpoint leaves as they are.
-# model_config.QUANT_METHODS has the same names: the launcher refuses other ones before torch is imported.
-METHODS: dict[str, Callable[[Mapping[str, Any]], LinearMethodFactory]] = {}
-
 
 def linear_method_factory(config: ModelConfig) -> LinearMethodFactory:
-    if config.quantization is None:
+    quantization = config.quantization
+    if quantization is None:
         return UnquantizedLinear
-    return METHODS[config.quantization["quant_method"]](config.quantization)
+
+    def make(spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> LinearMethod:
+        methods = [_method(scheme, part, dtype, device) for scheme, part in _runs(spec, quantization)]
+        return methods[0] if len(methods) == 1 else StackedLinear(methods)
+
+    return make
+
+
+def _runs(spec: LinearSpec, quantization: QuantConfig) -> list[tuple[Scheme | None, LinearSpec]]:
+    """The linear cut where the scheme of its parts changes."""
+    by_scheme = groupby(spec.parts, lambda part: quantization.scheme_of(part.prefix))
+    return [(scheme, replace(spec, parts=tuple(parts))) for scheme, parts in by_scheme]
+
+
+def _method(scheme: Scheme | None, spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> LinearMethod:
+    if scheme is None:
+        return UnquantizedLinear(spec, dtype, device)
+    return QuantizedLinear(spec, dtype, device, format_of(scheme))
+
+
+def experts_method_factory(config: ModelConfig) -> ExpertsMethodFactory:
+    quantization = config.quantization
+    if quantization is None:
+        return UnquantizedExperts
+
+    def make(spec: ExpertsSpec, dtype: torch.dtype, device: torch.device) -> ExpertsMethod:
+        if quantization.scheme_of(f"{spec.prefix}.0.{spec.names.down}") is not None:
+            raise ModelFilesError(f"{spec.prefix}: quantised experts are not supported ({quantization})")
+        return UnquantizedExperts(spec, dtype, device)
+
+    return make

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -72,6 +73,8 @@ def fill_dummy(layers: Iterable[LayerWeight], seed: int = 0) -> None:
                 _randomize(piece.into, torch.Generator(piece.into.device).manual_seed(seed))
                 if piece.into.ndim == 1 and piece.name.endswith(".weight"):
                     piece.into.add_(1)  # norms
+            elif piece.consumer is not None:
+                piece.consumer.fill_dummy(torch.Generator(piece.consumer.device).manual_seed(seed))
             seed += 1
         layer.process_weights_after_loading()
 
@@ -98,6 +101,8 @@ def _fill(piece: Piece, tensor: torch.Tensor, file: str, upload: Upload) -> None
     _check(piece, tensor, file)
     if piece.into is not None:
         upload.copy(piece.into, piece.part(tensor))
+    elif piece.consumer is not None:
+        upload.convert(piece.consumer.device, piece.part(tensor), partial(piece.consumer.receive, piece.name))
 
 
 def _check(piece: Piece, tensor: torch.Tensor, file: str) -> None:

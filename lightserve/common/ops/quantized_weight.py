@@ -1,0 +1,221 @@
+"""Weights in few bits: codes, and scales for groups of neighbouring inputs.
+
+``weight[o, i] = value(code[o, i]) * scale[o, i // group_size] + offset[o, i // group_size]``. Every format of a
+checkpoint is converted to one of the kinds below while it is loaded. All kinds may have leading dimensions, such as the
+experts of a layer. One scale per output row is one group.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+FP8_MAX = 448.0  # of e4m3, which has no infinity: larger values must be clamped before the cast
+INT4_GROUPS = (16, 32, 64, 128)
+
+
+class InputQuant(Enum):
+    """How a product rounds its input to the type of the weight's codes."""
+
+    NONE = "none"  # the input stays as it is
+    TOKEN = "token"  # a scale per token: its largest value becomes the largest code
+    GROUP = "group"  # a scale per token and group of inputs
+    STATIC = "static"  # the scale ``input_scale``, from the checkpoint
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class QuantizedWeight(ABC):
+    """``codes`` ``[..., out, in / codes_per_byte]``, ``scales`` and ``offsets`` ``[..., out, in / group_size]``."""
+
+    code_dtype: ClassVar[torch.dtype]
+    codes_per_byte: ClassVar[int] = 1
+    scale_dtype: ClassVar[torch.dtype] = torch.float32
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None = None  # float32; None: 0
+    input_quant: InputQuant = InputQuant.NONE
+    input_scale: Tensor | None = None  # float32 scalar, for InputQuant.STATIC
+
+    @classmethod
+    def empty(
+        cls,
+        shape: tuple[int, ...],
+        group_size: int,
+        device: torch.device,
+        *,
+        has_offsets: bool = False,
+        input_quant: InputQuant = InputQuant.NONE,
+    ) -> Self:
+        """Memory for a weight of ``shape`` ``[..., out, in]``."""
+        *leading, in_size = shape
+        groups = (*leading, in_size // group_size)
+        is_static = input_quant is InputQuant.STATIC
+        return cls(
+            codes=torch.empty((*leading, in_size // cls.codes_per_byte), dtype=cls.code_dtype, device=device),
+            scales=torch.empty(groups, dtype=cls.scale_dtype, device=device),
+            offsets=torch.empty(groups, dtype=torch.float32, device=device) if has_offsets else None,
+            input_quant=input_quant,
+            input_scale=torch.zeros((), dtype=torch.float32, device=device) if is_static else None,
+        )
+
+    @property
+    def group_size(self) -> int:
+        return self.shape[-1] // self.scales.shape[-1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *leading, packed = self.codes.shape
+        return *leading, packed * self.codes_per_byte
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    @abstractmethod
+    def values(self) -> Tensor:
+        """What the codes stand for before they are scaled, float32 ``[..., out, in]``."""
+
+    def dequantize(self) -> Tensor:
+        """The weight in float32, ``[..., out, in]``."""
+        scaled = in_groups(self.values(), self.group_size) * self.float_scales().unsqueeze(-1)
+        return (scaled if self.offsets is None else scaled + self.offsets.unsqueeze(-1)).flatten(-2)
+
+    def float_scales(self) -> Tensor:
+        return self.scales
+
+    def rows(self, rows: slice | Tensor) -> Self:
+        """Some of the output rows; a tensor has their numbers."""
+        return self._map(lambda tensor: tensor[..., rows, :])
+
+    def columns(self, columns: slice) -> Self:
+        """Some of the inputs: whole groups."""
+        start, stop = columns.start, columns.stop
+
+        def cut(tensor: Tensor) -> Tensor:
+            per_number = self.shape[-1] // tensor.shape[-1]
+            return tensor[..., start // per_number : stop // per_number]
+
+        if self.scales.shape[-1] == 1:
+            return replace(self, codes=cut(self.codes))
+        if start % self.group_size or stop % self.group_size:
+            raise ValueError(f"columns {start} to {stop} cut a group of {self.group_size} numbers")
+        return self._map(cut)
+
+    def copy_(self, other: Self) -> None:
+        """Overwrite with ``other``, which has the same shape. Its ``input_scale`` counts if it is larger."""
+        own, new = self._tensors(), other._tensors()
+        if own.keys() != new.keys():
+            raise ValueError(f"a weight with {', '.join(new)} cannot be copied to one with {', '.join(own)}")
+        for name, tensor in own.items():
+            tensor.copy_(new[name])
+        if self.input_scale is not None and other.input_scale is not None:
+            self.input_scale.copy_(torch.maximum(self.input_scale, other.input_scale.to(self.device)))
+
+    def randomize_(self, generator: torch.Generator, std: float) -> None:
+        """Random codes, with scales that give the weight the standard deviation ``std``."""
+        bits = torch.randint(0, 256, self.codes.shape, generator=generator, device=self.device, dtype=torch.uint8)
+        self.codes.copy_(self._valid(bits).view(self.codes.dtype))
+        self._set_scale(std / max(float(self.rows(slice(0, 16)).values().std()), 1e-6))
+        if self.offsets is not None:
+            self.offsets.zero_()
+        if self.input_scale is not None:
+            self.input_scale.fill_(4 / FP8_MAX)
+
+    def _valid(self, bits: Tensor) -> Tensor:
+        """Random bytes that are all codes."""
+        return bits
+
+    def _set_scale(self, scale: float) -> None:
+        self.scales.fill_(scale)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Those with a row per output."""
+        named = ((name, getattr(self, name)) for name in ("codes", "scales", "offsets"))
+        return {name: tensor for name, tensor in named if tensor is not None}
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        offsets = None if self.offsets is None else change(self.offsets)
+        return replace(self, codes=change(self.codes), scales=change(self.scales), offsets=offsets)
+
+
+class Int4Weight(QuantizedWeight):
+    """``codes`` uint8 of two numbers each, which stand for -8 to 7.
+
+    Groups are of 16, 32, 64 or 128. Byte j of a group has number j in its low nibble, and in its high one number
+    ``group_size / 2 + j``: unpacking needs no interleaving.
+    """
+
+    code_dtype = torch.uint8
+    codes_per_byte = 2
+
+    def values(self) -> Tensor:
+        half = in_groups(self.codes, self.group_size // 2)
+        return torch.cat((half & 0x0F, half >> 4), dim=-1).flatten(-2).float() - 8
+
+
+class Int8Weight(QuantizedWeight):
+    """``codes`` int8, which stand for themselves."""
+
+    code_dtype = torch.int8
+
+    def values(self) -> Tensor:
+        return self.codes.float()
+
+
+class Fp8Weight(QuantizedWeight):
+    """``codes`` float8_e4m3fn."""
+
+    code_dtype = torch.float8_e4m3fn
+
+    def values(self) -> Tensor:
+        return self.codes.float()
+
+    def _valid(self, bits: Tensor) -> Tensor:
+        return torch.where(bits & 0x7F == 0x7F, bits ^ 1, bits)  # not NaN
+
+
+class Mxfp4Weight(QuantizedWeight):
+    """``codes`` uint8 of two e2m1 numbers each, the first in the low nibble; ``scales`` uint8: powers of 2 plus 127."""
+
+    code_dtype = torch.uint8
+    codes_per_byte = 2
+    scale_dtype = torch.uint8
+
+    def values(self) -> Tensor:
+        codes = torch.stack((self.codes & 0x0F, self.codes >> 4), dim=-1).flatten(-2)
+        return _E2M1.to(self.device)[codes.int()]
+
+    def float_scales(self) -> Tensor:
+        return torch.ldexp(torch.ones((), device=self.device), self.scales.int() - 127)
+
+    def _set_scale(self, scale: float) -> None:
+        self.scales.fill_(127 + round(math.log2(scale)))
+
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_E2M1 = torch.cat((_E2M1, -_E2M1))
+
+
+def in_groups(tensor: Tensor, group_size: int) -> Tensor:
+    """``[..., in]`` as ``[..., groups, group_size]``."""
+    return tensor.reshape(*tensor.shape[:-1], -1, group_size)
+
+
+def pack_int4(numbers: Tensor, group_size: int) -> Tensor:
+    """The ``codes`` of an Int4Weight, from numbers -8 to 7 ``[..., out, in]``."""
+    if group_size not in INT4_GROUPS:
+        raise ValueError(f"4-bit groups of {group_size} numbers; supported are {INT4_GROUPS}")
+    low, high = in_groups((numbers + 8).to(torch.uint8), group_size).chunk(2, dim=-1)
+    return (low | (high << 4)).flatten(-2)

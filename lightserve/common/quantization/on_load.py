@@ -1,0 +1,40 @@
+"""Float weights that are quantised while they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightserve.common.ops import INT4_GROUPS, Int4Weight, QuantizedWeight
+from lightserve.common.quantization.quantize import KINDS, quantize
+from lightserve.common.quantization.weight_format import RawTensor, WeightFormat, reads
+from lightserve.errors import ModelFilesError
+from lightserve.model_files.quantization import OnLoadScheme
+
+
+@reads(OnLoadScheme)
+class OnLoadFormat(WeightFormat):
+    """8 bits have one scale per output row, 4 bits one per group: the largest one that divides the inputs."""
+
+    def __init__(self, scheme: OnLoadScheme) -> None:
+        self._kind = KINDS[scheme.kind]
+
+    def group_size(self, in_size: int) -> int | None:
+        if self._kind is not Int4Weight:
+            return None
+        groups = [group for group in INT4_GROUPS if in_size % group == 0]
+        if not groups:
+            raise ModelFilesError(f"a linear with {in_size} inputs has no 4-bit groups; use --quantization int8")
+        return max(groups)
+
+    def raw_tensors(self, out_size: int, in_size: int) -> dict[str, RawTensor]:
+        return {"weight": RawTensor((out_size, in_size))}
+
+    def convert(self, raw: Mapping[str, Tensor]) -> QuantizedWeight:
+        weight = raw["weight"]
+        return quantize(weight, self._kind, self.group_size(weight.shape[1]))
+
+    def empty(self, shape: tuple[int, ...], group_size: int, device: torch.device) -> QuantizedWeight:
+        return self._kind.empty(shape, group_size, device)

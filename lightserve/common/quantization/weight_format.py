@@ -1,0 +1,98 @@
+"""The contract for formats of quantised checkpoints, and what gathers the tensors of a linear while they are loaded."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightserve.common.checkpoint.piece import FLOATS
+from lightserve.common.ops import QuantizedWeight
+from lightserve.model_files.quantization import Scheme
+
+
+class RawTensor(NamedTuple):
+    """A tensor of a quantised linear as the checkpoint stores it."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+
+
+class WeightFormat(ABC):
+    """Reads linears of one scheme. The constructor takes the scheme."""
+
+    def group_size(self, in_size: int) -> int | None:
+        """Inputs with the same scale, in what ``convert`` returns; None: all of a row."""
+        return None
+
+    @abstractmethod
+    def raw_tensors(self, out_size: int, in_size: int) -> dict[str, RawTensor]:
+        """The tensors of a whole linear by what follows its name: ``weight`` is the tensor ``PREFIX.weight``.
+
+        Raises ModelFilesError if a linear of that size cannot be stored like this.
+        """
+
+    @abstractmethod
+    def convert(self, raw: Mapping[str, Tensor]) -> QuantizedWeight:
+        """The weight ``[out, in]`` of a whole linear."""
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], group_size: int, device: torch.device) -> QuantizedWeight:
+        """Memory for what ``convert`` returns, or for a part of it: whole groups. ``device`` may be ``meta``."""
+
+
+FORMATS: dict[type[Scheme], Callable[..., WeightFormat]] = {}
+F = TypeVar("F", bound=type[WeightFormat])
+
+
+def reads(scheme: type[Scheme]) -> Callable[[F], F]:
+    """Register the format of a scheme."""
+
+    def register(format_class: F) -> F:
+        FORMATS[scheme] = format_class
+        return format_class
+
+    return register
+
+
+def format_of(scheme: Scheme) -> WeightFormat:
+    return FORMATS[type(scheme)](scheme)
+
+
+class RawLinear:
+    """Gathers the tensors of one linear, and hands them over once all have arrived. A ``Consumer`` of the loader."""
+
+    def __init__(
+        self,
+        prefix: str,
+        names: Mapping[str, RawTensor],
+        device: torch.device,
+        store: Callable[[Mapping[str, Tensor]], None],
+        fill_dummy: Callable[[torch.Generator], None],
+    ) -> None:
+        self.device = device
+        self._prefix = prefix
+        self._count = len(names)
+        self._store = store
+        self._fill_dummy: Callable[[torch.Generator], None] | None = fill_dummy
+        self._raw: dict[str, Tensor] = {}
+        self._lock = threading.Lock()
+
+    def receive(self, name: str, tensor: Tensor) -> object:
+        with self._lock:
+            self._raw[name.removeprefix(f"{self._prefix}.")] = tensor
+            if len(self._raw) < self._count:
+                return None
+            raw, self._raw = self._raw, {}
+        self._store(raw)
+        return raw
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        """Called for each tensor; the first call fills all."""
+        if self._fill_dummy is not None:
+            self._fill_dummy(generator)
+            self._fill_dummy = None

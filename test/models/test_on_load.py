@@ -1,0 +1,90 @@
+"""``--quantization``: float weights become codes while they are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, Parallel, RankGroup, TpPartBaseModel
+from lightserve.common.ops import in_groups
+from lightserve.common.quantization import QuantizedLinear, UnquantizedLinear
+from lightserve.common.quantization.quantize import KINDS, quantize
+from lightserve.errors import ModelFilesError
+from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme
+from lightserve.models.registry import get_model_class, read_model_config
+from test.models.session import Session
+from test.models.tiny import build_hf, build_ours, checkpoint_of
+
+PROMPTS = {0: [5, 17, 3, 99, 42, 8, 1], 1: [77, 2, 130]}
+# relative to the largest number of a group: half a step of the codes
+ERROR = {"fp8": 2**-4, "int8": 0.5 / 127, "w4": 0.5 / 7}
+
+
+def build_on_load(hf: Any, kind: str, checkpoint: list[CheckpointTensor] | None, tp: RankGroup) -> TpPartBaseModel:
+    config = ModelConfig.from_hf(hf.config.to_dict())
+    config = replace(config, quantization=OnLoadConfig(OnLoadScheme(kind)))
+    args = ModelArgs(config, torch.float32, torch.device("cpu"), Parallel(tp=tp), checkpoint, 512, 8, 128)
+    return get_model_class(config.model_type)(args)
+
+
+@pytest.mark.parametrize("group", [None, 16, 32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_code_is_the_nearest_one(kind: str, group: int | None) -> None:
+    weight = torch.randn(6, 64)
+    weight[0] = 0
+    group = group or (64 if kind == "w4" else None)
+
+    quantized = quantize(weight, KINDS[kind], group)
+
+    largest = in_groups(weight, group or 64).abs().amax(-1, keepdim=True)
+    error = in_groups(quantized.dequantize() - weight, group or 64).abs()
+    assert (error <= ERROR[kind] * largest * 1.001).all()
+    assert quantized.shape == (6, 64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2-one-kv-head"])
+def test_the_logits_are_those_of_the_rounded_weights(name: str, kind: str) -> None:
+    hf = build_hf(name)
+    checkpoint = [CheckpointTensor(n, tensor.clone(), file) for n, tensor, file in checkpoint_of(hf)]
+
+    ours = build_on_load(hf, kind, checkpoint, RankGroup())
+
+    assert isinstance(ours.layer_weights[0].o_proj.method, QuantizedLinear)
+    assert isinstance(ours.pre_post_weight.lm_head.method, UnquantizedLinear)
+    for tensor_name, tensor, _ in checkpoint_of(hf):
+        if ".layers." in tensor_name and tensor.ndim == 2:
+            group = next(g for g in (128, 64, 32, 16) if tensor.shape[1] % g == 0) if kind == "w4" else None
+            tensor.copy_(quantize(tensor, KINDS[kind], group).dequantize())
+    expected = Session(build_ours(hf)).step(PROMPTS)
+    torch.testing.assert_close(Session(ours).step(PROMPTS), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dummy_weights_are_as_large_as_those_of_a_float_model(kind: str) -> None:
+    model = build_on_load(build_hf("llama-gqa"), kind, None, RankGroup())
+    method = model.layer_weights[0].o_proj.method
+
+    assert isinstance(method, QuantizedLinear)
+    assert 0.015 < float(method.weight.dequantize().std()) < 0.025
+    assert Session(model).step(PROMPTS).isfinite().all()
+
+
+def test_ranks_that_cut_a_group_are_refused() -> None:
+    hf = build_hf("llama-gqa")
+
+    with pytest.raises(ModelFilesError, match=r"o_proj: a rank has the inputs 16 to 32, which cuts groups of 64; use"):
+        build_on_load(hf, "w4", None, RankGroup(rank=1, size=4))
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightserve.model_files.quantization import quant_config
+
+    monkeypatch.setitem(quant_config.PARSERS, "toy", lambda table: OnLoadConfig(OnLoadScheme("int8")))
+    config = build_hf("llama-gqa").config.to_dict() | {"quantization_config": {"quant_method": "toy"}}
+
+    with pytest.raises(ModelFilesError, match=r"--quantization fp8: the checkpoint is quantised already"):
+        read_model_config(config, None, "fp8")
