@@ -9,7 +9,7 @@ A model with sliding windows may have a second pool: see windowed_pool.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -73,9 +73,16 @@ class KvPool:
         slots: list[int] = self.slots.alloc(count).tolist()
         return slots
 
-    def alloc_windowed(self, count: int) -> list[int]:
-        """The slots of the same tokens in the windowed pool; empty if there is none."""
-        return [] if self.windowed is None else self.windowed.alloc(count)
+    def alloc_windowed(self, chunks: Sequence[tuple[Req, int]]) -> list[int]:
+        """Give requests slots of the windowed pool for so many more tokens. Returns all; empty without such a pool."""
+        if self.windowed is None:
+            return []
+        slots = self.windowed.alloc(sum(count for _, count in chunks))
+        begin = 0
+        for req, count in chunks:
+            req.windowed_slots += slots[begin : begin + count]
+            begin += count
+        return slots
 
     def let_go_behind_windows(self, reqs: Iterable[Req]) -> None:
         """Let go the windowed slots that no token after the planned ones reaches."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -87,10 +86,9 @@ class Req:
     def is_prefilling(self) -> bool:
         return self.unplanned > 1
 
-    def plan(self, slots: list[int], windowed_slots: Sequence[int] = ()) -> None:
+    def plan(self, slots: list[int]) -> None:
         """The next step computes KV of len(slots) more tokens."""
         self.slots += slots
-        self.windowed_slots += windowed_slots
         self.planned_len += len(slots)
         if self.planned_len == len(self.prompt_ids) + self.planned_outputs:
             self.planned_outputs += 1

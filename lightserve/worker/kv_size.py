@@ -18,7 +18,8 @@ from lightserve.worker.step_runner import StepRunner
 # than any measurement showed: 1.4 GB for the 256 x 128,256 logits of Llama-3-8B.
 COPIES_OF_LOGITS = 12
 FLOAT32_BYTES = 4
-# The router keeps 9 bytes per slot. Only toy models reach this limit: the KV of SmolLM2-135M takes 23 kB per token.
+# The router keeps 9 bytes per slot, 13 beside a windowed pool. Only toy models reach this limit: the KV of SmolLM2-135M
+# takes 23 kB per token.
 MAX_SLOTS = 2**24
 
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
+from lightserve.httpserver.beam_search.algorithm import BeamParams
 from lightserve.io_struct import GenerationParams, Step
 from lightserve.llm import LLM
 from lightserve.model_files.source import resolve
@@ -160,6 +161,14 @@ def test_choices_and_seeds_are_the_same_with_two_pools(model_dir: str) -> None:
     expected, found = ([g.token_ids for g in llm.generate([prompt(180)] * 4, params)] for llm in (one, two))
 
     assert found == expected
+
+
+def test_beams_are_the_same_with_two_pools(model_dir: str) -> None:
+    params = BeamParams(num_beams=3, n=3, max_new_tokens=8)
+
+    one, two = (make(model_dir, size).beam_search([prompt(120)], params) for size in (0, 500))
+
+    assert [beam.token_ids for beam in two[0]] == [beam.token_ids for beam in one[0]]
 
 
 def test_requests_that_the_worker_puts_next_to_each_other_keep_their_windowed_slots(model_dir: str) -> None:

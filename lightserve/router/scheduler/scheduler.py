@@ -205,16 +205,16 @@ class Scheduler:
         while not chunks and self._preemption.is_stuck():
             self._preemption.preempt_newest()
             chunks = self._chunks()
-        total = sum(count for _, count in chunks)
-        slots, windowed_slots = self.pool.alloc(total), self.pool.alloc_windowed(total)
+        slots = self.pool.alloc(sum(count for _, count in chunks))
+        windowed_slots = self.pool.alloc_windowed(chunks)
         rows: list[StepRow] = []
         planned: list[PlannedRow] = []
         begin = 0
         for req, count in chunks:
             own = slots[begin : begin + count]
-            is_prompt = req.planned_len < len(req.prompt_ids)
-            req.plan(own, windowed_slots[begin : begin + count])
             begin += count
+            is_prompt = req.planned_len < len(req.prompt_ids)
+            req.plan(own)
             if is_prompt:
                 self.pool.cache_prompt(req)
             rows.append(StepRow(req.req_id, own))
