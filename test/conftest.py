@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zlib
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve the servers under test; read by torch
@@ -14,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 FUZZ_EXAMPLES, FUZZ_EXAMPLES_LONG = 15, 3000
+INTERPRETED_SHARE = 3  # all of them took 10 of CI's 20 minutes
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # another process tests beside this one
@@ -46,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if backend := config.getoption("--backend"):
         _keep_backend(backend, config, items)
+    elif not (torch.cuda.is_available() or config.getoption("--long")):
+        _sample_interpreted(config, items)
     for item in items:
         if torch.cuda.is_available() and _backend_of(item) == "triton":
             item.add_marker(pytest.mark.gpu)  # the same tests that interpret the kernels elsewhere
@@ -61,6 +65,24 @@ def _keep_backend(backend: str, config: pytest.Config, items: list[pytest.Item])
         known = sorted({_backend_of(item) for item in items} - {""})
         raise pytest.UsageError(f"--backend {backend}: no test runs it; there are {known}")
     config.hook.pytest_deselected(items=[item for item in items if _backend_of(item) != backend])
+    items[:] = kept
+
+
+def _sample_interpreted(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the cases of a kernel, keep the first and one in ``INTERPRETED_SHARE``: a GPU and --long run all of them."""
+    seen: set[str] = set()
+    kept, dropped = [], []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        is_kept = (
+            not _backend_of(item).startswith("triton")
+            or test not in seen
+            or zlib.crc32(item.nodeid.encode()) % INTERPRETED_SHARE == 0
+        )
+        if _backend_of(item).startswith("triton"):
+            seen.add(test)
+        (kept if is_kept else dropped).append(item)
+    config.hook.pytest_deselected(items=dropped)
     items[:] = kept
 
 
