@@ -151,9 +151,11 @@ class KvPool:
     def discard(self, req: Req) -> None:
         """Remove the tokens of a released request from the cache, unless another request shares them.
 
-        Their KV may contain numbers that are not finite.
+        Their KV may contain numbers that are not finite. It may have computed the windowed KV of shared tokens again.
         """
-        node, _ = self._cache.match(_array(req.token_ids), req.salt)
+        node, slots = self._cache.match(_array(req.token_ids), req.salt)
+        if self.windowed is not None:
+            self.windowed.remove_cached(slots)
         self._free(self._cache.drop(node))
 
     def roll_back(self, slots: list[int], windowed_slots: list[int]) -> None:

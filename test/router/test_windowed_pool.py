@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lightserve.common.kv.token_slots import Slots
-from lightserve.io_struct import FinishReason, WindowedKv
+from lightserve.io_struct import FinishReason, ReqFailed, WindowedKv
 from lightserve.router.windowed_pool import SlotQueue, WindowedPool
 from test.router.test_scheduler import Server, fresh_histories, make, make_req, truth
 
@@ -129,6 +129,25 @@ def test_slots_that_a_failed_step_was_to_fill_are_not_used_by_cached_tokens() ->
     server.run([req := make_req(3, prompt(60), 5)])
     assert req.output_ids == truth(req.prompt_ids, 3, 5)
     assert req.cached_len == 0
+
+
+def test_cached_tokens_lose_the_slots_of_a_request_that_failed_with_nan() -> None:
+    server = Server(make(1000, windowed=windowed(200)))
+    other, failing = make_req(0, prompt(60), 40), make_req(1, [*prompt(60), 1], 40)
+    other.eos_ids = ()
+    server.scheduler.add(other)
+    server.step()
+    server.scheduler.add(failing)
+    step = server.scheduler.next_step()
+    assert step is not None
+    server._in_flight.append((step, server.worker.run(step)))
+
+    server.scheduler.fail(ReqFailed(1, 500, "numerical error"))
+
+    assert server.scheduler.pool.cached_len(make_req(2, prompt(61))) == 0
+    server.run([])
+    assert len(other.output_ids) == 40
+    server.assert_idle()
 
 
 def test_a_preempted_request_continues_without_computing_its_tokens_again() -> None:
