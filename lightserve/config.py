@@ -13,7 +13,7 @@ from lightserve.utils.cpu import available_cores
 Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
 DataType = Literal["auto", "float32", "float16", "bfloat16"]
-Quantization = Literal["fp8", "int8", "w4"]
+Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
 
 # One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
 # the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
@@ -51,7 +51,14 @@ class WorkerConfig:
         "dtype",
     )
     quantization: Quantization | None = option(
-        None, "quantise float weights while they are loaded: fp8, int8, or w4 (4 bits, groups of up to 128)"
+        None,
+        "quantise float weights while they are loaded: fp8, int8, or w4 (4 bits, groups of up to 128); "
+        "gguf: keep the weights of a GGUF file packed; none: expand them; default: packed on a GPU, expanded on a CPU",
+    )
+    quantization_config: str | None = option(
+        None,
+        'JSON file that chooses by module: {"default": "w4", "modules": {"re:.*down_proj": "int8", "lm_head": "fp8"}}, '
+        "where none leaves a module as it is; the first name that matches counts",
     )
     device: str | None = option(None, "cpu or cuda; default: cuda if there is a GPU, else cpu")
     tp: int = option(1, "number of tensor-parallel ranks; each is one process with one device", "tensor_parallel_size")
@@ -87,6 +94,8 @@ class WorkerConfig:
         for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise ServerError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
+        if self.quantization is not None and self.quantization_config is not None:
+            raise ServerError("quantization and quantization_config exclude each other; put the first into the file")
         _at_least(self, 1, "tp", "running_max_req_size", "batch_max_tokens", "max_req_total_len", "max_total_token_num")
         _at_least(self, 0, "step_timeout", "max_windowed_token_num")
         if not 0 < self.mem_fraction <= 1:

@@ -71,7 +71,8 @@ def _keep_backend(backend: str, config: pytest.Config, items: list[pytest.Item])
 def _sample_interpreted(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the cases of a kernel, keep the first and one in ``INTERPRETED_SHARE``: a GPU and --long run all of them."""
     seen: set[str] = set()
-    kept, dropped = [], []
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
     for item in items:
         test = item.nodeid.partition("[")[0]
         is_kept = (

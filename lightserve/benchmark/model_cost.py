@@ -44,12 +44,12 @@ class ModelCost:
     @classmethod
     def of(cls, model: TpPartBaseModel) -> ModelCost:
         config = model.config
-        pieces = [piece.into for layer in model.layer_weights for piece in layer.pieces() if piece.into is not None]
-        head = [piece.into for piece in model.pre_post_weight.lm_head.pieces() if piece.into is not None]
+        layers = [layer.stored_size() for layer in model.layer_weights]
+        head = model.pre_post_weight.lm_head.stored_size()
         return cls(
-            weight_bytes=sum(piece.nbytes for piece in [*pieces, *head]),
-            layer_params=sum(piece.numel() for piece in pieces if piece.ndim == 2),
-            head_params=sum(piece.numel() for piece in head),
+            weight_bytes=sum(size.num_bytes for size in [*layers, head]),
+            layer_params=sum(size.num_weights for size in layers),
+            head_params=head.num_weights,
             kv_token_bytes=model.kv_layout.bytes_per_token,
             pair_flops=4 * config.num_layers * config.num_heads // model.tp.size * config.head_dim,
         )

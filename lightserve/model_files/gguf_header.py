@@ -45,6 +45,8 @@ ENCODINGS = {
     12: Encoding("Q4_K", 256, 144),
     13: Encoding("Q5_K", 256, 176),
     14: Encoding("Q6_K", 256, 210),
+    20: Encoding("IQ4_NL", 32, 18),
+    23: Encoding("IQ4_XS", 256, 136),
     30: Encoding("BF16", 1, 2),
 }
 
@@ -137,7 +139,10 @@ def _read_tensor_entry(path: Path, cursor: _Cursor) -> TensorEntry:
     encoding = ENCODINGS.get(code)
     if encoding is None:
         supported = ", ".join(known.name for known in ENCODINGS.values())
-        raise ModelFilesError(f"{path}: tensor {name} has type {_type_name(code)}; supported types: {supported}")
+        raise ModelFilesError(
+            f"{path}: tensor {name} has type {_type_name(code)}; supported types: {supported}; "
+            "make a file of one of them with llama-quantize"
+        )
     if shape[-1] % encoding.block:
         raise ModelFilesError(
             f"{path}: tensor {name} has rows of {shape[-1]}; {encoding.name} needs multiples of {encoding.block}"

@@ -18,6 +18,8 @@ from lightserve.model_files.end_tokens import end_tokens_of_folder, end_tokens_o
 from lightserve.model_files.folder import find_weight_files, read_chat_templates, read_json, read_json_if_exists
 from lightserve.model_files.gguf_config import chat_templates_from_gguf, config_from_gguf, generation_config_from_gguf
 from lightserve.model_files.gguf_header import GgufHeader, read_gguf_header
+from lightserve.model_files.gguf_packing import quantization_table
+from lightserve.model_files.quantization.files import with_quantization_files
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class FolderSource(ModelSource):
     """A folder as ``save_pretrained`` writes it."""
 
     def hf_config(self) -> dict[str, Any]:
-        return with_text_config(read_json(self.path / "config.json"))
+        return with_text_config(with_quantization_files(self.path, read_json(self.path / "config.json")))
 
     def eos_token_ids(self) -> tuple[int, ...]:
         with _damaged_metadata(self.path):
@@ -73,10 +75,13 @@ class GgufSource(ModelSource):
     """One GGUF file, with config and tokenizer in its metadata."""
 
     header: GgufHeader
+    is_packed: bool = field(default=False, kw_only=True)  # linears keep their blocks; False: all are expanded
 
     def hf_config(self) -> dict[str, Any]:
         with _damaged_metadata(self.path):
-            return config_from_gguf(self.header)
+            config = config_from_gguf(self.header)
+            table = quantization_table(self.header) if self.is_packed else None
+        return config if table is None else {**config, "quantization_config": table}
 
     def eos_token_ids(self) -> tuple[int, ...]:
         with _damaged_metadata(self.path):
@@ -101,6 +106,16 @@ def resolve(model_dir: str | None, *, needs_weights: bool = True, trusts_code: b
     source = replace(_find(model_dir), trusts_code=trusts_code)
     if needs_weights:
         source.weight_files()
+    return source
+
+
+def stored_as(source: ModelSource, quantization: str | None, packed_by_default: bool) -> ModelSource:
+    """The model with the blocks of its GGUF file packed or expanded, as ``--quantization`` says."""
+    if isinstance(source, GgufSource):
+        is_packed = quantization == "gguf" or (quantization is None and packed_by_default)
+        return replace(source, is_packed=is_packed)
+    if quantization == "gguf":
+        raise ModelFilesError(f"{source.path}: --quantization gguf needs a .gguf file; leave it out")
     return source
 
 

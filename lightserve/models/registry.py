@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightserve.errors import ModelFilesError, UnsupportedModelTypeError
 from lightserve.model_files.model_config import ModelConfig
-from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme
+from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme, read_on_load_config
 
 if TYPE_CHECKING:
     from lightserve.common.basemodel import TpPartBaseModel
@@ -106,19 +107,30 @@ def _class_path(model_type: str) -> str:
 
 
 def read_model_config(
-    config_json: Mapping[str, Any], model_type: str | None, quantization: str | None = None
+    config_json: Mapping[str, Any],
+    model_type: str | None,
+    quantization: str | None = None,
+    quantization_config: str | None = None,
 ) -> ModelConfig:
-    """``model_type`` replaces that of config.json, if it is set. ``quantization`` is done while loading."""
+    """``model_type`` replaces that of config.json, if it is set. ``quantization`` is done while loading.
+
+    ``gguf`` and ``none`` are up to the source: see ``model_files.source.stored_as``. ``quantization_config`` is a file
+    with a choice for each module.
+    """
     hf = {**config_json, "model_type": model_type} if model_type else config_json
     check_supported(str(hf.get("model_type"))[:100])  # before the shape: other models name its fields differently
     config = ModelConfig.from_hf(hf)
-    if quantization is None:
+    is_kept = quantization in (None, "gguf") or (quantization == "none" and config.quantization is None)
+    if is_kept and quantization_config is None:
         return config
     if config.quantization is not None:
         raise ModelFilesError(
-            f"--quantization {quantization}: the checkpoint is quantised already ({config.quantization}); leave it out"
+            f"--quantization {quantization or quantization_config}: the checkpoint is quantised already "
+            f"({config.quantization}); leave it out"
         )
-    return replace(config, quantization=OnLoadConfig(OnLoadScheme(quantization)))
+    if quantization is not None:
+        return replace(config, quantization=OnLoadConfig(OnLoadScheme(quantization)))
+    return replace(config, quantization=read_on_load_config(Path(quantization_config or "")))
 
 
 def get_model_class(model_type: str) -> type[TpPartBaseModel]:

@@ -7,7 +7,7 @@ import difflib
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightserve.config import ServerConfig
 
@@ -73,10 +73,10 @@ def _help_of(spec: Field[Any]) -> dict[str, Any]:
 
 
 def _kind_of(hint: Any) -> dict[str, Any]:
+    if get_origin(hint) in (types.UnionType, Union):  # a Literal or None is of the second kind
+        hint = next(kind for kind in get_args(hint) if kind is not type(None))
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
-    if isinstance(hint, types.UnionType):
-        hint = next(kind for kind in get_args(hint) if kind is not type(None))
     if hint is bool:
         return {"action": "store_true"}
     if get_origin(hint) is list:

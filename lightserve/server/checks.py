@@ -11,7 +11,7 @@ from lightserve.config import HttpConfig, ServerConfig, WorkerConfig
 from lightserve.errors import ModelFilesError, ServerError, UnsupportedModelTypeError
 from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
-from lightserve.model_files.source import ModelSource, resolve
+from lightserve.model_files.source import ModelSource, resolve, stored_as
 from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import read_model_config
 from lightserve.utils import net
@@ -56,7 +56,7 @@ def _check_access(http: HttpConfig) -> None:
 
 def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
     worker = config.worker
-    model = _model_config(source, worker)
+    model = _model_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
     model.check_tp(worker.tp)
     model.request_len(worker.max_req_total_len)
     if (worker.max_total_token_num or math.inf) < (worker.max_req_total_len or 2):
@@ -78,7 +78,7 @@ def _model_config(source: ModelSource, worker: WorkerConfig) -> ModelConfig:
             f"{source.path}: config.json has no model_type; set --model_dir to a folder with a complete model"
         )
     try:
-        return read_model_config(hf, worker.model_type, worker.quantization)
+        return read_model_config(hf, worker.model_type, worker.quantization, worker.quantization_config)
     except UnsupportedModelTypeError as error:
         raise ModelFilesError(f"{error}{_hint(source, worker)}") from error
     except ModelFilesError as error:

@@ -16,7 +16,7 @@ from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
 from lightserve.io_struct import GrammarSpec, KvCopy, Step, StepLimits, StepResult, WindowedKv
-from lightserve.model_files.source import ModelSource
+from lightserve.model_files.source import ModelSource, stored_as
 from lightserve.models.registry import get_model_class, read_model_config
 from lightserve.utils.progress import Progress
 from lightserve.worker.collector import PendingStep, StepCollector
@@ -45,12 +45,16 @@ class ModelWorker:
         self._platform = pick_device(config.device)
         self._device = self._platform.torch_device(tp.rank)
         self._platform.bind(self._device, config.deterministic)
-        self.model_config = read_model_config(source.hf_config(), config.model_type, config.quantization)
+        source = stored_as(source, config.quantization, self._platform.keeps_gguf_packed)
+        self.model_config = read_model_config(
+            source.hf_config(), config.model_type, config.quantization, config.quantization_config
+        )
         self._platform.check_head_dim(self.model_config.head_dim)
         self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
         dtype = _dtype(config, self.model_config, self._platform)
         ranks = f", {tp.size} ranks" if tp.size > 1 else ""
-        self.dtype_and_device = f"in {str(dtype).removeprefix('torch.')} on {self._platform.name}{ranks}"
+        quantization = f"; {self.model_config.quantization}" if self.model_config.quantization else ""
+        self.dtype_and_device = f"in {str(dtype).removeprefix('torch.')} on {self._platform.name}{ranks}{quantization}"
         self.model = self._load_model(config, source, parallel, dtype)
         self._batch = InferBatch(
             self.model.req_manager,

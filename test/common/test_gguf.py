@@ -9,7 +9,8 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
-from lightserve.common.checkpoint.gguf import CHUNK, gguf_metadata
+from lightserve.common.checkpoint.gguf import gguf_metadata
+from lightserve.common.checkpoint.gguf_blocks import CHUNK
 from lightserve.common.checkpoint.reader import open_checkpoint, total_bytes
 from lightserve.errors import CheckpointError, ModelFilesError
 from lightserve.model_files import resolve
@@ -32,6 +33,8 @@ SCALES: dict[str, list[int]] = {
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
     "Q6_K": [208],
+    "IQ4_NL": [0],
+    "IQ4_XS": [0],
 }
 
 
@@ -118,7 +121,9 @@ def test_an_unsupported_encoding_is_named_with_tensor_and_file(tmp_path: Path) -
     raw = np.zeros((4, GGML_QUANT_SIZES[GGMLQuantizationType.IQ2_XXS][1]), dtype=np.uint8)
     path = save_embedding(tmp_path / "model.gguf", GGMLQuantizationType.IQ2_XXS, raw)
 
-    with pytest.raises(ModelFilesError, match=r"model.gguf: tensor token_embd.weight has type IQ2_XXS; supported"):
+    with pytest.raises(
+        ModelFilesError, match=r"model.gguf: tensor token_embd.weight has type IQ2_XXS; supported.*llama-quantize"
+    ):
         resolve(str(path))
 
 

@@ -20,7 +20,7 @@ from lightserve.model_files import load_tokenizer, resolve
 from lightserve.model_files.config_names import MODELS
 from lightserve.model_files.folder import find_weight_files
 from lightserve.model_files.model_config import ModelConfig
-from lightserve.model_files.source import FolderSource
+from lightserve.model_files.source import FolderSource, stored_as
 from test.fuzz.profile import FUZZ
 from test.model_files.files import VOCAB, save_as_gguf, tiny_model
 from test.server.launcher_process import TINY
@@ -85,8 +85,9 @@ def test_a_damaged_gguf_is_read_or_refused(data: st.DataObject) -> None:
         source = resolve(str(path))
         source.eos_token_ids()
         load_tokenizer(source)
-        ModelConfig.from_hf(source.hf_config())
-        list(tensor_metadata(source))
+        for stored in (source, stored_as(source, "gguf", packed_by_default=False)):
+            ModelConfig.from_hf(stored.hf_config())
+            list(tensor_metadata(stored))
 
 
 @FUZZ

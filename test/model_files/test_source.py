@@ -12,6 +12,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from lightserve.errors import ModelFilesError
 from lightserve.model_files import resolve
+from lightserve.model_files.quantization import read_quant_config
 from test.model_files.files import llama3_factors, save_as_gguf, tiny_model
 from test.real_model import smollm2
 
@@ -35,6 +36,16 @@ def test_a_folder_is_a_model_of_that_name(folder: Path) -> None:
     assert (source.name, source.path) == ("tiny", folder)
     assert source.hf_config() == json.loads((folder / "config.json").read_text())
     assert source.weight_files() == [folder / "model.safetensors"]
+
+
+def test_quantisation_is_read_from_model_optimizers_own_file(folder: Path) -> None:
+    quantization = {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": quantization}))
+
+    found = read_quant_config(resolve(str(folder)).hf_config()["quantization_config"])
+
+    assert str(found).startswith("modelopt FP8: fp8")
+    assert found.scheme_of("lm_head") is None
 
 
 def test_shards_are_found_through_their_index(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from test.models.architectures.case import Case, Json, Tensors, Tiny
 Step = Callable[[Tensors, Json], Tensors]
 KINDS = {"linear": "linear", "yarn": "yarn", "longrope": "longrope"}
 MOST_LAYERS = 40
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
 EXPERT_COUNT = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -36,15 +37,22 @@ class GgufCase:
     steps: tuple[Step, ...] = ()
 
 
-def save(one: GgufCase, tiny: Tiny, path: Path, changes: Json | None = None) -> Path:
-    """``changes`` are made to the metadata; None removes a key."""
+def save(one: GgufCase, tiny: Tiny, path: Path, changes: Json | None = None, *, quantized: str | None = None) -> Path:
+    """``changes`` are made to the metadata; None removes a key.
+
+    ``quantized`` matches the names of matrices that are written as Q8_0, if their rows are whole blocks.
+    """
     metadata = {**one.metadata(tiny.config_json), **(changes or {})}
     writer = gguf.GGUFWriter(path, one.architecture)
     for key, value in metadata.items():
         if value is not None:
             add_to(writer, f"{one.architecture}.{key}", value)
     for name, tensor in gguf_tensors(one, tiny).items():
-        writer.add_tensor(name, tensor.contiguous().numpy())
+        numbers = tensor.contiguous().numpy()
+        if quantized is not None and re.search(quantized, name) and tensor.ndim > 1 and tensor.shape[-1] % 32 == 0:
+            writer.add_tensor(name, gguf.quants.quantize(numbers, Q8_0), raw_dtype=Q8_0)
+        else:
+            writer.add_tensor(name, numbers)
     return finish(writer, path)
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightserve.benchmark.model_cost import ModelCost
+from lightserve.common import ops
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, Parallel, RankGroup, TpPartBaseModel
 from lightserve.common.ops import in_groups
 from lightserve.common.quantization import QuantizedLinear, UnquantizedLinear
 from lightserve.common.quantization.quantize import KINDS, quantize
-from lightserve.errors import ModelFilesError
-from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme
+from lightserve.config import WorkerConfig
+from lightserve.errors import ModelFilesError, ServerError
+from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme, read_on_load_config
 from lightserve.models.registry import get_model_class, read_model_config
 from test.models.session import Session
 from test.models.tiny import build_hf, build_ours, checkpoint_of
@@ -88,3 +93,74 @@ def test_a_quantised_checkpoint_is_not_quantised_again(monkeypatch: pytest.Monke
 
     with pytest.raises(ModelFilesError, match=r"--quantization fp8: the checkpoint is quantised already"):
         read_model_config(config, None, "fp8")
+
+
+def config_of(tmp_path: Path, table: Any) -> OnLoadConfig:
+    path = tmp_path / "quantization.json"
+    path.write_text(json.dumps(table))
+    return read_on_load_config(path)
+
+
+def build_from(config: OnLoadConfig, hf: Any) -> TpPartBaseModel:
+    model_config = replace(ModelConfig.from_hf(hf.config.to_dict()), quantization=config)
+    args = ModelArgs(
+        model_config, torch.float32, torch.device("cpu"), Parallel(tp=RankGroup()), checkpoint_of(hf), 512, 8, 128
+    )
+    return get_model_class(model_config.model_type)(args)
+
+
+def test_a_file_chooses_by_module(tmp_path: Path) -> None:
+    modules = {"model.layers.1.mlp": "none", "re:.*down_proj": "int8", "lm_head": "fp8"}
+    hf = build_hf("llama-gqa")
+
+    model = build_from(config_of(tmp_path, {"default": "w4", "modules": modules}), hf)
+
+    def weight_of(linear: Any) -> object:
+        return type(linear.method.weight)
+
+    first, second = model.layer_weights
+    assert weight_of(first.qkv_proj) is ops.Int4Weight
+    assert weight_of(first.ffn.down_proj) is ops.Int8Weight
+    assert weight_of(second.ffn.down_proj) is torch.Tensor
+    assert weight_of(model.pre_post_weight.lm_head) is ops.Fp8Weight
+    assert weight_of(model.pre_post_weight.embedding) is torch.Tensor
+    assert Session(model).step(PROMPTS).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"default": "int3"}, "default is int3; it must be one of fp8, int8, w4, none"),
+        ({"modules": {"lm_head": 8}}, "lm_head is 8; it must be"),
+        ({"modules": ["lm_head"]}, "modules is no object"),
+        ({"layers": {}}, "unknown field layers; the fields are default and modules"),
+        ({"modules": {"re:(": "fp8"}}, r"'\(' is not a regular expression"),
+    ],
+)
+def test_a_file_with_unknown_values_is_refused(table: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelFilesError, match=message):
+        config_of(tmp_path, table)
+
+
+def test_a_file_that_names_no_module_of_the_model_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {"default": "int8", "modules": {"mlp.dwon_proj": "fp8"}})
+
+    with pytest.raises(ModelFilesError, match=r"mlp.dwon_proj is no module of this model, such as"):
+        build_from(config, build_hf("llama-gqa"))
+
+
+def test_the_flag_and_the_file_exclude_each_other() -> None:
+    with pytest.raises(ServerError, match="quantization and quantization_config exclude each other"):
+        WorkerConfig(quantization="int8", quantization_config="choices.json")
+
+
+@pytest.mark.parametrize(("kind", "bytes_per_weight"), [("fp8", 1), ("int8", 1), ("w4", 0.5)])
+def test_quantised_weights_count_as_what_a_step_reads(kind: str, bytes_per_weight: float) -> None:
+    hf = build_hf("llama-gqa")
+    plain = ModelCost.of(build_ours(hf))
+
+    quantized = ModelCost.of(build_on_load(hf, kind, None, RankGroup()))
+
+    assert quantized.layer_params == plain.layer_params
+    saved = plain.weight_bytes - quantized.weight_bytes
+    assert 0.9 < saved / ((4 - bytes_per_weight) * plain.layer_params) <= 1

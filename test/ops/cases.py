@@ -258,6 +258,20 @@ def experts_params(
     return ops.ExpertsParams(w13, w2, b13, b2, ops.GatedSilu(alpha=1.702, limit=1.5, up_offset=1.0))
 
 
+def eight_bit_weight(
+    out_size: int, in_size: int, dtype: torch.dtype, device: str, **more: Any
+) -> ops.Fp8Weight | ops.Int8Weight:
+    """Random codes; ``dtype`` is float8_e4m3fn or int8. ``group``: inputs with the same scale; ``has_offsets``."""
+    group = more.pop("group", in_size)
+    codes = randn(out_size, in_size, seed=5) * 60
+    codes = codes.round().clamp(-127, 127).to(dtype) if dtype == torch.int8 else codes.clamp(-448, 448).to(dtype)
+    scales = torch.rand(out_size, in_size // group, generator=torch.Generator().manual_seed(6)) * in_size**-0.5 / 60
+    if more.pop("has_offsets", False):
+        more["offsets"] = (scales * 7).to(device)
+    kind = ops.Int8Weight if dtype == torch.int8 else ops.Fp8Weight
+    return kind(codes=codes.to(device), scales=scales.to(device), **more)
+
+
 Args = tuple[Any, ...]
 
 
@@ -284,6 +298,53 @@ def _embedding_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
 
 def _linear_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return randn(tokens, 48, dtype=dtype, device=device), randn(40, 48, dtype=dtype, device=device, seed=1)
+
+
+def _linear_int8_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    x = randn(tokens, 48, dtype=dtype, device=device)
+    return x, eight_bit_weight(40, 48, torch.int8, device), randn(40, dtype=dtype, device=device, seed=1)
+
+
+def _linear_fp8_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return randn(tokens, 48, dtype=dtype, device=device), eight_bit_weight(40, 48, torch.float8_e4m3fn, device)
+
+
+ROW_QUANT = ops.RowQuant(torch.int8)
+
+
+def _quantize_rows_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return randn(tokens, 70, dtype=dtype, device=device), ROW_QUANT
+
+
+def _norm_quantize_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return (*_norm_args("rows", "rows", "param")(tokens, dtype, device), ROW_QUANT)
+
+
+def _linear_quantized_rows_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    x, weight, bias = _linear_int8_args(tokens, dtype, device)
+    return (*ops.quantize_rows.impls[ops.REFERENCE](x, ROW_QUANT), weight, bias, dtype)
+
+
+def int4_weight(out_size: int, in_size: int, group: int, device: str, has_offsets: bool = False) -> ops.Int4Weight:
+    """Its rows have length 1, about."""
+    numbers = torch.randint(-8, 8, (out_size, in_size), generator=torch.Generator().manual_seed(3))
+    scales = (randn(out_size, in_size // group, device=device, seed=4).abs() + 0.5) * in_size**-0.5 / 8
+    offsets = randn(*scales.shape, device=device, seed=5) * in_size**-0.5 / 2 if has_offsets else None
+    return ops.Int4Weight(codes=ops.pack_int4(numbers, group).to(device), scales=scales, offsets=offsets)
+
+
+def codebook4_weight(out_size: int, in_size: int, device: str) -> ops.Codebook4Weight:
+    numbers = int4_weight(out_size, in_size, 64, device)
+    codebook = randn(16, device=device, seed=6) * 4
+    return ops.Codebook4Weight(codes=numbers.codes, scales=numbers.scales, codebook=codebook)
+
+
+def _linear_int4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return randn(tokens, 64, dtype=dtype, device=device), int4_weight(40, 64, 32, device, has_offsets=True)
+
+
+def _linear_codebook4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return randn(tokens, 64, dtype=dtype, device=device), codebook4_weight(40, 64, device)
 
 
 def _norm_linear_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
@@ -409,6 +470,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "add_rms_norm": _norm_args("rows", "rows", "param"),
     "add_rms_norm_gate_up": _norm_linear_args,
     "add_rms_norm_linear": _norm_linear_args,
+    "add_rms_norm_quantize": _norm_quantize_args,
     "add_watermark": _watermark_args,
     "apply_penalties": _penalties_args,
     "sample": _sample_args,
@@ -424,10 +486,16 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "latent_token_attention": _latent_args,
     "layer_norm": _norm_args("rows", "param", "param"),
     "linear": _linear_args,
+    "linear_codebook4": _linear_codebook4_args,
     "linear_float32": _linear_args,
+    "linear_fp8": _linear_fp8_args,
+    "linear_int8": _linear_int8_args,
+    "linear_quantized_rows": _linear_quantized_rows_args,
+    "linear_int4": _linear_int4_args,
     "mask_logits": _mask_args,
     "norm_rotary_write_kv": _norm_rotary_write_kv_args,
     "place_tokens": _place_args,
+    "quantize_rows": _quantize_rows_args,
     "relu": _activation_args,
     "relu2": _activation_args,
     "relu2_and_mul": _activation_args,
@@ -437,6 +505,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "route": _route_args,
     "silu": _activation_args,
     "silu_and_mul": _activation_args,
+    "silu_and_mul_quantize": _quantize_rows_args,
     "token_attention": _attention_args,
     "vocab_embedding": _embedding_args,
     "write_kv": _write_kv_args,

@@ -24,7 +24,17 @@ from triton.runtime.jit import JITFunction
 from lightserve.common import ops, triton_kernel
 from lightserve.common.compile.server import AbsentGpu
 from lightserve.common.device.profile import KIB, gpu_profile
-from lightserve.common.triton_kernel import _grouped_experts, batch_invariant, experts, linear, norm_linear
+from lightserve.common.triton_kernel import (
+    _grouped_experts,
+    _int4_tiles,
+    _scaled_products,
+    _weight_only_linear,
+    batch_invariant,
+    experts,
+    linear,
+    linear_int4,
+    norm_linear,
+)
 from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
 from lightserve.common.triton_kernel._expert_linear import PairBlocks, expert_linear
 from lightserve.common.triton_kernel._expert_pairs import sort_pairs
@@ -33,7 +43,9 @@ from test.ops.cases import (
     FLOATS,
     attention_args,
     context_attention_args,
+    eight_bit_weight,
     experts_params,
+    int4_weight,
     latent_args,
     latent_context_args,
     share_prefixes,
@@ -104,6 +116,8 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
     compile_linear(dtype)
     compile_norm_linear(dtype)
     compile_experts(dtype)
+    compile_eight_bit(dtype)
+    compile_linear_int4(dtype)
 
 
 def compile_attention_options(dtype: torch.dtype, dim: int) -> None:
@@ -146,6 +160,21 @@ def compile_linear(dtype: torch.dtype) -> None:
     batch_invariant.linear(torch.ones(64, 2048, dtype=dtype), weight)
 
 
+def compile_linear_int4(dtype: torch.dtype) -> None:
+    """As many rows as there may be, large and small groups, and inputs in fp8."""
+    for rows, group, has_offsets in ((1, 128, False), (8, 128, True), (32, 128, True), (8, 32, True)):
+        x, weight = torch.ones(rows, 2048, dtype=dtype), int4_weight(128, 2048, group, "cpu", has_offsets)
+        linear_int4.multiply(x, weight, None, linear_int4.config_of(x))
+    x = torch.ones(64, 2048, dtype=dtype)
+    _int4_tiles.multiply(x, weight, None, _int4_tiles.config_of(dtype))
+    if gpu_has_fp8():
+        _int4_tiles.multiply_fp8(x, int4_weight(128, 2048, 128, "cpu", has_offsets=True), None, _int4_tiles.FP8)
+
+
+def gpu_has_fp8() -> bool:
+    return bool(driver.active.get_current_target().arch >= 89)
+
+
 def compile_norm_linear(dtype: torch.dtype) -> None:
     """In every dtype, though the wrapper takes it in few."""
     norm_weight, weight = torch.ones(2048, dtype=dtype), torch.ones(128, 2048, dtype=dtype)
@@ -166,6 +195,34 @@ def compile_experts(dtype: torch.dtype) -> None:
         expert_linear(gated, params.w2, blocks, config)
     gathered = _grouped_experts.gather_tokens(x, pairs.pairs, 2)
     _grouped_experts.activate_pairs(gathered, params.b13, ids, pairs.pairs, params.activation)
+
+
+def compile_eight_bit(dtype: torch.dtype) -> None:
+    """Both sizes of tiles, with scales per row and per group; fp8 where the GPU has it."""
+    plain, grouped = (eight_bit_weight(128, 2048, torch.int8, "cpu", group=group) for group in (2048, 128))
+    ops.linear_int8.impls["triton"](torch.ones(64, 2048, dtype=dtype), plain)
+    ops.linear_int8.impls[BACKENDS[1]](torch.ones(64, 2048, dtype=dtype), grouped)
+    _weight_only_linear.dequantize(plain, dtype)
+    compile_rounded(dtype, plain, ops.RowQuant(torch.int8))
+    if dtype != torch.bfloat16:  # the dtype is that of the result only
+        return
+    fp8, fp8_blocks = (eight_bit_weight(128, 2048, torch.float8_e4m3fn, "cpu", group=group) for group in (2048, 128))
+    ops.linear_fp8.impls["triton"](torch.ones(64, 2048, dtype=dtype), fp8_blocks)
+    if driver.active.get_current_target().arch >= 89:
+        compile_rounded(dtype, fp8, ops.RowQuant(torch.float8_e4m3fn, scale=torch.ones(())))
+        compile_rounded(dtype, fp8_blocks, ops.RowQuant(torch.float8_e4m3fn, 128))
+
+
+def compile_rounded(dtype: torch.dtype, weight: ops.QuantizedWeight, quant: ops.RowQuant) -> None:
+    x, norm_weight = torch.ones(128, 2048, dtype=dtype), torch.ones(2048, dtype=dtype)
+    ops.silu_and_mul_quantize.impls["triton"](x, quant)
+    ops.add_rms_norm_quantize.impls["triton"](x, x, norm_weight, 1e-5, quant)
+    for rows in (8, 128):
+        codes, scales = ops.quantize_rows.impls["triton"](x[:rows], quant)
+        for backend in BACKENDS:
+            ops.linear_quantized_rows.impls[backend](codes, scales, weight, None, dtype)
+    product = torch.ones(8, 128, dtype=torch.int32 if quant.dtype == torch.int8 else torch.bfloat16)
+    _scaled_products.scale_output(product, torch.ones(8, 1), torch.ones(128), None, dtype)
 
 
 def main(capability: int, which: str) -> None:

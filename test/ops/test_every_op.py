@@ -68,7 +68,8 @@ def test_an_op_leaves_what_it_only_reads(name: str, backend: str) -> None:
     ops.OPS[name].impls[backend](*args)
 
     for after, wanted in zip(tensors_in(args), tensors_in(expected), strict=True):
-        torch.testing.assert_close(after, wanted, rtol=2e-3, atol=2e-3, equal_nan=True)
+        error = 0.0 if after.element_size() == 1 else 2e-3  # codes are read only
+        torch.testing.assert_close(after, wanted, rtol=error, atol=error, equal_nan=True)
 
 
 @pytest.mark.parametrize(("name", "backend"), [pair for pair in EVERY_OP_AND_BACKEND if pair[1] == "triton"])

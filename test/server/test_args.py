@@ -43,6 +43,11 @@ def test_lists_take_several_values() -> None:
     assert config.http.allowed_origins == ["*"]
 
 
+def test_an_option_without_a_default_takes_its_choices() -> None:
+    assert parse("--quantization int8").worker.quantization == "int8"
+    assert parse("").worker.quantization is None
+
+
 def test_the_names_of_other_servers_work() -> None:
     config = parse("--model x --tensor-parallel-size 4 --served-model-name y --max-num-seqs 3")
 

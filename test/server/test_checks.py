@@ -82,6 +82,12 @@ def test_a_wrong_flag_is_reported(capsys: pytest.CaptureFixture[str], flags: lis
             ["--tp=3"],
             "KV",
         ),
+        ({}, ["--quantization=gguf"], "--quantization gguf needs a .gguf file; leave it out"),
+        (
+            {"quantization_config": {"quant_method": "gguf"}},
+            [],
+            "quant_method gguf needs a .gguf file; set",
+        ),
         ({}, ["--max_model_len=513"], "max_req_total_len=513, but the model supports 512 tokens; lower it"),
     ],
 )

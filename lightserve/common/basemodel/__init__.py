@@ -52,7 +52,14 @@ from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.kv.layout import KvGroup, KvLayout
 from lightserve.common.parallel import Parallel, RankGroup
-from lightserve.common.quantization import ExpertNames, ExpertsLayout, LinearMethod, LinearSpec, UnquantizedLinear
+from lightserve.common.quantization import (
+    ExpertNames,
+    ExpertsLayout,
+    LinearMethod,
+    LinearSpec,
+    UnquantizedLinear,
+    float_method_factory,
+)
 from lightserve.model_files.model_config import ModelConfig, RopeConfig
 
 __all__ = [
@@ -118,6 +125,7 @@ __all__ = [
     "WindowedInput",
     "activation_of",
     "alibi_slopes",
+    "float_method_factory",
     "in_blocks",
     "in_kv_groups",
     "num_experts_of",

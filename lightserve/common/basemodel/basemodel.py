@@ -180,7 +180,11 @@ class TpPartBaseModel:
         methods = linear_method_factory(self.config), experts_method_factory(self.config)
         context = WeightContext(self.args.parallel, self.args.dtype, device, *methods)
         layers = [self.transformer_weight_class(spec, context) for spec in self.layer_specs]
-        return self.pre_and_post_weight_class(self.spec, context), layers
+        pre_post = self.pre_and_post_weight_class(self.spec, context)
+        if self.config.quantization is not None:
+            pieces = (piece for layer in (pre_post, *layers) for piece in layer.pieces())
+            self.config.quantization.check_modules(dict.fromkeys(piece.name.rpartition(".")[0] for piece in pieces))
+        return pre_post, layers
 
     def _check_metadata(self) -> list[str]:
         """Check the checkpoint against weights on the meta device: a wrong config.json may need too much memory.
@@ -203,6 +207,8 @@ class TpPartBaseModel:
         """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""
         for name, tensor, file in checkpoint:
             name = name.removeprefix(self.spec.names.optional_prefix)
+            if self.config.quantization is not None:
+                name = self.config.quantization.tensor_name(name)
             is_head = name == f"{self.spec.names.lm_head}.weight"
             if is_head and self.spec.normalizes_head:
                 tensor = normalize(tensor.float()).to(tensor.dtype)

@@ -1,4 +1,4 @@
-"""GGUF tensors with the names, row order and float32 values that transformers gives them.
+"""GGUF tensors with the names, row order and float32 values that transformers gives them. Linears may stay packed.
 
 They are decoded in torch because ``gguf.quants`` is four times slower: 0.8 s against 0.2 s for SmolLM2 on two cores.
 """
@@ -6,120 +6,85 @@ They are decoded in torch because ``gguf.quants`` is four times slower: 0.8 s ag
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from lightserve.common.checkpoint.gguf_decoders import DECODERS
+from lightserve.common.checkpoint.gguf_blocks import CHUNK, decode, one_thread
 from lightserve.errors import CheckpointError
 from lightserve.model_files.gguf_architectures import GgufArchitecture, Join, RowOrder, architecture_of
-from lightserve.model_files.gguf_fields import layer_count
 from lightserve.model_files.gguf_header import GgufHeader, TensorEntry
+from lightserve.model_files.gguf_names import GgufTensor, model_tensors
+from lightserve.model_files.gguf_packing import stays_packed
 
-# Numbers decoded at a time. From 32768 numbers on torch splits work over threads, and on shared cores these threads
-# wait for each other: SmolLM2 on two busy cores took 1.6 s with this value and 22 s with 1 << 19.
-CHUNK = (1 << 15) - 256
-
-_LAYER_TENSOR = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.(?P<kind>weight|bias)")
-_OTHER_TENSOR = re.compile(r"(?P<part>\w+)\.(?P<kind>weight|bias)")
-_LAYER = re.compile(r"blk\.(\d+)\.")
-_ROPE_TENSORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")  # the config has them
 Named = tuple[str, Tensor]
+# the shape of the packed bytes, or None to expand the tensor
+ReadTensor = Callable[[GgufTensor, tuple[int, ...] | None], Tensor]
 
 
-def gguf_tensors(header: GgufHeader, config: dict[str, Any]) -> Iterator[Named]:
+def gguf_tensors(header: GgufHeader, config: dict[str, Any], is_packed: bool = False) -> Iterator[Named]:
+    """``is_packed``: linears are views of the file, uint8 ``[rows, bytes of a row]``."""
+    file_bytes = header.path.stat().st_size if is_packed else 0
+    whole = torch.from_file(str(header.path), size=file_bytes, dtype=torch.uint8)
     with header.path.open("rb") as file:
-        yield from _renamed(header, config, lambda entry: _read(file, entry))
+
+        def read(tensor: GgufTensor, packed_shape: tuple[int, ...] | None) -> Tensor:
+            entry = tensor.entry
+            if packed_shape is None:
+                return _read(file, entry)
+            return whole[entry.offset : entry.offset + entry.n_bytes].view(packed_shape)
+
+        yield from _renamed(header, config, is_packed, read)
 
 
-def gguf_metadata(header: GgufHeader, config: dict[str, Any]) -> Iterator[Named]:
+def gguf_metadata(header: GgufHeader, config: dict[str, Any], is_packed: bool = False) -> Iterator[Named]:
     """The same tensors on the meta device."""
-    yield from _renamed(header, config, lambda entry: torch.empty(entry.shape, device="meta"))
+
+    def read(tensor: GgufTensor, packed_shape: tuple[int, ...] | None) -> Tensor:
+        dtype = torch.float32 if packed_shape is None else torch.uint8
+        return torch.empty(packed_shape or tensor.entry.shape, dtype=dtype, device="meta")
+
+    yield from _renamed(header, config, is_packed, read)
 
 
-def gguf_bytes(header: GgufHeader) -> int:
-    return sum(4 * math.prod(entry.shape) for entry in _wanted(header, architecture_of(header)))
+def gguf_bytes(header: GgufHeader, is_packed: bool = False) -> int:
+    """Of what `gguf_tensors` yields."""
+    architecture = architecture_of(header)
+    tensors = model_tensors(header, architecture)
+    packed = [is_packed and stays_packed(header, architecture, tensor) for tensor in tensors]
+    sizes = zip(tensors, packed, strict=True)
+    return sum(one.entry.n_bytes if keeps else 4 * math.prod(one.entry.shape) for one, keeps in sizes)
 
 
-def _renamed(header: GgufHeader, config: dict[str, Any], read: Callable[[TensorEntry], Tensor]) -> Iterator[Named]:
+def _renamed(header: GgufHeader, config: dict[str, Any], is_packed: bool, read: ReadTensor) -> Iterator[Named]:
     """The tensors in file order, as in transformers. A joined tensor comes when its last part was read."""
     architecture = architecture_of(header)
     waiting: dict[str, dict[str, Tensor]] = {}
-    for entry in _wanted(header, architecture):
-        name = _parse(header, architecture, entry.name)
-        tensor = _undo_converter(header, architecture, name, read(entry), config)
-        joined = next((one for one in architecture.joined if name.key in one.parts), None)
+    for named in model_tensors(header, architecture):
+        shape = _packed_shape(named.entry) if is_packed and stays_packed(header, architecture, named) else None
+        tensor = _undo_converter(header, architecture, named, read(named, shape), config)
+        joined = named.joined
         if joined is None:
-            yield from _with_names(_targets(header, architecture, name), tensor)
+            yield from _with_names(named.targets, tensor)
             continue
-        parts = waiting.setdefault(f"{name.prefix}{joined.name}", {})
-        parts[name.key] = tensor
+        parts = waiting.setdefault(f"{named.prefix}{joined.name}", {})
+        parts[named.key] = tensor
         if len(parts) == len(joined.parts):
-            del waiting[f"{name.prefix}{joined.name}"]
-            yield f"{name.prefix}{joined.name}", JOINS[joined.how](*(parts[part] for part in joined.parts))
+            del waiting[f"{named.prefix}{joined.name}"]
+            yield f"{named.prefix}{joined.name}", JOINS[joined.how](*(parts[part] for part in joined.parts))
     if waiting:
         lacking = next(iter(waiting))
         raise CheckpointError(f"{header.path}: tensors are missing for {lacking}; convert the model again")
 
 
-def _wanted(header: GgufHeader, architecture: GgufArchitecture) -> list[TensorEntry]:
-    """The tensors of the model in file order."""
-    layers = layer_count(header)
-    entries = sorted(header.tensors.values(), key=lambda entry: entry.offset)
-    return [entry for entry in entries if not _is_skipped(architecture, entry, layers)]
+def _packed_shape(entry: TensorEntry) -> tuple[int, ...]:
+    *rows, columns = entry.shape
+    return *rows, columns // entry.encoding.block * entry.encoding.n_bytes
 
 
-def _is_skipped(architecture: GgufArchitecture, entry: TensorEntry, layers: int) -> bool:
-    """Layers behind the last one predict more tokens, which is not done."""
-    layer = _LAYER.match(entry.name)
-    if layer is not None and int(layer[1]) >= layers:
-        return True
-    part = entry.name.removeprefix(layer[0] if layer else "").partition(".")[0]
-    return part in _ROPE_TENSORS or part in architecture.copies
-
-
-class _Name(NamedTuple):
-    full: str  # in the file
-    prefix: str  # of its layer, in transformers
-    layer: int
-    part: str
-    kind: str
-
-    @property
-    def key(self) -> str:
-        return f"{self.part}.{self.kind}"
-
-
-def _parse(header: GgufHeader, architecture: GgufArchitecture, name: str) -> _Name:
-    match = _LAYER_TENSOR.fullmatch(name) or _OTHER_TENSOR.fullmatch(name)
-    if match is None:
-        raise _unknown(header, architecture, name)
-    layer = match.groupdict().get("layer")
-    prefix = "" if layer is None else f"{architecture.layers}.{layer}."
-    return _Name(name, prefix, int(layer or 0), match["part"], match["kind"])
-
-
-def _targets(header: GgufHeader, architecture: GgufArchitecture, name: _Name) -> list[str]:
-    """The names in transformers; several share the rows of the tensor."""
-    whole = architecture.tensors.get(name.key)
-    if isinstance(whole, str):
-        return [f"{name.prefix}{whole}"]
-    found = architecture.tensors.get(name.part)
-    if found is None:
-        raise _unknown(header, architecture, name.full)
-    targets = (found,) if isinstance(found, str) else found
-    return [f"{name.prefix}{target}.{name.kind}" for target in targets]
-
-
-def _unknown(header: GgufHeader, architecture: GgufArchitecture, name: str) -> CheckpointError:
-    model_type = architecture.model_type
-    return CheckpointError(f"{header.path}: tensor {name} belongs to no {model_type} model; convert it again")
-
-
-def _with_names(targets: list[str], tensor: Tensor) -> Iterator[Named]:
+def _with_names(targets: Sequence[str], tensor: Tensor) -> Iterator[Named]:
     pieces = tensor.chunk(len(targets), dim=max(tensor.dim() - 2, 0)) if len(targets) > 1 else [tensor]
     for name, piece in zip(targets, pieces, strict=True):
         if "*" in name:
@@ -131,20 +96,20 @@ def _with_names(targets: list[str], tensor: Tensor) -> Iterator[Named]:
 
 
 def _undo_converter(
-    header: GgufHeader, architecture: GgufArchitecture, name: _Name, tensor: Tensor, config: dict[str, Any]
+    header: GgufHeader, architecture: GgufArchitecture, named: GgufTensor, tensor: Tensor, config: dict[str, Any]
 ) -> Tensor:
-    if architecture.has_norms_plus_one and name.full.endswith("_norm.weight"):
+    if architecture.has_norms_plus_one and named.entry.name.endswith("_norm.weight"):
         return tensor - 1
-    heads, kv_heads = (_of_layer(config, key, name.layer) for key in ("num_attention_heads", "num_key_value_heads"))
-    match architecture.row_orders.get(name.part):
+    heads, kv_heads = (_of_layer(config, key, named.layer) for key in ("num_attention_heads", "num_key_value_heads"))
+    match architecture.row_orders.get(named.part):
         case RowOrder.ROTARY_PAIRS:
-            count = heads if name.part == "attn_q" else kv_heads
-            _check_rows(header, name.full, tensor, 2 * count)
+            count = heads if named.part == "attn_q" else kv_heads
+            _check_rows(header, named.entry.name, tensor, 2 * count)
             return _halves(tensor, count)
         case RowOrder.QKV_BLOCKS:
-            _check_rows(header, name.full, tensor, heads + 2 * kv_heads)
+            _check_rows(header, named.entry.name, tensor, heads + 2 * kv_heads)
             return _by_kv_head(tensor, heads, kv_heads)
-        case RowOrder.TRANSPOSED if name.kind == "weight":
+        case RowOrder.TRANSPOSED if named.kind == "weight":
             return tensor.transpose(-1, -2)
     return tensor
 
@@ -198,18 +163,13 @@ JOINS: dict[Join, Callable[..., Tensor]] = {
 def _read(file: BinaryIO, entry: TensorEntry) -> Tensor:
     """Read and decode one tensor in chunks, so that memory holds it only once."""
     name, block, block_bytes = entry.encoding
-    decode = DECODERS[name]
     n_blocks = math.prod(entry.shape) // block
     out = torch.empty(n_blocks, block, dtype=torch.float32)
     file.seek(entry.offset)
-    for rows in out.split_with_sizes(_chunk_sizes(n_blocks, CHUNK // block)):
-        raw = bytearray(len(rows) * block_bytes)
-        if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]
-            raise CheckpointError(f"{file.name}: tensor {entry.name} is truncated; fetch the file again")
-        decode(torch.frombuffer(raw, dtype=torch.uint8).view(len(rows), block_bytes), rows)
+    with one_thread():
+        for rows in out.split(CHUNK // block):
+            raw = bytearray(len(rows) * block_bytes)
+            if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]
+                raise CheckpointError(f"{file.name}: tensor {entry.name} is truncated; fetch the file again")
+            decode(name, torch.frombuffer(raw, dtype=torch.uint8).view(len(rows), block_bytes), rows)
     return out.view(entry.shape)
-
-
-def _chunk_sizes(total: int, chunk: int) -> list[int]:
-    whole, rest = divmod(total, chunk)
-    return [chunk] * whole + ([rest] if rest else [])

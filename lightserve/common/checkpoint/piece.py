@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # 8-bit floats need a scale, a piece of its own
+
+ANY_SIZE = -1  # in a shape: the checkpoint decides
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -31,15 +33,41 @@ class Consumer(Protocol):
         """Store random weights instead."""
 
 
+class StoredSize(NamedTuple):
+    """What weights take on this rank."""
+
+    num_bytes: int = 0
+    num_weights: int = 0  # that inputs are multiplied with
+
+
+def total_size(sizes: Iterable[StoredSize]) -> StoredSize:
+    return StoredSize(*map(sum, zip(*sizes, strict=True))) if (sizes := list(sizes)) else StoredSize()
+
+
+def size_of_pieces(pieces: Iterable[Piece]) -> StoredSize:
+    """Of those that the loader fills directly."""
+    stored = [piece.into for piece in pieces if piece.into is not None]
+    return StoredSize(sum(into.nbytes for into in stored), sum(into.numel() for into in stored if into.ndim == 2))
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One checkpoint tensor, and where this rank stores its part of it."""
 
     name: str
-    shape: tuple[int, ...]  # in the checkpoint, before it is split over the ranks
+    shape: tuple[int, ...]  # in the checkpoint, before it is split over the ranks; sizes may be ANY_SIZE
     into: Tensor | None  # this rank's memory, which the loader fills
     part: Callable[[Tensor], Tensor] = _whole  # what of the checkpoint tensor this rank stores
     dtypes: tuple[torch.dtype, ...] = FLOATS  # that the checkpoint tensor may have
     consumer: Consumer | None = (
         None  # of a tensor that is converted; None and no ``into``: this rank stores nothing of it
     )
+    other_shapes: tuple[tuple[int, ...], ...] = ()  # that a tensor for a consumer may have instead
+
+    def has_shape(self, shape: tuple[int, ...]) -> bool:
+        """Whether a checkpoint tensor of this shape is the piece."""
+        return any(_fits(own, shape) for own in (self.shape, *self.other_shapes))
+
+
+def _fits(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(own) == len(shape) and all(size in (ANY_SIZE, found) for size, found in zip(own, shape, strict=True))

@@ -28,6 +28,7 @@ DTYPES = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -42,7 +43,7 @@ def open_checkpoint(source: ModelSource) -> Iterator[CheckpointTensor]:
     """Stream every tensor with one file open at a time.
 
     Tensors of safetensors and ``.bin`` files are views of the mapped file, so a slice reads only its own pages. GGUF
-    tensors are decoded to float32 one by one.
+    tensors are decoded to float32 one by one, unless they stay packed: then they are views of uint8.
     """
     first_file: dict[str, str] = {}
     for file in source.weight_files():
@@ -57,7 +58,7 @@ def tensor_metadata(source: ModelSource) -> Iterator[CheckpointTensor]:
     """The same tensors on the meta device: enough to check names, shapes and dtypes. It takes milliseconds."""
     for file in source.weight_files():
         if isinstance(source, GgufSource):
-            tensors = gguf_metadata(source.header, source.hf_config())
+            tensors = gguf_metadata(source.header, source.hf_config(), source.is_packed)
         elif file.suffix == ".safetensors":
             tensors = _safetensors_metadata(file)
         else:
@@ -69,14 +70,14 @@ def tensor_metadata(source: ModelSource) -> Iterator[CheckpointTensor]:
 def total_bytes(source: ModelSource) -> int:
     """The bytes of all tensors that `open_checkpoint` yields; for ``.bin`` files the file size, which is close."""
     if isinstance(source, GgufSource):
-        return gguf_bytes(source.header)
+        return gguf_bytes(source.header, source.is_packed)
     files = source.weight_files()
     return sum(tensor_bytes(file) if file.suffix == ".safetensors" else file.stat().st_size for file in files)
 
 
 def _tensors_of(source: ModelSource, file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(source, GgufSource):
-        return gguf_tensors(source.header, source.hf_config())
+        return gguf_tensors(source.header, source.hf_config(), source.is_packed)
     if file.suffix == ".safetensors":
         return _safetensors(file)
     return _torch_file(file)

@@ -26,6 +26,7 @@ class CpuDevice(Device):
     dtypes = (torch.float32,)
     pipeline_depth = 1
     launches_async = False
+    keeps_gguf_packed = False  # until its products with packed weights are faster than those with float32 ones
     step_timeout_s = 600.0  # 2048 tokens of a model of 8 billion weights on two cores take minutes
 
     def unavailable_reason(self) -> str | None:

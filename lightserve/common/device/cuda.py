@@ -27,6 +27,7 @@ class CudaDevice(Device):
     dtypes = (torch.bfloat16, torch.float16)
     pipeline_depth = 2
     launches_async = True
+    keeps_gguf_packed = True
     step_timeout_s = 60.0  # 8192 tokens of a model of 70 billion weights take seconds; kernels compile before
     max_head_dim = 512  # as in triton_kernel/_attention.py
 

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightserve.common.ops.quantized_rows import quantize_rows, row_quant_of
 from lightserve.common.ops.quantized_weight import (
-    FP8_MAX,
+    Codebook4Weight,
     Fp8Weight,
-    InputQuant,
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
     QuantizedWeight,
-    in_groups,
 )
-from lightserve.common.ops.registry import op
-
-INT8_MAX = 127.0
+from lightserve.common.ops.registry import REFERENCE, op
 
 
 @op
 def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
+    return _linear(x, weight, bias)
+
+
+@op
+def linear_codebook4(x: Tensor, weight: Codebook4Weight, bias: Tensor | None = None) -> Tensor:
     return _linear(x, weight, bias)
 
 
@@ -48,15 +49,8 @@ def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
 
 def round_input(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """``x`` in float32, rounded as ``weight.input_quant`` says."""
-    if weight.input_quant is InputQuant.NONE:
+    quant = row_quant_of(weight)
+    if quant is None:
         return x
-    most = FP8_MAX if isinstance(weight, Fp8Weight) else INT8_MAX
-    grouped = in_groups(x, weight.group_size) if weight.input_quant is InputQuant.GROUP else x
-    if weight.input_quant is InputQuant.STATIC:
-        assert weight.input_scale is not None
-        scale = weight.input_scale
-    else:
-        scale = (grouped.abs().amax(-1, keepdim=True) / most).clamp(min=torch.finfo(torch.float32).tiny)
-    codes = (grouped / scale).clamp(-most, most)
-    rounded = codes.to(torch.float8_e4m3fn).float() if isinstance(weight, Fp8Weight) else codes.round()
-    return (rounded * scale).view(x.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    return quantize_rows.impls[REFERENCE](rows, quant).dequantize().view(x.shape)

@@ -161,8 +161,23 @@ class Int4Weight(QuantizedWeight):
     codes_per_byte = 2
 
     def values(self) -> Tensor:
-        half = in_groups(self.codes, self.group_size // 2)
-        return torch.cat((half & 0x0F, half >> 4), dim=-1).flatten(-2).float() - 8
+        return unpack_nibbles(self.codes, self.group_size).float() - 8
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Codebook4Weight(QuantizedWeight):
+    """``codes`` uint8 of two numbers each, in the places of an Int4Weight, which are numbers of ``codebook``.
+
+    For nf4, whose 16 numbers are no multiples of anything.
+    """
+
+    code_dtype = torch.uint8
+    codes_per_byte = 2
+
+    codebook: Tensor  # float32 [16]
+
+    def values(self) -> Tensor:
+        return self.codebook[unpack_nibbles(self.codes, self.group_size).int()]
 
 
 class Int8Weight(QuantizedWeight):
@@ -174,13 +189,32 @@ class Int8Weight(QuantizedWeight):
         return self.codes.float()
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Fp8Weight(QuantizedWeight):
-    """``codes`` float8_e4m3fn."""
+    """``codes`` float8_e4m3fn. ``scales`` may be shared by blocks of rows: ``[out / rows_per_scale, groups]``."""
 
     code_dtype = torch.float8_e4m3fn
 
+    rows_per_scale: int = 1
+
     def values(self) -> Tensor:
         return self.codes.float()
+
+    def float_scales(self) -> Tensor:
+        if self.rows_per_scale == 1:
+            return self.scales
+        return self.scales.repeat_interleave(self.rows_per_scale, dim=-2)[..., : self.codes.shape[-2], :]
+
+    def rows(self, rows: slice | Tensor) -> Self:
+        if self.rows_per_scale == 1:
+            return QuantizedWeight.rows(self, rows)
+        return replace(self, scales=self.float_scales(), rows_per_scale=1).rows(rows)
+
+    def share_scales(self, rows: int) -> Self:
+        """The same weight with a scale for each ``rows`` rows, if they have the same; else this weight."""
+        scales = self.scales[..., ::rows, :].contiguous()
+        shared = replace(self, scales=scales, rows_per_scale=rows)
+        return shared if torch.equal(shared.float_scales(), self.scales) else self
 
     def _valid(self, bits: Tensor) -> Tensor:
         return torch.where(bits & 0x7F == 0x7F, bits ^ 1, bits)  # not NaN
@@ -211,6 +245,12 @@ _E2M1 = torch.cat((_E2M1, -_E2M1))
 def in_groups(tensor: Tensor, group_size: int) -> Tensor:
     """``[..., in]`` as ``[..., groups, group_size]``."""
     return tensor.reshape(*tensor.shape[:-1], -1, group_size)
+
+
+def unpack_nibbles(codes: Tensor, group_size: int) -> Tensor:
+    """The numbers 0 to 15 of an Int4Weight, uint8 ``[..., out, in]``."""
+    half = in_groups(codes, group_size // 2)
+    return torch.cat((half & 0x0F, half >> 4), dim=-1).flatten(-2)
 
 
 def pack_int4(numbers: Tensor, group_size: int) -> Tensor:

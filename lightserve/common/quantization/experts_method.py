@@ -9,7 +9,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.checkpoint.piece import Piece, StoredSize, size_of_pieces
 from lightserve.common.ops import GatedSilu
 from lightserve.common.quantization.linear_method import length
 
@@ -74,6 +74,9 @@ class ExpertsMethod(ABC):
     @abstractmethod
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """As ``ops.experts``; ``ids`` count this rank's experts."""
+
+    def stored_size(self) -> StoredSize:
+        return size_of_pieces(self.pieces())
 
     def process_weights_after_loading(self) -> None:  # noqa: B027  most need nothing
         """Called once all pieces are filled. A method may repack its tensors here."""

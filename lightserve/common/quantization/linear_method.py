@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.checkpoint.piece import Piece, StoredSize, size_of_pieces
 
 
 def length(part: slice | Tensor) -> int:
@@ -94,6 +94,18 @@ class LinearMethod(ABC):
     def add_rms_norm_gate_up(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor] | None:
         """Gated SiLU of ``add_rms_norm_mm``, for a linear whose parts are gate and up; and the sum."""
         return None
+
+    @property
+    def fuses_silu_and_mul(self) -> bool:
+        """Whether ``silu_and_mul_mm`` is implemented."""
+        return False
+
+    def silu_and_mul_mm(self, gate_up: Tensor) -> Tensor:
+        """``mm`` of the gated SiLU of ``gate_up``, in fewer steps."""
+        raise NotImplementedError
+
+    def stored_size(self) -> StoredSize:
+        return size_of_pieces(self.pieces())
 
     def process_weights_after_loading(self) -> None:  # noqa: B027  most need nothing
         """Called once all pieces are filled. A method may repack its tensors here."""

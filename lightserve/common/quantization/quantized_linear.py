@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -9,16 +11,17 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.checkpoint.piece import Piece, StoredSize, total_size
 from lightserve.common.ops import QuantizedWeight
-from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec
+from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
 from lightserve.common.quantization.unquantized import slicer
 from lightserve.common.quantization.weight_format import RawLinear, WeightFormat
-from lightserve.errors import ModelFilesError
+from lightserve.errors import CheckpointError, ModelFilesError
 
 DUMMY_STD = 0.02
 
 PRODUCTS: dict[type[QuantizedWeight], Callable[[Tensor, Any, Tensor | None], Tensor]] = {
+    ops.Codebook4Weight: ops.linear_codebook4,
     ops.Int4Weight: ops.linear_int4,
     ops.Int8Weight: ops.linear_int8,
     ops.Fp8Weight: ops.linear_fp8,
@@ -33,8 +36,12 @@ class QuantizedLinear(LinearMethod):
         self._spec, self._format, self._dtype = spec, weight_format, dtype
         group = weight_format.group_size(spec.in_size)
         self._check(spec, group)
+        self._check_order(spec, weight_format)
         self.weight = weight_format.empty((spec.out_size, spec.num_columns), group or spec.num_columns, device)
         self._zero_padding()
+        # Which input each column of the weight multiplies; None: the columns have the order of the inputs.
+        self.input_order: Tensor | None = None
+        self._order_lock = threading.Lock()  # several threads load parts
         has_bias = spec.has_bias and spec.adds_bias
         self.bias = torch.zeros(spec.out_size, dtype=dtype, device=device) if has_bias else None
 
@@ -62,6 +69,14 @@ class QuantizedLinear(LinearMethod):
                 "use a smaller --tp"
             )
 
+    @staticmethod
+    def _check_order(spec: LinearSpec, weight_format: WeightFormat) -> None:
+        if weight_format.has_input_order and spec.num_columns != spec.in_size:
+            raise ModelFilesError(
+                f"{spec.parts[0].prefix}: act-order spreads its groups over the inputs of all ranks; use --tp 1, "
+                "or a checkpoint without act-order (desc_act false)"
+            )
+
     def pieces(self) -> Iterator[Piece]:
         begin = 0
         for part in self._spec.parts:
@@ -73,9 +88,15 @@ class QuantizedLinear(LinearMethod):
             begin = own.stop + part.padding
 
     def _weight_pieces(self, part: LinearPart, own: slice) -> Iterator[Piece]:
+        is_cut = self._format.has_row_per_output
+
         def store(raw: Mapping[str, Tensor]) -> None:
-            converted = self._format.convert(raw).columns(self._spec.columns).rows(part.rows)
-            self.weight.rows(own).copy_(converted)
+            try:
+                converted = self._format.convert(raw).columns(self._spec.columns)
+                self._set_order(self._format.input_order(raw))
+            except CheckpointError as error:
+                raise CheckpointError(f"{part.prefix}: {error}") from error
+            self.weight.rows(own).copy_(converted if is_cut else converted.rows(part.rows))
 
         def fill_dummy(generator: torch.Generator) -> None:
             self.weight.rows(own).randomize_(generator, DUMMY_STD)
@@ -83,15 +104,82 @@ class QuantizedLinear(LinearMethod):
         raw_tensors = self._format.raw_tensors(part.out_size, self._spec.in_size)
         consumer = RawLinear(part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
         for suffix, raw in raw_tensors.items():
-            yield Piece(f"{part.prefix}.{suffix}", raw.shape, None, dtypes=raw.dtypes, consumer=consumer)
+            yield Piece(
+                f"{part.prefix}.{suffix}",
+                raw.shape,
+                None,
+                slicer(part.rows if is_cut else slice(None)),
+                raw.dtypes,
+                consumer=consumer,
+                other_shapes=raw.other_shapes,
+            )
+
+    def _set_order(self, order: Tensor | None) -> None:
+        if order is None:
+            return
+        with self._order_lock:
+            if self.input_order is None:
+                self.input_order = order
+            elif not torch.equal(self.input_order, order):
+                first = self._spec.parts[0].prefix
+                raise CheckpointError(
+                    f"it has another act-order than {first}, whose input is the same; use another checkpoint"
+                )
+
+    def process_weights_after_loading(self) -> None:
+        self.weight = self._format.finish(self.weight)
+        self._drop_order_of_static_groups()
+
+    def _drop_order_of_static_groups(self) -> None:
+        """Files with static groups say act-order, but have their inputs in order."""
+        order = self.input_order
+        if order is not None and torch.equal(order, torch.arange(len(order), device=order.device)):
+            self.input_order = None
 
     def mm(self, x: Tensor) -> Tensor:
+        if self.input_order is not None:
+            x = x.index_select(-1, self.input_order)
         return PRODUCTS[type(self.weight)](x, self.weight, self.bias)
+
+    def add_rms_norm_mm(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor] | None:
+        """The norm rounds its output, if the product would."""
+        if not self._rounds_input:
+            return None
+        quant = ops.row_quant_of(self.weight)
+        assert quant is not None
+        rows = ops.add_rms_norm_quantize(x, residual, norm.weight, norm.eps, quant)
+        return ops.linear_quantized_rows(*rows, self.weight, self.bias, self._dtype), residual
+
+    def add_rms_norm_gate_up(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor] | None:
+        fused = self.add_rms_norm_mm(x, residual, norm)
+        return None if fused is None else (ops.silu_and_mul(fused[0]), fused[1])
+
+    @property
+    def _rounds_input(self) -> bool:
+        """To 8 bits, of the type of the weight."""
+        is_eight_bit = isinstance(self.weight, ops.Fp8Weight | ops.Int8Weight)
+        return is_eight_bit and self.input_order is None and self.weight.input_quant is not ops.InputQuant.NONE
+
+    @property
+    def fuses_silu_and_mul(self) -> bool:
+        return self._rounds_input
+
+    def silu_and_mul_mm(self, gate_up: Tensor) -> Tensor:
+        quant = ops.row_quant_of(self.weight)
+        assert quant is not None
+        rows = ops.silu_and_mul_quantize(gate_up, quant)
+        return ops.linear_quantized_rows(*rows, self.weight, self.bias, self._dtype)
+
+    def stored_size(self) -> StoredSize:
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return StoredSize(self.weight.nbytes + bias, math.prod(self.weight.shape))
 
     def embed(self, ids: Tensor, first_id: int) -> Tensor:
         rows = ids - first_id
         is_own = (rows >= 0) & (rows < len(self.weight.codes))
         found = self.weight.rows(rows.where(is_own, 0).long()).dequantize()
+        if self.input_order is not None:
+            found = found[:, self.input_order.argsort()]
         return found.masked_fill(~is_own[:, None], 0.0).to(self._dtype)
 
     def kernel_key(self) -> Hashable:
@@ -112,6 +200,9 @@ class StackedLinear(LinearMethod):
 
     def mm(self, x: Tensor) -> Tensor:
         return torch.cat([method.mm(x) for method in self.methods], dim=-1)
+
+    def stored_size(self) -> StoredSize:
+        return total_size(method.stored_size() for method in self.methods)
 
     def process_weights_after_loading(self) -> None:
         for method in self.methods:

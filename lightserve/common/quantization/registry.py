@@ -8,6 +8,7 @@ from itertools import groupby
 
 import torch
 
+from lightserve.common.quantization.dequantized import DequantizedLinear
 from lightserve.common.quantization.experts_method import ExpertsMethod, ExpertsSpec
 from lightserve.common.quantization.linear_method import LinearMethod, LinearSpec
 from lightserve.common.quantization.quantized_linear import QuantizedLinear, StackedLinear
@@ -44,6 +45,27 @@ def _method(scheme: Scheme | None, spec: LinearSpec, dtype: torch.dtype, device:
     if scheme is None:
         return UnquantizedLinear(spec, dtype, device)
     return QuantizedLinear(spec, dtype, device, format_of(scheme))
+
+
+def float_method_factory(config: ModelConfig) -> LinearMethodFactory:
+    """For linears whose weight ops read as floats, whatever the checkpoint stores."""
+    quantization = config.quantization
+    if quantization is None:
+        return UnquantizedLinear
+
+    def make(spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> LinearMethod:
+        schemes = {quantization.scheme_of(part.prefix) for part in spec.parts}
+        stored = {scheme if scheme is not None and scheme.is_stored else None for scheme in schemes}
+        if stored == {None}:
+            return UnquantizedLinear(spec, dtype, device)
+        if len(stored) > 1:
+            names = ", ".join(part.prefix for part in spec.parts)
+            raise ModelFilesError(f"{names}: different formats for parts of one linear are not supported here")
+        scheme = stored.pop()
+        assert scheme is not None
+        return DequantizedLinear(spec, dtype, device, format_of(scheme))
+
+    return make
 
 
 def experts_method_factory(config: ModelConfig) -> ExpertsMethodFactory:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightserve.common.checkpoint.piece import FLOATS
+from lightserve.common.checkpoint.piece import ANY_SIZE, FLOATS
 from lightserve.common.ops import QuantizedWeight
 from lightserve.model_files.quantization import Scheme
+
+__all__ = ["ANY_SIZE", "FORMATS", "RawLinear", "RawTensor", "WeightFormat", "format_of", "reads"]
 
 
 class RawTensor(NamedTuple):
@@ -20,10 +22,15 @@ class RawTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...] = FLOATS
+    other_shapes: tuple[tuple[int, ...], ...] = ()  # in which some checkpoints store it
 
 
 class WeightFormat(ABC):
     """Reads linears of one scheme. The constructor takes the scheme."""
+
+    has_input_order = False  # whether the columns of the weight are not in the order of the inputs
+    # Every raw tensor has a row for each output, so that some of them can be converted without the others.
+    has_row_per_output: ClassVar[bool] = False
 
     def group_size(self, in_size: int) -> int | None:
         """Inputs with the same scale, in what ``convert`` returns; None: all of a row."""
@@ -38,11 +45,19 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def convert(self, raw: Mapping[str, Tensor]) -> QuantizedWeight:
-        """The weight ``[out, in]`` of a whole linear."""
+        """The weight ``[out, in]`` of a whole linear; of some outputs, if ``has_row_per_output``."""
+
+    def input_order(self, raw: Mapping[str, Tensor]) -> Tensor | None:
+        """Which input each column of ``convert`` multiplies, int64 ``[in]``, if ``has_input_order``."""
+        return None
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], group_size: int, device: torch.device) -> QuantizedWeight:
         """Memory for what ``convert`` returns, or for a part of it: whole groups. ``device`` may be ``meta``."""
+
+    def finish(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """The weight of a rank in its final form, once all of it was loaded."""
+        return weight
 
 
 FORMATS: dict[type[Scheme], Callable[..., WeightFormat]] = {}

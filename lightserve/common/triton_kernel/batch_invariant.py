@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.triton_kernel import _latent_in_order, linear as few_rows
+from lightserve.common.triton_kernel import _int4_tiles, _latent_in_order, linear as few_rows, linear_int4 as int4
 from lightserve.common.triton_kernel.context_attention import attend_in_order
+from lightserve.common.triton_kernel.dequantize import linear_dequantized
 from lightserve.common.triton_kernel.latent_token_attention import check as check_latents
 
 BACKEND = ops.batch_invariant("triton")
@@ -27,6 +28,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @ops.linear_float32.impl(BACKEND)
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     return few_rows.multiply(x, weight, None, LINEAR, LINEAR_ROWS, out_dtype=torch.float32)
+
+
+@ops.linear_int4.impl(BACKEND)
+def linear_int4(x: Tensor, weight: ops.Int4Weight, bias: Tensor | None = None) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    if not len(rows) or weight.group_size // 2 < int4.MIN_HALF:
+        return linear_dequantized(x, weight, bias, _product)
+    out = _int4_tiles.multiply(rows, weight, bias, _int4_tiles.config_of(x.dtype))
+    return out.view(*x.shape[:-1], weight.shape[-2])
+
+
+@ops.linear_codebook4.impl(BACKEND)
+def linear_codebook4(x: Tensor, weight: ops.Codebook4Weight, bias: Tensor | None = None) -> Tensor:
+    return linear_dequantized(x, weight, bias, _product)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    out.copy_(few_rows.multiply(x, weight, bias, LINEAR, LINEAR_ROWS))
 
 
 # Their definitions call the norm, which is computed row by row, and the matmul above.

@@ -49,6 +49,7 @@ class GgufArchitecture:
     tensors: Names
     row_orders: Mapping[str, RowOrder] = field(default_factory=dict)  # by llama.cpp's name
     joined: tuple[JoinedTensor, ...] = ()
+    expanded: frozenset[str] = frozenset()  # linears that never stay packed: the model changes their values
     copies: frozenset[str] = frozenset()  # tensors that repeat another one and are not loaded
     has_norms_plus_one: bool = False  # norms hold 1 + weight, where transformers has the weight
     options: frozenset[str] = frozenset()  # the keys of gguf_fields.OPTIONS that config_fields reads

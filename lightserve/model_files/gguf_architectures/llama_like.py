@@ -147,6 +147,7 @@ _BAICHUAN = replace(
     config_fields=baichuan_fields,
     tensors=_WITHOUT_QKV,
     joined=(_W_PACK,),
+    expanded=frozenset({"output"}),  # Baichuan 2 divides the rows of its head by their length
 )
 _QWEN2 = GgufArchitecture("qwen2", "Qwen2ForCausalLM", rotary_decoder_fields, names.LAYERS, names.LLAMA)
 _SEED_OSS = replace(

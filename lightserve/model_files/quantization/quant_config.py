@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from lightserve.errors import ModelFilesError
 
@@ -18,6 +18,8 @@ class Scheme:
     There is a subclass for each format. ``common/quantization`` has a ``WeightFormat`` for it, which reads the tensors.
     """
 
+    is_stored: ClassVar[bool] = True  # False: the checkpoint has floats, which are quantised while they are loaded
+
 
 class QuantConfig(ABC):
     """The schemes of a model's linears."""
@@ -26,13 +28,32 @@ class QuantConfig(ABC):
     def scheme_of(self, module: str) -> Scheme | None:
         """The scheme of a linear by its name in the checkpoint; None: its weight is stored as plain floats."""
 
+    def check_modules(self, modules: Iterable[str]) -> None:  # noqa: B027  most formats name no modules
+        """Raises ModelFilesError if the config names something that is not among the modules of the model."""
+
+    def tensor_name(self, name: str) -> str:
+        """The name of a checkpoint tensor for the ``WeightFormat`` that reads it. Some tensors have several names."""
+        return name
+
     @abstractmethod
     def __str__(self) -> str:
         """A few words for the operator: "awq, 4 bits, groups of 128"."""
 
 
 # By ``quant_method`` of config.json: from its ``quantization_config``. A parser refuses values that are not supported.
-PARSERS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {}
+Parser = Callable[[Mapping[str, Any]], QuantConfig]
+PARSERS: dict[str, Parser] = {}
+P = TypeVar("P", bound=Parser)
+
+
+def parses(quant_method: str) -> Callable[[P], P]:
+    """Register the parser of a ``quant_method``."""
+
+    def register(parser: P) -> P:
+        PARSERS[quant_method] = parser
+        return parser
+
+    return register
 
 
 def read_quant_config(table: Mapping[str, Any]) -> QuantConfig:

@@ -14,7 +14,7 @@ from lightserve.common.basemodel.layer_weights.linears import Block, ReplicatedW
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
 from lightserve.common.basemodel.moe import MoeSpec
 from lightserve.common.basemodel.spec import LayerSpec
-from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.checkpoint.piece import Piece, StoredSize
 from lightserve.common.parallel import Parallel
 from lightserve.common.quantization import ExpertsSpec
 from lightserve.errors import ModelFilesError, ServerError
@@ -60,6 +60,9 @@ class ExpertsWeight(Weight):
 
     def kernel_key(self) -> Hashable:
         return type(self), self.method.kernel_key()
+
+    def stored_size(self) -> StoredSize:
+        return self.method.stored_size()
 
     def process_weights_after_loading(self) -> None:
         self.method.process_weights_after_loading()

@@ -80,7 +80,13 @@ class GatedFfnWeight(DenseFfnWeight):
         self._init_down(spec, context)
 
     def forward(self, x: Tensor, is_padding: Tensor | None) -> Tensor:
+        if self._fuses_down:
+            return self.down_proj.silu_and_mul_mm(self.gate_up_proj.mm(x))
         return self._down(self._gated(x))
+
+    @property
+    def _fuses_down(self) -> bool:
+        return self._is_silu and self.down_norm is None and self.down_proj.method.fuses_silu_and_mul
 
     def partial_forward(self, x: Tensor) -> Tensor:
         """This rank's part of ``forward``, for a caller that sums over the ranks."""
@@ -92,6 +98,9 @@ class GatedFfnWeight(DenseFfnWeight):
     def add_norm_forward(
         self, x: Tensor, residual: Tensor, norm: NormWeight, is_padding: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        if self._fuses_down:
+            gate_up, residual = self.gate_up_proj.add_norm_mm(x, residual, norm)
+            return self.down_proj.silu_and_mul_mm(gate_up), residual
         if self._is_silu:
             gated, residual = self.gate_up_proj.add_norm_gate_up(x, residual, norm)
         else:

@@ -11,7 +11,7 @@ from lightserve.common import ops
 from lightserve.common.basemodel.layer_weights.norms import NormWeight
 from lightserve.common.basemodel.layer_weights.row_map import RowMap
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
-from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.checkpoint.piece import Piece, StoredSize
 from lightserve.common.parallel import RankGroup
 from lightserve.common.quantization import LinearPart, LinearSpec
 
@@ -25,6 +25,9 @@ class LinearWeight(Weight):
 
     def kernel_key(self) -> Hashable:
         return type(self), self.method.kernel_key()
+
+    def stored_size(self) -> StoredSize:
+        return self.method.stored_size()
 
     def process_weights_after_loading(self) -> None:
         self.method.process_weights_after_loading()
@@ -139,6 +142,10 @@ class RowWeight(LinearWeight):
     def mm(self, x: Tensor) -> Tensor:
         """The complete output, summed over the ranks."""
         return self._tp.all_reduce(self.method.mm(x))
+
+    def silu_and_mul_mm(self, gate_up: Tensor) -> Tensor:
+        """``mm`` of the gated SiLU of ``gate_up``, if the method fuses it."""
+        return self._tp.all_reduce(self.method.silu_and_mul_mm(gate_up))
 
     def partial_mm(self, x: Tensor) -> Tensor:
         """This rank's part of the sum, for a caller that adds several such parts before it sums over the ranks."""

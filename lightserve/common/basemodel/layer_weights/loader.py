@@ -19,6 +19,7 @@ from lightserve.utils.logger import init_logger
 logger = init_logger(__name__)
 
 SHOWN = 8  # names in a message; a wrong config misses hundreds
+KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale")  # for a KV cache in 8 bits
 DUMMY_STD = 0.02  # as models are initialised: activations stay finite through any number of layers
 
 
@@ -38,8 +39,9 @@ def load_weights(layers: Sequence[LayerWeight], checkpoint: Iterable[CheckpointT
                 unused[name] = file
     _check_none_is_missing(wanted)
     _check_no_layer_is_unused(unused, used, num_layers)
-    if unused:
-        logger.warning("the checkpoint has tensors that are not used: %s", _listed(_with_files(unused)))
+    unknown = {name: file for name, file in unused.items() if name.rpartition(".")[2] not in KV_SCALES}
+    if unknown:
+        logger.warning("the checkpoint has tensors that are not used: %s", _listed(_with_files(unknown)))
     for layer in layers:
         layer.process_weights_after_loading()
 
@@ -106,7 +108,7 @@ def _fill(piece: Piece, tensor: torch.Tensor, file: str, upload: Upload) -> None
 
 
 def _check(piece: Piece, tensor: torch.Tensor, file: str) -> None:
-    if tuple(tensor.shape) != piece.shape:
+    if not piece.has_shape(tuple(tensor.shape)):
         raise CheckpointError(
             f"{file}: {piece.name} has shape {tuple(tensor.shape)}, but config.json needs {piece.shape}; "
             "fetch the checkpoint and the config.json of the same model"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.checkpoint.piece import Piece, StoredSize, size_of_pieces, total_size
 from lightserve.common.parallel import Parallel, RankGroup
 from lightserve.common.quantization import (
     ExpertsMethod,
@@ -64,6 +64,9 @@ class Weight(ABC):
         """Equal for weights that launch the same kernels."""
         return (type(self), *(piece.shape for piece in self.pieces()))
 
+    def stored_size(self) -> StoredSize:
+        return size_of_pieces(self.pieces())
+
     def process_weights_after_loading(self) -> None:  # noqa: B027  most need nothing
         """Called once all pieces are filled."""
 
@@ -78,6 +81,9 @@ class WeightGroup:
     def kernel_key(self) -> Hashable:
         """Equal for groups that launch the same kernels."""
         return (type(self), *(member.kernel_key() for member in self._members()))
+
+    def stored_size(self) -> StoredSize:
+        return total_size(member.stored_size() for member in self._members())
 
     def process_weights_after_loading(self) -> None:
         for member in self._members():

@@ -1,0 +1,47 @@
+"""Weights that are stored in few bits and kept as floats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.quantization.linear_method import LinearPart, LinearSpec
+from lightserve.common.quantization.unquantized import UnquantizedLinear, slicer
+from lightserve.common.quantization.weight_format import RawLinear, WeightFormat
+
+DUMMY_STD = 0.02
+
+
+class DequantizedLinear(UnquantizedLinear):
+    """For weights that an op reads itself, such as the latent expansion of DeepSeek's attention."""
+
+    def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device, weight_format: WeightFormat) -> None:
+        super().__init__(spec, dtype, device)
+        self._format = weight_format
+
+    def pieces(self) -> Iterator[Piece]:
+        begin = 0
+        for part in self._spec.parts:
+            own = slice(begin, begin + part.num_rows - part.padding)
+            yield from self._weight_pieces(part, own)
+            if self._spec.has_bias:
+                bias = None if self.bias is None else self.bias[own]
+                yield Piece(f"{part.prefix}.bias", (part.out_size,), bias, slicer(part.rows))
+            begin = own.stop + part.padding
+
+    def _weight_pieces(self, part: LinearPart, own: slice) -> Iterator[Piece]:
+        def store(raw: Mapping[str, Tensor]) -> None:
+            whole = self._format.convert(raw).dequantize()
+            self.weight[own] = whole[:, self._spec.columns][part.rows].to(self.weight.dtype)
+
+        def fill_dummy(generator: torch.Generator) -> None:
+            self.weight[own].normal_(std=DUMMY_STD, generator=generator)
+
+        raw_tensors = self._format.raw_tensors(part.out_size, self._spec.in_size)
+        consumer = RawLinear(part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
+        for suffix, raw in raw_tensors.items():
+            name, shapes = f"{part.prefix}.{suffix}", raw.other_shapes
+            yield Piece(name, raw.shape, None, dtypes=raw.dtypes, consumer=consumer, other_shapes=shapes)

@@ -1,0 +1,133 @@
+"""Products with 4-bit weights, by the kernels for few, more and many rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightserve.common import ops
+from lightserve.common.triton_kernel import _int4_tiles, dequantize, linear_int4
+from test.ops.cases import (
+    assert_close,
+    codebook4_weight,
+    device_of,
+    each_backend_and_dtype,
+    int4_weight,
+    randn,
+    strided,
+    wide,
+)
+
+MEAN = 1 / 4  # of the inputs: offsets of groups must show
+
+
+@each_backend_and_dtype(ops.linear_int4)
+@pytest.mark.parametrize(
+    ("rows", "shape", "group"),
+    [
+        (1, (40, 256), 128),
+        (3, (17, 96), 32),
+        (9, (33, 192), 64),
+        (40, (20, 128), 128),
+        (130, (20, 64), 32),
+        (5, (20, 48), 16),
+    ],
+)
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_linear_int4_matches_its_definition(
+    backend: str, dtype: torch.dtype, rows: int, shape: tuple[int, int], group: int, has_offsets: bool
+) -> None:
+    out_size, in_size = shape
+    x = strided(randn(rows, in_size, dtype=dtype, device=device_of(backend)) + MEAN)
+    weight = int4_weight(out_size, in_size, group, device_of(backend), has_offsets)
+    bias = randn(out_size, dtype=dtype, device=device_of(backend), seed=2) if has_offsets else None
+
+    out = ops.linear_int4.impls[backend](x, weight, bias)
+
+    assert_close(out, wide(x) @ weight.dequantize().T + (0 if bias is None else wide(bias)), dtype)
+
+
+@pytest.mark.parametrize("config", [linear_int4.FEW_ROWS, linear_int4.MORE_ROWS], ids=["few", "more"])
+@pytest.mark.parametrize("groups", [1, 5, 9])
+def test_tiles_may_be_larger_than_what_is_left_of_a_row(config: linear_int4.Config, groups: int) -> None:
+    x = randn(2, groups * 32, device=device_of("triton"))
+    weight = int4_weight(18, groups * 32, 32, device_of("triton"), has_offsets=True)
+
+    out = linear_int4.multiply(x, weight, None, config)
+
+    assert_close(out, x @ weight.dequantize().T, torch.float32)
+
+
+def test_weights_may_be_rows_of_a_larger_one() -> None:
+    x = randn(2, 64, device=device_of("triton"))
+    weight = int4_weight(40, 128, 32, device_of("triton"), has_offsets=True).rows(slice(3, 30)).columns(slice(64, 128))
+
+    out = ops.linear_int4.impls["triton"](x, weight)
+
+    assert_close(out, x @ weight.dequantize().T, torch.float32)
+
+
+@pytest.mark.parametrize("has_offsets", [False, True])
+@pytest.mark.parametrize("group", [64, 128])
+def test_inputs_that_fp8_holds_are_multiplied_exactly(group: int, has_offsets: bool) -> None:
+    """The interpreter rounds some others wrongly: it loses the carry from the mantissa to the exponent."""
+    codes = (randn(70, 256, device=device_of("triton")) * 30 + 10).to(torch.float8_e4m3fn)
+    x = ops.in_groups(codes.float(), group)
+    x[..., 0] = 448
+    x = (x.flatten(1) / 256).half()
+    weight = int4_weight(40, 256, group, device_of("triton"), has_offsets)
+
+    out = _int4_tiles.multiply_fp8(x, weight, None, _int4_tiles.FP8)
+
+    assert_close(out, wide(x) @ weight.dequantize().T, torch.float16)
+
+
+def test_the_constant_for_rounded_inputs_selects_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = randn(40, 128, dtype=torch.float16, device=device_of("triton"))
+    weight = int4_weight(40, 128, 128, device_of("triton"))
+    exact = ops.linear_int4.impls["triton"](x, weight)
+
+    monkeypatch.setattr(linear_int4, "ROUNDS_INPUT", True)
+    rounded = ops.linear_int4.impls["triton"](x, weight)
+
+    assert 0 < (rounded - exact).abs().max() < 0.1 * exact.abs().max()
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_weight_is_dequantised_part_by_part(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(dequantize, "SCRATCH_BYTES", 0)
+    x = randn(rows, 64, device=device_of("triton"))
+    weight = int4_weight(300, 64, 32, device_of("triton"), has_offsets=True)
+    bias = randn(300, device=device_of("triton"), seed=2)
+
+    out = dequantize.linear_dequantized(x, weight, bias)
+
+    assert_close(out, x @ weight.dequantize().T + bias, torch.float32)
+
+
+@each_backend_and_dtype(ops.linear_codebook4)
+@pytest.mark.parametrize(("rows", "out_size", "in_size"), [(1, 40, 128), (3, 17, 64), (70, 33, 192)])
+def test_linear_codebook4_matches_its_definition(
+    backend: str, dtype: torch.dtype, rows: int, out_size: int, in_size: int
+) -> None:
+    x = strided(randn(rows, in_size, dtype=dtype, device=device_of(backend)))
+    weight = codebook4_weight(out_size, in_size, device_of(backend))
+
+    out = ops.linear_codebook4.impls[backend](x, weight)
+
+    assert_close(out, wide(x) @ weight.dequantize().T, dtype)
+
+
+@pytest.mark.parametrize("name", ["linear_int4", "linear_codebook4"])
+def test_a_row_is_the_same_in_every_batch(name: str) -> None:
+    x = randn(70, 128, device=device_of("triton"))
+    weight = (
+        int4_weight(20, 128, 64, device_of("triton"), has_offsets=True)
+        if name == "linear_int4"
+        else codebook4_weight(20, 128, device_of("triton"))
+    )
+    linear = ops.OPS[name].impls[ops.batch_invariant("triton")]
+
+    alone = torch.cat([linear(x[row : row + 1], weight) for row in (0, 1, 69)])
+
+    assert torch.equal(alone, linear(x, weight)[[0, 1, 69]])
