@@ -305,6 +305,12 @@ def _linear_int8_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return x, eight_bit_weight(40, 48, torch.int8, device), randn(40, dtype=dtype, device=device, seed=1)
 
 
+def _linear_mxfp4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    weight = ops.Mxfp4Weight.empty((40, 96), 32, torch.device(device))
+    weight.randomize_(torch.Generator(device).manual_seed(2), 0.1)
+    return randn(tokens, 96, dtype=dtype, device=device), weight, randn(40, dtype=dtype, device=device, seed=1)
+
+
 def _linear_fp8_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return randn(tokens, 48, dtype=dtype, device=device), eight_bit_weight(40, 48, torch.float8_e4m3fn, device)
 
@@ -337,6 +343,17 @@ def codebook4_weight(out_size: int, in_size: int, device: str) -> ops.Codebook4W
     numbers = int4_weight(out_size, in_size, 64, device)
     codebook = randn(16, device=device, seed=6) * 4
     return ops.Codebook4Weight(codes=numbers.codes, scales=numbers.scales, codebook=codebook)
+
+
+def mxfp4_weight(out_size: int, in_size: int, device: str) -> ops.Mxfp4Weight:
+    weight = ops.Mxfp4Weight.empty((out_size, in_size), 32, torch.device(device))
+    weight.randomize_(torch.Generator(device).manual_seed(0), in_size**-0.5)
+    weight.scales.add_(torch.arange(out_size, device=device)[:, None] % 3)
+    return weight
+
+
+def _linear_mxfp4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return randn(tokens, 64, dtype=dtype, device=device), mxfp4_weight(40, 64, device)
 
 
 def _linear_int4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
@@ -490,6 +507,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "linear_float32": _linear_args,
     "linear_fp8": _linear_fp8_args,
     "linear_int8": _linear_int8_args,
+    "linear_mxfp4": _linear_mxfp4_args,
     "linear_quantized_rows": _linear_quantized_rows_args,
     "linear_int4": _linear_int4_args,
     "mask_logits": _mask_args,

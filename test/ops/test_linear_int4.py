@@ -12,12 +12,15 @@ from test.ops.cases import (
     codebook4_weight,
     device_of,
     each_backend_and_dtype,
+    each_op_backend_and_dtype,
     int4_weight,
+    mxfp4_weight,
     randn,
     strided,
     wide,
 )
 
+WITH_TABLES = {"linear_codebook4": codebook4_weight, "linear_mxfp4": mxfp4_weight}
 MEAN = 1 / 4  # of the inputs: offsets of groups must show
 
 
@@ -105,15 +108,15 @@ def test_a_weight_is_dequantised_part_by_part(monkeypatch: pytest.MonkeyPatch, r
     assert_close(out, x @ weight.dequantize().T + bias, torch.float32)
 
 
-@each_backend_and_dtype(ops.linear_codebook4)
-@pytest.mark.parametrize(("rows", "out_size", "in_size"), [(1, 40, 128), (3, 17, 64), (70, 33, 192)])
-def test_linear_codebook4_matches_its_definition(
-    backend: str, dtype: torch.dtype, rows: int, out_size: int, in_size: int
+@each_op_backend_and_dtype("linear_codebook4", "linear_mxfp4")
+@pytest.mark.parametrize(("rows", "shape"), [(3, (17, 64)), (70, (33, 192))])
+def test_products_with_tables_of_numbers_match_their_definitions(
+    name: str, backend: str, dtype: torch.dtype, rows: int, shape: tuple[int, int]
 ) -> None:
-    x = strided(randn(rows, in_size, dtype=dtype, device=device_of(backend)))
-    weight = codebook4_weight(out_size, in_size, device_of(backend))
+    x = strided(randn(rows, shape[1], dtype=dtype, device=device_of(backend)))
+    weight = WITH_TABLES[name](*shape, device_of(backend))
 
-    out = ops.linear_codebook4.impls[backend](x, weight)
+    out = ops.OPS[name].impls[backend](x, weight)
 
     assert_close(out, wide(x) @ weight.dequantize().T, dtype)
 

@@ -44,6 +44,11 @@ def linear_codebook4(x: Tensor, weight: ops.Codebook4Weight, bias: Tensor | None
     return linear_dequantized(x, weight, bias, _product)
 
 
+@ops.linear_mxfp4.impl(BACKEND)
+def linear_mxfp4(x: Tensor, weight: ops.Mxfp4Weight, bias: Tensor | None = None) -> Tensor:
+    return linear_dequantized(x, weight, bias, _product)
+
+
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     out.copy_(few_rows.multiply(x, weight, bias, LINEAR, LINEAR_ROWS))
 
@@ -55,13 +60,13 @@ for _op in (ops.add_rms_norm_linear, ops.add_rms_norm_gate_up):
 
 @ops.context_attention.impl(BACKEND)
 def context_attention(
-    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
+    q: Tensor, kv: Tensor, kv_cache: ops.KvCache, batch: ops.AttnBatch, options: ops.AttnOptions
 ) -> Tensor:
     return attend_in_order(q, kv_cache, batch, options)
 
 
 @ops.token_attention.impl(BACKEND)
-def token_attention(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
+def token_attention(q: Tensor, kv_cache: ops.KvCache, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
     return attend_in_order(q, kv_cache, batch, options)
 
 
