@@ -78,8 +78,9 @@ class FreedSlotsHoldNan:
         self._llm = llm
         self._launch = llm.worker.launch
         memory = llm.worker.model.mem_manager
-        pairs = zip(memory.buffers, memory.layout.groups, strict=True)
-        self._buffers = [buffer for buffer, group in pairs if group.window is not None]
+        groups = enumerate(memory.layout.groups)
+        windowed = [i for i, group in groups if group.window is not None]
+        self._buffers = [memory.scale_buffers.get(i, memory.buffers[i]) for i in windowed]  # integers have no NaN
         self._free = torch.arange(memory.windowed_size or 0)
         llm.worker.launch = self.launch  # type: ignore[method-assign]
 
@@ -125,6 +126,14 @@ def test_text_is_the_same_with_one_pool_and_with_two(model_dir: str) -> None:
     assert found == expected
     assert tokens_of(two, turns) == tokens_of(one, turns)
     assert tokens_of(two, cut) == tokens_of(one, cut)
+    assert_idle(two)
+
+
+def test_text_is_the_same_with_quantised_kv_in_one_pool_and_in_two(model_dir: str) -> None:
+    one, two = make(model_dir, 0, kv_dtype="int8"), make(model_dir, 300, kv_dtype="int8")
+    prompts = [prompt(200), prompt(200)[:150] + prompt(20, seed=1)]
+
+    assert tokens_of(two, prompts) == tokens_of(one, prompts)
     assert_idle(two)
 
 
