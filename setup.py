@@ -12,6 +12,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["lightserve", "lightserve.*"]),
+    package_data={
+        "lightserve.benchmark": ["perplexity.txt"],
+        "lightserve.httpserver.web": ["chat/*", "docs/*"],
+    },
     install_requires=[
         "fastapi>=0.115",
         "gguf>=0.17",
@@ -37,6 +41,7 @@ setup(
             "accelerate",
             "aiohttp",
             "anthropic",
+            "axe-core-python",
             "hypothesis",
             "jsonschema-rs",
             "matplotlib",
@@ -46,6 +51,7 @@ setup(
             "pytest-xdist",
             "ruff",
             "schemathesis",
+            "selenium",
             "transformers>=5.17",
             "triton>=3.6",
         ],

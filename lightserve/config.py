@@ -13,6 +13,7 @@ from lightserve.utils.cpu import available_cores
 Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
 DataType = Literal["auto", "float32", "float16", "bfloat16"]
+KvDtype = Literal["auto", "none", "fp8", "int8"]
 Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
 
 # One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
@@ -50,6 +51,12 @@ class WorkerConfig:
         "data type of weights and KV; auto: float32 on a CPU; on a GPU float16 for a float16 model, else bfloat16",
         "dtype",
     )
+    kv_dtype: KvDtype = option(
+        "auto",
+        "how the KV cache is stored: fp8 (e4m3) or int8 halve its size; none: as --data_type; auto: fp8 if the "
+        "checkpoint was quantised for it, else none",
+        "kv_cache_dtype",
+    )
     quantization: Quantization | None = option(
         None,
         "quantise float weights while they are loaded: fp8, int8, or w4 (4 bits, groups of 32); "
@@ -83,7 +90,11 @@ class WorkerConfig:
     )
 
     def __post_init__(self) -> None:
-        choices_of = {"load_format": get_args(LoadFormat), "data_type": get_args(DataType)}
+        choices_of = {
+            "load_format": get_args(LoadFormat),
+            "data_type": get_args(DataType),
+            "kv_dtype": get_args(KvDtype),
+        }
         if self.quantization is not None:
             choices_of["quantization"] = get_args(Quantization)
         for name, choices in choices_of.items():
@@ -177,6 +188,8 @@ class HttpConfig:
         "auto", "format of reasoning: qwen3, deepseek_r1, or two tags as BEGIN,END; auto: detect from the chat template"
     )
     use_tgi_api: bool = option(False, "treat an ambiguous body on /generate as TGI's, not as LightLLM's")
+    root_path: str = option("", "path of the server behind a reverse proxy, such as /llm; the proxy may remove it")
+    no_web: bool = option(False, "serve no chat page: GET / is text for browsers too")
     allowed_origins: list[str] = option([], "web origins that may call the server (CORS); *: all")
     max_body_bytes: int = option(16 * 2**20, "maximum bytes of a request body; a larger one gets status 413")
     max_choices: int = option(128, "maximum choices of one request: prompts times n")
@@ -194,6 +207,8 @@ class HttpConfig:
             raise ServerError("model_name: a name must not be empty")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ServerError("--ssl_keyfile and --ssl_ca_certs need --ssl_certfile")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ServerError(f"root_path={self.root_path!r}: must begin with / and must not end with it, as /llm")
         if not 0 <= self.port < 65536:
             raise ServerError(f"port={self.port}: must be between 0 and 65535")
         _ = self.template_variables

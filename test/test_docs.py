@@ -140,7 +140,7 @@ def test_other_names_in_the_readme_set_the_same_flag() -> None:
 
     assert len(names) > 5
     for name, other in names:
-        value = "float16" if name == "data_type" else "1"
+        value = {"data_type": "float16", "kv_dtype": "fp8"}.get(name, "1")
         assert str(value_of(parse_server([other, value]), name)).lstrip("['").startswith(value), other
 
 

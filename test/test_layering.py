@@ -106,6 +106,7 @@ LAYERS: dict[str, set[str]] = {
         "model_files",
         "utils",
     },
+    "httpserver.web": HTTP_GROUND,
     "httpserver": {"config", "io_struct", "model_files", "utils"},
     "server": {*GROUND, "model_files", "models.registry"},
     "simulate": {*GROUND, "router"},

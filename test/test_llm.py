@@ -240,6 +240,7 @@ def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, Any]) -> N
         ({"model_dir": "/no/such/folder"}, ModelFilesError, "/no/such/folder"),
         ({"max_req_total_len": 9000}, ServerError, "supports 8192"),
         ({"data_type": "float8"}, ServerError, "float32, float16, bfloat16"),
+        ({"kv_dtype": "int4"}, ServerError, "kv_dtype='int4': must be one of auto, none, fp8, int8"),
         ({"device": "tpu"}, ServerError, "'tpu' is not supported"),
         ({"tp": 2}, ServerError, "single rank"),
         ({"running_max_req_size": 0}, ServerError, "at least 1"),

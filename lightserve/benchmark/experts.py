@@ -1,12 +1,14 @@
 """How long the experts of a layer take, part by part, beside the least time for the memory that they read.
 
     python -m lightserve.benchmark.experts [--models qwen3-30b-a3b] [--tokens 1 64 4096] [--configs]
+    python -m lightserve.benchmark.experts --weights fp8 int4 [--configs]
 
 Every call has other random experts, so that it finds none of them in the cache. The parts and the whole are replayed as
 CUDA graphs; "eager" is the whole, launched from Python. "prototype" is what a prototype needed for gate and up, and for
 down, on an H200 (bfloat16). --configs times each product with each configuration of tiles and with the grouped matmul:
-the rules in triton_kernel/experts.py follow from that table. On a CPU (--device cpu) the shape is tiny, to try the
-program.
+the rules in triton_kernel/experts.py follow from that table. --weights takes quantised weights; with --configs, their
+products are timed with tiles for triton_kernel/_quantized_expert_linear.py. On a CPU (--device cpu) the shape is tiny,
+to try the program.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import product
+from math import gcd
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightserve.benchmark.ceilings import Call, Ceilings, eager_seconds_per_call, measure_ceilings, seconds_per_call
@@ -49,6 +53,17 @@ CONFIGS = (
     (128, 256, 128, 8, 3),
     (256, 128, 128, 8, 3),
 )
+# Kinds of quantised weights, and the most inputs of each scale; None: one scale per row.
+WEIGHTS: dict[str, tuple[type[ops.QuantizedWeight], int | None]] = {
+    "fp8": (ops.Fp8Weight, None),
+    "fp8-block": (ops.Fp8Weight, 128),
+    "int8": (ops.Int8Weight, None),
+    "int4": (ops.Int4Weight, 128),
+    "int4-32": (ops.Int4Weight, 32),
+    "mxfp4": (ops.Mxfp4Weight, 32),
+}
+# Tiles of quantised weights to compare: rows of the weight, inputs, warps, stages.
+QUANTIZED_TILES = tuple(product((32, 64, 128), (64, 128, 256), (4, 8), (3, 4)))
 ROUTINGS = 8  # different choices of experts that the calls rotate over
 
 
@@ -81,27 +96,28 @@ SHAPES = {
         8, 2, 4096, 14336, {1: (113, None), 16: (424, None), 64: (436, None), 256: (488, None), 4096: (3101, None)}
     ),
     "deepseek-v2-lite": Shape(64, 6, 2048, 1408, {}),
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880, {}),
 }
-TINY = {"tiny": Shape(6, 2, 64, 48, {})}
+TINY = {"tiny": Shape(6, 2, 128, 128, {})}
 
 
 class Layer:
     """Random experts, and random choices of them."""
 
-    def __init__(self, shape: Shape, tokens: int, factory: InputFactory) -> None:
+    def __init__(self, shape: Shape, tokens: int, factory: InputFactory, weights: str | None = None) -> None:
         self.shape = shape
         self.x = factory.randn(tokens, shape.hidden)
         self.logits = [factory.randn(tokens, shape.experts) for _ in range(ROUTINGS)]
         self.spec = ops.RouteSpec(shape.top_k, renormalize=True)
         self.routings = [ops.route(logits, self.spec) for logits in self.logits]
-        w13 = factory.randn(shape.experts, 2 * shape.width, shape.hidden).mul_(shape.hidden**-0.5)
-        w2 = factory.randn(shape.experts, shape.hidden, shape.width).mul_(shape.width**-0.5)
-        self.params = ops.ExpertsParams(w13, w2)
+        shapes = (shape.experts, 2 * shape.width, shape.hidden), (shape.experts, shape.hidden, shape.width)
+        self.params = ops.ExpertsParams(*(_weight(factory, weights, size) for size in shapes))
 
     def num_bytes(self, item: int) -> float:
         """That one call reads and writes at least, on average: the weights of its experts, and the tokens."""
         used = sum(len(set(ids.flatten().tolist())) for ids, _ in self.routings) / ROUTINGS
-        return item * (used * 3 * self.shape.width * self.shape.hidden + 2 * self.x.numel())
+        stored = self.params.w13.nbytes + self.params.w2.nbytes
+        return used / self.shape.experts * stored + 2 * item * self.x.numel()
 
     def flops(self) -> float:
         return 6.0 * len(self.x) * self.shape.top_k * self.shape.width * self.shape.hidden
@@ -111,6 +127,16 @@ class Layer:
 
     def route_calls(self) -> list[Call]:
         return [partial(ops.route, logits, self.spec) for logits in self.logits]
+
+
+def _weight(factory: InputFactory, weights: str | None, shape: tuple[int, ...]) -> Tensor | ops.QuantizedWeight:
+    if weights is None:
+        return factory.randn(*shape).mul_(shape[-1] ** -0.5)
+    kind, group = WEIGHTS[weights]
+    group = shape[-1] if group is None else gcd(group, shape[-1])
+    weight = kind.empty(shape, group, factory.device)
+    weight.randomize_(torch.Generator(factory.device).manual_seed(0), shape[-1] ** -0.5)
+    return weight
 
 
 def table_row(name: str, layer: Layer, ceilings: Ceilings) -> str:
@@ -157,6 +183,20 @@ def config_rows(name: str, layer: Layer) -> Iterator[str]:
         yield f"{name:18} {len(layer.x):6} {label:34} {times}"
 
 
+def tile_rows(name: str, layer: Layer) -> Iterator[str]:
+    """Each product over quantised weights with each tile, for the blocks of pairs that the rules choose."""
+    from lightserve.common.triton_kernel import _quantized_expert_linear as kernels, experts
+
+    for values in QUANTIZED_TILES:
+        block_m = experts.plan_of(layer.x, layer.routings[0][0], layer.params).config.block_m
+        if values[0] * block_m > 128 * 128:
+            continue
+        kernels.TILES[block_m] = kernels.Tile(*values)
+        parts = parts_of(layer)
+        times = " ".join(f"{seconds_per_call(parts[part], layer.x.device) * 1e6:9.1f}" for part in ("gate_up", "down"))
+        yield f"{name:18} {len(layer.x):6} {block_m} pairs, {' '.join(map(str, values)):20} {times}"
+
+
 def plans_of(layer: Layer) -> dict[str, Callable[[Tensor], Any]]:
     """The plans that are worth a try for this number of tokens, by name: from the ids to the plan."""
     from lightserve.common.triton_kernel import experts as kernels
@@ -188,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", help="cpu or cuda; omitted: the best one here")
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, help="kinds of quantised weights")
     parser.add_argument("--configs", action="store_true", help="each product with each configuration")
     args = parser.parse_args(argv)
     kind = pick_device(args.device)
@@ -204,9 +245,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         columns = [f"{'experts':18} {'tokens':>6} {'us':>9} {'eager':>9} {'least':>9} {'of most':>7}"]
         columns += [f"{column:>8}" for column in ("TFLOP/s", "route", "sort", "gate_up", "down", "sum")]
         print(*columns, "  prototype")
-    for (name, shape), tokens in product(shapes.items(), args.tokens):
-        layer = Layer(shape, tokens, InputFactory(device, dtype))
-        rows = config_rows(name, layer) if args.configs else [table_row(name, layer, ceilings)]
+    for (name, shape), weights, tokens in product(shapes.items(), args.weights or [None], args.tokens):
+        layer = Layer(shape, tokens, InputFactory(device, dtype), weights)
+        label = name if weights is None else f"{name} {weights}"
+        if args.configs:
+            rows = config_rows(label, layer) if weights is None else tile_rows(label, layer)
+        else:
+            rows = iter([table_row(label, layer, ceilings)])
         for row in rows:
             print(row, flush=True)
 

@@ -159,8 +159,9 @@ def elementwise_cases(shape: Shape, item: int) -> Iterator[Case]:
         yield Case("write_kv", load, kv, ops.write_kv, ops.write_kv.impls[ops.REFERENCE], 2 * kv_bytes)
 
 
-def attention_cases(shape: Shape, item: int) -> Iterator[Case]:
-    kv_token = 2 * shape.kv_heads * shape.dim * item
+def attention_cases(shape: Shape, item: int, kv_item: float | None = None) -> Iterator[Case]:
+    """``item``: bytes of a number; ``kv_item``: of one in the cache, if others."""
+    kv_token = 2 * shape.kv_heads * shape.dim * (item if kv_item is None else kv_item)
     q_token = shape.heads * shape.dim * item
     context = sum(shape.context)
     for batch in shape.batches:
@@ -179,7 +180,7 @@ def attention_cases(shape: Shape, item: int) -> Iterator[Case]:
         yield Case("context_attention", load, prompt, ops.context_attention, call, num_bytes, flops, twin)
 
 
-def shared_prefix_cases(shape: Shape, kv_token: int, q_token: int) -> Iterator[Case]:
+def shared_prefix_cases(shape: Shape, kv_token: float, q_token: int) -> Iterator[Case]:
     """With and without the hint that a prefix is shared."""
     batch, prefix, own = shape.shared
     flops = 4.0 * shape.heads * shape.dim * batch * (prefix + own)

@@ -14,6 +14,7 @@ from functools import partial
 
 from lightserve.benchmark.ceilings import Ceilings, measure_ceilings, seconds_per_call
 from lightserve.benchmark.kernel_cases import LLAMA3_8B, TINY, Case, InputFactory, Inputs, cases_of
+from lightserve.benchmark.kv_dtype_cases import kv_dtype_cases
 from lightserve.common.device import pick_device
 from lightserve.errors import ServerError
 
@@ -50,7 +51,8 @@ def main(argv: list[str] | None = None) -> None:
     device, dtype = kind.torch_device(0), kind.dtypes[0]
     kind.bind(device)
     ceilings = measure_ceilings(device, dtype)
-    cases = cases_of(TINY if kind.name == "cpu" else LLAMA3_8B, dtype)
+    shape = TINY if kind.name == "cpu" else LLAMA3_8B
+    cases = [*cases_of(shape, dtype), *kv_dtype_cases(shape, dtype.itemsize)]
     print(f"{str(dtype).removeprefix('torch.')} on {kind.name}; {ceilings}")
     print(f"{'op':20} {'rows or requests':>16} {'us':>10} {'reached':>16} {'of most':>7} {'torch us':>10}")
     for case in cases:

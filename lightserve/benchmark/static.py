@@ -27,6 +27,7 @@ from lightserve.benchmark.ceilings import Ceilings, measure_ceilings
 from lightserve.benchmark.model_cost import ModelCost, Work
 from lightserve.benchmark.step_profile import profile_steps
 from lightserve.common.device import pick_device
+from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
@@ -53,6 +54,16 @@ class Times:
     launch_s: float  # of it, until the worker has launched the step
 
 
+def _fill_with_noise(memory: MemoryManager) -> None:
+    for buffer in itertools.chain.from_iterable(group.unbind() for group in memory.buffers):
+        if buffer.dtype == torch.int8:
+            buffer.random_(-127, 128)
+        else:
+            buffer.copy_(torch.randn(buffer.shape, device=buffer.device) * KV_STD)
+    for scales in memory.scale_buffers.values():
+        scales.fill_(KV_STD / 64)
+
+
 class StaticBench:
     """Drives a worker with made-up requests, whose slots are plain ranges."""
 
@@ -61,8 +72,7 @@ class StaticBench:
         self.cost = ModelCost.of(worker.model)
         self._batch_max_tokens = batch_max_tokens or worker.step_limits.batch_max_tokens
         self._ids = itertools.count()
-        for layer in range(worker.model_config.num_layers):
-            worker.model.mem_manager.layer(layer).normal_(std=KV_STD)
+        _fill_with_noise(worker.model.mem_manager)
 
     def why_not(self, work: Work, steps: int = 0) -> str | None:
         """Why a load cannot run here; None: it can."""

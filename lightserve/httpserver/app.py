@@ -14,8 +14,10 @@ from lightserve.httpserver.generate import routes as generate_routes
 from lightserve.httpserver.ollama import errors as ollama_errors, routes as ollama_routes
 from lightserve.httpserver.openai import chat_routes, completions_routes
 from lightserve.httpserver.openai.responses import routes as responses_routes
+from lightserve.httpserver.web import routes as web_routes
 from lightserve.httpserver.wire.errors import OPENAPI_ERRORS, add_error_handlers
 from lightserve.httpserver.wire.middleware import RequestMiddleware
+from lightserve.httpserver.wire.route_path import RootPath
 
 # the framework tries routes in this order, so the most used come first
 ROUTE_MODULES = (
@@ -27,6 +29,7 @@ ROUTE_MODULES = (
     generate_routes,
     tokenize_routes,
     admin_routes,
+    web_routes,
 )
 # of the APIs whose errors are not in the default format
 ERROR_FORMATS = (anthropic_errors.ERROR_FORMAT, ollama_errors.ERROR_FORMAT)
@@ -36,6 +39,8 @@ def build_app(context: ServerContext) -> FastAPI:
     app = FastAPI(
         title="LightServe",
         version=__version__,
+        docs_url=None,  # of the framework, from a CDN; web/ has its own
+        redoc_url=None,
         redirect_slashes=False,  # a redirect would name the host that the client sends
     )
     _add_routes(app, context)
@@ -50,7 +55,7 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
     for route in routes:
         if isinstance(route, APIRoute):
             route.responses = OPENAPI_ERRORS | route.responses
-    app.router.routes[:0] = routes  # before the routes of /docs
+    app.router.routes[:0] = routes  # before the route of /openapi.json
 
 
 def _add_middleware(app: FastAPI, context: ServerContext) -> None:
@@ -60,6 +65,7 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
         api_keys=context.config.api_key,
         admin_keys=context.config.admin_key,
         error_formats=ERROR_FORMATS,
+        is_public=web_routes.is_public(has_chat=not context.config.no_web),
     )
     if context.config.allowed_origins:
         app.add_middleware(
@@ -69,3 +75,5 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
+    if context.config.root_path:
+        app.add_middleware(RootPath, root_path=context.config.root_path)

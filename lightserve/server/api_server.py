@@ -117,7 +117,7 @@ class Launcher:
         self._is_serving = True
         own = [StartupPhase("checks", started_s - begin_s), StartupPhase("total", time.monotonic() - begin_s)]
         phases = {child.role: child.phases for child in self._processes.children} | {"start": own}
-        print_text(banner(url, self._model, engine, self._config.http.num_processes, phases))
+        print_text(banner(url, self._model, engine, self._config.http, phases))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 
+from lightserve.config import HttpConfig
 from lightserve.io_struct import EngineReady, StartupPhase
 from lightserve.server.checks import ModelInfo
 
@@ -20,15 +21,16 @@ def print_text(text: str) -> None:
 
 
 def banner(
-    url: str, model: ModelInfo, engine: EngineReady, http_processes: int, phases: Mapping[str, Sequence[StartupPhase]]
+    url: str, model: ModelInfo, engine: EngineReady, http: HttpConfig, phases: Mapping[str, Sequence[StartupPhase]]
 ) -> str:
     """The text for a server that is ready. ``phases`` are the start-up times of each process."""
-    rows = {
+    rows = {} if http.no_web else {"chat page": f"{url}/"}
+    rows |= {
         "model": model.name,
         "computed as": " ".join((model.architecture, engine.dtype_and_device)),
         "longest request": f"{engine.max_req_total_len:,} tokens",
         "KV pool": f"{engine.max_total_token_num:,} tokens",
-        "HTTP processes": str(http_processes),
+        "HTTP processes": str(http.num_processes),
     }
     if model.sampling_defaults:
         rows["sampling defaults"] = f"{model.sampling_defaults} (of the model; --generation_config none ignores them)"

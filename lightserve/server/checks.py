@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lightserve.config import HttpConfig, ServerConfig, WorkerConfig
 from lightserve.errors import ModelFilesError, ServerError, UnsupportedModelTypeError
+from lightserve.model_files.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import ModelSource, resolve, stored_as
@@ -59,6 +60,7 @@ def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer
     model = _model_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
     model.check_tp(worker.tp)
     model.request_len(worker.max_req_total_len)
+    resolve_kv_dtype(worker.kv_dtype, model)
     if (worker.max_total_token_num or math.inf) < (worker.max_req_total_len or 2):
         raise ServerError(
             f"max_total_token_num={worker.max_total_token_num} is less than one request of "

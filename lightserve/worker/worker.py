@@ -16,6 +16,7 @@ from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
 from lightserve.io_struct import GrammarSpec, KvCopy, Step, StepLimits, StepResult
+from lightserve.model_files.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.source import ModelSource, stored_as
 from lightserve.models.registry import get_model_class, read_model_config
 from lightserve.utils.progress import Progress
@@ -44,16 +45,18 @@ class ModelWorker:
         self._platform = pick_device(config.device)
         self._device = self._platform.torch_device(tp.rank)
         self._platform.bind(self._device, config.deterministic)
-        source = stored_as(source, config.quantization, self._platform.keeps_gguf_packed)
+        is_packed = self._platform.keeps_gguf_packed and config.quantization_config is None
+        source = stored_as(source, config.quantization, packed_by_default=is_packed)
         self.model_config = read_model_config(
             source.hf_config(), config.model_type, config.quantization, config.quantization_config
         )
         self._platform.check_head_dim(self.model_config.head_dim)
         self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
         dtype = _dtype(config, self.model_config, self._platform)
+        self._kv_dtype = resolve_kv_dtype(config.kv_dtype, self.model_config)
+        self._platform.check_kv_dtype(self._kv_dtype, self._device)
         ranks = f", {tp.size} ranks" if tp.size > 1 else ""
-        quantization = f"; {self.model_config.quantization}" if self.model_config.quantization else ""
-        self.dtype_and_device = f"in {str(dtype).removeprefix('torch.')} on {self._platform.name}{ranks}{quantization}"
+        self.dtype_and_device = f"{self._computed_how(dtype)} on {self._platform.name}{ranks}"
         self.model = self._load_model(config, source, parallel, dtype)
         self._batch = InferBatch(
             self.model.req_manager,
@@ -68,6 +71,14 @@ class ModelWorker:
         self._runner = StepRunner(self.model, self._batch, self._platform)
         self._collector = StepCollector()
         self._resize_kv_pool(config)
+
+    def _computed_how(self, dtype: torch.dtype) -> str:
+        """For the operator: "in bfloat16 (fp8, quantised while loading; KV in int8)"."""
+        quantization = self.model_config.quantization
+        details = [] if quantization is None else [str(quantization)]
+        if self._kv_dtype is not None:
+            details.append(f"KV in {self._kv_dtype}")
+        return f"in {str(dtype).removeprefix('torch.')}" + (f" ({'; '.join(details)})" if details else "")
 
     def _load_model(
         self, config: WorkerConfig, source: ModelSource, parallel: Parallel, dtype: torch.dtype
@@ -84,6 +95,7 @@ class ModelWorker:
             max_reqs=config.running_max_req_size,
             max_req_total_len=self.max_req_total_len,
             tensor_metadata=tensor_metadata(source) if has_weights else (),
+            kv_dtype=self._kv_dtype,
         )
         with explain_out_of_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
             return get_model_class(self.model_config.model_type)(args)

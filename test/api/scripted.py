@@ -68,11 +68,14 @@ class ScriptedEngine:
     def url(self) -> str:
         return self.server.url
 
-    def will_write(self, *texts: str, when: str = "") -> None:
-        """Add outputs for the next requests, in order; with ``when``, for prompts that match this expression."""
+    def will_write(self, *texts: str, when: str = "", step_s: float = 0.0) -> None:
+        """Add outputs for the next requests, in order; with ``when``, for prompts that match this expression.
+
+        ``step_s`` is the time of each step.
+        """
         with self.script.open("a") as script:
             for text in texts:
-                script.write(json.dumps({"text": text, "when": when}) + "\n")
+                script.write(json.dumps({"text": text, "when": when, "step_s": step_s}) + "\n")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,17 @@ CONTEXT_LEN = 65536
 
 
 class ScriptedWorker:
-    """The n-th request gets the n-th line of the script; a line with ``when`` waits for a prompt that matches it."""
+    """The n-th request gets the n-th line of the script; a line with ``when`` waits for a prompt that matches it.
+
+    A line with ``step_s`` makes every step of its request take that long, for tests that stop an answer.
+    """
 
     def __init__(self, tokenizer: Tokenizer, script: Path) -> None:
         self._tokenizer = tokenizer
         self._script = script
         self._used: set[int] = set()  # lines of the script
         self._missing: dict[int, int] = {}  # tokens of a request that are not computed yet
+        self._step_s: dict[int, float] = {}
         self._outputs: dict[int, list[int]] = {}  # tokens of a request that are not sampled yet, the last one first
 
     def launch(self, step: Step) -> GetResult:
@@ -36,9 +41,13 @@ class ScriptedWorker:
         for req_id in step.free:
             self._missing.pop(req_id, None)
             self._outputs.pop(req_id, None)
+            self._step_s.pop(req_id, None)
         for new in step.new:
             self._missing[new.req_id] = len(new.token_ids) - len(new.cached_slots)
-            self._outputs[new.req_id] = self._output_ids(new.token_ids)
+            line = self._next_line(self._tokenizer.decode(new.token_ids, skip_special_tokens=False))
+            self._outputs[new.req_id] = self._tokenizer.encode(str(line["text"]), add_special_tokens=False)[::-1]
+            self._step_s[new.req_id] = float(line.get("step_s", 0))
+        time.sleep(max((self._step_s[row.req_id] for row in step.rows), default=0))
         outs = []
         for row in step.rows:
             self._missing[row.req_id] -= len(row.slots)
@@ -51,17 +60,13 @@ class ScriptedWorker:
         ids = self._outputs[req_id]
         return ids.pop() if ids else end_id(self._tokenizer)
 
-    def _output_ids(self, prompt_ids: list[int]) -> list[int]:
-        text = self._next_text(self._tokenizer.decode(prompt_ids, skip_special_tokens=False))
-        return self._tokenizer.encode(text, add_special_tokens=False)[::-1]
-
-    def _next_text(self, prompt: str) -> str:
+    def _next_line(self, prompt: str) -> dict[str, Any]:
         lines: list[dict[str, Any]] = [json.loads(line) for line in self._script.read_text().splitlines()]
         for index, line in enumerate(lines):
             if index not in self._used and re.search(line.get("when", ""), prompt):
                 self._used.add(index)
-                return str(line["text"])
-        return UNSCRIPTED
+                return line
+        return {"text": UNSCRIPTED}
 
 
 def end_id(tokenizer: Tokenizer) -> int:

@@ -35,7 +35,7 @@ def test_the_openai_client_needs_a_key(guarded: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/metrics", "/v1/models", "/version", "/info", "/token_load", "/docs", "/openapi.json"]
+    "path", ["/metrics", "/v1/models", "/version", "/info", "/token_load", "/get_server_info", "/openapi.json"]
 )
 def test_every_other_route_needs_a_key(guarded: ServerProcess, path: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:

@@ -27,6 +27,22 @@ def test_the_least_memory_is_that_of_the_chosen_experts() -> None:
     assert layer.num_bytes(4) == 4 * (weights + 2 * shape.hidden)
 
 
+@pytest.mark.parametrize("weights", experts.WEIGHTS)
+def test_quantised_weights_are_less_memory(weights: str) -> None:
+    plain, quantised = (
+        experts.Layer(experts.TINY["tiny"], 3, InputFactory(CPU, torch.float32), kind) for kind in (None, weights)
+    )
+
+    assert quantised.num_bytes(4) < plain.num_bytes(4) / 3.5
+    assert all(call().isfinite().all() for call in quantised.calls())
+
+
+def test_quantised_weights_have_a_row_for_each_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    experts.main(["--device", "cpu", "--tokens", "1", "--weights", "int4", "mxfp4"])
+
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[2:]] == ["int4", "mxfp4"]
+
+
 @pytest.mark.parametrize("tokens", [1, 90])
 def test_each_configuration_has_a_row(tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
     layer = experts.Layer(experts.TINY["tiny"], tokens, InputFactory(CPU, torch.float32))

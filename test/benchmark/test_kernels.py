@@ -6,13 +6,14 @@ import torch
 from lightserve.benchmark import kernels
 from lightserve.benchmark.ceilings import Ceilings, seconds_per_call
 from lightserve.benchmark.kernel_cases import LLAMA3_8B, TINY, Case, InputFactory, cases_of
+from lightserve.benchmark.kv_dtype_cases import kv_dtype_cases
 from lightserve.common import ops
 from lightserve.errors import ServerError
 from test.ops.cases import TOLERANCE
 
 CPU = torch.device("cpu")
 SAME = {"token_attention", "context_attention"}  # torch computes these from inputs of its own
-CASES = {f"{case.op}-{case.load}": case for case in cases_of(TINY, torch.float32)}
+CASES = {f"{case.op}-{case.load}": case for case in (*cases_of(TINY, torch.float32), *kv_dtype_cases(TINY, 4))}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -21,7 +22,7 @@ def test_a_case_runs_as_the_op_and_in_torch(case: Case) -> None:
     inputs = case.torch_inputs or case.inputs
     theirs = None if case.torch is None else case.torch(*inputs(InputFactory(CPU, torch.float32)))
 
-    if isinstance(theirs, torch.Tensor) and case.op not in SAME and "random" not in case.op:
+    if isinstance(theirs, torch.Tensor) and case.op.split()[0] not in SAME and "random" not in case.op:
         torch.testing.assert_close(ours, theirs, **TOLERANCE[torch.float32])
 
 
@@ -30,6 +31,13 @@ def test_every_op_of_a_step_has_a_case_at_the_shapes_of_the_loads() -> None:
 
     assert found <= set(ops.OPS)
     assert {"linear", "token_attention", "context_attention", "add_rms_norm", "silu_and_mul", "sample"} <= found
+
+
+def test_attention_over_codes_has_a_case_beside_each_that_reads_a_cache() -> None:
+    found = {case.op for case in kv_dtype_cases(LLAMA3_8B, 2)}
+
+    reading = ("token_attention", "context_attention", "rotary_write_kv")
+    assert found == {f"{op} {kv_dtype}" for op in reading for kv_dtype in ("fp8", "int8")}
 
 
 def test_the_table_compares_an_op_with_the_limits_and_torch(capsys: pytest.CaptureFixture[str]) -> None:

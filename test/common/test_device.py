@@ -39,6 +39,18 @@ def test_a_gpu_without_bfloat16_computes_in_float16(monkeypatch: pytest.MonkeyPa
     assert device_named("cpu").has_dtype(torch.bfloat16)
 
 
+def test_a_gpu_without_e4m3_refuses_kv_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, device = device_named("cuda"), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+
+    with pytest.raises(ServerError, match=r"kv_dtype fp8 needs .* 8\.9, this one has 8\.0; use int8"):
+        gpu.check_kv_dtype("fp8", device)
+    for kv_dtype in (None, "int8"):
+        gpu.check_kv_dtype(kv_dtype, device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    gpu.check_kv_dtype("fp8", device)
+
+
 def test_more_ranks_than_gpus_are_refused_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 

@@ -139,7 +139,7 @@ def test_every_response_has_the_request_id(tmp_path: Path, method: str, path: st
 )
 def test_a_request_without_a_valid_key_is_refused(tmp_path: Path, headers: dict[str, str]) -> None:
     async def check(server: Served) -> None:
-        for path in ("/v1/models", "/metrics", "/docs", "/nowhere"):
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere"):
             response = await server.get(path, headers=headers)
 
             assert response.status_code == 401

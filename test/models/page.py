@@ -43,7 +43,7 @@ FAMILIES = {
     "gpt2": "GPT-2",
     "gpt_bigcode": "StarCoder, SantaCoder",
     "gpt_neox": "Pythia, GPT-NeoX",
-    "gpt_oss": "gpt-oss in bfloat16",
+    "gpt_oss": "gpt-oss, MXFP4 or bfloat16",
     "gptj": "GPT-J",
     "granite": "Granite 3",
     "granitemoe": "Granite 3 MoE",

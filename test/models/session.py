@@ -10,6 +10,8 @@ from lightserve.common.basemodel import LogitRows, ModelInput, TpPartBaseModel
 from lightserve.common.kv.token_slots import TokenSlots
 from lightserve.common.ops import AttnBatch
 
+FLOAT8_NAN = 0x7F  # the bits of e4m3
+
 
 class Session:
     """Slots come in random order. A slot without a token contains NaN, so that reading it shows in the logits."""
@@ -20,8 +22,7 @@ class Session:
         self.free_slots = TokenSlots(model.mem_manager.size)
         self._place = np.random.default_rng(1).permutation(model.mem_manager.size).astype(np.int32)
         self._slots: dict[int, list[int]] = {}  # by row, as numbered by the allocator
-        for buffer in model.mem_manager.buffers:
-            buffer.fill_(float("nan"))
+        self._erase(slice(None))
 
     def step(self, new_tokens: dict[int, list[int]], *, logit_rows: LogitRows | Tensor = LogitRows.LAST) -> Tensor:
         """Append tokens to the requests in the given rows; the logits of ``logit_rows``."""
@@ -54,8 +55,16 @@ class Session:
         """Remove the request and free its slots."""
         slots = np.array(self._slots.pop(row), dtype=np.int32)
         self.free_slots.free(slots)
-        for buffer in self.model.mem_manager.buffers:
-            buffer[:, self._place[slots]] = float("nan")
+        self._erase(torch.from_numpy(self._place[slots]).long())
+
+    def _erase(self, slots: Tensor | slice) -> None:
+        """Fill slots with NaN; integers have none, but their scales do."""
+        memory = self.model.mem_manager
+        for buffer in (*memory.buffers, *memory.scale_buffers.values()):
+            if buffer.dtype == torch.float8_e4m3fn:
+                buffer.view(torch.uint8)[:, slots] = FLOAT8_NAN
+            elif buffer.is_floating_point():
+                buffer[:, slots] = float("nan")
 
     def _write_row(self, row: int) -> None:
         places = torch.from_numpy(self._place[self._slots[row]])

@@ -178,7 +178,6 @@ BAD_VALUES: list[tuple[str, dict[str, Any], str]] = [
         "scoring_func 'softmax' is not supported for minimax_m2; supported: 's",
     ),
     ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size 64 is not supported"),
-    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method 'mxfp4'"),
 ]
 
 

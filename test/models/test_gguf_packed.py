@@ -99,6 +99,10 @@ def model_of(source: GgufSource, tp: RankGroup = ONE_RANK, *, is_dummy: bool = F
     return get_model_class(config.model_type)(args)
 
 
+def layer_of(model: TpPartBaseModel, number: int) -> Any:
+    return model.layer_weights[number]
+
+
 def logits_of(model: TpPartBaseModel) -> Tensor:
     session = Session(model)
     return torch.cat([session.step(PROMPTS), session.step({0: [11], 1: [12, 13], 2: [14]})])
@@ -140,7 +144,7 @@ def test_a_model_of_every_type_gives_the_logits_of_the_expanded_one(name: str, t
 
     model = model_of(packed(source))
 
-    assert isinstance(model.layer_weights[0].qkv_proj.method, QuantizedLinear)
+    assert isinstance(layer_of(model, 0).qkv_proj.method, QuantizedLinear)
     assert isinstance(model.pre_post_weight.embedding.method, QuantizedLinear)
     assert_same_logits(source, logits_of(model))
 
@@ -157,7 +161,7 @@ def test_parts_of_a_linear_may_have_different_types(tmp_path: Path) -> None:
 
     model = model_of(packed(source))
 
-    qkv, gate_up = model.layer_weights[0].qkv_proj.method, model.layer_weights[1].ffn.gate_up_proj.method
+    qkv, gate_up = layer_of(model, 0).qkv_proj.method, layer_of(model, 1).ffn.gate_up_proj.method
     assert isinstance(qkv, StackedLinear)
     assert len(qkv.methods) == 2
     assert isinstance(gate_up, StackedLinear)
@@ -238,8 +242,8 @@ def test_a_tensor_that_joins_two_types_is_expanded(tmp_path: Path) -> None:
 
     model = model_of(packed(source))
 
-    assert isinstance(model.layer_weights[0].qkv_proj.method, UnquantizedLinear)
-    assert isinstance(model.layer_weights[0].o_proj.method, QuantizedLinear)
+    assert isinstance(layer_of(model, 0).qkv_proj.method, UnquantizedLinear)
+    assert isinstance(layer_of(model, 0).o_proj.method, QuantizedLinear)
     assert isinstance(model.pre_post_weight.lm_head.method, UnquantizedLinear)  # Baichuan 2 changes its values
     assert_same_logits(source, logits_of(model))
 

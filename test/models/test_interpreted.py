@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.basemodel import TpPartBaseModel
 from lightserve.common.triton_kernel import norm_linear
 from test.models.session import Session
 from test.models.test_parity import ON_GPU, PROMPTS, assert_same
-from test.models.tiny import build_hf, build_ours, hf_logits
+from test.models.tiny import build_hf, build_ours, build_with_kv, hf_logits
 
 
 @pytest.fixture
@@ -21,6 +23,26 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ops.use_backend("triton")
     yield
     ops.use_backend(ops.REFERENCE)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+def test_kernels_with_a_quantised_cache_give_the_logits_of_the_definitions(kv_dtype: str) -> None:
+    """The last step reads only codes; a prompt of one step reads none."""
+    model = build_with_kv(build_hf("qwen3"), kv_dtype)
+    ours = logits_of_steps(model)
+    ops.use_backend(ops.REFERENCE)
+
+    expected = logits_of_steps(model)
+
+    for found, wanted in zip(ours, expected, strict=True):
+        assert (found - wanted).abs().max() <= 0.05 * wanted.abs().max()
+
+
+def logits_of_steps(model: TpPartBaseModel) -> list[Tensor]:
+    session = Session(model)
+    return [session.step({0: PROMPTS[0][:5]}), session.step({0: PROMPTS[0][5:]}), session.step({0: [7]})]
 
 
 @pytest.mark.slow

@@ -13,8 +13,10 @@ from lightserve.common.device import device_named
 from lightserve.common.parallel import ParallelSizes, RankGroup, connect_ranks
 from lightserve.errors import ModelFilesError
 from test.models.session import Session
-from test.models.tiny import HF_CONFIGS, build_hf, build_ours, hf_logits
+from test.models.tiny import HF_CONFIGS, build_hf, build_ours, build_with_kv, hf_logits
 
+KV_DTYPES = ("fp8", "int8")
+KV_SCALES = {"model.layers.1.self_attn.k_scale": torch.tensor([0.3, 0.02])}  # of two KV heads
 PROMPTS = [[5, 17, 3, 99, 42, 8, 1], [77, 2, 130], [64]]
 
 
@@ -30,6 +32,9 @@ def _run_rank(rank: int, size: int, store: str, folder: str) -> None:
     for name in HF_CONFIGS:
         ours = _logits(Session(build_ours(build_hf(name), tp)))
         torch.save(ours, f"{folder}/{name}.{rank}.pt")
+    for kv_dtype in KV_DTYPES:
+        ours = _logits(Session(build_with_kv(build_hf("llama-gqa"), kv_dtype, tp, KV_SCALES)))
+        torch.save(ours, f"{folder}/{kv_dtype}.{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -55,6 +60,19 @@ def test_every_rank_has_the_logits_of_one_rank_and_of_transformers(name: str, ra
 
         assert (ours - alone).abs().max() <= 1e-5 * alone.abs().max()
         assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
+@pytest.mark.tp
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_every_rank_quantises_its_own_kv_heads(kv_dtype: str, ranks: tuple[int, Path]) -> None:
+    size, folder = ranks
+    alone = _logits(Session(build_with_kv(build_hf("llama-gqa"), kv_dtype, scales=KV_SCALES)))
+
+    for rank in range(size):
+        ours = torch.load(folder / f"{kv_dtype}.{rank}.pt", weights_only=True)
+
+        assert (ours - alone).abs().max() <= 1e-3 * alone.abs().max()
 
 
 @pytest.mark.parametrize(("name", "size"), [("llama-gqa", 3), ("bloom-12-heads", 8)])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -77,6 +79,29 @@ def build_ours(
     return build_model(hf.config.to_dict(), checkpoint_of(hf), tp, dtype, device, max_len)
 
 
+def build_with_kv(
+    hf: Any, kv_dtype: str | None, tp: RankGroup = ONE_RANK, scales: Mapping[str, Tensor] = MappingProxyType({})
+) -> TpPartBaseModel:
+    """Ours with a quantised KV cache; ``scales`` are tensors of the checkpoint beside those of ``hf``."""
+    tensors = [*checkpoint_of(hf), *(CheckpointTensor(name, tensor, "memory") for name, tensor in scales.items())]
+    metadata = [one._replace(tensor=one.tensor.to("meta")) for one in tensors]
+    args = _args(hf.config.to_dict(), tensors, tp)
+    return get_model_class(args.config.model_type)(replace(args, kv_dtype=kv_dtype, tensor_metadata=metadata))
+
+
+def _args(hf_config: dict[str, Any], checkpoint: Iterable[CheckpointTensor], tp: RankGroup) -> ModelArgs:
+    return ModelArgs(
+        config=ModelConfig.from_hf(hf_config),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        parallel=Parallel(tp=tp),
+        checkpoint=checkpoint,
+        max_total_token_num=NUM_SLOTS,
+        max_reqs=8,
+        max_req_total_len=MAX_LEN,
+    )
+
+
 def build_model(
     hf_config: dict[str, Any],
     checkpoint: Iterator[CheckpointTensor],
@@ -85,18 +110,9 @@ def build_model(
     device: str = "cpu",
     max_len: int = MAX_LEN,
 ) -> TpPartBaseModel:
-    config = ModelConfig.from_hf(hf_config)
-    args = ModelArgs(
-        config=config,
-        dtype=dtype,
-        device=torch.device(device),
-        parallel=Parallel(tp=tp),
-        checkpoint=checkpoint,
-        max_total_token_num=NUM_SLOTS,
-        max_reqs=8,
-        max_req_total_len=max_len,
-    )
-    return get_model_class(config.model_type)(args)
+    args = _args(hf_config, checkpoint, tp)
+    args = replace(args, dtype=dtype, device=torch.device(device), max_req_total_len=max_len)
+    return get_model_class(args.config.model_type)(args)
 
 
 def hf_logits(hf: Any, sequences: list[list[int]]) -> Tensor:

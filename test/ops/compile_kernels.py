@@ -38,6 +38,7 @@ from lightserve.common.triton_kernel import (
 from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
 from lightserve.common.triton_kernel._expert_linear import PairBlocks, expert_linear
 from lightserve.common.triton_kernel._expert_pairs import sort_pairs
+from lightserve.common.triton_kernel._quantized_expert_linear import quantized_expert_linear, quantized_linear
 from test.ops.cases import (
     ARGS,
     FLOATS,
@@ -52,11 +53,13 @@ from test.ops.cases import (
     with_alibi,
     with_options,
 )
+from test.ops.quantized import CODES, empty_cache, quantized
 
 BACKENDS = ("triton", ops.batch_invariant("triton"))
 HEAD_DIMS = (80, 128, 256)  # padded, the usual, and large; ARGS holds 64
 HEAVY_HEAD_DIMS = {torch.float32: (256,), torch.bfloat16: (128, 512)}  # where tiles take most of shared memory
 # multiprocessors, KiB of shared memory a thread block: A100, L4, H200, B200
+FIRST_FLOAT8 = 89
 CARDS = {80: (108, 163), 89: (58, 99), 90: (132, 227), 100: (148, 227)}
 
 
@@ -140,6 +143,21 @@ def compile_attention_options(dtype: torch.dtype, dim: int) -> None:
     ops.context_attention.impls["triton"](*with_options(context, causal=False))
 
 
+def compile_quantized_kv(capability: int, dim: int) -> None:
+    """In bfloat16, whose queries are converted to float16."""
+    lens, heads, dtype = [(700, 1), (800, 1)], (8, 2), torch.bfloat16
+    for codes in CODES if capability >= FIRST_FLOAT8 else (torch.int8,):
+        q, cache, batch, options = attention_args(lens, heads, dim, dtype, "cpu")
+        batch = share_prefixes(cache, batch, [(0, 2, 600)])
+        ops.token_attention.impls["triton"](q, quantized(cache, codes), batch, options)
+        q, kv, cache, batch, options = context_attention_args(lens, heads, dim, dtype, "cpu")
+        for backend in BACKENDS:
+            ops.context_attention.impls[backend](q, kv, quantized(cache, codes), replace(batch, plans={}), options)
+        for name in ("write_kv", "norm_rotary_write_kv"):
+            *args, plain = ARGS[name](16, dtype, "cpu")
+            ops.OPS[name].impls["triton"](*args, empty_cache(plain.shape, codes, "cpu"))
+
+
 def compile_latent_attention(dtype: torch.dtype) -> None:
     """With DeepSeek's sizes, of 16 heads and, in 16 bits, of 128, whose tiles are larger."""
     for heads in (16, 128) if dtype == torch.bfloat16 else (16,):
@@ -195,6 +213,27 @@ def compile_experts(dtype: torch.dtype) -> None:
         expert_linear(gated, params.w2, blocks, config)
     gathered = _grouped_experts.gather_tokens(x, pairs.pairs, 2)
     _grouped_experts.activate_pairs(gathered, params.b13, ids, pairs.pairs, params.activation)
+    compile_quantized_experts(dtype)
+
+
+def compile_quantized_experts(dtype: torch.dtype) -> None:
+    """Each kind of weights, with one scale per row, per tile, and with several in a tile; the largest tile."""
+    weights: list[tuple[type[ops.QuantizedWeight], int, bool, int]] = [
+        (ops.Fp8Weight, 2048, False, 8),
+        (ops.Fp8Weight, 128, False, 128),
+        (ops.Int8Weight, 32, True, 8),
+        (ops.Int4Weight, 128, True, 8),
+        (ops.Int4Weight, 32, False, 64),
+        (ops.Mxfp4Weight, 32, False, 8),
+    ]
+    x, ids = torch.ones(2, 2048, dtype=dtype), torch.zeros(2, 2, dtype=torch.int32)
+    for kind, group, has_offsets, block_m in weights:
+        weight = kind.empty((4, 256, 2048), group, torch.device("cpu"), has_offsets=has_offsets)
+        pairs = sort_pairs(ids, 4, block_m)
+        blocks = PairBlocks(pairs.blocks, pairs.pairs, 2)
+        quantized_expert_linear(x, weight, blocks, block_m, None, ops.GatedSilu())
+    quantized_expert_linear(x[:1], weight, PairBlocks(ids[:1], None, 2), 8)
+    quantized_linear(x, weight.expert(0), 8)
 
 
 def compile_eight_bit(dtype: torch.dtype) -> None:
@@ -236,6 +275,9 @@ def main(capability: int, which: str) -> None:
             compile_heavy(dtype, HEAVY_HEAD_DIMS[dtype])
         elif which != "heavy":
             compile_every_wrapper(dtype, (*HEAD_DIMS, MAX_HEAD_DIM) if which == "every head_dim" else HEAD_DIMS)
+    compiler.dtype = "bfloat16"
+    for dim in HEAVY_HEAD_DIMS[torch.bfloat16] if which == "heavy" else (128,):
+        compile_quantized_kv(capability, dim)
     print(json.dumps({"shared_bytes": compiler.shared_bytes, "errors": compiler.errors}))
 
 

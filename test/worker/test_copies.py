@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightserve.config import KvDtype
 from lightserve.io_struct import KvCopy, NewReq, SamplingParams, Step, StepRow
 from lightserve.worker.worker import ModelWorker
 from test.worker.test_step_runner import make
@@ -31,12 +32,20 @@ def prefill(worker: ModelWorker) -> None:
 
 
 @pytest.mark.parametrize(
-    "target",
-    [list(range(40, 46)), list(range(12, 18)), SOURCE[::-1]],
-    ids=["apart", "overlapping", "reversed"],
+    ("target", "kv_dtype"),
+    [
+        (list(range(40, 46)), "none"),
+        (list(range(12, 18)), "none"),
+        (SOURCE[::-1], "none"),
+        (list(range(40, 46)), "fp8"),
+        (list(range(40, 46)), "int8"),
+    ],
+    ids=["apart", "overlapping", "reversed", "fp8", "int8"],
 )
-def test_a_request_that_decodes_from_copied_kv_gets_the_same_tokens(folder: str, target: list[int]) -> None:
-    worker = make(folder, "cpu")
+def test_a_request_that_decodes_from_copied_kv_gets_the_same_tokens(
+    folder: str, target: list[int], kv_dtype: KvDtype
+) -> None:
+    worker = make(folder, "cpu", kv_dtype)
     prefill(worker)
     expected = decode(worker, SOURCE, [])
     prefill(worker)

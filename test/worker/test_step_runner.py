@@ -12,7 +12,7 @@ import torch
 from lightserve.common import ops
 from lightserve.common.device import H200_GRAPHS
 from lightserve.common.parallel import Parallel
-from lightserve.config import WorkerConfig
+from lightserve.config import KvDtype, WorkerConfig
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow, TokenOut
 from lightserve.model_files.source import resolve
 from lightserve.worker import step_runner
@@ -30,7 +30,7 @@ def definitions() -> Iterator[None]:
     ops.use_backend(ops.REFERENCE)
 
 
-def make(folder: str, device: str) -> ModelWorker:
+def make(folder: str, device: str, kv_dtype: KvDtype = "auto") -> ModelWorker:
     config = WorkerConfig(
         model_dir=folder,
         device=device,
@@ -38,6 +38,7 @@ def make(folder: str, device: str) -> ModelWorker:
         max_total_token_num=1000,
         max_req_total_len=100,
         running_max_req_size=MAX_REQS,
+        kv_dtype=kv_dtype,
     )
     return ModelWorker(config, resolve(folder), Parallel())
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from lightserve.common.basemodel.infer_struct import InferStateInfo, ModelInput, Observer
+from lightserve.common.basemodel.kv_scales import KvScales
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
     PostLayerInfer,
     PreLayerInfer,
@@ -25,12 +26,12 @@ from lightserve.common.basemodel.layer_weights.weight import WeightContext
 from lightserve.common.basemodel.rotary import query_scale_tables, rotary_tables
 from lightserve.common.basemodel.spec import LayerSpec, ModelSpec, activation_of
 from lightserve.common.checkpoint.reader import CheckpointTensor
-from lightserve.common.kv.layout import KvGroup, KvLayout
+from lightserve.common.kv.layout import KvGroup, KvLayout, kv_storage
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.parallel import Parallel
 from lightserve.common.quantization import experts_method_factory, linear_method_factory
-from lightserve.errors import ModelFilesError
+from lightserve.errors import ModelFilesError, ServerError
 from lightserve.model_files.model_config import SLIDING_ATTENTION, ModelConfig
 
 # tensors of checkpoints that the model computes itself
@@ -57,6 +58,7 @@ class ModelArgs:
     max_reqs: int
     max_req_total_len: int
     tensor_metadata: Iterable[CheckpointTensor] = ()  # names, shapes and dtypes, to check them before loading
+    kv_dtype: str | None = None  # fp8 or int8; None: keys and values are stored in dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,9 @@ class TpPartBaseModel:
 
     # attention reads a prefix that requests share once for all of them (AttnBatch.shared_prefixes)
     attends_to_shared_prefixes: ClassVar[bool] = True
+
+    # what args.kv_dtype may be; a model whose attention reads other caches has fewer
+    kv_dtypes: ClassVar[tuple[str, ...]] = ("fp8", "int8")
 
     observer: Observer | None = None  # receives intermediate values: see hooks.py
 
@@ -139,6 +144,11 @@ class TpPartBaseModel:
 
     def _verify_must(self) -> None:
         """Check what every model needs."""
+        if self.args.kv_dtype is not None and self.args.kv_dtype not in self.kv_dtypes:
+            raise ServerError(
+                f"kv_dtype {self.args.kv_dtype} is not supported for {self.config.model_type}, "
+                f"only {', '.join(('none', *self.kv_dtypes))}"
+            )
         for spec in self.layer_specs:
             spec.check_tp(self.tp.size)
             spec.check_halves()
@@ -171,10 +181,18 @@ class TpPartBaseModel:
         self._check_metadata()
         self.pre_post_weight, self.layer_weights = self._new_weights(self.device)
         layers = [self.pre_post_weight, *self.layer_weights]
+        scales = self._kv_scales()
         if self.args.checkpoint is None:
             fill_dummy(layers)
         else:
-            load_weights(layers, self.adapt_checkpoint(self.args.checkpoint), self.config.num_layers)
+            checkpoint = scales.removed_from(self.adapt_checkpoint(self.args.checkpoint))
+            load_weights(layers, checkpoint, self.config.num_layers)
+        if self.args.kv_dtype == "fp8":
+            for spec, weight in zip(self.layer_specs, self.layer_weights, strict=True):
+                weight.kv_scales = scales.of_layer(spec, self.tp).to(self.device)
+
+    def _kv_scales(self) -> KvScales:
+        return KvScales(self.layer_specs, is_fp8=self.args.kv_dtype == "fp8")
 
     def _new_weights(self, device: torch.device) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
         methods = linear_method_factory(self.config), experts_method_factory(self.config)
@@ -195,7 +213,8 @@ class TpPartBaseModel:
         if not tensor_metadata:
             return []
         pre_post, layers = self._new_weights(torch.device("meta"))
-        return check_weights([pre_post, *layers], self.adapt_checkpoint(tensor_metadata), self.config.num_layers)
+        checkpoint = self._kv_scales().removed_from(self.adapt_checkpoint(tensor_metadata))
+        return check_weights([pre_post, *layers], checkpoint, self.config.num_layers)
 
     @property
     def active_share(self) -> float:
@@ -232,9 +251,10 @@ class TpPartBaseModel:
                 continue
             key = spec.kv_heads_of_rank(self.tp.size), spec.head_dim, spec.window
             layers.setdefault(key, []).append(spec.layer_num)
+        dtype, scale_dtype = kv_storage(self.args.kv_dtype, self.args.dtype)
         return KvLayout(
             tuple(
-                KvGroup(tuple(numbers), heads, dim, dim, self.args.dtype, window=window)
+                KvGroup(tuple(numbers), heads, dim, dim, dtype, scale_dtype, window)
                 for (heads, dim, window), numbers in layers.items()
             )
         )

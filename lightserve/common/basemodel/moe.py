@@ -40,11 +40,12 @@ class MoeSpec:
     experts_bias: bool = False
     shared_size: int = 0  # of the shared experts together; 0: there are none
     has_shared_gate: bool = False  # what they compute is multiplied by sigmoid(gate(x))
+    has_shared_apart: bool = False  # they are stored in another format than the others
 
     @property
     def num_shared(self) -> int:
         """How many experts of the others' size the shared experts are; 0: they are computed beside the others."""
-        is_alike = not self.has_shared_gate and self.layout is ExpertsLayout.EACH
+        is_alike = not (self.has_shared_gate or self.has_shared_apart) and self.layout is ExpertsLayout.EACH
         return self.shared_size // self.intermediate_size if is_alike and self._divides() else 0
 
     @property

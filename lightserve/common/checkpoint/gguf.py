@@ -167,7 +167,8 @@ def _read(file: BinaryIO, entry: TensorEntry) -> Tensor:
     out = torch.empty(n_blocks, block, dtype=torch.float32)
     file.seek(entry.offset)
     with one_thread():
-        for rows in out.split(CHUNK // block):
+        for begin in range(0, n_blocks, CHUNK // block):
+            rows = out[begin : begin + CHUNK // block]
             raw = bytearray(len(rows) * block_bytes)
             if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]
                 raise CheckpointError(f"{file.name}: tensor {entry.name} is truncated; fetch the file again")

@@ -14,7 +14,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # 8-bit 
 ANY_SIZE = -1  # in a shape: the checkpoint decides
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -57,7 +57,7 @@ class Piece:
     name: str
     shape: tuple[int, ...]  # in the checkpoint, before it is split over the ranks; sizes may be ANY_SIZE
     into: Tensor | None  # this rank's memory, which the loader fills
-    part: Callable[[Tensor], Tensor] = _whole  # what of the checkpoint tensor this rank stores
+    part: Callable[[Tensor], Tensor] = whole  # what of the checkpoint tensor this rank stores
     dtypes: tuple[torch.dtype, ...] = FLOATS  # that the checkpoint tensor may have
     consumer: Consumer | None = (
         None  # of a tensor that is converted; None and no ``into``: this rank stores nothing of it

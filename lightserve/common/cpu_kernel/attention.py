@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.common import ops
-from lightserve.common.ops import AttnBatch, AttnOptions
+from lightserve.common.ops import AttnBatch, AttnOptions, KvCache, QuantizedKv
 
 MASKED_ROWS = 256  # of a prompt at a time: the mask of a whole prompt takes heads * length^2 numbers
 # gathered tokens over real tokens of a group; 32 requests of one length are 1.9x faster together than one by one
@@ -52,19 +52,19 @@ class _Prompt:
 
 
 @ops.context_attention.impl("cpu")
-def context_attention(q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+def context_attention(q: Tensor, kv: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
     return _attend(q, kv_cache, batch, options)
 
 
 @ops.token_attention.impl("cpu")
-def token_attention(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+def token_attention(q: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
     groups, _ = _plan(batch, options)
     if len(groups) == 1:
         return _attend_group(q, kv_cache, groups[0], options)
     return _attend(q, kv_cache, batch, options)
 
 
-def _attend(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+def _attend(q: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
     groups, prompts = _plan(batch, options)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in groups:
@@ -74,10 +74,10 @@ def _attend(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions)
     return out
 
 
-def _attend_group(q: Tensor, kv_cache: Tensor, group: _Group, options: AttnOptions) -> Tensor:
+def _attend_group(q: Tensor, kv_cache: KvCache, group: _Group, options: AttnOptions) -> Tensor:
     count, heads, dim = q.shape
     kv_heads = kv_cache.shape[1] // 2
-    kv = _read(kv_cache, group.slots).view(count, -1, 2 * kv_heads, dim).transpose(1, 2)
+    kv = _read(kv_cache, group.slots, q.dtype).view(count, -1, 2 * kv_heads, dim).transpose(1, 2)
     mask = group.mask
     if options.alibi_slopes is not None:
         alibi = options.alibi_slopes.view(1, kv_heads, -1, 1) * group.distance
@@ -112,9 +112,9 @@ def _attend_by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, opti
     return (weights @ v.float()).to(q.dtype)
 
 
-def _attend_prompt(q: Tensor, kv_cache: Tensor, prompt: _Prompt, options: AttnOptions) -> Tensor:
+def _attend_prompt(q: Tensor, kv_cache: KvCache, prompt: _Prompt, options: AttnOptions) -> Tensor:
     kv_heads = kv_cache.shape[1] // 2
-    kv = _read(kv_cache, prompt.slots).transpose(0, 1)[None]
+    kv = _read(kv_cache, prompt.slots, q.dtype).transpose(0, 1)[None]
     k, v = kv[:, :kv_heads], kv[:, kv_heads:]
     q = q.transpose(0, 1)[None]
     is_plain = options.alibi_slopes is None and options.softcap is None and options.sinks is None
@@ -154,7 +154,9 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, position: int, options: AttnOp
     return _attend_by_scores(packed, k, v, mask, options).view(q.shape)
 
 
-def _read(kv_cache: Tensor, slots: Tensor | slice) -> Tensor:
+def _read(kv_cache: KvCache, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    if isinstance(kv_cache, QuantizedKv):
+        return kv_cache.read(slots, dtype)
     return kv_cache[slots] if isinstance(slots, slice) else kv_cache.index_select(0, slots)
 
 

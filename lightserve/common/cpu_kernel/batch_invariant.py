@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.common import ops
-from lightserve.common.ops import AttnBatch, AttnOptions, attention_weights
+from lightserve.common.ops import AttnBatch, AttnOptions, KvCache, attention_weights, read_kv
 from lightserve.common.ops.latent_attention import latent_sizes
 
 BACKEND = ops.batch_invariant("cpu")
@@ -38,17 +38,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @ops.context_attention.impl(BACKEND)
-def context_attention(q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+def context_attention(q: Tensor, kv: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
     return token_attention(q, kv_cache, batch, options)
 
 
 @ops.token_attention.impl(BACKEND)
-def token_attention(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+def token_attention(q: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
     options.check_supported(BACKEND, "alibi_slopes", "window", "softcap", "sinks")
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
     for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):
-        kv = _padded(kv_cache[batch.req_to_token[req, :seq_len].long()].float(), -(-seq_len // POSITIONS) * POSITIONS)
+        keys = read_kv(kv_cache, batch.req_to_token[req, :seq_len].long(), torch.float32)
+        kv = _padded(keys, -(-seq_len // POSITIONS) * POSITIONS)
         row = start - ready  # where position 0 would be if it were new
         for first in range(ready // POSITIONS * POSITIONS, seq_len, POSITIONS):
             end = first + POSITIONS

@@ -1,4 +1,7 @@
-"""Experts on a CPU: the pairs sorted by expert, one product for each expert that has some."""
+"""Experts on a CPU: the pairs sorted by expert, one product for each expert that has some.
+
+Quantised weights are dequantised when their expert has pairs. One expert is in memory as floats at a time.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from torch.nn import functional as F
 
 from lightserve.common import ops
 from lightserve.common.cpu_kernel import batch_invariant
-from lightserve.common.ops import ExpertsParams
+from lightserve.common.ops import ExpertsParams, QuantizedWeight
+from lightserve.common.ops.experts import weight_of_expert
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -30,9 +34,9 @@ def _compute(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams, lin
     tokens, top_k = ids.shape
     computed = x.new_zeros(tokens * top_k, x.shape[1])
     for expert, pairs in _pairs_by_expert(ids):
-        gate_up = linear(x[pairs // top_k], params.w13[expert], _row(params.b13, expert)).float()
+        gate_up = linear(x[pairs // top_k], _weight(params.w13, expert, x), _row(params.b13, expert)).float()
         gated = params.activation(gate_up[:, ::2], gate_up[:, 1::2]).to(x.dtype)
-        computed[pairs] = linear(gated, params.w2[expert], _row(params.b2, expert))
+        computed[pairs] = linear(gated, _weight(params.w2, expert, x), _row(params.b2, expert))
     out = torch.zeros(x.shape)
     for place, by_token in enumerate(computed.view(tokens, top_k, x.shape[1]).unbind(1)):  # always in this order
         out += by_token * weights[:, place, None]
@@ -46,6 +50,10 @@ def _pairs_by_expert(ids: Tensor) -> Iterator[tuple[int, Tensor]]:
     for expert, pairs in zip(counts, order.split_with_sizes(list(counts.values())), strict=True):
         if expert != ops.NO_EXPERT:
             yield expert, pairs
+
+
+def _weight(weight: Tensor | QuantizedWeight, expert: int, x: Tensor) -> Tensor:
+    return weight_of_expert(weight, expert).to(x.dtype)
 
 
 def _row(bias: Tensor | None, expert: int) -> Tensor | None:

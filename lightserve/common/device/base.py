@@ -99,6 +99,9 @@ class Device(ABC):
                 "use the device cpu"
             )
 
+    def check_kv_dtype(self, kv_dtype: str | None, device: torch.device) -> None:  # noqa: B027  most convert all
+        """Refuse a --kv_dtype that ``device`` cannot convert. Called before weights load; None: KV is not quantised."""
+
     @abstractmethod
     def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:
         """Compile in parallel the kernels that ``work`` launches. ``work`` is not called if nothing compiles."""

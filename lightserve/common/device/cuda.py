@@ -17,6 +17,8 @@ from lightserve.common.device.memory import pinned
 from lightserve.common.device.profile import Profile, gpu_profile
 from lightserve.errors import ServerError
 
+FIRST_FLOAT8 = (8, 9)  # compute capability of the first GPUs with e4m3
+
 
 class CudaDevice(Device):
     name = "cuda"
@@ -53,6 +55,12 @@ class CudaDevice(Device):
         if dtype is not torch.bfloat16 or not torch.cuda.is_available():
             return True
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+    def check_kv_dtype(self, kv_dtype: str | None, device: torch.device) -> None:
+        """GPUs before Ada have no e4m3."""
+        if kv_dtype == "fp8" and torch.cuda.get_device_capability(device) < FIRST_FLOAT8:
+            found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            raise ServerError(f"kv_dtype fp8 needs a GPU of compute capability 8.9, this one has {found}; use int8")
 
     def bind(self, device: torch.device, deterministic: bool = False) -> None:
         super().bind(device, deterministic)

@@ -58,6 +58,16 @@ class KvGroup:
         return self.num_heads, self.key_size, self.value_size, self.dtype, self.scale_dtype, self.window
 
 
+def kv_storage(kv_dtype: str | None, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype | None]:
+    """``KvGroup.dtype`` and ``KvGroup.scale_dtype`` of keys and values that are computed in ``dtype``.
+
+    fp8 has fixed scales, which are weights of the layer and no part of the cache.
+    """
+    if kv_dtype is None:
+        return dtype, None
+    return {"fp8": (torch.float8_e4m3fn, None), "int8": (torch.int8, torch.float32)}[kv_dtype]
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """The layers of a rank that store KV, each in one group.

@@ -54,4 +54,5 @@ class MemoryManager:
         """
         source, target = source_slots.long(), target_slots.long()
         for cache in (*self._layers.values(), *self._scales.values()):
-            cache.index_copy_(0, target, cache.index_select(0, source))
+            numbers = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # torch copies few 8-bit floats
+            numbers.index_copy_(0, target, numbers.index_select(0, source))

@@ -29,6 +29,7 @@ from lightserve.common.ops.experts import (
     experts,
     route,
 )
+from lightserve.common.ops.kv_cache import KvCache, QuantizedKv, read_kv
 from lightserve.common.ops.latent_attention import (
     LatentNorm,
     LatentSizes,
@@ -59,6 +60,7 @@ from lightserve.common.ops.quantized_rows import (
 from lightserve.common.ops.quantized_weight import (
     FP8_MAX,
     INT4_GROUPS,
+    SCALE_BYTES,
     Codebook4Weight,
     Fp8Weight,
     InputQuant,
@@ -92,6 +94,7 @@ __all__ = [
     "NO_TOKEN",
     "OPS",
     "REFERENCE",
+    "SCALE_BYTES",
     "AttnBatch",
     "AttnOptions",
     "Codebook4Weight",
@@ -102,10 +105,12 @@ __all__ = [
     "InputQuant",
     "Int4Weight",
     "Int8Weight",
+    "KvCache",
     "LatentNorm",
     "LatentSizes",
     "Mxfp4Weight",
     "Penalties",
+    "QuantizedKv",
     "QuantizedRows",
     "QuantizedWeight",
     "RotaryAngles",
@@ -145,6 +150,7 @@ __all__ = [
     "pack_int4",
     "place_tokens",
     "quantize_rows",
+    "read_kv",
     "relu",
     "relu2",
     "relu2_and_mul",

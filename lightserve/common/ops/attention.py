@@ -1,7 +1,7 @@
 """Attention over the token-granular KV cache.
 
-``kv_cache`` is ``[slots, 2 * kv_heads, dim]``, the heads of the keys first. A token may be in any slot;
-``AttnBatch.req_to_token`` says in which.
+``kv_cache`` is ``[slots, 2 * kv_heads, dim]``, the heads of the keys first, or 8-bit codes of it with their scales. A
+token may be in any slot; ``AttnBatch.req_to_token`` says in which.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightserve.common.ops.kv_cache import KvCache, QuantizedKv, read_kv
 from lightserve.common.ops.registry import op
 
 
@@ -77,33 +78,37 @@ OPTION_DEFAULTS: dict[str, object] = {
 
 
 @op
-def write_kv(kv: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
+def write_kv(kv: Tensor, slots: Tensor, kv_cache: KvCache) -> None:
     """Store ``[tokens, 2 * kv_heads, dim]`` in the cache, one slot for each token."""
-    kv_cache[slots.long()] = kv.to(kv_cache.dtype)
+    if isinstance(kv_cache, QuantizedKv):
+        kv_cache.write(kv, slots.long())
+    else:
+        kv_cache[slots.long()] = kv.to(kv_cache.dtype)
 
 
 @op
-def context_attention(q: Tensor, kv: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+def context_attention(q: Tensor, kv: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
     """Attention of ``q`` ``[tokens, heads, dim]``: the last rows of each request over its cached tokens.
 
     ``kv`` ``[tokens, 2 * kv_heads, dim]`` holds the keys and values of this step's tokens, which the cache holds too: a
-    backend may read either.
+    backend may read either. If the cache is quantised, results depend on which one it reads; a batch-invariant backend
+    reads the cache, so that chunks of a prompt do not change its result.
     """
     return _attend(q, kv_cache, batch, options)
 
 
 @op
-def token_attention(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+def token_attention(q: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
     """Attention of a decode step: row i of ``q`` is the only query row of request i."""
     return _attend(q, kv_cache, batch, options)
 
 
-def _attend(q: Tensor, kv_cache: Tensor, batch: AttnBatch, options: AttnOptions) -> Tensor:
+def _attend(q: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
     out = torch.empty_like(q)
     columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
     for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):
         rows = slice(start, start + seq_len - ready)
-        kv = kv_cache[batch.req_to_token[req, :seq_len].long()].float()
+        kv = read_kv(kv_cache, batch.req_to_token[req, :seq_len].long(), torch.float32)
         k, v = kv.repeat_interleave(2 * q.shape[1] // kv.shape[1], dim=1).chunk(2, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k)
         distance = torch.arange(seq_len, device=q.device) - torch.arange(ready, seq_len, device=q.device)[:, None]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common.ops.activation import sigmoid
+from lightserve.common.ops.quantized_weight import QuantizedWeight
 from lightserve.common.ops.registry import op
 
 NO_EXPERT = -1
@@ -73,13 +74,23 @@ class ExpertsParams:
     """The weights of a layer's experts. Rows ``2 * i`` and ``2 * i + 1`` of ``w13`` are gate and up of unit ``i``.
 
     With gate and up side by side one program computes both, and applies the activation before it writes anything.
+    Products with quantised weights do not round their inputs, whatever ``input_quant`` says.
     """
 
-    w13: Tensor  # [experts, 2 * width, hidden]
-    w2: Tensor  # [experts, hidden, width]
+    w13: Tensor | QuantizedWeight  # [experts, 2 * width, hidden]
+    w2: Tensor | QuantizedWeight  # [experts, hidden, width]
     b13: Tensor | None = None  # [experts, 2 * width]
     b2: Tensor | None = None  # [experts, hidden]
     activation: GatedSilu = GatedSilu()
+
+    @property
+    def num_experts(self) -> int:
+        return self.w13.shape[0]
+
+
+def weight_of_expert(weight: Tensor | QuantizedWeight, expert: int) -> Tensor:
+    """``[out, in]``; in float32 if it is quantised."""
+    return weight.expert(expert).dequantize() if isinstance(weight, QuantizedWeight) else weight[expert]
 
 
 @op
@@ -129,12 +140,13 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams) -> T
     ``ids`` and ``weights`` are as ``route`` returns them. A row whose ids are all ``NO_EXPERT`` becomes 0.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in range(len(params.w13)):
+    for expert in range(params.num_experts):
         tokens, places = (ids == expert).nonzero(as_tuple=True)
-        gate_up = x[tokens].float() @ params.w13[expert].float().T
+        gate_up = x[tokens].float() @ weight_of_expert(params.w13, expert).float().T
         if params.b13 is not None:
             gate_up += params.b13[expert]
-        computed = params.activation(gate_up[:, ::2], gate_up[:, 1::2]) @ params.w2[expert].float().T
+        gated = params.activation(gate_up[:, ::2], gate_up[:, 1::2])
+        computed = gated @ weight_of_expert(params.w2, expert).float().T
         if params.b2 is not None:
             computed += params.b2[expert]
         out.index_add_(0, tokens, computed * weights[tokens, places, None])

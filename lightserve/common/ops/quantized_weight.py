@@ -19,6 +19,7 @@ from torch import Tensor
 
 FP8_MAX = 448.0  # of e4m3, which has no infinity: larger values must be clamped before the cast
 INT4_GROUPS = (16, 32, 64, 128)
+SCALE_BYTES = 16  # rows of scales of a byte each are padded to a multiple, so that several can be loaded at once
 
 
 class InputQuant(Enum):
@@ -60,11 +61,15 @@ class QuantizedWeight(ABC):
         is_static = input_quant is InputQuant.STATIC
         return cls(
             codes=torch.empty((*leading, in_size // cls.codes_per_byte), dtype=cls.code_dtype, device=device),
-            scales=torch.empty(groups, dtype=cls.scale_dtype, device=device),
+            scales=cls._empty_scales(groups, device),
             offsets=torch.empty(groups, dtype=torch.float32, device=device) if has_offsets else None,
             input_quant=input_quant,
             input_scale=torch.zeros((), dtype=torch.float32, device=device) if is_static else None,
         )
+
+    @classmethod
+    def _empty_scales(cls, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        return torch.empty(shape, dtype=cls.scale_dtype, device=device)
 
     @property
     def group_size(self) -> int:
@@ -95,6 +100,10 @@ class QuantizedWeight(ABC):
     def float_scales(self) -> Tensor:
         return self.scales
 
+    def expert(self, number: int) -> Self:
+        """One weight ``[out, in]`` of those that lie along the first dimension."""
+        return self._map(lambda tensor: tensor[number])
+
     def rows(self, rows: slice | Tensor) -> Self:
         """Some of the output rows; a tensor has their numbers."""
         return self._map(lambda tensor: tensor[..., rows, :])
@@ -107,7 +116,7 @@ class QuantizedWeight(ABC):
             per_number = self.shape[-1] // tensor.shape[-1]
             return tensor[..., start // per_number : stop // per_number]
 
-        if self.scales.shape[-1] == 1:
+        if self.scales.shape[-1] == 1 and self.codes_per_byte == 1:
             return replace(self, codes=cut(self.codes))
         if start % self.group_size or stop % self.group_size:
             raise ValueError(f"columns {start} to {stop} cut a group of {self.group_size} numbers")
@@ -119,6 +128,8 @@ class QuantizedWeight(ABC):
         if own.keys() != new.keys():
             raise ValueError(f"a weight with {', '.join(new)} cannot be copied to one with {', '.join(own)}")
         for name, tensor in own.items():
+            if tensor.shape != new[name].shape:
+                raise ValueError(f"{name} of shape {tuple(new[name].shape)} cannot be copied to {tuple(tensor.shape)}")
             tensor.copy_(new[name])
         if self.input_scale is not None and other.input_scale is not None:
             self.input_scale.copy_(torch.maximum(self.input_scale, other.input_scale.to(self.device)))
@@ -231,8 +242,15 @@ class Mxfp4Weight(QuantizedWeight):
         codes = torch.stack((self.codes & 0x0F, self.codes >> 4), dim=-1).flatten(-2)
         return _E2M1.to(self.device)[codes.int()]
 
+    @classmethod
+    def _empty_scales(cls, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        *leading, groups = shape
+        padded = -(-groups // SCALE_BYTES) * SCALE_BYTES
+        return torch.zeros((*leading, padded), dtype=cls.scale_dtype, device=device)[..., :groups]
+
     def float_scales(self) -> Tensor:
-        return torch.ldexp(torch.ones(self.scales.shape, device=self.device), self.scales.int() - 127)
+        exponents = self.scales.int() - 127
+        return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
 
     def _set_scale(self, scale: float) -> None:
         self.scales.fill_(127 + round(math.log2(scale)))

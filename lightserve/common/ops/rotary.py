@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common.ops.attention import write_kv
+from lightserve.common.ops.kv_cache import KvCache
 from lightserve.common.ops.norm import rms_norm
 from lightserve.common.ops.registry import op
 
@@ -39,7 +40,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 @op
-def rotary_write_kv(q: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
+def rotary_write_kv(q: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv_cache: KvCache) -> None:
     """Rotate ``q`` and the keys of ``kv`` in place, then store ``kv`` in the cache: ``rotary`` and ``write_kv``."""
     rotary(q, kv[:, : kv.shape[1] // 2], cos, sin)
     write_kv(kv, slots, kv_cache)
@@ -47,7 +48,7 @@ def rotary_write_kv(q: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, slots: Tens
 
 @op
 def norm_rotary_write_kv(
-    q: Tensor, kv: Tensor, norms: HeadNorms, angles: RotaryAngles, slots: Tensor, kv_cache: Tensor
+    q: Tensor, kv: Tensor, norms: HeadNorms, angles: RotaryAngles, slots: Tensor, kv_cache: KvCache
 ) -> None:
     """``rms_norm`` of ``q`` and of the keys of ``kv`` in place, then ``rotary_write_kv``."""
     k = kv[:, : kv.shape[1] // 2]

@@ -6,12 +6,15 @@ from lightserve.common.quantization.experts_method import ExpertNames, ExpertsLa
 from lightserve.common.quantization.gguf_format import GgufFormat
 from lightserve.common.quantization.grouped import GroupedFormat
 from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
+from lightserve.common.quantization.mxfp4 import Mxfp4Format
 from lightserve.common.quantization.mxfp4_pack import Mxfp4PackFormat
 from lightserve.common.quantization.on_load import OnLoadFormat
+from lightserve.common.quantization.quantized_experts import ExpertsFormats, QuantizedExperts
 from lightserve.common.quantization.quantized_linear import QuantizedLinear, StackedLinear
 from lightserve.common.quantization.registry import (
     ExpertsMethodFactory,
     LinearMethodFactory,
+    are_alike,
     experts_method_factory,
     float_method_factory,
     linear_method_factory,
@@ -24,6 +27,7 @@ __all__ = [
     "Bnb8Format",
     "EightBitFormat",
     "ExpertNames",
+    "ExpertsFormats",
     "ExpertsLayout",
     "ExpertsMethod",
     "ExpertsMethodFactory",
@@ -34,13 +38,16 @@ __all__ = [
     "LinearMethodFactory",
     "LinearPart",
     "LinearSpec",
+    "Mxfp4Format",
     "Mxfp4PackFormat",
     "OnLoadFormat",
+    "QuantizedExperts",
     "QuantizedLinear",
     "RmsNorm",
     "StackedLinear",
     "UnquantizedExperts",
     "UnquantizedLinear",
+    "are_alike",
     "experts_method_factory",
     "float_method_factory",
     "linear_method_factory",

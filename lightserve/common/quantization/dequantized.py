@@ -33,9 +33,14 @@ class DequantizedLinear(UnquantizedLinear):
             begin = own.stop + part.padding
 
     def _weight_pieces(self, part: LinearPart, own: slice) -> Iterator[Piece]:
+        is_cut = self._format.has_row_per_output
+
         def store(raw: Mapping[str, Tensor]) -> None:
-            whole = self._format.convert(raw).dequantize()
-            self.weight[own] = whole[:, self._spec.columns][part.rows].to(self.weight.dtype)
+            whole, order = self._format.convert(raw).dequantize(), self._format.input_order(raw)
+            if order is not None:
+                whole = whole[:, order.argsort()]
+            columns = whole[:, self._spec.columns].to(self.weight.dtype)
+            self.weight[own] = columns if is_cut else columns[part.rows]
 
         def fill_dummy(generator: torch.Generator) -> None:
             self.weight[own].normal_(std=DUMMY_STD, generator=generator)
@@ -43,5 +48,12 @@ class DequantizedLinear(UnquantizedLinear):
         raw_tensors = self._format.raw_tensors(part.out_size, self._spec.in_size)
         consumer = RawLinear(part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
         for suffix, raw in raw_tensors.items():
-            name, shapes = f"{part.prefix}.{suffix}", raw.other_shapes
-            yield Piece(name, raw.shape, None, dtypes=raw.dtypes, consumer=consumer, other_shapes=shapes)
+            yield Piece(
+                f"{part.prefix}.{suffix}",
+                raw.shape,
+                None,
+                slicer(part.rows) if is_cut else slicer(),  # a scale may have no dimension
+                raw.dtypes,
+                consumer=consumer,
+                other_shapes=raw.other_shapes,
+            )

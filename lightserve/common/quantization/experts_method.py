@@ -52,6 +52,23 @@ class ExpertsSpec:
     activation: GatedSilu = field(default_factory=GatedSilu)
 
     @property
+    def gate_up_modules(self) -> list[str]:
+        """The names of gate and up in the checkpoint, of all experts."""
+        if self.layout is not ExpertsLayout.EACH:
+            return [f"{self.prefix}.{self.names.gate_up}"]
+        return [f"{prefix}.{name}" for prefix in self._prefixes() for name in (self.names.gate, self.names.up)]
+
+    @property
+    def down_modules(self) -> list[str]:
+        if self.layout is not ExpertsLayout.EACH:
+            return [f"{self.prefix}.{self.names.down}"]
+        return [f"{prefix}.{self.names.down}" for prefix in self._prefixes()]
+
+    def _prefixes(self) -> list[str]:
+        each = [f"{self.prefix}.{expert}" for expert in range(self.num_experts)]
+        return [*each, self.shared_prefix] if self.num_shared else each
+
+    @property
     def num_own(self) -> int:
         return length(self.own)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.checkpoint.piece import Piece, StoredSize, total_size
+from lightserve.common.checkpoint.piece import Piece, StoredSize, total_size, whole
 from lightserve.common.ops import QuantizedWeight
 from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
 from lightserve.common.quantization.unquantized import slicer
@@ -108,7 +108,7 @@ class QuantizedLinear(LinearMethod):
                 f"{part.prefix}.{suffix}",
                 raw.shape,
                 None,
-                slicer(part.rows if is_cut else slice(None)),
+                slicer(part.rows) if is_cut else whole,
                 raw.dtypes,
                 consumer=consumer,
                 other_shapes=raw.other_shapes,

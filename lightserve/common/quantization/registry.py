@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -11,6 +11,7 @@ import torch
 from lightserve.common.quantization.dequantized import DequantizedLinear
 from lightserve.common.quantization.experts_method import ExpertsMethod, ExpertsSpec
 from lightserve.common.quantization.linear_method import LinearMethod, LinearSpec
+from lightserve.common.quantization.quantized_experts import ExpertsFormats, QuantizedExperts
 from lightserve.common.quantization.quantized_linear import QuantizedLinear, StackedLinear
 from lightserve.common.quantization.unquantized import UnquantizedLinear
 from lightserve.common.quantization.unquantized_experts import UnquantizedExperts
@@ -74,8 +75,35 @@ def experts_method_factory(config: ModelConfig) -> ExpertsMethodFactory:
         return UnquantizedExperts
 
     def make(spec: ExpertsSpec, dtype: torch.dtype, device: torch.device) -> ExpertsMethod:
-        if quantization.scheme_of(f"{spec.prefix}.0.{spec.names.down}") is not None:
-            raise ModelFilesError(f"{spec.prefix}: quantised experts are not supported ({quantization})")
-        return UnquantizedExperts(spec, dtype, device)
+        gate_up = _common_scheme(spec.gate_up_modules, quantization)
+        down = _common_scheme(spec.down_modules, quantization)
+        if gate_up is None and down is None:
+            return UnquantizedExperts(spec, dtype, device)
+        if gate_up is None or down is None:
+            quantized = spec.gate_up_modules[0] if down is None else spec.down_modules[0]
+            raise ModelFilesError(
+                f"{spec.prefix}: {quantized} is quantised, and not all of its experts' weights are ({quantization}), "
+                "which is not supported; use the unquantised checkpoint"
+            )
+        return QuantizedExperts(spec, dtype, device, ExpertsFormats(format_of(gate_up), format_of(down)))
 
     return make
+
+
+def are_alike(quantization: QuantConfig | None, linears: Sequence[tuple[str, int]]) -> bool:
+    """Whether one tensor can hold the weights of linears, each of which is a name and a number of inputs."""
+    if quantization is None:
+        return True
+    schemes = ((quantization.scheme_of(name), in_size) for name, in_size in linears)
+    return len({(scheme, scheme and format_of(scheme).group_size(in_size)) for scheme, in_size in schemes}) == 1
+
+
+def _common_scheme(modules: list[str], quantization: QuantConfig) -> Scheme | None:
+    first = quantization.scheme_of(modules[0])
+    other = next((module for module in modules if quantization.scheme_of(module) != first), None)
+    if other is not None:
+        raise ModelFilesError(
+            f"{other} is quantised in another way than {modules[0]} ({quantization}), which is not supported for "
+            "experts of one layer; use the unquantised checkpoint"
+        )
+    return first

@@ -59,6 +59,62 @@ def gated_silu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl
     return (up + UP_OFFSET) * gate * tl.sigmoid(ALPHA * gate)
 
 
+@triton.jit
+def pair_rows(blocks_ptr, pairs_ptr, n_blocks, PAIRS_A_ROW: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Of this program's block: the rows of its pairs in the result and in x, and which of these there are.
+
+    Without blocks, all rows belong to one expert, and ``n_blocks`` is their number.
+    """
+    block = tl.program_id(1)
+    if blocks_ptr is None:
+        rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        is_row = rows < n_blocks
+        pairs = rows
+    elif pairs_ptr is None:
+        rows = block + tl.arange(0, BLOCK_M)
+        is_row = tl.arange(0, BLOCK_M) < 1
+        pairs = rows
+    else:
+        rows = tl.load(blocks_ptr + n_blocks + block) + tl.arange(0, BLOCK_M)
+        is_row = rows < tl.load(blocks_ptr + 2 * n_blocks + block)
+        pairs = tl.load(pairs_ptr + rows, mask=is_row, other=0)
+    rows = rows.to(tl.int64)
+    x_rows = rows
+    if PAIRS_A_ROW is not None:  # x has a row for each token, not for each pair
+        x_rows = (pairs // PAIRS_A_ROW).to(tl.int64)
+    return rows, x_rows, is_row
+
+
+@triton.jit
+def store_pairs(
+    acc,
+    bias_ptr,
+    out_ptr,
+    expert,
+    rows,
+    is_row,
+    out_size,
+    IS_GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+):
+    """Store ``acc`` ``[rows of the weight, pairs]`` of this program, after bias and activation."""
+    BLOCK_N: tl.constexpr = acc.shape[0]
+    BLOCK_M: tl.constexpr = acc.shape[1]
+    if bias_ptr is not None:
+        weight_rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        bias = tl.load(bias_ptr + expert * out_size + weight_rows, mask=weight_rows < out_size, other=0.0)
+        acc += bias.to(tl.float32)[:, None]
+    if IS_GATED:
+        gate, up = tl.split(acc.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1))
+        acc = gated_silu(gate, up, ALPHA, LIMIT, UP_OFFSET)
+    PARTS: tl.constexpr = 2 if IS_GATED else 1
+    width = out_size // PARTS
+    out_cols = (tl.program_id(0) * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS))[:, None]
+    tl.store(out_ptr + rows[None, :] * width + out_cols, acc, mask=is_row[None, :] & (out_cols < width))
+
+
 @triton.jit(do_not_specialize=["n_blocks"])
 def _expert_linear_kernel(
     x_ptr,
@@ -83,22 +139,10 @@ def _expert_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    block = tl.program_id(1)
-    expert = tl.load(blocks_ptr + block).to(tl.int64)
+    expert = tl.load(blocks_ptr + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
-    if pairs_ptr is None:
-        rows = block + tl.arange(0, BLOCK_M)
-        is_row = tl.arange(0, BLOCK_M) < 1
-        pairs = rows
-    else:
-        rows = tl.load(blocks_ptr + n_blocks + block) + tl.arange(0, BLOCK_M)
-        is_row = rows < tl.load(blocks_ptr + 2 * n_blocks + block)
-        pairs = tl.load(pairs_ptr + rows, mask=is_row, other=0)
-    rows = rows.to(tl.int64)
-    x_rows = rows
-    if PAIRS_A_ROW is not None:  # x has a row for each token, not for each pair
-        x_rows = (pairs // PAIRS_A_ROW).to(tl.int64)
+    rows, x_rows, is_row = pair_rows(blocks_ptr, pairs_ptr, n_blocks, PAIRS_A_ROW, BLOCK_M)
     weight_rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_weight_row = weight_rows < out_size
     cols = tl.arange(0, BLOCK_K)[None, :]
@@ -112,16 +156,7 @@ def _expert_linear_kernel(
         x = tl.load(x_ptrs + start, mask=is_row[:, None] & is_in, other=0.0)
         weight = tl.load(weight_ptrs + start, mask=is_weight_row[:, None] & is_in, other=0.0)
         acc = tl.dot(weight, x.T, acc=acc, input_precision="ieee")
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + expert * out_size + weight_rows, mask=is_weight_row, other=0.0)
-        acc += bias.to(tl.float32)[:, None]
-    if IS_GATED:
-        gate, up = tl.split(acc.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1))
-        acc = gated_silu(gate, up, ALPHA, LIMIT, UP_OFFSET)
-    PARTS: tl.constexpr = 2 if IS_GATED else 1
-    width = out_size // PARTS
-    out_cols = (tl.program_id(0) * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS))[:, None]
-    tl.store(out_ptr + rows[None, :] * width + out_cols, acc, mask=is_row[None, :] & (out_cols < width))
+    store_pairs(acc, bias_ptr, out_ptr, expert, rows, is_row, out_size, IS_GATED, ALPHA, LIMIT, UP_OFFSET)
 
 
 def expert_linear(

@@ -1,8 +1,9 @@
 """Online softmax of a tile of query rows over the keys of a request, block by block. Scores are in base 2.
 
 ``softmax`` holds for each row the weighted sum of values so far, the highest score and the sum of weights. ``cache``
-holds pointers to the head's keys, to its values and to the request's slots, and the stride of a slot. ``slopes``
-are ALiBi's or None, ``scale`` is the factor of the scores, ``softcap`` their cap or None.
+holds pointers to the head's keys, to its values and to the request's slots, and the stride of a slot; then the scales'
+pointer or None, their stride of a slot or None, and the places of the head of keys and of values among them.
+``slopes`` are ALiBi's or None, ``scale`` is the factor of the scores, ``softcap`` their cap or None.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from lightserve.common.triton_kernel._attention import LOWEST, cap_scores
+from lightserve.common.triton_kernel._kv_codes import convert, load_scales, scale_scores, weights_of_codes
 
 
 @triton.jit
@@ -57,10 +59,14 @@ def first_block(position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _update(q, k, v, softmax, keys, q_positions, is_seen, slopes, scale, softcap):
-    """Add a block of keys. ``is_seen`` None: every row sees every key."""
+def _update(q, k, v, scales, softmax, keys, q_positions, is_seen, slopes, scale, softcap):
+    """Add a block of keys. ``is_seen`` None: every row sees every key.
+
+    ``scales``: those of the keys and of the values, and a stride, which is None if there are none.
+    """
     acc, peak, total = softmax
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    k_scales, v_scales, scale_stride = scales
+    scores = scale_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), k_scales, scale_stride)
     IS_SCALED: tl.constexpr = (slopes is not None) | (softcap is not None)
     if IS_SCALED:
         scores = cap_scores(scores * scale, softcap)
@@ -77,6 +83,7 @@ def _update(q, k, v, softmax, keys, q_positions, is_seen, slopes, scale, softcap
         weights = tl.exp2(scores - new_peak[:, None])
     decay = tl.exp2(peak - new_peak)
     total = total * decay + tl.sum(weights, axis=1)
+    weights = weights_of_codes(weights, v_scales, scale_stride)
     acc = tl.dot(weights.to(v.dtype), v, acc=acc * decay[:, None], input_precision="ieee")
     return acc, new_peak, total
 
@@ -97,16 +104,19 @@ def _update_from_cache(
     DIM: tl.constexpr,
 ):
     """Gather a block of keys from the cache and add it. ``is_key``: the request has this key."""
-    k_ptr, v_ptr, slots_ptr, slot_stride = cache
+    k_ptr, v_ptr, slots_ptr, slot_stride, scales_ptr, scale_stride, k_head, v_head = cache
     cols = tl.arange(0, q.shape[1])
     slots = tl.load(slots_ptr + keys, mask=is_key, other=0)
-    slots = slots.to(tl.int64) * slot_stride
-    k = load_rows(k_ptr, slots, cols, is_key, DIM).to(q.dtype)
-    v = load_rows(v_ptr, slots, cols, is_key, DIM).to(q.dtype)
+    rows = slots.to(tl.int64) * slot_stride
+    k = convert(load_rows(k_ptr, rows, cols, is_key, DIM), q)
+    v = convert(load_rows(v_ptr, rows, cols, is_key, DIM), q)
+    k_scales = load_scales(scales_ptr, scale_stride, k_head, slots, is_key)
+    v_scales = load_scales(scales_ptr, scale_stride, v_head, slots, is_key)
+    scales = (k_scales, v_scales, scale_stride)
     is_seen = _seen_keys(keys, q_positions, CAUSAL, WINDOW)
     if not CAUSAL:
         is_seen = is_key[None, :] if is_seen is None else is_seen & is_key[None, :]
-    return _update(q, k, v, softmax, keys, q_positions, is_seen, slopes, scale, softcap)
+    return _update(q, k, v, scales, softmax, keys, q_positions, is_seen, slopes, scale, softcap)
 
 
 @triton.jit
@@ -128,19 +138,22 @@ def attend_cached_blocks(
 
     The slots of a block are loaded one block ahead. Else the loads of keys would be issued too late to hide.
     """
-    k_ptr, v_ptr, slots_ptr, slot_stride = cache
+    k_ptr, v_ptr, slots_ptr, slot_stride, scales_ptr, scale_stride, k_head, v_head = cache
     cols = tl.arange(0, q.shape[1])
     block = tl.arange(0, BLOCK_N)
     next_slots = tl.load(slots_ptr + begin + block, mask=begin + block < end, other=0)
     for start in range(begin, end, BLOCK_N):
-        slots = next_slots.to(tl.int64) * slot_stride
+        slots = next_slots
+        rows = slots.to(tl.int64) * slot_stride
         keys = start + block
         next_slots = tl.load(slots_ptr + keys + BLOCK_N, mask=keys + BLOCK_N < end, other=0)
-        k = load_rows(k_ptr, slots, cols, None, DIM).to(q.dtype)
-        v = load_rows(v_ptr, slots, cols, None, DIM).to(q.dtype)
-        softmax = _update(
-            q, k, v, softmax, keys, q_positions, _seen_keys(keys, q_positions, False, WINDOW), slopes, scale, softcap
-        )
+        k = convert(load_rows(k_ptr, rows, cols, None, DIM), q)
+        v = convert(load_rows(v_ptr, rows, cols, None, DIM), q)
+        k_scales = load_scales(scales_ptr, scale_stride, k_head, slots, None)
+        v_scales = load_scales(scales_ptr, scale_stride, v_head, slots, None)
+        scales = (k_scales, v_scales, scale_stride)
+        is_seen = _seen_keys(keys, q_positions, False, WINDOW)
+        softmax = _update(q, k, v, scales, softmax, keys, q_positions, is_seen, slopes, scale, softcap)
     return softmax
 
 
@@ -241,22 +254,22 @@ def attend_new_tokens(
     """
     BLOCK_D: tl.constexpr = q.shape[1]
     block = tl.arange(0, BLOCK_N)
+    no_scales = (None, None, None)
     whole = q_len // BLOCK_N * BLOCK_N
     diagonal = first_token // BLOCK_N * BLOCK_N if CAUSAL else whole
     for start in range(first_block(first_token, WINDOW, BLOCK_N), diagonal, BLOCK_N):
         k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
         v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
         keys = start + block
-        softmax = _update(
-            q, k, v, softmax, keys, q_tokens, _seen_keys(keys, q_tokens, False, WINDOW), slopes, scale, softcap
-        )
+        is_seen = _seen_keys(keys, q_tokens, False, WINDOW)
+        softmax = _update(q, k, v, no_scales, softmax, keys, q_tokens, is_seen, slopes, scale, softcap)
     if CAUSAL:
         for start in range(diagonal, tl.minimum(end, whole), BLOCK_N):
             keys = start + block
             k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
             v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
             is_seen = _seen_keys(keys, q_tokens, CAUSAL, WINDOW)
-            softmax = _update(q, k, v, softmax, keys, q_tokens, is_seen, slopes, scale, softcap)
+            softmax = _update(q, k, v, no_scales, softmax, keys, q_tokens, is_seen, slopes, scale, softcap)
     if whole < end:
         keys = whole + block
         rows_ptr = kv_ptr + (start_loc + whole).to(tl.int64) * token_stride
@@ -265,5 +278,5 @@ def attend_new_tokens(
         is_seen = _seen_keys(keys, q_tokens, CAUSAL, WINDOW)
         if not CAUSAL:
             is_seen = (keys < end)[None, :] if is_seen is None else is_seen & (keys < end)[None, :]
-        softmax = _update(q, k, v, softmax, keys, q_tokens, is_seen, slopes, scale, softcap)
+        softmax = _update(q, k, v, no_scales, softmax, keys, q_tokens, is_seen, slopes, scale, softcap)
     return softmax

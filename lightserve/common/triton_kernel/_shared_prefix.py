@@ -19,6 +19,7 @@ from lightserve.common.triton_kernel import _gpu
 from lightserve.common.triton_kernel._attention import LOG2_E, head_block, score_factors
 from lightserve.common.triton_kernel._blocks import cdiv, few_sizes
 from lightserve.common.triton_kernel._context_tiles import Tiling, packed_heads, tiling_of
+from lightserve.common.triton_kernel._kv_codes import for_codes, parts_of, scale_values, score_factor
 from lightserve.common.triton_kernel._online_softmax import attend_cached_blocks, empty_softmax, load_rows
 
 # Programs of 64 rows. On an H200, 64 requests that share 2,048 tokens take 31.8 us per layer with two or four programs
@@ -113,6 +114,7 @@ def _shared_prefix_plan_kernel(
 def _shared_prefix_kernel(
     q_ptr,
     kv_ptr,
+    scales_ptr,
     alibi_slopes_ptr,
     req_to_token_ptr,
     b_start_loc_ptr,
@@ -124,6 +126,7 @@ def _shared_prefix_kernel(
     q_head_stride,
     slot_stride,
     kv_head_stride,
+    scale_stride,
     req_stride,
     scale,
     softcap,
@@ -158,11 +161,15 @@ def _shared_prefix_kernel(
         slopes = tl.load(alibi_slopes_ptr + heads) * LOG2_E
         positions = tl.load(b_seq_len_ptr + reqs, mask=is_row, other=0) - 1
 
-    k_ptr = kv_ptr + first_head // (HEADS // KV_HEADS) * kv_head_stride
-    cache = (k_ptr, k_ptr + KV_HEADS * kv_head_stride, req_to_token_ptr + req_idx * req_stride, slot_stride)
+    kv_head = first_head // (HEADS // KV_HEADS)
+    k_ptr = kv_ptr + kv_head * kv_head_stride
+    v_ptr, slots_ptr = k_ptr + KV_HEADS * kv_head_stride, req_to_token_ptr + req_idx * req_stride
+    cache = (k_ptr, v_ptr, slots_ptr, slot_stride, scales_ptr, scale_stride, kv_head, KV_HEADS + kv_head)
+    q, scale = for_codes(q, scales_ptr), score_factor(scale, cache)
     acc, peak, total = attend_cached_blocks(
         q, empty_softmax(BLOCK_M, BLOCK_D), cache, begin, end, positions, slopes, scale, softcap, None, DIM, BLOCK_N
     )
+    acc = scale_values(acc, cache)
 
     parts = (reqs.to(tl.int64) * MAX_SPLITS + split) * HEADS + heads
     mask = is_row[:, None] & (cols < DIM)[None, :]
@@ -208,17 +215,19 @@ def plan_shared_prefix(batch: ops.AttnBatch, q: Tensor, kv_heads: int, groups: T
 
 
 def launch_shared_prefix(
-    q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions, plan: SharedPrefixPlan
+    q: Tensor, kv_cache: ops.KvCache, batch: ops.AttnBatch, options: ops.AttnOptions, plan: SharedPrefixPlan
 ) -> None:
     """Write the partial results of ``plan`` for ``q`` ``[tokens, heads, dim]``."""
+    cache, scales, scale_stride = parts_of(kv_cache)
     _, heads, dim = q.shape
-    kv_heads = kv_cache.shape[1] // 2
+    kv_heads = cache.shape[1] // 2
     packed = packed_heads(heads, kv_heads)
     tiling = _tiling(q)
     scale, softcap = score_factors(options.scale, options.softcap)
     _shared_prefix_kernel[(heads // packed, len(plan.items))](
         q,
-        kv_cache,
+        cache,
+        scales,
         options.alibi_slopes,
         batch.req_to_token,
         batch.b_start_loc,
@@ -228,8 +237,9 @@ def launch_shared_prefix(
         plan.log_sums,
         q.stride(0),
         q.stride(1),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
+        cache.stride(0),
+        cache.stride(1),
+        scale_stride,
         batch.req_to_token.stride(0),
         scale,
         softcap,

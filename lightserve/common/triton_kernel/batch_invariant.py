@@ -60,13 +60,13 @@ for _op in (ops.add_rms_norm_linear, ops.add_rms_norm_gate_up):
 
 @ops.context_attention.impl(BACKEND)
 def context_attention(
-    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
+    q: Tensor, kv: Tensor, kv_cache: ops.KvCache, batch: ops.AttnBatch, options: ops.AttnOptions
 ) -> Tensor:
     return attend_in_order(q, kv_cache, batch, options)
 
 
 @ops.token_attention.impl(BACKEND)
-def token_attention(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
+def token_attention(q: Tensor, kv_cache: ops.KvCache, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
     return attend_in_order(q, kv_cache, batch, options)
 
 

@@ -28,6 +28,7 @@ from lightserve.common.triton_kernel._context_tiles import (
     packed_heads,
     tiling_of,
 )
+from lightserve.common.triton_kernel._kv_codes import for_codes, parts_of, scale_values, score_factor
 from lightserve.common.triton_kernel._online_softmax import (
     attend_cached_in_order,
     attend_cached_prefix,
@@ -48,6 +49,7 @@ def _context_attention_kernel(
     kv_desc,
     kv_ptr,
     cache_ptr,
+    scales_ptr,
     out_ptr,
     alibi_slopes_ptr,
     sinks_ptr,
@@ -56,6 +58,7 @@ def _context_attention_kernel(
     q_token_stride,
     kv_token_stride,
     slot_stride,
+    scale_stride,
     req_stride,
     scale,
     softcap,
@@ -81,8 +84,7 @@ def _context_attention_kernel(
     first_token = tl.load(fields + FIRST_TOKEN)
     ready_len = tl.load(fields + READY_LEN)
 
-    rows = tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, BLOCK_D)
+    rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     heads = first_head + rows % PACKED
     q_tokens = first_token + rows // PACKED
     is_row = (q_tokens < q_len) & (rows < TOKENS * PACKED)
@@ -93,24 +95,41 @@ def _context_attention_kernel(
         slopes = tl.load(alibi_slopes_ptr + heads) * LOG2_E
 
     softmax = empty_softmax(BLOCK_M, BLOCK_D)
-    k_head = (first_head // (HEADS // KV_HEADS)) * DIM
+    kv_head = first_head // (HEADS // KV_HEADS)
+    k_head = kv_head * DIM
     v_head = k_head + KV_HEADS * DIM
     slots_ptr = req_to_token_ptr + req_idx * req_stride
     q_positions = ready_len + q_tokens
     end = tl.minimum(first_token + TOKENS, q_len) if CAUSAL else q_len  # no row of this tile sees a later key
     begin = first_block(ready_len + first_token, WINDOW, BLOCK_N)
-    cache = (cache_ptr + k_head, cache_ptr + v_head, slots_ptr, slot_stride)
+    k_ptr, v_ptr = cache_ptr + k_head, cache_ptr + v_head
+    cache = (k_ptr, v_ptr, slots_ptr, slot_stride, scales_ptr, scale_stride, kv_head, KV_HEADS + kv_head)
+    cached_q, cached_scale = for_codes(q, scales_ptr), score_factor(scale, cache)
     if FIXED_ORDER:
         softmax = attend_cached_in_order(
-            q, softmax, cache, begin, ready_len + end, q_positions, slopes, scale, softcap, WINDOW, DIM, BLOCK_N
+            cached_q,
+            softmax,
+            cache,
+            begin,
+            ready_len + end,
+            q_positions,
+            slopes,
+            cached_scale,
+            softcap,
+            WINDOW,
+            DIM,
+            BLOCK_N,
         )
     else:
         softmax = attend_cached_prefix(
-            q, softmax, cache, begin, ready_len, q_positions, slopes, scale, softcap, WINDOW, DIM, BLOCK_N
+            cached_q, softmax, cache, begin, ready_len, q_positions, slopes, cached_scale, softcap, WINDOW, DIM, BLOCK_N
         )
-        softmax = attend_new_tokens(
+    acc, peak, total = softmax
+    acc = scale_values(acc, cache)  # before the new tokens, whose values have no scale
+    if not FIXED_ORDER:
+        acc, peak, total = attend_new_tokens(
             q,
-            softmax,
+            (acc, peak, total),
             kv_desc,
             kv_ptr,
             kv_token_stride,
@@ -129,7 +148,6 @@ def _context_attention_kernel(
             DIM,
             BLOCK_N,
         )
-    acc, peak, total = softmax
     if sinks_ptr is not None:
         total += tl.exp2(tl.load(sinks_ptr + heads) * LOG2_E - peak)
     out_ptrs = out_ptr + (q_rows * HEADS + heads)[:, None] * DIM + cols[None, :]
@@ -138,7 +156,7 @@ def _context_attention_kernel(
 
 @ops.context_attention.impl("triton")
 def context_attention(
-    q: Tensor, kv: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions
+    q: Tensor, kv: Tensor, kv_cache: ops.KvCache, batch: ops.AttnBatch, options: ops.AttnOptions
 ) -> Tensor:
     _check(q, kv, kv_cache)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -148,9 +166,9 @@ def context_attention(
     return out
 
 
-def attend_in_order(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
+def attend_in_order(q: Tensor, kv_cache: ops.KvCache, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
     """Attention of prompts and decodes; no bit of a row depends on what else the step computes."""
-    _check(q, kv_cache, kv_cache)
+    _check(q, None, kv_cache)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _launch(q, None, kv_cache, batch, options, out)
     return out
@@ -159,7 +177,7 @@ def attend_in_order(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: 
 def _launch(
     q: Tensor,
     kv: Tensor | None,
-    kv_cache: Tensor,
+    kv_cache: ops.KvCache,
     batch: ops.AttnBatch,
     options: ops.AttnOptions,
     out: Tensor,
@@ -167,7 +185,8 @@ def _launch(
     """Without ``kv`` all keys are read from the cache, in a fixed order."""
     if not len(q):
         return
-    heads, kv_heads, dim = q.shape[1], kv_cache.shape[1] // 2, q.shape[2]
+    cache, scales, scale_stride = parts_of(kv_cache)
+    heads, kv_heads, dim = q.shape[1], cache.shape[1] // 2, q.shape[2]
     block_d = head_block(dim)
     tiling = tiling_of(q.element_size(), block_d)
     packed = packed_heads(heads, kv_heads)
@@ -183,7 +202,8 @@ def _launch(
         q,
         None if kv is None else _descriptor(kv, tiling.keys, block_d),
         kv,
-        kv_cache,
+        cache,
+        scales,
         out,
         options.alibi_slopes,
         options.sinks,
@@ -191,7 +211,8 @@ def _launch(
         tiles,
         q.stride(0),
         0 if kv is None else kv.stride(0),
-        kv_cache.stride(0),
+        cache.stride(0),
+        scale_stride,
         batch.req_to_token.stride(0),
         scale,
         softcap,
@@ -220,10 +241,12 @@ def _descriptor(kv: Tensor, keys: int, block_d: int) -> TensorDescriptor | None:
     return TensorDescriptor(kv, [rows, heads * dim], [stride, 1], [keys, dim])
 
 
-def _check(q: Tensor, kv: Tensor, kv_cache: Tensor) -> None:
-    check_heads_side_by_side("context_attention", q=q, kv=kv, kv_cache=kv_cache)
-    if kv.shape[1:] != kv_cache.shape[1:] or q.shape[2] != kv.shape[2] or 2 * q.shape[1] % kv.shape[1]:
+def _check(q: Tensor, kv: Tensor | None, kv_cache: ops.KvCache) -> None:
+    cache = parts_of(kv_cache).numbers
+    kv = cache if kv is None else kv
+    check_heads_side_by_side("context_attention", q=q, kv=kv, kv_cache=cache)
+    if kv.shape[1:] != cache.shape[1:] or q.shape[2] != kv.shape[2] or 2 * q.shape[1] % kv.shape[1]:
         raise ValueError(
             f"context_attention: heads of q {tuple(q.shape[1:])}, of kv {tuple(kv.shape[1:])} and of the cache "
-            f"{tuple(kv_cache.shape[1:])} do not match"
+            f"{tuple(cache.shape[1:])} do not match"
         )

@@ -14,13 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.ops import ExpertsParams
+from lightserve.common.ops import ExpertsParams, GatedSilu, QuantizedWeight
 from lightserve.common.triton_kernel import _grouped_experts as grouped
 from lightserve.common.triton_kernel._blocks import cdiv
 from lightserve.common.triton_kernel._check import check_last_contiguous
 from lightserve.common.triton_kernel._expert_linear import Config, PairBlocks, expert_linear
 from lightserve.common.triton_kernel._expert_pairs import SortedPairs, sort_pairs
 from lightserve.common.triton_kernel._gpu import fits
+from lightserve.common.triton_kernel._quantized_expert_linear import quantized_expert_linear
 
 # us of gate and up, then of down, on an H200 in bfloat16, for Qwen3-30B-A3B (128 experts, 8 for each token) and
 # DeepSeek-V2-Lite (64, 6). All configurations of a few pairs are in docs/log.md.
@@ -89,16 +90,16 @@ class Plan:
     def gate_up(self, x: Tensor, params: ExpertsParams) -> Tensor:
         """The activation of gate and up, a row for each pair."""
         if not self.groups_gate_up or self.pairs is None:
-            return expert_linear(x, params.w13, self._blocks(), self.config, params.b13, params.activation)
+            return self._multiply(x, params.w13, params.b13, params.activation)
         gathered = grouped.gather_tokens(x, self.pairs.pairs, self.ids.shape[1])
-        gate_up = grouped.grouped_mm(gathered, params.w13, self.pairs.ends)
+        gate_up = grouped.grouped_mm(gathered, _floats(params.w13), self.pairs.ends)
         return grouped.activate_pairs(gate_up, params.b13, self.ids, self.pairs.pairs, params.activation)
 
     def down(self, gated: Tensor, params: ExpertsParams) -> Tensor:
         """Without the bias."""
         if self.groups_down and self.pairs is not None:
-            return grouped.grouped_mm(gated, params.w2, self.pairs.ends)
-        return expert_linear(gated, params.w2, self._blocks(), self.config)
+            return grouped.grouped_mm(gated, _floats(params.w2), self.pairs.ends)
+        return self._multiply(gated, params.w2)
 
     def sum(self, computed: Tensor, weights: Tensor, params: ExpertsParams) -> Tensor:
         """For each token the sum of its pairs, in the order of its ids."""
@@ -109,6 +110,17 @@ class Plan:
         _sum_pairs_kernel[grid](computed, self.ids, weights, rows, params.b2, out, n_cols, TOP_K=top_k, BLOCK=SUM_BLOCK)
         return out
 
+    def _multiply(
+        self,
+        x: Tensor,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None = None,
+        activation: GatedSilu | None = None,
+    ) -> Tensor:
+        if isinstance(weight, QuantizedWeight):
+            return quantized_expert_linear(x, weight, self._blocks(), self.config.block_m, bias, activation)
+        return expert_linear(x, weight, self._blocks(), self.config, bias, activation)
+
     def _blocks(self) -> PairBlocks:
         if self.pairs is None:
             return PairBlocks(self.ids, None, self.ids.shape[1])
@@ -116,7 +128,7 @@ class Plan:
 
 
 def plan_of(x: Tensor, ids: Tensor, params: ExpertsParams) -> Plan:
-    n_pairs, n_experts = ids.numel(), len(params.w13)
+    n_pairs, n_experts = ids.numel(), params.num_experts
     if not is_sorted(len(x), n_pairs, n_experts):
         return Plan(ids, PAIRS, None)
     config = config_of(n_pairs, n_experts)
@@ -124,14 +136,23 @@ def plan_of(x: Tensor, ids: Tensor, params: ExpertsParams) -> Plan:
         ids,
         config,
         sort_pairs(ids, n_experts, config.block_m),
-        groups_gate_up=n_pairs >= GROUPED_GATE_UP * n_experts and grouped.is_usable(x, params.w13),
-        groups_down=n_pairs >= GROUPED_DOWN * n_experts and grouped.is_usable(x, params.w2),
+        groups_gate_up=n_pairs >= GROUPED_GATE_UP * n_experts and _can_group(x, params.w13),
+        groups_down=n_pairs >= GROUPED_DOWN * n_experts and _can_group(x, params.w2),
     )
+
+
+def _can_group(x: Tensor, weight: Tensor | QuantizedWeight) -> bool:
+    return isinstance(weight, Tensor) and grouped.is_usable(x, weight)
+
+
+def _floats(weight: Tensor | QuantizedWeight) -> Tensor:
+    assert isinstance(weight, Tensor)  # ``plan_of`` groups no others
+    return weight
 
 
 def invariant_plan(ids: Tensor, params: ExpertsParams) -> Plan:
     """The same tiles for every number of tokens."""
-    return Plan(ids, INVARIANT, sort_pairs(ids, len(params.w13), INVARIANT.block_m))
+    return Plan(ids, INVARIANT, sort_pairs(ids, params.num_experts, INVARIANT.block_m))
 
 
 def compute(plan: Plan, x: Tensor, weights: Tensor, params: ExpertsParams) -> Tensor:
@@ -151,8 +172,14 @@ def experts_in_fixed_tiles(x: Tensor, ids: Tensor, weights: Tensor, params: Expe
 
 
 def _check(x: Tensor, ids: Tensor, weights: Tensor, params: ExpertsParams) -> None:
-    check_last_contiguous("experts", x=x, w13=params.w13, w2=params.w2)
+    check_last_contiguous("experts", x=x)
     contiguous = {"ids": ids, "weights": weights, "b13": params.b13, "b2": params.b2}
+    for name, weight in (("w13", params.w13), ("w2", params.w2)):
+        if isinstance(weight, Tensor):
+            check_last_contiguous("experts", **{name: weight})
+        else:
+            check_last_contiguous("experts", **{f"{name}.codes": weight.codes, f"{name}.scales": weight.scales})
+            contiguous[f"{name}.offsets"] = weight.offsets
     for name, tensor in contiguous.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"experts: {name} must be contiguous, found strides {tensor.stride()}")

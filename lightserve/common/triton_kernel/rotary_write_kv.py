@@ -1,6 +1,7 @@
 """Norms of heads, rotary positions and the cache write in one pass.
 
-One program for each token normalises and rotates its heads, and stores K and V.
+One program for each token normalises and rotates its heads, and stores K and V. A quantised cache needs the largest
+number of each head first: the program then reads the rotated keys again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.triton_kernel._check import check_heads_side_by_side, check_last_contiguous
+from lightserve.common.triton_kernel._kv_codes import parts_of, write_codes
 
 
 @triton.jit
@@ -89,6 +91,7 @@ def _rotary_write_kv_kernel(
     sin_ptr,
     slots_ptr,
     cache_ptr,
+    scales_ptr,
     q_norm_ptr,
     k_norm_ptr,
     eps,
@@ -97,13 +100,15 @@ def _rotary_write_kv_kernel(
     cos_token_stride,
     sin_token_stride,
     slot_stride,
+    scale_stride,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    k_cache = cache_ptr + tl.load(slots_ptr + token).to(tl.int64) * slot_stride
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    k_cache = cache_ptr + slot * slot_stride
     q_row = q_ptr + token * q_token_stride
     k_row = kv_ptr + token * kv_token_stride
     cols = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
@@ -111,6 +116,11 @@ def _rotary_write_kv_kernel(
     sin = tl.load(sin_ptr + token * sin_token_stride + cols, mask=cols < HALF, other=0.0)
 
     _rotate(q_row, None, q_norm_ptr, eps, cos, sin, cols, Q_HEADS, DIM, HALF)
+    if scales_ptr is not None:
+        _rotate(k_row, None, k_norm_ptr, eps, cos, sin, cols, KV_HEADS, DIM, HALF)
+        tl.debug_barrier()  # other threads have rotated the elements
+        write_codes(k_row, k_cache, scales_ptr, slot, scale_stride, 2 * KV_HEADS, DIM)
+        return
     _rotate(k_row, k_cache, k_norm_ptr, eps, cos, sin, cols, KV_HEADS, DIM, HALF)
     if 2 * HALF < DIM:
         tl.debug_barrier()  # other threads may have normalised the elements
@@ -119,13 +129,13 @@ def _rotary_write_kv_kernel(
 
 
 @ops.rotary_write_kv.impl("triton")
-def rotary_write_kv(q: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
+def rotary_write_kv(q: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv_cache: ops.KvCache) -> None:
     _launch("rotary_write_kv", q, kv, None, ops.RotaryAngles(cos, sin), slots, kv_cache)
 
 
 @ops.norm_rotary_write_kv.impl("triton")
 def norm_rotary_write_kv(
-    q: Tensor, kv: Tensor, norms: ops.HeadNorms, angles: ops.RotaryAngles, slots: Tensor, kv_cache: Tensor
+    q: Tensor, kv: Tensor, norms: ops.HeadNorms, angles: ops.RotaryAngles, slots: Tensor, kv_cache: ops.KvCache
 ) -> None:
     _launch("norm_rotary_write_kv", q, kv, norms, angles, slots, kv_cache)
 
@@ -137,17 +147,18 @@ def _launch(
     norms: ops.HeadNorms | None,
     angles: ops.RotaryAngles,
     slots: Tensor,
-    kv_cache: Tensor,
+    kv_cache: ops.KvCache,
 ) -> None:
     cos, sin = angles
-    check_heads_side_by_side(op, q=q, kv=kv, kv_cache=kv_cache)
+    cache, scales, scale_stride = parts_of(kv_cache)
+    check_heads_side_by_side(op, q=q, kv=kv, kv_cache=cache)
     check_last_contiguous(op, cos=cos, sin=sin, slots=slots)
     tokens, q_heads, dim = q.shape
     half = cos.shape[1]
-    if kv_cache.shape[1:] != kv.shape[1:] or kv.shape[2] != dim or 2 * half > dim:
+    if cache.shape[1:] != kv.shape[1:] or kv.shape[2] != dim or 2 * half > dim:
         raise ValueError(
             f"{op}: {half} angles, heads of q {(q_heads, dim)}, of kv {tuple(kv.shape[1:])} and of the "
-            f"cache {tuple(kv_cache.shape[1:])} do not match"
+            f"cache {tuple(cache.shape[1:])} do not match"
         )
     if tokens == 0:
         return
@@ -157,7 +168,8 @@ def _launch(
         cos,
         sin,
         slots,
-        kv_cache,
+        cache,
+        scales,
         None if norms is None else norms.q_weight,
         None if norms is None else norms.k_weight,
         0.0 if norms is None else norms.eps,
@@ -165,7 +177,8 @@ def _launch(
         kv.stride(0),
         cos.stride(0),
         sin.stride(0),
-        kv_cache.stride(0),
+        cache.stride(0),
+        scale_stride,
         Q_HEADS=q_heads,
         KV_HEADS=kv.shape[1] // 2,
         DIM=dim,

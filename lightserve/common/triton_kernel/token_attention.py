@@ -25,6 +25,16 @@ from lightserve.common.triton_kernel._attention import LOG2_E, MIN_DOT, cap_scor
 from lightserve.common.triton_kernel._blocks import next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous
 from lightserve.common.triton_kernel._gpu import fits, programs_per_multiprocessor, stages_that_fit
+from lightserve.common.triton_kernel._kv_codes import (
+    convert,
+    for_codes,
+    load_scales,
+    parts_of,
+    scale_scores,
+    scale_values,
+    score_factor,
+    weights_of_codes,
+)
 from lightserve.common.triton_kernel._shared_prefix import (
     MAX_SPLITS,
     SharedPrefixPlan,
@@ -48,12 +58,24 @@ class Config:
 
 @triton.jit
 def _attend(
-    q, slopes, scale, softcap, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len, DIM, BLOCK_N: tl.constexpr
+    q,
+    slopes,
+    scale,
+    softcap,
+    cache,
+    begin,
+    end,
+    seq_len,
+    DIM,
+    BLOCK_N: tl.constexpr,
+    LOOP_STAGES: tl.constexpr,
 ):
     """Softmax over the keys ``begin`` .. ``end``: the weighted sum of values, the largest score, the sum of weights.
 
-    ``q`` ``[M, D]``; ``slopes`` ``[M]`` and ``softcap`` may be None; scores are in base 2.
+    ``q`` ``[M, D]``; ``slopes`` ``[M]`` and ``softcap`` may be None; scores are in base 2; ``cache`` is that of
+    ``_online_softmax.py``.
     """
+    k_ptr, v_ptr, slots_ptr, slot_stride, scales_ptr, scale_stride, k_head, v_head = cache
     BLOCK_M: tl.constexpr = q.shape[0]
     BLOCK_D: tl.constexpr = q.shape[1]
     cols = tl.arange(0, BLOCK_D)
@@ -64,17 +86,20 @@ def _attend(
     # The slots of a tile are loaded one tile ahead: Triton does not pipeline a load that needs another's result.
     keys = begin + tl.arange(0, BLOCK_N)
     next_slots = tl.load(slots_ptr + keys, mask=keys < end, other=0)
-    for start in range(begin, end, BLOCK_N):
+    for start in tl.range(begin, end, BLOCK_N, num_stages=LOOP_STAGES):
         slots = next_slots.to(tl.int64)
         keys = start + tl.arange(0, BLOCK_N)
         next_slots = tl.load(slots_ptr + keys + BLOCK_N, mask=keys + BLOCK_N < end, other=0)
         is_key = keys < end
         # A masked V must be 0: a slot that was never written may hold NaN, and 0 * NaN is NaN.
         mask = is_key[:, None] & (cols[None, :] < DIM)
-        k = tl.load(k_ptr + slots[:, None] * slot_stride + cols, mask=mask, other=0.0).to(q.dtype)
-        v = tl.load(v_ptr + slots[:, None] * slot_stride + cols, mask=mask, other=0.0).to(q.dtype)
+        k = convert(tl.load(k_ptr + slots[:, None] * slot_stride + cols, mask=mask, other=0.0), q)
+        v = convert(tl.load(v_ptr + slots[:, None] * slot_stride + cols, mask=mask, other=0.0), q)
+        k_scales = load_scales(scales_ptr, scale_stride, k_head, slots, is_key)
+        v_scales = load_scales(scales_ptr, scale_stride, v_head, slots, is_key)
 
-        scores = cap_scores(tl.dot(q, k.T, input_precision="ieee") * scale, softcap)
+        products = scale_scores(tl.dot(q, k.T, input_precision="ieee"), k_scales, scale_stride)
+        scores = cap_scores(products * scale, softcap)
         if slopes is not None:
             scores += slopes[:, None] * (keys - seq_len + 1)
         scores = tl.where(is_key[None, :], scores, float("-inf"))
@@ -82,7 +107,8 @@ def _attend(
         new_peak = tl.maximum(peak, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
-        acc = tl.dot(weights.to(v.dtype), v, acc=acc * decay[:, None], input_precision="ieee")
+        scaled = weights_of_codes(weights, v_scales, scale_stride)
+        acc = tl.dot(scaled.to(v.dtype), v, acc=acc * decay[:, None], input_precision="ieee")
         total = total * decay + tl.sum(weights, axis=1)
         peak = new_peak
     return acc, peak, total
@@ -153,6 +179,7 @@ def _sink_weights(sinks_ptr, peak, GROUP):
 def _token_attention_kernel(
     q_ptr,
     kv_ptr,
+    scales_ptr,
     out_ptr,
     alibi_slopes_ptr,
     sinks_ptr,
@@ -168,6 +195,7 @@ def _token_attention_kernel(
     q_head_stride,
     slot_stride,
     kv_head_stride,
+    scale_stride,
     out_token_stride,
     out_head_stride,
     req_stride,
@@ -180,9 +208,10 @@ def _token_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
+    LOOP_STAGES: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)  # neighbouring programs read neighbouring lines of the same slots
-    split = tl.program_id(1).to(tl.int64)
+    # neighbouring programs read neighbouring lines of the same slots
+    kv_head, split = tl.program_id(0), tl.program_id(1).to(tl.int64)
     split_ptr = splits_ptr + split * SPLIT_FIELDS
     # All fields are loaded before the first test: a second wait for memory costs as much as a tile.
     query_row, req_idx = tl.load(split_ptr).to(tl.int64), tl.load(split_ptr + 1).to(tl.int64)
@@ -193,8 +222,7 @@ def _token_attention_kernel(
         return
     slots_ptr = req_to_token_ptr + req_idx * req_stride
 
-    members = tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, BLOCK_D)
+    members, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     first_head = kv_head * GROUP
     mask = (members[:, None] < GROUP) & (cols[None, :] < DIM)
     q_ptrs = q_ptr + query_row * q_token_stride + (first_head + members)[:, None] * q_head_stride + cols
@@ -203,9 +231,10 @@ def _token_attention_kernel(
     if alibi_slopes_ptr is not None:
         slopes = tl.load(alibi_slopes_ptr + first_head + members, mask=members < GROUP, other=0.0) * LOG2_E
     k_ptr, v_ptr = kv_ptr + kv_head * kv_head_stride, kv_ptr + (KV_HEADS + kv_head) * kv_head_stride
-    acc, peak, total = _attend(
-        q, slopes, scale, softcap, slots_ptr, k_ptr, v_ptr, slot_stride, begin, end, seq_len, DIM, BLOCK_N
-    )
+    cache = (k_ptr, v_ptr, slots_ptr, slot_stride, scales_ptr, scale_stride, kv_head, KV_HEADS + kv_head)
+    q, scale = for_codes(q, scales_ptr), score_factor(scale, cache)
+    acc, peak, total = _attend(q, slopes, scale, softcap, cache, begin, end, seq_len, DIM, BLOCK_N, LOOP_STAGES)
+    acc = scale_values(acc, cache)
     is_alone = (count == 1) & (shared_req < 0)
     if sinks_ptr is not None:  # it joins the softmax once: here, or when the splits are merged
         total += tl.where(is_alone, _sink_weights(sinks_ptr + first_head, peak, GROUP), 0.0)
@@ -217,8 +246,7 @@ def _token_attention_kernel(
     if is_alone:
         tl.store(out_ptr + members[:, None] * out_head_stride + cols, acc, mask=mask)
         return
-    heads = KV_HEADS * GROUP
-    parts = split * heads + first_head + members
+    parts = split * (KV_HEADS * GROUP) + first_head + members
     tl.store(partial_ptr + parts[:, None] * DIM + cols, acc, mask=mask)
     tl.store(log_sum_ptr + parts, peak + tl.log2(total), mask=members < GROUP)
     tl.debug_barrier()  # all threads have stored before the program is counted as done
@@ -226,9 +254,20 @@ def _token_attention_kernel(
     if tl.atomic_add(done_counts_ptr, 1, sem="acq_rel") != count - 1:
         return
     tl.store(done_counts_ptr, 0)  # for the next layer
-    own, shared = (partial_ptr, log_sum_ptr), (b_splits_ptr, shared_partial_ptr, shared_log_sum_ptr)
+    shared = (b_splits_ptr, shared_partial_ptr, shared_log_sum_ptr)
     merged = _merge_splits(
-        own, shared, sinks_ptr, first, count, shared_req, heads, first_head, GROUP, DIM, BLOCK_GROUP, BLOCK_D
+        (partial_ptr, log_sum_ptr),
+        shared,
+        sinks_ptr,
+        first,
+        count,
+        shared_req,
+        KV_HEADS * GROUP,
+        first_head,
+        GROUP,
+        DIM,
+        BLOCK_GROUP,
+        BLOCK_D,
     )
     members = tl.arange(0, BLOCK_GROUP)
     mask = (members[:, None] < GROUP) & (cols[None, :] < DIM)
@@ -239,7 +278,7 @@ def config_of(dtype: torch.dtype, block_d: int, block_m: int) -> Config:
     """The largest tiles that fit the GPU.
 
     For rows up to 256 bytes they are the fastest on an H200 for 64 requests of 1,150 tokens in bfloat16. Those for
-    longer rows were not measured.
+    longer rows and for caches in 8 bits were not measured.
     """
     row_bytes = dtype.itemsize * block_d
     block_n, num_warps, num_stages, programs_per_sm = 32, 4, 3, 2
@@ -268,7 +307,7 @@ class _Plan(NamedTuple):
     shared: SharedPrefixPlan | None  # None: no requests share a prefix
 
 
-def _make_plan(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, window: int | None) -> _Plan:
+def _make_plan(q: Tensor, kv_cache: ops.KvCache, batch: ops.AttnBatch, window: int | None) -> _Plan:
     heads, kv_heads, dim = q.shape[1], kv_cache.shape[1] // 2, q.shape[2]
     config = config_of(kv_cache.dtype, head_block(dim), dot_block(heads // kv_heads))
     groups = batch.shared_prefixes if window is None else None  # a window may begin behind the prefix
@@ -279,12 +318,13 @@ def _make_plan(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, window: int | 
     return _Plan(config, splits, shared)
 
 
-def launch(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions, out: Tensor) -> None:
+def launch(q: Tensor, kv_cache: ops.KvCache, batch: ops.AttnBatch, options: ops.AttnOptions, out: Tensor) -> None:
     """Write the rows of ``out`` ``[tokens, heads, dim]`` that belong to requests with exactly one query row.
 
     Layers of the same shape and options share a plan in ``batch.plans``.
     """
     _check(q, kv_cache)
+    cache, scales, scale_stride = parts_of(kv_cache)
     _, heads, dim = q.shape
     if len(batch.b_seq_len) == 0:
         return
@@ -300,7 +340,8 @@ def launch(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnO
     scale, softcap = score_factors(options.scale, options.softcap)
     _token_attention_kernel[(kv_heads, len(found.splits))](
         q,
-        kv_cache,
+        cache,
+        scales,
         out,
         options.alibi_slopes,
         options.sinks,
@@ -314,8 +355,9 @@ def launch(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnO
         None if shared is None else shared.log_sums,
         q.stride(0),
         q.stride(1),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
+        cache.stride(0),
+        cache.stride(1),
+        scale_stride,
         out.stride(0),
         out.stride(1),
         batch.req_to_token.stride(0),
@@ -328,13 +370,15 @@ def launch(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnO
         BLOCK_N=config.block_n,
         BLOCK_D=config.block_d,
         BLOCK_GROUP=next_power_of_2(heads // kv_heads),
+        # Triton pipelines only loads that feed a dot, unless the loop names its stages; the scales of tokens do not.
+        LOOP_STAGES=None if scale_stride is None else config.num_stages,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
 
 
-def _check(q: Tensor, kv_cache: Tensor) -> None:
-    check_last_contiguous("token_attention", q=q, kv_cache=kv_cache)
+def _check(q: Tensor, kv_cache: ops.KvCache) -> None:
+    check_last_contiguous("token_attention", q=q, kv_cache=parts_of(kv_cache).numbers)
     heads, dim = q.shape[1:]
     if kv_cache.shape[2] != dim or 2 * heads % kv_cache.shape[1]:
         raise ValueError(
@@ -344,7 +388,7 @@ def _check(q: Tensor, kv_cache: Tensor) -> None:
 
 
 @ops.token_attention.impl("triton")
-def token_attention(q: Tensor, kv_cache: Tensor, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
+def token_attention(q: Tensor, kv_cache: ops.KvCache, batch: ops.AttnBatch, options: ops.AttnOptions) -> Tensor:
     out = q.new_empty(q.shape)
     launch(q, kv_cache, batch, options, out)
     return out

@@ -25,6 +25,7 @@ from lightserve.errors import (
     UnauthorizedError,
     UnavailableError,
 )
+from lightserve.httpserver.wire.route_path import route_path
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -130,7 +131,7 @@ def add_error_handlers(app: FastAPI, formats: Sequence[ErrorFormat] = ()) -> Non
     async def on_error(request: Request, error: LightserveError) -> Response:
         request_id: str = request.state.request_id
         log_error(error, request_id)
-        return error_response(error, request_id, format_of(formats, request.url.path))
+        return error_response(error, request_id, format_of(formats, route_path(request.scope)))
 
     @app.exception_handler(HTTPException)
     async def on_refused(request: Request, error: HTTPException) -> Response:
@@ -138,7 +139,7 @@ def add_error_handlers(app: FastAPI, formats: Sequence[ErrorFormat] = ()) -> Non
             return await on_error(request, ServerError(error.detail))
         message = MESSAGES.get(error.status_code, error.detail)
         headers = _allow(app, request) if error.status_code == 405 else error.headers
-        error_format = format_of(formats, request.url.path)
+        error_format = format_of(formats, route_path(request.scope))
         body = _object(error.status_code, message, None, None)
         return JSONResponse(
             _formatted(body, error.status_code, request.state.request_id, error_format), error.status_code, headers

@@ -11,12 +11,13 @@ import hmac
 import os
 import re
 from collections import deque
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightserve.errors import ForbiddenError, UnauthorizedError
 from lightserve.httpserver.wire.errors import ErrorFormat, error_response, format_of, log_error
+from lightserve.httpserver.wire.route_path import route_path
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/liveness", "/readiness"})  # for probes, which have no key
 ADMIN_PATHS = frozenset({"/abort_request"})  # they change the server, or requests of other clients
@@ -32,12 +33,15 @@ class RequestMiddleware:
         api_keys: Iterable[str],
         admin_keys: Iterable[str] = (),
         error_formats: Sequence[ErrorFormat] = (),
+        is_public: Callable[[str, str, Mapping[bytes, bytes]], bool] = lambda method, path, headers: False,
     ) -> None:
+        """``is_public`` tells whether a method and a path, with these headers, need no key."""
         self._app = app
         self._throttle = RequestThrottle()
         self._keys = _Keys(api_keys)
         self._admin_keys = _Keys(admin_keys)
         self._error_formats = error_formats
+        self._is_public = is_public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # lifespan; there are no websocket routes
@@ -46,7 +50,8 @@ class RequestMiddleware:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         id_bytes = _clean(headers.get(b"x-request-id", b"")) or os.urandom(8).hex().encode()
         request_id = scope.setdefault("state", {})["request_id"] = id_bytes.decode()
-        error_format = format_of(self._error_formats, scope["path"])
+        path = route_path(scope)
+        error_format = format_of(self._error_formats, path)
         id_header = None if error_format is None else error_format.id_header
         is_started = False
 
@@ -60,8 +65,8 @@ class RequestMiddleware:
             return send(message)
 
         try:
-            if scope["path"] not in OPEN_PATHS:
-                self._check_key(scope["path"], headers)
+            if path not in OPEN_PATHS:
+                self._check_key(scope["method"], path, headers)
             if scope["method"] == "POST":
                 await self._throttle.wait()
             await self._app(scope, receive, send_with_id)
@@ -71,7 +76,7 @@ class RequestMiddleware:
                 raise  # uvicorn closes the connection, so the client sees that the response is incomplete
             await error_response(error, request_id, error_format)(scope, receive, send_with_id)
 
-    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
+    def _check_key(self, method: str, path: str, headers: dict[bytes, bytes]) -> None:
         """Where admin keys are set, admin paths need one. An admin key is valid on the other paths too."""
         needs_admin = bool(self._admin_keys) and path in ADMIN_PATHS
         if not self._keys and not needs_admin:
@@ -79,6 +84,8 @@ class RequestMiddleware:
         given = key_digests(headers)
         is_admin, is_client = given in self._admin_keys, given in self._keys
         if is_admin or (is_client and not needs_admin):
+            return
+        if self._is_public(method, path, headers):
             return
         if is_client:
             raise ForbiddenError("this needs an admin key")

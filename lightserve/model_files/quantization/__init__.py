@@ -12,6 +12,7 @@ from lightserve.model_files.quantization import (  # each registers its parsers
 )
 from lightserve.model_files.quantization.eight_bit import EightBitScheme
 from lightserve.model_files.quantization.gguf import PACKED_TYPES, GgufQuantConfig, GgufScheme, PackedType
+from lightserve.model_files.quantization.mxfp4 import Mxfp4Scheme
 from lightserve.model_files.quantization.on_load import OnLoadConfig, OnLoadScheme, read_on_load_config
 from lightserve.model_files.quantization.quant_config import QuantConfig, Scheme, read_quant_config
 
@@ -20,6 +21,7 @@ __all__ = [
     "EightBitScheme",
     "GgufQuantConfig",
     "GgufScheme",
+    "Mxfp4Scheme",
     "OnLoadConfig",
     "OnLoadScheme",
     "PackedType",

@@ -86,6 +86,7 @@ class DeepseekTpPartModel(bm.TpPartBaseModel):
     transformer_weight_class = DeepseekLayerWeight
     transformer_layer_infer_class = DeepseekLayerInfer
     attends_to_shared_prefixes = False
+    kv_dtypes = ()  # latents are read as they are
 
     def layer_spec(self, layer_num: int) -> bm.LayerSpec:
         sizes = latent_sizes(self.config, self.config.num_heads)

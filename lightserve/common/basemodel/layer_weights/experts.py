@@ -16,7 +16,7 @@ from lightserve.common.basemodel.moe import MoeSpec
 from lightserve.common.basemodel.spec import LayerSpec
 from lightserve.common.checkpoint.piece import Piece, StoredSize
 from lightserve.common.parallel import Parallel
-from lightserve.common.quantization import ExpertsSpec
+from lightserve.common.quantization import ExpertsSpec, are_alike
 from lightserve.errors import ModelFilesError, ServerError
 
 
@@ -85,6 +85,7 @@ class MoeFfnWeight(FfnWeight):
     skips_padding = True
 
     def __init__(self, spec: LayerSpec, moe: MoeSpec, context: WeightContext) -> None:
+        moe = _with_shared_apart(spec, moe)
         at, names, hidden = spec.prefix, moe.names, spec.hidden_size
         if spec.activation != "silu":
             raise ModelFilesError(f"config.json: experts with {spec.activation} are not supported; supported: silu")
@@ -136,6 +137,26 @@ def _split(num_experts: int, width: int, parallel: Parallel) -> tuple[slice, sli
         raise ServerError(f"{ep.size} ranks share the experts and {tp.size} the layers; they must be the same ranks")
     first, end = (rank * num_experts // ep.size for rank in (ep.rank, ep.rank + 1))
     return slice(first, end), slice(0, width)
+
+
+def _with_shared_apart(spec: LayerSpec, moe: MoeSpec) -> MoeSpec:
+    """Shared experts that are quantised in another way than the others cannot be computed as some of them."""
+    if not moe.num_shared:
+        return moe
+    routed, shared, linears = (
+        f"{spec.prefix}.{moe.names.experts}.0",
+        f"{spec.prefix}.{moe.names.shared}",
+        moe.names.expert,
+    )
+    sizes = {linears.gate: (spec.hidden_size,) * 2, linears.up: (spec.hidden_size,) * 2}
+    sizes[linears.down] = (moe.intermediate_size, moe.shared_size)
+    return replace(
+        moe,
+        has_shared_apart=not all(
+            are_alike(spec.config.quantization, [(f"{routed}.{name}", own), (f"{shared}.{name}", other)])
+            for name, (own, other) in sizes.items()
+        ),
+    )
 
 
 def _shared_spec(spec: LayerSpec, moe: MoeSpec) -> LayerSpec:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from torch import Tensor
+
 from lightserve.common import ops
 from lightserve.common.basemodel.layer_weights.linears import RowWeight, VocabWeight
 from lightserve.common.basemodel.layer_weights.norms import NormWeight, SplitNormWeight
@@ -31,6 +33,7 @@ class TransformerLayerWeight(LayerWeight, ABC):
 
     att_norm: NormWeight | None  # None: the attention reads the hidden states as they are
     attn_options: ops.AttnOptions
+    kv_scales: Tensor | None = None  # [2 * kv_heads] float32, of an fp8 cache
     o_norm: SplitNormWeight | None  # of the input of o_proj
     o_proj: RowWeight
     att_post_norm: NormWeight | None

@@ -56,7 +56,7 @@ class DecoderLayerInferTpl(TransformerLayerInferTpl[DecoderWeight, InferStateInf
     def _rotate_and_store(
         self, q: Tensor, cache_kv: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight
     ) -> None:
-        slots, cache = infer_state.step.mem_index, infer_state.mem_manager.layer(self.layer_num)
+        slots, cache = infer_state.step.mem_index, self._kv_cache(infer_state, layer_weight)
         angles = infer_state.rotary_angles.get(self._rotary_key)
         if angles is not None and layer_weight.head_norms is not None:
             ops.norm_rotary_write_kv(q, cache_kv, layer_weight.head_norms, angles, slots, cache)

@@ -130,16 +130,23 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
 
     def _post_cache_kv(self, q: Tensor, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight) -> None:
         """Apply norms and positions to queries and keys in place, if the model has them; store keys and values."""
-        ops.write_kv(cache_kv, infer_state.step.mem_index, infer_state.mem_manager.layer(self.layer_num))
+        ops.write_kv(cache_kv, infer_state.step.mem_index, self._kv_cache(infer_state, layer_weight))
+
+    def _kv_cache(self, infer_state: State, layer_weight: InnerWeight) -> ops.KvCache:
+        """The cache of this layer, with its scales if it is quantised."""
+        memory = infer_state.mem_manager
+        cache, token_scales = memory.layer(self.layer_num), memory.scales(self.layer_num)
+        scales = layer_weight.kv_scales if token_scales is None else token_scales
+        return cache if scales is None else ops.QuantizedKv(cache, scales)
 
     def _context_attention_kernel(
         self, q: Tensor, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight
     ) -> Tensor:
-        cache = infer_state.mem_manager.layer(self.layer_num)
+        cache = self._kv_cache(infer_state, layer_weight)
         return ops.context_attention(q, cache_kv, cache, infer_state.attn, layer_weight.attn_options)
 
     def _token_attention_kernel(self, q: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:
-        cache = infer_state.mem_manager.layer(self.layer_num)
+        cache = self._kv_cache(infer_state, layer_weight)
         return ops.token_attention(q, cache, infer_state.attn, layer_weight.attn_options)
 
     def _get_o(self, input: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:

@@ -1,0 +1,66 @@
+// @ts-check
+/** The list of conversations, with buttons to rename, export and delete the one that is open. */
+
+import { openaiMessages } from "./conversations.js";
+import { button, element } from "./dom.js";
+
+/**
+ * @typedef {import("./conversations.js").Conversation} Conversation
+ *
+ * @typedef {object} ConversationActions
+ * @property {(conversation: Conversation) => void} open
+ * @property {(conversation: Conversation) => void} rename
+ * @property {(conversation: Conversation) => void} remove
+ */
+
+export class ConversationList {
+  /**
+   * @param {HTMLElement} list
+   * @param {ConversationActions} actions
+   */
+  constructor(list, actions) {
+    this._list = list;
+    this._actions = actions;
+  }
+
+  /**
+   * @param {Conversation[]} conversations
+   * @param {string} openId
+   */
+  show(conversations, openId) {
+    this._list.replaceChildren(...conversations.map((one) => this._item(one, one.id === openId)));
+  }
+
+  /**
+   * @param {Conversation} conversation
+   * @param {boolean} isOpen
+   */
+  _item(conversation, isOpen) {
+    const { title } = conversation;
+    const open = button(title, () => this._actions.open(conversation), {
+      class: "conversation",
+      title,
+      "aria-current": isOpen ? "true" : null,
+    });
+    const item = element("li", {}, open);
+    if (isOpen) {
+      const actions = [
+        button("Rename", () => this._actions.rename(conversation)),
+        button("Export", () => exportConversation(conversation)),
+        button("Delete", () => this._actions.remove(conversation)),
+      ];
+      item.append(element("div", { class: "conversation-actions" }, ...actions));
+    }
+    return item;
+  }
+}
+
+/** Downloads the conversation as JSON, with the messages in OpenAI's format. @param {Conversation} conversation */
+function exportConversation(conversation) {
+  const { title, settings } = conversation;
+  const text = JSON.stringify({ title, settings, messages: openaiMessages(conversation) }, null, 2);
+  const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  const name = title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "") || "chat";
+  element("a", { href: url, download: `${name}.json` }).click();
+  URL.revokeObjectURL(url);
+}

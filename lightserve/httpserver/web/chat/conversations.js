@@ -1,0 +1,154 @@
+// @ts-check
+/** Conversations, kept in the browser: one entry of localStorage each. */
+
+import { BASE } from "./api.js";
+import { DEFAULT_SETTINGS } from "./settings.js";
+
+/**
+ * @typedef {{id: string, name: string, arguments: string}} ToolCall
+ *
+ * @typedef {object} AnswerStats
+ * @property {number} promptTokens
+ * @property {number} cachedTokens
+ * @property {number} outputTokens
+ * @property {number | null} firstTokenMs null until the first token
+ * @property {number} totalMs
+ *
+ * @typedef {object} Message
+ * @property {"user" | "assistant" | "tool"} role
+ * @property {string} content
+ * @property {string} [reasoning]
+ * @property {number} [reasoningMs]
+ * @property {ToolCall[]} [toolCalls]
+ * @property {string} [toolCallId] of a message with the role tool
+ * @property {boolean} [isJson] the content follows a JSON schema
+ * @property {AnswerStats} [stats]
+ * @property {string | null} [finishReason] of the server, or "stopped"
+ * @property {string} [error]
+ *
+ * @typedef {object} Conversation
+ * @property {string} id
+ * @property {string} title
+ * @property {boolean} isRenamed by the person; else the title is the first message
+ * @property {number} updated milliseconds since the epoch
+ * @property {import("./settings.js").Settings} settings
+ * @property {Message[]} messages
+ */
+
+const PREFIX = `lightserve:${BASE.pathname}:conversation:`;
+const TITLE_LENGTH = 60;
+export const UNTITLED = "New chat";
+
+export class ConversationStore {
+  constructor() {
+    /** @type {Map<string, Conversation>} */
+    this._conversations = new Map();
+    this.reload();
+  }
+
+  /** Reads what this or another tab has saved. */
+  reload() {
+    this._conversations.clear();
+    for (const key of Object.keys(localStorage).filter((key) => key.startsWith(PREFIX))) {
+      const conversation = parse(localStorage.getItem(key));
+      if (conversation !== null) {
+        this._conversations.set(conversation.id, conversation);
+      }
+    }
+  }
+
+  /** The newest first. */
+  list() {
+    return [...this._conversations.values()].sort((a, b) => b.updated - a.updated);
+  }
+
+  /** @param {string} id */
+  get(id) {
+    return this._conversations.get(id);
+  }
+
+  /**
+   * A new conversation. It is saved with its first message.
+   *
+   * @param {import("./settings.js").Settings} [settings]
+   * @returns {Conversation}
+   */
+  create(settings = DEFAULT_SETTINGS) {
+    const id = Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(36)).join("");
+    return { id, title: UNTITLED, isRenamed: false, updated: Date.now(), settings: { ...settings }, messages: [] };
+  }
+
+  /**
+   * Saves a conversation. Throws if the browser's storage is full.
+   *
+   * @param {Conversation} conversation
+   */
+  save(conversation) {
+    const first = conversation.messages[0]?.content.trim().replace(/\s+/g, " ");
+    if (!conversation.isRenamed && first) {
+      conversation.title = first.length > TITLE_LENGTH ? `${first.slice(0, TITLE_LENGTH)}…` : first;
+    }
+    conversation.updated = Date.now();
+    this._conversations.set(conversation.id, conversation);
+    localStorage.setItem(PREFIX + conversation.id, JSON.stringify(conversation));
+  }
+
+  /** @param {string} id */
+  delete(id) {
+    this._conversations.delete(id);
+    localStorage.removeItem(PREFIX + id);
+  }
+}
+
+/** Whether another tab changed a conversation. @param {StorageEvent} event */
+export function isConversationChange(event) {
+  return event.key === null || event.key.startsWith(PREFIX);
+}
+
+/**
+ * The messages in OpenAI's format, as in requests and exported files.
+ *
+ * @param {Conversation} conversation
+ * @returns {object[]}
+ */
+export function openaiMessages(conversation) {
+  const system = conversation.settings.system.trim();
+  const first = system ? [{ role: "system", content: system }] : [];
+  const rest = conversation.messages.filter((message) => message.role !== "assistant" || hasOutput(message));
+  return [...first, ...rest.map(openaiMessage)];
+}
+
+/** @param {Message} message */
+function hasOutput(message) {
+  return message.content !== "" || (message.toolCalls ?? []).length > 0;
+}
+
+/** @param {Message} message */
+function openaiMessage({ role, content, reasoning, toolCalls, toolCallId }) {
+  const calls = (toolCalls ?? []).map(({ id, name, arguments: text }) => ({
+    id,
+    type: "function",
+    function: { name, arguments: text },
+  }));
+  return {
+    role,
+    content,
+    ...(reasoning ? { reasoning_content: reasoning } : {}),
+    ...(calls.length > 0 ? { tool_calls: calls } : {}),
+    ...(toolCallId ? { tool_call_id: toolCallId } : {}),
+  };
+}
+
+/**
+ * @param {string | null} text
+ * @returns {Conversation | null} null if it is not a conversation of this version
+ */
+function parse(text) {
+  try {
+    const found = JSON.parse(text ?? "null");
+    const isValid = typeof found?.id === "string" && typeof found.title === "string" && Array.isArray(found.messages);
+    return isValid ? { ...found, settings: { ...DEFAULT_SETTINGS, ...found.settings } } : null;
+  } catch {
+    return null;
+  }
+}

@@ -1,0 +1,179 @@
+// @ts-check
+/** The chat page: connects the parts with the elements of index.html. */
+
+import { forgetKey, hasKey, setKeyDialog } from "./api.js";
+import { Chat } from "./chat.js";
+import { ConversationList } from "./conversation_list.js";
+import { ConversationStore, isConversationChange } from "./conversations.js";
+import { ask } from "./dialogs.js";
+import { byId } from "./dom.js";
+import { connectDrawers } from "./drawers.js";
+import { MessageList } from "./message_list.js";
+import { ModelCard } from "./model_card.js";
+import { SettingsError, SettingsForm } from "./settings.js";
+import { connectThemeSelect } from "./theme.js";
+
+const MAX_PROMPT_PX = 240;
+
+const prompt = byId("prompt", HTMLTextAreaElement);
+const sendButton = byId("send", HTMLButtonElement);
+const forgetKeyButton = byId("forget-key", HTMLButtonElement);
+const closeDrawers = connectDrawers();
+
+const store = new ConversationStore();
+const messageList = new MessageList(byId("log", HTMLDivElement), {
+  regenerate: () => run(() => chat.regenerate()),
+  edit: (message, text) => run(() => chat.edit(message, text)),
+  sendResults: (message, results) => run(() => chat.sendResults(message, results)),
+  suggest: (text) => {
+    prompt.value = text;
+    fitPrompt();
+    prompt.focus();
+  },
+});
+const conversationList = new ConversationList(byId("conversation-list", HTMLUListElement), {
+  open: (conversation) => openConversation(conversation),
+  rename: renameConversation,
+  remove: removeConversation,
+});
+const chat = new Chat(store, messageList, {
+  changed: () => conversationList.show(store.list(), chat.conversation.id),
+  generating: showGenerating,
+  failed: showFailure,
+});
+const settingsForm = new SettingsForm(byId("settings", HTMLFormElement), (settings) => {
+  chat.conversation.settings = settings;
+  if (chat.conversation.messages.length > 0) {
+    chat.save();
+  }
+});
+const modelCard = new ModelCard(({ sampling_defaults, limits }) => {
+  forgetKeyButton.hidden = !hasKey();
+  settingsForm.showDefaults({ ...sampling_defaults, max_tokens: limits.max_req_total_len });
+});
+
+/** Lets an answer be written, with the focus on the message field. @param {() => Promise<void>} start */
+function run(start) {
+  prompt.focus(); // before a refused setting takes the focus
+  start().catch(showFailure);
+}
+
+/** @param {import("./conversations.js").Conversation} conversation */
+function openConversation(conversation) {
+  chat.open(conversation);
+  settingsForm.show(conversation.settings);
+  closeDrawers();
+  if (!matchMedia("(pointer: coarse)").matches) {
+    prompt.focus(); // on a phone it would open the keyboard
+  }
+}
+
+/** @param {import("./conversations.js").Conversation} conversation */
+async function renameConversation(conversation) {
+  const title = await ask({
+    title: "Rename the chat",
+    confirm: "Rename",
+    input: { label: "Title", value: conversation.title },
+  });
+  if (title) {
+    conversation.title = title;
+    conversation.isRenamed = true;
+    chat.save();
+    conversationList.show(store.list(), chat.conversation.id);
+  }
+}
+
+/** @param {import("./conversations.js").Conversation} conversation */
+async function removeConversation(conversation) {
+  const message = `"${conversation.title}" is kept only in this browser.`;
+  if ((await ask({ title: "Delete the chat?", message, confirm: "Delete" })) !== null) {
+    store.delete(conversation.id);
+    openConversation(store.list()[0] ?? store.create());
+  }
+}
+
+/** @param {boolean} isGenerating */
+function showGenerating(isGenerating) {
+  sendButton.textContent = isGenerating ? "Stop" : "Send";
+  sendButton.classList.toggle("stop", isGenerating);
+}
+
+/** @param {Error} error */
+function showFailure(error) {
+  if (error instanceof SettingsError) {
+    settingsForm.showError(error);
+  } else {
+    ask({ title: "This did not work", message: error.message, confirm: "Close" });
+  }
+}
+
+function fitPrompt() {
+  prompt.style.height = "auto";
+  const borders = prompt.offsetHeight - prompt.clientHeight;
+  prompt.style.height = `${Math.min(prompt.scrollHeight + borders, MAX_PROMPT_PX)}px`;
+}
+
+function submit() {
+  const text = prompt.value.trim();
+  if (chat.isGenerating) {
+    chat.stop();
+  } else if (text !== "") {
+    const { messages } = chat.conversation;
+    run(() => chat.send(text));
+    if (chat.conversation.messages !== messages) {
+      prompt.value = ""; // it was sent: no setting was refused
+      fitPrompt();
+    }
+  }
+}
+
+byId("composer", HTMLFormElement).addEventListener("submit", (event) => {
+  event.preventDefault();
+  submit();
+});
+prompt.addEventListener("input", fitPrompt);
+prompt.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    if (!chat.isGenerating) {
+      submit();
+    }
+  }
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && chat.isGenerating && !byId("text-dialog", HTMLDialogElement).open) {
+    chat.stop();
+  }
+});
+byId("new-conversation", HTMLButtonElement).addEventListener("click", () => {
+  openConversation(store.create(chat.conversation.settings));
+});
+forgetKeyButton.addEventListener("click", () => {
+  forgetKey();
+  forgetKeyButton.hidden = true;
+});
+window.addEventListener("storage", (event) => {
+  if (isConversationChange(event) && !chat.isGenerating) {
+    store.reload();
+    openConversation(store.get(chat.conversation.id) ?? chat.conversation);
+  }
+});
+window.addEventListener("pagehide", () => {
+  if (chat.isGenerating) {
+    chat.save();
+  }
+});
+
+setKeyDialog(async (isWrong) => {
+  const key = await ask({
+    title: "API key",
+    message: isWrong ? "The server refused this key." : "This server needs an API key. The browser keeps it.",
+    confirm: "Save",
+    input: { label: "Key", value: "", isSecret: true },
+  });
+  forgetKeyButton.hidden = key === null;
+  return key;
+});
+connectThemeSelect(byId("theme", HTMLSelectElement));
+openConversation(chat.conversation);
+modelCard.start();

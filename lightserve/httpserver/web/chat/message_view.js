@@ -1,0 +1,146 @@
+// @ts-check
+/** One message on the page: text, thinking, tool calls, error, counts and buttons. */
+
+import { jsonNode } from "./code_view.js";
+import { button, copyButton, element } from "./dom.js";
+import { statsText } from "./generation.js";
+import { MarkdownView } from "./markdown.js";
+import { ToolCallsView } from "./tool_calls_view.js";
+
+/**
+ * @typedef {import("./conversations.js").Message} Message
+ *
+ * What the buttons of a message do.
+ * @typedef {object} MessageActions
+ * @property {() => void} regenerate
+ * @property {(text: string) => void} edit
+ * @property {(results: string[]) => void} sendResults of the tool calls, in their order
+ */
+
+const NAMES = { user: "You", assistant: "Assistant", tool: "Tool result" };
+const FINISH_TEXTS = new Map([
+  ["length", "The answer reached the token limit."],
+  ["stopped", "Stopped."],
+]);
+
+export class MessageView {
+  /**
+   * @param {Message} message
+   * @param {MessageActions} actions
+   */
+  constructor(message, actions) {
+    this.message = message;
+    this._actions = actions;
+    this._thinking = new ThinkingView();
+    this._content = element("div", { class: "content" });
+    this._markdown = new MarkdownView(this._content);
+    this._toolCalls = new ToolCallsView(actions.sendResults);
+    this._error = element("p", { class: "error", role: "alert", hidden: true });
+    this._stats = element("span", { class: "stats" });
+    this._buttons = element("span", { class: "message-buttons" });
+    const name = NAMES[message.role];
+    this.node = element(
+      "article",
+      { class: `message ${message.role}`, "aria-label": name },
+      element("h2", { class: "author" }, name),
+      this._thinking.node,
+      this._content,
+      this._toolCalls.node,
+      this._error,
+      element("footer", {}, this._stats, this._buttons),
+    );
+  }
+
+  /**
+   * Shows the message as it is now.
+   *
+   * @param {{isWriting: boolean, isLast: boolean}} state
+   */
+  update({ isWriting, isLast }) {
+    const { message } = this;
+    this.node.classList.toggle("writing", isWriting);
+    this.node.setAttribute("aria-busy", String(isWriting));
+    this._thinking.update(message, isWriting);
+    this._showContent();
+    this._toolCalls.update(message.toolCalls ?? [], { needsResults: isLast && !isWriting });
+    this._error.hidden = message.error === undefined;
+    this._error.textContent = message.error ?? "";
+    this._stats.textContent = this._statsText();
+    this._buttons.replaceChildren(...(isWriting ? [] : this._makeButtons(isLast)));
+  }
+
+  _showContent() {
+    const { role, content, isJson } = this.message;
+    if (isJson && content !== "") {
+      this._content.replaceChildren(jsonNode(content));
+    } else if (role === "assistant") {
+      this._markdown.show(content);
+    } else {
+      this._content.textContent = content;
+    }
+  }
+
+  _statsText() {
+    const { stats, finishReason } = this.message;
+    const finish = FINISH_TEXTS.get(finishReason ?? "");
+    return [finish, stats && statsText(stats)].filter(Boolean).join(" ");
+  }
+
+  /** @param {boolean} isLast */
+  _makeButtons(isLast) {
+    const { role, content } = this.message;
+    const buttons = content === "" ? [] : [copyButton(() => this.message.content)];
+    if (role === "user") {
+      buttons.push(button("Edit", () => this._edit()));
+    }
+    if (role === "assistant" && isLast) {
+      buttons.push(button("Regenerate", this._actions.regenerate));
+    }
+    return buttons;
+  }
+
+  /** Replaces the text by a field. Saving it asks again from here. */
+  _edit() {
+    const field = element("textarea", { "aria-label": "Edit the message", rows: 4 });
+    field.value = this.message.content;
+    const close = () => {
+      this.update({ isWriting: false, isLast: false });
+      this._buttons.querySelectorAll("button")[1]?.focus();
+    };
+    const save = () => this._actions.edit(field.value);
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        close();
+      }
+    });
+    this._content.replaceChildren(field);
+    this._buttons.replaceChildren(button("Send again", save, { class: "primary" }), button("Cancel", close));
+    field.focus();
+  }
+}
+
+/** The reasoning of an answer, folded. */
+class ThinkingView {
+  constructor() {
+    this._summary = element("summary");
+    this._text = element("div", { class: "content" });
+    this._markdown = new MarkdownView(this._text);
+    this.node = element("details", { class: "thinking", hidden: true }, this._summary, this._text);
+  }
+
+  /**
+   * @param {Message} message
+   * @param {boolean} isWriting
+   */
+  update({ reasoning, reasoningMs, content }, isWriting) {
+    this.node.hidden = !reasoning;
+    if (!reasoning) {
+      return;
+    }
+    const isThinking = isWriting && content === "";
+    const time = reasoningMs === undefined ? "" : ` for ${(reasoningMs / 1000).toFixed(1)} s`;
+    this._summary.textContent = isThinking ? "Thinking…" : `Thought${time}`;
+    this._markdown.show(reasoning);
+  }
+}

@@ -1,0 +1,43 @@
+"""GET /get_server_info"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from lightserve.config import HttpConfig
+from lightserve.io_struct import RouterStats
+from lightserve.utils.metrics import Recorder
+from test.httpserver.app_client import served
+
+
+def info(run_dir: Path, stats: RouterStats | None) -> Any:
+    async def ask() -> Any:
+        async with served(run_dir, HttpConfig(model_name=["tiny", "other"])) as server:
+            server.context.manager.stats = stats
+            return (await server.get("/get_server_info")).json()
+
+    return asyncio.run(ask())
+
+
+def test_it_says_what_runs_and_its_limits(tmp_path: Path) -> None:
+    found = info(tmp_path, None)
+
+    assert found["model"]["name"] == "tiny"
+    assert found["model"]["names"] == ["tiny", "other"]
+    assert found["limits"] == {"max_req_total_len": 1024, "max_total_token_num": 4096}
+    assert found["unhealthy_reason"] is None
+    assert found["load"] is None  # the router has sent no metrics
+
+
+def test_it_shows_the_load(tmp_path: Path) -> None:
+    recorder = Recorder()
+    recorder.values |= {"num_requests_running": 2.0, "num_requests_waiting": 3.0, "kv_used_tokens": 1024.0}
+    recorder.values |= {"kv_cache_usage_perc": 0.25, "generation_tokens_total": 40.0}
+
+    load = info(tmp_path, RouterStats(step_age_s=0.0, metrics=recorder.snapshot()))["load"]
+
+    assert (load["running_requests"], load["waiting_requests"]) == (2, 3)
+    assert (load["kv_used_tokens"], load["kv_usage"]) == (1024, 0.25)
+    assert load["generated_tokens"] == 40
