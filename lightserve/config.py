@@ -59,7 +59,7 @@ class WorkerConfig:
     )
     quantization: Quantization | None = option(
         None,
-        "quantise float weights while they are loaded: fp8, int8, or w4 (4 bits, groups of up to 128); "
+        "quantise float weights while they are loaded: fp8, int8, or w4 (4 bits, groups of 32); "
         "gguf: keep the weights of a GGUF file packed; none: expand them; default: packed on a GPU, expanded on a CPU",
     )
     quantization_config: str | None = option(
