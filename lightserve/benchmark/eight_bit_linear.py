@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -80,14 +81,15 @@ def table_row(shape: tuple[int, int], rows: int, dtype: torch.dtype, device: tor
     """bfloat16, then each kind, then its product alone where inputs are rounded."""
     x = torch.randn(rows, shape[1], dtype=dtype, device=device)
     dense = [torch.randn(shape, dtype=dtype, device=device) for _ in range(2)]
-    times = [microseconds([lambda w=w: ops.linear(x, w) for w in dense], device)]  # type: ignore[misc]
+    times = [microseconds([partial(ops.linear, x, weight) for weight in dense], device)]
     for kind in KINDS.values():
         weights = copies_of(kind.new(shape, device))
-        times.append(microseconds([lambda w=w, op=kind.op: op(x, w) for w in weights], device))  # type: ignore[misc]
+        times.append(microseconds([partial(kind.op, x, weight) for weight in weights], device))
         quant = ops.row_quant_of(weights[0])
         if quant is not None:
             codes = ops.quantize_rows(x, quant)
-            product_only = [lambda w=w, c=codes: ops.linear_quantized_rows(*c, w, None, dtype) for w in weights]  # type: ignore[misc]
+            only = ops.linear_quantized_rows
+            product_only = [partial(only, *codes, weight, None, dtype) for weight in weights]
             times.append(microseconds(product_only, device))
     return times
 
@@ -117,14 +119,12 @@ def config_rows(
         for values in CONFIGS:
             config = _eight_bit_linear.Config(*values)
             if codes is None:
-                calls = [lambda w=w, c=config: _weight_only_linear.multiply(x, w, None, c) for w in weights]
+                calls = [partial(_weight_only_linear.multiply, x, weight, None, config) for weight in weights]
             else:
-                calls = [
-                    lambda w=w, c=config, r=codes: _eight_bit_linear.multiply(r, w, None, dtype, c) for w in weights
-                ]
+                calls = [partial(_eight_bit_linear.multiply, codes, weight, None, dtype, config) for weight in weights]
             yield f"{name} {values}", microseconds(calls, device)
         for function in torch_products.get(name, []):
-            calls = [lambda w=w, f=function, r=codes: f(r, w, None, dtype) for w in weights]
+            calls = [partial(function, codes, weight, None, dtype) for weight in weights]
             yield f"{name} {function.__name__}", _microseconds_or_nan(calls, device)
 
 

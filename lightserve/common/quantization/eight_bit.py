@@ -86,5 +86,6 @@ class EightBitFormat(WeightFormat):
 
     def finish(self, weight: QuantizedWeight) -> QuantizedWeight:
         """Kernels of a GPU read one scale per block. Ranks and fused linears may cut blocks of rows."""
-        has_blocks = isinstance(weight, Fp8Weight) and self._scheme.scales == "block"
-        return weight.share_scales(BLOCK) if has_blocks and weight.device.type == "cuda" else weight
+        if not isinstance(weight, Fp8Weight) or self._scheme.scales != "block" or weight.device.type != "cuda":
+            return weight
+        return weight.share_scales(BLOCK)
