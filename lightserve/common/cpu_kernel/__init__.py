@@ -1,4 +1,7 @@
-"""Ops that are faster on a CPU than their definitions, by torch and numpy. Importing this registers backend "cpu"."""
+"""Ops that are faster on a CPU than their definitions. Importing this registers two backends.
+
+"cpu" computes with torch and numpy, "cpu_native" with the C library in ``csrc``, if it was built.
+"""
 
 from lightserve.common.cpu_kernel import (
     activation,
@@ -8,6 +11,7 @@ from lightserve.common.cpu_kernel import (
     latent_attention,
     linear,
     mask_logits,
+    native,
     norm,
     rotary,
     sample,
@@ -22,6 +26,7 @@ __all__ = [
     "latent_attention",
     "linear",
     "mask_logits",
+    "native",
     "norm",
     "rotary",
     "sample",

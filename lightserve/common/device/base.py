@@ -77,11 +77,14 @@ class Device(ABC):
         ``deterministic``: the result of a row does not depend on the rows beside it. That is slower.
         """
         import_module(self.ops_module)
-        backends = [self.ops_backend]
-        if deterministic:
-            backends.insert(0, ops.batch_invariant(self.ops_backend))
-        ops.use_backend(*backends)
+        ops.use_backend(*self._backends(deterministic))
         self.set_current(device)
+
+    def _backends(self, deterministic: bool) -> list[str]:
+        """Those of ``ops_module``, the preferred one first."""
+        if deterministic:
+            return [ops.batch_invariant(self.ops_backend), self.ops_backend]
+        return [self.ops_backend]
 
     def dtype_for(self, model_dtype: str | None) -> torch.dtype:
         """The dtype to compute a model in unless the operator sets one."""

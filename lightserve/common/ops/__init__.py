@@ -71,7 +71,7 @@ from lightserve.common.ops.quantized_weight import (
     in_groups,
     pack_int4,
 )
-from lightserve.common.ops.registry import OPS, REFERENCE, batch_invariant, use_backend
+from lightserve.common.ops.registry import OPS, REFERENCE, batch_invariant, has_backend, use_backend
 from lightserve.common.ops.rotary import HeadNorms, RotaryAngles, norm_rotary_write_kv, rotary, rotary_write_kv
 from lightserve.common.ops.sampling import (
     NO_TOKEN,
@@ -133,6 +133,7 @@ __all__ = [
     "gelu_and_mul",
     "gelu_tanh",
     "gelu_tanh_and_mul",
+    "has_backend",
     "in_groups",
     "latent_context_attention",
     "latent_token_attention",
