@@ -47,8 +47,6 @@ class Device(ABC):
     pipeline_depth: ClassVar[int]  # steps in flight; 2 if the device should find its next step queued
     launches_async: ClassVar[bool]  # whether a launch returns before the work is done
     step_timeout_s: ClassVar[float]  # default of --step_timeout: a step that takes longer has hung
-    # default of --quantization for GGUF files: whether products with packed weights are faster than with expanded ones
-    keeps_gguf_packed: ClassVar[bool] = False
     max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
 
     # which devices there are
@@ -79,6 +77,11 @@ class Device(ABC):
         import_module(self.ops_module)
         ops.use_backend(*self._backends(deterministic))
         self.set_current(device)
+
+    @property
+    def keeps_gguf_packed(self) -> bool:
+        """Default of --quantization for GGUF files: whether products with packed weights are faster than expanded."""
+        return False
 
     def _backends(self, deterministic: bool) -> list[str]:
         """Those of ``ops_module``, the preferred one first."""

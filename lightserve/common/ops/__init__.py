@@ -72,6 +72,7 @@ from lightserve.common.ops.quantized_weight import (
     pack_int4,
 )
 from lightserve.common.ops.registry import OPS, REFERENCE, batch_invariant, has_backend, use_backend
+from lightserve.common.ops.repack import FusesNorm, repack, repacks_for
 from lightserve.common.ops.rotary import HeadNorms, RotaryAngles, norm_rotary_write_kv, rotary, rotary_write_kv
 from lightserve.common.ops.sampling import (
     NO_TOKEN,
@@ -100,6 +101,7 @@ __all__ = [
     "Codebook4Weight",
     "ExpertsParams",
     "Fp8Weight",
+    "FusesNorm",
     "GatedSilu",
     "HeadNorms",
     "InputQuant",
@@ -155,6 +157,8 @@ __all__ = [
     "relu",
     "relu2",
     "relu2_and_mul",
+    "repack",
+    "repacks_for",
     "rms_norm",
     "rotary",
     "rotary_write_kv",
