@@ -59,7 +59,7 @@ class WorkerConfig:
     )
     quantization: Quantization | None = option(
         None,
-        "quantise float weights while they are loaded: fp8, int8, or w4 (4 bits, groups of up to 128); "
+        "quantise float weights while they are loaded: fp8, int8, or w4 (4 bits, groups of 32); "
         "gguf: keep the weights of a GGUF file packed; none: expand them; default: packed, except on a CPU without the "
         "C library",
     )
@@ -71,6 +71,11 @@ class WorkerConfig:
     device: str | None = option(None, "cpu or cuda; default: cuda if there is a GPU, else cpu")
     tp: int = option(1, "number of tensor-parallel ranks; each is one process with one device", "tensor_parallel_size")
     max_total_token_num: int | None = option(None, "size of the KV pool in tokens; default: what fits into memory")
+    max_windowed_token_num: int | None = option(
+        None,
+        "size in tokens of the second KV pool, of layers with a sliding window; 0: one pool for all layers; "
+        "default: a share of the KV pool, if that saves memory",
+    )
     mem_fraction: float = option(
         0.9, "share of a GPU's memory for weights and KV, above 0 and at most 1", "gpu_memory_utilization"
     )
@@ -104,7 +109,7 @@ class WorkerConfig:
         if self.quantization is not None and self.quantization_config is not None:
             raise ServerError("quantization and quantization_config exclude each other; put the first into the file")
         _at_least(self, 1, "tp", "running_max_req_size", "batch_max_tokens", "max_req_total_len", "max_total_token_num")
-        _at_least(self, 0, "step_timeout")
+        _at_least(self, 0, "step_timeout", "max_windowed_token_num")
         if not 0 < self.mem_fraction <= 1:
             raise ServerError(f"mem_fraction={self.mem_fraction}: must be above 0 and at most 1")
         if self.deterministic and self.tp > 2:  # the sum of two values does not depend on their order

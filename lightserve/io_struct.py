@@ -206,6 +206,7 @@ class NewReq(msgspec.Struct, frozen=True):
     cached_slots: list[int] = []  # KV slots of its first tokens, which are computed already
     output_len: int = 0  # how many of ``token_ids``, at the end, are output
     stopping: StoppingParams = StoppingParams()
+    cached_windowed_slots: list[int] = []  # slots of the windowed pool of the last of the cached tokens
 
 
 class StepRow(msgspec.Struct, frozen=True, array_like=True):
@@ -222,13 +223,14 @@ class KvCopy(msgspec.Struct, frozen=True, array_like=True):
     target: list[int]
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """One forward pass. The worker frees requests, adds new ones, copies KV, and then computes the rows."""
 
     rows: list[StepRow]
     new: list[NewReq] = []
     free: list[int] = []
     copies: list[KvCopy] = []
+    windowed_slots: list[int] = []  # of all tokens of the rows, in their order, if there is a windowed pool
 
 
 # model worker -> router
@@ -442,6 +444,14 @@ class StepLimits(msgspec.Struct, frozen=True):
     preferred_step_tokens: tuple[int, ...] = ()  # efficient sizes of a step with prompts and decodes; empty: any
 
 
+class WindowedKv(msgspec.Struct, frozen=True):
+    """The second KV pool, for layers with a sliding window: a token has KV there while windows reach it."""
+
+    size: int  # tokens
+    window: int  # the largest one: tokens that a query attends to, itself included
+    kept: int  # tokens of a running request that keep their KV, up to the last one
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """A worker is ready. The launcher passes it on to the router and the HTTP processes."""
 
@@ -454,6 +464,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     step_limits: StepLimits = StepLimits(2048)
     step_timeout_s: float = 0.0  # a step that takes longer has hung; 0: no limit
     launch_lead_s: float = 0.0  # the time that planning, sending and launching a step takes
+    windowed: WindowedKv | None = None  # None: all layers keep the KV of all tokens of max_total_token_num
 
 
 class ChildFailed(msgspec.Struct, frozen=True, tag=True):

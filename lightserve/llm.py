@@ -76,7 +76,7 @@ class LLM:
         vocab_size = self.worker.model_config.vocab_size
         self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
         limits = make_limits(self.config, RouterConfig(), self.worker.step_limits)
-        self._scheduler = Scheduler(KvPool(self.worker.max_total_token_num), limits)
+        self._scheduler = Scheduler(KvPool(self.worker.max_total_token_num, self.worker.windowed), limits)
         self._open: dict[int, _OpenStream] = {}
         self._in_flight: deque[GetResult] = deque()  # steps that were launched, oldest first
         self._ids = itertools.count()

@@ -251,6 +251,9 @@ def main(argv: list[str] | None = None) -> None:
         raise ServerError("--profile needs a GPU")
     device = kind.torch_device(0)
     ceilings = measure_ceilings(device, kind.dtypes[0])
+    if config.max_windowed_token_num:
+        raise ServerError("this benchmark uses one KV pool for all layers; leave out --max_windowed_token_num")
+    config = replace(config, max_windowed_token_num=0)
     worker = ModelWorker(config, resolve(config.model_dir, needs_weights=config.load_format == "auto"), Parallel())
     worker.warm_up()
     bench = StaticBench(worker, config.batch_max_tokens)

@@ -3,26 +3,35 @@
 A request holds the slots of its tokens in order. The first ``shared_len`` slots belong to the cache and are locked
 there; the others are private. A prompt's tokens move into the cache as soon as a step that computes them is planned, so
 that other requests can share them while the prompt still prefills: workers run steps in order.
+
+A model with sliding windows may have a second pool: see windowed_pool.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 
 from lightserve.common.kv.token_slots import Slots, TokenSlots
+from lightserve.io_struct import WindowedKv
 from lightserve.router.radix_cache import Ids, RadixCache
 from lightserve.router.req import Req
+from lightserve.router.windowed_pool import NONE, WindowedPool
 
 
 class KvPool:
-    def __init__(self, size: int) -> None:
-        self.slots = TokenSlots(size)
+    def __init__(self, size: int, windowed: WindowedKv | None = None) -> None:
+        """``windowed``: the figures of the second pool; None: there is none."""
         self.num_evicted = 0  # tokens that the cache has evicted to make room
-        self._cache = RadixCache()
+        self._figures = size, windowed
+        self.reset()
 
     def reset(self) -> None:
         """All KV is lost."""
-        self.slots = TokenSlots(self.size)
+        size, windowed = self._figures
+        self.slots = TokenSlots(size)
+        self.windowed = None if windowed is None else WindowedPool(windowed, size)
         self._cache = RadixCache()
 
     @property
@@ -32,11 +41,17 @@ class KvPool:
     @property
     def available(self) -> int:
         """Tokens that can be allocated, if need be by evicting cached tokens that no request uses."""
-        return self.slots.num_free + self.cached_tokens
+        tokens = self.slots.num_free + self.cached_tokens
+        return tokens if self.windowed is None else min(tokens, self.windowed.available)
 
     @property
     def used(self) -> int:
-        return self.size - self.available
+        return self.slots.num_used - self.cached_tokens
+
+    @property
+    def max_chunk(self) -> int:
+        """The most tokens of one request that fit into a step while no other request runs."""
+        return self.size if self.windowed is None else self.windowed.size - self.windowed.kept
 
     @property
     def cached_tokens(self) -> int:
@@ -58,18 +73,47 @@ class KvPool:
         slots: list[int] = self.slots.alloc(count).tolist()
         return slots
 
+    def alloc_windowed(self, chunks: Sequence[tuple[Req, int]]) -> list[int]:
+        """Give requests slots of the windowed pool for so many more tokens. Returns all; empty without such a pool."""
+        if self.windowed is None:
+            return []
+        slots = self.windowed.alloc(sum(count for _, count in chunks))
+        begin = 0
+        for req, count in chunks:
+            req.windowed_slots += slots[begin : begin + count]
+            begin += count
+        return slots
+
+    def let_go_behind_windows(self, reqs: Iterable[Req]) -> None:
+        """Let go the windowed slots that no token after the planned ones reaches."""
+        if self.windowed is None:
+            return
+        released: list[int] = []
+        for req in reqs:
+            begin, end = req.windowed_begin, req.planned_len - self.windowed.kept
+            if end > begin:
+                released += req.windowed_slots[begin:end]
+                req.windowed_begin = end
+        self.windowed.let_go(released)
+
     def cached_len(self, req: Req) -> int:
-        return self._cache.match_len(_cacheable(req), req.salt)
+        return self._usable_len(_cacheable(req), req.salt)
 
     def attach_prefix(self, req: Req) -> None:
         """Give a request the slots of its cached prefix, and lock them.
 
         The last token is never taken from the cache: it must be computed to sample the next one.
         """
-        req.node, slots = self._cache.match(_cacheable(req), req.salt)
+        ids = _cacheable(req)
+        if self.windowed is not None:
+            ids = ids[: self._usable_len(ids, req.salt)]
+        req.node, slots = self._cache.match(ids, req.salt)
         self._cache.lock(req.node)
         req.slots = slots.tolist()
         req.shared_len = len(req.slots)
+        if self.windowed is not None:
+            req.windowed_begin = max(len(slots) - self.windowed.needed, 0)
+            req.windowed_slots = [NONE] * req.windowed_begin + self.windowed.hold(slots[req.windowed_begin :])
 
     def cache_prompt(self, req: Req) -> None:
         """Move the planned tokens of the prompt into the cache, unless another request's tokens are there already."""
@@ -79,18 +123,20 @@ class KvPool:
         begin = req.shared_len
         ids, slots = req.prompt[begin:end], _array(req.slots[begin:end])
         grown = self._cache.extend(req.node, ids, slots)
-        if grown is None:
-            return
-        self._cache.lock(grown)
-        self._cache.unlock(req.node)
-        req.node, req.shared_len = grown, end
+        if grown is not None:
+            self._cache.lock(grown)
+            self._cache.unlock(req.node)
+            req.node, req.shared_len = grown, end
+        self._cache_windowed(req, req.prompt[:end], begin)
 
     def release(self, req: Req) -> None:
         """Free all slots of a request. If ``keeps_kv_cached``, its known tokens with planned KV stay in the cache."""
         kept = req.shared_len  # slots from here on are private
         known = min(req.planned_len, req.total_len) if req.keeps_kv_cached else 0
         if known > kept:
-            _, spare = self._cache.insert(_array(req.token_ids[:known]), _array(req.slots[:known]), req.salt)
+            ids = _array(req.token_ids[:known])
+            _, spare = self._cache.insert(ids, _array(req.slots[:known]), req.salt)
+            self._cache_windowed(req, ids, kept)
             self._free(spare)
             kept = known
         self._free(_array(req.slots[kept:]))
@@ -98,23 +144,50 @@ class KvPool:
             self._cache.unlock(req.node)
             if not req.keeps_kv_cached:  # other choices of the same request may still use it
                 self._free(self._cache.drop(req.node))
-        req.node, req.slots, req.shared_len, req.planned_len, req.certain_len = None, [], 0, 0, 0
+        if self.windowed is not None:
+            self.windowed.let_go(req.windowed_slots[req.windowed_begin :])
+        req.clear_slots()
 
     def discard(self, req: Req) -> None:
         """Remove the tokens of a released request from the cache, unless another request shares them.
 
-        Their KV may contain numbers that are not finite.
+        Their KV may contain numbers that are not finite. It may have computed the windowed KV of shared tokens again.
         """
-        node, _ = self._cache.match(_array(req.token_ids), req.salt)
+        node, slots = self._cache.match(_array(req.token_ids), req.salt)
+        if self.windowed is not None:
+            self.windowed.remove_cached(slots)
         self._free(self._cache.drop(node))
 
-    def roll_back(self, slots: list[int]) -> None:
+    def roll_back(self, slots: list[int], windowed_slots: list[int]) -> None:
         """Remove tokens from the cache whose KV is in these slots: the steps that should compute it have failed."""
         self._free(self._cache.drop_slots(_array(slots)))
+        if self.windowed is not None:
+            self.windowed.invalidate(windowed_slots)
+
+    def _usable_len(self, ids: Ids, salt: str) -> int:
+        """How many of these tokens a request can take from the cache."""
+        if self.windowed is None:
+            return self._cache.match_len(ids, salt)
+        return self.windowed.usable_len(self._cache.find_slots(ids, salt))
+
+    def _cache_windowed(self, req: Req, ids: Ids, begin: int) -> None:
+        """Cached tokens that have no windowed slot take those of the request. ``ids``: its first tokens.
+
+        It has slots for them from ``begin`` on, or from where its window begins. The cached tokens may be others' than
+        its own: they lost their slots, and the request has computed them again.
+        """
+        if self.windowed is None:
+            return
+        begin = max(begin, req.windowed_begin)
+        tokens = self._cache.find_slots(ids, req.salt)[begin:]
+        self.windowed.add_cached(tokens, req.windowed_slots[begin : begin + len(tokens)])
 
     def _free(self, slots: Slots) -> None:
-        if len(slots):
-            self.slots.free(slots)
+        if not len(slots):
+            return
+        if self.windowed is not None:
+            self.windowed.remove_cached(slots)
+        self.slots.free(slots)
 
 
 def _cacheable(req: Req) -> Ids:

@@ -29,7 +29,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     if not isinstance(engine, EngineReady):
         raise TypeError(f"the first message must be EngineReady, not {engine!r}")
     limits = make_limits(config.worker, config.router, engine.step_limits)
-    scheduler = Scheduler(KvPool(engine.max_total_token_num), limits, policy)
+    scheduler = Scheduler(KvPool(engine.max_total_token_num, engine.windowed), limits, policy)
 
     def connect(generation: int) -> RpycModelClient:
         paths = [child_config.worker_path(rank, generation) for rank in range(config.worker.tp)]

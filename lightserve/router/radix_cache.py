@@ -138,6 +138,11 @@ class RadixCache:
         """How many tokens ``match`` would find. Changes nothing."""
         return self._find(ids, salt)[1]
 
+    def find_slots(self, ids: Ids, salt: str = "") -> Slots:
+        """The slots that ``match`` would return. Changes nothing."""
+        path, found = self._find(ids, salt)
+        return np.concatenate([node.slots for node in path])[:found]
+
     def lock(self, node: RadixNode) -> None:
         """Protect the prefix that ends at node from eviction, until ``unlock`` is called as often."""
         self._register_root(node)

@@ -60,7 +60,10 @@ class Reporter:
     def send_heartbeat(self, step_age_s: float, has_workers: bool) -> None:
         scheduler = self._scheduler
         waiting = scheduler.num_waiting + scheduler.num_held
-        self.metrics.set_load(scheduler.num_running, waiting, scheduler.pool.used, scheduler.pool.size)
+        pool, windowed = scheduler.pool, scheduler.pool.windowed
+        self.metrics.set_load(scheduler.num_running, waiting, pool.used, pool.size)
+        if windowed is not None:
+            self.metrics.set_windowed_load(windowed.used, windowed.size)
         stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers)
         self._to_detokenization.send(stats)
 

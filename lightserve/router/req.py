@@ -39,6 +39,8 @@ class Req:
     slots: list[int] = field(default_factory=list)  # KV slots of the first tokens, computed or planned
     node: RadixNode | None = None  # node of the prefix cache that it has locked
     shared_len: int = 0  # how many of ``slots``, at the start, belong to the cache
+    windowed_slots: list[int] = field(default_factory=list)  # like ``slots``, in the windowed pool if there is one
+    windowed_begin: int = 0  # it holds ``windowed_slots`` from here on
     planned_len: int = 0  # tokens whose KV is cached, computed, or computed by a planned step
     certain_len: int = 0  # of these, the tokens whose step has completed; roll_back keeps only them
     planned_outputs: int = 0  # output tokens that exist after the planned steps, not counting forced ones
@@ -105,8 +107,13 @@ class Req:
 
     def reset_kv(self) -> None:
         """The workers died. Only the tokens are left."""
-        self.slots, self.node, self.shared_len, self.planned_len, self.certain_len = [], None, 0, 0, 0
+        self.clear_slots()
         self.planned_outputs = len(self.output_ids)
+
+    def clear_slots(self) -> None:
+        """It holds no KV."""
+        self.slots, self.node, self.shared_len, self.planned_len, self.certain_len = [], None, 0, 0, 0
+        self.windowed_slots, self.windowed_begin = [], 0
 
     def fail(self) -> None:
         self.finish_reason = FinishReason.ABORT
@@ -142,4 +149,5 @@ class Req:
             cached_slots=self.slots.copy(),
             output_len=len(self.output_ids),
             stopping=self.params.stopping,
+            cached_windowed_slots=self.windowed_slots[self.windowed_begin :],
         )

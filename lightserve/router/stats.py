@@ -98,6 +98,11 @@ class RouterMetrics:
         self.values["kv_used_tokens"] = used_tokens
         self.values["kv_cache_usage_perc"] = used_tokens / total_tokens
 
+    def set_windowed_load(self, used_tokens: int, total_tokens: int) -> None:
+        """Call it after ``set_load``: the usage is that of the fuller pool."""
+        self.values["kv_windowed_used_tokens"] = used_tokens
+        self.values["kv_cache_usage_perc"] = max(self.values["kv_cache_usage_perc"], used_tokens / total_tokens)
+
     def snapshot(self) -> MetricsSnapshot:
         return self._recorder.snapshot()
 

@@ -32,6 +32,8 @@ def banner(
         "KV pool": f"{engine.max_total_token_num:,} tokens",
         "HTTP processes": str(http.num_processes),
     }
+    if engine.windowed is not None:
+        rows["KV pool"] += f"; {engine.windowed.size:,} in layers with a window of {engine.windowed.window:,} tokens"
     if model.sampling_defaults:
         rows["sampling defaults"] = f"{model.sampling_defaults} (of the model; --generation_config none ignores them)"
     for role, parts in phases.items():

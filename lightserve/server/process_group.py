@@ -68,11 +68,13 @@ class ProcessGroup:
                 self._httpservers.append(await self._start(f"httpserver {index}", modules.httpserver, child_config))
 
     async def start_workers(self) -> None:
-        """Start the model workers. Replacements get the KV size of the first ones: router and clients rely on it."""
+        """Start the model workers. Replacements get the KV sizes of the first ones: router and clients rely on them."""
         config = self._config
         if self.engine is not None:
-            size = self.engine.max_total_token_num
-            config = replace(config, worker=replace(config.worker, max_total_token_num=size))
+            size, windowed = self.engine.max_total_token_num, self.engine.windowed
+            windowed_size = 0 if windowed is None else windowed.size
+            worker = replace(config.worker, max_total_token_num=size, max_windowed_token_num=windowed_size)
+            config = replace(config, worker=worker)
         module = self._modules.null_worker if config.launch.null_worker else self._modules.worker
         for rank in range(config.worker.tp):
             child_config = ChildConfig(config, self._run_dir, rank, generation=self.generation)

@@ -78,7 +78,9 @@ def main() -> None:
     args = parser.parse_args()
     try:
         source = resolve(args.model_dir)
-        config = WorkerConfig(model_dir=args.model_dir, data_type="float32", max_total_token_num=4096)
+        config = WorkerConfig(
+            model_dir=args.model_dir, data_type="float32", max_total_token_num=4096, max_windowed_token_num=0
+        )
         model = ModelWorker(config, source, Parallel()).model
         differences = compare(model, load_transformers(source), load_tokenizer(source).encode(args.prompt))
     except LightserveError as error:

@@ -59,8 +59,11 @@ _STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 16)))
 METRICS = (
     _gauge("num_requests_running", "Requests that are running."),
     _gauge("num_requests_waiting", "Requests that are waiting in the queue."),
-    _gauge("kv_cache_usage_perc", "Share of the KV pool in use; 1 is all of it."),
+    _gauge("kv_cache_usage_perc", "Share of the KV pool in use, or of the windowed pool if it is fuller; 1 is all."),
     _gauge("kv_used_tokens", "Tokens of the KV pool in use."),
+    _gauge(
+        "kv_windowed_used_tokens", "Tokens in use of the second KV pool, which layers with a sliding window may have."
+    ),
     _counter("prompt_tokens_total", "Prompt tokens of admitted requests, including cached tokens."),
     _counter("generation_tokens_total", "Tokens generated."),
     _counter("forced_tokens_total", "Generated tokens that a grammar forced; they needed no sampling step."),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from lightserve.common import ops
 from lightserve.common.device import to_device
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.ops.step import LAST_SAMPLED
@@ -153,6 +156,7 @@ class InferBatch:
         """``shares_prefixes``: steps pass groups of requests that begin with the same slots to attention."""
         self._req_manager = req_manager
         self.padding_slot = padding_slot  # it changes with the size of the KV pool
+        self.windowed_padding_slot: int | None = None  # None: there is no windowed pool
         self._device = device
         self._reqs: dict[int, InferReq] = {}
         self._prefixes: SharedPrefixes[InferReq] = SharedPrefixes()
@@ -165,6 +169,7 @@ class InferBatch:
         ids, cached = list(new.token_ids), np.array(new.cached_slots, dtype=np.int32)
         if len(cached):
             self.req_to_token[row, : len(cached)] = to_device(cached, self._device)
+            self._add_windowed(row, len(cached), new.cached_windowed_slots)
         prompt_len = len(ids) - new.output_len
         req = InferReq(
             new.req_id,
@@ -182,6 +187,22 @@ class InferBatch:
         )
         req.leading_slots[: len(cached)] = cached
         self._reqs[new.req_id] = req
+
+    @property
+    def windowed_req_to_token(self) -> Tensor | None:
+        return self._req_manager.windowed_req_to_token
+
+    def _add_windowed(self, row: int, end: int, slots: list[int]) -> None:
+        """``slots``: of the windowed pool, of the tokens up to ``end``.
+
+        Attention may read some tokens before those, with weight 0. They get the first of the slots, which is finite.
+        """
+        if self.windowed_req_to_token is None:
+            return
+        begin = end - len(slots)
+        margin = min(begin, ops.WINDOW_MARGIN)
+        padded = np.array(slots[:1] * margin + slots, dtype=np.int32)
+        self.windowed_req_to_token[row, begin - margin : end] = to_device(padded, self._device)
 
     def apply(self, updates: Iterable[TokenUpdate]) -> None:
         """Append collected tokens. Sampled ones count in ``total_len`` already. A request may have left meanwhile."""
@@ -206,12 +227,18 @@ class InferBatch:
         self._prefixes = SharedPrefixes()
         self._req_manager.free_all()
 
-    def pack(self, rows: Sequence[StepRow], captured_shape: Callable[[StepShape], StepShape]) -> PackedStep:
+    def pack(
+        self,
+        rows: Sequence[StepRow],
+        captured_shape: Callable[[StepShape], StepShape],
+        windowed_slots: Sequence[int] = (),
+    ) -> PackedStep:
         """The input of a step. Its tokens count as cached from now on, and its requests may be in another order.
 
         ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts keeps its shape,
-        because no captured step computes them.
+        because no captured step computes them. ``windowed_slots``: as in Step.
         """
+        windowed_of = _by_req(rows, windowed_slots)
         self._record_prompts(rows)
         rows, groups = self._arrange(rows)
         reqs = [self._reqs[row.req_id] for row in rows]
@@ -234,6 +261,8 @@ class InferBatch:
         pack(columns, tokens, reqs, {"row": table_rows, "start": start, "seq_len": ready + q_len, "ready_len": ready})
         if groups:
             columns.groups[: len(groups), : len(SharedRows._fields)] = groups
+        if columns.windowed_slots is not None:
+            columns.windowed_slots[:count] = [slot for row in rows for slot in windowed_of[row.req_id]]
 
         for req, row in zip(reqs, rows, strict=True):
             req.cache_len += len(row.slots)
@@ -263,7 +292,15 @@ class InferBatch:
 
     @property
     def _padding(self) -> Padding:
-        return Padding(self._req_manager.padding_row, self.padding_slot)
+        return Padding(self._req_manager.padding_row, self.padding_slot, self.windowed_padding_slot)
+
+
+def _by_req(rows: Sequence[StepRow], windowed_slots: Sequence[int]) -> dict[int, Sequence[int]]:
+    """The slots of each row, by request: rows may be arranged in another order. Empty without a windowed pool."""
+    if not windowed_slots:
+        return {}
+    ends = accumulate(len(row.slots) for row in rows)
+    return {row.req_id: windowed_slots[end - len(row.slots) : end] for row, end in zip(rows, ends, strict=True)}
 
 
 def _prompt_targets(reqs: Sequence[InferReq], starts: Sequence[int], counts: Sequence[int]) -> list[PromptTargets]:

@@ -1,4 +1,4 @@
-"""How many tokens the KV pool holds: the memory that the weights and the largest step leave."""
+"""How many tokens the KV pools hold: the memory that the weights and the largest step leave."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lightserve.common.device import Device
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.worker.infer_batch import InferBatch
+from lightserve.worker.kv_pools import KvSizes, WindowedSizing
 from lightserve.worker.step_input import StepShape
 from lightserve.worker.step_runner import StepRunner
 
@@ -17,19 +18,24 @@ from lightserve.worker.step_runner import StepRunner
 # than any measurement showed: 1.4 GB for the 256 x 128,256 logits of Llama-3-8B.
 COPIES_OF_LOGITS = 12
 FLOAT32_BYTES = 4
-# The router keeps 9 bytes per slot. Only toy models reach this limit: the KV of SmolLM2-135M takes 23 kB per token.
+# The router keeps 9 bytes per slot, 13 beside a windowed pool. Only toy models reach this limit: the KV of SmolLM2-135M
+# takes 23 kB per token.
 MAX_SLOTS = 2**24
 
 
-def kv_size(config: WorkerConfig, model: TpPartBaseModel, platform: Device, launch_kernels: Callable[[], None]) -> int:
+def kv_size(
+    config: WorkerConfig, model: TpPartBaseModel, platform: Device, launch_kernels: Callable[[], None]
+) -> KvSizes:
     """``model`` has its weights, and a tiny KV pool.
 
     The kernels that ``launch_kernels`` launches are compiled together with those of the largest step: that takes no
     longer than the largest step alone.
     """
     max_len, max_reqs = model.req_manager.max_len, model.req_manager.max_reqs
+    sizing = _windowed_sizing(config, model, platform)
     if config.max_total_token_num is not None:
-        return config.max_total_token_num
+        tokens = config.max_total_token_num
+        return KvSizes(tokens) if sizing is None else sizing.for_tokens(tokens)
     largest_step = partial(_largest_step, config, model, platform)
 
     def launch_all() -> None:
@@ -40,20 +46,39 @@ def kv_size(config: WorkerConfig, model: TpPartBaseModel, platform: Device, laun
     peak = platform.peak_bytes(model.device, largest_step)
     peak += COPIES_OF_LOGITS * FLOAT32_BYTES * max_reqs * model.config.vocab_size if peak else 0
     budget = max(platform.kv_budget(model.device, config.mem_fraction) - peak, 0)
-    fits = budget // model.kv_layout.bytes_per_token
-    fits = min(model.tp.min_of_ranks(fits, model.device), MAX_SLOTS)
+    budget = model.tp.min_of_ranks(budget, model.device)
+    single = KvSizes(min(budget // model.kv_layout.bytes_per_token, MAX_SLOTS))
+    sizes = single if sizing is None else sizing.for_budget(budget, MAX_SLOTS)
+    fits = sizes.tokens
     if fits < max_len:
         remedy = f"set max_req_total_len to {fits} or less" if fits else "use a smaller model or more ranks"
         raise ServerError(
             f"after the weights, memory holds {fits} tokens of KV, fewer than one request of {max_len}; {remedy}"
         )
-    return fits
+    return sizes
+
+
+def _windowed_sizing(config: WorkerConfig, model: TpPartBaseModel, platform: Device) -> WindowedSizing | None:
+    """None if no layer has a window."""
+    if model.kv_layout.window is not None:
+        tokens = _step_tokens(config, model, platform)
+        return WindowedSizing(model.kv_layout, model.req_manager.max_len, tokens, config.max_windowed_token_num)
+    if config.max_windowed_token_num:
+        raise ServerError(
+            f"max_windowed_token_num={config.max_windowed_token_num}, but no layer of this model has a sliding window; "
+            "leave it out"
+        )
+    return None
+
+
+def _step_tokens(config: WorkerConfig, model: TpPartBaseModel, platform: Device) -> int:
+    return config.batch_max_tokens or platform.profile(model.device).step_limits.batch_max_tokens
 
 
 def _largest_step(config: WorkerConfig, model: TpPartBaseModel, platform: Device) -> None:
     """A step with the most tokens and the most requests. It computes padding, which takes as much memory."""
     batch = InferBatch(model.req_manager, model.mem_manager.padding_slot, model.device)
-    tokens = config.batch_max_tokens or platform.profile(model.device).step_limits.batch_max_tokens
+    tokens = _step_tokens(config, model, platform)
     decodes = model.req_manager.max_reqs - 1
     shape = StepShape(tokens + decodes, decodes + 1, has_decodes=True, has_prompts=True)
     StepRunner(model, batch, platform).run(batch.padding(shape), shape)

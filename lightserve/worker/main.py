@@ -41,6 +41,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         EngineReady(
             max_total_token_num=worker.max_total_token_num,
             max_req_total_len=worker.longest_request,
+            windowed=worker.windowed,
             vocab_size=vocab_size,
             pipeline_depth=worker.pipeline_depth,
             eos_token_ids=tuple(token for token in source.eos_token_ids() if token < vocab_size),

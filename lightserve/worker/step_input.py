@@ -40,6 +40,7 @@ class Padding(NamedTuple):
 
     row: int  # of req_to_token
     slot: int  # of the KV cache
+    windowed_slot: int | None = None  # of the windowed pool, if there is one
 
 
 class Column(NamedTuple):
@@ -75,18 +76,27 @@ class StepColumns(NamedTuple):
     tokens: dict[str, Any]  # column name: [tokens]
     reqs: dict[str, Any]  # column name: [requests]
     groups: Any = None  # [MAX_GROUPS, GROUP_FIELDS] int32 of shared prefixes, if the shape has them
+    windowed_slots: Any = None  # [tokens] int32 of the windowed pool, if there is one
 
 
 def columns_of(inputs: np.ndarray | Tensor, shape: StepShape) -> StepColumns:
     tokens, first = _views(inputs, 0, TOKEN_COLUMNS, shape.tokens)
     reqs, first = _views(inputs, first, REQ_COLUMNS, shape.requests)
-    return StepColumns(tokens, reqs, inputs[first:].reshape(MAX_GROUPS, GROUP_FIELDS) if shape.has_shared else None)
+    groups = None
+    if shape.has_shared:
+        begin, first = first, first + MAX_GROUPS * GROUP_FIELDS
+        groups = inputs[begin:first].reshape(MAX_GROUPS, GROUP_FIELDS)
+    has_windowed = len(inputs) > first
+    return StepColumns(tokens, reqs, groups, inputs[first : first + shape.tokens] if has_windowed else None)
 
 
 def padded_input(shape: StepShape, padding: Padding) -> tuple[np.ndarray, StepColumns]:
     """The input of a step that computes only padding, and its columns, where values can be written."""
-    inputs = np.zeros(_input_size(shape), dtype=np.int32)
+    num_windowed = 0 if padding.windowed_slot is None else _aligned(shape.tokens)
+    inputs = np.zeros(_input_size(shape) + num_windowed, dtype=np.int32)
     columns = columns_of(inputs, shape)
+    if padding.windowed_slot is not None:
+        columns.windowed_slots[:] = padding.windowed_slot
     for declared, views in ((TOKEN_COLUMNS, columns.tokens), (REQ_COLUMNS, columns.reqs)):
         for name, _, default in declared:
             if callable(default):
@@ -133,7 +143,7 @@ def _words(dtype: str) -> int:
 
 
 def _input_size(shape: StepShape) -> int:
-    """Integers in the input of a step."""
+    """Integers in the input of a step, without the slots of the windowed pool."""
     tokens = sum(_words(column.dtype) for column in TOKEN_COLUMNS) * _aligned(shape.tokens)
     reqs = sum(_words(column.dtype) for column in REQ_COLUMNS) * _aligned(shape.requests)
     return tokens + reqs + (MAX_GROUPS * GROUP_FIELDS if shape.has_shared else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.basemodel import ModelInput, TpPartBaseModel
+from lightserve.common.basemodel import ModelInput, TpPartBaseModel, WindowedInput
 from lightserve.common.device import Device, GraphRanges, Graphs, pinned, to_device
 from lightserve.worker.infer_batch import MIN_SHARING, InferBatch
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
@@ -94,11 +95,29 @@ class StepRunner:
             has_decodes=shape.has_decodes,
             shared_prefixes=columns.groups,
         )
-        step = ModelInput(input_ids, tokens.positions, tokens.slots, attn, is_prefill=shape.has_prompts)
+        step = ModelInput(
+            input_ids,
+            tokens.positions,
+            tokens.slots,
+            attn,
+            is_prefill=shape.has_prompts,
+            windowed=self._windowed_input(tokens, columns, attn),
+        )
         hidden = self._model.hidden_states(step)
         if prompts is not None:
             prompts.compute(partial(self._model.logits, hidden), self._model.config.vocab_size)
         return self._model.logits(hidden), columns
+
+    def _windowed_input(
+        self, tokens: ops.StepTokens, columns: StepColumns, attn: ops.AttnBatch
+    ) -> WindowedInput | None:
+        """None if there is no windowed pool."""
+        table, slots = self._batch.windowed_req_to_token, columns.windowed_slots
+        if table is None or slots is None:
+            return None
+        ops.place_tokens(replace(tokens, slots=slots), table, self._batch.last_ids)
+        # a shared prefix may lie before the windows
+        return WindowedInput(slots, replace(attn, req_to_token=table, shared_prefixes=None, plans={}))
 
     def _sample(self, logits: Tensor, columns: StepColumns, masks: StepMasks | None = None) -> StepOut:
         reqs = columns.reqs

@@ -42,6 +42,12 @@ def warm_up_steps(max_reqs: int, max_len: int, pool_len: int) -> Iterator[Step]:
         yield from _generate([_with_cached_prompt(reqs[0])])
 
 
+def in_both_pools(step: Step) -> Step:
+    """A step of a worker with a windowed pool, where its tokens have the same slots."""
+    new = [msgspec.structs.replace(req, cached_windowed_slots=req.cached_slots) for req in step.new]
+    return msgspec.structs.replace(step, new=new, windowed_slots=[slot for row in step.rows for slot in row.slots])
+
+
 def _generate(reqs: list[NewReq]) -> Iterator[Step]:
     """Prefill in one step, decode, and free the requests."""
     ids = [req.req_id for req in reqs]

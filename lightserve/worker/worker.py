@@ -15,13 +15,14 @@ from lightserve.common.device.profile import for_sparse_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
-from lightserve.io_struct import GrammarSpec, KvCopy, Step, StepLimits, StepResult
+from lightserve.io_struct import GrammarSpec, KvCopy, Step, StepLimits, StepResult, WindowedKv
 from lightserve.model_files.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.source import ModelSource, stored_as
 from lightserve.models.registry import get_model_class, read_model_config
 from lightserve.utils.progress import Progress
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.infer_batch import InferBatch
+from lightserve.worker.kv_pools import kept_tokens
 from lightserve.worker.kv_size import kv_size
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import GrammarManager
@@ -31,7 +32,7 @@ from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import GrammarMaskBuilder, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.step_runner import StepOut, StepRunner
-from lightserve.worker.warm_up import FIRST_POOL_TOKENS, warm_up_steps
+from lightserve.worker.warm_up import FIRST_POOL_TOKENS, in_both_pools, warm_up_steps
 
 
 class ModelWorker:
@@ -102,8 +103,9 @@ class ModelWorker:
 
     def _resize_kv_pool(self, config: WorkerConfig) -> None:
         with explain_out_of_memory("lower max_total_token_num or mem_fraction"):
-            self.model.set_kv_size(kv_size(config, self.model, self._platform, self._launch_every_kernel))
+            self.model.set_kv_size(*kv_size(config, self.model, self._platform, self._launch_every_kernel))
         self._batch.padding_slot = self.model.mem_manager.padding_slot
+        self._batch.windowed_padding_slot = self.model.mem_manager.windowed_padding_slot
 
     @property
     def step_limits(self) -> StepLimits:
@@ -121,6 +123,14 @@ class ModelWorker:
     @property
     def max_total_token_num(self) -> int:
         return self.model.mem_manager.size
+
+    @property
+    def windowed(self) -> WindowedKv | None:
+        """The second KV pool, if there is one."""
+        size, window = self.model.mem_manager.windowed_size, self.model.kv_layout.window
+        if size is None or window is None:
+            return None
+        return WindowedKv(size, window, kept_tokens(window))
 
     @property
     def pipeline_depth(self) -> int:
@@ -149,8 +159,9 @@ class ModelWorker:
         self._runner.launch_every_shape()
 
     def _run_warm_up_steps(self) -> None:
-        for step in warm_up_steps(self.model.req_manager.max_reqs, self.max_req_total_len, self.max_total_token_num):
-            self.run(step)
+        sizes = [self.max_total_token_num] if self.windowed is None else [self.max_total_token_num, self.windowed.size]
+        for step in warm_up_steps(self.model.req_manager.max_reqs, self.max_req_total_len, min(sizes)):
+            self.run(step if self.windowed is None else in_both_pools(step))
 
     def run(self, step: Step) -> StepResult:
         """Run a step and wait for its result."""
@@ -171,7 +182,7 @@ class ModelWorker:
         self._update_batch(step)
         if not step.rows:
             return StepResult
-        packed = self._batch.pack(step.rows, self._runner.captured_shape)
+        packed = self._batch.pack(step.rows, self._runner.captured_shape, step.windowed_slots)
         plan = self._sampler.prepare(packed.reqs)
         masks = self._masks.build(plan.constrained, self._wait_for_tokens)
         out = self._runner.run(packed.inputs, packed.shape, packed.prompt_logprobs(self._device), masks)

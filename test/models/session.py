@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightserve.common.basemodel import LogitRows, ModelInput, TpPartBaseModel
+from lightserve.common.basemodel import LogitRows, ModelInput, TpPartBaseModel, WindowedInput
 from lightserve.common.kv.token_slots import TokenSlots
 from lightserve.common.ops import AttnBatch
 
@@ -19,8 +21,9 @@ class Session:
     def __init__(self, model: TpPartBaseModel) -> None:
         self.model = model
         self.device = model.device
-        self.free_slots = TokenSlots(model.mem_manager.size)
-        self._place = np.random.default_rng(1).permutation(model.mem_manager.size).astype(np.int32)
+        size = model.mem_manager.size if model.mem_manager.windowed_size is None else model.mem_manager.windowed_size
+        self.free_slots = TokenSlots(size)
+        self._place = np.random.default_rng(1).permutation(size).astype(np.int32)
         self._slots: dict[int, list[int]] = {}  # by row, as numbered by the allocator
         self._erase(slice(None))
 
@@ -44,7 +47,10 @@ class Session:
         )
         ids = torch.tensor([t for tokens in new_tokens.values() for t in tokens], device=self.device)
         positions = [ready[row] + i for row, tokens in new_tokens.items() for i in range(len(tokens))]
-        return ModelInput(ids, self._ints(positions), self._ints(slots), attn, max(q_len) > 1, logit_rows)
+        mem_index, windowed = self._ints(slots), None
+        if self.model.mem_manager.windowed_size is not None:  # tokens have the same slots in both pools
+            windowed = WindowedInput(mem_index, replace(attn, plans={}))
+        return ModelInput(ids, self._ints(positions), mem_index, attn, max(q_len) > 1, logit_rows, windowed)
 
     def share_prefix(self, donor: int, row: int, length: int) -> None:
         """Start the request in ``row`` with the first tokens of another, in the same slots."""

@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 
 from lightserve.common.basemodel import ModelArgs, ModelConfig, Parallel, RankGroup, TpPartBaseModel
 from lightserve.common.checkpoint.reader import open_checkpoint, tensor_metadata, total_bytes
+from lightserve.common.device.cpu import CpuDevice
 from lightserve.common.parallel import ParallelSizes, connect_ranks
 from lightserve.common.quantization import GgufFormat, QuantizedLinear, StackedLinear, UnquantizedLinear
 from lightserve.config import WorkerConfig
@@ -304,5 +305,20 @@ def test_a_worker_says_how_a_gguf_file_is_computed(tmp_path: Path) -> None:
 
     worker = ModelWorker(config, resolve(str(path)), Parallel())
 
-    expected = "in float32 on cpu; GGUF Q4_0, packed: 4.5 bits a weight in the file, 5.0 in memory"
-    assert worker.dtype_and_device == expected
+    expected = "GGUF Q4_0, packed: 4.5 bits a weight in the file, 5.0 in memory"
+    assert expected in worker.dtype_and_device
+
+
+def test_a_choice_by_module_expands_a_file_that_would_stay_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuDevice, "keeps_gguf_packed", True)
+    path = save_llama(tmp_path / "model.gguf", lambda _: "Q4_0").path
+    choices = tmp_path / "choices.json"
+    choices.write_text('{"default": "int8"}')
+    config = WorkerConfig(model_dir=str(path), device="cpu", quantization_config=str(choices), max_total_token_num=128)
+
+    worker = ModelWorker(config, resolve(str(path)), Parallel())
+
+    assert "int8" in worker.dtype_and_device
+    assert "GGUF" not in worker.dtype_and_device

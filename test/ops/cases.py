@@ -305,12 +305,6 @@ def _linear_int8_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return x, eight_bit_weight(40, 48, torch.int8, device), randn(40, dtype=dtype, device=device, seed=1)
 
 
-def _linear_mxfp4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
-    weight = ops.Mxfp4Weight.empty((40, 96), 32, torch.device(device))
-    weight.randomize_(torch.Generator(device).manual_seed(2), 0.1)
-    return randn(tokens, 96, dtype=dtype, device=device), weight, randn(40, dtype=dtype, device=device, seed=1)
-
-
 def _linear_fp8_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return randn(tokens, 48, dtype=dtype, device=device), eight_bit_weight(40, 48, torch.float8_e4m3fn, device)
 

@@ -38,7 +38,7 @@ from lightserve.common.triton_kernel import (
 from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
 from lightserve.common.triton_kernel._expert_linear import PairBlocks, expert_linear
 from lightserve.common.triton_kernel._expert_pairs import sort_pairs
-from lightserve.common.triton_kernel._quantized_expert_linear import quantized_expert_linear, quantized_linear
+from lightserve.common.triton_kernel._quantized_expert_linear import quantized_expert_linear
 from test.ops.cases import (
     ARGS,
     FLOATS,
@@ -233,7 +233,6 @@ def compile_quantized_experts(dtype: torch.dtype) -> None:
         blocks = PairBlocks(pairs.blocks, pairs.pairs, 2)
         quantized_expert_linear(x, weight, blocks, block_m, None, ops.GatedSilu())
     quantized_expert_linear(x[:1], weight, PairBlocks(ids[:1], None, 2), 8)
-    quantized_linear(x, weight.expert(0), 8)
 
 
 def compile_eight_bit(dtype: torch.dtype) -> None:

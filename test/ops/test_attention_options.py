@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.triton_kernel._context_tiles import TILINGS
 from test.ops.cases import (
     alibi_slopes,
     assert_close,
@@ -72,6 +73,40 @@ def test_every_row_of_a_prompt_sees_its_window(backend: str, window: int) -> Non
         step = replace(batch, has_decodes=has_decodes, plans={})
         out = ops.context_attention.impls[backend](q, kv, cache, step, options)
         assert_close(out, expected, dtype)
+
+
+def lose_keys_before_windows(batch: ops.AttnBatch, window: int) -> ops.AttnBatch:
+    """The slots of the keys that no row may read, not even with weight 0, become one of NaN."""
+    table = batch.req_to_token.clone()
+    for row, ready in zip(batch.b_req_idx.tolist(), batch.b_ready_cache_len.tolist(), strict=True):
+        table[row, : max(ready - window + 1 - ops.WINDOW_MARGIN, 0)] = table[0, 0]  # no request is in row 0
+    return replace(batch, req_to_token=table, plans={})
+
+
+def test_a_block_of_keys_is_no_longer_than_the_margin_of_windows() -> None:
+    assert max(tiling.keys for tiling in TILINGS.values()) <= ops.WINDOW_MARGIN
+
+
+@each_backend(ops.token_attention)
+def test_a_decode_row_does_not_read_keys_far_before_its_window(backend: str) -> None:
+    q, cache, batch, options = attention_args(DECODE, HEADS, DIM, torch.float32, device_of(backend))
+    options = replace(options, window=30)
+    expected = defined_token(q, cache, batch, options)
+
+    out = ops.token_attention.impls[backend](q, cache, lose_keys_before_windows(batch, 30), options)
+
+    assert_close(out, expected, torch.float32)
+
+
+@each_backend(ops.context_attention)
+def test_the_rows_of_a_prompt_do_not_read_keys_far_before_their_windows(backend: str) -> None:
+    q, kv, cache, batch, options = context_attention_args(CONTEXT, HEADS, DIM, torch.float32, device_of(backend))
+    options = replace(options, window=30)
+    expected = defined_context(q, kv, cache, batch, options)
+
+    for has_decodes in (False, True):
+        step = replace(lose_keys_before_windows(batch, 30), has_decodes=has_decodes)
+        assert_close(ops.context_attention.impls[backend](q, kv, cache, step, options), expected, torch.float32)
 
 
 @each_backend_and_dtype(ops.token_attention)

@@ -138,19 +138,6 @@ def test_the_product_reads_every_tile_and_writes_the_rows_of_its_pairs(
     assert_close(out[:used], activation(gate_up[:, ::2], gate_up[:, 1::2]), torch.float32)
 
 
-@pytest.mark.parametrize("backend", backends_of(ops.linear_mxfp4))
-@pytest.mark.parametrize("rows", [1, 40, 150])
-def test_a_linear_in_mxfp4_is_that_of_its_dequantised_weight(backend: str, rows: int) -> None:
-    device = device_of(backend)
-    x, bias = strided(randn(rows, 160, device=device)), randn(70, device=device, seed=1)
-    weight = KINDS["mxfp4"].make(70, 160, device=device)
-    assert isinstance(weight, Mxfp4Weight)
-
-    out = ops.linear_mxfp4.impls[backend](x, weight, bias)
-
-    assert_close(out, x @ weight.dequantize().T + bias, torch.float32)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, HALF_DTYPE])
 @pytest.mark.parametrize("kind", [Int4Weight, Int8Weight, Fp8Weight, Mxfp4Weight])
 def test_every_code_is_converted_exactly(kind: type[ops.QuantizedWeight], dtype: torch.dtype) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,14 +13,16 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import FinishReason, GenerationParams, Step, StepLimits, Token, TokenOut
+from lightserve.io_struct import FinishReason, GenerationParams, Step, StepLimits, Token, TokenOut, WindowedKv
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
+from lightserve.router.radix_cache import RadixNode
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, SchedulerLimits, make_limits
 from lightserve.router.scheduler.chunk_sizing import prompt_tokens
 from lightserve.router.scheduler.chunking import SHORT_PROMPT
 from lightserve.router.token_budget import MIN_HISTORY
+from lightserve.router.windowed_pool import NONE
 
 EOS = 7
 ROOT = 0
@@ -56,6 +59,7 @@ class KvReq:
     ids: list[int]
     seed: int
     slots: list[int]
+    windowed_slots: dict[int, int]  # by position
     prefixes: list[int] = field(default_factory=list)  # what each slot must hold
 
     def __post_init__(self) -> None:
@@ -73,14 +77,20 @@ class KvWorker:
     """
 
     def __init__(
-        self, num_slots: int, num_rows: int, poison: frozenset[int] = frozenset(), forces: bool = False
+        self,
+        scheduler: Scheduler,
+        windowed: WindowedKv | None,
+        poison: frozenset[int] = frozenset(),
+        forces: bool = False,
     ) -> None:
-        self._num_rows = num_rows  # of the table of requests: a request has a row until it is freed
+        self._num_rows = scheduler.limits.max_running  # a request has a row of the table until it is freed
         self._forces = forces
         self.computed = 0  # tokens
         self._poison = poison  # requests that crash it
         self.reqs: dict[int, KvReq] = {}
-        self._kv: list[int | None] = [None] * num_slots
+        self._kv: list[int | None] = [None] * scheduler.pool.size
+        self._windowed = windowed
+        self._windowed_kv: list[int | None] = [None] * (0 if windowed is None else windowed.size)
 
     def run(self, step: Step) -> list[TokenOut]:
         for req_id in step.free:
@@ -88,27 +98,55 @@ class KvWorker:
         for new in step.new:
             assert new.req_id not in self.reqs, "a request enters that was not freed"
             assert len(self.reqs) < self._num_rows, "all request rows are taken"
-            self.reqs[new.req_id] = KvReq(list(new.token_ids), new.seed, list(new.cached_slots))
+            first = len(new.cached_slots) - len(new.cached_windowed_slots)
+            windowed_slots = dict(enumerate(new.cached_windowed_slots, start=first))
+            self.reqs[new.req_id] = KvReq(list(new.token_ids), new.seed, list(new.cached_slots), windowed_slots)
         assert len({row.req_id for row in step.rows}) == len(step.rows)
         if any(row.req_id in self._poison for row in step.rows):
             raise WorkerDiedError("poison")
         written = [slot for row in step.rows for slot in row.slots]
         assert len(set(written)) == len(written), "a slot is written twice in a step"
+        assert len(step.windowed_slots) == (0 if self._windowed is None else len(written))
+        assert len(set(step.windowed_slots)) == len(step.windowed_slots), "a windowed slot is written twice in a step"
+        left = iter(step.windowed_slots)
         for row in step.rows:
+            self._write_windowed(self.reqs[row.req_id], list(itertools.islice(left, len(row.slots))))
             self._write(self.reqs[row.req_id], row.slots)
+        for row in step.rows:
+            self._read_windows(self.reqs[row.req_id], len(row.slots))
         return [out for row in step.rows for out in self._read(row.req_id)]
 
     def fail(self, steps: Iterable[Step]) -> None:
         """As if these steps had not been computed; their requests are freed."""
         self.reqs.clear()
-        for slot in (slot for step in steps for row in step.rows for slot in row.slots):
-            self._kv[slot] = None
+        for step in steps:
+            for slot in (slot for row in step.rows for slot in row.slots):
+                self._kv[slot] = None
+            for slot in step.windowed_slots:
+                self._windowed_kv[slot] = None
 
     def _write(self, req: KvReq, slots: list[int]) -> None:
         for slot in slots:
             self._kv[slot] = req.prefixes[len(req.slots)]
             req.slots.append(slot)
             self.computed += 1
+
+    def _write_windowed(self, req: KvReq, slots: list[int]) -> None:
+        for position, slot in enumerate(slots, start=len(req.slots)):
+            self._windowed_kv[slot] = req.prefixes[position]
+            req.windowed_slots[position] = slot
+
+    def _read_windows(self, req: KvReq, count: int) -> None:
+        """The windows of the last ``count`` tokens, and the tokens before them that must be kept, if the request had
+        them."""
+        if self._windowed is None:
+            return
+        end = len(req.slots)
+        first = max(end - count + 1 - self._windowed.window, 0)
+        kept = [p for p in range(max(end - count - self._windowed.kept, 0), first) if p in req.windowed_slots]
+        for position in [*kept, *range(first, end)]:
+            held = self._windowed_kv[req.windowed_slots[position]]
+            assert held == req.prefixes[position], "a windowed slot does not hold the token that is read from it"
 
     def _read(self, req_id: int) -> list[TokenOut]:
         req = self.reqs[req_id]
@@ -144,8 +182,7 @@ class Server:
         self.worker = self._new_worker()
 
     def _new_worker(self) -> KvWorker:
-        scheduler = self.scheduler
-        return KvWorker(scheduler.pool.size, scheduler.limits.max_running, self._poison, self._forces)
+        return KvWorker(self.scheduler, self.scheduler.pool._figures[1], self._poison, self._forces)
 
     def step(self) -> bool:
         """Whether anything was done."""
@@ -160,6 +197,7 @@ class Server:
             pool = self.scheduler.pool
             self.peak_used = max(self.peak_used, pool.used)
             assert pool.slots.num_used + pool.slots.num_free == pool.size
+            self._check_windowed()
         if not self._in_flight:
             return False
         self.scheduler.process_tokens(self._in_flight.popleft()[1])
@@ -195,12 +233,36 @@ class Server:
         assert scheduler.num_running == scheduler.num_waiting == 0
         assert scheduler.pool.used == scheduler.pool.shared_tokens == 0
         assert scheduler.pool.slots.num_used == scheduler.pool.cached_tokens, "idle means used = cached"
+        self._check_windowed()
+        if scheduler.pool.windowed is not None:
+            assert scheduler.pool.windowed.used == 0
         assert not self.worker.reqs
 
+    def _check_windowed(self) -> None:
+        """Every used slot of the windowed pool is held by requests or cached, and is counted as that."""
+        windowed = self.scheduler.pool.windowed
+        if windowed is None:
+            return
+        holders = Counter(slot for req in self.scheduler._batch for slot in req.windowed_slots[req.windowed_begin :])
+        cached = [slot for slot in range(windowed.size) if windowed._token[slot] != NONE]
+        assert {slot: int(windowed._holders[slot]) for slot in holders} == holders
+        assert windowed.slots.num_used == len(holders | Counter(cached))
+        assert windowed.used == len(holders)
+        assert [windowed._slot_of[windowed._token[slot]] for slot in cached] == cached
+        assert (windowed._slot_of != NONE).sum() == len(cached)
+        cached_tokens = {int(slot) for node in _cached_nodes(self.scheduler.pool) for slot in node.slots}
+        assert {int(windowed._token[slot]) for slot in cached} <= cached_tokens
 
-def make(num_slots: int = 1000, policy: str = "fifo", **limits: object) -> Scheduler:
+
+def _cached_nodes(pool: KvPool) -> list[RadixNode]:
+    return pool._cache._nodes_below(*pool._cache._roots.values())
+
+
+def make(
+    num_slots: int = 1000, policy: str = "fifo", windowed: WindowedKv | None = None, **limits: object
+) -> Scheduler:
     defaults: dict[str, object] = {"max_running": 8, "batch_max_tokens": 64, "chunk_size": 64, "token_ratio": 0.0}
-    return Scheduler(KvPool(num_slots), SchedulerLimits(**defaults | limits), make_policy(policy))  # type: ignore[arg-type]
+    return Scheduler(KvPool(num_slots, windowed), SchedulerLimits(**defaults | limits), make_policy(policy))  # type: ignore[arg-type]
 
 
 def beside_a_stream(num_slots: int, batch_max_tokens: int, chunk_size: int) -> tuple[Scheduler, Server]:
@@ -225,11 +287,19 @@ prompts = st.builds(
 
 
 @st.composite
+def windowed_pools(draw: st.DrawFn) -> WindowedKv:
+    window = draw(st.integers(1, 30))
+    kept = max(window - 1, 1) + draw(st.integers(0, 5))
+    return WindowedKv(kept + draw(st.integers(1, 4) | st.integers(5, 200)), window, kept)
+
+
+@st.composite
 def servers(draw: st.DrawFn, num_slots: st.SearchStrategy[int]) -> Server:
     batch_max_tokens = draw(st.integers(9, 64))
     scheduler = make(
         draw(num_slots),
         draw(st.sampled_from(list(POLICIES))),
+        draw(st.none() | windowed_pools()),
         max_running=draw(st.integers(1, 8)),
         batch_max_tokens=batch_max_tokens,
         chunk_size=draw(st.sampled_from([batch_max_tokens, batch_max_tokens // 2, None])),

@@ -97,6 +97,20 @@ def test_the_load_gauges_have_the_last_value() -> None:
     assert observed(metrics, "iteration_tokens_total") == (1, 2051.0)
 
 
+def test_the_usage_is_that_of_the_fuller_pool() -> None:
+    metrics = RouterMetrics()
+
+    metrics.set_load(running=3, waiting=9, used_tokens=100, total_tokens=400)
+    metrics.set_windowed_load(used_tokens=40, total_tokens=50)
+
+    values = metrics.snapshot().values
+    assert (values["kv_used_tokens"], values["kv_windowed_used_tokens"]) == (100, 40)
+    assert values["kv_cache_usage_perc"] == 0.8
+    metrics.set_load(running=3, waiting=9, used_tokens=100, total_tokens=400)
+    metrics.set_windowed_load(used_tokens=5, total_tokens=50)
+    assert metrics.snapshot().values["kv_cache_usage_perc"] == 0.25
+
+
 def work(metrics: RouterMetrics, prompt_tokens: int, output_tokens: int) -> None:
     metrics.admitted(queue_s=0.0, prompt_tokens=prompt_tokens, cached_tokens=prompt_tokens // 4)
     metrics.next_tokens(itl_s=0.01, count=output_tokens)

@@ -22,13 +22,15 @@ WORKER = """
     def main(child_config, launcher):
         worker = child_config.config.worker
         note(f"rank {child_config.index} of {worker.tp}, {worker.max_total_token_num} tokens")
+        note(f"{worker.max_windowed_token_num} windowed tokens")
         Path(child_config.path(f"tp")).touch(exist_ok=False) if child_config.index == 0 else None
         if Path(__file__).with_name("broken").exists():
             raise RuntimeError("no memory is left")
         if Path(__file__).with_name("broken_once").exists():
             Path(__file__).with_name("broken_once").unlink()
             raise RuntimeError("no memory is left yet")
-        launcher.send(EngineReady(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1))
+        figures = dict(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1)
+        launcher.send(EngineReady(**figures, windowed=WindowedKv(size=300, window=64, kept=127)))
         signal.pause()
     run_child("model worker", main)
 """
@@ -70,7 +72,12 @@ def test_a_worker_that_dies_is_replaced_by_one_of_the_same_size_and_the_router_i
         server.wait_for_output(IS_BACK)
         wait_until(lambda: server.received("router") == ["EngineReady", "NewWorkers"], "the router is informed")
         assert "lightserve: model worker 0 died (signal 9); restarting the workers" in server.stderr()
-        assert server.received("worker") == ["rank 0 of 1, None tokens", "rank 0 of 1, 4096 tokens"]
+        first, second = (
+            ("rank 0 of 1, None tokens", "None windowed tokens"),
+            ("rank 0 of 1, 4096 tokens", "300 windowed tokens"),
+        )
+        assert server.received("worker") == [*first, *second]
+        assert "4,096 tokens; 300 in layers with a window of 64 tokens" in server.stderr()
         assert server.received("httpserver")[1:] == ["EngineReady"]
         assert sorted(server.children().values()) == ["ls-detokenizer", "ls-httpserver", "ls-router", "ls-worker"]
         server.process.send_signal(signal.SIGTERM)

@@ -44,7 +44,9 @@ def size(worker: ModelWorker, tokens: int, max_total_token_num: int | None = Non
     model = worker.model
     config = replace(CONFIG, max_total_token_num=max_total_token_num)
     budget = tokens * model.kv_layout.bytes_per_token
-    return kv_size(config, model, Memory(budget), lambda: None)  # type: ignore[arg-type]
+    sizes = kv_size(config, model, Memory(budget), lambda: None)  # type: ignore[arg-type]
+    assert sizes.windowed is None  # no layer has a window
+    return sizes.tokens
 
 
 def test_the_pool_takes_all_memory_for_the_prefix_cache(worker: ModelWorker) -> None:

@@ -2,7 +2,7 @@
 
 from lightserve.common.basemodel.alibi import alibi_slopes
 from lightserve.common.basemodel.basemodel import HiddenStates, ModelArgs, TpPartBaseModel
-from lightserve.common.basemodel.infer_struct import InferStateInfo, LogitRows, ModelInput, Observer
+from lightserve.common.basemodel.infer_struct import InferStateInfo, LogitRows, ModelInput, Observer, WindowedInput
 from lightserve.common.basemodel.layer_infer.base_layer_infer import (
     BaseLayerInfer,
     PostLayerInfer,
@@ -122,6 +122,7 @@ __all__ = [
     "Weight",
     "WeightContext",
     "WeightGroup",
+    "WindowedInput",
     "activation_of",
     "alibi_slopes",
     "float_method_factory",

@@ -239,9 +239,11 @@ class TpPartBaseModel:
         self.set_kv_size(self.args.max_total_token_num)
         self.req_manager = ReqManager(self.args.max_reqs, self.args.max_req_total_len, self.device)
 
-    def set_kv_size(self, size: int) -> None:
-        """Allocate an empty KV cache of ``size`` tokens."""
-        self.mem_manager = MemoryManager(size, self.kv_layout, self.device)
+    def set_kv_size(self, size: int, windowed_size: int | None = None) -> None:
+        """Allocate an empty KV cache of ``size`` tokens. Layers with a window may have a pool of their own."""
+        self.mem_manager = MemoryManager(size, self.kv_layout, self.device, windowed_size)
+        if windowed_size is not None:
+            self.req_manager.add_windowed_table()
 
     def _kv_layout(self) -> KvLayout:
         """What a token stores in each layer: keys and values, in groups of layers with the same heads."""
@@ -327,6 +329,7 @@ class TpPartBaseModel:
         x = self.pre_infer.context_forward(input_ids, infer_state, self.pre_post_weight)
         self._observe_embedding(x)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
+            infer_state.use_pool_of(layer.layer_num)
             x = layer.context_forward(x, infer_state, weight)
             self._observe_layer(layer.layer_num, x, infer_state)
         return x
@@ -335,6 +338,7 @@ class TpPartBaseModel:
         x = self.pre_infer.token_forward(input_ids, infer_state, self.pre_post_weight)
         self._observe_embedding(x)
         for layer, weight in zip(self.layers_infer, self.layer_weights, strict=True):
+            infer_state.use_pool_of(layer.layer_num)
             x = layer.token_forward(x, infer_state, weight)
             self._observe_layer(layer.layer_num, x, infer_state)
         return x

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +23,14 @@ class LogitRows(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class WindowedInput:
+    """Where the tokens of a step are in the windowed pool."""
+
+    mem_index: Tensor  # [tokens] int32: cache slots the step fills
+    attn: AttnBatch
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInput:
     """One step of a batch, as the worker hands it to the model. Prefill rows and decode rows may mix."""
 
@@ -32,6 +40,7 @@ class ModelInput:
     attn: AttnBatch
     is_prefill: bool  # False: exactly one token per request
     logit_rows: LogitRows | Tensor = LogitRows.LAST  # which tokens get logits; or their rows, [n] int64
+    windowed: WindowedInput | None = None  # None: all layers have the same slots
 
 
 class Observer(Protocol):
@@ -52,6 +61,18 @@ class InferStateInfo:
         self.observer: Observer | None = None
         self.rotary_angles: dict[str, RotaryAngles] = {}  # by `rotary_key`
         self.query_scales: dict[QueryScale, Tensor] = {}  # of every token, [tokens, 1, 1]
+        windowed = step.windowed
+        if windowed is None and mem_manager.windowed_size is not None:
+            raise ValueError("layers with a window have a KV pool of their own, but the step has no slots there")
+        pool_step = None if windowed is None else replace(step, mem_index=windowed.mem_index, attn=windowed.attn)
+        self._pool_steps = step, pool_step  # of all tokens, and windowed
+
+    def use_pool_of(self, layer_num: int) -> None:
+        """Let ``step`` and ``attn`` name slots of the pool that holds the KV of this layer."""
+        step, windowed = self._pool_steps
+        if windowed is not None:
+            self.step = windowed if self.mem_manager.is_windowed(layer_num) else step
+            self.attn = self.step.attn
 
     def init_some_extra_state(self, model: TpPartBaseModel, input_ids: Tensor) -> None:
         """Fill what the layers share beyond the step itself, once per step. A subclass adds its own."""
@@ -65,7 +86,8 @@ class InferStateInfo:
     @cached_property
     def is_padding(self) -> Tensor:
         """``[tokens]``: rows that only fill up the batch of a captured graph."""
-        return self.step.mem_index == self.mem_manager.padding_slot
+        step, _ = self._pool_steps
+        return step.mem_index == self.mem_manager.padding_slot
 
     @property
     def may_fuse_norms(self) -> bool:

@@ -136,7 +136,7 @@ def _clips(options: AttnOptions, length: int) -> bool:
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, position: int, options: AttnOptions) -> Tensor:
     """Attention of rows ``[1, heads, rows, dim]`` of a prompt from ``position`` on, over the keys that any row sees."""
     rows, window = q.shape[2], options.window
-    first = 0 if window is None else max(0, position - window + 1)
+    first = options.first_seen(position)
     end = position + rows if options.causal else k.shape[2]
     if not options.causal and window is not None:
         end = min(end, position + rows + window - 1)

@@ -50,6 +50,7 @@ def token_attention(q: Tensor, kv_cache: KvCache, batch: AttnBatch, options: Att
     for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):
         keys = read_kv(kv_cache, batch.req_to_token[req, :seq_len].long(), torch.float32)
         kv = _padded(keys, -(-seq_len // POSITIONS) * POSITIONS)
+        kv[: options.first_seen(ready)] = 0  # the slots of these tokens may hold anything
         row = start - ready  # where position 0 would be if it were new
         for first in range(ready // POSITIONS * POSITIONS, seq_len, POSITIONS):
             end = first + POSITIONS

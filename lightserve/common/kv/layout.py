@@ -95,5 +95,15 @@ class KvLayout:
     def bytes_per_token(self) -> int:
         return sum(group.bytes_per_token for group in self.groups)
 
+    @property
+    def windowed_bytes_per_token(self) -> int:
+        """In the layers with a window."""
+        return sum(group.bytes_per_token for group in self.groups if group.window is not None)
+
+    @property
+    def window(self) -> int | None:
+        """The largest one; None: no layer has a window."""
+        return max((group.window for group in self.groups if group.window is not None), default=None)
+
     def group_of(self, layer_num: int) -> KvGroup | None:
         return next((group for group in self.groups if layer_num in group.layers), None)

@@ -5,28 +5,40 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightserve.common.kv.layout import KvLayout
+from lightserve.common.kv.layout import KvGroup, KvLayout
 
 
 class MemoryManager:
-    """``size`` slots per layer, and one more that padding writes to and nothing reads."""
+    """``size`` slots per layer, and one more that padding writes to and nothing reads.
 
-    def __init__(self, size: int, layout: KvLayout, device: torch.device) -> None:
+    ``windowed_size``: slots of layers with a window, which are then a pool with slot numbers of its own.
+    """
+
+    def __init__(self, size: int, layout: KvLayout, device: torch.device, windowed_size: int | None = None) -> None:
         self.size = size
+        self.windowed_size = windowed_size
         self.layout = layout
+        windowed = [] if windowed_size is None else [group for group in layout.groups if group.window is not None]
+        self._windowed_layers = {layer for group in windowed for layer in group.layers}
         # one per group, [layers, slots, *token_shape]; for plain keys and values [layers, slots, 2 * kv_heads, dim]
         self.buffers = [
-            torch.empty(len(group.layers), size + 1, *group.token_shape, dtype=group.dtype, device=device)
+            torch.empty(len(group.layers), self._slots(group), *group.token_shape, dtype=group.dtype, device=device)
             for group in layout.groups
         ]
         # one per group with scales, [layers, slots, scales]
         self.scale_buffers = {
-            i: torch.empty(len(group.layers), size + 1, group.num_scales, dtype=group.scale_dtype, device=device)
+            i: torch.empty(
+                len(group.layers), self._slots(group), group.num_scales, dtype=group.scale_dtype, device=device
+            )
             for i, group in enumerate(layout.groups)
             if group.scale_dtype is not None
         }
         self._layers = self._by_layer(dict(enumerate(self.buffers)))
         self._scales = self._by_layer(self.scale_buffers)
+
+    def _slots(self, group: KvGroup) -> int:
+        """With the slot of padding."""
+        return (self.size if group.window is None or self.windowed_size is None else self.windowed_size) + 1
 
     def _by_layer(self, buffers: dict[int, Tensor]) -> dict[int, Tensor]:
         by_layer: dict[int, Tensor] = {}
@@ -37,6 +49,14 @@ class MemoryManager:
     @property
     def padding_slot(self) -> int:
         return self.size
+
+    @property
+    def windowed_padding_slot(self) -> int | None:
+        return self.windowed_size
+
+    def is_windowed(self, layer_num: int) -> bool:
+        """Whether the layer's KV is in the windowed pool."""
+        return layer_num in self._windowed_layers
 
     def layer(self, layer_num: int) -> Tensor:
         """The cache of one layer, ``[slots, *token_shape]``: for plain keys and values ``[slots, 2 * heads, dim]``."""
@@ -52,6 +72,8 @@ class MemoryManager:
         All sources of a layer are read before its first target is written, so the two may overlap. It works layer by
         layer: a copy of all layers at once would need memory for the KV of all the tokens.
         """
+        if self.windowed_size is not None:
+            raise NotImplementedError("KV copies name slots of one pool, but layers with a window have their own")
         source, target = source_slots.long(), target_slots.long()
         for cache in (*self._layers.values(), *self._scales.values()):
             numbers = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # torch copies few 8-bit floats

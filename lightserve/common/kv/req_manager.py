@@ -12,7 +12,11 @@ class ReqManager:
         self.max_reqs = max_reqs
         self.max_len = max_len
         self.req_to_token = torch.zeros(max_reqs + 1, max_len, dtype=torch.int32, device=device)
+        self.windowed_req_to_token: torch.Tensor | None = None  # the same for the windowed pool, if there is one
         self._free_rows = list(range(max_reqs - 1, -1, -1))
+
+    def add_windowed_table(self) -> None:
+        self.windowed_req_to_token = torch.zeros_like(self.req_to_token)
 
     @property
     def padding_row(self) -> int:

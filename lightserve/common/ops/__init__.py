@@ -12,6 +12,7 @@ from lightserve.common.ops.activation import (
     silu_and_mul,
 )
 from lightserve.common.ops.attention import (
+    WINDOW_MARGIN,
     AttnBatch,
     AttnOptions,
     attention_weights,
@@ -96,6 +97,7 @@ __all__ = [
     "OPS",
     "REFERENCE",
     "SCALE_BYTES",
+    "WINDOW_MARGIN",
     "AttnBatch",
     "AttnOptions",
     "Codebook4Weight",

@@ -16,6 +16,10 @@ from torch import Tensor
 from lightserve.common.ops.kv_cache import KvCache, QuantizedKv, read_kv
 from lightserve.common.ops.registry import op
 
+# A backend reads whole blocks of keys, so it may read the KV of so many tokens before a window. They have weight 0, but
+# their values must be finite. It never reads those before them: their slots may hold anything.
+WINDOW_MARGIN = 64
+
 
 @dataclass(frozen=True, slots=True)
 class AttnBatch:
@@ -51,6 +55,10 @@ class AttnOptions:
         """Whether a query sees a key; ``distance`` is the position of the key minus that of the query."""
         seen = distance <= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
         return seen if self.window is None else seen & (distance.abs() < self.window)
+
+    def first_seen(self, position: int) -> int:
+        """The first key that the query at ``position`` sees."""
+        return 0 if self.window is None else max(position - self.window + 1, 0)
 
     @property
     def key(self) -> Hashable:
@@ -108,10 +116,12 @@ def _attend(q: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions
     columns = (batch.b_req_idx, batch.b_start_loc, batch.b_seq_len, batch.b_ready_cache_len)
     for req, start, seq_len, ready in zip(*(column.tolist() for column in columns), strict=True):
         rows = slice(start, start + seq_len - ready)
-        kv = read_kv(kv_cache, batch.req_to_token[req, :seq_len].long(), torch.float32)
+        first = options.first_seen(ready)
+        kv = read_kv(kv_cache, batch.req_to_token[req, first:seq_len].long(), torch.float32)
         k, v = kv.repeat_interleave(2 * q.shape[1] // kv.shape[1], dim=1).chunk(2, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k)
-        distance = torch.arange(seq_len, device=q.device) - torch.arange(ready, seq_len, device=q.device)[:, None]
+        keys, queries = (torch.arange(begin, seq_len, device=q.device) for begin in (first, ready))
+        distance = keys - queries[:, None]
         weights = attention_weights(scores, distance, options)
         out[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
     return out

@@ -61,16 +61,9 @@ def gated_silu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl
 
 @triton.jit
 def pair_rows(blocks_ptr, pairs_ptr, n_blocks, PAIRS_A_ROW: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of this program's block: the rows of its pairs in the result and in x, and which of these there are.
-
-    Without blocks, all rows belong to one expert, and ``n_blocks`` is their number.
-    """
+    """Of this program's block: the rows of its pairs in the result and in x, and which of these there are."""
     block = tl.program_id(1)
-    if blocks_ptr is None:
-        rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        is_row = rows < n_blocks
-        pairs = rows
-    elif pairs_ptr is None:
+    if pairs_ptr is None:
         rows = block + tl.arange(0, BLOCK_M)
         is_row = tl.arange(0, BLOCK_M) < 1
         pairs = rows

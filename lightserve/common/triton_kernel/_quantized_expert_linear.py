@@ -8,7 +8,6 @@ No constant here is measured yet; ``benchmark/experts.py --weights`` times them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -37,7 +36,7 @@ LARGE_GROUP = 128  # a tile is within a group, so that scales apply to its resul
 @dataclass(frozen=True, slots=True)
 class Tile:
     block_n: int  # rows of the weight of a program
-    block_k: int  # inputs, at most; more if a group of 4-bit numbers is larger
+    block_k: int  # inputs of 16 bits, at most; more if a group of 4-bit numbers is larger
     num_warps: int
     num_stages: int
 
@@ -51,14 +50,6 @@ TILES = {
     128: Tile(128, 128, 8, 3),
 }
 PER_ROW, PER_TILE, PER_NUMBER = (tl.constexpr(number) for number in range(3))  # where scales are applied
-
-
-@triton.jit
-def _expert_of_block(blocks_ptr):
-    expert = tl.program_id(1) * 0
-    if blocks_ptr is not None:
-        expert = tl.load(blocks_ptr + tl.program_id(1))
-    return expert.to(tl.int64)
 
 
 @triton.jit
@@ -162,7 +153,7 @@ def _quantized_expert_linear_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    expert = _expert_of_block(blocks_ptr)
+    expert = tl.load(blocks_ptr + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
     rows, x_rows, is_row = pair_rows(blocks_ptr, pairs_ptr, n_blocks, PAIRS_A_ROW, BLOCK_M)
@@ -247,57 +238,33 @@ def quantized_expert_linear(
 ) -> Tensor:
     """As ``expert_linear``. ``block_m``: pairs of a block."""
     n_pairs = blocks.count if blocks.pairs is None else len(blocks.pairs)
-    rows = _Rows(n_pairs, blocks.blocks, blocks.pairs, blocks.count, blocks.count, blocks.top_k)
-    return _launch(x, weight, rows, block_m, bias, activation)
-
-
-def quantized_linear(x: Tensor, weight: QuantizedWeight, block_m: int, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` for one weight ``[out, in]``."""
-    rows = _Rows(len(x), None, None, len(x), cdiv(len(x), block_m), 1)
-    return _launch(x, weight, rows, block_m, bias, None)
-
-
-class _Rows(NamedTuple):
-    """Which rows each program computes: see ``PairBlocks`` and ``pair_rows``."""
-
-    count: int  # of the result
-    blocks: Tensor | None
-    pairs: Tensor | None
-    n_blocks: int  # for the kernel
-    programs: int
-    top_k: int
-
-
-def _launch(
-    x: Tensor, weight: QuantizedWeight, rows: _Rows, block_m: int, bias: Tensor | None, activation: GatedSilu | None
-) -> Tensor:
     tile = TILES[block_m]
     out_size, in_size = weight.shape[-2:]
-    block_k = block_k_of(weight, tile.block_k)
-    out = x.new_empty((rows.count, out_size if activation is None else out_size // 2))
+    block_k = block_k_of(weight, tile.block_k * 2 // x.element_size())
+    out = x.new_empty((n_pairs, out_size if activation is None else out_size // 2))
     shape = activation or GatedSilu()
     tile_bytes = block_m * block_k * x.element_size() + tile.block_n * block_k // weight.codes_per_byte
     stages = stages_that_fit(tile_bytes, tile.num_stages)
-    _quantized_expert_linear_kernel[(cdiv(out_size, tile.block_n), rows.programs)](
+    _quantized_expert_linear_kernel[(cdiv(out_size, tile.block_n), blocks.count)](
         x,
         weight.codes.view(torch.uint8),
         weight.scales,
         weight.offsets,
         bias,
         out,
-        rows.blocks,
-        rows.pairs,
+        blocks.blocks,
+        blocks.pairs,
         out_size,
         in_size,
         weight.codes.shape[-1],
         groups_to_load(weight),
-        rows.n_blocks,
+        blocks.count,
         x.stride(0),
         weight.codes.stride(0),
         weight.codes.stride(-2),
         weight.scales.stride(0),
         weight.scales.stride(-2),
-        PAIRS_A_ROW=None if activation is None else rows.top_k,
+        PAIRS_A_ROW=None if activation is None else blocks.top_k,
         IS_GATED=activation is not None,
         ALPHA=shape.alpha,
         LIMIT=shape.limit,

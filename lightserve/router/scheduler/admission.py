@@ -87,10 +87,19 @@ class AdmissionControl:
         is_tight = pool.used >= self._limits.token_ratio * pool.size
         remaining = max_new_tokens - generated if is_tight else self._estimate.remaining(generated, max_new_tokens)
         held = generated + np.array([len(one.prompt_ids) - one.shared_len for one in reqs])  # once prompts are computed
-        if pool.shared_tokens + peak_tokens(held, remaining) <= pool.size or len(reqs) == 1:
+        fits = pool.shared_tokens + peak_tokens(held, remaining) <= pool.size and self._fits_windowed(reqs)
+        if fits or len(reqs) == 1:
             return True
         pool.release(req)
         return False
+
+    def _fits_windowed(self, reqs: list[Req]) -> bool:
+        """Whether the windowed pool has the slots that these requests may hold, and those of a step's new tokens."""
+        windowed = self._pool.windowed
+        if windowed is None:
+            return True
+        held = sum(min(len(req.prompt_ids) + req.max_new_tokens, windowed.kept + 1) for req in reqs)
+        return held + min(self._limits.batch_max_tokens, windowed.size // 2) <= windowed.size
 
     def _start(self, req: Req, now_s: float) -> None:
         self._queue.remove(req)

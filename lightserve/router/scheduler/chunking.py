@@ -18,9 +18,11 @@ Chunk = tuple[Req, int]  # the request, and how many of its next tokens to compu
 
 
 class Chunking:
-    def __init__(self, limits: SchedulerLimits, policy: Policy) -> None:
+    def __init__(self, limits: SchedulerLimits, policy: Policy, max_chunk: int) -> None:
+        """``max_chunk``: tokens; a longer prompt is computed in chunks in any case, because of the KV pool."""
         self._limits = limits
         self._policy = policy
+        self._max_chunk = max_chunk
 
     def budget(self, prompts: list[Req], decodes: int, num_waiting: int, context: float = 0.0) -> int:
         """Prompt tokens of the next step, in which ``prompts`` prefill beside ``decodes`` others.
@@ -38,7 +40,7 @@ class Chunking:
         """``available``: slots of the KV pool for these prompts."""
         budget = self.budget(prompts, decodes, num_waiting)
         if self._limits.chunk_size is None:
-            return _whole_prompts(prompts, budget, available)
+            return self._whole_prompts(prompts, budget, available)
         chunks = self._divide_by_need(prompts, budget, available)
         tokens = sum(count for _, count in chunks)
         context = sum(count * req.planned_len for req, count in chunks) / max(tokens, 1)
@@ -57,13 +59,13 @@ class Chunking:
             left -= count
         return [(req, counts[req.req_id]) for req in prompts if counts[req.req_id]]
 
-
-def _whole_prompts(prompts: list[Req], budget: int, available: int) -> list[Chunk]:
-    """In their order. The last prompt may exceed the budget."""
-    chunks = []
-    for req in prompts:
-        if budget > 0 and req.unplanned <= available:
-            chunks.append((req, req.unplanned))
-            budget -= req.unplanned
-            available -= req.unplanned
-    return chunks
+    def _whole_prompts(self, prompts: list[Req], budget: int, available: int) -> list[Chunk]:
+        """In their order. The last prompt may exceed the budget."""
+        chunks = []
+        for req in prompts:
+            count = min(req.unplanned, self._max_chunk)
+            if budget > 0 and count <= available:
+                chunks.append((req, count))
+                budget -= count
+                available -= count
+        return chunks

@@ -26,6 +26,7 @@ class PlannedStep(NamedTuple):
     """A step in flight."""
 
     rows: list[StepRow]
+    windowed_slots: list[int]
     planned: list[PlannedRow]
 
 
@@ -44,7 +45,7 @@ class Scheduler:
         self._isolation = CrashIsolation()
         self._batch = RunningBatch(pool, self._isolation)
         self._estimate = estimate or OutputEstimate()
-        self._chunking = Chunking(limits, policy)
+        self._chunking = Chunking(limits, policy, pool.max_chunk)
         self._preemption = Preemption(self._batch, self._queue, policy)
         self._in_flight: deque[PlannedStep] = deque()  # oldest first
         self._admission = AdmissionControl(self._queue, self._batch, self._chunking, limits, self._estimate)
@@ -87,13 +88,13 @@ class Scheduler:
         """What to compute next; None if there is nothing beyond the steps in flight."""
         self._preemption.make_room()
         admitted = {req: req.as_new() for req in self._admission.admit(now_s)}
-        rows, planned = self._plan_rows()
-        is_empty = not rows and not any(req in self._batch for req in admitted)
+        planned = self._plan_rows()
+        is_empty = not planned.rows and not any(req in self._batch for req in admitted)
         if is_empty and (len(self._batch) or not self._batch.has_rows_to_free):
             return None  # freed rows can wait for the next step, unless there will be none
         new, free = self._batch.take_new_and_freed(admitted)
-        self._in_flight.append(PlannedStep(rows, planned))
-        return Step(rows, [admitted[req] for req in new], free)
+        self._in_flight.append(planned)
+        return Step(planned.rows, [admitted[req] for req in new], free, windowed_slots=planned.windowed_slots)
 
     def complete_step(self) -> None:
         """The oldest step in flight is back: the KV that it computed is certain."""
@@ -155,7 +156,8 @@ class Scheduler:
         for req in self._batch:
             req.roll_back()
         self._drop_all(lambda req: True)
-        self.pool.roll_back([slot for step in self._in_flight for row in step.rows for slot in row.slots])
+        slots = [slot for step in self._in_flight for row in step.rows for slot in row.slots]
+        self.pool.roll_back(slots, [slot for step in self._in_flight for slot in step.windowed_slots])
         self._in_flight.clear()
         self._batch.clear()
 
@@ -197,13 +199,14 @@ class Scheduler:
             self._drop(req)
         return dropped
 
-    def _plan_rows(self) -> tuple[list[StepRow], list[PlannedRow]]:
+    def _plan_rows(self) -> PlannedStep:
         """Allocate KV slots for the tokens of the next step."""
         chunks = self._chunks()
         while not chunks and self._preemption.is_stuck():
             self._preemption.preempt_newest()
             chunks = self._chunks()
         slots = self.pool.alloc(sum(count for _, count in chunks))
+        windowed_slots = self.pool.alloc_windowed(chunks)
         rows: list[StepRow] = []
         planned: list[PlannedRow] = []
         begin = 0
@@ -216,7 +219,8 @@ class Scheduler:
                 self.pool.cache_prompt(req)
             rows.append(StepRow(req.req_id, own))
             planned.append((req, req.num_admissions, req.planned_len))
-        return rows, planned
+        self.pool.let_go_behind_windows(req for req, _ in chunks)
+        return PlannedStep(rows, windowed_slots, planned)
 
     def _chunks(self) -> list[Chunk]:
         """How many tokens of each request the next step computes: one of each decode, then prompt tokens."""
