@@ -1,7 +1,48 @@
+import platform
 import runpy
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+CSRC = "lightserve/common/cpu_kernel/csrc"
+# For each machine: name, macro and compiler flags of the variant that is chosen if the CPU has its instructions
+VARIANTS = {
+    "aarch64": ("neon_dot", "LS_HAS_NEON_DOT", ["-march=armv8.2-a+dotprod"]),
+    "arm64": ("neon_dot", "LS_HAS_NEON_DOT", ["-march=armv8.2-a+dotprod"]),
+    "x86_64": ("avx2", "LS_HAS_AVX2", ["-mavx2", "-mfma", "-mf16c"]),
+}
+FLAGS = ["-O3", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=off", "-fno-schedule-insns"]
+
+
+class BuildCpuKernels(build_ext):
+    """Compile the kernels once for every CPU, and once for the instructions of newer ones."""
+
+    def build_extension(self, ext: Extension) -> None:
+        objects = self._compile("plain", ["variant.cpp"], [("LS_VARIANT", "plain")], [])
+        macros = []
+        if platform.machine() in VARIANTS:
+            name, has_variant, flags = VARIANTS[platform.machine()]
+            objects += self._compile(name, ["variant.cpp"], [("LS_VARIANT", name)], flags)
+            macros.append((has_variant, "1"))
+        objects += self._compile("common", ["api.cpp", "threads.cpp"], macros, [])
+        self.compiler.link_shared_object(
+            objects, self.get_ext_fullpath(ext.name), libraries=["pthread"], target_lang="c++"
+        )
+
+    def _compile(self, name: str, sources: list[str], macros: list[tuple[str, str]], flags: list[str]) -> list[str]:
+        return self.compiler.compile(
+            [f"{CSRC}/{source}" for source in sources],
+            output_dir=f"{self.build_temp}/{name}",
+            macros=macros,
+            extra_postargs=FLAGS + flags,
+            depends=ext_headers(),
+        )
+
+
+def ext_headers() -> list[str]:
+    return sorted(str(path) for path in Path(CSRC).glob("*.h"))
+
 
 setup(
     name="lightserve",
@@ -12,8 +53,19 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["lightserve", "lightserve.*"]),
+    # A C library, which ctypes loads. Without a compiler the torch forms of its ops remain.
+    ext_modules=[
+        Extension(
+            "lightserve.common.cpu_kernel._native",
+            [f"{CSRC}/{source}" for source in ("api.cpp", "threads.cpp", "variant.cpp")],
+            depends=ext_headers(),
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildCpuKernels},
     package_data={
         "lightserve.benchmark": ["perplexity.txt"],
+        "lightserve.common.cpu_kernel": ["csrc/*"],
         "lightserve.httpserver.web": ["chat/*", "docs/*"],
     },
     install_requires=[

@@ -1,6 +1,9 @@
-"""Tokens a second of the offline LLM and of transformers on the same prompts, on this machine's CPU in float32.
+"""Tokens a second of the offline LLM and of transformers or llama.cpp on the same prompts, on this machine's CPU.
 
-    python -m lightserve.benchmark.offline [--model_dir DIR] [--batches 1 8 32] [--threads 2] [--no_transformers]
+    python -m lightserve.benchmark.offline [--model_dir DIR] [--batches 1 8 32] [--threads 2]
+    python -m lightserve.benchmark.offline --peer llama_cpp        # with llama-cpp-python installed, batch 1
+
+Beside transformers both compute in float32, beside llama.cpp both with the packed weights of the GGUF file.
 
 Prefill: the prompts' tokens divided by the time until every prompt has its first token. Decode: the tokens after the
 first of all prompts, divided by the time that they take: a run with them less a run of one token. Every run has fresh
@@ -69,6 +72,24 @@ def transformers_run(model: Any) -> Run:
     return run
 
 
+def llama_cpp_run(path: str, threads: int, context: int) -> Run:
+    from llama_cpp import Llama  # its build takes minutes: not a dependency
+
+    model = Llama(path, n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def run(prompts: Prompts, new_tokens: int) -> float:
+        (prompt,) = prompts
+        model.reset()  # or it would reuse a prefix
+        begin = time.perf_counter()
+        model.eval(prompt)
+        for _ in range(new_tokens - 1):
+            model.eval([model.sample(temp=0.0)])
+        model.sample(temp=0.0)
+        return time.perf_counter() - begin
+
+    return run
+
+
 def measure(runs: dict[str, Run], load: Load) -> dict[str, Speed]:
     generator = torch.Generator().manual_seed(load.batch)
 
@@ -101,15 +122,21 @@ def main() -> None:
     parser.add_argument("--new_tokens", type=int, default=33)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--no_transformers", action="store_true")
+    parser.add_argument("--peer", choices=("transformers", "llama_cpp", "none"), default="transformers")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    llm = LLM(args.model_dir, device="cpu", data_type="float32")
+    is_packed = args.peer == "llama_cpp"
+    llm = LLM(args.model_dir, device="cpu", data_type="float32", quantization="gguf" if is_packed else "none")
     gflops_per_token = 2e-9 * ModelCost.of(llm.worker.model).layer_params
     runs = {"lightserve": our_run(llm)}
-    if not args.no_transformers:
+    if args.peer == "transformers":
         runs["transformers"] = transformers_run(load_transformers(resolve(args.model_dir)))
-    print(f"float32, {args.threads} threads, {args.prompt_len}-token prompts, {args.new_tokens} new tokens")
+    elif is_packed:
+        args.batches = [1]
+        path = str(resolve(args.model_dir).path)
+        runs["llama.cpp"] = llama_cpp_run(path, args.threads, args.prompt_len + args.new_tokens)
+    weights = "packed weights" if is_packed else "float32"
+    print(f"{weights}, {args.threads} threads, {args.prompt_len}-token prompts, {args.new_tokens} new tokens")
     print(f"{'batch':>5} {'':12} {'prefill tok/s':>14} {'GFLOP/s':>8} {'decode tok/s':>13} {'ms/step':>10}")
     for batch in args.batches:
         speeds = measure(runs, Load(batch, args.prompt_len, args.new_tokens, args.repeats))

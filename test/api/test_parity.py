@@ -52,7 +52,7 @@ def test_greedy_text_of_concurrent_prompts_equals_transformers(server: ServerPro
 
 
 def test_offline_and_http_give_the_same_text(server: ServerProcess) -> None:
-    llm = LLM(max_total_token_num=4096, device="cpu")
+    llm = LLM(max_total_token_num=4096, device="cpu", quantization="none")
     params = GenerationParams.of(
         max_new_tokens=GOLDEN_TOKENS, min_new_tokens=GOLDEN_TOKENS, temperature=0.9, top_p=0.95, seed=11
     )

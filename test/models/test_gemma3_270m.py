@@ -28,7 +28,9 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(MODEL_DIR is None, reason="LI
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(model_dir=MODEL_DIR, max_total_token_num=16384, max_req_total_len=4096, device="cpu")
+    return LLM(
+        model_dir=MODEL_DIR, max_total_token_num=16384, max_req_total_len=4096, device="cpu", quantization="none"
+    )
 
 
 @pytest.fixture(scope="module")

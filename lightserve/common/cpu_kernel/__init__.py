@@ -1,4 +1,7 @@
-"""Ops that are faster on a CPU than their definitions, by torch and numpy. Importing this registers backend "cpu"."""
+"""Ops that are faster on a CPU than their definitions. Importing this registers two backends.
+
+"cpu" computes with torch and numpy, "cpu_native" with the C library in ``csrc``, if it was built.
+"""
 
 from lightserve.common.cpu_kernel import (
     activation,
@@ -8,7 +11,9 @@ from lightserve.common.cpu_kernel import (
     latent_attention,
     linear,
     mask_logits,
+    native,
     norm,
+    packed_weight,
     rotary,
     sample,
     top_k_top_p_min_p,
@@ -22,7 +27,9 @@ __all__ = [
     "latent_attention",
     "linear",
     "mask_logits",
+    "native",
     "norm",
+    "packed_weight",
     "rotary",
     "sample",
     "top_k_top_p_min_p",

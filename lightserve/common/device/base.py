@@ -47,8 +47,6 @@ class Device(ABC):
     pipeline_depth: ClassVar[int]  # steps in flight; 2 if the device should find its next step queued
     launches_async: ClassVar[bool]  # whether a launch returns before the work is done
     step_timeout_s: ClassVar[float]  # default of --step_timeout: a step that takes longer has hung
-    # default of --quantization for GGUF files: whether products with packed weights are faster than with expanded ones
-    keeps_gguf_packed: ClassVar[bool] = False
     max_head_dim: ClassVar[int | None] = None  # of the attention ops; None: any
 
     # which devices there are
@@ -77,11 +75,19 @@ class Device(ABC):
         ``deterministic``: the result of a row does not depend on the rows beside it. That is slower.
         """
         import_module(self.ops_module)
-        backends = [self.ops_backend]
-        if deterministic:
-            backends.insert(0, ops.batch_invariant(self.ops_backend))
-        ops.use_backend(*backends)
+        ops.use_backend(*self._backends(deterministic))
         self.set_current(device)
+
+    @property
+    def keeps_gguf_packed(self) -> bool:
+        """Default of --quantization for GGUF files: whether products with packed weights are faster than expanded."""
+        return False
+
+    def _backends(self, deterministic: bool) -> list[str]:
+        """Those of ``ops_module``, the preferred one first."""
+        if deterministic:
+            return [ops.batch_invariant(self.ops_backend), self.ops_backend]
+        return [self.ops_backend]
 
     def dtype_for(self, model_dtype: str | None) -> torch.dtype:
         """The dtype to compute a model in unless the operator sets one."""

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightserve.common import ops
 from lightserve.common.device.base import Device
 from lightserve.common.device.profile import Profile
 from lightserve.io_struct import StepLimits
 from lightserve.utils.memory import free_ram
 
+NATIVE = "cpu_native"
 KV_SHARE = 0.25  # of the free RAM: a laptop has other programs to run
 
 
@@ -23,10 +27,10 @@ class CpuDevice(Device):
     ops_backend = "cpu"
     ops_module = "lightserve.common.cpu_kernel"
     comm_backend = "gloo"
+    uses_library: ClassVar[bool] = True  # of csrc, if it was built
     dtypes = (torch.float32,)
     pipeline_depth = 1
     launches_async = False
-    keeps_gguf_packed = False  # until its products with packed weights are faster than those with float32 ones
     step_timeout_s = 600.0  # 2048 tokens of a model of 8 billion weights on two cores take minutes
 
     def unavailable_reason(self) -> str | None:
@@ -44,6 +48,20 @@ class CpuDevice(Device):
 
     def set_current(self, device: torch.device) -> None:
         """Nothing to do: every thread runs on the CPU."""
+
+    @property
+    def keeps_gguf_packed(self) -> bool:
+        """Only the C library has fast products with packed weights."""
+        return self._has_library()
+
+    def _has_library(self) -> bool:
+        import_module(self.ops_module)
+        return self.uses_library and ops.has_backend(NATIVE)
+
+    def _backends(self, deterministic: bool) -> list[str]:
+        """The C library's ops first, if it was built. Their order of sums may depend on the batch."""
+        backends = super()._backends(deterministic)
+        return backends if deterministic or not self._has_library() else [NATIVE, *backends]
 
     def compile_kernels(self, device: torch.device, work: Callable[[], None]) -> None:
         """Nothing to do: no kernel of the CPU is compiled."""

@@ -72,7 +72,8 @@ from lightserve.common.ops.quantized_weight import (
     in_groups,
     pack_int4,
 )
-from lightserve.common.ops.registry import OPS, REFERENCE, batch_invariant, use_backend
+from lightserve.common.ops.registry import OPS, REFERENCE, batch_invariant, has_backend, use_backend
+from lightserve.common.ops.repack import FusesNorm, repack, repacks_for
 from lightserve.common.ops.rotary import HeadNorms, RotaryAngles, norm_rotary_write_kv, rotary, rotary_write_kv
 from lightserve.common.ops.sampling import (
     NO_TOKEN,
@@ -102,6 +103,7 @@ __all__ = [
     "Codebook4Weight",
     "ExpertsParams",
     "Fp8Weight",
+    "FusesNorm",
     "GatedSilu",
     "HeadNorms",
     "InputQuant",
@@ -135,6 +137,7 @@ __all__ = [
     "gelu_and_mul",
     "gelu_tanh",
     "gelu_tanh_and_mul",
+    "has_backend",
     "in_groups",
     "latent_context_attention",
     "latent_token_attention",
@@ -156,6 +159,8 @@ __all__ = [
     "relu",
     "relu2",
     "relu2_and_mul",
+    "repack",
+    "repacks_for",
     "rms_norm",
     "rotary",
     "rotary_write_kv",

@@ -23,6 +23,7 @@ def batch_invariant(backend: str) -> str:
 
 
 OPS: dict[str, Op[Any, Any]] = {}
+_active: list[str] = []
 
 
 class Op(Generic[P, R]):
@@ -55,10 +56,20 @@ def op(reference: Callable[P, R]) -> Op[P, R]:
     return declared
 
 
+def has_backend(backend: str) -> bool:
+    return any(backend in o.impls for o in OPS.values())
+
+
 def use_backend(*backends: str) -> None:
     """Bind every op to the first of ``backends`` that implements it, or to its definition. A worker does it once."""
     for backend in backends:
-        if not any(backend in o.impls for o in OPS.values()):
+        if not has_backend(backend):
             raise ValueError(f"no op is implemented by backend {backend!r}")
     for o in OPS.values():
         o.select(backends)
+    _active[:] = backends
+
+
+def active_backends() -> tuple[str, ...]:
+    """What ``use_backend`` was called with last."""
+    return tuple(_active)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ PRODUCTS: dict[type[QuantizedWeight], Callable[[Tensor, Any, Tensor | None], Ten
     ops.Fp8Weight: ops.linear_fp8,
     ops.Mxfp4Weight: ops.linear_mxfp4,
 }
+
+
+@cache
+def _product_of(kind: type[QuantizedWeight]) -> Callable[[Tensor, Any, Tensor | None], Tensor]:
+    """A backend's layout of a kind is a subclass of it."""
+    return next(PRODUCTS[base] for base in kind.__mro__ if base in PRODUCTS)
 
 
 class QuantizedLinear(LinearMethod):
@@ -127,7 +134,7 @@ class QuantizedLinear(LinearMethod):
                 )
 
     def process_weights_after_loading(self) -> None:
-        self.weight = self._format.finish(self.weight)
+        self.weight = ops.repack(self._format.finish(self.weight))
         self._drop_order_of_static_groups()
 
     def _drop_order_of_static_groups(self) -> None:
@@ -139,10 +146,12 @@ class QuantizedLinear(LinearMethod):
     def mm(self, x: Tensor) -> Tensor:
         if self.input_order is not None:
             x = x.index_select(-1, self.input_order)
-        return PRODUCTS[type(self.weight)](x, self.weight, self.bias)
+        return _product_of(type(self.weight))(x, self.weight, self.bias)
 
     def add_rms_norm_mm(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor] | None:
         """The norm rounds its output, if the product would."""
+        if self._fuses_norm:
+            return self._fused_mm(x, residual, norm, gated=False)
         if not self._rounds_input:
             return None
         quant = ops.row_quant_of(self.weight)
@@ -151,13 +160,24 @@ class QuantizedLinear(LinearMethod):
         return ops.linear_quantized_rows(*rows, self.weight, self.bias, self._dtype), residual
 
     def add_rms_norm_gate_up(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor] | None:
+        if self._fuses_norm:
+            return self._fused_mm(x, residual, norm, gated=True)
         fused = self.add_rms_norm_mm(x, residual, norm)
         return None if fused is None else (ops.silu_and_mul(fused[0]), fused[1])
+
+    def _fused_mm(self, x: Tensor, residual: Tensor, norm: RmsNorm, gated: bool) -> tuple[Tensor, Tensor] | None:
+        assert isinstance(self.weight, ops.FusesNorm)
+        out = self.weight.add_rms_norm_linear(x, residual, norm.weight, norm.eps, self.bias, gated)
+        return None if out is None else (out, residual)
+
+    @property
+    def _fuses_norm(self) -> bool:
+        return isinstance(self.weight, ops.FusesNorm) and self.input_order is None
 
     @property
     def _rounds_input(self) -> bool:
         """To 8 bits, of the type of the weight."""
-        is_eight_bit = isinstance(self.weight, ops.Fp8Weight | ops.Int8Weight)
+        is_eight_bit = isinstance(self.weight, ops.Fp8Weight | ops.Int8Weight) and not self._fuses_norm
         return is_eight_bit and self.input_order is None and self.weight.input_quant is not ops.InputQuant.NONE
 
     @property
@@ -176,7 +196,7 @@ class QuantizedLinear(LinearMethod):
 
     def embed(self, ids: Tensor, first_id: int) -> Tensor:
         rows = ids - first_id
-        is_own = (rows >= 0) & (rows < len(self.weight.codes))
+        is_own = (rows >= 0) & (rows < self.weight.shape[-2])
         found = self.weight.rows(rows.where(is_own, 0).long()).dequantize()
         if self.input_order is not None:
             found = found[:, self.input_order.argsort()]

@@ -279,7 +279,8 @@ def test_beams_share_the_kv_of_their_prefixes(tiny: Tiny, monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.long
 def test_beams_on_the_default_model_are_the_sequences_of_transformers() -> None:
-    llm, hf = LLM(max_total_token_num=2000, data_type="float32", device="cpu"), transformers_smollm2()
+    llm = LLM(max_total_token_num=2000, data_type="float32", device="cpu", quantization="none")
+    hf = transformers_smollm2()
     texts = [
         PROMPTS[0],
         PROMPTS[1],

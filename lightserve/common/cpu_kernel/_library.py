@@ -1,0 +1,72 @@
+"""The C library of this package, and the signatures of its functions.
+
+setup.py builds it if there is a compiler. It knows nothing of Python and torch: it takes addresses, so that one build
+serves all versions of both. ``csrc/kernels.h`` explains the arguments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+BACKEND = "cpu_native"
+
+_X = (c_void_p, c_int64, c_int64)  # address, rows, stride
+_NORM = (c_void_p, c_void_p, c_float)  # residual, weight, eps
+_WEIGHT = (c_void_p, c_int64, c_int64)  # address, rows, columns
+_CACHE = (c_void_p, c_int64, c_int64, c_int64)  # address, stride, kv heads, dim
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "ls_set_threads": (c_int32,),
+    "ls_use_plain": (),
+    "ls_use_best": (),
+    "ls_linear_packed": (c_void_p, *_X, c_void_p, c_void_p),
+    "ls_add_norm_linear_packed": (c_void_p, *_X, c_void_p, c_void_p, *_NORM, c_int32),
+    "ls_linear_float": (*_WEIGHT, *_X, c_void_p, c_void_p),
+    "ls_add_norm_linear_float": (*_WEIGHT, *_X, c_void_p, c_void_p, *_NORM, c_int32),
+    "ls_rms_norm": (*_X, c_int64, c_void_p, c_float, c_void_p, c_void_p),
+    "ls_silu_and_mul": (*_X, c_int64, c_void_p),
+    "ls_rotary_write_kv": (*_X, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, *_CACHE),
+    "ls_token_attention": (*_X, *_CACHE, c_void_p, c_int64, c_float, c_void_p),
+}
+
+
+class PackedWeight(ctypes.Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("bits", c_int32),
+        ("group", c_int32),
+        ("scale_bytes", c_int32),
+        ("has_min", c_int32),
+    )
+
+
+class DecodeBatch(ctypes.Structure):
+    _fields_ = (
+        ("req_to_token", c_void_p),
+        ("stride", c_int64),
+        ("b_req_idx", c_void_p),
+        ("b_row", c_void_p),
+        ("b_seq_len", c_void_p),
+        ("count", c_int64),
+    )
+
+
+def _load() -> ctypes.CDLL | None:
+    paths = (Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES)
+    path = next((path for path in paths if path.exists()), None)
+    if path is None:
+        return None
+    loaded = ctypes.CDLL(str(path))
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    loaded.ls_variant.restype = ctypes.c_char_p
+    return loaded
+
+
+library = _load()  # None: it was not built

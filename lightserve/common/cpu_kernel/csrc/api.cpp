@@ -1,0 +1,109 @@
+// The C functions of the library. They choose the variant for this CPU once.
+
+#if defined(__linux__) && defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
+#include "kernels.h"
+#include "threads.h"
+
+namespace lightserve {
+extern const Kernels plain;
+#if defined(LS_HAS_NEON_DOT)
+extern const Kernels neon_dot;
+#endif
+#if defined(LS_HAS_AVX2)
+extern const Kernels avx2;
+#endif
+
+namespace {
+
+struct Choice {
+    const char* name;
+    const Kernels* kernels;
+};
+
+Choice choose() {
+#if defined(LS_HAS_NEON_DOT) && defined(__linux__)
+    if (getauxval(AT_HWCAP) & (1 << 20)) return {"neon_dot", &neon_dot};  // HWCAP_ASIMDDP
+#elif defined(LS_HAS_NEON_DOT)
+    return {"neon_dot", &neon_dot};  // every ARM Mac has it
+#endif
+#if defined(LS_HAS_AVX2)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+        return {"avx2", &avx2};
+#endif
+    return {"plain", &plain};
+}
+
+Choice active = choose();
+
+}  // namespace
+}  // namespace lightserve
+
+using namespace lightserve;
+
+#define LS_EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+LS_EXPORT const char* ls_variant() { return active.name; }
+
+// For tests: compute with the variant that needs no special instructions.
+LS_EXPORT void ls_use_plain() { active = {"plain", &plain}; }
+
+LS_EXPORT void ls_use_best() { active = choose(); }
+
+LS_EXPORT void ls_set_threads(int count) { set_threads(count); }
+
+LS_EXPORT void ls_linear_packed(const PackedWeight* weight, float* x, int64_t count, int64_t stride, const float* bias,
+                                float* out) {
+    active.kernels->linear_packed(weight, {x, count, stride}, nullptr, bias, 0, out);
+}
+
+// The linear of the norm of residual + x, which becomes the residual; `gated`: its rows are gate and up.
+LS_EXPORT void ls_add_norm_linear_packed(const PackedWeight* weight, float* x, int64_t count, int64_t stride,
+                                         const float* bias, float* out, float* residual, const float* norm, float eps,
+                                         int32_t gated) {
+    RmsNorm rms_norm{norm, residual, eps, weight->columns};
+    active.kernels->linear_packed(weight, {x, count, stride}, &rms_norm, bias, gated, out);
+}
+
+LS_EXPORT void ls_linear_float(const float* weight, int64_t rows, int64_t columns, float* x, int64_t count,
+                               int64_t stride, const float* bias, float* out) {
+    active.kernels->linear_float(weight, rows, columns, {x, count, stride}, nullptr, bias, 0, out);
+}
+
+LS_EXPORT void ls_add_norm_linear_float(const float* weight, int64_t rows, int64_t columns, float* x, int64_t count,
+                                        int64_t stride, const float* bias, float* out, float* residual,
+                                        const float* norm, float eps, int32_t gated) {
+    RmsNorm rms_norm{norm, residual, eps, columns};
+    active.kernels->linear_float(weight, rows, columns, {x, count, stride}, &rms_norm, bias, gated, out);
+}
+
+LS_EXPORT void ls_rms_norm(float* x, int64_t count, int64_t stride, int64_t columns, const float* weight, float eps,
+                           float* residual, float* out) {
+    RmsNorm rms_norm{weight, residual, eps, columns};
+    active.kernels->rms_norm({x, count, stride}, &rms_norm, out);
+}
+
+LS_EXPORT void ls_silu_and_mul(float* gate_up, int64_t count, int64_t stride, int64_t columns, float* out) {
+    active.kernels->silu_and_mul({gate_up, count, stride}, columns, out);
+}
+
+LS_EXPORT void ls_rotary_write_kv(float* q, int64_t q_stride, int64_t q_heads, float* kv, int64_t kv_stride,
+                                  int64_t tokens, const float* cos, const float* sin, int64_t half,
+                                  const int32_t* slots, float* cache, int64_t cache_stride, int64_t kv_heads,
+                                  int64_t dim) {
+    active.kernels->rotary_write_kv({q, q_stride, q_heads}, {kv, kv_stride, 2 * kv_heads}, tokens, cos, sin, half,
+                                    slots, {cache, cache_stride, kv_heads, dim});
+}
+
+LS_EXPORT void ls_token_attention(float* q, int64_t q_stride, int64_t q_heads, float* cache, int64_t cache_stride,
+                                  int64_t kv_heads, int64_t dim, const DecodeBatch* batch, int64_t window, float scale,
+                                  float* out) {
+    active.kernels->token_attention({q, q_stride, q_heads}, {cache, cache_stride, kv_heads, dim}, *batch, window,
+                                    scale, out);
+}
+
+}  // extern "C"

@@ -1,0 +1,339 @@
+// Eight numbers at once, and the products of packed codes, for the instructions that this file is compiled for.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define LS_NEON_DOT 1
+#include <arm_neon.h>
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define LS_AVX2 1
+#include <immintrin.h>
+#endif
+
+#define LS_UNROLL _Pragma("GCC unroll 8")
+
+namespace lightserve {
+namespace {  // each variant has its own copies: they must not be merged by the linker
+
+#if LS_NEON_DOT
+
+struct F8 {
+    float32x4_t a, b;
+};
+struct I8 {
+    int32x4_t a, b;
+};
+inline F8 load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
+inline F8 load(const uint16_t* p) {
+    uint16x8_t bits = vld1q_u16(p);
+    return {vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(bits))), vcvt_f32_f16(vreinterpret_f16_u16(vget_high_u16(bits)))};
+}
+inline void store(float* p, F8 v) {
+    vst1q_f32(p, v.a);
+    vst1q_f32(p + 4, v.b);
+}
+inline F8 all(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
+inline F8 operator+(F8 x, F8 y) { return {vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b)}; }
+inline F8 operator-(F8 x, F8 y) { return {vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)}; }
+inline F8 operator*(F8 x, F8 y) { return {vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b)}; }
+inline F8 operator/(F8 x, F8 y) { return {vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)}; }
+inline F8 fma(F8 x, F8 y, F8 sum) { return {vfmaq_f32(sum.a, x.a, y.a), vfmaq_f32(sum.b, x.b, y.b)}; }
+inline F8 fma(F8 x, float y, F8 sum) { return {vfmaq_n_f32(sum.a, x.a, y), vfmaq_n_f32(sum.b, x.b, y)}; }
+inline F8 scale_by(F8 x, float y) { return {vmulq_n_f32(x.a, y), vmulq_n_f32(x.b, y)}; }
+inline F8 min(F8 x, F8 y) { return {vminq_f32(x.a, y.a), vminq_f32(x.b, y.b)}; }
+inline F8 max(F8 x, F8 y) { return {vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b)}; }
+inline F8 abs(F8 x) { return {vabsq_f32(x.a), vabsq_f32(x.b)}; }
+inline float sum(F8 x) { return vaddvq_f32(vaddq_f32(x.a, x.b)); }
+inline float max_of(F8 x) { return vmaxvq_f32(vmaxq_f32(x.a, x.b)); }
+// Sums start at the bits of 1.5 * 2^23. Their float value is then that number plus the sum, exact below 2^22, and a
+// subtraction converts it: the conversion instruction has a quarter of the throughput on a Neoverse N1.
+inline I8 zeros() { return {vdupq_n_s32(0x4b400000), vdupq_n_s32(0x4b400000)}; }
+inline F8 sum_to_float(I8 x) {
+    float32x4_t zero = vreinterpretq_f32_s32(vdupq_n_s32(0x4b400000));
+    return {vsubq_f32(vreinterpretq_f32_s32(x.a), zero), vsubq_f32(vreinterpretq_f32_s32(x.b), zero)};
+}
+inline F8 to_float(I8 x) { return {vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b)}; }
+inline I8 round_to_int(F8 x) { return {vcvtnq_s32_f32(x.a), vcvtnq_s32_f32(x.b)}; }
+inline F8 times_power_of_2(F8 x, I8 n) {
+    auto scale = [](int32x4_t e) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(e, vdupq_n_s32(127)), 23)); };
+    return {vmulq_f32(x.a, scale(n.a)), vmulq_f32(x.b, scale(n.b))};
+}
+// Eight int32 to int8, and their sum.
+inline int32_t store_bytes(int8_t* p, I8 x) {
+    int16x8_t narrow = vcombine_s16(vmovn_s32(x.a), vmovn_s32(x.b));
+    vst1_s8(p, vmovn_s16(narrow));
+    return vaddvq_s32(vaddq_s32(x.a, x.b));
+}
+
+// acc[m][row] = codes of 8 rows times 4 * QUADS numbers of x[m] from number `begin` on. Byte b of vector q holds number
+// 4q + b % 4 of row b / 4 in its low half and of row 4 + b / 4 in its high half.
+template <int M, int QUADS>
+inline void dot_int4(I8 (&acc)[M], const uint8_t* codes, const int8_t* const (&x)[M], int begin) {
+    int8x16_t numbers[M];
+    LS_UNROLL
+    for (int m = 0; m < M; m++) acc[m] = zeros();
+#define LS_QUAD(Q, LANE)                                                         \
+    {                                                                            \
+        uint8x16_t both = vld1q_u8(codes + 16 * (Q));                            \
+        int8x16_t first = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));   \
+        int8x16_t second = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));             \
+        LS_UNROLL                                                                \
+        for (int m = 0; m < M; m++) {                                            \
+            acc[m].a = vdotq_laneq_s32(acc[m].a, first, numbers[m], LANE);       \
+            acc[m].b = vdotq_laneq_s32(acc[m].b, second, numbers[m], LANE);      \
+        }                                                                        \
+    }
+    LS_UNROLL
+    for (int q = 0; q < QUADS; q += 4) {
+        LS_UNROLL
+        for (int m = 0; m < M; m++) numbers[m] = vld1q_s8(x[m] + begin + 4 * q);
+        LS_QUAD(q, 0) LS_QUAD(q + 1, 1) LS_QUAD(q + 2, 2) LS_QUAD(q + 3, 3)
+    }
+#undef LS_QUAD
+}
+
+// The codes of dot_int4 in the layout of dot_int8.
+inline void widen(const uint8_t* codes, int8_t* to) {
+    for (int q = 0; q < 8; q++) {
+        uint8x16_t both = vld1q_u8(codes + 16 * q);
+        vst1q_s8(to + 32 * q, vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15))));
+        vst1q_s8(to + 32 * q + 16, vreinterpretq_s8_u8(vshrq_n_u8(both, 4)));
+    }
+}
+
+// The same for codes of 8 bits: vectors 2q and 2q + 1 hold numbers 4q to 4q + 3 of the first and of the last four rows.
+template <int M, int QUADS>
+inline void dot_int8(I8 (&acc)[M], const int8_t* codes, const int8_t* const (&x)[M], int begin) {
+    int8x16_t numbers[M];
+    LS_UNROLL
+    for (int m = 0; m < M; m++) acc[m] = zeros();
+#define LS_QUAD(Q, LANE)                                                                        \
+    {                                                                                           \
+        int8x16_t first = vld1q_s8(codes + 32 * (Q)), second = vld1q_s8(codes + 32 * (Q) + 16); \
+        LS_UNROLL                                                                               \
+        for (int m = 0; m < M; m++) {                                                           \
+            acc[m].a = vdotq_laneq_s32(acc[m].a, first, numbers[m], LANE);                      \
+            acc[m].b = vdotq_laneq_s32(acc[m].b, second, numbers[m], LANE);                     \
+        }                                                                                       \
+    }
+    LS_UNROLL
+    for (int q = 0; q < QUADS; q += 4) {
+        LS_UNROLL
+        for (int m = 0; m < M; m++) numbers[m] = vld1q_s8(x[m] + begin + 4 * q);
+        LS_QUAD(q, 0) LS_QUAD(q + 1, 1) LS_QUAD(q + 2, 2) LS_QUAD(q + 3, 3)
+    }
+#undef LS_QUAD
+}
+
+#elif LS_AVX2
+
+struct F8 {
+    __m256 v;
+};
+struct I8 {
+    __m256i v;
+};
+inline F8 load(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline F8 load(const uint16_t* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+inline void store(float* p, F8 x) { _mm256_storeu_ps(p, x.v); }
+inline F8 all(float x) { return {_mm256_set1_ps(x)}; }
+inline F8 operator+(F8 x, F8 y) { return {_mm256_add_ps(x.v, y.v)}; }
+inline F8 operator-(F8 x, F8 y) { return {_mm256_sub_ps(x.v, y.v)}; }
+inline F8 operator*(F8 x, F8 y) { return {_mm256_mul_ps(x.v, y.v)}; }
+inline F8 operator/(F8 x, F8 y) { return {_mm256_div_ps(x.v, y.v)}; }
+inline F8 fma(F8 x, F8 y, F8 sum) { return {_mm256_fmadd_ps(x.v, y.v, sum.v)}; }
+inline F8 fma(F8 x, float y, F8 sum) { return {_mm256_fmadd_ps(x.v, _mm256_set1_ps(y), sum.v)}; }
+inline F8 scale_by(F8 x, float y) { return {_mm256_mul_ps(x.v, _mm256_set1_ps(y))}; }
+inline F8 min(F8 x, F8 y) { return {_mm256_min_ps(x.v, y.v)}; }
+inline F8 max(F8 x, F8 y) { return {_mm256_max_ps(x.v, y.v)}; }
+inline F8 abs(F8 x) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v)}; }
+inline float sum(F8 x) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+inline float max_of(F8 x) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+inline I8 zeros() { return {_mm256_setzero_si256()}; }
+inline F8 to_float(I8 x) { return {_mm256_cvtepi32_ps(x.v)}; }
+inline F8 sum_to_float(I8 x) { return to_float(x); }
+inline I8 round_to_int(F8 x) { return {_mm256_cvtps_epi32(x.v)}; }  // to nearest, ties to even
+inline F8 times_power_of_2(F8 x, I8 n) {
+    __m256i scale = _mm256_slli_epi32(_mm256_add_epi32(n.v, _mm256_set1_epi32(127)), 23);
+    return {_mm256_mul_ps(x.v, _mm256_castsi256_ps(scale))};
+}
+inline int32_t store_bytes(int8_t* p, I8 x) {
+    __m128i low = _mm256_castsi256_si128(x.v), high = _mm256_extracti128_si256(x.v, 1);
+    __m128i narrow = _mm_packs_epi32(low, high);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(narrow, narrow));
+    __m128i s = _mm_add_epi32(low, high);
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
+
+inline __m256i four(const int8_t* x) {  // numbers, in every row
+    int32_t bits;
+    std::memcpy(&bits, x, 4);
+    return _mm256_set1_epi32(bits);
+}
+
+template <int M, int QUADS>
+inline void dot_int4(I8 (&acc)[M], const uint8_t* codes, const int8_t* const (&x)[M], int begin) {
+    __m256i pairs[M];  // sums of two products: at most 8 * 2 * 15 * 127 < 2^15
+    for (int m = 0; m < M; m++) pairs[m] = _mm256_setzero_si256();
+    LS_UNROLL
+    for (int q = 0; q < QUADS; q++) {
+        __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + 16 * q));
+        __m256i wide = _mm256_set_m128i(_mm_srli_epi16(both, 4), both);
+        __m256i rows = _mm256_and_si256(wide, _mm256_set1_epi8(15));
+        for (int m = 0; m < M; m++) {
+            pairs[m] = _mm256_add_epi16(pairs[m], _mm256_maddubs_epi16(rows, four(x[m] + begin + 4 * q)));
+        }
+    }
+    for (int m = 0; m < M; m++) {
+        acc[m].v = _mm256_madd_epi16(pairs[m], _mm256_set1_epi16(1));
+    }
+}
+
+inline void widen(const uint8_t* codes, int8_t* to) {
+    for (int i = 0; i < 128; i++) {
+        to[i / 16 * 32 + i % 16] = static_cast<int8_t>(codes[i] & 15);
+        to[i / 16 * 32 + 16 + i % 16] = static_cast<int8_t>(codes[i] >> 4);
+    }
+}
+
+template <int M, int QUADS>
+inline void dot_int8(I8 (&acc)[M], const int8_t* codes, const int8_t* const (&x)[M], int begin) {
+    for (int m = 0; m < M; m++) acc[m] = zeros();
+    LS_UNROLL
+    for (int q = 0; q < QUADS; q++) {
+        __m256i rows = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + 32 * q));
+        __m256i size = _mm256_abs_epi8(rows);  // 128 for -128, read as unsigned
+        LS_UNROLL
+        for (int m = 0; m < M; m++) {
+            __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(four(x[m] + begin + 4 * q), rows));
+            acc[m].v = _mm256_add_epi32(acc[m].v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        }
+    }
+}
+
+#else
+
+struct F8 {
+    float v[8];
+};
+struct I8 {
+    int32_t v[8];
+};
+template <class Fn>
+inline F8 each(Fn fn) {
+    F8 out;
+    for (int i = 0; i < 8; i++) out.v[i] = fn(i);
+    return out;
+}
+inline float from_half(uint16_t bits) {
+    uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, rest = bits & 0x7fff, wide;
+    float out;
+    if (rest < 0x400) {  // subnormal
+        out = static_cast<float>(rest) * 0x1p-24f;
+        return sign ? -out : out;
+    }
+    wide = sign | (rest >= 0x7c00 ? 0x7f800000 | (rest & 0x3ff) << 13 : (rest + 0x1c000) << 13);
+    std::memcpy(&out, &wide, 4);
+    return out;
+}
+inline F8 load(const float* p) { return each([&](int i) { return p[i]; }); }
+inline F8 load(const uint16_t* p) { return each([&](int i) { return from_half(p[i]); }); }
+inline void store(float* p, F8 x) { std::memcpy(p, x.v, sizeof x.v); }
+inline F8 all(float x) { return each([&](int) { return x; }); }
+inline F8 operator+(F8 x, F8 y) { return each([&](int i) { return x.v[i] + y.v[i]; }); }
+inline F8 operator-(F8 x, F8 y) { return each([&](int i) { return x.v[i] - y.v[i]; }); }
+inline F8 operator*(F8 x, F8 y) { return each([&](int i) { return x.v[i] * y.v[i]; }); }
+inline F8 operator/(F8 x, F8 y) { return each([&](int i) { return x.v[i] / y.v[i]; }); }
+inline F8 fma(F8 x, F8 y, F8 sum) { return each([&](int i) { return x.v[i] * y.v[i] + sum.v[i]; }); }
+inline F8 fma(F8 x, float y, F8 sum) { return each([&](int i) { return x.v[i] * y + sum.v[i]; }); }
+inline F8 scale_by(F8 x, float y) { return each([&](int i) { return x.v[i] * y; }); }
+inline F8 min(F8 x, F8 y) { return each([&](int i) { return x.v[i] < y.v[i] ? x.v[i] : y.v[i]; }); }
+inline F8 max(F8 x, F8 y) { return each([&](int i) { return x.v[i] > y.v[i] ? x.v[i] : y.v[i]; }); }
+inline F8 abs(F8 x) { return each([&](int i) { return std::fabs(x.v[i]); }); }
+inline float sum(F8 x) {
+    float halves[4];
+    for (int i = 0; i < 4; i++) halves[i] = x.v[i] + x.v[i + 4];
+    return (halves[0] + halves[1]) + (halves[2] + halves[3]);
+}
+inline float max_of(F8 x) {
+    float most = x.v[0];
+    for (int i = 1; i < 8; i++) most = most > x.v[i] ? most : x.v[i];
+    return most;
+}
+inline I8 zeros() { return {}; }
+inline F8 to_float(I8 x) { return each([&](int i) { return static_cast<float>(x.v[i]); }); }
+inline F8 sum_to_float(I8 x) { return to_float(x); }
+inline I8 round_to_int(F8 x) {
+    I8 out;
+    for (int i = 0; i < 8; i++) out.v[i] = static_cast<int32_t>(std::nearbyintf(x.v[i]));
+    return out;
+}
+inline F8 times_power_of_2(F8 x, I8 n) { return each([&](int i) { return std::ldexp(x.v[i], n.v[i]); }); }
+inline int32_t store_bytes(int8_t* p, I8 x) {
+    int32_t total = 0;
+    for (int i = 0; i < 8; i++) {
+        p[i] = static_cast<int8_t>(x.v[i]);
+        total += x.v[i];
+    }
+    return total;
+}
+
+template <int M, int QUADS>
+inline void dot_int4(I8 (&acc)[M], const uint8_t* codes, const int8_t* const (&x)[M], int begin) {
+    for (int m = 0; m < M; m++) {
+        acc[m] = zeros();
+        for (int i = 0; i < 16 * QUADS; i++) {
+            int number = x[m][begin + i / 16 * 4 + i % 4];
+            acc[m].v[i % 16 / 4] += (codes[i] & 15) * number;
+            acc[m].v[4 + i % 16 / 4] += (codes[i] >> 4) * number;
+        }
+    }
+}
+
+inline void widen(const uint8_t* codes, int8_t* to) {
+    for (int i = 0; i < 128; i++) {
+        to[i / 16 * 32 + i % 16] = static_cast<int8_t>(codes[i] & 15);
+        to[i / 16 * 32 + 16 + i % 16] = static_cast<int8_t>(codes[i] >> 4);
+    }
+}
+
+template <int M, int QUADS>
+inline void dot_int8(I8 (&acc)[M], const int8_t* codes, const int8_t* const (&x)[M], int begin) {
+    for (int m = 0; m < M; m++) {
+        acc[m] = zeros();
+        for (int i = 0; i < 32 * QUADS; i++) acc[m].v[i % 32 / 4] += codes[i] * x[m][begin + i / 32 * 4 + i % 4];
+    }
+}
+
+#endif
+
+// e^x with a relative error below 2e-7; results below e^-87 are 0 or close to it.
+inline F8 exp(F8 x) {
+    x = min(max(x, all(-87.0f)), all(88.0f));
+    I8 power = round_to_int(x * all(1.44269504f));
+    F8 n = to_float(power);
+    F8 rest = fma(n, -0.693359375f, x);  // ln 2 in two parts
+    rest = fma(n, 2.12194440e-4f, rest);
+    F8 poly = all(1.9875691500e-4f);
+    poly = fma(poly, rest, all(1.3981999507e-3f));
+    poly = fma(poly, rest, all(8.3334519073e-3f));
+    poly = fma(poly, rest, all(4.1665795894e-2f));
+    poly = fma(poly, rest, all(1.6666665459e-1f));
+    poly = fma(poly, rest, all(5.0000001201e-1f));
+    return times_power_of_2(fma(poly, rest * rest, rest + all(1.0f)), power);
+}
+
+}  // namespace
+}  // namespace lightserve

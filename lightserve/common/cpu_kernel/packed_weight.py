@@ -1,0 +1,227 @@
+"""Quantised weights in the layout of the C library, and their products.
+
+Blocks of 8 rows follow each other, in a block groups of 32 columns, in a group scales, minima and codes: the library
+reads a weight from its first byte to its last. It rounds the input of a product to 8 bits with a scale for each 32
+numbers, however the weight wants it rounded, and sums the products of codes as integers. The result of a row does not
+depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightserve.common import ops
+from lightserve.common.cpu_kernel import _library, batch_invariant
+from lightserve.common.cpu_kernel._library import BACKEND, library
+from lightserve.common.ops import Int4Weight, Int8Weight, QuantizedWeight, in_groups, pack_int4
+
+Product = Callable[..., Tensor]
+
+BATCH_INVARIANT = batch_invariant.BACKEND
+BLOCK = 8  # rows
+GROUP = 32  # columns
+QUADS = GROUP // 4  # of columns whose products are summed by one instruction
+HALF_ERROR = 2.0**-10  # relative, up to which scales are stored in float16; rounding the input costs 5 times as much
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Packed(QuantizedWeight, ops.FusesNorm):
+    """``codes`` holds scales and minima too, uint8 ``[blocks, groups, bytes]``; ``scales`` is empty."""
+
+    size: tuple[int, int]
+    descriptor: _library.PackedWeight
+    address: int  # of the descriptor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.size
+
+    @property
+    def group_size(self) -> int:
+        return int(self.descriptor.group)
+
+    def add_rms_norm_linear(
+        self, x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, bias: Tensor | None, gated: bool
+    ) -> Tensor | None:
+        is_float = x.dtype is torch.float32 and norm_weight.dtype is torch.float32
+        if library is None or not is_float or not x.is_contiguous() or not residual.is_contiguous():
+            return None
+        count, (rows, columns) = x.shape[0], self.size
+        out = x.new_empty(count, rows // 2 if gated else rows)
+        library.ls_add_norm_linear_packed(
+            self.address,
+            x.data_ptr(),
+            count,
+            columns,
+            _address(bias),
+            out.data_ptr(),
+            residual.data_ptr(),
+            norm_weight.data_ptr(),
+            eps,
+            gated,
+        )
+        return out
+
+    def rows(self, rows: slice | Tensor) -> Any:
+        """In the usual layout."""
+        return _unpack(self, torch.arange(self.size[0])[rows] if isinstance(rows, slice) else rows)
+
+    def values(self) -> Tensor:
+        values: Tensor = self.rows(slice(None)).values()
+        return values
+
+    def dequantize(self) -> Tensor:
+        weight: Tensor = self.rows(slice(None)).dequantize()
+        return weight
+
+
+class PackedInt4Weight(Packed, Int4Weight):
+    pass
+
+
+class PackedInt8Weight(Packed, Int8Weight):
+    pass
+
+
+def pack(weight: QuantizedWeight) -> QuantizedWeight:
+    """In the library's layout; as it is if the library cannot compute with it."""
+    if not isinstance(weight, Int4Weight | Int8Weight) or isinstance(weight, Packed) or weight.codes.dim() != 2:
+        return weight
+    rows, columns = weight.shape
+    group = min(weight.group_size, GROUP)
+    if columns % GROUP or group not in (16, GROUP) or weight.group_size % group:
+        return weight
+    is_int4 = isinstance(weight, Int4Weight)
+    tensors = _scales(weight, group)
+    codes = torch.cat([*map(_scale_bytes, tensors), _code_bytes(weight)], dim=-1)
+    descriptor = _library.PackedWeight(
+        codes.data_ptr(), rows, columns, 4 if is_int4 else 8, group, tensors[0].element_size(), len(tensors) - 1
+    )
+    kind = PackedInt4Weight if is_int4 else PackedInt8Weight
+    return kind(
+        codes=codes,
+        scales=torch.empty(0),
+        input_quant=weight.input_quant,
+        size=(rows, columns),
+        descriptor=descriptor,
+        address=ctypes.addressof(descriptor),
+    )
+
+
+def _scales(weight: QuantizedWeight, group: int) -> list[Tensor]:
+    """Scales and, if there are offsets, minima: float16 or float32 ``[blocks, groups, of a group, rows]``.
+
+    A value is scale * code + minimum, with codes 0 to 15 in 4 bits.
+    """
+    tensors = [weight.scales.float()]
+    if weight.offsets is not None:
+        least = -8 if isinstance(weight, Int4Weight) else 0
+        tensors.append(weight.offsets.float() + least * tensors[0])
+    half = [tensor.half() for tensor in tensors]
+    if all(torch.all((a.float() - b).abs() <= HALF_ERROR * b.abs()) for a, b in zip(half, tensors, strict=True)):
+        tensors = half
+    repeats, of_group = weight.group_size // group, GROUP // group
+    wide = [_in_blocks(tensor).repeat_interleave(repeats, dim=-1) for tensor in tensors]
+    return [tensor.reshape(*tensor.shape[:2], -1, of_group).permute(0, 2, 3, 1).contiguous() for tensor in wide]
+
+
+def _scale_bytes(scales: Tensor) -> Tensor:
+    return scales.flatten(2).view(torch.uint8)
+
+
+def _code_bytes(weight: QuantizedWeight) -> Tensor:
+    """``[blocks, groups, bytes]``."""
+    if isinstance(weight, Int8Weight):
+        quads = _in_quads(weight.codes)
+        return quads.flatten(2).view(torch.uint8)
+    half = in_groups(weight.codes, weight.group_size // 2)
+    codes = torch.cat((half & 0x0F, half >> 4), dim=-1).flatten(-2)  # one a byte
+    quads = _in_quads(codes)
+    low, high = quads.chunk(2, dim=3)  # rows
+    return (low | (high << 4)).flatten(2)
+
+
+def _in_quads(codes: Tensor) -> Tensor:
+    """``[rows, columns]`` as ``[blocks, groups, quads, rows of a block, 4]``."""
+    blocks = _in_blocks(codes)
+    return blocks.view(len(blocks), BLOCK, -1, QUADS, 4).permute(0, 2, 3, 1, 4)
+
+
+def _in_blocks(tensor: Tensor) -> Tensor:
+    """``[rows, n]`` as ``[blocks, 8, n]``, with rows of 0 at the end."""
+    padding = -len(tensor) % BLOCK
+    padded = torch.cat([tensor, tensor.new_zeros(padding, tensor.shape[1])])
+    return padded.view(-1, BLOCK, tensor.shape[1])
+
+
+def _unpack(weight: Packed, rows: Tensor) -> QuantizedWeight:
+    """Some rows in the usual layout."""
+    described = weight.descriptor
+    blocks, count, lanes = weight.codes[rows // BLOCK], torch.arange(len(rows)), rows % BLOCK
+    of_group, dtype = GROUP // described.group, torch.float16 if described.scale_bytes == 2 else torch.float32
+    shape = blocks.shape[:2]
+    parts = blocks.split_with_sizes(_part_sizes(described, blocks.shape[-1]), dim=-1)
+    scales, *minima = (
+        part.contiguous().view(dtype).view(*shape, of_group, BLOCK)[count, :, :, lanes].float().flatten(1)
+        for part in parts[:-1]
+    )
+    if described.bits == 8:
+        codes = parts[-1].reshape(*shape, QUADS, BLOCK, 4)[count, :, :, lanes].flatten(1).view(torch.int8)
+        return Int8Weight(codes=codes, scales=scales, offsets=minima[0] if minima else None)
+    both = parts[-1].reshape(*shape, QUADS, BLOCK // 2, 4)
+    codes = torch.cat((both & 0x0F, both >> 4), dim=3)[count, :, :, lanes].flatten(1)
+    packed = pack_int4(codes.to(torch.int8) - 8, described.group)
+    return Int4Weight(codes=packed, scales=scales, offsets=minima[0] + 8 * scales if minima else None)
+
+
+def _part_sizes(described: _library.PackedWeight, total: int) -> list[int]:
+    """Bytes of scales, minima and codes."""
+    scales = GROUP // described.group * BLOCK * described.scale_bytes
+    sizes = [scales] * (1 + described.has_min)
+    return [*sizes, total - sum(sizes)]
+
+
+def _define_products(lib: ctypes.CDLL) -> None:
+    def linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+        if x.dtype != torch.float32 or x.dim() != 2 or not x.is_contiguous():
+            rows = x.reshape(-1, x.shape[-1]).float().contiguous()
+            return linear(rows, weight, bias).to(x.dtype).view(*x.shape[:-1], weight.size[0])
+        count = x.shape[0]
+        out = x.new_empty(count, weight.size[0])
+        bias = None if bias is None else bias.float()
+        lib.ls_linear_packed(weight.address, x.data_ptr(), count, weight.size[1], _address(bias), out.data_ptr())
+        return out
+
+    def product_of(plain: Product) -> Product:
+        def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+            return linear(x, weight, bias) if isinstance(weight, Packed) else plain(x, weight, bias)
+
+        return product
+
+    for op in (ops.linear_int4, ops.linear_int8):
+        op.impl(BACKEND)(product_of(op.impls[ops.REFERENCE]))
+        op.impl(BATCH_INVARIANT)(product_of(_batch_invariant_linear))
+    ops.repacks_for(BACKEND)(pack)
+    ops.repacks_for(BATCH_INVARIANT)(pack)
+
+
+def _batch_invariant_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    wide = batch_invariant.linear(x.float(), weight.dequantize(), None if bias is None else bias.float())
+    return wide.to(x.dtype)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+if library is not None:
+    _define_products(library)
+else:
+    for _op in (ops.linear_int4, ops.linear_int8):
+        _op.impl(BATCH_INVARIANT)(_batch_invariant_linear)
