@@ -28,6 +28,7 @@ from lightserve.common.quantization import (
     UnquantizedExperts,
     experts_method_factory,
     linear_method_factory,
+    on_load as on_load_module,
 )
 from lightserve.common.quantization.on_load import OnLoadFormat
 from lightserve.common.quantization.quantize import KINDS, quantize
@@ -135,16 +136,26 @@ def test_quantised_experts_compute_what_the_dequantised_ones_do(moe: MoeSpec, ki
     out = layer.ffn.forward(inputs(), None)
 
     assert isinstance(layer.ffn.experts.method, QuantizedExperts)
-    assert (layer.ffn.shared is not None) == (moe.has_shared_gate or (moe.shared_size > 0 and kind == "w4"))
+    assert (layer.ffn.shared is not None) == moe.has_shared_gate
     assert_same(out, Layer(moe, None).load(dequantized(tensors, moe, kind)).ffn.forward(inputs(), None))
+
+
+def test_shared_experts_with_larger_groups_are_computed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_load_module, "W4_GROUP", 128)  # groups of 64, and of 128 for the shared experts
+    moe = SPECS["shared"]
+    tensors = random_checkpoint(moe)
+
+    layer = Layer(moe, on_load("w4")).load(tensors)
+
+    assert layer.ffn.shared is not None
+    expected = Layer(moe, None).load(dequantized(tensors, moe, "w4")).ffn.forward(inputs(), None)
+    assert_same(layer.ffn.forward(inputs(), None), expected)
 
 
 @pytest.mark.parametrize("kind", ["int8", "w4"])
 @pytest.mark.parametrize("moe", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("is_expert_parallel", [False, True])
 def test_the_parts_of_the_ranks_add_up_to_the_whole(moe: MoeSpec, kind: str, is_expert_parallel: bool) -> None:
-    if kind == "w4":  # half of a narrower expert is not a whole group
-        moe = replace(moe, intermediate_size=256, shared_size=moe.shared_size // WIDTH * 256)
     tensors, parts = random_checkpoint(moe), []
     for rank in range(2):
         group = RankGroup(rank, 2)
@@ -157,7 +168,7 @@ def test_the_parts_of_the_ranks_add_up_to_the_whole(moe: MoeSpec, kind: str, is_
 
 
 def test_ranks_that_cut_a_group_are_refused() -> None:
-    with pytest.raises(ModelFilesError, match=r"experts: a rank has the units 16 to 32 .* cuts groups of 64; use a sm"):
+    with pytest.raises(ModelFilesError, match=r"experts: a rank has the units 16 to 32 .* cuts groups of 32; use a sm"):
         Layer(MOE, on_load("w4"), Parallel(tp=RankGroup(1, 4)))
 
 
@@ -315,4 +326,4 @@ def test_quantised_experts_take_the_memory_of_their_codes_and_scales() -> None:
 
     weights: list[QuantizedWeight] = [method.w13, method.w2]
     numbers = EXPERTS * 3 * HIDDEN * WIDTH
-    assert sum(weight.nbytes for weight in weights) == numbers // 2 + EXPERTS * (2 * WIDTH + HIDDEN) * 4
+    assert sum(weight.nbytes for weight in weights) == numbers // 2 + 2 * EXPERTS * (2 * WIDTH + HIDDEN) * 2 * 4
