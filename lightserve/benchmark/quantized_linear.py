@@ -114,12 +114,12 @@ def int4_kernels(is_sweep: bool) -> Iterator[Kernel]:
         for config in few_configs:
             label = f"{name}:few:{_label(config)}"
             yield Kernel(label, weight, lambda x, w, c=config: few.multiply(x, w, None, c), 64)  # type: ignore[misc]
-        for config in tile_configs:
-            label = f"{name}:tiles:{_label(config)}"
-            yield Kernel(label, weight, lambda x, w, c=config: tiles.multiply(x, w, None, c), 512)  # type: ignore[misc]
-        for config in fp8_configs:
-            label = f"{name}:fp8:{_label(config)}"
-            yield Kernel(label, weight, lambda x, w, c=config: tiles.multiply_fp8(x, w, None, c), 1024)  # type: ignore[misc]
+        for tile in tile_configs:
+            label = f"{name}:tiles:{_label(tile)}"
+            yield Kernel(label, weight, lambda x, w, c=tile: tiles.multiply(x, w, None, c), 512)  # type: ignore[misc]
+        for tile in fp8_configs:
+            label = f"{name}:fp8:{_label(tile)}"
+            yield Kernel(label, weight, lambda x, w, c=tile: tiles.multiply_fp8(x, w, None, c), 1024)  # type: ignore[misc]
         yield Kernel(f"{name}:dequantize", weight, lambda x, w: dequantize.linear_dequantized(x, w, None))  # type: ignore[arg-type]
 
 

@@ -64,7 +64,7 @@ def words(numbers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> T
     """int32 words of neighbouring numbers of the last dimension; bits i * ``bits`` hold number ``order[i]``."""
     per_word = 32 // bits
     padded = torch.nn.functional.pad(numbers, (0, -numbers.shape[-1] % per_word))
-    grouped = padded.unflatten(-1, (-1, per_word))[..., list(order or range(per_word))]
+    grouped = padded.reshape(*padded.shape[:-1], -1, per_word)[..., list(order or range(per_word))]
     word = (grouped << (torch.arange(per_word) * bits)).sum(-1)
     return (word - (word >= 2**31) * 2**32).to(torch.int32)
 
