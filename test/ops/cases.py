@@ -353,6 +353,10 @@ def mxfp4_weight(out_size: int, in_size: int, device: str) -> ops.Mxfp4Weight:
     return weight
 
 
+def _linear_mxfp4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return randn(tokens, 64, dtype=dtype, device=device), mxfp4_weight(40, 64, device)
+
+
 def _linear_int4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return randn(tokens, 64, dtype=dtype, device=device), int4_weight(40, 64, 32, device, has_offsets=True)
 

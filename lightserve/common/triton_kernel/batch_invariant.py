@@ -44,6 +44,11 @@ def linear_codebook4(x: Tensor, weight: ops.Codebook4Weight, bias: Tensor | None
     return linear_dequantized(x, weight, bias, _product)
 
 
+@ops.linear_mxfp4.impl(BACKEND)
+def linear_mxfp4(x: Tensor, weight: ops.Mxfp4Weight, bias: Tensor | None = None) -> Tensor:
+    return linear_dequantized(x, weight, bias, _product)
+
+
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     out.copy_(few_rows.multiply(x, weight, bias, LINEAR, LINEAR_ROWS))
 

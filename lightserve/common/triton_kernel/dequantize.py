@@ -141,3 +141,10 @@ def linear_codebook4(x: Tensor, weight: Codebook4Weight, bias: Tensor | None = N
     """For any number of rows: nf4 checkpoints are made for fine-tuning, and are seldom served."""
     check_last_contiguous("linear_codebook4", x=x, codes=weight.codes, scales=weight.scales)
     return linear_dequantized(x, weight, bias)
+
+
+@ops.linear_mxfp4.impl("triton")
+def linear_mxfp4(x: Tensor, weight: Mxfp4Weight, bias: Tensor | None = None) -> Tensor:
+    """For any number of rows: most models have MXFP4 in their experts only."""
+    check_last_contiguous("linear_mxfp4", x=x, codes=weight.codes, scales=weight.scales)
+    return linear_dequantized(x, weight, bias)
