@@ -51,6 +51,7 @@ OTHER_TOOLS = {
     "--ops",
     "--policy",
     "--profile",
+    "--weights",
 }
 METHODS = "DELETE|GET|HEAD|POST"
 

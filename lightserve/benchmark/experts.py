@@ -111,7 +111,8 @@ class Layer:
         self.spec = ops.RouteSpec(shape.top_k, renormalize=True)
         self.routings = [ops.route(logits, self.spec) for logits in self.logits]
         shapes = (shape.experts, 2 * shape.width, shape.hidden), (shape.experts, shape.hidden, shape.width)
-        self.params = ops.ExpertsParams(*(_weight(factory, weights, size) for size in shapes))
+        w13, w2 = (_weight(factory, weights, size) for size in shapes)
+        self.params = ops.ExpertsParams(w13, w2)
 
     def num_bytes(self, item: int) -> float:
         """That one call reads and writes at least, on average: the weights of its experts, and the tokens."""

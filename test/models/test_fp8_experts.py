@@ -24,12 +24,9 @@ FLOATS = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")  # matrice
 def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales, and what they stand for."""
     rows, columns = (torch.arange(size) // BLOCK for size in weight.shape)
-    scales = torch.stack(
-        [
-            torch.stack([weight[rows == row][:, columns == column].abs().max() / 448 for column in columns.unique()])
-            for row in rows.unique()
-        ]
-    )
+    heights, widths = rows.bincount().tolist(), columns.bincount().tolist()
+    blocks = [part.split_with_sizes(widths, dim=1) for part in weight.split_with_sizes(heights)]
+    scales = torch.stack([torch.stack([block.abs().max() / 448 for block in row]) for row in blocks])
     by_number = scales[rows][:, columns]
     codes = (weight / by_number).to(torch.float8_e4m3fn)
     return codes, scales, codes.float() * by_number

@@ -35,7 +35,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Blocks and scales of ``[..., in]``: the nearest codes, two in a byte, the first of them in the low nibble."""
-    groups = weight.unflatten(-1, (-1, 32))
+    groups = weight.reshape(*weight.shape[:-1], -1, 32)
     exponents = torch.floor(torch.log2(groups.abs().amax(-1) / 4))
     scaled = groups / torch.exp2(exponents)[..., None]
     codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1) + 8 * (scaled < 0)

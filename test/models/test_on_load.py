@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -128,7 +128,7 @@ def test_a_file_chooses_by_module(tmp_path: Path) -> None:
     def weight_of(linear: Any) -> object:
         return type(linear.method.weight)
 
-    first, second = model.layer_weights
+    first, second = cast("list[Any]", model.layer_weights)
     assert weight_of(first.qkv_proj) is ops.Int4Weight
     assert weight_of(first.ffn.down_proj) is ops.Int8Weight
     assert weight_of(second.ffn.down_proj) is torch.Tensor

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -235,10 +235,11 @@ def test_parts_of_a_linear_may_have_different_schemes() -> None:
     hf = build_hf()
     ours = build(hf, CASES["gptq-dynamic"], pack(hf, CASES["gptq-dynamic"]))
 
-    qkv = ours.layer_weights[0].qkv_proj.method
+    first, second = cast("list[Any]", ours.layer_weights)
+    qkv = first.qkv_proj.method
     assert isinstance(qkv, StackedLinear)
     assert [len(list(method.pieces())) for method in qkv.methods] == [10, 5]  # q and k are one
-    assert isinstance(ours.layer_weights[1].ffn.down_proj.method, UnquantizedLinear)
+    assert isinstance(second.ffn.down_proj.method, UnquantizedLinear)
     assert isinstance(ours.pre_post_weight.lm_head.method, QuantizedLinear)
 
 

@@ -89,7 +89,7 @@ def build_with_kv(
     return get_model_class(args.config.model_type)(replace(args, kv_dtype=kv_dtype, tensor_metadata=metadata))
 
 
-def _args(hf_config: dict[str, Any], checkpoint: Iterable[CheckpointTensor], tp: RankGroup) -> ModelArgs:
+def _args(hf_config: dict[str, Any], checkpoint: Iterable[CheckpointTensor] | None, tp: RankGroup) -> ModelArgs:
     return ModelArgs(
         config=ModelConfig.from_hf(hf_config),
         dtype=torch.float32,
@@ -104,7 +104,7 @@ def _args(hf_config: dict[str, Any], checkpoint: Iterable[CheckpointTensor], tp:
 
 def build_model(
     hf_config: dict[str, Any],
-    checkpoint: Iterator[CheckpointTensor],
+    checkpoint: Iterator[CheckpointTensor] | None,
     tp: RankGroup = ONE_RANK,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",

@@ -243,6 +243,12 @@ def penalties_of(entries: list[tuple[int, int, int]], shape: tuple[int, int], de
     )
 
 
+def floats(weight: Tensor | ops.QuantizedWeight) -> Tensor:
+    """A weight that is not quantised."""
+    assert isinstance(weight, Tensor)
+    return weight
+
+
 def experts_params(
     experts: int, hidden: int, width: int, dtype: torch.dtype, device: str, *, clamps: bool = False
 ) -> ops.ExpertsParams:
@@ -258,10 +264,11 @@ def experts_params(
     return ops.ExpertsParams(w13, w2, b13, b2, ops.GatedSilu(alpha=1.702, limit=1.5, up_offset=1.0))
 
 
-def eight_bit_weight(
-    out_size: int, in_size: int, dtype: torch.dtype, device: str, **more: Any
-) -> ops.Fp8Weight | ops.Int8Weight:
-    """Random codes; ``dtype`` is float8_e4m3fn or int8. ``group``: inputs with the same scale; ``has_offsets``."""
+def eight_bit_weight(out_size: int, in_size: int, dtype: torch.dtype, device: str, **more: Any) -> Any:
+    """An Int8Weight or, for the dtype float8_e4m3fn, an Fp8Weight, with random codes.
+
+    ``group``: inputs with the same scale; ``has_offsets``.
+    """
     group = more.pop("group", in_size)
     codes = randn(out_size, in_size, seed=5) * 60
     codes = codes.round().clamp(-127, 127).to(dtype) if dtype == torch.int8 else codes.clamp(-448, 448).to(dtype)
@@ -344,6 +351,10 @@ def mxfp4_weight(out_size: int, in_size: int, device: str) -> ops.Mxfp4Weight:
     weight.randomize_(torch.Generator(device).manual_seed(0), in_size**-0.5)
     weight.scales.add_(torch.arange(out_size, device=device)[:, None] % 3)
     return weight
+
+
+def _linear_mxfp4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return randn(tokens, 64, dtype=dtype, device=device), mxfp4_weight(40, 64, device)
 
 
 def _linear_int4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:

@@ -46,6 +46,7 @@ from test.ops.cases import (
     context_attention_args,
     eight_bit_weight,
     experts_params,
+    floats,
     int4_weight,
     latent_args,
     latent_context_args,
@@ -209,8 +210,8 @@ def compile_experts(dtype: torch.dtype) -> None:
     pairs = sort_pairs(ids, 32, 16)
     blocks = PairBlocks(pairs.blocks, pairs.pairs, 2)
     for config in (experts.INVARIANT, *(experts.config_of(most, 1) for most, _ in experts.CONFIGS)):
-        gated = expert_linear(x, params.w13, blocks, config, params.b13, params.activation)
-        expert_linear(gated, params.w2, blocks, config)
+        gated = expert_linear(x, floats(params.w13), blocks, config, params.b13, params.activation)
+        expert_linear(gated, floats(params.w2), blocks, config)
     gathered = _grouped_experts.gather_tokens(x, pairs.pairs, 2)
     _grouped_experts.activate_pairs(gathered, params.b13, ids, pairs.pairs, params.activation)
     compile_quantized_experts(dtype)

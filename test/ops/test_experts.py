@@ -24,6 +24,7 @@ from test.ops.cases import (
     device_of,
     each_backend_and_dtype,
     experts_params,
+    floats,
     ints,
     randn,
     strided,
@@ -46,7 +47,7 @@ def choose(tokens: int, n_experts: int, top_k: int, device: str, padding: int = 
 
 def in_float32(params: ExpertsParams) -> ExpertsParams:
     b13, b2 = (None if bias is None else wide(bias) for bias in (params.b13, params.b2))
-    return replace(params, w13=wide(params.w13), w2=wide(params.w2), b13=b13, b2=b2)
+    return replace(params, w13=wide(floats(params.w13)), w2=wide(floats(params.w2)), b13=b13, b2=b2)
 
 
 def test_the_definition_is_a_gated_mlp_for_each_pair() -> None:
@@ -58,8 +59,8 @@ def test_the_definition_is_a_gated_mlp_for_each_pair() -> None:
     expected = torch.zeros_like(x)
     for token in range(7):
         for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
-            gate, up = params.w13[expert][::2] @ x[token], params.w13[expert][1::2] @ x[token]
-            expected[token] += weight * (params.w2[expert] @ (F.silu(gate) * up))
+            gate, up = floats(params.w13)[expert][::2] @ x[token], floats(params.w13)[expert][1::2] @ x[token]
+            expected[token] += weight * (floats(params.w2)[expert] @ (F.silu(gate) * up))
     torch.testing.assert_close(out, expected, **TOLERANCE[torch.float32])
 
 
@@ -73,9 +74,9 @@ def test_the_definition_with_limits_and_biases_is_that_of_gpt_oss() -> None:
 
     for token in range(4):
         expert = int(ids[token, 0])
-        gate_up = params.w13[expert] @ x[token] + params.b13[expert]
+        gate_up = floats(params.w13)[expert] @ x[token] + params.b13[expert]
         gate, up = gate_up[::2].clamp(max=1.5), gate_up[1::2].clamp(-1.5, 1.5)
-        down = params.w2[expert] @ ((up + 1) * gate * torch.sigmoid(1.702 * gate)) + params.b2[expert]
+        down = floats(params.w2)[expert] @ ((up + 1) * gate * torch.sigmoid(1.702 * gate)) + params.b2[expert]
         torch.testing.assert_close(out[token], weights[token, 0] * down, **TOLERANCE[torch.float32])
 
 
@@ -101,7 +102,7 @@ def test_padding_is_routed_nowhere_and_becomes_0(backend: str, tokens: int) -> N
     device = device_of(backend)
     x = torch.full((tokens, 48), NAN, device=device)
     params = experts_params(16, 48, 40, torch.float32, device, clamps=True)
-    params = replace(params, w13=torch.full_like(params.w13, NAN))
+    params = replace(params, w13=torch.full_like(floats(params.w13), NAN))
     ids, weights = choose(tokens, 16, 2, device, padding=tokens)
 
     out = ops.experts.impls[backend](x, ids, weights, params)
@@ -133,12 +134,12 @@ def test_the_product_reads_every_tile_and_writes_the_rows_of_its_pairs(
     ids, _ = choose(9, 4, 2, device, padding=2)
     pairs = sort_pairs(ids, 4, config.block_m)
 
-    out = expert_linear(x, params.w13, PairBlocks(pairs.blocks, pairs.pairs, 2), config, params.b13, activation)
+    out = expert_linear(x, floats(params.w13), PairBlocks(pairs.blocks, pairs.pairs, 2), config, params.b13, activation)
 
     assert params.b13 is not None
     for row in range(int(pairs.ends[-1])):
         token, expert = int(pairs.pairs[row]) // 2, int(ids.flatten()[pairs.pairs[row]])
-        gate_up = wide(params.w13[expert]) @ wide(x[token]) + wide(params.b13[expert])
+        gate_up = wide(floats(params.w13)[expert]) @ wide(x[token]) + wide(params.b13[expert])
         assert_close(out[row], activation(gate_up[::2], gate_up[1::2]), dtype)
 
 

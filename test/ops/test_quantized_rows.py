@@ -97,7 +97,7 @@ def test_normed_rows_match_their_definition(backend: str, dtype: torch.dtype, co
 
 
 def expected_of(rows: QuantizedRows, weight: Any, bias: Tensor | None) -> Tensor:
-    out = rows.dequantize() @ weight.dequantize().T
+    out: Tensor = rows.dequantize() @ weight.dequantize().T
     return out if bias is None else out + wide(bias)
 
 

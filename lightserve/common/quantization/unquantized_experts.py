@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,15 @@ from lightserve.common import ops
 from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.quantization.experts_method import ExpertsLayout, ExpertsMethod, ExpertsSpec
 from lightserve.common.quantization.unquantized import slicer
+
+
+class _Tensors(NamedTuple):
+    """As in ``ops.ExpertsParams``."""
+
+    w13: Tensor
+    w2: Tensor
+    b13: Tensor | None
+    b2: Tensor | None
 
 
 class UnquantizedExperts(ExpertsMethod):
@@ -23,71 +33,71 @@ class UnquantizedExperts(ExpertsMethod):
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        self.params = ops.ExpertsParams(
+        self._tensors = _Tensors(
             w13=empty(experts, 2 * units, hidden),
             w2=empty(experts, hidden, units),
             b13=empty(experts, 2 * units) if spec.has_bias else None,
             b2=empty(experts, hidden) if spec.has_bias and spec.adds_bias else None,
-            activation=spec.activation,
         )
+        self.params = ops.ExpertsParams(**self._tensors._asdict(), activation=spec.activation)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return ops.experts(x, ids, weights, self.params)
 
     def kernel_key(self) -> Hashable:
-        params = self.params
-        shapes = tuple(params.w13.shape), tuple(params.w2.shape), params.w13.dtype
-        return type(self), *shapes, params.b13 is not None, params.b2 is not None, params.activation
+        tensors = self._tensors
+        shapes = tuple(tensors.w13.shape), tuple(tensors.w2.shape), tensors.w13.dtype
+        return type(self), *shapes, tensors.b13 is not None, tensors.b2 is not None, self._spec.activation
 
     def pieces(self) -> Iterator[Piece]:
-        return _PIECES[self._spec.layout](self._spec, self.params)
+        return _PIECES[self._spec.layout](self._spec, self._tensors)
 
 
-def _each(spec: ExpertsSpec, params: ops.ExpertsParams) -> Iterator[Piece]:
+def _each(spec: ExpertsSpec, tensors: _Tensors) -> Iterator[Piece]:
     prefixes = [(f"{spec.prefix}.{expert}", 0) for expert in range(spec.num_experts)]
     prefixes += [(spec.shared_prefix, shared) for shared in range(spec.num_shared)]
     for expert, (prefix, part) in enumerate(prefixes):
         place = expert - spec.own.start if spec.own.start <= expert < spec.own.stop else None
-        yield from _expert(prefix, spec, params, place, part)
+        yield from _expert(prefix, spec, tensors, place, part)
 
 
-def _expert(prefix: str, spec: ExpertsSpec, params: ops.ExpertsParams, place: int | None, part: int) -> Iterator[Piece]:
+def _expert(prefix: str, spec: ExpertsSpec, tensors: _Tensors, place: int | None, part: int) -> Iterator[Piece]:
     """An expert in ``place`` of this rank's, or of another rank; ``part``: which of the shared experts it is."""
     is_shared = prefix == spec.shared_prefix
     total = spec.width * (spec.num_shared if is_shared else 1)
     units = slice(part * spec.width + spec.units.start, part * spec.width + spec.units.stop)
-    gate_up = _by_unit(params.w13)
+    gate_up = _by_unit(tensors.w13)
     for side, name in enumerate((spec.names.gate, spec.names.up)):
         into = None if place is None else gate_up[place, :, side]
         yield Piece(f"{prefix}.{name}.weight", (total, spec.hidden_size), into, slicer(units))
-    into = None if place is None else params.w2[place]
+    into = None if place is None else tensors.w2[place]
     yield Piece(f"{prefix}.{spec.names.down}.weight", (spec.hidden_size, total), into, slicer(slice(None), units))
 
 
-def _stacked(spec: ExpertsSpec, params: ops.ExpertsParams) -> Iterator[Piece]:
+def _stacked(spec: ExpertsSpec, tensors: _Tensors) -> Iterator[Piece]:
     def gate_up(tensor: Tensor) -> Tensor:
         sides = tensor[spec.own].view(spec.num_own, 2, spec.width, spec.hidden_size)
         return sides[:, :, spec.units].transpose(1, 2)
 
     whole = (spec.num_experts, 2 * spec.width, spec.hidden_size)
-    yield Piece(f"{spec.prefix}.{spec.names.gate_up}.weight", whole, _by_unit(params.w13), gate_up)
+    yield Piece(f"{spec.prefix}.{spec.names.gate_up}.weight", whole, _by_unit(tensors.w13), gate_up)
     whole = (spec.num_experts, spec.hidden_size, spec.width)
     part = slicer(spec.own, slice(None), spec.units)
-    yield Piece(f"{spec.prefix}.{spec.names.down}.weight", whole, params.w2, part)
+    yield Piece(f"{spec.prefix}.{spec.names.down}.weight", whole, tensors.w2, part)
 
 
-def _transposed(spec: ExpertsSpec, params: ops.ExpertsParams) -> Iterator[Piece]:
+def _transposed(spec: ExpertsSpec, tensors: _Tensors) -> Iterator[Piece]:
     prefix, experts, hidden, width = spec.prefix, spec.num_experts, spec.hidden_size, spec.width
     both = slice(2 * spec.units.start, 2 * spec.units.stop)
     gate_up, down = f"{prefix}.{spec.names.gate_up}", f"{prefix}.{spec.names.down}"
-    yield Piece(gate_up, (experts, hidden, 2 * width), params.w13.transpose(1, 2), slicer(spec.own, slice(None), both))
-    yield Piece(down, (experts, width, hidden), params.w2.transpose(1, 2), slicer(spec.own, spec.units))
+    yield Piece(gate_up, (experts, hidden, 2 * width), tensors.w13.transpose(1, 2), slicer(spec.own, slice(None), both))
+    yield Piece(down, (experts, width, hidden), tensors.w2.transpose(1, 2), slicer(spec.own, spec.units))
     if spec.has_bias:
-        yield Piece(f"{gate_up}_bias", (experts, 2 * width), params.b13, slicer(spec.own, both))
-        yield Piece(f"{down}_bias", (experts, hidden), params.b2, slicer(spec.own))
+        yield Piece(f"{gate_up}_bias", (experts, 2 * width), tensors.b13, slicer(spec.own, both))
+        yield Piece(f"{down}_bias", (experts, hidden), tensors.b2, slicer(spec.own))
 
 
-_PIECES: dict[ExpertsLayout, Callable[[ExpertsSpec, ops.ExpertsParams], Iterator[Piece]]] = {
+_PIECES: dict[ExpertsLayout, Callable[[ExpertsSpec, _Tensors], Iterator[Piece]]] = {
     ExpertsLayout.EACH: _each,
     ExpertsLayout.STACKED: _stacked,
     ExpertsLayout.TRANSPOSED: _transposed,
