@@ -365,10 +365,6 @@ def _linear_codebook4_args(tokens: int, dtype: torch.dtype, device: str) -> Args
     return randn(tokens, 64, dtype=dtype, device=device), codebook4_weight(40, 64, device)
 
 
-def _linear_mxfp4_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
-    return randn(tokens, 64, dtype=dtype, device=device), mxfp4_weight(40, 64, device)
-
-
 def _norm_linear_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     x, residual = (randn(tokens, 48, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
     norm_weight, weight = (
