@@ -45,7 +45,8 @@ def test_all_processes_become_ready_in_order_and_the_banner_is_printed(tmp_path:
         assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
         output = " ".join(server.stderr().split())
         port = server.received("httpserver")[0].split()[1]
-        assert f"LightServe is ready at http://127.0.0.1:{port} model {tmp_path.name} " in output
+        url = f"http://127.0.0.1:{port}"
+        assert f"LightServe is ready at {url} chat page {url}/ model {tmp_path.name} " in output
         assert "computed as LlamaForCausalLM in float16 on a fake longest request 512 tokens KV pool" in output
         assert "HTTP processes 2 " in output
         assert "model worker 1 weights 0.25 s" in output
