@@ -5,8 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightserve.common import ops
 from lightserve.common.device.profile import H200
 from lightserve.common.triton_kernel import _gpu
+
+
+@pytest.fixture(autouse=True)
+def _reference_backend() -> None:
+    """An earlier test of this process may have bound another one."""
+    ops.use_backend(ops.REFERENCE)
 
 
 @pytest.fixture(autouse=True)

@@ -49,10 +49,8 @@ class CpuDevice(Device):
     def set_current(self, device: torch.device) -> None:
         """Nothing to do: every thread runs on the CPU."""
 
-    @property
-    def keeps_gguf_packed(self) -> bool:
-        """Only the C library has fast products with packed weights."""
-        return self._has_library()
+    # Packed products round their inputs to 8 bits, which changes greedy text: --quantization gguf asks for them.
+    keeps_gguf_packed = False
 
     def _has_library(self) -> bool:
         import_module(self.ops_module)
