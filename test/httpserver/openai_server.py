@@ -73,7 +73,7 @@ def running(run_dir: Path, tokenizer: Tokenizer | None = None, config: HttpConfi
 
     async def serve() -> None:
         async with engine(run_dir, spell("Hello"), tokenizer or smol(), config) as (context, fake):
-            server = uvicorn.Server(uvicorn.Config(build_app(context), log_config=None, access_log=False))
+            server = uvicorn.Server(uvicorn.Config(build_app(context), log_config=None, ws="none", access_log=False))
             listener = socket.socket(proto=socket.IPPROTO_TCP)  # named, or asyncio would not set TCP_NODELAY
             listener.bind(("127.0.0.1", 0))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
