@@ -138,6 +138,8 @@ LAYERS: dict[str, set[str]] = {
     },
 }
 TORCH_FREE = [
+    "benchmark.compare",
+    "benchmark.serve",
     "common.compile.cache",
     "common.compile.client",
     "common.kv.token_slots",

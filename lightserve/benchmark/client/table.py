@@ -40,6 +40,8 @@ def notes_of(run: Run, processes: int) -> Iterator[str]:
         yield f"note: {run.tokens_per_event:.2f} tokens per event; ITL is the time between events, TPOT between tokens"
     if run.cached_tokens:
         yield f"note: the server took {run.cached_tokens:,} input tokens from its prefix cache"
+    if run.concurrency is not None and run.rate is None and run.peak_in_flight < run.concurrency:
+        yield f"note: at most {run.peak_in_flight} requests were in flight; for {run.concurrency}, raise --requests"
     if run.client_cores > BUSY_CORES * processes:
         yield (
             f"warning: the client used {run.client_cores:.2f} cores in {processes} process(es) and may have delayed "

@@ -27,7 +27,12 @@ def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> s
         f'<tr><th scope="row">{row[0]}</th>' + "".join(f"<td>{cell}</td>" for cell in row[1:]) + "</tr>" for row in rows
     )
     title = f"<caption>{escape(caption)}</caption>"
-    return f'<div class="scroll"><table>{title}<thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+    return scrollable(caption, f"<table>{title}<thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>")
+
+
+def scrollable(name: str, body: str) -> str:
+    """On a narrow screen, also with the keyboard."""
+    return f'<div class="scroll" role="group" tabindex="0" aria-label="{escape(name)}">{body}</div>'
 
 
 def milliseconds(value: float) -> str:
@@ -125,8 +130,9 @@ def _throughput_against_load(results: Results, runs: list[Run]) -> str:
 def run_section(run: Run, processes: int, is_open: bool) -> str:
     """Folded unless it is the only one: the table above has the figures of all."""
     notes = "".join(f"<p{style_of(note)}>{escape(note)}</p>" for note in notes_of(run, processes))
+    title = "Timeline of requests"
     parts = [cards(run), notes, latency_table(run), distributions(run), over_time(run)]
-    parts.append(figure("Timeline of requests", timeline_plot(run), "wide"))
+    parts.append(figure(title, scrollable(title, timeline_plot(run)), "wide"))
     name = escape(run.name[0].upper() + run.name[1:])
     failed = f', <span class="bad-text">{run.failed:,} failed</span>' if run.failed else ""
     short = f'<span class="soft">{number(run.throughput.output_tokens)} output tok/s{failed}</span>'

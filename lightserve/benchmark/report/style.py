@@ -24,7 +24,8 @@ p { margin: 0 0 10px } .soft { color: var(--soft) } .bad-text { color: var(--bad
   margin: 14px 0 }
 figure { margin: 0; background: var(--card); border: 1px solid var(--edge); border-radius: 10px; padding: 14px 14px 8px;
   min-width: 0 }
-figure.wide { margin: 14px 0 } figcaption { font-weight: 600; font-size: 14px; margin-bottom: 6px }
+figure.wide { margin: 14px 0 } .wide .scroll { border: 0 } .wide .plot { min-width: 760px }
+figcaption { font-weight: 600; font-size: 14px; margin-bottom: 6px }
 .plot { display: block; width: 100%; height: auto; font: 12px system-ui, sans-serif }
 .tick { fill: var(--soft); font-size: 11.5px } .label { fill: var(--soft) } .key { fill: var(--text); font-size: 12px }
 .point { fill: var(--soft); font-size: 11px }
@@ -40,7 +41,7 @@ th, td { padding: 7px 14px; text-align: right; white-space: nowrap; border-top: 
 thead th { color: var(--soft); font-weight: 500; font-size: 13px; border-top: 0 }
 th:first-child, td.text { text-align: left } tbody th { font-weight: 600 } td.text { white-space: normal }
 details { margin: 14px 0 } summary { cursor: pointer; font-weight: 600; padding: 4px 0 }
-summary:focus-visible { outline: 2px solid var(--c1); outline-offset: 3px }
+summary:focus-visible, .scroll:focus-visible { outline: 2px solid var(--c1); outline-offset: 3px }
 dl.options { display: grid; grid-template-columns: max-content 1fr; gap: 2px 18px; margin: 10px 0; font-size: 14px }
 dl.options dt { color: var(--soft) } dl.options dd { margin: 0; overflow-wrap: anywhere }
 tbody th .soft { font-weight: 400; margin-left: 6px }

@@ -15,7 +15,7 @@ MAX_HEIGHT = 420
 
 
 def shown_requests(run: Run) -> list[RequestTimes]:
-    """All requests in the order of sending, or every nth one. Failed ones are always shown."""
+    """All requests in the order of sending, or every nth one and those that failed, as far as there is room."""
     ordered = sorted(run.requests, key=lambda request: request.sent)
     if len(ordered) <= MAX_ROWS:
         return ordered
