@@ -15,6 +15,8 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
 from lightserve import generate
+from lightserve.benchmark.client.arguments import parser as bench_parser
+from lightserve.benchmark.compare import parser as compare_parser
 from lightserve.config import ServerConfig
 from lightserve.httpserver.admin.metrics_page import ENGINE_UP, NAMES
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
@@ -100,13 +102,15 @@ def flags_of_help(capsys: pytest.CaptureFixture[str]) -> set[str]:
 
 @pytest.fixture
 def flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Of the server, of the command that asks one question, and of the simulator."""
+    """Of the server, of the command that asks one question, of the simulator and of the load test."""
     monkeypatch.setattr(sys, "argv", ["lightserve", "--help"])
     with pytest.raises(SystemExit, match="0"):
         parse_server(["--help"])
     with pytest.raises(SystemExit, match="0"):
         generate.main()
     simulate_arguments().print_help()
+    bench_parser().print_help()
+    compare_parser().print_help()
     return flags_of_help(capsys)
 
 
