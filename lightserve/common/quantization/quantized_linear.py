@@ -181,8 +181,8 @@ class QuantizedLinear(LinearMethod):
 
     def kernel_key(self) -> Hashable:
         weight = self.weight
-        options = weight.group_size, weight.offsets is not None, weight.input_quant, self.bias is not None
-        return type(self), type(weight), weight.shape, *options
+        options = weight.group_size, weight.offsets is not None, weight.has_zero_points, weight.input_quant
+        return type(self), type(weight), weight.shape, *options, self.bias is not None
 
 
 class StackedLinear(LinearMethod):
