@@ -88,6 +88,7 @@ setup(
         "uvloop>=0.20",
     ],
     extras_require={
+        "docs": ["mkdocs>=1.6,<2"],
         "gpu": ["triton>=3.6"],
         "hf": ["transformers>=5.17"],  # tokenizers in a folder's own Python: --trust_remote_code
         "test": [
@@ -98,6 +99,7 @@ setup(
             "hypothesis",
             "jsonschema-rs",
             "matplotlib",
+            "mkdocs>=1.6,<2",
             "mypy",
             "openai",
             "pytest",
