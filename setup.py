@@ -72,7 +72,7 @@ setup(
         "fastapi>=0.115",
         "gguf>=0.17",
         "httptools>=0.6",
-        "huggingface-hub>=1.0,<3",  # tokenizers installs it too
+        "huggingface-hub>=1.5,<3",  # tokenizers installs it too
         "jinja2>=3.1",
         "llguidance>=1.7",
         "msgspec>=0.19",

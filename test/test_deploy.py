@@ -92,7 +92,10 @@ def test_the_base_image_has_a_full_version(dockerfile: Path) -> None:
     images = {text.split()[0] for text in texts(dockerfile, "FROM")}
 
     assert len(images) == 1
-    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-[a-z]+", images.pop())
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-[a-z]+", image := images.pop())
+    assert {
+        version for version in re.findall(r"lib/python([\d.]+)/", dockerfile.read_text()) if version not in image
+    } == set()
 
 
 def test_package_managers_leave_no_caches_in_an_image(dockerfile: Path) -> None:
@@ -119,7 +122,8 @@ def test_an_image_does_not_run_as_root(dockerfile: Path) -> None:
 def test_an_image_starts_the_server_on_the_port_that_it_exposes(dockerfile: Path, open_routes: set[str]) -> None:
     [entrypoint], [exposed] = texts(dockerfile, "ENTRYPOINT"), texts(dockerfile, "EXPOSE")
     http = flags_of(json.loads(entrypoint)).http
-    [(port, route)] = re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", *texts(dockerfile, "HEALTHCHECK"))
+    [health_check] = texts(dockerfile, "HEALTHCHECK")
+    [(port, route)] = re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", health_check)
 
     assert http.host == "0.0.0.0"
     assert http.port == int(exposed) == int(port)

@@ -35,12 +35,17 @@ class HubServer(ThreadingHTTPServer):
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.files = files  # of REPO at COMMIT
+        self.files = files  # of REPO at the commit
+        self.commit = COMMIT
         self.sent: dict[str, bytes] = {}  # contents that differ from those that are listed
         self.cuts: list[int] = []  # bytes after which the next downloads break off
         self.refusals: dict[str, Refusal] = {}  # by a part of the path
+        self.is_hub = True  # False: files have no header with the commit, as on a plain web server
         self.has_xet = False  # whether large files are in Xet too
         self.asked: list[Asked] = []
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that leaves is no error."""
 
     @property
     def endpoint(self) -> str:
@@ -56,7 +61,7 @@ class HubServer(ThreadingHTTPServer):
 
     def downloads(self) -> list[str]:
         """The files that were downloaded, in order."""
-        prefix = f"/{REPO}/resolve/{COMMIT}/"
+        prefix = f"/{REPO}/resolve/{self.commit}/"
         return [one.path.removeprefix(prefix) for one in self.asked if one.method == "GET" and prefix in one.path]
 
 
@@ -78,9 +83,11 @@ class _Handler(BaseHTTPRequestHandler):
         if refusals:
             self._send(refusals[0].status, b"", refusals[0].headers)
         elif path.startswith(f"/api/models/{REPO}/revision/"):
-            self._send(200, json.dumps({"id": REPO, "sha": COMMIT, "siblings": self._siblings()}).encode(), {})
-        elif path.startswith(f"/{REPO}/resolve/{COMMIT}/"):
-            self._resolve(path.removeprefix(f"/{REPO}/resolve/{COMMIT}/"))
+            self._send(
+                200, json.dumps({"id": REPO, "sha": self.server.commit, "siblings": self._siblings()}).encode(), {}
+            )
+        elif path.startswith(f"/{REPO}/resolve/{self.server.commit}/"):
+            self._resolve(path.removeprefix(f"/{REPO}/resolve/{self.server.commit}/"))
         elif path.startswith("/large/"):
             self._send_content(next(name for name in self.server.files if self.server.large_path(name) == path))
         else:
@@ -91,16 +98,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _resolve(self, name: str) -> None:
         if name not in self.server.files:
-            self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.server.commit})
             return
         data = self.server.files[name]
-        common = {"X-Repo-Commit": COMMIT, "ETag": f'"{digest_of(name, data)}"'}
+        common = {"ETag": f'"{digest_of(name, data)}"'}
+        if self.server.is_hub:
+            common["X-Repo-Commit"] = self.server.commit
         if not name.endswith(LARGE):
             self._send_content(name, common)
             return
         linked = {"X-Linked-Size": str(len(data)), "X-Linked-ETag": f'"{_sha256(data)}"'}
         if self.server.has_xet:
-            link = f'<{self.server.endpoint}/api/models/{REPO}/xet-read-token/{COMMIT}>; rel="xet-auth"'
+            link = f'<{self.server.endpoint}/api/models/{REPO}/xet-read-token/{self.server.commit}>; rel="xet-auth"'
             linked |= {"X-Xet-Hash": _sha256(data), "Link": link}
         location = self.server.other_host + self.server.large_path(name)
         self._send(302, b"", common | linked | {"Location": location})

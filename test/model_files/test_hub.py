@@ -6,6 +6,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,6 +143,28 @@ def test_the_second_start_downloads_nothing_and_other_tools_find_the_files(serve
 
     assert [one.path for one in server.asked] == [f"/api/models/{REPO}/revision/main"]
     assert snapshot_download(REPO, cache_dir=tmp_path / "hub", local_files_only=True) == str(path)
+
+
+def test_a_new_commit_downloads_only_what_has_changed(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve(REPO)
+    server.files["generation_config.json"] = b'{"eos_token_id": 7}'
+    server.commit = "f" * 40
+    server.asked.clear()
+
+    source = resolve(REPO)
+
+    assert server.downloads() == ["generation_config.json"]
+    assert contents_of(source.path) == server.files
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert resolve(REPO).path.name == server.commit
+
+
+def test_two_starts_at_once_download_each_file_once(server: HubServer) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(resolve, [REPO, REPO])
+
+    assert first.path == second.path
+    assert sorted(server.downloads()) == sorted(server.files)
 
 
 def test_without_weights_only_the_settings_are_downloaded(server: HubServer) -> None:
@@ -315,6 +338,12 @@ def test_disk_space_is_checked_before_a_download(server: HubServer, monkeypatch:
     assert server.downloads() == []
 
 
+def test_a_mirror_without_the_hubs_headers_is_named(server: HubServer) -> None:
+    server.is_hub = False
+
+    assert f"{server.endpoint} gave an answer that is not the hub's (Response from" in refusal()
+
+
 def test_a_cache_that_cannot_be_written_is_reported(server: HubServer, tmp_path: Path) -> None:
     (tmp_path / "hub").write_text("a file where the folder should be")
 
@@ -401,6 +430,20 @@ def test_a_file_in_xet_is_downloaded_by_hf_xet_and_checked(
 
     assert [path.stat().st_size for path in files] == [len(server.files[path.name]) for path in files]
     assert not {name for name in server.downloads() if name.endswith(".safetensors")}
+
+
+def test_if_hf_xet_fails_the_file_is_downloaded_over_http(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import file_download
+
+    def xet_get(**_: Any) -> None:
+        raise RuntimeError("Network error: connection refused")
+
+    server.has_xet = True
+    monkeypatch.setattr(file_download, "xet_get", xet_get)
+
+    files = resolve(REPO).weight_files()
+
+    assert [path.read_bytes() for path in files] == [server.files[path.name] for path in files]
 
 
 def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_downloaded(server: HubServer) -> None:

@@ -28,7 +28,7 @@ def one_line_errors(name: HubName, settings: HubSettings) -> Iterator[None]:
 
 
 def describe(error: Exception, name: HubName, settings: HubSettings) -> str:
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import FileMetadataError, HfHubHTTPError
 
     while error.__cause__ is not None and not isinstance(error, HfHubHTTPError) and _is_wrapper(error):
         error = error.__cause__  # type: ignore[assignment]
@@ -41,11 +41,11 @@ def describe(error: Exception, name: HubName, settings: HubSettings) -> str:
             "network, HTTPS_PROXY and HF_ENDPOINT, or "
             f"run `hf download {name.repo}` on another machine and copy its cache to {settings.cache}"
         )
+    if isinstance(error, FileMetadataError | ValueError):
+        return f"{settings.endpoint} gave an answer that is not the hub's ({error}); check HF_ENDPOINT and HTTPS_PROXY"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"no space left in {settings.cache}; free some, or set HF_HOME to a folder on another disk"
-    if isinstance(error, OSError):
-        return f"{settings.cache} cannot be written ({error}); fix that or set HF_HOME to another folder"
-    return f"{settings.endpoint} gave an answer that is not the hub's ({error}); check HF_ENDPOINT and HTTPS_PROXY"
+    return f"{settings.cache} cannot be written ({error}); fix that or set HF_HOME to another folder"
 
 
 def _is_wrapper(error: Exception) -> bool:

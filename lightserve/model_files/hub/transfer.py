@@ -94,14 +94,27 @@ class Transfer:
     def _download_file(self, file: HubFile, bar: type[Any]) -> None:
         if self._stop.is_set():
             raise StoppedError
-        if self._repo.has_blob(file) or not self._uses_xet(file):
+        is_done = not self._repo.has_blob(file) and self._uses_xet(file) and self._download_with_xet(file, bar)
+        if not is_done:
             self._download_blob(file, bar)
             self._link(file, bar)
-        else:
-            with self._xet_turn:
-                self._link(file, bar)
         if not self._repo.has(self.commit, file):
             raise _wrong_content(self.name, file, "another size")
+
+    def _download_with_xet(self, file: HubFile, bar: type[Any]) -> bool:
+        """Return False if hf_xet fails, as behind a firewall that lets only the hub through."""
+        try:
+            with self._xet_turn:
+                self._link(file, bar)
+            return True
+        except (ModelFilesError, StoppedError):
+            raise
+        except Exception as error:  # it raises what its Rust code reports, of any class
+            if self._stop.is_set():
+                raise StoppedError from error
+            reason = " ".join(str(error).split())[:200]
+            logger.warning("%s: hf_xet failed (%s); continuing over HTTP", file.path, reason)
+            return False
 
     def _uses_xet(self, file: HubFile) -> bool:
         """Whether hf_xet can download the file: over many connections, but always from its start."""
