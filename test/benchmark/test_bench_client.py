@@ -18,6 +18,7 @@ from lightserve.benchmark.client.processes import shares_of
 from lightserve.benchmark.client.record import Record
 from lightserve.benchmark.client.results import Run
 from lightserve.benchmark.client.stream import StreamedResponse
+from lightserve.benchmark.client.table import lines_of
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import load_tokenizer
 
@@ -116,13 +117,14 @@ def test_tokens_without_usage_are_counted_as_well_as_possible_and_the_source_is_
     short, full = text_event(finish_reason="stop"), text_event(finish_reason="length")
     records = [read((101.0, end + DONE)) for end in (short, full)]
     records[1].index = 1
-    judge = Judge([8, 8])
+    judge = Judge([8, 8], [20, 30])
 
     run = run_of(*records, judge=judge)
     counted = run_of(*records, judge=Judge([8, 8], tokenizer=load_tokenizer(resolve(None, needs_weights=False))))
 
     assert run.token_counts == {"number of events": 1, "length asked for": 1}
-    assert run.output_tokens == 1 + 8
+    assert (run.input_tokens, run.output_tokens) == (20 + 30, 1 + 8)
+    assert "output by number of events 1, length asked for 1; input as asked for" in "\n".join(lines_of(run, 1))
     assert (counted.token_counts, counted.output_tokens) == ({"tokenizer": 2}, 2)
 
 
@@ -133,7 +135,9 @@ def test_goodput_counts_requests_that_meet_every_limit() -> None:
     one_token = read((100.1, text_event() + usage_event(1) + DONE))
     failed = read(status=500)
 
-    run = run_of(fast, slow_start, slow_tokens, one_token, failed, judge=Judge([2] * 5, {"ttft": 200.0, "tpot": 200.0}))
+    run = run_of(
+        fast, slow_start, slow_tokens, one_token, failed, judge=Judge([2] * 5, slo={"ttft": 200.0, "tpot": 200.0})
+    )
 
     assert run.good_share == 2 / 5
     assert run.throughput.goodput == pytest.approx(2 / run.seconds)
@@ -179,6 +183,7 @@ def test_no_random_prompt_is_sent_twice_and_prefixes_are_shared() -> None:
     assert prefixes.isdisjoint({tuple(prompt.text.split()[:20]) for prompt in second})
     assert dataset.take(8, 0) == first
     assert {8 <= len(prompt.text.split()) - 20 <= 24 for prompt in first} == {True}
+    assert [prompt.input_len for prompt in first] == [len(prompt.text.split()) for prompt in first]
 
 
 def test_a_random_prompt_has_as_many_tokens_as_asked_for() -> None:

@@ -41,6 +41,7 @@ class Prompt:
 
     output_len: int
     text: str = ""
+    input_len: int = 0  # tokens, for servers that send no usage; without a tokenizer an estimate
     messages: Sequence[dict[str, Any]] = ()
     fields: dict[str, Any] = field(default_factory=dict)
 
@@ -82,13 +83,12 @@ class RandomDataset:
         rng = np.random.default_rng([self._seed, part])
         lengths = self._lengths
         prefixes = [self._text(rng, lengths.prefix_len) for _ in range(lengths.num_prefixes)]
-        return [
-            Prompt(
-                text=prefixes[i % len(prefixes)] + self._text(rng, lengths.sample(rng, lengths.input_len)),
-                output_len=lengths.sample(rng, lengths.output_len),
-            )
-            for i in range(count)
-        ]
+        prompts = []
+        for i in range(count):
+            own_len, output_len = lengths.sample(rng, lengths.input_len), lengths.sample(rng, lengths.output_len)
+            text = prefixes[i % len(prefixes)] + self._text(rng, own_len)
+            prompts.append(Prompt(output_len, text, lengths.prefix_len + own_len))
+        return prompts
 
     def repeats(self, count: int) -> int:
         return 0
@@ -148,7 +148,7 @@ def _sharegpt_prompts(
         wanted = output_len or _count(answer, tokenizer)
         is_usual = SHAREGPT_MIN_TOKENS <= input_len <= SHAREGPT_MAX_INPUT and wanted >= SHAREGPT_MIN_TOKENS
         if is_usual and input_len + wanted <= SHAREGPT_MAX_TOTAL:
-            yield Prompt(text=question, output_len=wanted)
+            yield Prompt(wanted, question, input_len)
 
 
 def _count(text: str, tokenizer: Tokenizer | None) -> int:
@@ -180,4 +180,6 @@ def _jsonl_prompt(line: str, place: str, output_len: int) -> Prompt:
     wanted = row.get("max_tokens", output_len)
     if not isinstance(wanted, int) or wanted < 1:
         raise ValueError(f"{place}: max_tokens must be a positive integer, not {wanted!r}")
-    return Prompt(text=row.get("prompt", ""), messages=row.get("messages", ()), output_len=wanted, fields=fields)
+    text, messages = row.get("prompt", ""), row.get("messages", ())
+    input_len = _count(text or "".join(str(message) for message in messages), None)
+    return Prompt(wanted, text, input_len, messages, fields)

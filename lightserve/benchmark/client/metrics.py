@@ -44,8 +44,14 @@ class Judge:
     """What else is known about the requests of a run."""
 
     output_lens: Sequence[int]  # asked for, by the index of the request
+    input_lens: Sequence[int] = ()
     slo: dict[str, float] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
+
+    def input_tokens(self, record: Record) -> int:
+        if record.input_tokens is not None or not self.input_lens:
+            return record.input_tokens or 0
+        return self.input_lens[record.index]
 
     def output_tokens(self, record: Record) -> tuple[int, str]:
         """Number of output tokens of a completed request, and where it comes from."""
@@ -79,7 +85,7 @@ def summarize(result: LoadResult, point: Point, judge: Judge) -> Run:
     seconds = max(result.seconds, 1e-9)
     completed = [_Completed(r, *judge.output_tokens(r)) for r in records if not r.error]
     tokens = sum(done.tokens for done in completed)
-    input_tokens = sum(done.record.input_tokens or 0 for done in completed)
+    input_tokens = sum(judge.input_tokens(done.record) for done in completed)
     good = sum(done.meets(judge.slo) for done in completed)
     events = sum(len(done.record.event_times) for done in completed)
     samples = _samples(completed)
@@ -156,7 +162,7 @@ def _request_times(records: list[Record], start: float, judge: Judge) -> list[Re
             sent=r.sent - start,
             first=r.event_times[0] - start if r.event_times else None,
             end=_end_of(r) - start,
-            input_tokens=r.input_tokens or 0,
+            input_tokens=judge.input_tokens(r),
             output_tokens=0 if r.error else judge.output_tokens(r)[0],
             error=r.error,
         )

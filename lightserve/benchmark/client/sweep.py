@@ -61,7 +61,13 @@ class Sweep:
         result = run_in_processes(plan, flags.processes, on_done)
         if progress:
             progress.finish()
-        return summarize(result, point, Judge([p.output_len for p in prompts], self.arguments.slo, self.tokenizer))
+        judge = Judge(
+            [prompt.output_len for prompt in prompts],
+            [prompt.input_len for prompt in prompts],
+            self.arguments.slo,
+            self.tokenizer,
+        )
+        return summarize(result, point, judge)
 
     def _warm_up(self, number: int) -> None:
         """Its prompts are no prompts of a run. The first failure ends the benchmark, with its reason."""

@@ -55,4 +55,4 @@ def _sources(run: Run) -> str:
     if list(run.token_counts) == ["usage"]:
         return "counted by the server"
     counts = ", ".join(f"{source} {count}" for source, count in run.token_counts.items())
-    return f"requests by source of the count: {counts}" if counts else "none"
+    return f"output by {counts}; input as asked for where the server sent no usage" if counts else "none"
