@@ -78,6 +78,7 @@ setup(
         "numpy>=2",
         "orjson>=3.10",
         "prometheus-client>=0.20",
+        "pyyaml>=6",
         "pyzmq>=26",
         "rpyc>=6",
         "safetensors>=0.5",

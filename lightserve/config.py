@@ -122,7 +122,7 @@ class WorkerConfig:
 class RouterConfig:
     """Options of the router."""
 
-    router_policy: str = option("priority", "order of admission: fifo, priority or cache_aware", "scheduling_policy")
+    router_policy: str = option("priority", "order in which waiting requests are admitted", "scheduling_policy")
     router_token_ratio: float = option(
         0.85,
         "share of the KV pool that may be filled by estimated output lengths; 0: reserve the maximum of every request",

@@ -14,7 +14,7 @@ from lightserve.server.args import Parser, add_flags, config_from_args
 DEFAULT_PROMPT = "What is the capital of France, and what is it known for?"
 
 
-def main() -> None:
+def arguments() -> Parser:
     parser = Parser(prog="lightserve", description="Ask a model one question.")
     parser.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, help="the prompt")
     parser.add_argument(
@@ -22,7 +22,11 @@ def main() -> None:
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
     add_flags(parser, WorkerConfig)
-    args = parser.parse()
+    return parser
+
+
+def main() -> None:
+    args = arguments().parse()
     try:
         params = GenerationParams.of(max_new_tokens=args.max_new_tokens, temperature=args.temperature)
         generate(config_from_args(WorkerConfig, args), args.prompt, params)

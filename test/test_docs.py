@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from lightserve.httpserver.openai.responses.request import ResponsesBody
 from lightserve.httpserver.tgi.request import TgiBody, TgiParameters
 from lightserve.httpserver.wire.body import Body, validate
 from lightserve.models.registry import MODELS
-from lightserve.server.args import parse_server
+from lightserve.server.args import parse_server, server_parser
 from lightserve.simulate.__main__ import arguments as simulate_arguments
 from lightserve.utils.metrics import METRICS
 from test.httpserver.app_client import served
@@ -94,20 +93,11 @@ def test_links_within_a_page_lead_to_its_headings(page: Path) -> None:
 # flags
 
 
-def flags_of_help(capsys: pytest.CaptureFixture[str]) -> set[str]:
-    return set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
-
-
-@pytest.fixture
-def flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+@pytest.fixture(scope="module")
+def flags() -> set[str]:
     """Of the server, of the command that asks one question, and of the simulator."""
-    monkeypatch.setattr(sys, "argv", ["lightserve", "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        parse_server(["--help"])
-    with pytest.raises(SystemExit, match="0"):
-        generate.main()
-    simulate_arguments().print_help()
-    return flags_of_help(capsys)
+    parsers = (server_parser(), generate.arguments(), simulate_arguments())
+    return {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in DATED], ids=by_name)
@@ -141,7 +131,7 @@ def test_other_names_in_the_readme_set_the_same_flag() -> None:
 
     assert len(names) > 5
     for name, other in names:
-        value = {"data_type": "float16", "kv_dtype": "fp8"}.get(name, "1")
+        value = {"data_type": "float16", "kv_dtype": "fp8", "router_policy": "fifo"}.get(name, "1")
         assert str(value_of(parse_server([other, value]), name)).lstrip("['").startswith(value), other
 
 

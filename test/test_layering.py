@@ -108,7 +108,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "httpserver.web": HTTP_GROUND,
     "httpserver": {"config", "io_struct", "model_files", "utils"},
-    "server": {*GROUND, "model_files", "models.registry"},
+    "server": {*GROUND, "model_files", "models.registry", "router"},
     "simulate": {*GROUND, "router"},
     "llm": {
         *GROUND,
