@@ -109,5 +109,5 @@ setup(
             "triton>=3.6",
         ],
     },
-    entry_points={"console_scripts": ["lightserve = lightserve.generate:main"]},
+    entry_points={"console_scripts": ["lightserve = lightserve.cli.main:main"]},
 )

@@ -121,6 +121,7 @@ LAYERS: dict[str, set[str]] = {
         "worker",
     },
     "generate": {*GROUND, "llm", "server"},
+    "cli": {*GROUND, "common.cpu_kernel", "model_files", "models.registry", "server"},
     "tools": {*GROUND, "common", "model_files", "models.registry", "worker"},
     "benchmark": {
         *GROUND,
@@ -138,6 +139,10 @@ LAYERS: dict[str, set[str]] = {
     },
 }
 TORCH_FREE = [
+    "cli.chat.main",
+    "cli.completion.main",
+    "cli.doctor",
+    "cli.models",
     "common.compile.cache",
     "common.compile.client",
     "common.kv.token_slots",

@@ -25,7 +25,7 @@ from typing import Any
 from lightserve.config import ServerConfig
 from lightserve.errors import LightserveError
 from lightserve.io_struct import StartupPhase
-from lightserve.server.args import parse_server
+from lightserve.server.args import MODULE, parse_server
 from lightserve.server.banner import banner, print_line, print_text
 from lightserve.server.checks import ModelInfo, check
 from lightserve.server.keys import with_keys
@@ -38,10 +38,10 @@ from lightserve.utils import net
 from lightserve.utils.process import EXIT_CONFIG_ERROR, one_line
 
 
-def main(argv: Sequence[str] | None = None, modules: Modules | None = None) -> int:
+def main(argv: Sequence[str] | None = None, modules: Modules | None = None, prog: str = MODULE) -> int:
     begin_s = time.monotonic()
     try:
-        config = with_keys(parse_server(argv))
+        config = with_keys(parse_server(argv, prog))
         model = check(config)
         net.raise_fd_limit()
         sockets = net.listen(config.http.host, config.http.port, config.http.num_processes)

@@ -30,13 +30,13 @@ class Parser(argparse.ArgumentParser):
     def parse(
         self, argv: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        namespace, unknown = self.parse_known_args(argv, namespace)
+        parsed, unknown = self.parse_known_args(argv, namespace or argparse.Namespace())
         for flag in unknown:
             self.reject_unknown(flag)
-        return namespace
+        return parsed
 
     def error(self, message: str) -> NoReturn:
-        message = re.sub(r"^argument (--\w+)/[^:]*:", r"\1:", message)  # one spelling of several
+        message = re.sub(r"^argument (--\w+)[^:]*:", r"\1:", message)  # one spelling of several
         self.exit(2, f"lightserve: {message} (--help lists the flags)\n")
 
     def reject_unknown(self, flag: str) -> NoReturn:
@@ -89,7 +89,7 @@ def _add_flags_of_the_parser(group: argparse._ActionsContainer) -> None:
 
 def option_types() -> dict[str, tuple[Field[Any], Any]]:
     """The field and the type of every option of the server, by name."""
-    found = {}
+    found: dict[str, tuple[Field[Any], Any]] = {}
     for config_class in get_type_hints(ServerConfig).values():
         hints = get_type_hints(config_class)
         found |= {spec.name: (spec, hints[spec.name]) for spec in fields(config_class)}

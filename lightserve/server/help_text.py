@@ -26,6 +26,10 @@ class HelpFormatter(argparse.HelpFormatter):
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """A text with line breaks keeps them."""
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
     def _get_help_string(self, action: argparse.Action) -> str | None:
         """The help with the default. An option without a fixed default describes it in its own text."""
         text = action.help or ""
