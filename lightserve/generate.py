@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from lightserve.config import WorkerConfig
-from lightserve.errors import LightserveError
+from lightserve.errors import LightserveError, with_docs
 from lightserve.io_struct import GenerationParams
 from lightserve.server.args import Parser, add_flags, config_from_args, server_parser
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         params = GenerationParams.of(max_new_tokens=args.max_new_tokens, temperature=args.temperature)
         generate(config_from_args(WorkerConfig, args), args.prompt, params)
     except LightserveError as error:
-        print(f"lightserve: {error}", file=sys.stderr)
+        print(f"lightserve: {with_docs(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from lightserve import __version__
-from lightserve.errors import LightserveError
+from lightserve.errors import LightserveError, with_docs
 from lightserve.utils.spelling import nearest
 
 EXIT_USAGE = 2
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(argv)
     except LightserveError as error:
-        return _fail(str(error))
+        return _fail(with_docs(error))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of the output has closed the pipe

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightserve.errors import ServerError
+from lightserve.errors import OptionError
 from lightserve.utils.spelling import nearest
 
 
 def read_config_file(path: str, options: Sequence[argparse.Action]) -> dict[str, Any]:
-    """The values of the file by the name of their option. Raises a ServerError that names the file and the key."""
+    """The values of the file by the name of their option. Raises a OptionError that names the file and the key."""
     by_key = {flag.lstrip("-"): option for option in options for flag in option.option_strings}
     found: dict[str, Any] = {}
     for key, value in _mapping(path).items():
@@ -27,13 +27,13 @@ def read_config_file(path: str, options: Sequence[argparse.Action]) -> dict[str,
         if option is None:
             near = nearest(str(key), by_key)
             hint = f"did you mean {near}?" if near else "lightserve serve --help_all lists the flags"
-            raise ServerError(f"{path}: unknown key {str(key)[:100]!r}; {hint}")
+            raise OptionError(f"{path}: unknown key {str(key)[:100]!r}; {hint}")
         if option.dest in found:
-            raise ServerError(f"{path}: {key} sets {option.dest} a second time; remove one of the two")
+            raise OptionError(f"{path}: {key} sets {option.dest} a second time; remove one of the two")
         try:
             found[option.dest] = _value(option, value)
         except (TypeError, ValueError) as error:
-            raise ServerError(f"{path}: {key}: {value!r} is not {_expected(option)}") from error
+            raise OptionError(f"{path}: {key}: {value!r} is not {_expected(option)}") from error
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -43,13 +43,13 @@ def _mapping(path: str) -> dict[Any, Any]:
     try:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise ServerError(f"--config {path}: cannot be read ({getattr(error, 'strerror', error)})") from error
+        raise OptionError(f"--config {path}: cannot be read ({getattr(error, 'strerror', error)})") from error
     except yaml.YAMLError as error:
-        raise ServerError(f"--config {path}: not YAML ({error})") from error
+        raise OptionError(f"--config {path}: not YAML ({error})") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ServerError(f"--config {path}: must have one `flag: value` per line, not a {type(content).__name__}")
+        raise OptionError(f"--config {path}: must have one `flag: value` per line, not a {type(content).__name__}")
     return content
 
 

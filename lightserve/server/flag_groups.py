@@ -19,6 +19,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_req_total_len",
         "mem_fraction",
         "running_max_req_size",
+        "log_format",
     ),
     "Model files": (
         "model_type",

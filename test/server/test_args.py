@@ -127,7 +127,7 @@ def test_the_help_lists_the_policies_of_the_registry(
     ("line", "message"),
     [
         ("--prot 1", "unknown argument --prot; did you mean --port?"),
-        ("--model-dri x", "unknown argument --model-dri; did you mean --model_dir?"),
+        ("--model-dri x", "unknown argument --model-dri; did you mean --model-dir?"),
         ("--zzz 1", "unknown argument --zzz (--help"),
         ("--port", "--port: expected one argument"),
         ("--tp x", "lightserve: --tp: invalid int value: 'x'"),

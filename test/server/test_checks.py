@@ -47,7 +47,7 @@ def test_a_port_in_use_is_named_with_its_holder_before_a_process_starts(tmp_path
     [
         (["--model_dri", "x"], "unknown argument --model_dri; did you mean --model_dir?"),
         (["--httpserver-worker=2"], "did you mean --httpserver-workers?"),
-        (["--port", "many"], "argument --port: invalid int value: 'many'"),
+        (["--port", "many"], "lightserve: --port: invalid int value: 'many'"),
         (["--port", "70000"], "port=70000: must be between 0 and 65535"),
         (["--tp", "0"], "tp=0: must be at least 1"),
         (["--model_dir", "/no/such"], "/no/such: no such folder or .gguf file"),

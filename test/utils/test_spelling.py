@@ -10,7 +10,8 @@ from lightserve.utils.spelling import nearest
     [
         ("--prot", ["--port", "--tp"], "--port"),
         ("--port", ["--tp", "--top"], None),  # the dashes alone are no likeness
-        ("--max-model-lne", ["--max_model_len", "--max-model-len"], "--max_model_len"),
+        ("--max-model-lne", ["--max_model_len", "--max-model-len"], "--max-model-len"),
+        ("--max_model_lne", ["--max_model_len", "--max-model-len"], "--max_model_len"),
         ("--prot=80", ["--port"], "--port"),
         ("srve", ["serve", "chat"], "serve"),
         ("xyzzy", ["serve", "chat"], None),

@@ -14,10 +14,10 @@ from lightserve.cli.chat.prompt import history_file, line_editing, read_message
 from lightserve.cli.chat.view import AnswerView
 from lightserve.errors import InvalidRequestError, LightserveError
 from lightserve.server.args import Parser
+from lightserve.server.keys import KEY_VARIABLE
 from lightserve.utils.terminal import Style, printable
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-KEY_VARIABLE = "LIGHTSERVE_API_KEY"
 UNAUTHORIZED = 401
 
 
