@@ -13,7 +13,7 @@ import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
-from lightserve import generate
+from lightserve.cli.completion.flags import all_commands
 from lightserve.config import ServerConfig
 from lightserve.httpserver.admin.metrics_page import ENGINE_UP, NAMES
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
@@ -28,7 +28,7 @@ from lightserve.httpserver.openai.responses.request import ResponsesBody
 from lightserve.httpserver.tgi.request import TgiBody, TgiParameters
 from lightserve.httpserver.wire.body import Body, validate
 from lightserve.models.registry import MODELS
-from lightserve.server.args import parse_server, server_parser
+from lightserve.server.args import parse_server
 from lightserve.simulate.__main__ import arguments as simulate_arguments
 from lightserve.utils.metrics import METRICS
 from test.httpserver.app_client import served
@@ -95,9 +95,10 @@ def test_links_within_a_page_lead_to_its_headings(page: Path) -> None:
 
 @pytest.fixture(scope="module")
 def flags() -> set[str]:
-    """Of the server, of the command that asks one question, and of the simulator."""
-    parsers = (server_parser(), generate.arguments(), simulate_arguments())
-    return {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
+    """Of the commands of ``lightserve``, and of the simulator."""
+    simulator = {flag for action in simulate_arguments()._actions for flag in action.option_strings}
+    commands = {spelling for command in all_commands() for flag in command.flags for spelling in flag.spellings}
+    return {*commands, *simulator, "--version"}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in DATED], ids=by_name)
