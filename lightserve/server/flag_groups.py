@@ -46,6 +46,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Scheduling": (
         "router_policy",
         "router_token_ratio",
+        "default_max_tokens",
         "max_queue_size",
         "request_timeout",
     ),
@@ -54,6 +55,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "root_path",
         "no_web",
         "use_tgi_api",
+        "strict_fields",
         "allowed_origins",
         "max_body_bytes",
         "max_choices",
@@ -72,6 +74,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "disable_log_requests",
         "log_stats_interval",
         "metrics_compat",
+        "otlp_endpoint",
+        "debug_requests",
+        "profile_dir",
     ),
     "Faults and shutdown": (
         "restart_worker",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -29,7 +28,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class CommandFlags:
-    name: str
+    name: str  # "serve", or "bench serve" for a word behind a command
     help: str
     flags: tuple[Flag, ...]
     words: tuple[str, ...] = ()  # that may follow the command; empty: a path
@@ -37,16 +36,26 @@ class CommandFlags:
 
 def all_commands() -> list[CommandFlags]:
     words = {"bench": tuple(BENCHMARKS), "completion": SHELLS}
-    return [
-        CommandFlags(name, command.help, tuple(_flags_of(command.module)), words.get(name, ()))
+    found = [
+        CommandFlags(name, command.help, _flags_of(f"{command.module}:arguments"), words.get(name, ()))
         for name, command in COMMANDS.items()
     ]
+    found += [
+        CommandFlags(f"bench {name}", benchmark.help, _flags_of(benchmark.parser))
+        for name, benchmark in BENCHMARKS.items()
+        if benchmark.parser is not None
+    ]
+    return found
 
 
-def _flags_of(module: str) -> Iterable[Flag]:
-    """A command without flags has no function ``arguments``."""
-    make_parser = getattr(import_module(module), "arguments", None)
-    return [] if make_parser is None else [_flag(action) for action in make_parser()._actions if action.option_strings]
+def _flags_of(make_parser: str) -> tuple[Flag, ...]:
+    """The flags of a parser, which ``module:function`` makes. A command without flags has no such function."""
+    module, _, function = make_parser.partition(":")
+    try:
+        parser = getattr(import_module(module), function)()
+    except (ModuleNotFoundError, AttributeError):  # an extra that is not installed
+        return ()
+    return tuple(_flag(action) for action in parser._actions if action.option_strings)
 
 
 def _flag(action: argparse.Action) -> Flag:

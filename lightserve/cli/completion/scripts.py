@@ -12,7 +12,7 @@ HELP_LENGTH = 70  # characters of a flag's description
 
 def bash(commands: Sequence[CommandFlags]) -> str:
     cases = "\n".join(_bash_case(command) for command in commands)
-    names = " ".join([*(command.name for command in commands), "--help", "--version"])
+    names = " ".join([*(command.name for command in _first(commands)), "--help", "--version"])
     return f"""\
 # Completion of lightserve for bash. An empty reply completes paths.
 _lightserve() {{
@@ -22,7 +22,11 @@ _lightserve() {{
         COMPREPLY=($(compgen -W "{names}" -- "$current"))
         return
     fi
-    case ${{COMP_WORDS[1]}} in
+    local command=${{COMP_WORDS[1]}}
+    if [[ $command == bench && $COMP_CWORD -gt 2 ]]; then
+        command="bench ${{COMP_WORDS[2]}}"
+    fi
+    case $command in
 {cases}
     esac
     if [[ $current == --*-* ]]; then
@@ -54,11 +58,11 @@ def _bash_case(command: CommandFlags) -> str:
     flags = " ".join(flag.name for flag in command.flags)
     dashed = " ".join(one for flag in command.flags for one in flag.dashed)
     words = " ".join(command.words)
-    return f'    {command.name})\n{inner}        flags="{flags}" dashed="{dashed}" words="{words}" ;;'
+    return f'    "{command.name}")\n{inner}        flags="{flags}" dashed="{dashed}" words="{words}" ;;'
 
 
 def zsh(commands: Sequence[CommandFlags]) -> str:
-    described = "\n".join(f"        {_quoted(f'{one.name}:{one.help}')}" for one in commands)
+    described = "\n".join(f"        {_quoted(f'{one.name}:{one.help}')}" for one in _first(commands))
     cases = "\n".join(_zsh_case(command) for command in commands)
     return f"""\
 #compdef lightserve
@@ -75,6 +79,11 @@ _lightserve() {{
     local command=$words[2]
     shift words
     (( CURRENT-- ))
+    if [[ $command == bench ]] && (( CURRENT > 2 )); then
+        command="bench $words[2]"
+        shift words
+        (( CURRENT-- ))
+    fi
     case $command in
 {cases}
     esac
@@ -91,7 +100,7 @@ def _zsh_case(command: CommandFlags) -> str:
     rest = f"1:name:({' '.join(command.words)})" if command.words else "*:path:_files"
     specs = [_quoted(_zsh_spec(flag)) for flag in command.flags] + [_quoted(rest)]
     listed = " \\\n            ".join(specs)
-    return f"    {command.name})\n        _arguments -s \\\n            {listed} ;;"
+    return f'    "{command.name}")\n        _arguments -s \\\n            {listed} ;;'
 
 
 def _zsh_spec(flag: Flag) -> str:
@@ -106,7 +115,11 @@ FISH_FUNCTION = """\
 # Completion of lightserve for fish.
 function __lightserve_command_is
     set -l typed (commandline -opc)
-    test "$typed[2]" = "$argv[1]"
+    if test "$typed[2]" = bench; and set -q typed[3]
+        test "$typed[2] $typed[3]" = "$argv"
+    else
+        test "$typed[2]" = "$argv"
+    end
 end
 """
 
@@ -114,7 +127,7 @@ end
 def fish(commands: Sequence[CommandFlags]) -> str:
     lines = [FISH_FUNCTION]
     is_first = "-n '__lightserve_command_is \"\"'"
-    lines += [f"complete -c lightserve -f {is_first} -a {one.name} -d {_quoted(one.help)}" for one in commands]
+    lines += [f"complete -c lightserve -f {is_first} -a {one.name} -d {_quoted(one.help)}" for one in _first(commands)]
     for command in commands:
         condition = f"-n '__lightserve_command_is {command.name}'"
         if command.words:
@@ -130,6 +143,11 @@ def _fish_spec(flag: Flag) -> str:
     elif flag.takes_value:
         parts.append("-r")
     return " ".join(parts)
+
+
+def _first(commands: Sequence[CommandFlags]) -> list[CommandFlags]:
+    """Those that follow ``lightserve`` itself."""
+    return [command for command in commands if " " not in command.name]
 
 
 def _short(text: str) -> str:
