@@ -86,6 +86,7 @@ def test_the_full_help_has_every_flag_once_in_one_spelling(capsys: pytest.Captur
     shown = re.findall(r"^  --(\S+)", text, flags=re.MULTILINE)
     assert sorted(shown) == sorted([*names_of_options(), "config", "help", "help_all"])
     assert not re.search(r"default: .*\(default: ", text)
+    assert "(default: False)" not in text
 
 
 def test_the_short_help_explains_the_common_flags_and_names_the_others(

@@ -150,3 +150,11 @@ def test_a_key_file_that_other_users_can_read_logs_a_warning(log: pytest.LogCapt
 
         assert config.http.api_key == ["zero", "one"]
         assert ("chmod 600" in log.text) is warns
+
+
+def test_a_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTSERVE_API_KEY", "secret")
+    assert with_keys(parse_server(["--api_key", "zero"])).http.api_key == ["zero", "secret"]
+
+    monkeypatch.setenv("LIGHTSERVE_API_KEY", "")
+    assert with_keys(parse_server([])).http.api_key == []

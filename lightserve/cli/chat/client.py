@@ -109,7 +109,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[str]:
 
 
 def _delta(chunk: Mapping[str, Any]) -> Delta:
-    choice = next(iter(chunk.get("choices") or ()), {})
+    choice: Mapping[str, Any] = next(iter(chunk.get("choices") or ()), {})
     delta = choice.get("delta") or {}
     thinking = delta.get("reasoning_content") or delta.get("reasoning") or ""
     return Delta(thinking, delta.get("content") or "", choice.get("finish_reason"), chunk.get("usage"))
