@@ -25,7 +25,7 @@ LAYERS: dict[str, set[str]] = {
     "utils.metrics": {"io_struct"},
     "utils.net": {"errors"},
     "utils.tls": {"errors"},
-    "utils.process": {"errors", "config", "io_struct"},
+    "utils.process": {"errors", "config", "io_struct", "utils"},
     "config": {"errors", "utils"},
     "io_struct": {"errors"},
     "model_files": {"errors", "io_struct", "utils"},

@@ -10,7 +10,8 @@ PROG = "lightserve serve"
 
 
 def main(argv: Sequence[str]) -> int:
-    from lightserve.server import api_server  # here, because it imports tokenizers: completion does not need it
+    arguments().parse(argv)  # --help and wrong flags need no more than this
+    from lightserve.server import api_server  # here, because it imports tokenizers
 
     return api_server.main(argv, prog=PROG)
 

@@ -31,8 +31,7 @@ def init_logger(name: str) -> logging.Logger:
         handler.setFormatter(_formatter())
         root.addHandler(handler)
         root.propagate = False
-        if is_json():
-            logging.getLogger().addHandler(handler)  # the warnings of libraries
+        _log_libraries()
     return logger
 
 
@@ -41,6 +40,14 @@ def set_log_format(log_format: LogFormat) -> None:
     os.environ[FORMAT_VARIABLE] = log_format
     for handler in logging.getLogger("lightserve").handlers:
         handler.setFormatter(_formatter())
+    _log_libraries()
+
+
+def _log_libraries() -> None:
+    """With JSON, the warnings of libraries are objects too. As text they have no prefix."""
+    [handler, *_] = logging.getLogger("lightserve").handlers
+    if is_json() and handler not in logging.getLogger().handlers:
+        logging.getLogger().addHandler(handler)
 
 
 def is_json() -> bool:

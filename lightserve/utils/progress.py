@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Literal, Protocol, Self, TextIO
 
 from lightserve.utils.logger import fields, init_logger, is_json
-from lightserve.utils.terminal import CLEAR_LINE
+from lightserve.utils.terminal import CLEAR_LINE, Style, columns_of
 
 BAR_WIDTH = 30  # characters
 REDRAW_S = 0.1  # smooth, and slow enough for a slow terminal
@@ -68,7 +68,7 @@ class StreamOutput:
 
     def __init__(self, stream: TextIO, clock: Clock = time.monotonic, keeps_lines: bool = True) -> None:
         self._stream = stream
-        self._is_terminal = stream.isatty() and not is_json()
+        self._is_terminal = Style(stream).is_terminal and not is_json()
         self._clock = clock
         self._keeps_lines = keeps_lines
         self._label = ""
@@ -89,7 +89,10 @@ class StreamOutput:
 
     def _draw(self, state: ProgressState) -> None:
         is_last = state.status != "running" and (self._keeps_lines or state.status == "stopped")
-        text = state.line() if is_last else state.bar()
+        columns = columns_of(self._stream)
+        text = (
+            state.line() if is_last else state.bar()[: columns and columns - 1]
+        )  # a bar of two lines cannot be cleared
         self._stream.write(CLEAR_LINE + text + ("\n" if is_last else ""))
         self._stream.flush()
 

@@ -14,8 +14,8 @@ class Style:
     """The escape sequences that ``stream`` may get: none unless it is a terminal that shows colours."""
 
     def __init__(self, stream: TextIO) -> None:
-        self.is_terminal = stream.isatty()
-        self.has_colors = self.is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self.is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"  # a dumb one cannot clear a line
+        self.has_colors = self.is_terminal and not os.environ.get("NO_COLOR")
 
     def begin(self, name: str) -> str:
         return f"\x1b[{_CODES[name]}m" if self.has_colors else ""
@@ -26,6 +26,14 @@ class Style:
 
     def paint(self, name: str, text: str) -> str:
         return f"{self.begin(name)}{text}{self.end}"
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """The width of a terminal; None: it is not known."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError, AttributeError):  # not a terminal, or not even a file
+        return None
 
 
 def printable(text: str) -> str:

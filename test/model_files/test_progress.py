@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
+import os
+import struct
 import sys
+import termios
 from datetime import datetime
 from pathlib import Path
 
@@ -12,6 +16,11 @@ import pytest
 from lightserve.utils.logger import JsonFormatter, TextFormatter, fields, init_logger
 from lightserve.utils.progress import Progress, ProgressState, StreamOutput, use_output
 from lightserve.utils.terminal import Style
+
+
+@pytest.fixture(autouse=True)
+def _terminal_that_can_clear_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
 
 
 class Clock:
@@ -110,6 +119,26 @@ def test_several_tasks_may_share_one_line_of_a_terminal() -> None:
     full, half = "#" * 30, "#" * 15 + "-" * 15
     drawn = ["import torch ...", f"weights [{half}]  50 %", f"weights [{full}] 100 %"]
     assert terminal.getvalue() == "".join(f"\r\x1b[K{text}" for text in drawn)
+
+
+def test_a_bar_is_no_wider_than_the_terminal() -> None:
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 20, 0, 0))
+    with os.fdopen(slave, "w") as terminal:
+        StreamOutput(terminal).show(ProgressState("weights", 1, 2, "items"))
+
+        assert os.read(master, 1000).decode() == "\r\x1b[Kweights [##########"
+    os.close(master)
+
+
+def test_a_terminal_that_cannot_clear_a_line_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Terminal()
+
+    with Progress("loading", 2000, terminal, Clock()):
+        pass
+
+    assert "\x1b" not in terminal.getvalue()
 
 
 def test_a_log_has_no_line_for_a_task_without_an_amount() -> None:
