@@ -73,7 +73,7 @@ def check_c_library(port: int) -> Finding:
     from lightserve.common.cpu_kernel._library import library  # imports torch
 
     if library is None:
-        return Finding("not built; a CPU computes with torch alone", "install g++, then `pip install -e .` again")
+        return Finding("not built; a CPU computes with torch alone", "install g++, then install lightserve again")
     return Finding(f"built, uses the variant {library.ls_variant().decode()} on this CPU")
 
 

@@ -97,7 +97,7 @@ class StreamOutput:
         self._stream.flush()
 
     def _write(self, state: ProgressState) -> None:
-        if is_json():
+        if is_json() and self._stream is sys.stderr:
             details = fields(phase=state.label, done=state.done, total=state.total, unit=state.unit)
             logger.info(state.line(), extra=details)
             return

@@ -178,6 +178,7 @@ def test_an_error_is_one_line_and_the_chat_goes_on(server: Server, chat: Termina
 
 
 def test_typed_lines_are_remembered_for_the_next_chat(server: Server, tmp_path: Path) -> None:
+    pytest.importorskip("readline", reason="this Python has no readline")
     server.engine.script = spell("Hello")
     env = {"LIGHTSERVE_API_KEY": KEY, "XDG_STATE_HOME": str(tmp_path)}
     up = "\x1b[A"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightserve.utils.logger import JsonFormatter, TextFormatter, fields, init_logger
+from lightserve.utils.logger import FORMAT_VARIABLE, JsonFormatter, TextFormatter, fields, init_logger
 from lightserve.utils.progress import Progress, ProgressState, StreamOutput, use_output
 from lightserve.utils.terminal import Style
 
@@ -149,6 +149,16 @@ def test_a_log_has_no_line_for_a_task_without_an_amount() -> None:
     output.show(ProgressState("import torch"))
 
     assert log.getvalue() == ""
+
+
+def test_with_json_a_stream_of_its_own_still_gets_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FORMAT_VARIABLE, "json")
+    sink = io.StringIO()
+
+    with Progress("downloading", 0, sink, Clock()):
+        pass
+
+    assert sink.getvalue().startswith("downloading: 100 %")
 
 
 def test_a_process_may_show_its_progress_elsewhere() -> None:
