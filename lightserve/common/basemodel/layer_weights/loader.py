@@ -10,7 +10,7 @@ import torch
 
 from lightserve.common.basemodel.layer_weights.layer_weight import LayerWeight
 from lightserve.common.basemodel.layer_weights.unused import number_of_layer, whole_unused_layers
-from lightserve.common.checkpoint.piece import FLOATS, Piece
+from lightserve.common.checkpoint.piece import DUMMY_STD, FLOATS, Piece
 from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.checkpoint.upload import Upload
 from lightserve.errors import CheckpointError
@@ -20,7 +20,6 @@ logger = init_logger(__name__)
 
 SHOWN = 8  # names in a message; a wrong config misses hundreds
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale")  # for a KV cache in 8 bits
-DUMMY_STD = 0.02  # as models are initialised: activations stay finite through any number of layers
 
 
 def load_weights(layers: Sequence[LayerWeight], checkpoint: Iterable[CheckpointTensor], num_layers: int) -> None:
