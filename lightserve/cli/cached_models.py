@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,15 +28,6 @@ class CachedModel:
         if self.model_type is None:
             return "" if self.ggufs else "no config.json and no .gguf file"
         return "" if self.model_type in supported_models() else f"{self.model_type} is not supported"
-
-
-def hub_cache() -> Path:
-    """The same rule as Hugging Face's tools, which put the models there."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(cache).expanduser()
-    if home := os.environ.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
-    return user_cache() / "huggingface" / "hub"
 
 
 def models_in(cache: Path) -> list[CachedModel]:

@@ -14,8 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightserve.cli.cached_models import hub_cache
 from lightserve.errors import LightserveError
+from lightserve.model_files.hub.settings import hub_cache, read_settings
 from lightserve.utils import net
 from lightserve.utils.cpu import available_cores
 from lightserve.utils.memory import free_ram
@@ -148,13 +148,13 @@ def check_port(port: int) -> Finding:
 
 
 def check_hub(port: int) -> Finding:
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    settings = read_settings()
     token = "a token" if os.environ.get("HF_TOKEN") or _token_file().is_file() else "no token"
     if find_spec("huggingface_hub") is None:
-        return Finding(f"{endpoint}, {token}", "huggingface_hub is missing: models by name need it")
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return Finding(f"{settings.endpoint}, {token}", "huggingface_hub is missing: models by name need it")
+    if settings.is_offline:
         return Finding(f"offline (HF_HUB_OFFLINE), {token}; only models in the cache can be served by name")
-    return Finding(f"{endpoint}, {token} (needed for gated models only)")
+    return Finding(f"{settings.endpoint}, {token} (needed for gated models only)")
 
 
 def _token_file() -> Path:

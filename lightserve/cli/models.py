@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightserve.cli.cached_models import CachedModel, default_model_file, hub_cache, models_in
+from lightserve.cli.cached_models import CachedModel, default_model_file, models_in
 from lightserve.model_files.fetch import DEFAULT_MODEL
+from lightserve.model_files.hub.settings import hub_cache
 from lightserve.models.registry import supported_models
 from lightserve.server.args import Parser
 from lightserve.utils.progress import format_bytes
