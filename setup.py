@@ -79,6 +79,7 @@ setup(
         "numpy>=2",
         "orjson>=3.10",
         "prometheus-client>=0.20",
+        "pyyaml>=6",
         "pyzmq>=26",
         "rpyc>=6",
         "safetensors>=0.5",
@@ -111,5 +112,5 @@ setup(
             "triton>=3.6",
         ],
     },
-    entry_points={"console_scripts": ["lightserve = lightserve.generate:main"]},
+    entry_points={"console_scripts": ["lightserve = lightserve.cli.main:main"]},
 )

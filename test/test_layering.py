@@ -25,7 +25,7 @@ LAYERS: dict[str, set[str]] = {
     "utils.metrics": {"io_struct"},
     "utils.net": {"errors"},
     "utils.tls": {"errors"},
-    "utils.process": {"errors", "config", "io_struct"},
+    "utils.process": {"errors", "config", "io_struct", "utils"},
     "config": {"errors", "utils"},
     "io_struct": {"errors"},
     "model_files": {"errors", "io_struct", "utils"},
@@ -108,7 +108,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "httpserver.web": HTTP_GROUND,
     "httpserver": {"config", "io_struct", "model_files", "utils"},
-    "server": {*GROUND, "model_files", "models.registry"},
+    "server": {*GROUND, "model_files", "models.registry", "router"},
     "simulate": {*GROUND, "router"},
     "llm": {
         *GROUND,
@@ -121,6 +121,7 @@ LAYERS: dict[str, set[str]] = {
         "worker",
     },
     "generate": {*GROUND, "llm", "server"},
+    "cli": {*GROUND, "common.cpu_kernel", "model_files", "models.registry", "server"},
     "tools": {*GROUND, "common", "model_files", "models.registry", "worker"},
     "benchmark": {
         *GROUND,
@@ -140,6 +141,10 @@ LAYERS: dict[str, set[str]] = {
 TORCH_FREE = [
     "benchmark.compare",
     "benchmark.serve",
+    "cli.chat.main",
+    "cli.completion.main",
+    "cli.doctor",
+    "cli.models",
     "common.compile.cache",
     "common.compile.client",
     "common.kv.token_slots",

@@ -6,7 +6,7 @@ import time
 
 from lightserve.errors import ClientDisconnectedError, LightserveError
 from lightserve.io_struct import Admission, FinishReason
-from lightserve.utils.logger import init_logger
+from lightserve.utils.logger import fields, init_logger
 
 logger = init_logger("lightserve.access")
 
@@ -49,6 +49,20 @@ class AccessLog:
         """With the last token of a choice."""
         self._finish_reasons.append(reason.value)
 
+    def _fields(self, error: BaseException | None) -> dict[str, object]:
+        """For --log_format json."""
+        return fields(
+            request_id=self.request_id,
+            route=self._route,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens,
+            queue_s=round(self._queue_s, 6),
+            first_token_s=None if self._first_token_s is None else round(self._first_token_s, 6),
+            total_s=round(time.monotonic() - self.arrived_s, 6),
+            finish=_finish(self._finish_reasons, error),
+        )
+
     def close(self, error: BaseException | None) -> None:
         if not self._is_written:
             return
@@ -64,6 +78,7 @@ class AccessLog:
             first,
             time.monotonic() - self.arrived_s,
             _finish(self._finish_reasons, error),
+            extra=self._fields(error),
         )
 
 
