@@ -91,7 +91,7 @@ class ServerContext:
         """Refuse text that cannot fit before encoding it; encode long text in a thread."""
         limit, longest = self.manager.limits.max_req_total_len, self.tokenizer.longest_token
         if len(text) > limit * longest:
-            raise PromptTooLongError(len(text) // longest, limit - 1)
+            raise PromptTooLongError(len(text) // longest, limit)
         if len(text) < LONG_TEXT:
             return encode(text, add_special_tokens)
         try:

@@ -268,7 +268,7 @@ def test_other_pages_get_no_cors_headers(tmp_path: Path, origins: list[str]) -> 
     [
         (InvalidRequestError("no", "top_p"), 400, ("no", "invalid_request_error", "top_p", None)),
         (
-            PromptTooLongError(9, 8),
+            PromptTooLongError(9, 9),
             400,
             (
                 "This model's maximum context length is 9 tokens: the prompt has 9 tokens; the limit is 8",

@@ -126,6 +126,11 @@ class GenerationBody(SchedulingFields, BeamFields, GrammarFields, TokenRuleField
     def new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def new_tokens_field(self) -> str:
+        """The field of the request that ``new_tokens`` comes from, for errors."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
     def new_tokens_within(self, room: int) -> int | None:
         """The new tokens to generate if the context has room for this many; more than that is refused."""
         return self.new_tokens
@@ -173,7 +178,7 @@ class GenerationBody(SchedulingFields, BeamFields, GrammarFields, TokenRuleField
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options: only with stream: true", "stream_options")
         if self.is_prompt_only and not self.reports_prompt:
-            name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+            name = self.new_tokens_field
             raise InvalidRequestError(f"{name}: 0 needs echo or prompt_logprobs", name)
         if (self.min_tokens or 0) > (math.inf if self.new_tokens is None else self.new_tokens):
             found = f"min_tokens={self.min_tokens} is more than max_tokens={self.new_tokens}"

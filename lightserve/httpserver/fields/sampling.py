@@ -59,7 +59,7 @@ def build_prompt_requests(
     for prompt in prompts:
         ids = _truncated(context, body, prompt)
         room = context.manager.limits.max_req_total_len - len(ids)
-        new_tokens = context.manager.max_new_tokens(len(ids), body.new_tokens_within(room))
+        new_tokens = context.manager.max_new_tokens(len(ids), body.new_tokens_within(room), body.new_tokens_field)
         if body.new_tokens is None and default_new_tokens is not None:
             new_tokens = min(new_tokens, default_new_tokens)
         if (body.min_tokens or 0) > new_tokens:

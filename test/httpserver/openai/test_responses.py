@@ -376,9 +376,12 @@ def test_truncation_drops_the_beginning_of_what_does_not_fit(server: Server) -> 
     long = "word " * 2000
 
     status, error = refused(server, input=long)
+    _, too_many = refused(server, input="word", max_output_tokens=5000)
     create(server, input=long, truncation="auto", max_output_tokens=10)
 
     assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert too_many["param"] == "max_output_tokens"
+    assert "+ max_output_tokens 5000 > 1024; use max_output_tokens <= " in too_many["message"]
     assert len(server.engine.received[-1].prompt_ids) == server.context.manager.limits.max_req_total_len - 10
 
 

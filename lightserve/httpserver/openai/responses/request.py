@@ -86,6 +86,10 @@ class ResponsesBody(Body):
 class ResponsesChat(TranslatedChat):
     format_name: ClassVar[str] = "text.format"
 
+    @property
+    def new_tokens_field(self) -> str:
+        return "max_output_tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class ResponsesTranslation:
