@@ -181,6 +181,9 @@ class HttpConfig:
         "sampling defaults: auto: of the model's generation_config.json; none: the API's own; "
         "or a folder or file with another one; a request's own values win",
     )
+    default_max_tokens: int | None = option(
+        None, "maximum new tokens of a request that names no maximum; default: the rest of the context"
+    )
     chat_template: str | None = option(
         None, "Jinja file, or the template itself, that replaces the model's chat templates; default: the model's own"
     )
@@ -207,7 +210,7 @@ class HttpConfig:
     disable_log_requests: bool = option(False, "do not log a line per request", "disable_uvicorn_access_log")
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "httpserver_workers", "max_body_bytes", "max_choices")
+        _at_least(self, 1, "httpserver_workers", "max_body_bytes", "max_choices", "default_max_tokens")
         _at_least(self, 0, "response_store_size", "response_store_bytes")
         if "" in self.model_name:
             raise ServerError("model_name: a name must not be empty")

@@ -56,6 +56,15 @@ class ServerContext:
             self.grammars.prepare(self.optional_tokenizer)
             self.optional_tokenizer.warm_up()
 
+    def default_new_tokens(self, of_endpoint: int | None = None) -> int | None:
+        """The maximum of a request that names none: the endpoint's, else the model's, within --default_max_tokens.
+
+        None: the rest of the context.
+        """
+        default = of_endpoint or self.sampling_defaults.max_new_tokens
+        bounds = (default, self.config.default_max_tokens)
+        return min((bound for bound in bounds if bound is not None), default=None)
+
     async def read(self, request: Request, checks_type: bool = True) -> dict[str, Any]:
         return await read_json(request, self.config.max_body_bytes, checks_type)
 

@@ -50,9 +50,9 @@ def build_prompt_requests(
 ) -> list[PromptRequest]:
     """One request per prompt.
 
-    Without max_tokens it generates ``default_new_tokens``, or the model's default, or until the context is full.
+    ``default_new_tokens`` is the endpoint's maximum for a request without max_tokens.
     """
-    default_new_tokens = default_new_tokens or context.sampling_defaults.max_new_tokens
+    default_new_tokens = context.default_new_tokens(default_new_tokens)
     fields = _fields(context, body) | {"logprobs": logprobs, "grammar": grammar}
     fields["prompt_logprobs"] = body.prompt_top_logprobs
     prompt_requests = []

@@ -203,7 +203,8 @@ async def _prompt_ids(context: ServerContext, inputs: str | list[int], add_speci
 
 def _new_tokens(context: ServerContext, prompt_len: int, requested: int | None) -> int:
     if requested is None:
-        return min(DEFAULT_NEW_TOKENS, context.manager.max_new_tokens(prompt_len, None))
+        default = context.default_new_tokens(DEFAULT_NEW_TOKENS) or DEFAULT_NEW_TOKENS
+        return min(default, context.manager.max_new_tokens(prompt_len, None))
     return context.manager.max_new_tokens(prompt_len, requested, "max_new_tokens")
 
 

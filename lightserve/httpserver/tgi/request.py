@@ -190,7 +190,7 @@ def _new_tokens(context: ServerContext, prompt_len: int, requested: int | None) 
             f"Given: {prompt_len} `inputs` tokens and {requested} `max_new_tokens`; "
             f"use `max_new_tokens` <= {total - prompt_len}"
         )
-    rest, default = context.manager.max_new_tokens(prompt_len, requested), context.sampling_defaults.max_new_tokens
+    rest, default = context.manager.max_new_tokens(prompt_len, requested), context.default_new_tokens()
     return rest if requested is not None or default is None else min(rest, default)
 
 
