@@ -65,8 +65,8 @@ class ServerContext:
         bounds = (default, self.config.default_max_tokens)
         return min((bound for bound in bounds if bound is not None), default=None)
 
-    async def read(self, request: Request, checks_type: bool = True) -> dict[str, Any]:
-        return await read_json(request, self.config.max_body_bytes, checks_type)
+    async def read(self, request: Request) -> dict[str, Any]:
+        return await read_json(request, self.config.max_body_bytes)
 
     def log(self, request: Request, request_id: str | None = None) -> AccessLog:
         """The access log of a request that generates. ``request_id`` is the body's; a header takes precedence."""

@@ -183,7 +183,8 @@ def test_a_long_string_is_not_taken_for_deep_nesting(client: Client) -> None:
     check_served(client, [(ABORT, {"request_id": text})])
 
 
-def test_a_body_of_another_type_is_refused(client: Client) -> None:
+def test_a_body_of_another_type_from_a_web_page_is_refused(client: Client) -> None:
+    page = {"Origin": "http://example.com"}
     types = [None, "", "text/plain", "application/xml", "application/json; charset=utf-16", "application/jsonx"]
     fine = [
         "application/json",
@@ -193,7 +194,7 @@ def test_a_body_of_another_type_is_refused(client: Client) -> None:
     ]
 
     def status(path: str, media_type: str | None) -> int:
-        headers = {} if media_type is None else {"Content-Type": media_type}
+        headers = page if media_type is None else page | {"Content-Type": media_type}
         return client.send("POST", path, b'{"prompt": 1}', headers)[0]
 
     assert {status(path, media_type) for path in EVERY_BODY for media_type in types} == {415}

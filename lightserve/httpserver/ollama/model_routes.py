@@ -13,7 +13,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.ollama.errors import PATH
 from lightserve.httpserver.ollama.models import listed_models, running_models, shown_model
 from lightserve.httpserver.ollama.names import check_name
-from lightserve.httpserver.wire.body import Body, JsonObject, openapi_body, validate
+from lightserve.httpserver.wire.body import Body, openapi_body, validate
 from lightserve.httpserver.wire.json_response import json_response
 
 # the version of Ollama whose API this is; VS Code needs 0.6.4, Codex 0.13.4
@@ -31,12 +31,6 @@ class NameBody(Body):
     @property
     def given_name(self) -> str | None:
         return self.model or self.name
-
-
-async def read(context: ServerContext, request: Request) -> JsonObject:
-    """Ollama ignores Content-Type, and its examples for curl set none. A web page must set it, so that the browser
-    asks this server (CORS) whether the page may send the request."""
-    return await context.read(request, checks_type="origin" in request.headers)
 
 
 def add_model_routes(router: APIRouter, context: ServerContext) -> None:
@@ -63,7 +57,7 @@ def _add_list(router: APIRouter, context: ServerContext) -> None:
 
     @router.post(f"{PATH}/show", openapi_extra=openapi_body(NameBody))
     async def show(request: Request) -> Response:
-        body = validate(NameBody, await read(context, request))
+        body = validate(NameBody, await context.read(request))
         return json_response(shown_model(context, check_name(context, body.given_name)))
 
 
@@ -71,7 +65,7 @@ def _add_pull(router: APIRouter, context: ServerContext) -> None:
     @router.post(f"{PATH}/pull", responses=OPENAPI_LINES, openapi_extra=openapi_body(NameBody))
     async def pull(request: Request) -> Response:
         """Success for the model of this server; no other can be had."""
-        body = validate(NameBody, await read(context, request))
+        body = validate(NameBody, await context.read(request))
         check_name(context, body.given_name)
         if body.stream is False:
             return json_response({"status": "success"})
