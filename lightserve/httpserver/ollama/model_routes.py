@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 from fastapi import APIRouter
@@ -15,10 +16,12 @@ from lightserve.httpserver.ollama.models import listed_models, running_models, s
 from lightserve.httpserver.ollama.names import check_name
 from lightserve.httpserver.wire.body import Body, openapi_body, validate
 from lightserve.httpserver.wire.json_response import json_response
+from lightserve.httpserver.wire.route_suggestion import NOT_SUPPORTED
 
 # the version of Ollama whose API this is; VS Code needs 0.6.4, Codex 0.13.4
 OLLAMA_VERSION = "0.20.0"
 NDJSON = "application/x-ndjson"
+REFUSED: list[str | Enum] = [NOT_SUPPORTED]
 # what /openapi.json says about a response that may be a stream
 OPENAPI_LINES: dict[int | str, dict[str, Any]] = {200: {"content": {NDJSON: {}}}}
 
@@ -73,19 +76,19 @@ def _add_pull(router: APIRouter, context: ServerContext) -> None:
 
 
 def _add_refused(router: APIRouter) -> None:
-    @router.post(f"{PATH}/embed")
-    @router.post(f"{PATH}/embeddings")
+    @router.post(f"{PATH}/embed", tags=REFUSED)
+    @router.post(f"{PATH}/embeddings", tags=REFUSED)
     async def embed() -> Response:
         raise NotSupportedYetError("computing embeddings")
 
-    @router.post(f"{PATH}/create")
-    @router.post(f"{PATH}/copy")
-    @router.post(f"{PATH}/push")
-    @router.delete(f"{PATH}/delete")
+    @router.post(f"{PATH}/create", tags=REFUSED)
+    @router.post(f"{PATH}/copy", tags=REFUSED)
+    @router.post(f"{PATH}/push", tags=REFUSED)
+    @router.delete(f"{PATH}/delete", tags=REFUSED)
     async def change() -> Response:
         raise _change_error()
 
-    @router.post(f"{PATH}/blobs/{{digest}}")
+    @router.post(f"{PATH}/blobs/{{digest}}", tags=REFUSED)
     async def upload(digest: str) -> Response:
         raise _change_error()
 
