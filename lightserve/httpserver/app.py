@@ -66,6 +66,7 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
         admin_keys=context.config.admin_key,
         error_formats=ERROR_FORMATS,
         is_public=web_routes.is_public(has_chat=not context.config.no_web),
+        logs_refusals=not context.config.disable_log_requests,
     )
     if context.config.allowed_origins:
         app.add_middleware(

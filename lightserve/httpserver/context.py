@@ -72,7 +72,8 @@ class ServerContext:
         """The access log of a request that generates. ``request_id`` is the body's; a header takes precedence."""
         if request_id is not None and "x-request-id" not in request.headers:
             request.state.request_id = request_id
-        return AccessLog(request.state.request_id, request.url.path, not self.config.disable_log_requests)
+        is_written = not self.config.disable_log_requests
+        return AccessLog(request.state.request_id, request.url.path, is_written, request.state.record)
 
     def check_model(self, name: str | None) -> None:
         is_checked = not self.config.use_tgi_api  # TGI's clients send arbitrary names

@@ -69,7 +69,7 @@ def routes(context: ServerContext) -> APIRouter:
         try:
             return Response(await _tokenize_as_tgi(context, value), media_type="application/json")
         except LightserveError as error:
-            return tgi_error_response(error, request.state.request_id)
+            return tgi_error_response(error, request)
 
     @router.post("/chat_tokenize", openapi_extra=openapi_body(ChatBody))
     async def chat_tokenize(request: Request) -> Response:
@@ -78,7 +78,7 @@ def routes(context: ServerContext) -> APIRouter:
         try:
             return Response(await _chat_tokenize(context, value), media_type="application/json")
         except LightserveError as error:
-            return tgi_error_response(error, request.state.request_id)
+            return tgi_error_response(error, request)
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:

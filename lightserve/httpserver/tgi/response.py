@@ -34,7 +34,7 @@ async def tgi_response(
     except ClientDisconnectedError:
         raise
     except LightserveError as error:
-        return tgi_error_response(error, log.request_id)
+        return tgi_error_response(error, request)
 
 
 async def _response(

@@ -25,6 +25,7 @@ from lightserve.errors import (
     UnauthorizedError,
     UnavailableError,
 )
+from lightserve.httpserver.wire.access_log import ResponseRecord
 from lightserve.httpserver.wire.route_path import route_path
 from lightserve.httpserver.wire.route_suggestion import suggested_endpoint
 from lightserve.utils.logger import init_logger
@@ -101,9 +102,11 @@ def _formatted(
     return body if error_format is None else error_format.body(status, body["error"]["message"], request_id)
 
 
-def log_error(error: Exception, request_id: str) -> None:
-    """Write what an operator must see: server faults, with their traceback."""
+def log_error(error: Exception, request_id: str, record: ResponseRecord | None = None) -> None:
+    """Write what an operator must see: server faults, with their traceback. The access log has what clients cause."""
     if isinstance(error, RequestError | DeadlineError):  # the client set the deadline
+        if record is not None:
+            record.reason = str(error)
         return
     if isinstance(error, UnavailableError):
         logger.info("%s refused: %s", request_id, error)
@@ -128,7 +131,7 @@ def add_error_handlers(app: FastAPI, formats: Sequence[ErrorFormat] = ()) -> Non
     @app.exception_handler(LightserveError)
     async def on_error(request: Request, error: LightserveError) -> Response:
         request_id: str = request.state.request_id
-        log_error(error, request_id)
+        log_error(error, request_id, request.state.record)
         return error_response(error, request_id, format_of(formats, route_path(request.scope)))
 
     @app.exception_handler(HTTPException)
@@ -137,7 +140,8 @@ def add_error_handlers(app: FastAPI, formats: Sequence[ErrorFormat] = ()) -> Non
             return await on_error(request, ServerError(error.detail))
         headers = {"Allow": _allowed(app, request)} if error.status_code == 405 else error.headers
         error_format = format_of(formats, route_path(request.scope))
-        body = _object(error.status_code, _refusal(app, request, error), None, None)
+        message = request.state.record.reason = _refusal(app, request, error)
+        body = _object(error.status_code, message, None, None)
         return JSONResponse(
             _formatted(body, error.status_code, request.state.request_id, error_format), error.status_code, headers
         )
@@ -146,7 +150,8 @@ def add_error_handlers(app: FastAPI, formats: Sequence[ErrorFormat] = ()) -> Non
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"][1:])  # the first part says where: path, query
-        return JSONResponse(_object(400, f"{param}: {first['msg']}", param, None), 400)
+        message = request.state.record.reason = f"{param}: {first['msg']}"
+        return JSONResponse(_object(400, message, param, None), 400)
 
 
 def _refusal(app: FastAPI, request: Request, error: HTTPException) -> str:
