@@ -19,7 +19,8 @@ from lightserve.config import ServerConfig
 from lightserve.httpserver.admin.metrics_page import ENGINE_UP, NAMES
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
 from lightserve.httpserver.chat.request import ChatBody, Message
-from lightserve.httpserver.fields.generation import UNSUPPORTED, StreamOptions, validate_supported
+from lightserve.httpserver.fields.generation import StreamOptions, validate_supported
+from lightserve.httpserver.fields.unsupported import UNSUPPORTED
 from lightserve.httpserver.generate.schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
 from lightserve.httpserver.lightllm import request as lightllm_request
 from lightserve.httpserver.lightllm.request import LightllmBody, LightllmParameters
