@@ -196,6 +196,11 @@ class HttpConfig:
     reasoning_parser: str = option(
         "auto", "format of reasoning: qwen3, deepseek_r1, or two tags as BEGIN,END; auto: detect from the chat template"
     )
+    strict_fields: bool = option(
+        False,
+        "refuse a request that has an unknown field near a known one, such as max_token; "
+        "default: serve it, with a header Warning",
+    )
     use_tgi_api: bool = option(False, "treat an ambiguous body on /generate as TGI's, not as LightLLM's")
     root_path: str = option("", "path of the server behind a reverse proxy, such as /llm; the proxy may remove it")
     no_web: bool = option(False, "serve no chat page: GET / is text for browsers too")

@@ -29,6 +29,7 @@ from lightserve.httpserver.openai.completions_request import CompletionBody
 from lightserve.httpserver.openai.responses.request import ResponsesBody
 from lightserve.httpserver.tgi.request import TgiBody, TgiParameters
 from lightserve.httpserver.wire.body import Body, validate
+from lightserve.httpserver.wire.unknown_fields import near_misses
 from lightserve.models.registry import MODELS
 from lightserve.server.args import parse_server
 from lightserve.simulate.__main__ import arguments as simulate_arguments
@@ -214,18 +215,19 @@ def requests_of(page: Path) -> list[tuple[str, str]]:
     return commands + re.findall(r"^POST (/\S*) (\{.*\})$", text, flags=re.MULTILINE)
 
 
-def check_body(path: str, value: dict[str, Any]) -> None:
+def check_body(path: str, value: dict[str, Any]) -> Body:
     openai: dict[str, type[ChatBody] | type[CompletionBody]]
     openai = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
     others: dict[str, type[Body]]
     others = {"/v1/responses": ResponsesBody, "/v1/messages": MessagesBody, "/v1/messages/count_tokens": PromptBody}
     if path in openai:
-        validate_supported(openai[path], value)
-    elif path in others:
-        validate(others[path], value)
-    elif path in ("/generate", "/generate_stream", "/"):
+        return validate_supported(openai[path], value)
+    if path in others:
+        return validate(others[path], value)
+    if path in ("/generate", "/generate_stream", "/"):
         kinds: dict[Schema, type[Body]] = {Schema.TGI: TgiBody, Schema.LIGHTLLM: LightllmBody}
-        validate(kinds[schema_of(value, Schema.LIGHTLLM)], value)
+        return validate(kinds[schema_of(value, Schema.LIGHTLLM)], value)
+    return Body()
 
 
 @pytest.mark.parametrize(("page", "at_least"), [(README, 2), (API, 15)], ids=["README", "api"])
@@ -236,7 +238,7 @@ def test_requests_on_a_page_are_well_formed(page: Path, at_least: int) -> None:
     for path, body in requests:
         value = json.loads(body)
         if not re.search(rf"{re.escape(body)}\n\n4\d\d ", page.read_text()):  # else it shows an error
-            check_body(path, value)
+            assert near_misses(check_body(path, value)) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)

@@ -74,7 +74,7 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
             allow_origins=context.config.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", "Warning"],
         )
     if context.config.root_path:
         app.add_middleware(RootPath, root_path=context.config.root_path)

@@ -15,7 +15,8 @@ from lightserve.errors import InvalidRequestError, ModelNotFoundError, PromptToo
 from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.httpserver.manager import HttpServerManager
 from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.httpserver.wire.body import read_json
+from lightserve.httpserver.wire.body import Body, read_json
+from lightserve.httpserver.wire.unknown_fields import UnknownFields
 from lightserve.model_files.details import ModelDetails
 from lightserve.model_files.sampling_defaults import SamplingDefaults
 from lightserve.model_files.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ class ServerContext:
     optional_tokenizer: Tokenizer | None  # a folder with dummy weights may have none
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # the model's
     grammars: GrammarCheck = field(default_factory=GrammarCheck)
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     created: int = field(default_factory=lambda: int(time.time()))
     run_dir: str | None = None  # the same for all HTTP processes of the server; None: there is none, in tests
     details: ModelDetails | None = None  # None in tests without a model's files
@@ -67,6 +69,10 @@ class ServerContext:
 
     async def read(self, request: Request) -> dict[str, Any]:
         return await read_json(request, self.config.max_body_bytes)
+
+    def check_fields(self, request: Request, body: Body) -> None:
+        """Report unknown fields that are near a known one; with --strict_fields they are an error."""
+        request.state.warning = self.unknown_fields.check(body, self.config.strict_fields, request.url.path)
 
     def log(self, request: Request, request_id: str | None = None) -> AccessLog:
         """The access log of a request that generates. ``request_id`` is the body's; a header takes precedence."""

@@ -45,6 +45,7 @@ EXTRA_FIELDS = frozenset(
         "token_healing",
     }
 )
+OTHER_FIELDS = EXTRA_FIELDS.union(TOKEN_ID_FIELDS)
 
 
 class TranslatedChat(ChatBody):

@@ -7,7 +7,7 @@ ignored.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -17,7 +17,7 @@ from lightserve.httpserver.fields.beam_fields import BeamFields
 from lightserve.httpserver.fields.grammar import GrammarFields
 from lightserve.httpserver.fields.scheduling import SchedulingFields
 from lightserve.httpserver.fields.stopping import StopStrings
-from lightserve.httpserver.fields.unsupported import refuse_unsupported
+from lightserve.httpserver.fields.unsupported import UNSUPPORTED, refuse_unsupported
 from lightserve.httpserver.wire.body import Body, at_most, validate
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
@@ -82,6 +82,8 @@ class TokenRuleFields(Body):
 
 class GenerationBody(SchedulingFields, BeamFields, GrammarFields, TokenRuleFields):
     """What chat and completions take."""
+
+    other_fields: ClassVar[frozenset[str]] = frozenset({*UNSUPPORTED, "chat_template", "token_healing"})
 
     model: str | None = None
     n: Count | None = None

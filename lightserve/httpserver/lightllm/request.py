@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -53,6 +53,8 @@ StopSequences = Annotated[list[str | Ids], Field(fail_fast=True)]
 
 class LightllmParameters(SchedulingFields, BeamFields, GuidedFields, TokenRuleFields):
     """null means absent. Unknown parameters are allowed and have no effect."""
+
+    other_fields: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
 
     best_of: int | None = Field(default=None, description="sequences to generate; default n")
     n: int | None = Field(default=None, description="sequences to return, the most likely; default best_of")

@@ -61,6 +61,7 @@ def _add_list(router: APIRouter, context: ServerContext) -> None:
     @router.post(f"{PATH}/show", openapi_extra=openapi_body(NameBody))
     async def show(request: Request) -> Response:
         body = validate(NameBody, await context.read(request))
+        context.check_fields(request, body)
         return json_response(shown_model(context, check_name(context, body.given_name)))
 
 
@@ -69,6 +70,7 @@ def _add_pull(router: APIRouter, context: ServerContext) -> None:
     async def pull(request: Request) -> Response:
         """Success for the model of this server; no other can be had."""
         body = validate(NameBody, await context.read(request))
+        context.check_fields(request, body)
         check_name(context, body.given_name)
         if body.stream is False:
             return json_response({"status": "success"})

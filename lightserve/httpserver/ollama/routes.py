@@ -46,6 +46,7 @@ def routes(context: ServerContext) -> APIRouter:
     @router.post(f"{PATH}/chat", responses=OPENAPI_LINES, openapi_extra=openapi_body(ChatRequest))
     async def chat(request: Request) -> Response:
         body = validate(ChatRequest, await context.read(request))
+        context.check_fields(request, body)
         name = _check(context, body)
         refuse_unsupported(body)
         if not body.messages:
@@ -58,6 +59,7 @@ def routes(context: ServerContext) -> APIRouter:
     @router.post(f"{PATH}/generate", responses=OPENAPI_LINES, openapi_extra=openapi_body(GenerateRequest))
     async def generate(request: Request) -> Response:
         body = validate(GenerateRequest, await context.read(request))
+        context.check_fields(request, body)
         name = _check(context, body)
         refuse_unsupported(body)
         if not body.prompt and not body.suffix:

@@ -41,6 +41,7 @@ async def _response(
     context: ServerContext, request: Request, log: AccessLog, value: dict[str, Any], streams: bool | None
 ) -> Response:
     body = validate(TgiBody, value)
+    context.check_fields(request, body)
     is_stream = bool(body.stream) if streams is None else streams
     parsed = await tgi_request(context, body, is_stream)
     log.prompt_tokens = len(parsed.prompt_request.prompt_ids)

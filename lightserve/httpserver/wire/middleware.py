@@ -68,6 +68,9 @@ class RequestMiddleware:
                 sent_id = final_id.encode()
                 extra = () if id_header is None else ((id_header, sent_id),)
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", sent_id), *extra]
+                warning: str | None = scope["state"].get("warning")
+                if warning is not None:
+                    message["headers"].append((b"warning", warning.encode()))
             return send(message)
 
         try:

@@ -20,7 +20,7 @@ def suggested_endpoint(routes: Iterable[BaseRoute], method: str, path: str) -> t
     methods: dict[str, set[str]] = {}
     for route in routes:
         if isinstance(route, APIRoute) and _is_suggested(route):
-            methods.setdefault(route.path, set()).update(route.methods)
+            methods.setdefault(route.path, set()).update(route.methods or ())
     nearest = _nearest(path, list(methods))
     if nearest is None:
         return None
