@@ -21,8 +21,9 @@ from lightserve.httpserver.ollama.request import ChatRequest
 from lightserve.httpserver.openai.completions_request import CompletionBody
 from lightserve.httpserver.openai.responses.request import ResponsesBody
 from lightserve.httpserver.tgi.request import TgiParameters
+from lightserve.httpserver.wire import unknown_fields
 from lightserve.httpserver.wire.body import Body, validate
-from lightserve.httpserver.wire.unknown_fields import MAX_LOGGED, MAX_OBJECTS, near_misses, nearest_field
+from lightserve.httpserver.wire.unknown_fields import MAX_ITEMS, MAX_LOGGED, near_misses, nearest_field
 from test.httpserver.fake_engine import engine, spell
 from test.real_model import smollm2_tokenizer as smol
 
@@ -191,11 +192,21 @@ def test_the_nearest_field(model: type[Body], name: str, nearest: str | None) ->
 
 def test_only_a_part_of_a_large_body_is_examined() -> None:
     message = {"role": "user", "content": "Hi"}
-    messages = [message] * (MAX_OBJECTS - 2) + [message | {"nam": "a"}, message | {"nme": "b"}]
+    messages = [message] * (MAX_ITEMS - 1) + [message | {"nam": "a"}, message | {"nme": "b"}]
 
     found = near_misses(validate(ChatBody, {"messages": messages}))
 
-    assert [miss.path for miss in found] == [f"messages.{MAX_OBJECTS - 2}.nam"]
+    assert [miss.path for miss in found] == [f"messages.{MAX_ITEMS - 1}.nam"]
+
+
+def test_a_body_cannot_make_the_server_compare_many_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    monkeypatch.setattr(unknown_fields, "nearest_field", lambda model, name: compared.append(name))
+    message = {"role": "user", "content": "Hi"} | {f"x{i}": 1 for i in range(50)}
+
+    near_misses(validate(ChatBody, {"messages": [message] * 100} | {f"y{i}": 1 for i in range(3)}))
+
+    assert compared == ["y0", "y1", "y2", *(f"x{i}" for i in range(unknown_fields.MAX_NAMES - 3))]
 
 
 @pytest.mark.parametrize(
