@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 import orjson
@@ -19,7 +18,7 @@ from lightserve.errors import (
     InvalidRequestError,
     MediaTypeError,
 )
-from lightserve.httpserver.wire.similar_names import MAX_LENGTH, printable_name, similar_name
+from lightserve.httpserver.wire.validation_errors import invalid_request
 
 B = TypeVar("B", bound="Body")
 JsonObject = dict[str, Any]
@@ -30,8 +29,6 @@ LARGE_BODY = 256 * 1024  # bytes; a larger one (about a millisecond) is parsed i
 MAX_PARTS = 2**17  # strings, lists and objects
 MAX_VALUES = 2_000_000  # token ids, mostly
 PAGE_HEADERS = frozenset({"origin", "sec-fetch-site"})  # a browser sets one of them for a request of a web page
-MAX_COMPARED = 64  # fields of an object where a required one is missing
-MAX_PARAM_LENGTH = 100  # characters of a field's path in an error: the client may have chosen parts of it
 _STRING = re.compile(rb'"[^"]*"')
 
 
@@ -81,20 +78,7 @@ def validate(model: type[B], value: dict[str, Any]) -> B:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        param = ".".join(str(part) for part in first["loc"])[:MAX_PARAM_LENGTH]
-        message = first["msg"] + (_found_instead(value, first["loc"]) if first["type"] == "missing" else "")
-        raise InvalidRequestError(f"{param}: {message}" if param else message, param or None) from error
-
-
-def _found_instead(value: Any, missing: Sequence[int | str]) -> str:
-    """The unknown field that may mean the missing one."""
-    for part in missing[:-1]:
-        is_there = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
-        value = value[part] if is_there else None
-    names = list(value)[:MAX_COMPARED] if isinstance(value, dict) else []
-    near = similar_name(str(missing[-1]), [name for name in names if len(name) <= MAX_LENGTH])
-    return "" if near is None else f"; found the unknown field {printable_name(near)}"
+        raise invalid_request(error, value) from error
 
 
 def openapi_body(*models: type[Body]) -> dict[str, Any]:

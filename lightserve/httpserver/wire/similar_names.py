@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 CUTOFF = 0.82  # similarity: max_new_tokens and max_tokens have 0.83; top_a, another sampler, and top_k have 0.8
-SEPARATORS = 0.1  # by which lengths may differ more than CUTOFF says: topp has 0.89, a short name with more _ less
+SEPARATORS = 0.1  # by how much lengths may differ more than CUTOFF allows, because of _ and -
 MAX_LENGTH = 64  # characters of a name that is compared; comparing takes quadratic time
 
 
