@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
 from lightserve import generate
+from lightserve.common import basemodel as bm
 from lightserve.config import ServerConfig
 from lightserve.httpserver.admin.metrics_page import ENGINE_UP, NAMES
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
@@ -70,6 +73,60 @@ def test_the_page_on_adding_a_model_is_the_model() -> None:
     assert f'"qwen3": "{MODELS["qwen3"]}"' in page
     [case] = re.findall(r'^ +"qwen3": Case.*$', page, flags=re.MULTILINE)
     assert case in (ROOT / "test/models/architectures/llama_like.py").read_text()
+
+
+# methods that call hooks, that callers of a model use, or that only observe
+NOT_HOOKS = {
+    *("_init_args", "unused_tensors", "_kv_scales", "_new_weights", "_check_metadata", "set_kv_size"),
+    *("distinct_layers_only", "_kernel_key", "forward", "hidden_states", "_context_forward", "_token_forward"),
+    *("context_forward", "token_forward", "_forward", "_parallel_forward", "_attention", "_added", "_split_heads"),
+    *("_observe", "_observe_embedding", "_observe_layer", "use_pool_of", "logit_rows"),
+}
+HOOKED = (
+    (bm.TpPartBaseModel, NOT_HOOKS | {"logits"}),
+    (bm.TransformerLayerInferTpl, NOT_HOOKS),
+    (bm.DecoderLayerInferTpl, NOT_HOOKS),
+    (bm.PreLayerInferTpl, NOT_HOOKS),
+    (bm.PostLayerInferTpl, NOT_HOOKS),
+    (bm.InferStateInfo, NOT_HOOKS),
+    (bm.DecoderLayerWeight, NOT_HOOKS),
+)
+
+
+def hooks_of(model_part: type, not_hooks: set[str]) -> Iterator[tuple[str, str]]:
+    """The signature and the return type of each method."""
+    for name, method in vars(model_part).items():
+        if inspect.isfunction(method) and not name.startswith("__") and name not in not_hooks:
+            signature = inspect.signature(method)
+            yield f"{name}({', '.join(list(signature.parameters)[1:])})", str(signature.return_annotation)
+
+
+def test_the_page_on_adding_a_model_lists_every_hook_with_its_signature() -> None:
+    page = (ROOT / "docs" / "adding_a_model.md").read_text()
+    listed = re.findall(r"^\| `(\w+\(.*?\))` \| `(.*?)` \|", page, flags=re.MULTILINE)
+    attributes = re.findall(r"^\| `(\w+_class)` \| `(\w+)` \|", page, flags=re.MULTILINE)
+
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {hook for part, not_hooks in HOOKED for hook in hooks_of(part, not_hooks)}
+    classes = {name: value for name, value in vars(bm.TpPartBaseModel).items() if name.endswith("_class")}
+    assert dict(attributes) == {name: value.__name__ for name, value in classes.items()}
+
+
+def test_every_type_in_the_signature_of_a_hook_can_be_imported_by_a_model() -> None:
+    names = {*bm.__all__, "Tensor", "None", "Any", "Iterator", "Iterable"}
+    methods = [
+        getattr(part, signature.partition("(")[0])
+        for part, not_hooks in HOOKED
+        for signature, _ in hooks_of(part, not_hooks)
+    ] + [part.__init__ for part, _ in HOOKED]
+
+    used = {word for one in methods for text in inspect.get_annotations(one).values() for word in capitalised(text)}
+
+    assert used - {"InnerWeight", "OuterWeight", "State", "DecoderWeight"} <= names  # parameters of generic classes
+
+
+def capitalised(annotation: str) -> list[str]:
+    return re.findall(r"(?<!ops\.)\b[A-Z]\w+", annotation)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
