@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
 from lightserve import generate
-from lightserve.common import basemodel as bm
+from lightserve.common import basemodel as bm, ops
 from lightserve.config import ServerConfig
 from lightserve.httpserver.admin.metrics_page import ENGINE_UP, NAMES
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
@@ -73,6 +73,22 @@ def test_the_page_on_adding_a_model_is_the_model() -> None:
     assert f'"qwen3": "{MODELS["qwen3"]}"' in page
     [case] = re.findall(r'^ +"qwen3": Case.*$', page, flags=re.MULTILINE)
     assert case in (ROOT / "test/models/architectures/llama_like.py").read_text()
+
+
+def test_the_page_on_kernels_names_every_op() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    named = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| .*$", page, flags=re.MULTILINE))))
+
+    assert sorted(set(ops.OPS) - named) == []
+
+
+def test_the_page_on_adding_an_op_names_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "adding_an_op.md").read_text()
+    tests = "".join(path.read_text() for path in (ROOT / "test" / "ops").glob("*.py"))
+
+    named = re.findall(r"`(test_\w+)`", page)
+    assert named
+    assert [name for name in named if f"def {name}(" not in tests] == []
 
 
 # methods that call hooks, that callers of a model use, or that only observe
