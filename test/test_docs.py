@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import dataclasses
 import inspect
@@ -73,6 +74,43 @@ def test_the_page_on_adding_a_model_is_the_model() -> None:
     assert f'"qwen3": "{MODELS["qwen3"]}"' in page
     [case] = re.findall(r'^ +"qwen3": Case.*$', page, flags=re.MULTILINE)
     assert case in (ROOT / "test/models/architectures/llama_like.py").read_text()
+
+
+FLOW = ROOT / "docs" / "request_flow.md"
+
+
+def definitions_of(file: Path) -> set[str]:
+    """Functions, classes and their methods, also those inside functions."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            inner = (one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
+            found |= {f"{node.name}.{one.name}" for one in inner}
+    return found
+
+
+def test_functions_on_the_page_about_a_request_are_in_the_files_beside_them() -> None:
+    pairs = re.findall(r"`([\w.]+)`\s+\(?(?:in\s+)?\[`[^`]+`\]\(\.\./(lightserve/[^)]+)\)", FLOW.read_text())
+
+    assert len(pairs) > 25
+    assert [pair for pair in pairs if pair[0] not in definitions_of(ROOT / pair[1])] == []
+
+
+def test_every_hop_of_a_request_names_a_function_that_exists() -> None:
+    packages = ("httpserver", "router", "detokenization", "worker", "common/basemodel")
+    files = [file for package in packages for file in (ROOT / "lightserve" / package).rglob("*.py")]
+    files += [ROOT / "lightserve" / "io_struct.py", ROOT / "lightserve" / "llm.py"]
+    known = set().union(*map(definitions_of, files))
+    text = re.sub(r"```.*?```", "", FLOW.read_text(), flags=re.DOTALL)
+    hops = re.split(r"^\d+\. ", text, flags=re.MULTILINE)[1:]
+    named = set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)`", text))
+
+    assert len(hops) > 20
+    functions = {name for name in known if "." in name or name[0].islower()}
+    assert [hop for hop in hops if functions.isdisjoint(re.findall(r"`([\w.]+)`", hop))] == []
+    assert {name for name in named - known if not name.endswith((".py", ".md"))} == {"lightserve"}
 
 
 def test_the_page_on_kernels_names_every_op() -> None:
