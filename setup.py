@@ -72,6 +72,7 @@ setup(
         "fastapi>=0.115",
         "gguf>=0.17",
         "httptools>=0.6",
+        "huggingface-hub>=1.5,<3",  # tokenizers installs it too
         "jinja2>=3.1",
         "llguidance>=1.7",
         "msgspec>=0.19",
@@ -87,6 +88,7 @@ setup(
         "uvloop>=0.20",
     ],
     extras_require={
+        "docs": ["mkdocs>=1.6,<2"],
         "gpu": ["triton>=3.6"],
         "hf": ["transformers>=5.17"],  # tokenizers in a folder's own Python: --trust_remote_code
         "test": [
@@ -97,6 +99,7 @@ setup(
             "hypothesis",
             "jsonschema-rs",
             "matplotlib",
+            "mkdocs>=1.6,<2",
             "mypy",
             "openai",
             "pytest",

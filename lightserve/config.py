@@ -36,7 +36,8 @@ class WorkerConfig:
 
     model_dir: str | None = option(
         None,
-        "Hugging Face folder, .gguf file or name in the HF cache; default: SmolLM2-135M-Instruct, downloaded once",
+        "Hugging Face folder, .gguf file, or name on the hub, downloaded once: org/model[@revision] or "
+        "org/model:file.gguf; default: SmolLM2-135M-Instruct",
         "model",
     )
     model_type: str | None = option(

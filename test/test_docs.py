@@ -45,18 +45,24 @@ README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 DATED = {"log.md"}  # a record of past runs: its flags may no longer exist
-# flags of pytest, benchmarks and test/faults
+# flags of pytest, benchmarks, test/faults, docker, kubectl and systemctl
 OTHER_TOOLS = {
     "--backend",
     "--configs",
     "--core",
     "--examples",
+    "--from-literal",
+    "--gpus",
+    "--ipc",
     "--long",
     "--minutes",
+    "--now",
     "--only",
     "--ops",
     "--policy",
     "--profile",
+    "--shm-size",
+    "--time",
     "--weights",
 }
 METHODS = "DELETE|GET|HEAD|POST"
@@ -187,7 +193,7 @@ def capitalised(annotation: str) -> list[str]:
 def test_links_and_paths_on_a_page_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     links = re.findall(r"\]\((?!http)([^)#]+)\)", text)
-    paths = re.findall(r"`((?:lightserve|test|docs)/[\w/.-]+)`", text)
+    paths = re.findall(r"`((?:lightserve|test|docs|deploy)/[\w/.-]+)`", text)
 
     for link in links:
         assert (page.parent / link).exists(), link

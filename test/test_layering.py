@@ -148,6 +148,7 @@ TORCH_FREE = [
     "httpserver.beam_search.algorithm",
     "httpserver.logprobs",
     "io_struct",
+    "model_files.hub.transfer",
     "model_files.model_config",
     "model_files.source",
     "model_files.tokenizer",

@@ -27,7 +27,7 @@ from lightserve.errors import LightserveError
 from lightserve.io_struct import StartupPhase
 from lightserve.server.args import parse_server
 from lightserve.server.banner import banner, print_line, print_text
-from lightserve.server.checks import ModelInfo, check
+from lightserve.server.checks import ModelInfo, check, with_local_files
 from lightserve.server.keys import with_keys
 from lightserve.server.process_group import Modules, ProcessGroup
 from lightserve.server.run_directory import run_directory
@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None, modules: Modules | None = None) -> i
     try:
         config = with_keys(parse_server(argv))
         model = check(config)
+        config = with_local_files(config, model)
         net.raise_fd_limit()
         sockets = net.listen(config.http.host, config.http.port, config.http.num_processes)
         return asyncio.run(launch(config, model, sockets, modules or Modules(), begin_s))
