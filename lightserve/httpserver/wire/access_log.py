@@ -96,11 +96,12 @@ class AccessLog:
         """With the last token of a choice."""
         self._finish_reasons.append(reason.value)
 
-    def _fields(self, error: BaseException | None) -> dict[str, object]:
+    def _fields(self, status: int, error: BaseException | None) -> dict[str, object]:
         """For --log_format json."""
         return fields(
             request_id=self.request_id,
             route=self._route,
+            status=status,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
@@ -133,7 +134,7 @@ class AccessLog:
             first,
             total_s,
             _finish(self._finish_reasons, error),
-            extra=self._fields(error),
+            extra=self._fields(status, error),
         )
 
 
