@@ -20,6 +20,7 @@ Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
 # the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
 CORES_PER_HTTP_PROCESS = 4
 MAX_HTTP_PROCESSES = 4
+MAX_DEBUG_REQUESTS = 100_000  # some 100 MB
 
 
 def option(default: Any, help: str, *aliases: str) -> Any:
@@ -142,11 +143,16 @@ class RouterConfig:
         2048, "maximum number of waiting requests; further ones get status 429", "max_queued_requests"
     )
     eos_id: list[int] = option([], "token ids that end a response; default: from the model's files")
+    debug_requests: int = option(
+        256, "number of requests whose timeline GET /debug/requests shows, the latest ones; 0: none"
+    )
     log_stats_interval: float = option(10.0, "seconds between throughput log lines while requests run; 0: none")
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "max_queue_size", "chunked_prefill_size")
-        _at_least(self, 0, "log_stats_interval", "request_timeout", "router_token_ratio")
+        _at_least(self, 0, "debug_requests", "log_stats_interval", "request_timeout", "router_token_ratio")
+        if self.debug_requests > MAX_DEBUG_REQUESTS:
+            raise ServerError(f"debug_requests={self.debug_requests}: must be at most {MAX_DEBUG_REQUESTS}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

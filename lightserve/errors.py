@@ -10,6 +10,7 @@ LightserveError
 │   ├── ForbiddenError             403: the key is valid, but not for this route
 │   ├── ModelNotFoundError         404
 │   ├── ResponseNotFoundError      404
+│   ├── RequestNotFoundError       404: of /debug/requests
 │   ├── BodyTimeoutError           408
 │   ├── SlowReaderError            408: the client does not read its response
 │   ├── BodyTooLargeError          413
@@ -94,6 +95,11 @@ class ResponseNotFoundError(RequestError):
             "or belongs to another API key",
             "response_id",
         )
+
+
+class RequestNotFoundError(RequestError):
+    status = 404
+    code = "request_not_found"
 
 
 class PreviousResponseNotFoundError(InvalidRequestError):

@@ -2,6 +2,7 @@
 
     httpserver ──GenerateReq, AbortReq──▶ router ──BatchTokenIdOut, RouterStats──▶ detokenization
     httpserver ◀──BatchStrOut, RouterStats── detokenization ──AbortReq──▶ router
+    httpserver ──GetTimelines──▶ router ──QueryReply──▶ detokenization ──QueryReply──▶ httpserver
     router ──Step──▶ model worker ──StepResult──▶ router
     launcher ──ToChild──▶ each of them ──FromChild──▶ launcher
 
@@ -312,6 +313,7 @@ class GenerateReq(msgspec.Struct, frozen=True, tag=True):
     scheduling: SchedulingParams = SchedulingParams()
     group: int = 0  # id of the first of the sequences that continue the same prompt
     is_group_open: bool = False  # more sequences of the group follow, as in a beam search, and use the KV of this one
+    request_id: str = ""  # X-Request-Id of the HTTP request, for GET /debug/requests
 
 
 class AbortReq(msgspec.Struct, frozen=True, tag=True):
@@ -327,7 +329,15 @@ class AbortByRequestId(msgspec.Struct, frozen=True, tag=True):
     request_id: str | None
 
 
-ToRouter = GenerateReq | AbortReq | AbortByRequestId
+class GetTimelines(msgspec.Struct, frozen=True, tag=True):
+    """An operator asks what happened to requests. The upper bits of ``query_id`` name the HTTP process that asks."""
+
+    query_id: int
+    request_id: str | None  # of the HTTP request; None: the last requests
+    limit: int
+
+
+ToRouter = GenerateReq | AbortReq | AbortByRequestId | GetTimelines
 
 REQ_ID_BITS = 48  # low bits of an id count the requests of one HTTP process
 
@@ -397,7 +407,43 @@ class RouterStats(msgspec.Struct, frozen=True, tag=True):
     has_workers: bool = True  # False while lost workers are being replaced
 
 
-ToDetokenization = BatchTokenIdOut | RouterStats | AbortByRequestId
+TimelineEventKind = Literal[
+    "queued", "refused", "admitted", "prefill", "first_token", "preempted", "workers_lost", "finished", "failed"
+]
+
+
+class TimelineEvent(msgspec.Struct, frozen=True, array_like=True):
+    """Something that happened to a request in the router."""
+
+    kind: TimelineEventKind
+    at_s: float  # time.monotonic()
+    duration_s: float = 0.0  # of a prefill chunk: from sending its step until the result is back
+    tokens: int = 0  # cached (admitted), computed (prefill), or generated so far (preempted, finished, failed)
+    detail: str = ""  # finish reason, or status and message of a failure
+
+
+class RequestTimeline(msgspec.Struct, frozen=True):
+    """What happened to one sequence. An HTTP request has several if it has several prompts or choices."""
+
+    request_id: str
+    req_id: int
+    arrived_s: float  # time.monotonic()
+    prompt_tokens: int
+    max_new_tokens: int
+    events: list[TimelineEvent]
+    events_left_out: int = 0  # beyond the limit: those before the last one
+
+
+class Timelines(msgspec.Struct, frozen=True, tag=True):
+    """The reply to GetTimelines, newest first."""
+
+    query_id: int
+    timelines: list[RequestTimeline]
+
+
+QueryReply = Timelines  # goes through the detokenizer to the HTTP process that asked
+
+ToDetokenization = BatchTokenIdOut | RouterStats | AbortByRequestId | QueryReply
 
 
 # detokenization -> httpserver
@@ -419,7 +465,7 @@ class BatchStrOut(msgspec.Struct, frozen=True, tag=True):
     failed: list[ReqFailed] = []
 
 
-ToHttpserver = BatchStrOut | RouterStats | AbortByRequestId
+ToHttpserver = BatchStrOut | RouterStats | AbortByRequestId | QueryReply
 
 
 # between the launcher and each of its children, as lines of JSON

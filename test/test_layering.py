@@ -60,7 +60,8 @@ LAYERS: dict[str, set[str]] = {
     "detokenization": {*GROUND, "model_files"},
     "httpserver.wire": {"errors", "io_struct", "utils"},
     "httpserver.logprobs": {"io_struct"},
-    "httpserver.manager": {"errors", "io_struct", "utils", "httpserver.wire"},
+    "httpserver.router_queries": {"errors", "io_struct", "utils"},
+    "httpserver.manager": {"errors", "io_struct", "utils", "httpserver.router_queries", "httpserver.wire"},
     "httpserver.grammar_check": {"errors", "grammar", "io_struct", "model_files"},
     "httpserver.context": {
         "config",

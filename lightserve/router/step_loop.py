@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from lightserve.io_struct import EngineReady, GrammarSpec, ReqFailed, Step, StepResult
+from lightserve.io_struct import EngineReady, GrammarSpec, Step, StepResult
 from lightserve.router.model_client import ModelClient
 from lightserve.router.reporter import Reporter
 from lightserve.router.scheduler import Scheduler
@@ -122,8 +122,10 @@ class StepLoop:
         if first.result.exception() is not None:  # its workers died: _fill_pipeline handles that
             return self._model.is_lost
         self._in_flight.popleft()
-        self.pacer.record(first.kind, first.sent_s, time.monotonic())
-        self._scheduler.complete_step()
+        now = time.monotonic()
+        self.pacer.record(first.kind, first.sent_s, now)
+        for timeline, tokens in self._scheduler.complete_step():
+            timeline.prefill(first.sent_s, now, tokens)
         self._reporter.report(first.result.result())
         return True
 
@@ -136,5 +138,5 @@ class StepLoop:
         self._in_flight.clear()
         self._model.request_restart(reason, caused_by_request=crashing_request is not None)
         if crashing_request is not None:
-            self._reporter.fail([ReqFailed(crashing_request.req_id, 500, CRASHED_TWICE)])
+            self._reporter.fail([crashing_request], 500, lambda _: CRASHED_TWICE)
         self._reporter.send_heartbeat(0.0, has_workers=False)  # /health should not wait for the next one

@@ -34,6 +34,7 @@ def test_requests_appear_in_log_and_metrics(tmp_path: Path) -> None:
         wait_until(lambda: "tok/s" in server.log)
         seen = server.metrics()
 
+        check_timelines(server)
         line = next(line for line in server.log.splitlines() if "mine-0" in line)
         pattern = (
             r"mine-0 /v1/completions prompt=3 cached=0 output=200 "
@@ -52,6 +53,22 @@ def test_requests_appear_in_log_and_metrics(tmp_path: Path) -> None:
         below_5ms = seen["inter_token_latency_seconds_bucket/0.005"]
         below_20ms = seen["inter_token_latency_seconds_bucket/0.02"]
         assert below_5ms < below_20ms  # a step takes 5 ms: the buckets are fine enough to see it
+
+
+def check_timelines(server: ServerProcess) -> None:
+    """Of the requests above."""
+    with urllib.request.urlopen(f"{server.url}/debug/requests?limit=3", timeout=60) as response:
+        listed = json.load(response)["requests"]
+    with urllib.request.urlopen(f"{server.url}/debug/requests/mine-0", timeout=60) as response:
+        sequences = json.load(response)["sequences"]
+
+    assert [one["request_id"] for one in listed] == ["mine-4", "mine-4", "mine-3"]
+    assert len(sequences) == 2
+    for one in sequences:
+        assert (one["prompt_tokens"], one["output_tokens"], one["end"]) == (3, 100, "length")
+        assert [event["event"] for event in one["events"]] == [
+            *("queued", "admitted", "prefill", "first_token", "finished")
+        ]
 
 
 def test_request_log_lines_can_be_disabled(tmp_path: Path) -> None:

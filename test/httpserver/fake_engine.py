@@ -18,8 +18,11 @@ from lightserve.io_struct import (
     EngineReady,
     FinishReason,
     GenerateReq,
+    GetTimelines,
     ReqFailed,
+    RequestTimeline,
     StrOut,
+    Timelines,
     ToHttpserver,
     Token,
     ToRouter,
@@ -67,6 +70,8 @@ class FakeEngine:
         self.script = script
         self.received: list[GenerateReq] = []
         self.aborted: list[int] = []
+        self.queries: list[GetTimelines] = []
+        self.timelines: list[RequestTimeline] = []  # the reply to every query
         self.hold = asyncio.Event()  # cleared: tokens after the first of a request wait
         self.hold.set()
         self._inbox: Receiver[ToRouter] = Receiver(f"ipc://{run_dir}/router", ToRouter)
@@ -80,6 +85,9 @@ class FakeEngine:
             message = await self._inbox.recv()
             if isinstance(message, AbortReq):
                 self.aborted.append(message.req_id)
+            elif isinstance(message, GetTimelines):
+                self.queries.append(message)
+                self._outbox.send(Timelines(message.query_id, self.timelines))
             elif isinstance(message, GenerateReq):
                 self.received.append(message)
                 task = asyncio.create_task(self._respond(message))
