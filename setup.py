@@ -88,6 +88,7 @@ setup(
     ],
     extras_require={
         "gpu": ["triton>=3.6"],
+        "otlp": ["opentelemetry-proto>=1.27"],  # traces: --otlp_endpoint
         "hf": ["transformers>=5.17"],  # tokenizers in a folder's own Python: --trust_remote_code
         "test": [
             "accelerate",
@@ -99,6 +100,7 @@ setup(
             "matplotlib",
             "mypy",
             "openai",
+            "opentelemetry-proto>=1.27",
             "pytest",
             "pytest-xdist",
             "ruff",

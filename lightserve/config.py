@@ -6,6 +6,7 @@ import functools
 import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from lightserve.errors import ServerError
 from lightserve.utils.cpu import available_cores
@@ -210,6 +211,9 @@ class HttpConfig:
     )
     response_store_bytes: int = option(128 * 2**20, "maximum bytes of all stored responses, on the disk")
     metrics_compat: str = option("", "also export metrics with the names of vllm and/or lightllm, comma-separated")
+    otlp_endpoint: str | None = option(
+        None, "collector for OpenTelemetry traces, such as http://localhost:4318; needs pip install lightserve[otlp]"
+    )
     disable_log_requests: bool = option(False, "do not log a line per request", "disable_uvicorn_access_log")
 
     def __post_init__(self) -> None:
@@ -223,6 +227,8 @@ class HttpConfig:
             raise ServerError(f"root_path={self.root_path!r}: must begin with / and must not end with it, as /llm")
         if not 0 <= self.port < 65536:
             raise ServerError(f"port={self.port}: must be between 0 and 65535")
+        if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):
+            raise ServerError(f"otlp_endpoint={self.otlp_endpoint!r}: must be an address as http://localhost:4318")
         _ = self.template_variables
         unknown = set(self.compat_names) - {"vllm", "lightllm"}
         if unknown:
@@ -284,6 +290,14 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ServerError(f"{name}={text!r}: must be a JSON object")
     return value
+
+
+def _is_http_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and (url.port or 1) > 0
+    except ValueError:
+        return False
 
 
 def _at_least(config: Any, least: int, *names: str) -> None:

@@ -337,7 +337,14 @@ class GetTimelines(msgspec.Struct, frozen=True, tag=True):
     limit: int
 
 
-ToRouter = GenerateReq | AbortReq | AbortByRequestId | GetTimelines
+class SpanCounts(msgspec.Struct, frozen=True, tag=True):
+    """Spans that an HTTP process has exported and dropped since its last message, for the metrics."""
+
+    exported: int
+    dropped: int
+
+
+ToRouter = GenerateReq | AbortReq | AbortByRequestId | GetTimelines | SpanCounts
 
 REQ_ID_BITS = 48  # low bits of an id count the requests of one HTTP process
 

@@ -238,6 +238,7 @@ class Generation:
 
     async def __aenter__(self) -> Self:
         self._manager._start(self)
+        self.log.is_generating = True
         return self
 
     def __aiter__(self) -> Self:

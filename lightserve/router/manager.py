@@ -15,6 +15,7 @@ from lightserve.io_struct import (
     AbortReq,
     EngineReady,
     GenerateReq,
+    GetTimelines,
     ToDetokenization,
     ToRouter,
 )
@@ -79,8 +80,10 @@ class RouterManager:
                 self._abort(message)
             elif isinstance(message, AbortByRequestId):
                 self._to_detokenization.send(message)
-            else:
+            elif isinstance(message, GetTimelines):
                 self._to_detokenization.send(self.timelines.answer(message))
+            else:
+                self.metrics.spans(message.exported, message.dropped)
 
     def _accept(self, message: GenerateReq) -> None:
         timeline = self.timelines.start(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from lightserve.utils.tls import server_context
 logger = init_logger(__name__)
 
 FITTING_TIMEOUT_S = 60.0  # to import torch on a loaded machine
+OTLP_MODULE = "opentelemetry.proto.collector.trace.v1.trace_service_pb2"
 SHOWN = 3  # of the models that fit
 
 
@@ -36,6 +38,7 @@ def check(config: ServerConfig) -> ModelInfo:
     """Raise a LightserveError that says what the operator must change. Download the default model if it is used."""
     net.bind(config.http.host, config.http.port).close()
     _check_access(config.http)
+    check_otlp(config.http)
     is_weightless = config.launch.null_worker or config.worker.load_format == "dummy"
     trusts_code = config.worker.trust_remote_code
     source = resolve(config.worker.model_dir, needs_weights=not is_weightless, trusts_code=trusts_code)
@@ -53,6 +56,17 @@ def _check_access(http: HttpConfig) -> None:
         server_context(http.ssl_certfile, http.ssl_keyfile, http.ssl_ca_certs)
     if not (http.api_key or http.ssl_ca_certs or net.is_local(http.host)):
         logger.warning("anyone who can reach %s may use the server: set --api_key_file", http.host)
+
+
+def check_otlp(http: HttpConfig) -> None:
+    if http.otlp_endpoint is None:
+        return
+    try:
+        importlib.import_module(OTLP_MODULE)
+    except ImportError as error:
+        raise ServerError(
+            f"--otlp_endpoint needs the package opentelemetry-proto; pip install 'lightserve[otlp]' ({error})"
+        ) from error
 
 
 def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 
-def unix_ns(monotonic_s: float) -> int:
-    """The date of a moment, in nanoseconds since 1970. It is only for people and other programs to read."""
-    return int(time.time_ns()) - time.monotonic_ns() + round(monotonic_s * 1e9)
+def unix_offset_ns() -> int:
+    """What to add to a monotonic time for its date, in nanoseconds since 1970. It is only for others to read."""
+    return int(time.time_ns()) - time.monotonic_ns()
 
 
 def unix_s(monotonic_s: float) -> float:
-    return unix_ns(monotonic_s) / 1e9
+    return unix_offset_ns() / 1e9 + monotonic_s

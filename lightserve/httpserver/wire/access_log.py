@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from lightserve.errors import ClientDisconnectedError, LightserveError
 from lightserve.io_struct import Admission, FinishReason
@@ -22,10 +23,12 @@ class AccessLog:
         self.cached_tokens = 0
         self.generated_tokens = 0  # counted by the manager
         self.counts_output = True  # set by the route: False where max_tokens is 0
+        self.is_generating = False  # set by the manager
+        self.queue_s = 0.0
+        self.first_token_s: float | None = None  # since arrived_s
+        self.on_close: Callable[[BaseException | None], None] | None = None  # for traces
         self._route = route
         self._is_written = is_written
-        self._queue_s = 0.0
-        self._first_token_s: float | None = None
         self._finish_reasons: list[str] = []
 
     def silent_copy(self) -> AccessLog:
@@ -41,18 +44,25 @@ class AccessLog:
     def record_admission(self, admission: Admission, is_first_choice: bool) -> None:
         """With the first token of a choice."""
         self.cached_tokens += admission.cached_tokens if is_first_choice else 0
-        self._queue_s = max(self._queue_s, admission.queue_s)
-        if self._first_token_s is None:
-            self._first_token_s = time.monotonic() - self.arrived_s
+        self.queue_s = max(self.queue_s, admission.queue_s)
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic() - self.arrived_s
 
     def record_finish(self, reason: FinishReason) -> None:
         """With the last token of a choice."""
         self._finish_reasons.append(reason.value)
 
+    def finish_reasons(self, error: BaseException | None) -> list[str]:
+        """One for each choice, or what ended the request instead."""
+        return _finish(self._finish_reasons, error).split(",")
+
     def close(self, error: BaseException | None) -> None:
+        self.is_generating = False
+        if self.on_close is not None:
+            self.on_close(error)
         if not self._is_written:
             return
-        first = "-" if self._first_token_s is None else f"{self._first_token_s:.3f}s"
+        first = "-" if self.first_token_s is None else f"{self.first_token_s:.3f}s"
         logger.info(
             "%s %s prompt=%d cached=%d output=%d queue=%.3fs first=%s total=%.3fs finish=%s",
             self.request_id,
@@ -60,7 +70,7 @@ class AccessLog:
             self.prompt_tokens,
             self.cached_tokens,
             self.output_tokens,
-            self._queue_s,
+            self.queue_s,
             first,
             time.monotonic() - self.arrived_s,
             _finish(self._finish_reasons, error),

@@ -63,7 +63,9 @@ class RequestMiddleware:
                 is_started = True
                 sent_id = scope["state"]["request_id"].encode()  # a field of the body may have set it meanwhile
                 extra = () if id_header is None else ((id_header, sent_id),)
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", sent_id), *extra]
+                more = scope["state"].get("response_headers", ())
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", sent_id), *extra, *more]
+                scope["state"]["status"] = message["status"]
             return send(message)
 
         try:
