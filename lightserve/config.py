@@ -264,6 +264,9 @@ class LaunchConfig:
     process_timeout: float = option(
         60.0, "seconds without a heartbeat after which a process is killed, a worker after half of that; 0: never"
     )
+    profile_dir: str | None = option(
+        None, "folder for the profiles of POST /start_profile; default: no profile can be taken"
+    )
     null_worker: bool = option(
         False, "run without a model: the worker returns made-up tokens, to measure the rest of the server"
     )

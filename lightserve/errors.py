@@ -13,6 +13,7 @@ LightserveError
 │   ├── RequestNotFoundError       404: of /debug/requests
 │   ├── BodyTimeoutError           408
 │   ├── SlowReaderError            408: the client does not read its response
+│   ├── ConflictError              409: a profile is running already, or none is
 │   ├── BodyTooLargeError          413
 │   ├── MediaTypeError             415
 │   ├── WebSocketError             426: the client must use HTTP
@@ -119,6 +120,11 @@ class BodyTimeoutError(RequestError):
 
 class SlowReaderError(RequestError):
     status = 408
+
+
+class ConflictError(RequestError):
+    status = 409
+    code = "conflict"
 
 
 class BodyTooLargeError(RequestError):

@@ -2,8 +2,8 @@
 
     httpserver ──GenerateReq, AbortReq──▶ router ──BatchTokenIdOut, RouterStats──▶ detokenization
     httpserver ◀──BatchStrOut, RouterStats── detokenization ──AbortReq──▶ router
-    httpserver ──GetTimelines──▶ router ──QueryReply──▶ detokenization ──QueryReply──▶ httpserver
-    router ──Step──▶ model worker ──StepResult──▶ router
+    httpserver ──GetTimelines, StartProfile, StopProfile──▶ router ──QueryReply──▶ detokenization ──▶ httpserver
+    router ──Step, ProfileCommand──▶ model worker ──StepResult, ProfileResult──▶ router
     launcher ──ToChild──▶ each of them ──FromChild──▶ launcher
 
 A Step names the requests that enter, the KV slots that each row fills, and the requests that leave. A worker knows the
@@ -234,7 +234,20 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     windowed_slots: list[int] = []  # of all tokens of the rows, in their order, if there is a windowed pool
 
 
+class ProfileCommand(msgspec.Struct, frozen=True):
+    """Start a profile of this worker, or end it and write it to files."""
+
+    prefix: str | None = None  # of the files' paths; None: start
+
+
 # model worker -> router
+
+
+class ProfileResult(msgspec.Struct, frozen=True):
+    """The reply to a ProfileCommand."""
+
+    paths: list[str] = []  # files that were written
+    error: str = ""  # what went wrong
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -337,6 +350,19 @@ class GetTimelines(msgspec.Struct, frozen=True, tag=True):
     limit: int
 
 
+class StartProfile(msgspec.Struct, frozen=True, tag=True):
+    """An operator starts a profile of the router and the workers."""
+
+    query_id: int
+    max_seconds: float  # then it ends by itself
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag=True):
+    """An operator ends the profile and wants its file."""
+
+    query_id: int
+
+
 class SpanCounts(msgspec.Struct, frozen=True, tag=True):
     """Spans that an HTTP process has exported and dropped since its last message, for the metrics."""
 
@@ -344,7 +370,7 @@ class SpanCounts(msgspec.Struct, frozen=True, tag=True):
     dropped: int
 
 
-ToRouter = GenerateReq | AbortReq | AbortByRequestId | GetTimelines | SpanCounts
+ToRouter = GenerateReq | AbortReq | AbortByRequestId | GetTimelines | StartProfile | StopProfile | SpanCounts
 
 REQ_ID_BITS = 48  # low bits of an id count the requests of one HTTP process
 
@@ -448,7 +474,16 @@ class Timelines(msgspec.Struct, frozen=True, tag=True):
     timelines: list[RequestTimeline]
 
 
-QueryReply = Timelines  # goes through the detokenizer to the HTTP process that asked
+class ProfileReply(msgspec.Struct, frozen=True, tag=True):
+    """The reply to StartProfile and StopProfile."""
+
+    query_id: int
+    status: int = 200  # HTTP's
+    message: str = ""  # what went wrong, or what is missing in the profile
+    path: str = ""  # of the profile, once it is written
+
+
+QueryReply = Timelines | ProfileReply  # goes through the detokenizer to the HTTP process that asked
 
 ToDetokenization = BatchTokenIdOut | RouterStats | AbortByRequestId | QueryReply
 

@@ -16,10 +16,12 @@ from lightserve.io_struct import (
     EngineReady,
     GenerateReq,
     GetTimelines,
+    SpanCounts,
     ToDetokenization,
     ToRouter,
 )
 from lightserve.router.model_client import ModelClient
+from lightserve.router.profile_control import ProfileControl
 from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
@@ -53,6 +55,7 @@ class RouterManager:
         self._reporter = Reporter(scheduler, to_detokenization)
         self.timelines = TimelineRing(config.debug_requests)
         self.steps = StepLoop(scheduler, model, engine, self._reporter)
+        self.profiles = ProfileControl(self.steps, self.timelines, to_detokenization)
 
     @property
     def metrics(self) -> RouterMetrics:
@@ -65,6 +68,7 @@ class RouterManager:
             tasks.create_task(self.steps.run())
             tasks.create_task(self._send_heartbeats(log))
             tasks.create_task(self._watch_deadlines())
+            tasks.create_task(self.profiles.run())
 
     def use_workers(self, model: ModelClient) -> None:
         """Continue with new workers in place of lost ones."""
@@ -82,8 +86,10 @@ class RouterManager:
                 self._to_detokenization.send(message)
             elif isinstance(message, GetTimelines):
                 self._to_detokenization.send(self.timelines.answer(message))
-            else:
+            elif isinstance(message, SpanCounts):
                 self.metrics.spans(message.exported, message.dropped)
+            else:
+                self.profiles.put(message)
 
     def _accept(self, message: GenerateReq) -> None:
         timeline = self.timelines.start(message)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 
 from lightserve.config import HttpConfig, ServerConfig, WorkerConfig
@@ -39,6 +41,7 @@ def check(config: ServerConfig) -> ModelInfo:
     net.bind(config.http.host, config.http.port).close()
     _check_access(config.http)
     check_otlp(config.http)
+    check_profile_dir(config.launch.profile_dir)
     is_weightless = config.launch.null_worker or config.worker.load_format == "dummy"
     trusts_code = config.worker.trust_remote_code
     source = resolve(config.worker.model_dir, needs_weights=not is_weightless, trusts_code=trusts_code)
@@ -67,6 +70,17 @@ def check_otlp(http: HttpConfig) -> None:
         raise ServerError(
             f"--otlp_endpoint needs the package opentelemetry-proto; pip install 'lightserve[otlp]' ({error})"
         ) from error
+
+
+def check_profile_dir(folder: str | None) -> None:
+    if folder is None:
+        return
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ServerError(f"--profile_dir {folder}: cannot be written ({error}); choose another folder") from error
 
 
 def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
+
 from lightserve.config import HttpConfig
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import HttpServerManager
@@ -19,8 +21,11 @@ from lightserve.io_struct import (
     FinishReason,
     GenerateReq,
     GetTimelines,
+    ProfileReply,
     ReqFailed,
     RequestTimeline,
+    StartProfile,
+    StopProfile,
     StrOut,
     Timelines,
     ToHttpserver,
@@ -70,6 +75,8 @@ class FakeEngine:
         self.script = script
         self.received: list[GenerateReq] = []
         self.aborted: list[int] = []
+        self.profile_messages: list[StartProfile | StopProfile] = []
+        self.profile_reply = ProfileReply(0)  # to every one of them
         self.queries: list[GetTimelines] = []
         self.timelines: list[RequestTimeline] = []  # the reply to every query
         self.hold = asyncio.Event()  # cleared: tokens after the first of a request wait
@@ -88,6 +95,9 @@ class FakeEngine:
             elif isinstance(message, GetTimelines):
                 self.queries.append(message)
                 self._outbox.send(Timelines(message.query_id, self.timelines))
+            elif isinstance(message, StartProfile | StopProfile):
+                self.profile_messages.append(message)
+                self._outbox.send(msgspec.structs.replace(self.profile_reply, query_id=message.query_id))
             elif isinstance(message, GenerateReq):
                 self.received.append(message)
                 task = asyncio.create_task(self._respond(message))
