@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -71,7 +72,7 @@ def test_cached_tokens_are_shown_and_a_chunk_of_one_token_too(tmp_path: Path) ->
     async def scenario(router: Router) -> None:
         for req_id in (1, 2):
             router.send(named(req_id, prompt_len=20))
-            await router.until(lambda req_id=req_id: router.has_finished(req_id))
+            await router.until(partial(router.has_finished, req_id))
 
         _, admitted, prefill, *_ = timeline_of(router, 2).events
         assert (admitted.kind, admitted.tokens) == ("admitted", 19)
@@ -110,6 +111,25 @@ def test_a_request_survives_lost_workers_in_its_timeline(tmp_path: Path) -> None
         await router.until(lambda: router.has_finished(1))
 
         assert kinds_of(router, 1)[3:6] == ["first_token", "workers_lost", "admitted"]
+
+    check(scenario, tmp_path)
+
+
+def test_output_that_is_computed_again_is_shown_in_chunks(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.model.stuck_at = 82
+        router.send(named(1, max_new_tokens=90))
+        await until(lambda: len(router.model.steps) == 82)
+        router.model.die()
+        await until(lambda: bool(router.model.restart_requests))
+        router.replace_model()
+
+        await router.until(lambda: router.has_finished(1))
+
+        events = timeline_of(router, 1).events
+        lost = next(place for place, event in enumerate(events) if event.kind == "workers_lost")
+        again = [event.tokens for event in events[lost:] if event.kind == "prefill"]
+        assert again == [64, 3 + events[lost].tokens - 64]  # the prompt and the output so far
 
     check(scenario, tmp_path)
 

@@ -7,6 +7,7 @@ import os
 
 from lightserve import __version__
 from lightserve.httpserver.tracing.exporter import SpanExporter
+from lightserve.httpserver.tracing.request_trace import AttributeValue
 from lightserve.io_struct import SpanCounts, ToRouter
 from lightserve.utils.channel import Sender
 
@@ -20,7 +21,7 @@ def start_exporter(endpoint: str | None, model: str, http_process: int) -> SpanE
         return None
     from lightserve.httpserver.tracing.otlp import OtlpEncoder
 
-    resource = {
+    resource: dict[str, AttributeValue] = {
         "service.name": os.environ.get("OTEL_SERVICE_NAME", "lightserve"),
         "service.version": __version__,
         "service.instance.id": f"{os.uname().nodename}:{os.getppid()}",

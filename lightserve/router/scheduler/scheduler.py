@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from typing import NamedTuple
 
 from lightserve.io_struct import ReqFailed, Step, StepRow, TokenOut
@@ -225,12 +226,12 @@ class Scheduler:
             req.plan(own)
             if is_prompt:
                 self.pool.cache_prompt(req)
-            if (is_prompt or count > 1) and req.timeline is not None:
-                prefills.append((req.timeline, count))
+                if req.timeline is not None:
+                    prefills.append((req.timeline, count))
             rows.append(StepRow(req.req_id, own))
             planned.append((req, req.num_admissions, req.planned_len))
         self.pool.let_go_behind_windows(req for req, _ in chunks)
-        return PlannedStep(rows, windowed_slots, planned, prefills)
+        return PlannedStep(rows, windowed_slots, planned, prefills + _recomputed_outputs(chunks))
 
     def _chunks(self) -> list[Chunk]:
         """How many tokens of each request the next step computes: one of each decode, then prompt tokens."""
@@ -242,3 +243,13 @@ class Scheduler:
             decodes = len(chunks)
             chunks += self._chunking.divide(prompts, decodes, len(self._queue), self.pool.available - decodes)
         return chunks
+
+
+def _recomputed_outputs(chunks: list[Chunk]) -> list[PrefillChunk]:
+    """Of preempted requests: chunks of output tokens whose KV is computed again. Such chunks come after all decodes."""
+    longer = takewhile(lambda chunk: chunk[1] > 1, reversed(chunks))
+    return [
+        (req.timeline, count)
+        for req, count in longer
+        if req.timeline is not None and req.planned_len - count >= len(req.prompt_ids)
+    ]
