@@ -15,7 +15,7 @@ from lightserve.io_struct import ProfileCommand, Step, StepResult, StepRow
 from lightserve.router.model_client import RpycModelClient
 from lightserve.router.profile_client import LOST, ProfileClient
 from lightserve.worker.profiler import DeviceTrace, WorkerProfiler
-from lightserve.worker.rpc import GetResult, StepServer
+from lightserve.worker.rpc import GetResult, ModelRpc, StepServer
 from lightserve.worker.torch_trace import TorchTrace
 
 CLOCK_SLACK_US = 500.0  # torch reads a counter of the CPU and converts it
@@ -97,6 +97,19 @@ def test_a_profile_has_the_steps_and_what_torch_did_in_their_thread(tmp_path: Pa
     trace = TorchTrace()
     trace.prepare()
     serve(tmp_path, trace, scenario)
+
+
+def test_steps_are_launched_as_before_when_no_profile_runs(tmp_path: Path) -> None:
+    worker, profiler = Worker(), WorkerProfiler(0)
+    plain = worker.launch
+    rpc = ModelRpc(plain)
+
+    profiler.run(rpc, ProfileCommand())
+    during = rpc.launch
+    profiler.run(rpc, ProfileCommand(str(tmp_path / "p")))
+
+    assert during is not plain
+    assert rpc.launch is plain
 
 
 def test_a_profiler_that_fails_does_not_end_the_worker(tmp_path: Path) -> None:

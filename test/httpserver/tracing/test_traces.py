@@ -13,8 +13,6 @@ from typing import Any
 import httpx2
 import pytest
 
-from lightserve.config import HttpConfig
-from lightserve.errors import ServerError
 from lightserve.httpserver.app import build_app
 from lightserve.httpserver.tracing import exporter as exporter_module
 from lightserve.httpserver.tracing.exporter import SpanExporter, headers_from_env, traces_url
@@ -22,7 +20,6 @@ from lightserve.httpserver.tracing.request_trace import Span, TraceRecord
 from lightserve.httpserver.tracing.setup import report_counts
 from lightserve.httpserver.tracing.trace_context import trace_context
 from lightserve.io_struct import FinishReason, GenerateReq, ReqFailed, SpanCounts, StrOut
-from lightserve.server import checks
 from test.httpserver.fake_engine import Script, engine, spell
 from test.httpserver.tracing.collector import Collector, running_collector
 from test.waiting import until, wait_until
@@ -241,17 +238,3 @@ def test_the_router_counts_what_every_http_process_exports() -> None:
         return router
 
     assert asyncio.run(run()).sent == [SpanCounts(8, 3)]
-
-
-@pytest.mark.parametrize("endpoint", ["localhost:4318", "ftp://host", "http://", "http://host:0x", "http://host:99999"])
-def test_an_endpoint_that_is_no_address_is_refused(endpoint: str) -> None:
-    with pytest.raises(ServerError, match="otlp_endpoint"):
-        HttpConfig(otlp_endpoint=endpoint)
-
-
-def test_a_missing_package_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "OTLP_MODULE", "opentelemetry.proto.missing")
-
-    with pytest.raises(ServerError, match=r"lightserve\[otlp\]"):
-        checks.check_otlp(HttpConfig(otlp_endpoint="http://localhost:4318"))
-    checks.check_otlp(HttpConfig())
