@@ -1,5 +1,6 @@
 # make serve   start the server with the default model (makes .venv, fetches the model on the first run)
 # make test    lint, types and tests
+# make docs    the documentation as a website, in build/site
 # make chaos   break the server in every way there is a case for, and print what came of it (some minutes)
 PYTHON ?= python3
 SEED ?= 1
@@ -7,7 +8,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: serve test chaos lint types format bench clean
+.PHONY: serve test chaos lint types format bench docs clean
 
 serve: $(VENV)/.serve
 	$(PY) -m lightserve.server.api_server $(ARGS)
@@ -31,6 +32,9 @@ format: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(PY) -m lightserve.benchmark.offline $(ARGS)
+
+docs: $(VENV)/.test
+	$(PY) -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -72,12 +72,14 @@ setup(
         "fastapi>=0.115",
         "gguf>=0.17",
         "httptools>=0.6",
+        "huggingface-hub>=1.5,<3",  # tokenizers installs it too
         "jinja2>=3.1",
         "llguidance>=1.7",
         "msgspec>=0.19",
         "numpy>=2",
         "orjson>=3.10",
         "prometheus-client>=0.20",
+        "pyyaml>=6",
         "pyzmq>=26",
         "rpyc>=6",
         "safetensors>=0.5",
@@ -87,6 +89,7 @@ setup(
         "uvloop>=0.20",
     ],
     extras_require={
+        "docs": ["mkdocs>=1.6,<2"],
         "gpu": ["triton>=3.6"],
         "otlp": ["opentelemetry-proto>=1.27"],  # traces: --otlp_endpoint
         "hf": ["transformers>=5.17"],  # tokenizers in a folder's own Python: --trust_remote_code
@@ -98,6 +101,7 @@ setup(
             "hypothesis",
             "jsonschema-rs",
             "matplotlib",
+            "mkdocs>=1.6,<2",
             "mypy",
             "openai",
             "opentelemetry-proto>=1.27",
@@ -110,5 +114,5 @@ setup(
             "triton>=3.6",
         ],
     },
-    entry_points={"console_scripts": ["lightserve = lightserve.generate:main"]},
+    entry_points={"console_scripts": ["lightserve = lightserve.cli.main:main"]},
 )

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from lightserve.errors import ServerError
+from lightserve.errors import OptionError
 from lightserve.utils.cpu import available_cores
+from lightserve.utils.logger import LogFormat
 
 Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
@@ -38,7 +39,8 @@ class WorkerConfig:
 
     model_dir: str | None = option(
         None,
-        "Hugging Face folder, .gguf file or name in the HF cache; default: SmolLM2-135M-Instruct, downloaded once",
+        "Hugging Face folder, .gguf file, or name on the hub, downloaded once: org/model[@revision] or "
+        "org/model:file.gguf; default: SmolLM2-135M-Instruct",
         "model",
     )
     model_type: str | None = option(
@@ -62,8 +64,8 @@ class WorkerConfig:
     quantization: Quantization | None = option(
         None,
         "quantise float weights while they are loaded: fp8, int8, or w4 (4 bits, groups of 32); "
-        "gguf: keep the weights of a GGUF file packed; none: expand them; default: packed, except on a CPU without the "
-        "C library",
+        "gguf: keep the weights of a GGUF file packed; none: expand them; default: packed on a GPU, expanded on a "
+        "CPU",
     )
     quantization_config: str | None = option(
         None,
@@ -107,15 +109,15 @@ class WorkerConfig:
             choices_of["quantization"] = get_args(Quantization)
         for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
-                raise ServerError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
+                raise OptionError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
         if self.quantization is not None and self.quantization_config is not None:
-            raise ServerError("quantization and quantization_config exclude each other; put the first into the file")
+            raise OptionError("quantization and quantization_config exclude each other; put the first into the file")
         _at_least(self, 1, "tp", "running_max_req_size", "batch_max_tokens", "max_req_total_len", "max_total_token_num")
         _at_least(self, 0, "step_timeout", "max_windowed_token_num")
         if not 0 < self.mem_fraction <= 1:
-            raise ServerError(f"mem_fraction={self.mem_fraction}: must be above 0 and at most 1")
+            raise OptionError(f"mem_fraction={self.mem_fraction}: must be above 0 and at most 1")
         if self.deterministic and self.tp > 2:  # the sum of two values does not depend on their order
-            raise ServerError(
+            raise OptionError(
                 f"deterministic needs tp 1 or 2, not {self.tp}: the sum over more ranks has no fixed order"
             )
 
@@ -124,7 +126,7 @@ class WorkerConfig:
 class RouterConfig:
     """Options of the router."""
 
-    router_policy: str = option("priority", "order of admission: fifo, priority or cache_aware", "scheduling_policy")
+    router_policy: str = option("priority", "order in which waiting requests are admitted", "scheduling_policy")
     router_token_ratio: float = option(
         0.85,
         "share of the KV pool that may be filled by estimated output lengths; 0: reserve the maximum of every request",
@@ -153,7 +155,7 @@ class RouterConfig:
         _at_least(self, 1, "max_queue_size", "chunked_prefill_size")
         _at_least(self, 0, "debug_requests", "log_stats_interval", "request_timeout", "router_token_ratio")
         if self.debug_requests > MAX_DEBUG_REQUESTS:
-            raise ServerError(f"debug_requests={self.debug_requests}: must be at most {MAX_DEBUG_REQUESTS}")
+            raise OptionError(f"debug_requests={self.debug_requests}: must be at most {MAX_DEBUG_REQUESTS}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,19 +222,19 @@ class HttpConfig:
         _at_least(self, 1, "httpserver_workers", "max_body_bytes", "max_choices")
         _at_least(self, 0, "response_store_size", "response_store_bytes")
         if "" in self.model_name:
-            raise ServerError("model_name: a name must not be empty")
+            raise OptionError("model_name: a name must not be empty")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
-            raise ServerError("--ssl_keyfile and --ssl_ca_certs need --ssl_certfile")
+            raise OptionError("--ssl_keyfile and --ssl_ca_certs need --ssl_certfile")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ServerError(f"root_path={self.root_path!r}: must begin with / and must not end with it, as /llm")
+            raise OptionError(f"root_path={self.root_path!r}: must begin with / and must not end with it, as /llm")
         if not 0 <= self.port < 65536:
-            raise ServerError(f"port={self.port}: must be between 0 and 65535")
+            raise OptionError(f"port={self.port}: must be between 0 and 65535")
         if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):
-            raise ServerError(f"otlp_endpoint={self.otlp_endpoint!r}: must be an address as http://localhost:4318")
+            raise OptionError(f"otlp_endpoint={self.otlp_endpoint!r}: must be an address as http://localhost:4318")
         _ = self.template_variables
         unknown = set(self.compat_names) - {"vllm", "lightllm"}
         if unknown:
-            raise ServerError(
+            raise OptionError(
                 f"metrics_compat={self.metrics_compat!r}: must be vllm, lightllm or both, comma-separated"
             )
 
@@ -267,6 +269,9 @@ class LaunchConfig:
     profile_dir: str | None = option(
         None, "folder for the profiles of POST /start_profile; default: no profile can be taken"
     )
+    log_format: LogFormat | None = option(
+        None, "text: lines for people; json: an object per line, for programs; default: $LIGHTSERVE_LOG_FORMAT or text"
+    )
     null_worker: bool = option(
         False, "run without a model: the worker returns made-up tokens, to measure the rest of the server"
     )
@@ -289,9 +294,9 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text or "{}")
     except ValueError as error:
-        raise ServerError(f"{name}={text!r}: not JSON ({error})") from error
+        raise OptionError(f"{name}={text!r}: not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise ServerError(f"{name}={text!r}: must be a JSON object")
+        raise OptionError(f"{name}={text!r}: must be a JSON object")
     return value
 
 
@@ -307,4 +312,4 @@ def _at_least(config: Any, least: int, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if value is not None and not least <= value < float("inf"):
-            raise ServerError(f"{name}={value}: must be at least {least}")
+            raise OptionError(f"{name}={value}: must be at least {least}")

@@ -26,6 +26,7 @@ LightserveError
     ├── UnavailableError           503: loading, draining or dead
     ├── DeadlineError              504: the request's deadline has passed
     ├── WorkerDiedError            503
+    ├── OptionError                at start only: a flag or a value in --config
     └── ModelFilesError            at start only: one line that names the file, the problem and the remedy
         ├── UnsupportedModelTypeError
         └── CheckpointError            the same for a tensor
@@ -37,6 +38,7 @@ from __future__ import annotations
 class LightserveError(Exception):
     status = 500
     code: str | None = None  # OpenAI's machine-readable code, if there is one
+    docs: str | None = None  # the page under docs/ that explains more to the operator, if there is one
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -180,11 +182,17 @@ class WorkerDiedError(ServerError):
 
 
 class ModelFilesError(ServerError):
-    pass
+    docs = "model_files.md"
 
 
 class UnsupportedModelTypeError(ModelFilesError):
-    pass
+    docs = "models.md"
+
+
+class OptionError(ServerError):
+    """A flag, or a value in --config."""
+
+    docs = "command_line.md"
 
 
 class CheckpointError(ModelFilesError):
@@ -203,3 +211,19 @@ _BY_STATUS: dict[int, type[LightserveError]] = {
 def error_from_status(status: int, message: str) -> LightserveError:
     """The exception for an error that another process reported."""
     return _BY_STATUS.get(status, ServerError)(message)
+
+
+def with_docs(error: BaseException) -> str:
+    """The error's text for the operator, with the page that explains more, if there is one."""
+    page = docs_page(error)
+    return f"{error} (see docs/{page})" if page else str(error)
+
+
+def docs_page(error: BaseException) -> str | None:
+    """The page under docs/ about the error, or about the error that caused it: that one is more precise."""
+    page = None
+    cause: BaseException | None = error
+    while cause is not None:
+        page = getattr(cause, "docs", None) or page
+        cause = cause.__cause__
+    return page

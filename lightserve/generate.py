@@ -1,38 +1,53 @@
-"""Generates one response on the command line, without a server: ``lightserve "What is the capital of France?"``."""
+"""``lightserve generate "What is the capital of France?"``: one response, without a server."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import NoReturn
 
 from lightserve.config import WorkerConfig
-from lightserve.errors import LightserveError
+from lightserve.errors import LightserveError, with_docs
 from lightserve.io_struct import GenerationParams
-from lightserve.server.args import Parser, add_flags, config_from_args
+from lightserve.server.args import Parser, add_flags, config_from_args, server_parser
 
 DEFAULT_PROMPT = "What is the capital of France, and what is it known for?"
 
 
-def main() -> None:
-    parser = Parser(prog="lightserve", description="Ask a model one question.")
+class _Parser(Parser):
+    def reject_unknown(self, flag: str) -> NoReturn:
+        name = flag.split("=")[0]
+        if any(name in action.option_strings for action in server_parser()._actions):
+            self.error(f"{name} is a flag of the server: lightserve serve {flag}")
+        super().reject_unknown(flag)
+
+
+def arguments() -> Parser:
+    parser = _Parser(prog="lightserve generate", description="Answer one prompt, without a server.")
     parser.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, help="the prompt")
     parser.add_argument(
         "--max_new_tokens", "--max-new-tokens", type=int, default=128, help="maximum tokens of the response"
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
     add_flags(parser, WorkerConfig)
-    args = parser.parse()
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments().parse(argv)
     try:
         params = GenerationParams.of(max_new_tokens=args.max_new_tokens, temperature=args.temperature)
         generate(config_from_args(WorkerConfig, args), args.prompt, params)
     except LightserveError as error:
-        print(f"lightserve: {error}", file=sys.stderr)
-        sys.exit(2)
+        print(f"lightserve: {with_docs(error)}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130
     except BrokenPipeError:  # the reader of the output has closed the pipe
         sys.stderr.close()
+    return 0
 
 
 def generate(config: WorkerConfig, prompt: str, params: GenerationParams) -> None:
@@ -56,4 +71,4 @@ def generate(config: WorkerConfig, prompt: str, params: GenerationParams) -> Non
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

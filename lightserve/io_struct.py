@@ -520,6 +520,18 @@ class StartupPhase(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
+class StartupProgress(msgspec.Struct, frozen=True, tag=True):
+    """How far a phase of a child's startup is. The launcher shows it. The fields are those of ProgressState."""
+
+    label: str
+    done: int = 0
+    total: int = 0
+    unit: Literal["bytes", "items"] = "bytes"
+    rate: float = 0.0
+    seconds: float = 0.0
+    status: Literal["running", "finished", "stopped"] = "running"
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The child is ready to work."""
 
@@ -597,5 +609,5 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
     """The response to Ping. A child with an event loop sends it from the loop."""
 
 
-FromChild = StartupPhase | Ready | EngineReady | ChildFailed | Drained | WorkersLost | Pong
+FromChild = StartupPhase | StartupProgress | Ready | EngineReady | ChildFailed | Drained | WorkersLost | Pong
 ToChild = EngineReady | NewWorkers | Drain | EngineDied | Ping

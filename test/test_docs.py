@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
-from lightserve import generate
+from lightserve.cli.completion.flags import all_commands
 from lightserve.config import ServerConfig
 from lightserve.httpserver.admin.metrics_page import ENGINE_UP, NAMES
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
@@ -39,18 +38,24 @@ README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 DATED = {"log.md"}  # a record of past runs: its flags may no longer exist
-# flags of pytest, benchmarks and test/faults
+# flags of pytest, benchmarks, test/faults, docker, kubectl and systemctl
 OTHER_TOOLS = {
     "--backend",
     "--configs",
     "--core",
     "--examples",
+    "--from-literal",
+    "--gpus",
+    "--ipc",
     "--long",
     "--minutes",
+    "--now",
     "--only",
     "--ops",
     "--policy",
     "--profile",
+    "--shm-size",
+    "--time",
     "--weights",
 }
 METHODS = "DELETE|GET|HEAD|POST"
@@ -74,7 +79,7 @@ def test_the_page_on_adding_a_model_is_the_model() -> None:
 def test_links_and_paths_on_a_page_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     links = re.findall(r"\]\((?!http)([^)#]+)\)", text)
-    paths = re.findall(r"`((?:lightserve|test|docs)/[\w/.-]+)`", text)
+    paths = re.findall(r"`((?:lightserve|test|docs|deploy)/[\w/.-]+)`", text)
 
     for link in links:
         assert (page.parent / link).exists(), link
@@ -94,20 +99,12 @@ def test_links_within_a_page_lead_to_its_headings(page: Path) -> None:
 # flags
 
 
-def flags_of_help(capsys: pytest.CaptureFixture[str]) -> set[str]:
-    return set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
-
-
-@pytest.fixture
-def flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Of the server, of the command that asks one question, and of the simulator."""
-    monkeypatch.setattr(sys, "argv", ["lightserve", "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        parse_server(["--help"])
-    with pytest.raises(SystemExit, match="0"):
-        generate.main()
-    simulate_arguments().print_help()
-    return flags_of_help(capsys)
+@pytest.fixture(scope="module")
+def flags() -> set[str]:
+    """Of the commands of ``lightserve``, and of the simulator."""
+    simulator = {flag for action in simulate_arguments()._actions for flag in action.option_strings}
+    commands = {spelling for command in all_commands() for flag in command.flags for spelling in flag.spellings}
+    return {*commands, *simulator, "--version"}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in DATED], ids=by_name)
@@ -141,7 +138,7 @@ def test_other_names_in_the_readme_set_the_same_flag() -> None:
 
     assert len(names) > 5
     for name, other in names:
-        value = {"data_type": "float16", "kv_dtype": "fp8"}.get(name, "1")
+        value = {"data_type": "float16", "kv_dtype": "fp8", "router_policy": "fifo"}.get(name, "1")
         assert str(value_of(parse_server([other, value]), name)).lstrip("['").startswith(value), other
 
 

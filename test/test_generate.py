@@ -48,6 +48,6 @@ def test_a_configuration_error_is_one_line_and_exit_code_2(args: list[str], mess
 def test_help_names_every_flag_with_its_default() -> None:
     run = lightserve("--help")
 
-    for flag in ("--model_dir", "--model-dir", "--model", "--max_total_token_num", "--gpu-memory-utilization"):
+    for flag in ("--model_dir", "--model", "--max_total_token_num", "--gpu-memory-utilization"):
         assert flag in run.stdout
     assert "(default: 256)" in run.stdout

@@ -25,7 +25,7 @@ LAYERS: dict[str, set[str]] = {
     "utils.metrics": {"io_struct"},
     "utils.net": {"errors"},
     "utils.tls": {"errors"},
-    "utils.process": {"errors", "config", "io_struct"},
+    "utils.process": {"errors", "config", "io_struct", "utils"},
     "config": {"errors", "utils"},
     "io_struct": {"errors"},
     "model_files": {"errors", "io_struct", "utils"},
@@ -111,7 +111,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "httpserver.web": HTTP_GROUND,
     "httpserver": {"config", "io_struct", "model_files", "utils"},
-    "server": {*GROUND, "model_files", "models.registry"},
+    "server": {*GROUND, "model_files", "models.registry", "router"},
     "simulate": {*GROUND, "router"},
     "llm": {
         *GROUND,
@@ -124,6 +124,7 @@ LAYERS: dict[str, set[str]] = {
         "worker",
     },
     "generate": {*GROUND, "llm", "server"},
+    "cli": {*GROUND, "common.cpu_kernel", "model_files", "models.registry", "server"},
     "tools": {*GROUND, "common", "model_files", "models.registry", "worker"},
     "benchmark": {
         *GROUND,
@@ -141,6 +142,10 @@ LAYERS: dict[str, set[str]] = {
     },
 }
 TORCH_FREE = [
+    "cli.chat.main",
+    "cli.completion.main",
+    "cli.doctor",
+    "cli.models",
     "common.compile.cache",
     "common.compile.client",
     "common.kv.token_slots",
@@ -151,6 +156,7 @@ TORCH_FREE = [
     "httpserver.beam_search.algorithm",
     "httpserver.logprobs",
     "io_struct",
+    "model_files.hub.transfer",
     "model_files.model_config",
     "model_files.source",
     "model_files.tokenizer",

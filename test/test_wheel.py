@@ -1,39 +1,92 @@
-"""A wheel has all files of the package, not only its Python."""
+"""A wheel has all files of the package, not only its Python, and serves from any folder."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import urllib.request
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from test.server.launcher_process import tiny_model
+
 ROOT = Path(__file__).parent.parent
 SOURCES = ("setup.py", "pyproject.toml", "README.md")
 NOT_PACKAGED = shutil.ignore_patterns("__pycache__", "*.pyc", "_native*")
 NO_COMPILER = {"CC": "false", "CXX": "false"}  # the C library is optional, and takes half a minute
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
-def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     shutil.copytree(ROOT / "lightserve", source / "lightserve", ignore=NOT_PACKAGED)
     for name in SOURCES:
         shutil.copy(ROOT / name, source)
+    command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(source)]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | NO_COMPILER)
+    [path] = folder.glob("*.whl")
+    return path
 
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w"]
-    environment = os.environ | NO_COMPILER
-    subprocess.run([*command, str(tmp_path), str(source)], check=True, capture_output=True, env=environment)
 
-    [wheel] = tmp_path.glob("*.whl")
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    command = [*PIP, "install", "--no-deps", "--no-index", "--no-compile", "--target", str(folder), str(wheel)]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def test_a_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("lightserve/")}
     expected = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "lightserve").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith("_native")
     }
+
     assert packed == expected
     assert "lightserve/httpserver/web/chat/main.js" in packed
+
+
+def test_an_installed_wheel_serves_its_page_from_another_folder(installed: Path, tmp_path: Path) -> None:
+    flags = ["--null_worker", "--port", "0", "--httpserver_workers", "1", "--model_dir", str(tiny_model(tmp_path))]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "lightserve.server.api_server", *flags],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stderr is not None
+        lines = iter(server.stderr.readline, "")
+        [url] = next(found for line in lines if (found := re.findall(r"ready at (http://\S+)", line)))
+        request = urllib.request.Request(f"{url}/", headers={"Accept": "text/html"})
+        page = urllib.request.urlopen(request).read().decode()
+        scripts = re.findall(r'<script type="module" src="([^"]+)"', page)
+        assert scripts
+        assert all(urllib.request.urlopen(f"{url}/{script.lstrip('./')}").read() for script in scripts)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        _, rest = server.communicate()
+    assert server.returncode == 0, rest
+
+
+def test_an_installed_wheel_has_the_command(installed: Path, tmp_path: Path) -> None:
+    def output_of(*command: str | Path) -> str:
+        environment = os.environ | {"PYTHONPATH": str(installed)}
+        return subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, check=True).stdout
+
+    assert "--help" in output_of(installed / "bin" / "lightserve", "--help")
+    imported = output_of(sys.executable, "-c", "import lightserve; print(lightserve.__file__)")
+    assert Path(imported.strip()).is_relative_to(installed)

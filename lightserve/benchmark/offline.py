@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,7 @@ def _speed(first_s: float, whole_s: float, load: Load) -> Speed:
     return Speed(load.batch * load.prompt_len / first_s, decoded / (whole_s - first_s))
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_dir")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--peer", choices=("transformers", "llama_cpp", "none"), default="transformers")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     is_packed = args.peer == "llama_cpp"
     llm = LLM(args.model_dir, device="cpu", data_type="float32", quantization="gguf" if is_packed else "none")

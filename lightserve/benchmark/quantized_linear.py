@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -72,6 +72,13 @@ def codebook_weight(shape: tuple[int, int], factory: InputFactory) -> ops.Codebo
     return ops.Codebook4Weight(codes=weight.codes, scales=weight.scales, codebook=codebook)
 
 
+def zero_point_weight(shape: tuple[int, int], factory: InputFactory) -> QuantizedWeight:
+    """As AWQ and GPTQ store it."""
+    weight = random_weight(ops.Int4Weight, 128, True, InputQuant.NONE, shape, factory)
+    zeros = torch.arange(weight.scales.numel(), device=factory.device).view(weight.scales.shape) % 16
+    return replace(weight, offsets=(8 - zeros) * weight.scales, has_zero_points=True)
+
+
 # by name: kind, group, has offsets, how inputs are rounded
 KINDS: dict[str, tuple[type[QuantizedWeight], int | None, bool, InputQuant]] = {
     "int4": (ops.Int4Weight, 128, False, InputQuant.NONE),
@@ -95,6 +102,7 @@ def op_kernels() -> Iterator[Kernel]:
     yield Kernel(BASELINE, lambda shape, factory: factory.randn(*shape), _op)
     for name, settings in KINDS.items():
         yield Kernel(f"op:{name}", partial(random_weight, *settings), _op)
+    yield Kernel("op:int4-zero-points", zero_point_weight, _op)
     yield Kernel("op:codebook4", codebook_weight, _op)
 
 
@@ -102,24 +110,24 @@ def int4_kernels(is_sweep: bool) -> Iterator[Kernel]:
     """The ways to compute linear_int4; with a sweep, also with other tiles."""
     from lightserve.common.triton_kernel import _int4_tiles as tiles, dequantize, linear_int4 as few
 
-    few_configs = [few.FEW_ROWS, few.MORE_ROWS]
-    tile_configs, fp8_configs = [tiles.TILES], [tiles.FP8]
+    few_configs = [few.WIDE, few.NARROW, few.DEEP]
+    tile_configs = [*tiles.WIDE.values(), *tiles.NARROW.values()]
     if is_sweep:
-        settings = product((16, 32, 64), (2, 4, 8), (1, 2, 4), (3, 4))
+        settings = product((16, 32), (4, 8), (1, 2, 4), (3, 4), (1, 2, 4))
         few_configs = [few.Config(*values) for values in settings]
-        tile_settings = list(product((64, 128), (64, 128, 256), (4, 8), (3, 4)))
-        tile_configs = fp8_configs = [tiles.Config(*values) for values in tile_settings]
-    for name in ("int4", "int4-offsets"):
-        weight = partial(random_weight, *KINDS[name])
+        tile_settings = list(product((16, 32, 64, 128), (64, 128), (4, 8), (3, 4), (1, 2, 4)))
+        tile_configs = [tiles.Config(*values) for values in tile_settings]
+    for name, weight in (
+        ("int4", partial(random_weight, *KINDS["int4"])),
+        ("int4-offsets", partial(random_weight, *KINDS["int4-offsets"])),
+        ("int4-zero-points", zero_point_weight),
+    ):
         for config in few_configs:
             label = f"{name}:few:{_label(config)}"
             yield Kernel(label, weight, lambda x, w, c=config: few.multiply(x, w, None, c), 64)  # type: ignore[misc]
         for tile in tile_configs:
             label = f"{name}:tiles:{_label(tile)}"
             yield Kernel(label, weight, lambda x, w, c=tile: tiles.multiply(x, w, None, c), 512)  # type: ignore[misc]
-        for tile in fp8_configs:
-            label = f"{name}:fp8:{_label(tile)}"
-            yield Kernel(label, weight, lambda x, w, c=tile: tiles.multiply_fp8(x, w, None, c), 1024)  # type: ignore[misc]
         yield Kernel(f"{name}:dequantize", weight, lambda x, w: dequantize.linear_dequantized(x, w, None))  # type: ignore[arg-type]
 
 

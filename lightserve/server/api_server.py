@@ -25,9 +25,9 @@ from typing import Any
 from lightserve.config import ServerConfig
 from lightserve.errors import LightserveError
 from lightserve.io_struct import StartupPhase
-from lightserve.server.args import parse_server
-from lightserve.server.banner import banner, print_line, print_text
-from lightserve.server.checks import ModelInfo, check
+from lightserve.server.args import MODULE, parse_server
+from lightserve.server.banner import banner, print_banner, print_error, print_line
+from lightserve.server.checks import ModelInfo, check, with_local_files
 from lightserve.server.keys import with_keys
 from lightserve.server.process_group import Modules, ProcessGroup
 from lightserve.server.run_directory import run_directory
@@ -35,19 +35,24 @@ from lightserve.server.shutdown import SIGNAL_EXIT_BASE, StopNowError, drain, re
 from lightserve.server.watchdog import watch_heartbeats
 from lightserve.server.worker_supervisor import WorkerSupervisor
 from lightserve.utils import net
-from lightserve.utils.process import EXIT_CONFIG_ERROR, one_line
+from lightserve.utils.logger import set_log_format
+from lightserve.utils.process import EXIT_CONFIG_ERROR, error_line
 
 
-def main(argv: Sequence[str] | None = None, modules: Modules | None = None) -> int:
+def main(argv: Sequence[str] | None = None, modules: Modules | None = None, prog: str = MODULE) -> int:
     begin_s = time.monotonic()
     try:
-        config = with_keys(parse_server(argv))
+        config = parse_server(argv, prog)
+        if config.launch.log_format is not None:
+            set_log_format(config.launch.log_format)
+        config = with_keys(config)
         model = check(config)
+        config = with_local_files(config, model)
         net.raise_fd_limit()
         sockets = net.listen(config.http.host, config.http.port, config.http.num_processes)
         return asyncio.run(launch(config, model, sockets, modules or Modules(), begin_s))
     except LightserveError as error:
-        print_line(one_line(error))
+        print_error(error_line(error))
         return EXIT_CONFIG_ERROR
     except KeyboardInterrupt:
         return SIGNAL_EXIT_BASE + signal.SIGINT
@@ -117,7 +122,7 @@ class Launcher:
         self._is_serving = True
         own = [StartupPhase("checks", started_s - begin_s), StartupPhase("total", time.monotonic() - begin_s)]
         phases = {child.role: child.phases for child in self._processes.children} | {"start": own}
-        print_text(banner(url, self._model, engine, self._config.http, phases))
+        print_banner(url, banner(url, self._model, engine, self._config.http, phases))
 
 
 if __name__ == "__main__":

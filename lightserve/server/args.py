@@ -3,63 +3,110 @@
 from __future__ import annotations
 
 import argparse
-import difflib
+import re
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightserve.config import ServerConfig
+from lightserve.server.config_file import read_config_file
+from lightserve.server.flag_groups import COMMON, grouped
+from lightserve.server.help_text import HelpFormatter, ShowHelp
+from lightserve.utils.spelling import nearest
 
 C = TypeVar("C")
-
-
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default to the help. An option without a fixed default describes it in its own text."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, [], "") else super()._get_help_string(action)
+MODULE = "python -m lightserve.server.api_server"
+METAVARS = {int: "N", float: "X", str: "TEXT"}
+FILE_SUFFIXES = ("_file", "_certfile", "_keyfile", "_certs", "_config", "chat_template")
 
 
 class Parser(argparse.ArgumentParser):
     """Reports an error in one line, and suggests the nearest known flag for an unknown one."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **kwargs)
 
-    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        namespace, unknown = self.parse_known_args(argv)
+    def parse(
+        self, argv: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_args(argv, namespace or argparse.Namespace())
         for flag in unknown:
             self.reject_unknown(flag)
-        return namespace
+        return parsed
 
     def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (--\w+)[^:]*:", r"\1:", message)  # one spelling of several
         self.exit(2, f"lightserve: {message} (--help lists the flags)\n")
 
     def reject_unknown(self, flag: str) -> NoReturn:
-        known = [option for action in self._actions for option in action.option_strings]
-        near = difflib.get_close_matches(flag.split("=")[0], known, n=1)
-        self.error(f"unknown argument {flag}" + (f"; did you mean {near[0]}?" if near else ""))
+        near = nearest(flag, (option for action in self._actions for option in action.option_strings))
+        self.error(f"unknown argument {flag}" + (f"; did you mean {near}?" if near else ""))
 
 
-def parse_server(argv: Sequence[str] | None = None) -> ServerConfig:
-    """Parse the server's flags. The help groups them by the process that needs them."""
-    prog = "python -m lightserve.server.api_server"
-    parser = Parser(prog=prog, usage="%(prog)s [flags]", description="Serve a model over HTTP.")
-    parts: dict[str, type[Any]] = get_type_hints(ServerConfig)
-    for name, config_class in parts.items():
-        add_flags(parser.add_argument_group(name, config_class.__doc__), config_class)
+def parse_server(argv: Sequence[str] | None = None, prog: str = MODULE) -> ServerConfig:
+    """Parse the server's flags. Those of --config count unless the command line has them too."""
+    parser = server_parser(prog)
     namespace = parser.parse(argv)
+    if namespace.model is not None and namespace.model_dir not in (None, namespace.model):
+        parser.error(f"two models: {namespace.model} and --model_dir {namespace.model_dir}; name one")
+    if namespace.config is not None:
+        options = [action for action in parser._actions if action.dest in option_types()]
+        namespace = parser.parse(argv, argparse.Namespace(**read_config_file(namespace.config, options)))
+    if namespace.model is not None:
+        namespace.model_dir = namespace.model
+    parts: dict[str, type[Any]] = get_type_hints(ServerConfig)
     return ServerConfig(**{name: config_from_args(config_class, namespace) for name, config_class in parts.items()})
+
+
+def server_parser(prog: str = MODULE) -> Parser:
+    """The server's flags, in the groups of ``--help``."""
+    parser = Parser(
+        prog=prog,
+        usage="%(prog)s [MODEL] [flags]",
+        description="Serve a model over HTTP. Flags may be written with dashes instead of underscores.",
+        add_help=False,
+    )
+    types_by_name = option_types()
+    for title, names in grouped(types_by_name).items():
+        group = parser.add_argument_group(title)
+        if title == COMMON:
+            group.add_argument("model", metavar="MODEL", nargs="?", help="the same as --model_dir; write it first")
+        for name in names:
+            _add_flag(group, *types_by_name[name])
+        if title == COMMON:
+            _add_flags_of_the_parser(group)
+    return parser
+
+
+def _add_flags_of_the_parser(group: argparse._ActionsContainer) -> None:
+    """What is no option of the server itself."""
+    group.add_argument("--config", metavar="FILE", help="YAML file with flags; those on the command line win")
+    group.add_argument("-h", "--help", action=ShowHelp, help="show the common flags")
+    show_all = ("--help_all", "--help-all")
+    group.add_argument(*show_all, action=ShowHelp, is_full=True, help="show all flags")
+
+
+def option_types() -> dict[str, tuple[Field[Any], Any]]:
+    """The field and the type of every option of the server, by name."""
+    found: dict[str, tuple[Field[Any], Any]] = {}
+    for config_class in get_type_hints(ServerConfig).values():
+        hints = get_type_hints(config_class)
+        found |= {spec.name: (spec, hints[spec.name]) for spec in fields(config_class)}
+    return found
 
 
 def add_flags(parser: argparse._ActionsContainer, config_class: type[Any]) -> None:
     """Add one flag per field, with underscores and with dashes, and with the names that other servers use."""
     hints = get_type_hints(config_class)
     for spec in fields(config_class):
-        names = [spec.name, *spec.metadata.get("aliases", ())]
-        spellings = dict.fromkeys(f"--{s}" for name in names for s in (name, name.replace("_", "-")))
-        parser.add_argument(*spellings, dest=spec.name, **_kind_of(hints[spec.name]), **_help_of(spec))
+        _add_flag(parser, spec, hints[spec.name])
+
+
+def _add_flag(parser: argparse._ActionsContainer, spec: Field[Any], hint: Any) -> None:
+    names = [spec.name, *spec.metadata.get("aliases", ())]
+    spellings = dict.fromkeys(f"--{s}" for name in names for s in (name, name.replace("_", "-")))
+    parser.add_argument(*spellings, dest=spec.name, **_kind_of(spec.name, hint), **_help_of(spec))
 
 
 def config_from_args(config_class: type[C], namespace: argparse.Namespace) -> C:
@@ -69,16 +116,24 @@ def config_from_args(config_class: type[C], namespace: argparse.Namespace) -> C:
 
 def _help_of(spec: Field[Any]) -> dict[str, Any]:
     default = spec.default if spec.default_factory is MISSING else spec.default_factory()
-    return {"default": default, "help": spec.metadata.get("help", "").replace("%", "%%")}
+    text = spec.metadata.get("help", "")
+    if aliases := spec.metadata.get("aliases"):
+        text += "; also " + ", ".join(f"--{alias.replace('_', '-')}" for alias in aliases)
+    return {"default": default, "help": text.replace("%", "%%")}
 
 
-def _kind_of(hint: Any) -> dict[str, Any]:
+def _kind_of(name: str, hint: Any) -> dict[str, Any]:
     if get_origin(hint) in (types.UnionType, Union):  # a Literal or None is of the second kind
         hint = next(kind for kind in get_args(hint) if kind is not type(None))
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
     if hint is bool:
         return {"action": "store_true"}
+    if name == "router_policy":
+        from lightserve.router.policy import POLICIES  # here, because it imports numpy
+
+        return {"choices": list(POLICIES)}
     if get_origin(hint) is list:
-        return {"type": get_args(hint)[0], "nargs": "+"}
-    return {"type": hint}
+        kind = get_args(hint)[0]
+        return {"type": kind, "nargs": "+", "metavar": METAVARS[kind]}
+    return {"type": hint, "metavar": "FILE" if name.endswith(FILE_SUFFIXES) else METAVARS[hint]}

@@ -3,27 +3,55 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 
 from lightserve.config import HttpConfig
 from lightserve.io_struct import EngineReady, StartupPhase
 from lightserve.server.checks import ModelInfo
+from lightserve.utils.logger import fields, init_logger, is_json
+from lightserve.utils.terminal import CLEAR_LINE, Style
+
+logger = init_logger("lightserve.launcher")
 
 
-def print_line(message: object) -> None:
-    print_text(f"lightserve: {message}")
+def print_line(message: object, level: int = logging.INFO) -> None:
+    """What happens to the server, in one line."""
+    if is_json():
+        logger.log(level, "%s", message)
+        return
+    style = Style(sys.stderr)
+    prefix = style.paint("red", "lightserve:") if level >= logging.ERROR else "lightserve:"
+    _print(f"{prefix} {message}", style)
 
 
-def print_text(text: str) -> None:
+def print_error(message: object) -> None:
+    print_line(message, logging.ERROR)
+
+
+def print_banner(url: str, rows: Mapping[str, str]) -> None:
+    title = f"LightServe is ready at {url}"
+    if is_json():
+        logger.info(title, extra=fields(url=url, **{name.replace(" ", "_"): text for name, text in rows.items()}))
+        return
+    style = Style(sys.stderr)
+    width = max(map(len, rows))
+    lines = [style.paint("bold", title)]
+    lines += [f"  {style.paint('dim', f'{name:{width}}')}  {text}" for name, text in rows.items()]
+    _print("\n".join(lines), style)
+
+
+def _print(text: str, style: Style) -> None:
+    """On a terminal the text replaces the line that shows the progress of the start."""
     with contextlib.suppress(OSError, ValueError):  # a full disk or a closed pipe must not stop the server
-        print(text, file=sys.stderr, flush=True)
+        print((CLEAR_LINE if style.is_terminal else "") + text, file=sys.stderr, flush=True)
 
 
 def banner(
     url: str, model: ModelInfo, engine: EngineReady, http: HttpConfig, phases: Mapping[str, Sequence[StartupPhase]]
-) -> str:
-    """The text for a server that is ready. ``phases`` are the start-up times of each process."""
+) -> dict[str, str]:
+    """What runs, by name, for a server that is ready. ``phases`` are the start-up times of each process."""
     rows = {} if http.no_web else {"chat page": f"{url}/"}
     rows |= {
         "model": model.name,
@@ -39,5 +67,4 @@ def banner(
     for role, parts in phases.items():
         if parts:
             rows[role] = ", ".join(f"{part.name} {part.seconds:.2f} s" for part in parts)
-    width = max(map(len, rows))
-    return "\n".join([f"LightServe is ready at {url}", *(f"  {name:{width}}  {text}" for name, text in rows.items())])
+    return rows

@@ -8,14 +8,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lightserve.config import HttpConfig, ServerConfig, WorkerConfig
 from lightserve.errors import ModelFilesError, ServerError, UnsupportedModelTypeError
 from lightserve.model_files.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
-from lightserve.model_files.source import ModelSource, resolve, stored_as
+from lightserve.model_files.source import ModelSource, require_weights, resolve, stored_as
 from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import read_model_config
 from lightserve.utils import net
@@ -34,24 +35,35 @@ class ModelInfo:
     name: str  # the first name that clients use
     architecture: str
     sampling_defaults: str  # what the model's files set, for the operator; "": nothing
+    path: Path | None = None  # of its files
 
 
 def check(config: ServerConfig) -> ModelInfo:
-    """Raise a LightserveError that says what the operator must change. Download the default model if it is used."""
+    """Raise a LightserveError that says what the operator must change. Download the model if it is not there."""
     net.bind(config.http.host, config.http.port).close()
     _check_access(config.http)
     check_otlp(config.http)
     check_profile_dir(config.launch.profile_dir)
     is_weightless = config.launch.null_worker or config.worker.load_format == "dummy"
     trusts_code = config.worker.trust_remote_code
-    source = resolve(config.worker.model_dir, needs_weights=not is_weightless, trusts_code=trusts_code)
+    source = resolve(config.worker.model_dir, needs_weights=False, trusts_code=trusts_code)
     tokenizer = load_tokenizer_or_none(source, config.http.chat_template)
     if not config.launch.null_worker:
         _check_model(source, config, tokenizer)
+    if not is_weightless:
+        require_weights(source)  # after the checks, because a download may take long
     _warn_about_missing_parts(source, config, tokenizer)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]
     defaults = read_sampling_defaults(source, config.http.generation_config)
-    return ModelInfo(config.http.first_model_name(source.name), str(architectures[0]), str(defaults))
+    return ModelInfo(config.http.first_model_name(source.name), str(architectures[0]), str(defaults), source.path)
+
+
+def with_local_files(config: ServerConfig, model: ModelInfo) -> ServerConfig:
+    """The config with the path of the model's files: no other process asks the hub, which may have changed."""
+    if model.path is None:
+        return config
+    worker = replace(config.worker, model_dir=str(model.path))
+    return replace(config, worker=worker, http=replace(config.http, model_name=config.http.model_name or [model.name]))
 
 
 def _check_access(http: HttpConfig) -> None:
@@ -125,8 +137,9 @@ def _fitting_models(source: ModelSource) -> list[str]:
     """In a process of its own, because the launcher does not import torch."""
     command = [sys.executable, "-m", "lightserve.tools.fitting_models", "--model_dir", str(source.path)]
     try:
+        source.weight_files()  # of a model on the hub they are not downloaded yet
         done = subprocess.run(command, capture_output=True, text=True, timeout=FITTING_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError, ModelFilesError):
         return []  # it is a hint only
     return done.stdout.split()
 

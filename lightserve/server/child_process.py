@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -26,6 +26,7 @@ from lightserve.io_struct import (
     Pong,
     Ready,
     StartupPhase,
+    StartupProgress,
     ToChild,
     WorkersLost,
 )
@@ -55,6 +56,7 @@ class ChildProcess:
         self.drained = asyncio.Event()
         self.engine: EngineReady | None = None  # set when a model worker is ready
         self.phases: list[StartupPhase] = []
+        self.show_progress: Callable[[StartupProgress], None] | None = None  # of its startup
         self.exit_message: str | None = None  # the child's own error, or the reason why the launcher killed it
         self.worker_failures: asyncio.Queue[WorkersLost] = asyncio.Queue()  # reported by the router
         self.missed_heartbeats = 0  # pings without a pong
@@ -144,6 +146,9 @@ class ChildProcess:
         match message:
             case StartupPhase():
                 self.phases.append(message)
+            case StartupProgress():
+                if self.show_progress is not None:
+                    self.show_progress(message)
             case Ready():
                 self.ready.set()
             case EngineReady():

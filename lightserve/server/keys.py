@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,15 @@ from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
 
+KEY_VARIABLE = "LIGHTSERVE_API_KEY"
 READABLE_BY_OTHERS = 0o077
 
 
 def with_keys(config: ServerConfig) -> ServerConfig:
-    """Return the config with the keys of --api_key_file and --admin_key_file added."""
+    """Return the config with the keys of --api_key_file, --admin_key_file and LIGHTSERVE_API_KEY added."""
     http = config.http
-    api_key = [*http.api_key, *_read("api_key_file", http.api_key_file)]
+    in_environment = [key for key in (os.environ.get(KEY_VARIABLE),) if key]
+    api_key = [*http.api_key, *_read("api_key_file", http.api_key_file), *in_environment]
     admin_key = [*http.admin_key, *_read("admin_key_file", http.admin_key_file)]
     return replace(config, http=replace(http, api_key=api_key, admin_key=admin_key))
 

@@ -16,6 +16,7 @@ import msgspec
 from lightserve.config import ServerConfig
 from lightserve.io_struct import EngineReady, ToChild
 from lightserve.server.child_process import ChildDiedError, ChildProcess
+from lightserve.server.start_display import StartDisplay
 from lightserve.utils.process import ChildConfig
 
 # A worker gets these before it imports torch. OpenMP threads that spin while they wait run 4x slower as soon as another
@@ -55,6 +56,7 @@ class ProcessGroup:
         self._config = config
         self._run_dir = run_dir
         self._modules = modules
+        self._start_display = StartDisplay()
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Start every process, the slowest to load first, and one HTTP process for each of ``sockets``."""
@@ -79,6 +81,7 @@ class ProcessGroup:
         for rank in range(config.worker.tp):
             child_config = ChildConfig(config, self._run_dir, rank, generation=self.generation)
             self.workers.append(await self._start(f"model worker {rank}", module, child_config, WORKER_ENV))
+        self.workers[0].show_progress = self._start_display.show  # all ranks do the same at about the same time
 
     async def wait_ready(self) -> EngineReady:
         """Pass the workers' ready message to the router, then to the HTTP processes, which then accept requests."""

@@ -6,7 +6,7 @@ import asyncio
 import signal
 
 from lightserve.io_struct import Drain, EngineDied
-from lightserve.server.banner import print_line
+from lightserve.server.banner import print_error, print_line
 from lightserve.server.child_process import ChildDiedError
 from lightserve.server.process_group import ProcessGroup
 from lightserve.utils.process import EXIT_CONFIG_ERROR, EXIT_CRASH, STOP_SIGNALS
@@ -54,9 +54,9 @@ async def report_failure(errors: ExceptionGroup, processes: ProcessGroup, is_ser
 
 async def _report_death(died: ChildDiedError, processes: ProcessGroup, is_serving: bool) -> int:
     if not is_serving and died.exit_code == EXIT_CONFIG_ERROR:
-        print_line(died.child.exit_message or died)
+        print_error(died.child.exit_message or died)
         return EXIT_CONFIG_ERROR
-    print_line(died)
+    print_error(died)
     if is_serving:  # clients get the role only: the exit message may contain a path
         message = EngineDied(f"the server is going down: its {died.child.role} died")
         await processes.drain_httpservers(message, Drain(), timeout_s=SHUTDOWN_GRACE_S)

@@ -13,7 +13,7 @@ import time
 
 from lightserve.config import LaunchConfig
 from lightserve.io_struct import NewWorkers, WorkersLost
-from lightserve.server.banner import print_line
+from lightserve.server.banner import print_error, print_line
 from lightserve.server.child_process import EXIT_GRACE_S
 from lightserve.server.process_group import EXIT_SETTLE_S, ProcessGroup
 
@@ -38,10 +38,10 @@ class WorkerSupervisor:
         died = await self._processes.wait_worker_death()
         load_timeout_s = max(MIN_LOAD_TIMEOUT_S, LOAD_TIMEOUT_FACTOR * (self._processes.ready_s - begin_s))
         while self._may_restart and self._processes.engine is not None and not await self._must_give_up():
-            print_line(f"{died}; restarting the workers")
+            print_error(f"{died}; restarting the workers")
             since_s, self._ready_s = time.monotonic(), None
             if not await self._processes.reap_workers(REAP_TIMEOUT_S):
-                print_line(f"a killed model worker did not exit within {REAP_TIMEOUT_S:.0f} s: giving up")
+                print_error(f"a killed model worker did not exit within {REAP_TIMEOUT_S:.0f} s: giving up")
                 break
             await self._processes.start_workers()
             announcing = asyncio.create_task(self._announce(since_s, load_timeout_s))
@@ -79,7 +79,7 @@ class WorkerSupervisor:
         await asyncio.sleep(EXIT_SETTLE_S)  # the router may be about to report that a request caused the crash
         if self._failed_restarts < MAX_FAILED_RESTARTS:
             return False
-        print_line(f"{self._failed_restarts} new workers in a row died within {MIN_UPTIME_S:.0f} s: giving up")
+        print_error(f"{self._failed_restarts} new workers in a row died within {MIN_UPTIME_S:.0f} s: giving up")
         return True
 
     async def _announce(self, since_s: float, timeout_s: float) -> None:

@@ -23,8 +23,11 @@ from typing import Any, NoReturn
 import msgspec
 
 from lightserve.config import ServerConfig
-from lightserve.errors import LightserveError
+from lightserve.errors import LightserveError, docs_page
 from lightserve.io_struct import ChildFailed, FromChild, Ping, Pong, ToChild
+from lightserve.utils.logger import init_logger, is_json
+
+logger = init_logger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the launcher decides what they mean
 EXIT_CRASH = 1
@@ -175,13 +178,22 @@ def _report(error: BaseException, launcher: LauncherConnection) -> int:
     cause = error
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
-    message = one_line(cause)
+    message = error_line(cause)
     if isinstance(cause, LightserveError):
         launcher.send(ChildFailed(message))
         return EXIT_CONFIG_ERROR
-    traceback.print_exception(error)
+    if is_json():
+        logger.error("%s: %s", type(cause).__name__, message, exc_info=error)
+    else:
+        traceback.print_exception(error)
     launcher.send(ChildFailed(f"{type(cause).__name__}: {message}"))
     return EXIT_CRASH
+
+
+def error_line(error: BaseException) -> str:
+    """The error for the operator: one line, and the page that explains more, if there is one."""
+    page = docs_page(error)
+    return one_line(error) + (f" (see docs/{page})" if page else "")
 
 
 def one_line(error: BaseException) -> str:

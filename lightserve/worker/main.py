@@ -6,13 +6,15 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from importlib.util import find_spec
 
 from lightserve.common.compile.cache import use_writable_cache
 from lightserve.common.compile.client import compile_server
-from lightserve.io_struct import EngineReady, StartupPhase
+from lightserve.io_struct import EngineReady, StartupPhase, StartupProgress
 from lightserve.model_files.source import resolve
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
+from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
 from lightserve.worker.rpc import RunProfile, StepServer
 
 GPU = "/dev/nvidiactl"  # a check with torch would take seconds
@@ -20,6 +22,7 @@ GPU = "/dev/nvidiactl"  # a check with torch would take seconds
 
 def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     config = child_config.config.worker
+    use_output(_ProgressToLauncher(launcher))
     use_writable_cache(child_config.path("triton"))
     with _compilers(config.device, child_config.path(f"compiler-{child_config.index}-{child_config.generation}")):
         with _phase(launcher, "import torch"):
@@ -73,9 +76,24 @@ def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:
     return compile_server(path) if has_kernels else nullcontext()
 
 
+class _ProgressToLauncher:
+    """The launcher shows the progress of all processes, so that they do not write over one another."""
+
+    def __init__(self, launcher: LauncherConnection) -> None:
+        self._launcher = launcher
+        self._sent_s = 0.0
+
+    def show(self, state: ProgressState) -> None:
+        now = time.monotonic()
+        if state.status != "running" or now - self._sent_s >= REDRAW_S:
+            self._sent_s = now
+            self._launcher.send(StartupProgress(**asdict(state)))
+
+
 @contextmanager
 def _phase(launcher: LauncherConnection, name: str) -> Iterator[None]:
     begin = time.monotonic()
+    launcher.send(StartupProgress(name))
     yield
     launcher.send(StartupPhase(name, time.monotonic() - begin))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.basemodel import ModelInput, TpPartBaseModel, WindowedInput
 from lightserve.common.device import Device, GraphRanges, Graphs, pinned, to_device
+from lightserve.utils.progress import Progress
 from lightserve.worker.infer_batch import MIN_SHARING, InferBatch
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
@@ -42,7 +43,15 @@ class StepRunner:
     def capture(self) -> None:
         if self._graphs is not None:
             self.launch_every_shape()
-            self._graphs.capture((shape, self._padding(shape)) for shape in self._to_capture())
+            shapes = self._to_capture()
+            with Progress("CUDA graphs", len(shapes), unit="items") as progress:
+                self._graphs.capture(self._examples(shapes, progress))
+
+    def _examples(self, shapes: list[StepShape], progress: Progress) -> Iterator[tuple[StepShape, Tensor]]:
+        """Shapes with their inputs. The next one is asked for when the one before is captured."""
+        for shape in shapes:
+            yield shape, self._padding(shape)
+            progress.advance(1)
 
     def _to_capture(self) -> list[StepShape]:
         """The largest first: smaller ones then reuse its memory."""

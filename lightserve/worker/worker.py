@@ -11,7 +11,7 @@ from torch import Tensor
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
 from lightserve.common.checkpoint.reader import open_checkpoint, tensor_metadata, total_bytes
 from lightserve.common.device import Device, explain_out_of_memory, pick_device
-from lightserve.common.device.profile import for_sparse_model
+from lightserve.common.device.profile import for_packed_model, for_sparse_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
@@ -109,8 +109,9 @@ class ModelWorker:
 
     @property
     def step_limits(self) -> StepLimits:
-        limits = self._platform.profile(self._device).step_limits
-        return for_sparse_model(limits, self.model.active_share)
+        profile = self._platform.profile(self._device)
+        limits = for_sparse_model(profile.step_limits, self.model.active_share)
+        return for_packed_model(limits, profile, self.model.bytes_per_weight)
 
     @property
     def launch_lead_s(self) -> float:

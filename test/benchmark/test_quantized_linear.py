@@ -22,8 +22,8 @@ def test_a_sweep_has_other_tiles(is_sweep: bool) -> None:
     names = [kernel.name for kernel in quantized_linear.int4_kernels(is_sweep)]
 
     assert len(set(names)) == len(names)
-    assert (len(names) > 20) is is_sweep
-    assert {name.split(":")[1] for name in names} == {"few", "tiles", "fp8", "dequantize"}
+    assert (len(names) > 30) is is_sweep
+    assert {name.split(":")[1] for name in names} == {"few", "tiles", "dequantize"}
 
 
 def test_the_ways_to_multiply_agree() -> None:
@@ -32,7 +32,7 @@ def test_the_ways_to_multiply_agree() -> None:
     expected = None
 
     for kernel in quantized_linear.int4_kernels(is_sweep=False):
-        if kernel.name.startswith("int4:") and ":fp8" not in kernel.name:
+        if kernel.name.startswith("int4:"):
             out = kernel.product(x, kernel.weight((32, 256), factory))
             assert isinstance(out, torch.Tensor)
             expected = out if expected is None else expected

@@ -10,6 +10,7 @@ from lightserve.common.device.profile import (
     KIB,
     GraphRanges,
     Profile,
+    for_packed_model,
     for_sparse_model,
     gpu_profile,
 )
@@ -80,3 +81,12 @@ def test_a_mixture_of_experts_has_longer_chunks_and_a_dense_model_the_same() -> 
     assert for_sparse_model(H200_LIMITS, active_share=0.5).chunked_prefill_size == 512
     assert for_sparse_model(H200_LIMITS, active_share=0.01).chunked_prefill_size == 4096
     assert for_sparse_model(StepLimits(2048), active_share=0.1) == StepLimits(2048)
+
+
+def test_chunks_are_longer_if_weights_are_dequantised_first() -> None:
+    assert for_packed_model(H200_LIMITS, H200, bytes_per_weight=0.53).chunked_prefill_size == 512
+    assert for_packed_model(H200_LIMITS, H200, bytes_per_weight=1.0) == H200_LIMITS
+    assert (
+        for_packed_model(H200_LIMITS, Profile("cpu", H200_LIMITS, multiprocessors=2), bytes_per_weight=0.53)
+        == H200_LIMITS
+    )

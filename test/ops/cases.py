@@ -340,6 +340,14 @@ def int4_weight(out_size: int, in_size: int, group: int, device: str, has_offset
     return ops.Int4Weight(codes=ops.pack_int4(numbers, group).to(device), scales=scales, offsets=offsets)
 
 
+def int4_weight_with_zero_points(out_size: int, in_size: int, group: int, device: str) -> ops.Int4Weight:
+    """The first group is all zeros, with a scale of 0 as padding has it."""
+    weight = int4_weight(out_size, in_size, group, device)
+    zeros = torch.randint(0, 16, weight.scales.shape, generator=torch.Generator().manual_seed(6)).to(device)
+    weight.scales[0, 0] = 0
+    return replace(weight, offsets=(8 - zeros) * weight.scales, has_zero_points=True)
+
+
 def codebook4_weight(out_size: int, in_size: int, device: str) -> ops.Codebook4Weight:
     numbers = int4_weight(out_size, in_size, 64, device)
     codebook = randn(16, device=device, seed=6) * 4

@@ -48,6 +48,7 @@ from test.ops.cases import (
     experts_params,
     floats,
     int4_weight,
+    int4_weight_with_zero_points,
     latent_args,
     latent_context_args,
     share_prefixes,
@@ -180,14 +181,16 @@ def compile_linear(dtype: torch.dtype) -> None:
 
 
 def compile_linear_int4(dtype: torch.dtype) -> None:
-    """As many rows as there may be, large and small groups, and inputs in fp8."""
-    for rows, group, has_offsets in ((1, 128, False), (8, 128, True), (32, 128, True), (8, 32, True)):
-        x, weight = torch.ones(rows, 2048, dtype=dtype), int4_weight(128, 2048, group, "cpu", has_offsets)
-        linear_int4.multiply(x, weight, None, linear_int4.config_of(x))
-    x = torch.ones(64, 2048, dtype=dtype)
-    _int4_tiles.multiply(x, weight, None, _int4_tiles.config_of(dtype))
-    if gpu_has_fp8():
-        _int4_tiles.multiply_fp8(x, int4_weight(128, 2048, 128, "cpu", has_offsets=True), None, _int4_tiles.FP8)
+    """As many rows as there may be, large and small groups, zero points and other offsets, narrow and deep weights."""
+    for rows, in_size, group, has_offsets in ((1, 2048, 128, False), (16, 8192, 128, True), (8, 2048, 32, True)):
+        x, weight = torch.ones(rows, in_size, dtype=dtype), int4_weight(128, in_size, group, "cpu", has_offsets)
+        linear_int4.multiply(x, weight, None, linear_int4.config_of(x, weight))
+    zero_points = int4_weight_with_zero_points(128, 2048, 128, "cpu")
+    for config in (linear_int4.WIDE, linear_int4.NARROW):
+        linear_int4.multiply(torch.ones(8, 2048, dtype=dtype), zero_points, None, config)
+    for tile in {*_int4_tiles.WIDE.values(), *_int4_tiles.NARROW.values(), _int4_tiles.INVARIANT}:
+        x = torch.ones(tile.block_m, 2048, dtype=dtype)
+        _int4_tiles.multiply(x, weight, None, _int4_tiles.FLOAT32 if dtype == torch.float32 else tile)
 
 
 def gpu_has_fp8() -> bool:

@@ -119,7 +119,10 @@ def test_a_product_of_8_bit_rows_matches_its_definition(
 
     out = ops.linear_quantized_rows.impls[backend](*rows, weight, bias, dtype)
 
-    assert_close(out, expected_of(rows, weight, bias), dtype)
+    if code == FP8 and dtype == torch.float32 and device == "cuda":  # its own sums over fp8 keep 14 bits
+        torch.testing.assert_close(out, expected_of(rows, weight, bias), rtol=1e-3, atol=1e-3)
+    else:
+        assert_close(out, expected_of(rows, weight, bias), dtype)
 
 
 @pytest.mark.parametrize("config", [_eight_bit_linear.NARROW, _eight_bit_linear.WIDE], ids=["narrow", "wide"])
@@ -242,13 +245,13 @@ def test_the_number_of_rows_chooses_the_product(
     if isinstance(weight, ops.Fp8Weight) and groups[0] > 1:
         weight = replace(weight, scales=weight.scales[:2], rows_per_scale=128)
 
-    assert quantized_linear.product_of(rows, weight, groups[1], True) is product
+    assert quantized_linear.product_of(rows, weight, groups[1], torch.bfloat16, True) is product
     if product is _scaled_products.blockwise:
-        assert quantized_linear.product_of(rows, weight, groups[1], False) is None
+        assert quantized_linear.product_of(rows, weight, groups[1], torch.bfloat16, False) is None
 
 
 def test_sizes_that_torch_refuses_are_left_to_the_kernel() -> None:
-    assert quantized_linear.product_of(512, eight_bit_weight(256, 200, FP8, "cpu"), 1, True) is None
+    assert quantized_linear.product_of(512, eight_bit_weight(256, 200, FP8, "cpu"), 1, torch.bfloat16, True) is None
 
 
 @pytest.mark.parametrize("product", [_scaled_products.tensorwise, _scaled_products.rowwise], ids=["tensor", "row"])

@@ -165,12 +165,16 @@ class LauncherProcess:
             os.kill(pid, signal.SIGKILL)
 
 
-@contextlib.contextmanager
-def start_launcher(folder: Path, *flags: str, **sources: str) -> Iterator[LauncherProcess]:
-    """Start a launcher with well-behaved children. ``sources`` replace the scripts of some roles."""
+def write_children(folder: Path, **sources: str) -> None:
     roles = {"worker": WORKER, "router": ROUTER, "detokenizer": DETOKENIZER, "httpserver": HTTPSERVER} | sources
     for role, source in roles.items():
         (folder / f"fake_{role}.py").write_text(PRELUDE + textwrap.dedent(source))
+
+
+@contextlib.contextmanager
+def start_launcher(folder: Path, *flags: str, **sources: str) -> Iterator[LauncherProcess]:
+    """Start a launcher with well-behaved children. ``sources`` replace the scripts of some roles."""
+    write_children(folder, **sources)
     with tempfile.TemporaryDirectory(prefix="ls-test-", dir="/tmp") as run_base:
         server = LauncherProcess(folder, Path(run_base), flags)
         try:

@@ -104,7 +104,8 @@ def test_a_configuration_error_in_a_child_is_one_line_and_exit_code_2(tmp_path: 
     with start_launcher(tmp_path, worker=worker) as server:
         assert server.exit_code() == 2
 
-        assert server.last_line() == "lightserve: tensor lm_head.weight is missing; fetch the model again"
+        message = "tensor lm_head.weight is missing; fetch the model again (see docs/model_files.md)"
+        assert server.last_line() == f"lightserve: {message}"
         assert "Traceback" not in server.stderr()
         assert not server.children()
         assert server.has_cleaned_up()

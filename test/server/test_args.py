@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+from typing import get_type_hints
+
 import pytest
 
 from lightserve import config as config_module
 from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
 from lightserve.errors import ServerError
+from lightserve.router.policy import POLICIES
 from lightserve.server.args import parse_server
+from lightserve.server.flag_groups import COMMON, GROUPS, OTHERS, grouped
 
 
 def parse(line: str) -> ServerConfig:
@@ -64,14 +70,81 @@ def test_a_model_may_have_several_names(flag: str) -> None:
     assert HttpConfig().first_model_name("folder") == "folder"
 
 
-def test_help_groups_flags_by_the_process_that_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(capsys: pytest.CaptureFixture[str], flag: str) -> str:
     with pytest.raises(SystemExit, match="0"):
-        parse_server(["--help"])
+        parse_server([flag])
+    return capsys.readouterr().out
 
-    text = capsys.readouterr().out
-    places = [text.index(f"\n{group}:\n") for group in ("worker", "router", "http", "launch")]
-    assert places == sorted(places)
-    assert places[2] < text.index("--api-key") < places[3]
+
+def names_of_options() -> list[str]:
+    return [spec.name for part in get_type_hints(ServerConfig).values() for spec in fields(part)]
+
+
+def test_the_full_help_has_every_flag_once_in_one_spelling(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "--help_all")
+
+    shown = re.findall(r"^  --(\S+)", text, flags=re.MULTILINE)
+    assert sorted(shown) == sorted([*names_of_options(), "config", "help", "help_all"])
+    assert not re.search(r"default: .*\(default: ", text)
+    assert "(default: False)" not in text
+
+
+def test_the_short_help_explains_the_common_flags_and_names_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+    text = help_of(capsys, "--help")
+
+    explained, names = text.split("Further flags")
+    assert explained.index("--model_dir") < explained.index("--port") < explained.index("--tp")
+    assert len(text.splitlines()) < 60
+    for name in names_of_options():
+        assert (f"--{name} " in explained) != (re.search(rf"--{name}\s", names) is not None), name
+
+
+def test_every_flag_has_a_group_that_says_what_it_is_about() -> None:
+    listed = [name for names in GROUPS.values() for name in names]
+
+    assert OTHERS not in grouped(names_of_options())
+    assert len(listed) == len(set(listed))
+
+
+def test_a_flag_without_a_group_is_shown_nevertheless() -> None:
+    assert grouped(["port", "brand_new"]) == {COMMON: ["port"], OTHERS: ["brand_new"]}
+
+
+def test_the_help_lists_the_policies_of_the_registry(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(POLICIES, "shortest_first", POLICIES["fifo"])
+
+    assert "--router_policy {fifo,priority,cache_aware,shortest_first}" in help_of(capsys, "--help_all")
+    assert parse("--router_policy shortest_first").router.router_policy == "shortest_first"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--prot 1", "unknown argument --prot; did you mean --port?"),
+        ("--model-dri x", "unknown argument --model-dri; did you mean --model-dir?"),
+        ("--zzz 1", "unknown argument --zzz (--help"),
+        ("--port", "--port: expected one argument"),
+        ("--tp x", "lightserve: --tp: invalid int value: 'x'"),
+        ("a --model_dir b", "two models: a and --model_dir b; name one"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(line)
+
+    [error] = capsys.readouterr().err.splitlines()
+    assert message in error
+
+
+@pytest.mark.parametrize("line", ["some/model --port 9", "--port 9 some/model", "some/model --model_dir some/model"])
+def test_the_model_may_be_a_bare_word(line: str) -> None:
+    assert parse(line).worker.model_dir == "some/model"
 
 
 def test_deterministic_mode_refuses_more_than_two_ranks() -> None:

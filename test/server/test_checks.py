@@ -47,7 +47,7 @@ def test_a_port_in_use_is_named_with_its_holder_before_a_process_starts(tmp_path
     [
         (["--model_dri", "x"], "unknown argument --model_dri; did you mean --model_dir?"),
         (["--httpserver-worker=2"], "did you mean --httpserver-workers?"),
-        (["--port", "many"], "argument --port: invalid int value: 'many'"),
+        (["--port", "many"], "lightserve: --port: invalid int value: 'many'"),
         (["--port", "70000"], "port=70000: must be between 0 and 65535"),
         (["--tp", "0"], "tp=0: must be at least 1"),
         (["--model_dir", "/no/such"], "/no/such: no such folder or .gguf file"),
@@ -150,3 +150,11 @@ def test_a_key_file_that_other_users_can_read_logs_a_warning(log: pytest.LogCapt
 
         assert config.http.api_key == ["zero", "one"]
         assert ("chmod 600" in log.text) is warns
+
+
+def test_a_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTSERVE_API_KEY", "secret")
+    assert with_keys(parse_server(["--api_key", "zero"])).http.api_key == ["zero", "secret"]
+
+    monkeypatch.setenv("LIGHTSERVE_API_KEY", "")
+    assert with_keys(parse_server([])).http.api_key == []

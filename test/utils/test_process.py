@@ -182,7 +182,7 @@ def test_a_configuration_error_is_reported_without_a_traceback(launch: Launch) -
 
     launcher.send_config()
 
-    assert launcher.recv() == ChildFailed("config.json: broken; fetch it again")
+    assert launcher.recv() == ChildFailed("config.json: broken; fetch it again (see docs/model_files.md)")
     assert launcher.wait() == (2, "")
 
 

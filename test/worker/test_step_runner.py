@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.device import H200_GRAPHS
@@ -15,6 +16,7 @@ from lightserve.common.parallel import Parallel
 from lightserve.config import KvDtype, WorkerConfig
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow, TokenOut
 from lightserve.model_files.source import resolve
+from lightserve.utils.progress import ProgressState, use_output
 from lightserve.worker import step_runner
 from lightserve.worker.step_input import StepShape
 from lightserve.worker.step_runner import StepRunner, graph_shape_for, graph_shapes
@@ -146,6 +148,40 @@ def test_graphs_give_the_tokens_of_plain_launches(folder: str) -> None:
     assert [(out.req_id, out.token.id) for out in outs] == [(out.req_id, out.token.id) for out in expected]
     assert len(replayed) > 10
     torch.cuda.synchronize()
+
+
+class FakeGraphs:
+    def __init__(self) -> None:
+        self.captured: list[StepShape] = []
+
+    def capture(self, examples: Iterable[tuple[StepShape, Tensor]]) -> None:
+        self.captured += [shape for shape, _ in examples]
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.states: list[ProgressState] = []
+
+    def show(self, state: ProgressState) -> None:
+        self.states.append(state)
+
+
+def test_the_operator_sees_how_many_graphs_are_captured(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, graphs, recorder = make(folder, "cpu")._runner, FakeGraphs(), Recorder()
+    shapes = [StepShape(count, count, has_decodes=True, has_prompts=False) for count in (2, 1)]
+    monkeypatch.setattr(runner, "_graphs", graphs)
+    monkeypatch.setattr(runner, "_to_capture", lambda: shapes)
+    use_output(recorder)
+
+    try:
+        runner.capture()
+    finally:
+        use_output(None)
+
+    assert graphs.captured == shapes
+    assert [(state.label, state.done, state.total) for state in recorder.states] == [
+        ("CUDA graphs", done, 2) for done in (1, 2, 2)
+    ]
 
 
 def test_every_shape_that_is_captured_is_padded_to_itself() -> None:

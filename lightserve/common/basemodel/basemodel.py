@@ -25,6 +25,7 @@ from lightserve.common.basemodel.layer_weights.loader import check_weights, fill
 from lightserve.common.basemodel.layer_weights.weight import WeightContext
 from lightserve.common.basemodel.rotary import query_scale_tables, rotary_tables
 from lightserve.common.basemodel.spec import LayerSpec, ModelSpec, activation_of
+from lightserve.common.checkpoint.piece import total_size
 from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.kv.layout import KvGroup, KvLayout, kv_storage
 from lightserve.common.kv.mem_manager import MemoryManager
@@ -221,6 +222,12 @@ class TpPartBaseModel:
         """The part of the layers' weights that a token uses: less than 1 with experts."""
         specs = self.layer_specs
         return sum(spec.active_weights for spec in specs) / max(sum(spec.num_weights for spec in specs), 1)
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Of the layers' linears and experts as this rank stores them, with their scales."""
+        size = total_size(layer.stored_size() for layer in self.layer_weights)
+        return size.num_bytes / max(size.num_weights, 1)
 
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""

@@ -12,6 +12,7 @@ from torch import Tensor
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # 8-bit floats need a scale, a piece of its own
 
 ANY_SIZE = -1  # in a shape: the checkpoint decides
+DUMMY_STD = 0.02  # of random weights, as models are initialised: activations stay finite through any number of layers
 
 
 def whole(tensor: Tensor) -> Tensor:

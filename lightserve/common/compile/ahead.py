@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
@@ -16,6 +16,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from lightserve.common.compile.client import running_server
+from lightserve.utils.progress import Progress
 
 MAX_THREADS = 16  # each waits for the compile server, or compiles itself
 
@@ -36,8 +37,7 @@ def compile_ahead(enter_device: Callable[[], object]) -> Iterator[None]:
                 yield
         finally:
             knobs.runtime.jit_cache_hook = before
-        for future in jobs.futures.values():
-            future.result()
+        jobs.wait()
 
 
 class _Jobs:
@@ -46,6 +46,14 @@ class _Jobs:
     def __init__(self) -> None:
         self.threads: ThreadPoolExecutor
         self.futures: dict[tuple[str, str], Future[object]] = {}  # by kernel and specialization
+
+    def wait(self) -> None:
+        if not self.futures:
+            return
+        with Progress("kernels", len(self.futures), unit="items") as progress:
+            for future in as_completed(self.futures.values()):
+                future.result()
+                progress.advance(1)
 
     def start(self, *, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **_: Any) -> bool:
         """Triton calls this before it compiles. True: it neither compiles nor launches."""

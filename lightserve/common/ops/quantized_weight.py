@@ -42,6 +42,7 @@ class QuantizedWeight(ABC):
     codes: Tensor
     scales: Tensor
     offsets: Tensor | None = None  # float32; None: 0
+    has_zero_points: bool = False  # offsets are whole multiples of the scales: kernels may add those to the codes
     input_quant: InputQuant = InputQuant.NONE
     input_scale: Tensor | None = None  # float32 scalar, for InputQuant.STATIC
 
@@ -53,6 +54,7 @@ class QuantizedWeight(ABC):
         device: torch.device,
         *,
         has_offsets: bool = False,
+        has_zero_points: bool = False,
         input_quant: InputQuant = InputQuant.NONE,
     ) -> Self:
         """Memory for a weight of ``shape`` ``[..., out, in]``."""
@@ -63,6 +65,7 @@ class QuantizedWeight(ABC):
             codes=torch.empty((*leading, in_size // cls.codes_per_byte), dtype=cls.code_dtype, device=device),
             scales=cls._empty_scales(groups, device),
             offsets=torch.empty(groups, dtype=torch.float32, device=device) if has_offsets else None,
+            has_zero_points=has_zero_points,
             input_quant=input_quant,
             input_scale=torch.zeros((), dtype=torch.float32, device=device) if is_static else None,
         )

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from lightserve.common.checkpoint.piece import Piece
+from lightserve.common.checkpoint.piece import DUMMY_STD, Piece
 from lightserve.common.quantization.linear_method import LinearPart, LinearSpec
-from lightserve.common.quantization.unquantized import UnquantizedLinear, slicer
-from lightserve.common.quantization.weight_format import RawLinear, WeightFormat
-
-DUMMY_STD = 0.02
+from lightserve.common.quantization.unquantized import UnquantizedLinear
+from lightserve.common.quantization.weight_format import RawLinear, WeightFormat, raw_pieces
 
 
 class DequantizedLinear(UnquantizedLinear):
@@ -22,38 +20,17 @@ class DequantizedLinear(UnquantizedLinear):
         super().__init__(spec, dtype, device)
         self._format = weight_format
 
-    def pieces(self) -> Iterator[Piece]:
-        begin = 0
-        for part in self._spec.parts:
-            own = slice(begin, begin + part.num_rows - part.padding)
-            yield from self._weight_pieces(part, own)
-            if self._spec.has_bias:
-                bias = None if self.bias is None else self.bias[own]
-                yield Piece(f"{part.prefix}.bias", (part.out_size,), bias, slicer(part.rows))
-            begin = own.stop + part.padding
-
     def _weight_pieces(self, part: LinearPart, own: slice) -> Iterator[Piece]:
-        is_cut = self._format.has_row_per_output
-
         def store(raw: Mapping[str, Tensor]) -> None:
             whole, order = self._format.convert(raw).dequantize(), self._format.input_order(raw)
             if order is not None:
                 whole = whole[:, order.argsort()]
             columns = whole[:, self._spec.columns].to(self.weight.dtype)
-            self.weight[own] = columns if is_cut else columns[part.rows]
+            self.weight[own] = columns if self._format.has_row_per_output else columns[part.rows]
 
         def fill_dummy(generator: torch.Generator) -> None:
             self.weight[own].normal_(std=DUMMY_STD, generator=generator)
 
         raw_tensors = self._format.raw_tensors(part.out_size, self._spec.in_size)
         consumer = RawLinear(part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
-        for suffix, raw in raw_tensors.items():
-            yield Piece(
-                f"{part.prefix}.{suffix}",
-                raw.shape,
-                None,
-                slicer(part.rows) if is_cut else slicer(),  # a scale may have no dimension
-                raw.dtypes,
-                consumer=consumer,
-                other_shapes=raw.other_shapes,
-            )
+        yield from raw_pieces(part, self._format, raw_tensors, consumer)

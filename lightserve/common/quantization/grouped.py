@@ -55,8 +55,8 @@ class GroupedFormat(WeightFormat, Generic[S]):
         return split
 
     def empty(self, shape: tuple[int, ...], group_size: int, device: torch.device) -> QuantizedWeight:
-        kind = Int4Weight if self.scheme.bits == 4 else Int8Weight
-        return kind.empty(shape, group_size, device, has_offsets=not self.scheme.is_symmetric)
+        kind, has_zeros = Int4Weight if self.scheme.bits == 4 else Int8Weight, not self.scheme.is_symmetric
+        return kind.empty(shape, group_size, device, has_offsets=has_zeros, has_zero_points=has_zeros)
 
     def convert(self, raw: Mapping[str, Tensor]) -> QuantizedWeight:
         codes, zeros, scales = self._unpack(raw)
@@ -76,13 +76,15 @@ class GroupedFormat(WeightFormat, Generic[S]):
 
     def _weight(self, codes: Tensor, scales: Tensor, offsets: Tensor | None) -> QuantizedWeight:
         if self.scheme.bits == 8:
-            return Int8Weight(codes=(codes ^ 0x80).view(torch.int8), scales=scales, offsets=offsets)
+            codes = (codes ^ 0x80).view(torch.int8)
+            return Int8Weight(codes=codes, scales=scales, offsets=offsets, has_zero_points=offsets is not None)
         group = self.group_size(codes.shape[1])
         assert group is not None
         repeats = codes.shape[1] // group // scales.shape[1]
         scales = scales.repeat_interleave(repeats, dim=1)
         offsets = None if offsets is None else offsets.repeat_interleave(repeats, dim=1)
-        return Int4Weight(codes=pack_int4(codes.view(torch.int8) - 8, group), scales=scales, offsets=offsets)
+        packed = pack_int4(codes.view(torch.int8) - 8, group)
+        return Int4Weight(codes=packed, scales=scales, offsets=offsets, has_zero_points=offsets is not None)
 
     def input_order(self, raw: Mapping[str, Tensor]) -> Tensor | None:
         if self.scheme.group_size is None or self._groups_name not in raw:

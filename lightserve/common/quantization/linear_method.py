@@ -56,6 +56,17 @@ class LinearSpec:
     def num_columns(self) -> int:
         return length(self.columns)
 
+    def parts_with_rows(self) -> Iterator[tuple[LinearPart, slice]]:
+        """Each part, and where its rows are in this rank's weight. Its padding follows them."""
+        begin = 0
+        for part in self.parts:
+            yield part, slice(begin, begin + length(part.rows))
+            begin += part.num_rows
+
+    def padding(self) -> Iterator[slice]:
+        """The rows of this rank's weight that are zeros."""
+        return (slice(own.stop, own.stop + part.padding) for part, own in self.parts_with_rows() if part.padding)
+
 
 class RmsNorm(NamedTuple):
     """The parameters of an RMSNorm, for methods that compute it together with their product."""

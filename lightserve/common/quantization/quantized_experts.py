@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.checkpoint.piece import Piece, StoredSize
+from lightserve.common.checkpoint.piece import DUMMY_STD, Piece, StoredSize
 from lightserve.common.ops import QuantizedWeight
 from lightserve.common.quantization.experts_method import ExpertsLayout, ExpertsMethod, ExpertsSpec
-from lightserve.common.quantization.quantized_linear import DUMMY_STD
 from lightserve.common.quantization.unquantized import slicer
 from lightserve.common.quantization.weight_format import RawLinear, RawTensor, WeightFormat
 from lightserve.errors import ModelFilesError

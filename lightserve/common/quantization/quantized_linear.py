@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.checkpoint.piece import Piece, StoredSize, total_size, whole
+from lightserve.common.checkpoint.piece import DUMMY_STD, Piece, StoredSize, total_size
 from lightserve.common.ops import QuantizedWeight
 from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
-from lightserve.common.quantization.unquantized import slicer
-from lightserve.common.quantization.weight_format import RawLinear, WeightFormat
+from lightserve.common.quantization.unquantized import bias_pieces
+from lightserve.common.quantization.weight_format import RawLinear, WeightFormat, raw_pieces
 from lightserve.errors import CheckpointError, ModelFilesError
-
-DUMMY_STD = 0.02
 
 PRODUCTS: dict[type[QuantizedWeight], Callable[[Tensor, Any, Tensor | None], Tensor]] = {
     ops.Codebook4Weight: ops.linear_codebook4,
@@ -53,15 +51,12 @@ class QuantizedLinear(LinearMethod):
         self.bias = torch.zeros(spec.out_size, dtype=dtype, device=device) if has_bias else None
 
     def _zero_padding(self) -> None:
-        end = 0
-        for part in self._spec.parts:
-            end += part.num_rows
-            padding = self.weight.rows(slice(end - part.padding, end))
-            if part.padding:
-                padding.codes.view(torch.uint8).zero_()
-                padding.scales.zero_()
-                if padding.offsets is not None:
-                    padding.offsets.zero_()
+        for rows in self._spec.padding():
+            padding = self.weight.rows(rows)
+            padding.codes.view(torch.uint8).zero_()
+            padding.scales.zero_()
+            if padding.offsets is not None:
+                padding.offsets.zero_()
 
     @staticmethod
     def _check(spec: LinearSpec, group: int | None) -> None:
@@ -85,24 +80,15 @@ class QuantizedLinear(LinearMethod):
             )
 
     def pieces(self) -> Iterator[Piece]:
-        begin = 0
-        for part in self._spec.parts:
-            own = slice(begin, begin + part.num_rows - part.padding)
+        for part, own in self._spec.parts_with_rows():
             yield from self._weight_pieces(part, own)
-            if self._spec.has_bias:
-                bias = None if self.bias is None else self.bias[own]
-                yield Piece(f"{part.prefix}.bias", (part.out_size,), bias, slicer(part.rows))
-            begin = own.stop + part.padding
+        yield from bias_pieces(self._spec, self.bias)
 
     def _weight_pieces(self, part: LinearPart, own: slice) -> Iterator[Piece]:
-        is_cut = self._format.has_row_per_output
-
         def store(raw: Mapping[str, Tensor]) -> None:
-            try:
-                converted = self._format.convert(raw).columns(self._spec.columns)
-                self._set_order(self._format.input_order(raw))
-            except CheckpointError as error:
-                raise CheckpointError(f"{part.prefix}: {error}") from error
+            converted = self._format.convert(raw).columns(self._spec.columns)
+            self._set_order(self._format.input_order(raw))
+            is_cut = self._format.has_row_per_output
             self.weight.rows(own).copy_(converted if is_cut else converted.rows(part.rows))
 
         def fill_dummy(generator: torch.Generator) -> None:
@@ -110,16 +96,7 @@ class QuantizedLinear(LinearMethod):
 
         raw_tensors = self._format.raw_tensors(part.out_size, self._spec.in_size)
         consumer = RawLinear(part.prefix, raw_tensors, self.weight.device, store, fill_dummy)
-        for suffix, raw in raw_tensors.items():
-            yield Piece(
-                f"{part.prefix}.{suffix}",
-                raw.shape,
-                None,
-                slicer(part.rows) if is_cut else whole,
-                raw.dtypes,
-                consumer=consumer,
-                other_shapes=raw.other_shapes,
-            )
+        yield from raw_pieces(part, self._format, raw_tensors, consumer)
 
     def _set_order(self, order: Tensor | None) -> None:
         if order is None:
@@ -204,8 +181,8 @@ class QuantizedLinear(LinearMethod):
 
     def kernel_key(self) -> Hashable:
         weight = self.weight
-        options = weight.group_size, weight.offsets is not None, weight.input_quant, self.bias is not None
-        return type(self), type(weight), weight.shape, *options
+        options = weight.group_size, weight.offsets is not None, weight.has_zero_points, weight.input_quant
+        return type(self), type(weight), weight.shape, *options, self.bias is not None
 
 
 class StackedLinear(LinearMethod):

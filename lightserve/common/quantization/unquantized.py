@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightserve.common import ops
 from lightserve.common.checkpoint.piece import Piece
-from lightserve.common.quantization.linear_method import LinearMethod, LinearSpec, RmsNorm
+from lightserve.common.quantization.linear_method import LinearMethod, LinearPart, LinearSpec, RmsNorm
 
 
 class UnquantizedLinear(LinearMethod):
@@ -23,28 +23,22 @@ class UnquantizedLinear(LinearMethod):
         self._zero_padding()
 
     def _zero_padding(self) -> None:
-        end = 0
-        for part in self._spec.parts:
-            end += part.num_rows
-            self.weight[end - part.padding : end] = 0
+        for padding in self._spec.padding():
+            self.weight[padding] = 0
             if self.bias is not None:
-                self.bias[end - part.padding : end] = 0
+                self.bias[padding] = 0
 
     def pieces(self) -> Iterator[Piece]:
-        begin, columns = 0, self._spec.columns
-        for part in self._spec.parts:
-            end = begin + part.num_rows - part.padding
-            own = self.weight[begin:end]
-            if self._spec.is_transposed:
-                shape = (self._spec.in_size, part.out_size)
-                yield Piece(f"{part.prefix}.weight", shape, own.T, slicer(columns, part.rows))
-            else:
-                shape = (part.out_size, self._spec.in_size)
-                yield Piece(f"{part.prefix}.weight", shape, own, slicer(part.rows, columns))
-            if self._spec.has_bias:
-                bias = None if self.bias is None else self.bias[begin:end]
-                yield Piece(f"{part.prefix}.bias", (part.out_size,), bias, slicer(part.rows))
-            begin = end + part.padding
+        for part, own in self._spec.parts_with_rows():
+            yield from self._weight_pieces(part, own)
+        yield from bias_pieces(self._spec, self.bias)
+
+    def _weight_pieces(self, part: LinearPart, own: slice) -> Iterator[Piece]:
+        name, columns, weight = f"{part.prefix}.weight", self._spec.columns, self.weight[own]
+        if self._spec.is_transposed:
+            yield Piece(name, (self._spec.in_size, part.out_size), weight.T, slicer(columns, part.rows))
+        else:
+            yield Piece(name, (part.out_size, self._spec.in_size), weight, slicer(part.rows, columns))
 
     def mm(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
@@ -61,6 +55,13 @@ class UnquantizedLinear(LinearMethod):
 
     def add_rms_norm_gate_up(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
         return ops.add_rms_norm_gate_up(x, residual, norm.weight, norm.eps, self.weight, self.bias)
+
+
+def bias_pieces(spec: LinearSpec, bias: Tensor | None) -> Iterator[Piece]:
+    """``bias`` is None if another rank adds it."""
+    for part, own in spec.parts_with_rows() if spec.has_bias else ():
+        into = None if bias is None else bias[own]
+        yield Piece(f"{part.prefix}.bias", (part.out_size,), into, slicer(part.rows))
 
 
 def slicer(*parts: slice | Tensor) -> Callable[[Tensor], Tensor]:

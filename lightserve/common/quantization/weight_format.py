@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightserve.common.checkpoint.piece import ANY_SIZE, FLOATS
+from lightserve.common.checkpoint.piece import ANY_SIZE, FLOATS, Piece, whole
 from lightserve.common.ops import QuantizedWeight
+from lightserve.common.quantization.linear_method import LinearPart
+from lightserve.errors import CheckpointError
 from lightserve.model_files.quantization import Scheme
 
-__all__ = ["ANY_SIZE", "FORMATS", "RawLinear", "RawTensor", "WeightFormat", "format_of", "reads"]
+__all__ = ["ANY_SIZE", "FORMATS", "RawLinear", "RawTensor", "WeightFormat", "format_of", "raw_pieces", "reads"]
 
 
 class RawTensor(NamedTuple):
@@ -103,7 +105,10 @@ class RawLinear:
             if len(self._raw) < self._count:
                 return None
             raw, self._raw = self._raw, {}
-        self._store(raw)
+        try:
+            self._store(raw)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._prefix}: {error}") from error
         return raw
 
     def fill_dummy(self, generator: torch.Generator) -> None:
@@ -111,3 +116,13 @@ class RawLinear:
         if self._fill_dummy is not None:
             self._fill_dummy(generator)
             self._fill_dummy = None
+
+
+def raw_pieces(
+    part: LinearPart, weight_format: WeightFormat, raw_tensors: Mapping[str, RawTensor], consumer: RawLinear
+) -> Iterator[Piece]:
+    """The tensors of one part of a linear. Where each has a row for each output, only this rank's rows are read."""
+    cut = (lambda tensor: tensor[part.rows]) if weight_format.has_row_per_output else whole
+    for suffix, raw in raw_tensors.items():
+        name = f"{part.prefix}.{suffix}"
+        yield Piece(name, raw.shape, None, cut, raw.dtypes, consumer=consumer, other_shapes=raw.other_shapes)

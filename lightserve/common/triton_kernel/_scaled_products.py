@@ -53,21 +53,21 @@ def _one(device: torch.device) -> Tensor:
 
 
 def tensorwise(rows: QuantizedRows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Without scales, which follow in a kernel of their own. bfloat16 has room for sums that are not scaled."""
+    """Without scales, which follow in a kernel of their own. float16 has no room for sums that are not scaled."""
     one = _one(rows.codes.device)
     product = torch._scaled_mm(
         rows.codes,
         weight.codes.t(),
         scale_a=one,
         scale_b=one,
-        out_dtype=torch.bfloat16,
+        out_dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
         use_fast_accum=rows.codes.shape[1] <= MAX_FAST_IN,
     )
     return scale_output(product, rows.scales, weight.scales, bias, dtype)
 
 
 def rowwise(rows: QuantizedRows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """torch scales the result of each row and column, in bfloat16 only."""
+    """torch scales the result of each row and column, for results in bfloat16 only."""
     out = torch._scaled_mm(
         rows.codes,
         weight.codes.t(),

@@ -35,7 +35,7 @@ def linear_int4(x: Tensor, weight: ops.Int4Weight, bias: Tensor | None = None) -
     rows = x.reshape(-1, x.shape[-1])
     if not len(rows) or weight.group_size // 2 < int4.MIN_HALF:
         return linear_dequantized(x, weight, bias, _product)
-    out = _int4_tiles.multiply(rows, weight, bias, _int4_tiles.config_of(x.dtype))
+    out = _int4_tiles.multiply(rows, weight, bias, _int4_tiles.invariant_config(x.dtype))
     return out.view(*x.shape[:-1], weight.shape[-2])
 
 

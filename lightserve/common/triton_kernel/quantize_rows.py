@@ -12,9 +12,13 @@ from lightserve.common import ops
 from lightserve.common.ops import QuantizedRows, RowQuant
 from lightserve.common.triton_kernel._blocks import next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous, rows_in_place
-from lightserve.common.triton_kernel._norm import ELEMENTS_PER_WARP, MAX_WARPS, load_row
+from lightserve.common.triton_kernel._norm import load_row
 from lightserve.common.triton_kernel._row_codes import check_groups, new_rows, store_codes
 from lightserve.common.triton_kernel.activation import activate
+
+# us on an H200 for 2,048 rows of 14,336 behind a gated SiLU: with up to 32 warps 44, with up to 16 49. With a row both
+# take 4.1. With 256 elements per warp, 2,048 rows of 4,096 take 8.9 instead of 7.8.
+ELEMENTS_PER_WARP, MAX_WARPS = 512, 32
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from lightserve.errors import ClientDisconnectedError, LightserveError
 from lightserve.io_struct import Admission, FinishReason
-from lightserve.utils.logger import init_logger
+from lightserve.utils.logger import fields, init_logger
 
 logger = init_logger("lightserve.access")
 
@@ -56,6 +56,20 @@ class AccessLog:
         """One for each choice, or what ended the request instead."""
         return _finish(self._finish_reasons, error).split(",")
 
+    def _fields(self, error: BaseException | None) -> dict[str, object]:
+        """For --log_format json."""
+        return fields(
+            request_id=self.request_id,
+            route=self._route,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens,
+            queue_s=round(self.queue_s, 6),
+            first_token_s=None if self.first_token_s is None else round(self.first_token_s, 6),
+            total_s=round(time.monotonic() - self.arrived_s, 6),
+            finish=_finish(self._finish_reasons, error),
+        )
+
     def close(self, error: BaseException | None) -> None:
         self.is_generating = False
         if self.on_close is not None:
@@ -74,6 +88,7 @@ class AccessLog:
             first,
             time.monotonic() - self.arrived_s,
             _finish(self._finish_reasons, error),
+            extra=self._fields(error),
         )
 
 

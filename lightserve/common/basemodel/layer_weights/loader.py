@@ -10,7 +10,7 @@ import torch
 
 from lightserve.common.basemodel.layer_weights.layer_weight import LayerWeight
 from lightserve.common.basemodel.layer_weights.unused import number_of_layer, whole_unused_layers
-from lightserve.common.checkpoint.piece import FLOATS, Piece
+from lightserve.common.checkpoint.piece import DUMMY_STD, FLOATS, Piece
 from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.checkpoint.upload import Upload
 from lightserve.errors import CheckpointError
@@ -19,8 +19,6 @@ from lightserve.utils.logger import init_logger
 logger = init_logger(__name__)
 
 SHOWN = 8  # names in a message; a wrong config misses hundreds
-KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale")  # for a KV cache in 8 bits
-DUMMY_STD = 0.02  # as models are initialised: activations stay finite through any number of layers
 
 
 def load_weights(layers: Sequence[LayerWeight], checkpoint: Iterable[CheckpointTensor], num_layers: int) -> None:
@@ -39,9 +37,8 @@ def load_weights(layers: Sequence[LayerWeight], checkpoint: Iterable[CheckpointT
                 unused[name] = file
     _check_none_is_missing(wanted)
     _check_no_layer_is_unused(unused, used, num_layers)
-    unknown = {name: file for name, file in unused.items() if name.rpartition(".")[2] not in KV_SCALES}
-    if unknown:
-        logger.warning("the checkpoint has tensors that are not used: %s", _listed(_with_files(unknown)))
+    if unused:
+        logger.warning("the checkpoint has tensors that are not used: %s", _listed(_with_files(unused)))
     for layer in layers:
         layer.process_weights_after_loading()
 

@@ -1,0 +1,178 @@
+"""The checks of ``lightserve doctor``. Each looks at one part of the machine and never changes it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from lightserve.errors import LightserveError
+from lightserve.model_files.hub.settings import hub_cache, read_settings
+from lightserve.utils import net
+from lightserve.utils.cpu import available_cores
+from lightserve.utils.memory import free_ram
+from lightserve.utils.progress import format_bytes
+
+GPU_CONTROL = Path("/dev/nvidiactl")  # exists if the driver of an NVIDIA GPU is loaded
+NVIDIA_SMI_S = 20.0
+# Instructions that a kernel of torch or of our C library uses, by their names in /proc/cpuinfo, best last
+INSTRUCTIONS = (
+    *("asimddp", "i8mm", "sve", "bf16"),  # Arm
+    *("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8"),  # x86
+)
+WEIGHT_SHARE = 0.6  # of the free memory: the rest is for the KV pool and other programs
+LOW_DISK = 20e9  # bytes: a model of 8 billion parameters takes 16 GB
+
+
+@dataclass(frozen=True)
+class Finding:
+    text: str
+    remedy: str = ""  # what to do; "": nothing is missing
+    is_fatal: bool = False  # the server cannot start
+
+
+def check_python(port: int) -> Finding:
+    text = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {sys.prefix}"
+    return Finding(text)
+
+
+def check_torch(port: int) -> Finding:
+    try:
+        import torch
+    except Exception as error:  # also an OSError of a broken library
+        return Finding(f"cannot be imported ({error})", "pip install torch", is_fatal=True)
+    text = f"{torch.__version__}, for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs only'}"
+    if GPU_CONTROL.exists() and not torch.version.cuda:
+        return Finding(text, "this machine has a GPU; install a torch that is built for CUDA")
+    return Finding(text)
+
+
+def check_cores(port: int) -> Finding:
+    found = [name for name in INSTRUCTIONS if name in _cpu_features()]
+    return Finding(
+        f"{available_cores()} of {os.cpu_count()}, {' '.join(found) or 'no vector instructions known to us'}"
+    )
+
+
+def _cpu_features() -> set[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return set()
+    return set(" ".join(re.findall(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)).split())
+
+
+def check_c_library(port: int) -> Finding:
+    from lightserve.common.cpu_kernel._library import library  # imports torch
+
+    if library is None:
+        return Finding("not built; a CPU computes with torch alone", "install g++, then install lightserve again")
+    return Finding(f"built, uses the variant {library.ls_variant().decode()} on this CPU")
+
+
+def check_gpu(port: int) -> Finding:
+    if not GPU_CONTROL.exists() and shutil.which("nvidia-smi") is None:
+        return Finding("none; the CPU computes")
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True)
+        text = "; ".join(" ".join(line.split()) for line in done.stdout.splitlines())
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding(f"its driver does not answer ({error})", "check it with nvidia-smi")
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding(text, "torch cannot use it; install a torch that is built for this driver's CUDA")
+    major, minor = torch.cuda.get_device_capability(0)
+    fp8 = ", has fp8" if (major, minor) >= (8, 9) else ""
+    return Finding(f"{text}, compute capability {major}.{minor}{fp8}")
+
+
+def check_triton(port: int) -> Finding:
+    has_gpu = GPU_CONTROL.exists()
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        remedy = "a GPU needs it: pip install 'lightserve[gpu]'" if has_gpu else ""
+        return Finding("not installed" + ("" if has_gpu else "; a CPU does not need it"), remedy, is_fatal=has_gpu)
+    if has_gpu and shutil.which("gcc") is None and shutil.which("cc") is None:
+        return Finding(found, "no C compiler, which triton calls; install gcc")
+    return Finding(found + ("" if has_gpu else "; a CPU does not need it"))
+
+
+def check_fast(port: int) -> Finding:
+    """Which weights are fast here: docs/quantization.md has the measurements."""
+    import torch
+
+    from lightserve.common.cpu_kernel._library import library
+
+    if torch.cuda.is_available():
+        has_fp8 = torch.cuda.get_device_capability(0) >= (8, 9)
+        return Finding(f"bfloat16 on the GPU, or half its bytes with --quantization {'fp8' if has_fp8 else 'int8'}")
+    if library is not None:
+        return Finding("a .gguf file in 4 bits with --quantization gguf: several times faster than float32")
+    return Finding("models below 1 billion parameters in float32; larger ones need the C library")
+
+
+def check_memory(port: int) -> Finding:
+    total, free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), free_ram()
+    billions = WEIGHT_SHARE * free / 1e9
+    sizes = f"room for about {billions / 4:.1f} billion parameters in float32, {billions / 0.6:.1f} in 4 bits"
+    return Finding(f"{format_bytes(free)} free of {format_bytes(total)}; {sizes}")
+
+
+def check_disk(port: int) -> Finding:
+    folder = hub_cache()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    text = f"{format_bytes(free)} free for {folder}"
+    if not os.access(existing, os.W_OK):
+        return Finding(text, "you may not write there; set HF_HOME to another folder")
+    return Finding(text, "little for models; set HF_HOME to a larger disk" if free < LOW_DISK else "")
+
+
+def check_port(port: int) -> Finding:
+    try:
+        net.bind("127.0.0.1", port).close()
+    except LightserveError as error:
+        problem, _, _ = str(error).partition("; ")
+        return Finding(problem, "set another --port")
+    return Finding(f"{port} is free")
+
+
+def check_hub(port: int) -> Finding:
+    settings = read_settings()
+    token = "a token" if os.environ.get("HF_TOKEN") or _token_file().is_file() else "no token"
+    if find_spec("huggingface_hub") is None:
+        return Finding(f"{settings.endpoint}, {token}", "huggingface_hub is missing: models by name need it")
+    if settings.is_offline:
+        return Finding(f"offline (HF_HUB_OFFLINE), {token}; only models in the cache can be served by name")
+    return Finding(f"{settings.endpoint}, {token} (needed for gated models only)")
+
+
+def _token_file() -> Path:
+    if path := os.environ.get("HF_TOKEN_PATH"):
+        return Path(path).expanduser()
+    return Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "token"
+
+
+CHECKS: dict[str, Callable[[int], Finding]] = {
+    "python": check_python,
+    "torch": check_torch,
+    "cores": check_cores,
+    "C library": check_c_library,
+    "GPU": check_gpu,
+    "triton": check_triton,
+    "memory": check_memory,
+    "disk": check_disk,
+    "port": check_port,
+    "hub": check_hub,
+    "fast here": check_fast,
+}

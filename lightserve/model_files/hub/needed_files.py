@@ -1,0 +1,109 @@
+"""Which files of a repository the server reads. Other formats of the same weights are not downloaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from lightserve.errors import ModelFilesError
+from lightserve.model_files.folder import shard_names
+from lightserve.model_files.hub.listing import HubFile, Listing
+from lightserve.model_files.hub.name import HubName
+from lightserve.model_files.quantization.files import FILES as QUANTIZATION_FILES
+from lightserve.utils.progress import format_bytes
+
+SAFETENSORS = ("model.safetensors.index.json", "model.safetensors", "model*.safetensors")
+PYTORCH = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+SETTINGS = (
+    "config.json",
+    "generation_config.json",
+    *QUANTIZATION_FILES,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "tekken.json",
+    "tiktoken.model",
+    "*.tiktoken",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
+OWN_CODE = "*.py"
+SHOWN = 12  # files in an error
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+
+
+def settings_files(listing: Listing, trusts_code: bool) -> list[HubFile]:
+    """Config, tokenizer, chat templates, and the index of the weights."""
+    patterns = (*SETTINGS, SAFETENSORS[0] if _matching(listing, SAFETENSORS) else PYTORCH[0])
+    return _matching(listing, (*patterns, OWN_CODE) if trusts_code else patterns)
+
+
+def weight_files(name: HubName, listing: Listing, folder: Path) -> list[HubFile]:
+    """The same choice as ``find_weight_files`` makes in a folder. ``folder`` has the index, if there is one."""
+    for index, *files in (SAFETENSORS, PYTORCH):
+        if index in listing.files:
+            return [_listed(name, listing, shard) for shard in shard_names(folder / index)]
+        for pattern in files:
+            if found := _matching(listing, [pattern]):
+                return found
+    raise ModelFilesError(
+        f"{name}: has no weights (model*.safetensors or pytorch_model*.bin); it has {_shown(listing.files)}"
+    )
+
+
+def gguf_file(name: HubName, listing: Listing) -> HubFile | None:
+    """The file to serve if it is a GGUF file; None: the repository is a folder with a config and weights."""
+    if name.file is not None:
+        return _whole(name, _listed(name, listing, name.file))
+    if "config.json" in listing.files and _matching(listing, (*SAFETENSORS, *PYTORCH)):
+        return None
+    files = [file for path, file in sorted(listing.files.items()) if path.endswith(".gguf") and "mmproj" not in path]
+    if len(files) == 1:
+        return _whole(name, files[0])
+    if files:
+        shown = _shown(f"{file.path} ({format_bytes(file.size)})" for file in files)
+        raise ModelFilesError(
+            f"{name}: has several GGUF files; name one, such as {name}:{files[0].path}; it has {shown}"
+        )
+    if "config.json" not in listing.files:
+        raise ModelFilesError(f"{name}: has no config.json and no .gguf file; it has {_shown(listing.files)}")
+    return None
+
+
+def _whole(name: HubName, file: HubFile) -> HubFile:
+    if _SPLIT.search(file.path):
+        raise ModelFilesError(
+            f"{name}: {file.path} is one part of a split GGUF file; choose a file that is not split, or join the parts "
+            "with `llama-gguf-split --merge` and set --model_dir to the result"
+        )
+    return file
+
+
+def _listed(name: HubName, listing: Listing, path: str) -> HubFile:
+    if path in listing.files:
+        return listing.files[path]
+    similar = [other for other in listing.files if other.endswith(Path(path).suffix)]
+    raise ModelFilesError(f"{name}: has no file {path}; it has {_shown(similar or listing.files)}")
+
+
+def _matching(listing: Listing, patterns: Iterable[str]) -> list[HubFile]:
+    """A pattern without a slash matches at the root only, not in folders such as ``original/``."""
+    patterns = list(patterns)
+    return [
+        file
+        for path, file in listing.files.items()
+        if any(fnmatchcase(path, one) and path.count("/") == one.count("/") for one in patterns)
+    ]
+
+
+def _shown(paths: Iterable[str]) -> str:
+    names = sorted(paths)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

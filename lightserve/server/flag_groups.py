@@ -1,0 +1,104 @@
+"""In which group ``--help`` shows each flag. The flags themselves are the fields of the config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+COMMON = "Common flags"
+GROUPS: dict[str, tuple[str, ...]] = {
+    COMMON: (
+        "model_dir",
+        "host",
+        "port",
+        "model_name",
+        "api_key",
+        "device",
+        "tp",
+        "data_type",
+        "quantization",
+        "max_req_total_len",
+        "mem_fraction",
+        "running_max_req_size",
+        "log_format",
+    ),
+    "Model files": (
+        "model_type",
+        "load_format",
+        "trust_remote_code",
+        "quantization_config",
+        "chat_template",
+        "default_chat_template_kwargs",
+        "generation_config",
+        "tool_call_parser",
+        "reasoning_parser",
+        "eos_id",
+    ),
+    "Memory and computation": (
+        "kv_dtype",
+        "max_total_token_num",
+        "max_windowed_token_num",
+        "batch_max_tokens",
+        "chunked_prefill_size",
+        "disable_chunked_prefill",
+        "disable_dynamic_prompt_cache",
+        "deterministic",
+    ),
+    "Scheduling": (
+        "router_policy",
+        "router_token_ratio",
+        "default_max_tokens",
+        "max_queue_size",
+        "request_timeout",
+    ),
+    "HTTP": (
+        "httpserver_workers",
+        "root_path",
+        "no_web",
+        "use_tgi_api",
+        "strict_fields",
+        "allowed_origins",
+        "max_body_bytes",
+        "max_choices",
+        "response_store_size",
+        "response_store_bytes",
+    ),
+    "Keys and TLS": (
+        "api_key_file",
+        "admin_key",
+        "admin_key_file",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "ssl_ca_certs",
+    ),
+    "Logs and metrics": (
+        "disable_log_requests",
+        "log_stats_interval",
+        "metrics_compat",
+        "otlp_endpoint",
+        "debug_requests",
+        "profile_dir",
+    ),
+    "Faults and shutdown": (
+        "restart_worker",
+        "step_timeout",
+        "process_timeout",
+        "drain_timeout",
+    ),
+    "Development": (
+        "null_worker",
+        "null_step_ms",
+    ),
+}
+OTHERS = "Other flags"
+
+
+def grouped(names: Iterable[str]) -> dict[str, list[str]]:
+    """``names`` by group, each exactly once. A flag without a group of its own is in OTHERS."""
+    left = dict.fromkeys(names)
+    found: dict[str, list[str]] = {}
+    for title, members in GROUPS.items():
+        if here := [name for name in members if name in left]:
+            found[title] = here
+            for name in here:
+                del left[name]
+    return found | ({OTHERS: list(left)} if left else {})
