@@ -190,6 +190,9 @@ class HttpConfig:
         "sampling defaults: auto: of the model's generation_config.json; none: the API's own; "
         "or a folder or file with another one; a request's own values win",
     )
+    default_max_tokens: int | None = option(
+        None, "maximum new tokens of a request that names no maximum; default: the rest of the context"
+    )
     chat_template: str | None = option(
         None, "Jinja file, or the template itself, that replaces the model's chat templates; default: the model's own"
     )
@@ -201,6 +204,11 @@ class HttpConfig:
     )
     reasoning_parser: str = option(
         "auto", "format of reasoning: qwen3, deepseek_r1, or two tags as BEGIN,END; auto: detect from the chat template"
+    )
+    strict_fields: bool = option(
+        False,
+        "refuse a request that has an unknown field near a known one, such as max_token; "
+        "default: serve it, with a header Warning",
     )
     use_tgi_api: bool = option(False, "treat an ambiguous body on /generate as TGI's, not as LightLLM's")
     root_path: str = option("", "path of the server behind a reverse proxy, such as /llm; the proxy may remove it")
@@ -219,7 +227,7 @@ class HttpConfig:
     disable_log_requests: bool = option(False, "do not log a line per request", "disable_uvicorn_access_log")
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "httpserver_workers", "max_body_bytes", "max_choices")
+        _at_least(self, 1, "httpserver_workers", "max_body_bytes", "max_choices", "default_max_tokens")
         _at_least(self, 0, "response_store_size", "response_store_bytes")
         if "" in self.model_name:
             raise OptionError("model_name: a name must not be empty")

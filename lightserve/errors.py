@@ -63,13 +63,16 @@ class NotSupportedYetError(InvalidRequestError):
 class PromptTooLongError(RequestError):
     code = "context_length_exceeded"
 
-    def __init__(self, length: int, limit: int, new_tokens: int | None = None) -> None:
-        self.length, self.limit = length, limit  # tokens of the prompt
-        reserved = "" if new_tokens is None else f" with {new_tokens} new tokens"
-        total = limit + (1 if new_tokens is None else new_tokens)
+    def __init__(self, length: int, total: int, new_tokens: int | None = None, field: str = "max_tokens") -> None:
+        """A prompt of ``length`` tokens does not fit into a context of ``total`` tokens, alone or with the
+        ``new_tokens`` that ``field`` of the request asks for."""
+        self.length, self.limit = length, total - 1  # tokens of the prompt
+        found = f"the prompt has {length} tokens; the limit is {total - 1}"
+        if new_tokens is not None:
+            found = f"prompt {length} + {field} {new_tokens} > {total}; use {field} <= {total - length}"
         super().__init__(
-            f"This model's maximum context length is {total} tokens: "  # OpenAI's phrase: LiteLLM matches it
-            f"the prompt has {length} tokens; the limit{reserved} is {max(limit, 0)}"
+            f"This model's maximum context length is {total} tokens: {found}",  # OpenAI's phrase: LiteLLM matches it
+            None if new_tokens is None else field,
         )
 
 

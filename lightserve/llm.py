@@ -167,7 +167,7 @@ class LLM:
         self._check_ids("a prompt's token ids", ids)
         self._check_ids("stop_token_ids", params.stopping.stop_token_ids)
         if len(ids) >= longest:
-            raise PromptTooLongError(len(ids), longest - 1)
+            raise PromptTooLongError(len(ids), longest)
         max_new_tokens = min(params.stopping.max_new_tokens, longest - len(ids))
         return Req(next(self._ids), [int(token) for token in ids], params, max_new_tokens, self.eos_token_ids)
 

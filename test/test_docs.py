@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import dataclasses
+import inspect
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,13 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
 from lightserve.cli.completion.flags import all_commands
+from lightserve.common import basemodel as bm, ops
 from lightserve.config import ServerConfig
 from lightserve.httpserver.admin.metrics_page import ENGINE_UP, NAMES
 from lightserve.httpserver.anthropic.request import MessagesBody, PromptBody
 from lightserve.httpserver.chat.request import ChatBody, Message
-from lightserve.httpserver.fields.generation import UNSUPPORTED, StreamOptions, validate_supported
+from lightserve.httpserver.fields.generation import StreamOptions, validate_supported
+from lightserve.httpserver.fields.unsupported import UNSUPPORTED
 from lightserve.httpserver.generate.schema import LIGHTLLM_ONLY, TGI_ONLY, Schema, schema_of
 from lightserve.httpserver.lightllm import request as lightllm_request
 from lightserve.httpserver.lightllm.request import LightllmBody, LightllmParameters
@@ -27,6 +32,7 @@ from lightserve.httpserver.openai.completions_request import CompletionBody
 from lightserve.httpserver.openai.responses.request import ResponsesBody
 from lightserve.httpserver.tgi.request import TgiBody, TgiParameters
 from lightserve.httpserver.wire.body import Body, validate
+from lightserve.httpserver.wire.unknown_fields import near_misses
 from lightserve.models.registry import MODELS
 from lightserve.server.args import parse_server
 from lightserve.simulate.__main__ import arguments as simulate_arguments
@@ -73,6 +79,113 @@ def test_the_page_on_adding_a_model_is_the_model() -> None:
     assert f'"qwen3": "{MODELS["qwen3"]}"' in page
     [case] = re.findall(r'^ +"qwen3": Case.*$', page, flags=re.MULTILINE)
     assert case in (ROOT / "test/models/architectures/llama_like.py").read_text()
+
+
+FLOW = ROOT / "docs" / "request_flow.md"
+
+
+def definitions_of(file: Path) -> set[str]:
+    """Functions, classes and their methods, also those inside functions."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            inner = (one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
+            found |= {f"{node.name}.{one.name}" for one in inner}
+    return found
+
+
+def test_functions_on_the_page_about_a_request_are_in_the_files_beside_them() -> None:
+    pairs = re.findall(r"`([\w.]+)`\s+\(?(?:in\s+)?\[`[^`]+`\]\(\.\./(lightserve/[^)]+)\)", FLOW.read_text())
+
+    assert len(pairs) > 25
+    assert [pair for pair in pairs if pair[0] not in definitions_of(ROOT / pair[1])] == []
+
+
+def test_every_hop_of_a_request_names_a_function_that_exists() -> None:
+    packages = ("httpserver", "router", "detokenization", "worker", "common/basemodel")
+    files = [file for package in packages for file in (ROOT / "lightserve" / package).rglob("*.py")]
+    files += [ROOT / "lightserve" / "io_struct.py", ROOT / "lightserve" / "llm.py"]
+    known = set().union(*map(definitions_of, files))
+    text = re.sub(r"```.*?```", "", FLOW.read_text(), flags=re.DOTALL)
+    hops = re.split(r"^\d+\. ", text, flags=re.MULTILINE)[1:]
+    named = set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)`", text))
+
+    assert len(hops) > 20
+    functions = {name for name in known if "." in name or name[0].islower()}
+    assert [hop for hop in hops if functions.isdisjoint(re.findall(r"`([\w.]+)`", hop))] == []
+    assert {name for name in named - known if not name.endswith((".py", ".md"))} == {"lightserve"}
+
+
+def test_the_page_on_kernels_names_every_op() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    named = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| .*$", page, flags=re.MULTILINE))))
+
+    assert sorted(set(ops.OPS) - named) == []
+
+
+def test_the_page_on_adding_an_op_names_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "adding_an_op.md").read_text()
+    tests = "".join(path.read_text() for path in (ROOT / "test" / "ops").glob("*.py"))
+
+    named = re.findall(r"`(test_\w+)`", page)
+    assert named
+    assert [name for name in named if f"def {name}(" not in tests] == []
+
+
+# methods that call hooks, that callers of a model use, or that only observe
+NOT_HOOKS = {
+    *("_init_args", "unused_tensors", "_kv_scales", "_new_weights", "_check_metadata", "set_kv_size"),
+    *("distinct_layers_only", "_kernel_key", "forward", "hidden_states", "_context_forward", "_token_forward"),
+    *("context_forward", "token_forward", "_forward", "_parallel_forward", "_attention", "_added", "_split_heads"),
+    *("_observe", "_observe_embedding", "_observe_layer", "use_pool_of", "logit_rows"),
+}
+HOOKED = (
+    (bm.TpPartBaseModel, NOT_HOOKS | {"logits"}),
+    (bm.TransformerLayerInferTpl, NOT_HOOKS),
+    (bm.DecoderLayerInferTpl, NOT_HOOKS),
+    (bm.PreLayerInferTpl, NOT_HOOKS),
+    (bm.PostLayerInferTpl, NOT_HOOKS),
+    (bm.InferStateInfo, NOT_HOOKS),
+    (bm.DecoderLayerWeight, NOT_HOOKS),
+)
+
+
+def hooks_of(model_part: type, not_hooks: set[str]) -> Iterator[tuple[str, str]]:
+    """The signature and the return type of each method."""
+    for name, method in vars(model_part).items():
+        if inspect.isfunction(method) and not name.startswith("__") and name not in not_hooks:
+            signature = inspect.signature(method)
+            yield f"{name}({', '.join(list(signature.parameters)[1:])})", str(signature.return_annotation)
+
+
+def test_the_page_on_adding_a_model_lists_every_hook_with_its_signature() -> None:
+    page = (ROOT / "docs" / "adding_a_model.md").read_text()
+    listed = re.findall(r"^\| `(\w+\(.*?\))` \| `(.*?)` \|", page, flags=re.MULTILINE)
+    attributes = re.findall(r"^\| `(\w+_class)` \| `(\w+)` \|", page, flags=re.MULTILINE)
+
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {hook for part, not_hooks in HOOKED for hook in hooks_of(part, not_hooks)}
+    classes = {name: value for name, value in vars(bm.TpPartBaseModel).items() if name.endswith("_class")}
+    assert dict(attributes) == {name: value.__name__ for name, value in classes.items()}
+
+
+def test_every_type_in_the_signature_of_a_hook_can_be_imported_by_a_model() -> None:
+    names = {*bm.__all__, "Tensor", "None", "Any", "Iterator", "Iterable"}
+    methods = [
+        getattr(part, signature.partition("(")[0])
+        for part, not_hooks in HOOKED
+        for signature, _ in hooks_of(part, not_hooks)
+    ] + [part.__init__ for part, _ in HOOKED]
+
+    used = {word for one in methods for text in inspect.get_annotations(one).values() for word in capitalised(text)}
+
+    assert used - {"InnerWeight", "OuterWeight", "State", "DecoderWeight"} <= names  # parameters of generic classes
+
+
+def capitalised(annotation: str) -> list[str]:
+    return re.findall(r"(?<!ops\.)\b[A-Z]\w+", annotation)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
@@ -210,18 +323,19 @@ def requests_of(page: Path) -> list[tuple[str, str]]:
     return commands + re.findall(r"^POST (/\S*) (\{.*\})$", text, flags=re.MULTILINE)
 
 
-def check_body(path: str, value: dict[str, Any]) -> None:
+def check_body(path: str, value: dict[str, Any]) -> Body:
     openai: dict[str, type[ChatBody] | type[CompletionBody]]
     openai = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
     others: dict[str, type[Body]]
     others = {"/v1/responses": ResponsesBody, "/v1/messages": MessagesBody, "/v1/messages/count_tokens": PromptBody}
     if path in openai:
-        validate_supported(openai[path], value)
-    elif path in others:
-        validate(others[path], value)
-    elif path in ("/generate", "/generate_stream", "/"):
+        return validate_supported(openai[path], value)
+    if path in others:
+        return validate(others[path], value)
+    if path in ("/generate", "/generate_stream", "/"):
         kinds: dict[Schema, type[Body]] = {Schema.TGI: TgiBody, Schema.LIGHTLLM: LightllmBody}
-        validate(kinds[schema_of(value, Schema.LIGHTLLM)], value)
+        return validate(kinds[schema_of(value, Schema.LIGHTLLM)], value)
+    return Body()
 
 
 @pytest.mark.parametrize(("page", "at_least"), [(README, 2), (API, 15)], ids=["README", "api"])
@@ -232,7 +346,7 @@ def test_requests_on_a_page_are_well_formed(page: Path, at_least: int) -> None:
     for path, body in requests:
         value = json.loads(body)
         if not re.search(rf"{re.escape(body)}\n\n4\d\d ", page.read_text()):  # else it shows an error
-            check_body(path, value)
+            assert near_misses(check_body(path, value)) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)

@@ -142,6 +142,8 @@ LAYERS: dict[str, set[str]] = {
     },
 }
 TORCH_FREE = [
+    "benchmark.compare",
+    "benchmark.serve",
     "cli.chat.main",
     "cli.completion.main",
     "cli.doctor",

@@ -67,6 +67,7 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
         admin_keys=context.config.admin_key,
         error_formats=ERROR_FORMATS,
         is_public=web_routes.is_public(has_chat=not context.config.no_web),
+        logs_refusals=not context.config.disable_log_requests,
     )
     if context.export_trace is not None:
         app.add_middleware(TraceMiddleware, model=context.model_name, export=context.export_trace)
@@ -76,7 +77,7 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
             allow_origins=context.config.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", "Warning"],
         )
     if context.config.root_path:
         app.add_middleware(RootPath, root_path=context.config.root_path)

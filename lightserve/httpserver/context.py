@@ -16,7 +16,8 @@ from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.httpserver.manager import HttpServerManager
 from lightserve.httpserver.tracing.request_trace import Export
 from lightserve.httpserver.wire.access_log import AccessLog
-from lightserve.httpserver.wire.body import read_json
+from lightserve.httpserver.wire.body import Body, read_json
+from lightserve.httpserver.wire.unknown_fields import UnknownFields
 from lightserve.model_files.details import ModelDetails
 from lightserve.model_files.sampling_defaults import SamplingDefaults
 from lightserve.model_files.tokenizer import Tokenizer
@@ -36,6 +37,7 @@ class ServerContext:
     optional_tokenizer: Tokenizer | None  # a folder with dummy weights may have none
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # the model's
     grammars: GrammarCheck = field(default_factory=GrammarCheck)
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     created: int = field(default_factory=lambda: int(time.time()))
     run_dir: str | None = None  # the same for all HTTP processes of the server; None: there is none, in tests
     details: ModelDetails | None = None  # None in tests without a model's files
@@ -58,14 +60,28 @@ class ServerContext:
             self.grammars.prepare(self.optional_tokenizer)
             self.optional_tokenizer.warm_up()
 
-    async def read(self, request: Request, checks_type: bool = True) -> dict[str, Any]:
-        return await read_json(request, self.config.max_body_bytes, checks_type)
+    def default_new_tokens(self, of_endpoint: int | None = None) -> int | None:
+        """The maximum of a request that names none: the endpoint's, else the model's, within --default_max_tokens.
+
+        None: the rest of the context.
+        """
+        default = of_endpoint or self.sampling_defaults.max_new_tokens
+        bounds = (default, self.config.default_max_tokens)
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    async def read(self, request: Request) -> dict[str, Any]:
+        return await read_json(request, self.config.max_body_bytes)
+
+    def check_fields(self, request: Request, body: Body) -> None:
+        """Report unknown fields that are near a known one; with --strict_fields they are an error."""
+        request.state.warning = self.unknown_fields.check(body, self.config.strict_fields, request.url.path)
 
     def log(self, request: Request, request_id: str | None = None) -> AccessLog:
         """The access log of a request that generates. ``request_id`` is the body's; a header takes precedence."""
         if request_id is not None and "x-request-id" not in request.headers:
             request.state.request_id = request_id
-        log = AccessLog(request.state.request_id, request.url.path, not self.config.disable_log_requests)
+        is_written = not self.config.disable_log_requests
+        log = AccessLog(request.state.request_id, request.url.path, is_written, request.state.record)
         trace = request.scope["state"].get("trace")
         if trace is not None:
             trace.watch(log)
@@ -97,7 +113,7 @@ class ServerContext:
         """Refuse text that cannot fit before encoding it; encode long text in a thread."""
         limit, longest = self.manager.limits.max_req_total_len, self.tokenizer.longest_token
         if len(text) > limit * longest:
-            raise PromptTooLongError(len(text) // longest, limit - 1)
+            raise PromptTooLongError(len(text) // longest, limit)
         if len(text) < LONG_TEXT:
             return encode(text, add_special_tokens)
         try:

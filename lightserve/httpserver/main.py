@@ -19,7 +19,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import HttpServerManager
 from lightserve.httpserver.tracing.exporter import SpanExporter
 from lightserve.httpserver.tracing.setup import CLOSE_S, report_counts, start_exporter
-from lightserve.httpserver.wire.protocol import LimitedProtocol
+from lightserve.httpserver.wire.protocol import LimitedProtocol, QuietProtocol
 from lightserve.io_struct import Drain, Drained, EngineDied, EngineReady, Ready, ToHttpserver, ToRouter
 from lightserve.model_files.details import read_details
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
@@ -79,7 +79,7 @@ class _Server(uvicorn.Server):
     def __init__(self, context: ServerContext, launcher: LauncherConnection) -> None:
         config = uvicorn.Config(
             build_app(context),
-            http=LimitedProtocol,
+            http=QuietProtocol if context.config.disable_log_requests else LimitedProtocol,
             loop="none",
             ws="none",
             log_config=None,

@@ -139,13 +139,13 @@ class HttpServerManager:
             return f"a step has been running for {self.stats.step_age_s:.0f} s"
         return None
 
-    def max_new_tokens(self, prompt_len: int, requested: int | None) -> int:
-        """How many tokens a prompt of this length may get: what is requested, or the rest of the context."""
+    def max_new_tokens(self, prompt_len: int, requested: int | None, field: str = "max_tokens") -> int:
+        """How many tokens a prompt of this length may get: what ``field`` requests, or the rest of the context."""
         limit = self.limits.max_req_total_len
         if prompt_len >= limit:
-            raise PromptTooLongError(prompt_len, limit - 1)
+            raise PromptTooLongError(prompt_len, limit)
         if requested is not None and prompt_len + requested > limit:
-            raise PromptTooLongError(prompt_len, limit - requested, requested)
+            raise PromptTooLongError(prompt_len, limit, requested, field)
         return limit - prompt_len if requested is None else requested
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:

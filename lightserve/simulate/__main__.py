@@ -17,7 +17,7 @@ from lightserve.router.policy import POLICIES
 from lightserve.router.scheduler import SchedulerLimits
 from lightserve.router.token_budget import QUANTILE
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed
-from lightserve.simulate.report import COLUMNS, plot, row_of
+from lightserve.simulate.report import header, legend, plot, row_of
 from lightserve.simulate.simulation import LIMITS, Setup, simulate
 
 
@@ -44,7 +44,12 @@ def load_of(args: argparse.Namespace) -> Load:
 
 def arguments() -> argparse.ArgumentParser:
     doc = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m lightserve.simulate", description=doc)
+    parser = argparse.ArgumentParser(
+        prog="python -m lightserve.simulate",
+        description=doc,
+        epilog=f"columns:\n{legend()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("--load", choices=LOADS, default="sharegpt")
     add("--requests", type=int, default=2000)
@@ -98,11 +103,12 @@ def main() -> None:
         except ImportError:
             parser.error("--plots needs matplotlib: pip install matplotlib")
     load = load_of(args)
-    print(COLUMNS)
+    print(header())
     runs = []
     for setup in setups(args):
         runs.append((setup, simulate(setup, load)))
         print(row_of(*runs[-1]), flush=True)
+    print(f"\ncolumns:\n{legend()}")
     if args.plots:
         plot(args.plots, figures, runs)
 

@@ -183,7 +183,8 @@ def test_a_long_string_is_not_taken_for_deep_nesting(client: Client) -> None:
     check_served(client, [(ABORT, {"request_id": text})])
 
 
-def test_a_body_of_another_type_is_refused(client: Client) -> None:
+def test_a_body_of_another_type_from_a_web_page_is_refused(client: Client) -> None:
+    page = {"Origin": "http://example.com"}
     types = [None, "", "text/plain", "application/xml", "application/json; charset=utf-16", "application/jsonx"]
     fine = [
         "application/json",
@@ -193,7 +194,7 @@ def test_a_body_of_another_type_is_refused(client: Client) -> None:
     ]
 
     def status(path: str, media_type: str | None) -> int:
-        headers = {} if media_type is None else {"Content-Type": media_type}
+        headers = page if media_type is None else page | {"Content-Type": media_type}
         return client.send("POST", path, b'{"prompt": 1}', headers)[0]
 
     assert {status(path, media_type) for path in EVERY_BODY for media_type in types} == {415}
@@ -354,7 +355,8 @@ def test_a_request_one_token_too_long_is_refused(client: Client) -> None:
     longer = client.post(COMPLETE, {"prompt": [1] * CONTEXT})[1]["error"]
 
     assert one_more["code"] == longer["code"] == "context_length_exceeded"
-    assert f"{CONTEXT - 1} tokens; the limit with 2 new tokens is {CONTEXT - 2}" in one_more["message"]
+    told = f"prompt {CONTEXT - 1} + max_tokens 2 > {CONTEXT}; use max_tokens <= 1"
+    assert one_more["message"].endswith(told)
     assert f"the prompt has {CONTEXT} tokens; the limit is {CONTEXT - 1}" in longer["message"]
 
 

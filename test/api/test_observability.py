@@ -39,7 +39,7 @@ def test_requests_appear_in_log_and_metrics(tmp_path: Path) -> None:
         check_timelines(server)
         line = next(line for line in server.log.splitlines() if "mine-0" in line)
         pattern = (
-            r"mine-0 /v1/completions prompt=3 cached=0 output=200 "
+            r"mine-0 /v1/completions status=200 prompt=3 cached=0 output=200 "
             r"queue=\d+\.\d+s first=\d+\.\d+s total=\d+\.\d+s finish=length,length"
         )
         assert re.search(pattern, line)

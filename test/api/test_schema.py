@@ -43,24 +43,19 @@ def test_every_operation_conforms_to_its_schema(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_operations_conform_with_many_more_examples(tmp_path: Path, request: pytest.FixtureRequest, mode: str) -> None:
     examples = request.config.getoption("--examples") or EXAMPLES_LONG
+    flags = ("--strict_fields",) if mode == "negative" else ()
 
-    check(tmp_path, examples, "--mode", mode)
+    check(tmp_path, examples, "--mode", mode, server_flags=flags)
 
 
-def check(folder: Path, examples: int, *more: str) -> None:
+def check(folder: Path, examples: int, *more: str, server_flags: tuple[str, ...] = ()) -> None:
     options = ["--phases", "coverage,fuzzing", "--max-examples", str(examples), "--checks", ",".join(CHECKS)]
     options += ["--generation-allow-x00", "true", "--no-shrink", "--no-color", *more]
     (folder / "schemathesis.toml").write_text(CONFIG)
-    flags = (
-        "--null_worker",
-        "--disable_log_requests",
-        "--max_req_total_len",
-        "256",
-        "--profile_dir",
-        str(folder / "p"),
-    )
+    flags = ["--null_worker", "--disable_log_requests", "--max_req_total_len", "256", "--default_max_tokens", "64"]
+    flags += ["--profile_dir", str(folder / "p")]
 
-    with running_server(folder / "log", *flags) as server:
+    with running_server(folder / "log", *flags, *server_flags) as server:
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", *options]
         deadline_s = DEADLINE_S + EXAMPLE_S * examples
         tried = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=deadline_s)

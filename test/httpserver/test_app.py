@@ -271,7 +271,7 @@ def test_other_pages_get_no_cors_headers(tmp_path: Path, origins: list[str]) -> 
     [
         (InvalidRequestError("no", "top_p"), 400, ("no", "invalid_request_error", "top_p", None)),
         (
-            PromptTooLongError(9, 8),
+            PromptTooLongError(9, 9),
             400,
             (
                 "This model's maximum context length is 9 tokens: the prompt has 9 tokens; the limit is 8",
@@ -383,14 +383,38 @@ def test_errors_of_the_framework_have_the_same_format(
         error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["type"] == kind
-        assert not re.search(r"/|Traceback|\.py|detail", error["message"])
+        assert not re.search(r"nowhere|Traceback|\.py|detail", error["message"])
 
     with_server(tmp_path, check)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "told"),
+    [
+        ("POST", "/chat/completions", "; did you mean POST /v1/chat/completions?"),
+        ("POST", "/v1/v1/chat/completions", "; did you mean POST /v1/chat/completions?"),
+        ("GET", "/v1/chat/completions/", "; did you mean POST /v1/chat/completions?"),
+        ("POST", "/v1/chat", "; did you mean POST /v1/chat/completions?"),
+        ("GET", "/llm/V1/model", "; did you mean GET /llm/v1/models?"),
+        ("POST", "/v1/embeddings", ""),  # not /api/embeddings, which refuses every request
+        ("GET", "/favicon.ico", ""),
+        ("GET", f"/{'v1/models' * 1000}", ""),
+    ],
+)
+def test_an_unknown_path_gets_the_nearest_endpoint(tmp_path: Path, method: str, path: str, told: str) -> None:
+    async def check(server: Served) -> None:
+        response = await server.http.request(method, path)
+
+        assert (response.status_code, response.json()["error"]["message"]) == (404, f"there is no such endpoint{told}")
+
+    with_server(tmp_path, check, HttpConfig(root_path="/llm"))
+
+
 def test_a_refused_method_gets_every_method_of_the_path(tmp_path: Path) -> None:
     async def check(server: Served) -> None:
-        assert (await server.http.delete("/health")).headers["allow"] == "GET, HEAD"
+        refused = await server.http.delete("/health")
+        assert refused.headers["allow"] == "GET, HEAD"
+        assert refused.json()["error"]["message"].endswith("it takes GET, HEAD")
         assert (await server.http.delete("/get_model_name")).headers["allow"] == "GET, POST"
 
     with_server(tmp_path, check)

@@ -1,6 +1,6 @@
 """Writes docs/models.md: every model that is served, from the registry, the models' files and the parity cases.
 
-python -m test.models.page > docs/models.md
+python -m test.models.page
 """
 
 from __future__ import annotations

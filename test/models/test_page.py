@@ -3,7 +3,11 @@ from __future__ import annotations
 import pytest
 
 from lightserve.models.registry import MODELS
-from test.models.page import PAGE, page
+from test.models.page import FAMILIES, PAGE, page
+
+
+def test_every_model_has_a_name_for_the_page() -> None:
+    assert set(FAMILIES) == set(MODELS), "add its name to FAMILIES in test/models/page.py"
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 
 from lightserve.common.basemodel import ModelConfig
 from lightserve.errors import ModelFilesError
+from lightserve.models.registry import MODELS
 from test.models.tiny import build_model
 
 TINY = {
@@ -19,6 +20,8 @@ TINY = {
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-6,
 }
+# models whose config.json is refused earlier, because they need fields that TINY lacks
+NEED_MORE_FIELDS = {"deepseek_v2", "deepseek_v3", "gptj", "granitemoe", "kimi_k2", "mixtral", "nemotron-nas", "olmoe"}
 
 
 def refuse(fields: dict[str, Any], message: str) -> None:
@@ -26,30 +29,7 @@ def refuse(fields: dict[str, Any], message: str) -> None:
         build_model({**TINY, **fields}, iter(()))
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        "baichuan",
-        "bitnet",
-        "chatglm",
-        "exaone4",
-        "glm",
-        "glm4",
-        "granite",
-        "internlm",
-        "internlm2",
-        "internlm3",
-        "minicpm",
-        "ministral",
-        "mistral",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "qwen",
-        "seed_oss",
-        "smollm3",
-    ],
-)
+@pytest.mark.parametrize("model_type", sorted(set(MODELS) - NEED_MORE_FIELDS))
 def test_an_unknown_activation_is_refused(model_type: str) -> None:
     heads = {"num_key_value_heads": 2, "head_dim": 8}
     refuse(

@@ -186,15 +186,12 @@ def compile_linear_int4(dtype: torch.dtype) -> None:
         x, weight = torch.ones(rows, in_size, dtype=dtype), int4_weight(128, in_size, group, "cpu", has_offsets)
         linear_int4.multiply(x, weight, None, linear_int4.config_of(x, weight))
     zero_points = int4_weight_with_zero_points(128, 2048, 128, "cpu")
+    few_rows, is_wide = torch.ones(8, 2048, dtype=dtype), dtype == torch.float32
     for config in (linear_int4.WIDE, linear_int4.NARROW):
-        linear_int4.multiply(torch.ones(8, 2048, dtype=dtype), zero_points, None, config)
+        linear_int4.multiply(few_rows, zero_points, None, linear_int4.FLOAT32 if is_wide else config)
     for tile in {*_int4_tiles.WIDE.values(), *_int4_tiles.NARROW.values(), _int4_tiles.INVARIANT}:
-        x = torch.ones(tile.block_m, 2048, dtype=dtype)
-        _int4_tiles.multiply(x, weight, None, _int4_tiles.FLOAT32 if dtype == torch.float32 else tile)
-
-
-def gpu_has_fp8() -> bool:
-    return bool(driver.active.get_current_target().arch >= 89)
+        x, own = torch.ones(tile.block_m, 2048, dtype=dtype), replace(_int4_tiles.FLOAT32, splits=tile.splits)
+        _int4_tiles.multiply(x, weight, None, own if is_wide else tile)
 
 
 def compile_norm_linear(dtype: torch.dtype) -> None:

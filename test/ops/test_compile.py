@@ -29,13 +29,11 @@ HEAVY = [
     "_linear_int4_kernel",
     "_linear_kernel",
     "_norm_linear_kernel",
+    "_quantized_expert_linear_kernel",
     "_shared_prefix_kernel",
     "_token_attention_kernel",
     "_weight_only_linear_kernel",
 ]
-
-
-FP8_KERNELS = ["_round_groups_kernel"]  # since compute capability 8.9
 
 
 def kernels() -> Iterator[str]:
@@ -81,6 +79,4 @@ def test_a_kernel_with_large_tiles_fits_a_card_with_99_kib_of_shared_memory(kern
 @pytest.mark.parametrize("capability", SHARED_KIB)
 def test_all_kernels_compile_for_every_gpu(capability: int) -> None:
     for kernel in sorted(kernels()):
-        if kernel in FP8_KERNELS and capability < 89:
-            continue
         assert_compiled(report(capability, "every head_dim"), capability, kernel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from lightserve.router.policy import POLICIES, Policy
 from lightserve.router.scheduler import SchedulerLimits
+from lightserve.simulate.__main__ import main
 from lightserve.simulate.load import Load, fixed, mixed
 from lightserve.simulate.simulation import Setup, simulate
 
@@ -35,3 +37,20 @@ def test_the_policy_of_the_page_serves_all_and_short_prompts_sooner(monkeypatch:
 
     assert ours.requests == fifo.requests == load.count
     assert np.median(ours.ttft) < np.median(fifo.ttft) / 2
+
+
+def test_the_policies_differ_in_the_commands_of_the_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With fewer requests, to be quick."""
+    policy = policy_of_the_page()
+    monkeypatch.setitem(POLICIES, policy.name, policy)
+    commands = re.findall(r"^python -m lightserve.simulate (--load .*)$", PAGE.read_text(), re.MULTILINE)
+
+    assert len(commands) == 2
+    for command in commands:
+        monkeypatch.setattr(sys, "argv", ["simulate", *command.split(), "--requests", "100"])
+        main()
+        _, *rows = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+        times = {row.partition("|")[2].split()[2] for row in rows}
+        assert len(times) == len(rows) > 1

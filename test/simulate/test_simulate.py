@@ -14,7 +14,7 @@ from lightserve.router.scheduler import SchedulerLimits
 from lightserve.simulate.__main__ import main
 from lightserve.simulate.gpu import CostModel
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed, lognormal
-from lightserve.simulate.report import plot
+from lightserve.simulate.report import header, legend, plot
 from lightserve.simulate.simulation import Result, Setup, Simulation, quantile, simulate
 
 FLAT = CostModel(matmul_ms=((1, 10.0), (1000, 10.0)), bytes_per_s=float("inf"), pairs_per_s=float("inf"), rest_s=(0, 0))
@@ -149,8 +149,19 @@ def test_every_named_load_runs_from_the_command_line(
 
     main()
 
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["policy", *POLICIES]
+    table, _, columns = capsys.readouterr().out.partition("\n\ncolumns:\n")
+    assert [line.split()[0] for line in table.splitlines()] == ["policy", *POLICIES]
+    assert columns.rstrip() == legend()
+
+
+def test_the_legend_has_every_column() -> None:
+    names = [line[2:15].strip() for line in legend().splitlines()]
+
+    rest = header()
+    for name in names[:-1]:  # the last one is behind the rows with urgent requests
+        assert name in rest, name
+        rest = rest.replace(name, "", 1)
+    assert set(rest) == {" ", "|"}
 
 
 def test_plots_without_matplotlib_say_how_to_get_it(

@@ -51,6 +51,7 @@ from lightserve.common.basemodel.spec import (
 from lightserve.common.checkpoint.piece import Piece
 from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.kv.layout import KvGroup, KvLayout
+from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.parallel import Parallel, RankGroup
 from lightserve.common.quantization import (
     ExpertNames,
@@ -85,6 +86,7 @@ __all__ = [
     "LinearSpec",
     "LinearWeight",
     "LogitRows",
+    "MemoryManager",
     "ModelArgs",
     "ModelConfig",
     "ModelInput",

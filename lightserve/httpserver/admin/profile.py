@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 
 from lightserve.errors import ConflictError, LightserveError, error_from_status
 from lightserve.httpserver.context import ServerContext
-from lightserve.httpserver.wire.body import Body, openapi_body, validate
+from lightserve.httpserver.wire.body import PAGE_HEADERS, Body, openapi_body, validate
 from lightserve.io_struct import ProfileReply, StartProfile, StopProfile
 
 DEFAULT_SECONDS, MAX_SECONDS = 10.0, 60.0
@@ -32,7 +32,9 @@ def add_profile(router: APIRouter, context: ServerContext) -> None:
     @router.post("/start_profile", openapi_extra=extra)
     async def start_profile(request: Request) -> JSONResponse:
         """Start a profile. There is one at a time."""
-        seconds = validate(ProfileBody, await _read(context, request)).max_seconds
+        body = validate(ProfileBody, await _read(context, request))
+        context.check_fields(request, body)
+        seconds = body.max_seconds
         reply = await queries.ask(lambda query_id: StartProfile(query_id, seconds), ProfileReply, START_TIMEOUT_S)
         _check(reply)
         return JSONResponse({"status": "started", "max_seconds": seconds})
@@ -47,10 +49,10 @@ def add_profile(router: APIRouter, context: ServerContext) -> None:
 
 
 async def _read(context: ServerContext, request: Request) -> dict[str, Any]:
-    """The body, which may be missing. A web page of another origin cannot send one: the browser asks first."""
+    """The body, which may be missing, except from a web page: see read_json."""
     headers = request.headers
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-    return await context.read(request) if has_body or "origin" in headers else {}
+    return await context.read(request) if has_body or not PAGE_HEADERS.isdisjoint(headers) else {}
 
 
 def _check(reply: ProfileReply) -> None:

@@ -113,6 +113,7 @@ def _add_abort(router: APIRouter, context: ServerContext) -> None:
     async def abort_request(request: Request) -> JSONResponse:
         """Abort the requests with an id, or all. An unknown id is not an error: its request may just have ended."""
         body = validate(AbortBody, await context.read(request))
+        context.check_fields(request, body)
         if not body.abort_all and not body.request_ids:
             raise InvalidRequestError("give request_id, or abort_all: true", "request_id")
         for request_id in (None,) if body.abort_all else body.request_ids:

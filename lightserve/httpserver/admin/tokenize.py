@@ -65,20 +65,20 @@ def routes(context: ServerContext) -> APIRouter:
         """vLLM's response for ``prompt`` or ``messages``, TGI's for ``inputs``."""
         value = await context.read(request)
         if "inputs" not in value:
-            return json_response(await _tokenize(context, value))
+            return json_response(await _tokenize(context, request, value))
         try:
-            return Response(await _tokenize_as_tgi(context, value), media_type="application/json")
+            return Response(await _tokenize_as_tgi(context, request, value), media_type="application/json")
         except LightserveError as error:
-            return tgi_error_response(error, request.state.request_id)
+            return tgi_error_response(error, request)
 
     @router.post("/chat_tokenize", openapi_extra=openapi_body(ChatBody))
     async def chat_tokenize(request: Request) -> Response:
         """The prompt of a chat as text and as tokens, in TGI's format."""
         value = await context.read(request)
         try:
-            return Response(await _chat_tokenize(context, value), media_type="application/json")
+            return Response(await _chat_tokenize(context, request, value), media_type="application/json")
         except LightserveError as error:
-            return tgi_error_response(error, request.state.request_id)
+            return tgi_error_response(error, request)
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
@@ -89,6 +89,7 @@ def routes(context: ServerContext) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens included."""
         body = validate(DetokenizeBody, await context.read(request))
+        context.check_fields(request, body)
         context.check_model(body.model)
         return json_response({"prompt": await _decode(context, body.tokens)})
 
@@ -97,13 +98,15 @@ def routes(context: ServerContext) -> APIRouter:
     async def tokens(request: Request) -> Response:
         """The number of tokens of a text."""
         body = validate(CountBody, await context.read(request))
+        context.check_fields(request, body)
         return json_response({"ntokens": await _count(context, body)})
 
     return router
 
 
-async def _tokenize(context: ServerContext, value: dict[str, Any]) -> dict[str, Any]:
+async def _tokenize(context: ServerContext, request: Request, value: dict[str, Any]) -> dict[str, Any]:
     body, ids = await (_chat_ids(context, value) if "messages" in value else _prompt_ids(context, value))
+    context.check_fields(request, body)
     _check_count(len(ids))
     return {
         "count": len(ids),
@@ -132,8 +135,9 @@ def _names(context: ServerContext, ids: list[int]) -> list[str | None]:
     return [context.tokenizer.id_to_token(token_id) for token_id in ids]
 
 
-async def _chat_tokenize(context: ServerContext, value: dict[str, Any]) -> bytes:
+async def _chat_tokenize(context: ServerContext, request: Request, value: dict[str, Any]) -> bytes:
     body = validate_supported(ChatBody, value)
+    context.check_fields(request, body)
     context.check_model(body.model)
     text, _ = await chat_prompt(context, body)
     tokens = await context.encode_with_offsets(text, bool(body.add_special_tokens))
@@ -154,8 +158,9 @@ def _tokenizer_info(context: ServerContext) -> dict[str, Any]:
     return {**given, **{name: value for name, value in used.items() if value is not None}}
 
 
-async def _tokenize_as_tgi(context: ServerContext, value: dict[str, Any]) -> bytes:
+async def _tokenize_as_tgi(context: ServerContext, request: Request, value: dict[str, Any]) -> bytes:
     body = validate(TokenizeTgiBody, value)
+    context.check_fields(request, body)
     tokens = await context.encode_with_offsets(body.inputs, body.add_special_tokens is not False)
     _check_count(len(tokens))
     return await asyncio.to_thread(_tgi_json, body.inputs, tokens)

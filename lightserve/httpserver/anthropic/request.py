@@ -13,7 +13,7 @@ from lightserve.httpserver.anthropic.conversation import Conversation, Message, 
 from lightserve.httpserver.anthropic.tools import Tool, ToolChoice, chat_tools, deferred_functions, hosted_tools
 from lightserve.httpserver.chat.request import MAX_MESSAGES
 from lightserve.httpserver.chat.tools import MAX_TOOLS, Tool as ChatTool
-from lightserve.httpserver.chat.translation import TranslatedChat, translate_chat
+from lightserve.httpserver.chat.translation import OTHER_FIELDS, TranslatedChat, translate_chat
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import NewTokens, Share
 from lightserve.httpserver.fields.stopping import MAX_STOP_STRINGS, StopString
@@ -55,6 +55,8 @@ class OutputConfig(Body):
 
 class PromptBody(Body):
     """The fields that make the prompt: the body of count_tokens."""
+
+    other_fields: ClassVar[frozenset[str]] = OTHER_FIELDS.union(HOSTED_FIELDS)
 
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

@@ -29,6 +29,7 @@ def routes(context: ServerContext) -> APIRouter:
     @router.post(PATH, responses=OPENAPI_STREAM, openapi_extra=openapi_body(MessagesBody))
     async def messages(request: Request) -> Response:
         body = validate(MessagesBody, await context.read(request))
+        context.check_fields(request, body)
         if body.thread is not None:
             return json_response(thread_error(request.state.request_id), status=400)
         with _prompt_limit():
@@ -43,7 +44,9 @@ def routes(context: ServerContext) -> APIRouter:
     @router.post(f"{PATH}/count_tokens", openapi_extra=openapi_body(PromptBody))
     async def count_tokens(request: Request) -> Response:
         """The number of prompt tokens of a request."""
-        body = to_prompt_chat(context, validate(PromptBody, await context.read(request)))
+        given = validate(PromptBody, await context.read(request))
+        context.check_fields(request, given)
+        body = to_prompt_chat(context, given)
         context.check_model(body.model)
         check_tools(context, body)
         with _prompt_limit():

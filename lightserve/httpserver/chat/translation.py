@@ -13,10 +13,11 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from lightserve.errors import NotSupportedYetError
 from lightserve.httpserver.chat.request import PART_SEPARATOR, ChatBody
 from lightserve.httpserver.chat.template_fields import TemplateFields
-from lightserve.httpserver.fields.generation import UNSUPPORTED, TokenRuleFields, validate_supported
+from lightserve.httpserver.fields.generation import TokenRuleFields, validate_supported
 from lightserve.httpserver.fields.grammar import GrammarFactory
 from lightserve.httpserver.fields.sampling import PARAM_NAMES
 from lightserve.httpserver.fields.scheduling import SchedulingFields
+from lightserve.httpserver.fields.unsupported import UNSUPPORTED
 
 C = TypeVar("C", bound="TranslatedChat")
 
@@ -44,6 +45,7 @@ EXTRA_FIELDS = frozenset(
         "token_healing",
     }
 )
+OTHER_FIELDS = EXTRA_FIELDS.union(TOKEN_ID_FIELDS)
 
 
 class TranslatedChat(ChatBody):

@@ -1,22 +1,23 @@
 """The fields that OpenAI's chat and completions share, with what vLLM and LightLLM users add to them.
 
-Every field may be null, which means absent. The fields in UNSUPPORTED are refused; any other unknown field is ignored.
+Every field may be null, which means absent. The fields in unsupported.py are refused; any other unknown field is
+ignored.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.beam_fields import BeamFields
 from lightserve.httpserver.fields.grammar import GrammarFields
 from lightserve.httpserver.fields.scheduling import SchedulingFields
 from lightserve.httpserver.fields.stopping import StopStrings
+from lightserve.httpserver.fields.unsupported import UNSUPPORTED, refuse_unsupported
 from lightserve.httpserver.wire.body import Body, at_most, validate
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
@@ -82,6 +83,8 @@ class TokenRuleFields(Body):
 class GenerationBody(SchedulingFields, BeamFields, GrammarFields, TokenRuleFields):
     """What chat and completions take."""
 
+    other_fields: ClassVar[frozenset[str]] = frozenset({*UNSUPPORTED, "chat_template", "token_healing"})
+
     model: str | None = None
     n: Count | None = None
     stream: bool | None = None
@@ -125,6 +128,11 @@ class GenerationBody(SchedulingFields, BeamFields, GrammarFields, TokenRuleField
     @property
     def new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def new_tokens_field(self) -> str:
+        """The field of the request that ``new_tokens`` comes from, for errors."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def new_tokens_within(self, room: int) -> int | None:
         """The new tokens to generate if the context has room for this many; more than that is refused."""
@@ -173,7 +181,7 @@ class GenerationBody(SchedulingFields, BeamFields, GrammarFields, TokenRuleField
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options: only with stream: true", "stream_options")
         if self.is_prompt_only and not self.reports_prompt:
-            name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+            name = self.new_tokens_field
             raise InvalidRequestError(f"{name}: 0 needs echo or prompt_logprobs", name)
         if (self.min_tokens or 0) > (math.inf if self.new_tokens is None else self.new_tokens):
             found = f"min_tokens={self.min_tokens} is more than max_tokens={self.new_tokens}"
@@ -189,88 +197,3 @@ def validate_supported(model: type[G], value: dict[str, Any]) -> G:
     """``value`` as a ``model``. It must not use an unsupported field."""
     refuse_unsupported(value)
     return validate(model, value)
-
-
-# fields of OpenAI, vLLM and SGLang that this server does not support
-
-
-def _is_given(value: Any) -> bool:
-    return True
-
-
-def _is_not(*harmless: Any) -> Callable[[Any], bool]:
-    return lambda value: value not in harmless
-
-
-# field: whether a value that is not null uses it
-UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    # OpenAI's
-    "functions": _is_given,
-    "function_call": _is_not("none"),
-    "suffix": bool,
-    "modalities": _is_not(["text"]),
-    "audio": bool,
-    "web_search_options": _is_given,
-    # vLLM's
-    "prompt_embeds": _is_given,
-    "lora_request": _is_given,
-    "logprob_token_ids": bool,
-    "kv_transfer_params": _is_given,
-    "ec_transfer_params": _is_given,
-    "repetition_detection": _is_given,
-    "return_prompt_text": bool,
-    "vllm_xargs": bool,
-    # SGLang's
-    "lora_path": _is_given,
-    "stop_regex": bool,
-    "input_ids": _is_given,
-    "task": _is_given,
-    "session_params": bool,
-    "custom_logit_processor": _is_given,
-    "custom_params": bool,
-    "return_hidden_states": bool,
-    "return_routed_experts": bool,
-    "return_prompt_token_ids": bool,
-    "return_cached_tokens_details": bool,
-    "return_spec_tokens_details": bool,
-    "return_meta_info": bool,
-    "return_sampling_mask": bool,
-    "bootstrap_host": _is_given,
-    # LightLLM's and TGI's
-    "adapter_id": _is_given,
-    "role_settings": bool,
-    "character_settings": bool,
-    # llama.cpp's
-    "repeat_penalty": _is_not(1),
-    "mirostat": bool,
-    "dry_multiplier": bool,
-    "xtc_probability": bool,
-    "dynatemp_range": bool,
-}
-
-
-def refuse_unsupported(value: dict[str, Any]) -> None:
-    for name, is_used in UNSUPPORTED.items():
-        given = value.get(name)
-        if given is not None and is_used(given):
-            raise NotSupportedYetError(name, name)
-    if "messages" not in value:
-        _refuse_chat_fields(value)
-    if value.get("chat_template") is not None:
-        raise InvalidRequestError("chat_template: a request cannot set it", "chat_template")
-    if value.get("token_healing") is True and "messages" in value:
-        raise NotSupportedYetError("token_healing in a chat", "token_healing")
-
-
-def _refuse_chat_fields(value: dict[str, Any]) -> None:
-    """Fields that a completion cannot have."""
-    for name in (
-        "documents",
-        "tools",
-        "tool_choice",
-        "thinking_token_budget",
-        "thinking_budget",
-        "max_reasoning_tokens",
-    ):
-        if value.get(name) not in (None, "none"):
-            raise InvalidRequestError(f"{name}: only in a chat", name)

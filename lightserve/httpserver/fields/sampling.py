@@ -50,16 +50,16 @@ def build_prompt_requests(
 ) -> list[PromptRequest]:
     """One request per prompt.
 
-    Without max_tokens it generates ``default_new_tokens``, or the model's default, or until the context is full.
+    ``default_new_tokens`` is the endpoint's maximum for a request without max_tokens.
     """
-    default_new_tokens = default_new_tokens or context.sampling_defaults.max_new_tokens
+    default_new_tokens = context.default_new_tokens(default_new_tokens)
     fields = _fields(context, body) | {"logprobs": logprobs, "grammar": grammar}
     fields["prompt_logprobs"] = body.prompt_top_logprobs
     prompt_requests = []
     for prompt in prompts:
         ids = _truncated(context, body, prompt)
         room = context.manager.limits.max_req_total_len - len(ids)
-        new_tokens = context.manager.max_new_tokens(len(ids), body.new_tokens_within(room))
+        new_tokens = context.manager.max_new_tokens(len(ids), body.new_tokens_within(room), body.new_tokens_field)
         if body.new_tokens is None and default_new_tokens is not None:
             new_tokens = min(new_tokens, default_new_tokens)
         if (body.min_tokens or 0) > new_tokens:

@@ -46,7 +46,7 @@ def routes(context: ServerContext) -> APIRouter:
         try:
             return json_response(_info(context))
         except LightserveError as error:
-            return tgi_error_response(error, request.state.request_id)
+            return tgi_error_response(error, request)
 
     return router
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -53,6 +53,8 @@ StopSequences = Annotated[list[str | Ids], Field(fail_fast=True)]
 
 class LightllmParameters(SchedulingFields, BeamFields, GuidedFields, TokenRuleFields):
     """null means absent. Unknown parameters are allowed and have no effect."""
+
+    other_fields: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
 
     best_of: int | None = Field(default=None, description="sequences to generate; default n")
     n: int | None = Field(default=None, description="sequences to return, the most likely; default best_of")
@@ -203,8 +205,9 @@ async def _prompt_ids(context: ServerContext, inputs: str | list[int], add_speci
 
 def _new_tokens(context: ServerContext, prompt_len: int, requested: int | None) -> int:
     if requested is None:
-        return min(DEFAULT_NEW_TOKENS, context.manager.max_new_tokens(prompt_len, None))
-    return context.manager.max_new_tokens(prompt_len, requested)
+        default = context.default_new_tokens(DEFAULT_NEW_TOKENS) or DEFAULT_NEW_TOKENS
+        return min(default, context.manager.max_new_tokens(prompt_len, None))
+    return context.manager.max_new_tokens(prompt_len, requested, "max_new_tokens")
 
 
 def _sampling_params(context: ServerContext, parameters: LightllmParameters) -> dict[str, Any]:

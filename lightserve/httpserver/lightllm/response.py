@@ -27,6 +27,7 @@ async def lightllm_response(
 ) -> Response:
     """``streams`` None: the body says whether it is a stream."""
     body = validate(LightllmBody, value)
+    context.check_fields(request, body)
     streams = bool(body.stream) if streams is None else streams
     parsed = await lightllm_request(context, body, streams)
     log.prompt_tokens = len(parsed.prompt_request.prompt_ids)

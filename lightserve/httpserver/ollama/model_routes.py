@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 from fastapi import APIRouter
@@ -13,12 +14,14 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.ollama.errors import PATH
 from lightserve.httpserver.ollama.models import listed_models, running_models, shown_model
 from lightserve.httpserver.ollama.names import check_name
-from lightserve.httpserver.wire.body import Body, JsonObject, openapi_body, validate
+from lightserve.httpserver.wire.body import Body, openapi_body, validate
 from lightserve.httpserver.wire.json_response import json_response
+from lightserve.httpserver.wire.route_suggestion import NOT_SUPPORTED
 
 # the version of Ollama whose API this is; VS Code needs 0.6.4, Codex 0.13.4
 OLLAMA_VERSION = "0.20.0"
 NDJSON = "application/x-ndjson"
+REFUSED: list[str | Enum] = [NOT_SUPPORTED]
 # what /openapi.json says about a response that may be a stream
 OPENAPI_LINES: dict[int | str, dict[str, Any]] = {200: {"content": {NDJSON: {}}}}
 
@@ -31,12 +34,6 @@ class NameBody(Body):
     @property
     def given_name(self) -> str | None:
         return self.model or self.name
-
-
-async def read(context: ServerContext, request: Request) -> JsonObject:
-    """Ollama ignores Content-Type, and its examples for curl set none. A web page must set it, so that the browser
-    asks this server (CORS) whether the page may send the request."""
-    return await context.read(request, checks_type="origin" in request.headers)
 
 
 def add_model_routes(router: APIRouter, context: ServerContext) -> None:
@@ -63,7 +60,8 @@ def _add_list(router: APIRouter, context: ServerContext) -> None:
 
     @router.post(f"{PATH}/show", openapi_extra=openapi_body(NameBody))
     async def show(request: Request) -> Response:
-        body = validate(NameBody, await read(context, request))
+        body = validate(NameBody, await context.read(request))
+        context.check_fields(request, body)
         return json_response(shown_model(context, check_name(context, body.given_name)))
 
 
@@ -71,7 +69,8 @@ def _add_pull(router: APIRouter, context: ServerContext) -> None:
     @router.post(f"{PATH}/pull", responses=OPENAPI_LINES, openapi_extra=openapi_body(NameBody))
     async def pull(request: Request) -> Response:
         """Success for the model of this server; no other can be had."""
-        body = validate(NameBody, await read(context, request))
+        body = validate(NameBody, await context.read(request))
+        context.check_fields(request, body)
         check_name(context, body.given_name)
         if body.stream is False:
             return json_response({"status": "success"})
@@ -79,19 +78,19 @@ def _add_pull(router: APIRouter, context: ServerContext) -> None:
 
 
 def _add_refused(router: APIRouter) -> None:
-    @router.post(f"{PATH}/embed")
-    @router.post(f"{PATH}/embeddings")
+    @router.post(f"{PATH}/embed", tags=REFUSED)
+    @router.post(f"{PATH}/embeddings", tags=REFUSED)
     async def embed() -> Response:
         raise NotSupportedYetError("computing embeddings")
 
-    @router.post(f"{PATH}/create")
-    @router.post(f"{PATH}/copy")
-    @router.post(f"{PATH}/push")
-    @router.delete(f"{PATH}/delete")
+    @router.post(f"{PATH}/create", tags=REFUSED)
+    @router.post(f"{PATH}/copy", tags=REFUSED)
+    @router.post(f"{PATH}/push", tags=REFUSED)
+    @router.delete(f"{PATH}/delete", tags=REFUSED)
     async def change() -> Response:
         raise _change_error()
 
-    @router.post(f"{PATH}/blobs/{{digest}}")
+    @router.post(f"{PATH}/blobs/{{digest}}", tags=REFUSED)
     async def upload(digest: str) -> Response:
         raise _change_error()
 

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.chat.request import MAX_MESSAGES, MAX_TOOL_CALLS
 from lightserve.httpserver.chat.tools import MAX_TOOLS, ToolFunction
-from lightserve.httpserver.chat.translation import TranslatedChat, translate_chat
+from lightserve.httpserver.chat.translation import OTHER_FIELDS, TranslatedChat, translate_chat
 from lightserve.httpserver.fields.generation import Penalty, Share, TopLogprobs
 from lightserve.httpserver.fields.stopping import StopStrings
 from lightserve.httpserver.ollama.tool_ids import ToolIds
@@ -84,6 +84,8 @@ class Tool(Body):
 
 class GenerationRequest(Body):
     """What /api/chat and /api/generate share."""
+
+    other_fields: ClassVar[frozenset[str]] = OTHER_FIELDS
 
     model: str | None = None
     stream: bool | None = Field(default=None, description="default true")

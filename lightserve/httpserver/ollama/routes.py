@@ -17,7 +17,7 @@ from lightserve.httpserver.chat.request import ChatBody
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.ollama.errors import PATH
 from lightserve.httpserver.ollama.fill_in_the_middle import fill_prompt
-from lightserve.httpserver.ollama.model_routes import OPENAPI_LINES, add_model_routes, read
+from lightserve.httpserver.ollama.model_routes import OPENAPI_LINES, add_model_routes
 from lightserve.httpserver.ollama.names import check_name
 from lightserve.httpserver.ollama.request import (
     ChatRequest,
@@ -45,7 +45,8 @@ def routes(context: ServerContext) -> APIRouter:
 
     @router.post(f"{PATH}/chat", responses=OPENAPI_LINES, openapi_extra=openapi_body(ChatRequest))
     async def chat(request: Request) -> Response:
-        body = validate(ChatRequest, await read(context, request))
+        body = validate(ChatRequest, await context.read(request))
+        context.check_fields(request, body)
         name = _check(context, body)
         refuse_unsupported(body)
         if not body.messages:
@@ -57,7 +58,8 @@ def routes(context: ServerContext) -> APIRouter:
 
     @router.post(f"{PATH}/generate", responses=OPENAPI_LINES, openapi_extra=openapi_body(GenerateRequest))
     async def generate(request: Request) -> Response:
-        body = validate(GenerateRequest, await read(context, request))
+        body = validate(GenerateRequest, await context.read(request))
+        context.check_fields(request, body)
         name = _check(context, body)
         refuse_unsupported(body)
         if not body.prompt and not body.suffix:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import Response
 
 from lightserve.errors import AbortedError, LightserveError, OverloadedError, RequestError, UnavailableError
@@ -30,8 +31,9 @@ def tgi_error_object(error: LightserveError, request_id: str) -> tuple[int, dict
     return FAILED, _object(f"Request failed during generation: {message}", "generation")
 
 
-def tgi_error_response(error: LightserveError, request_id: str) -> Response:
-    log_error(error, request_id)
+def tgi_error_response(error: LightserveError, request: Request) -> Response:
+    request_id: str = request.state.request_id
+    log_error(error, request_id, request.state.record)
     status, body = tgi_error_object(error, request_id)
     return json_response(body, headers_of(error), status)
 

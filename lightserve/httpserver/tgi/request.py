@@ -182,14 +182,15 @@ async def _prompt_ids(context: ServerContext, inputs: str, truncate: int | None)
 
 def _new_tokens(context: ServerContext, prompt_len: int, requested: int | None) -> int:
     total = context.manager.limits.max_req_total_len
+    if prompt_len >= total:
+        raise InvalidRequestError(f"`inputs` must have less than {total} tokens. Given: {prompt_len}")
     if requested is not None and prompt_len + requested > total:
         raise InvalidRequestError(
             f"`inputs` tokens + `max_new_tokens` must be <= {total}. "
-            f"Given: {prompt_len} `inputs` tokens and {requested} `max_new_tokens`"
+            f"Given: {prompt_len} `inputs` tokens and {requested} `max_new_tokens`; "
+            f"use `max_new_tokens` <= {total - prompt_len}"
         )
-    if prompt_len >= total:
-        raise InvalidRequestError(f"`inputs` must have less than {total} tokens. Given: {prompt_len}")
-    rest, default = context.manager.max_new_tokens(prompt_len, requested), context.sampling_defaults.max_new_tokens
+    rest, default = context.manager.max_new_tokens(prompt_len, requested), context.default_new_tokens()
     return rest if requested is not None or default is None else min(rest, default)
 
 

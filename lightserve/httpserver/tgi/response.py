@@ -34,13 +34,14 @@ async def tgi_response(
     except ClientDisconnectedError:
         raise
     except LightserveError as error:
-        return tgi_error_response(error, log.request_id)
+        return tgi_error_response(error, request)
 
 
 async def _response(
     context: ServerContext, request: Request, log: AccessLog, value: dict[str, Any], streams: bool | None
 ) -> Response:
     body = validate(TgiBody, value)
+    context.check_fields(request, body)
     is_stream = bool(body.stream) if streams is None else streams
     parsed = await tgi_request(context, body, is_stream)
     log.prompt_tokens = len(parsed.prompt_request.prompt_ids)

@@ -1,4 +1,4 @@
-"""One log line per request: its id, its tokens and times, and how it ended."""
+"""One log line per request: its id, its status, its tokens and times, and how it ended, or why it was refused."""
 
 from __future__ import annotations
 
@@ -11,11 +11,56 @@ from lightserve.utils.logger import fields, init_logger
 
 logger = init_logger("lightserve.access")
 
+MAX_TEXT = 300  # characters
+DISCONNECTED = ClientDisconnectedError.status
+
+
+class ResponseRecord:
+    """Writes the log line of an HTTP request when its status is known. The middleware has one for each request.
+
+    A request that generates has the line of its AccessLog. Any other request has a line only if it is refused.
+    """
+
+    def __init__(self, method: str, path: str, is_written: bool) -> None:
+        self.reason: str | None = None  # why the request is refused
+        self._status: int | None = None  # None: the response has not started
+        self._write_line: Callable[[int], None] | None = None  # of a generation that ended before the response started
+        self._method = method
+        self._path = path
+        self._is_written = is_written
+
+    def start(self, status: int, request_id: str) -> None:
+        """The response starts."""
+        self._status = status
+        if self._write_line is not None:
+            self._write_line(status)
+        elif self._is_written and (400 <= status < 500 or self.reason is not None):
+            log_refusal(f"{request_id} {self._method} {self._path}", status, self.reason or "refused")
+
+    def end_generation(self, write_line: Callable[[int], None]) -> None:
+        if self._status is None:
+            self._write_line = write_line
+        else:
+            write_line(self._status)
+
+    def end(self) -> None:
+        """The request is over. If its task was cancelled, no response has started."""
+        if self._status is None and self._write_line is not None:
+            self._write_line(DISCONNECTED)
+
+
+def log_refusal(what: str, status: int, reason: str) -> None:
+    """A client may have chosen parts of the texts."""
+    logger.info("%s status=%d: %s", _printable(what), status, _printable(reason))
+
 
 class AccessLog:
     """Counts the tokens of one HTTP request, for the log line and for ``usage``."""
 
-    def __init__(self, request_id: str, route: str, is_written: bool = True) -> None:
+    def __init__(
+        self, request_id: str, route: str, is_written: bool = True, response: ResponseRecord | None = None
+    ) -> None:
+        """``response`` None: there is no HTTP response, in tests."""
         self.request_id = request_id
         self.response_id: str | None = None  # set by the route: aborting it aborts the request
         self.arrived_s = time.monotonic()
@@ -29,6 +74,7 @@ class AccessLog:
         self.on_close: Callable[[BaseException | None], None] | None = None  # for traces
         self._route = route
         self._is_written = is_written
+        self._response = response
         self._finish_reasons: list[str] = []
 
     def silent_copy(self) -> AccessLog:
@@ -76,20 +122,38 @@ class AccessLog:
             self.on_close(error)
         if not self._is_written:
             return
+        total_s = time.monotonic() - self.arrived_s
+        if self._response is None:
+            self._write(_status(error), total_s, error)
+        else:
+            self._response.end_generation(lambda status: self._write(status, total_s, error))
+
+    def _write(self, status: int, total_s: float, error: BaseException | None) -> None:
         first = "-" if self.first_token_s is None else f"{self.first_token_s:.3f}s"
         logger.info(
-            "%s %s prompt=%d cached=%d output=%d queue=%.3fs first=%s total=%.3fs finish=%s",
+            "%s %s status=%d prompt=%d cached=%d output=%d queue=%.3fs first=%s total=%.3fs finish=%s",
             self.request_id,
             self._route,
+            status,
             self.prompt_tokens,
             self.cached_tokens,
             self.output_tokens,
             self.queue_s,
             first,
-            time.monotonic() - self.arrived_s,
+            total_s,
             _finish(self._finish_reasons, error),
             extra=self._fields(error),
         )
+
+
+def _status(error: BaseException | None) -> int:
+    if error is None:
+        return 200
+    return error.status if isinstance(error, LightserveError) else DISCONNECTED
+
+
+def _printable(text: str) -> str:
+    return "".join([char if char.isprintable() else "?" for char in text[:MAX_TEXT]])
 
 
 def _finish(reasons: list[str], error: BaseException | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -18,6 +18,7 @@ from lightserve.errors import (
     InvalidRequestError,
     MediaTypeError,
 )
+from lightserve.httpserver.wire.validation_errors import invalid_request
 
 B = TypeVar("B", bound="Body")
 JsonObject = dict[str, Any]
@@ -27,7 +28,7 @@ LARGE_BODY = 256 * 1024  # bytes; a larger one (about a millisecond) is parsed i
 # 16 MB can hold 5 million lists, which take seconds to parse: check_json_size refuses them before
 MAX_PARTS = 2**17  # strings, lists and objects
 MAX_VALUES = 2_000_000  # token ids, mostly
-MAX_PARAM_LENGTH = 100  # characters of a field's path in an error: the client may have chosen parts of it
+PAGE_HEADERS = frozenset({"origin", "sec-fetch-site"})  # a browser sets one of them for a request of a web page
 _STRING = re.compile(rb'"[^"]*"')
 
 
@@ -35,6 +36,8 @@ class Body(BaseModel):
     """Unknown fields are allowed: clients send fields of other servers. Types are strict: a bool is not a number."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    other_fields: ClassVar[frozenset[str]] = frozenset()  # unknown fields with a meaning: see unknown_fields.py
 
 
 def at_most(count: int) -> BeforeValidator:
@@ -50,13 +53,24 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check_length)
 
 
-async def read_json(request: Request, max_bytes: int, checks_type: bool = True) -> dict[str, Any]:
-    """The body as a JSON object. ``checks_type``: the header Content-Type must say so."""
-    if checks_type:
-        _check_media_type(request.headers.get("content-type"))
+async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The body as a JSON object.
+
+    ``curl -d`` declares a form, so another Content-Type is accepted, except from a web page: with application/json the
+    browser first asks this server (CORS) whether the page may send the request.
+    """
+    kind, is_utf8 = _media_type(request.headers.get("content-type", ""))
+    is_declared = kind == "application/json"
+    if not is_utf8 or (not is_declared and not PAGE_HEADERS.isdisjoint(request.headers)):
+        raise MediaTypeError("the body must be application/json in UTF-8; set the header Content-Type")
     _check_encoding(request.headers.get("content-encoding"))
     raw = await _read(request, max_bytes)
-    return _parse(raw) if len(raw) <= LARGE_BODY else await asyncio.to_thread(_parse, raw)
+    try:
+        return _parse(raw) if len(raw) <= LARGE_BODY else await asyncio.to_thread(_parse, raw)
+    except InvalidRequestError as error:
+        if is_declared:
+            raise
+        raise MediaTypeError(f"{error}; send JSON in UTF-8 with the header Content-Type: application/json") from error
 
 
 def validate(model: type[B], value: dict[str, Any]) -> B:
@@ -64,9 +78,7 @@ def validate(model: type[B], value: dict[str, Any]) -> B:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        param = ".".join(str(part) for part in first["loc"])[:MAX_PARAM_LENGTH]
-        raise InvalidRequestError(f"{param}: {first['msg']}" if param else first["msg"], param or None) from error
+        raise invalid_request(error, value) from error
 
 
 def openapi_body(*models: type[Body]) -> dict[str, Any]:
@@ -92,12 +104,12 @@ def _without_references(schema: dict[str, Any]) -> Any:
     return inlined(schema)
 
 
-def _check_media_type(content_type: str | None) -> None:
-    kind, *params = (content_type or "").lower().split(";")
+def _media_type(content_type: str) -> tuple[str, bool]:
+    """The type that the header Content-Type declares, and whether its charset is UTF-8, the default."""
+    kind, *params = content_type.lower().split(";")
     pairs = [param.partition("=") for param in params]
     charsets = {value.strip().strip('"') for name, _, value in pairs if name.strip() == "charset"}
-    if kind.strip() != "application/json" or not charsets <= {"utf-8", "utf8"}:
-        raise MediaTypeError("the body must be application/json in UTF-8; set the header Content-Type")
+    return kind.strip(), charsets <= {"utf-8", "utf8"}
 
 
 def _check_encoding(encoding: str | None) -> None:

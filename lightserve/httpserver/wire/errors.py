@@ -25,7 +25,9 @@ from lightserve.errors import (
     UnauthorizedError,
     UnavailableError,
 )
+from lightserve.httpserver.wire.access_log import ResponseRecord
 from lightserve.httpserver.wire.route_path import route_path
+from lightserve.httpserver.wire.route_suggestion import suggested_endpoint
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -37,9 +39,6 @@ TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable",
 }
-# messages for what the framework refuses; the framework's own messages may quote the request
-MESSAGES = {404: "there is no such endpoint", 405: "the endpoint does not take this method"}
-
 _SCHEMA = {
     "type": "object",
     "required": ["error"],
@@ -103,9 +102,11 @@ def _formatted(
     return body if error_format is None else error_format.body(status, body["error"]["message"], request_id)
 
 
-def log_error(error: Exception, request_id: str) -> None:
-    """Write what an operator must see: server faults, with their traceback."""
+def log_error(error: Exception, request_id: str, record: ResponseRecord | None = None) -> None:
+    """Write what an operator must see: server faults, with their traceback. The access log has what clients cause."""
     if isinstance(error, RequestError | DeadlineError):  # the client set the deadline
+        if record is not None:
+            record.reason = str(error)
         return
     if isinstance(error, UnavailableError):
         logger.info("%s refused: %s", request_id, error)
@@ -130,16 +131,16 @@ def add_error_handlers(app: FastAPI, formats: Sequence[ErrorFormat] = ()) -> Non
     @app.exception_handler(LightserveError)
     async def on_error(request: Request, error: LightserveError) -> Response:
         request_id: str = request.state.request_id
-        log_error(error, request_id)
+        log_error(error, request_id, request.state.record)
         return error_response(error, request_id, format_of(formats, route_path(request.scope)))
 
     @app.exception_handler(HTTPException)
     async def on_refused(request: Request, error: HTTPException) -> Response:
         if error.status_code >= 500:
             return await on_error(request, ServerError(error.detail))
-        message = MESSAGES.get(error.status_code, error.detail)
-        headers = _allow(app, request) if error.status_code == 405 else error.headers
+        headers = {"Allow": _allowed(app, request)} if error.status_code == 405 else error.headers
         error_format = format_of(formats, route_path(request.scope))
+        message = request.state.record.reason = _refusal(app, request, error)
         body = _object(error.status_code, message, None, None)
         return JSONResponse(
             _formatted(body, error.status_code, request.state.request_id, error_format), error.status_code, headers
@@ -149,15 +150,32 @@ def add_error_handlers(app: FastAPI, formats: Sequence[ErrorFormat] = ()) -> Non
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"][1:])  # the first part says where: path, query
-        return JSONResponse(_object(400, f"{param}: {first['msg']}", param, None), 400)
+        message = request.state.record.reason = f"{param}: {first['msg']}"
+        return JSONResponse(_object(400, message, param, None), 400)
 
 
-def _allow(app: FastAPI, request: Request) -> dict[str, str]:
+def _refusal(app: FastAPI, request: Request, error: HTTPException) -> str:
+    """The message for what the framework refuses; the framework's own message may quote the request."""
+    if error.status_code == 404:
+        return "there is no such endpoint" + _suggestion(app, request)
+    if error.status_code == 405:
+        return f"the endpoint does not take this method; it takes {_allowed(app, request)}"
+    return error.detail
+
+
+def _suggestion(app: FastAPI, request: Request) -> str:
+    path = route_path(request.scope)
+    near = suggested_endpoint(app.routes, request.method, path)
+    root_path: str = request.scope["path"].removesuffix(path)
+    return "" if near is None else f"; did you mean {near[0]} {root_path}{near[1]}?"
+
+
+def _allowed(app: FastAPI, request: Request) -> str:
     """Every method of the path; the framework lists only the methods of the first route."""
     matching = [
         route for route in app.routes if isinstance(route, Route) and route.matches(request.scope)[0] != Match.NONE
     ]
-    return {"Allow": ", ".join(sorted({method for route in matching for method in route.methods or ()}))}
+    return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
 
 
 def _object(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightserve.errors import ForbiddenError, UnauthorizedError
+from lightserve.httpserver.wire.access_log import ResponseRecord
 from lightserve.httpserver.wire.errors import ErrorFormat, error_response, format_of, log_error
 from lightserve.httpserver.wire.route_path import route_path
 
@@ -36,6 +37,7 @@ class RequestMiddleware:
         admin_keys: Iterable[str] = (),
         error_formats: Sequence[ErrorFormat] = (),
         is_public: Callable[[str, str, Mapping[bytes, bytes]], bool] = lambda method, path, headers: False,
+        logs_refusals: bool = True,
     ) -> None:
         """``is_public`` tells whether a method and a path, with these headers, need no key."""
         self._app = app
@@ -44,6 +46,7 @@ class RequestMiddleware:
         self._admin_keys = _Keys(admin_keys)
         self._error_formats = error_formats
         self._is_public = is_public
+        self._logs_refusals = logs_refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # lifespan; there are no websocket routes
@@ -53,6 +56,7 @@ class RequestMiddleware:
         id_bytes = _clean(headers.get(b"x-request-id", b"")) or os.urandom(8).hex().encode()
         request_id = scope.setdefault("state", {})["request_id"] = id_bytes.decode()
         path = route_path(scope)
+        record = scope["state"]["record"] = ResponseRecord(scope["method"], scope["path"], self._logs_refusals)
         error_format = format_of(self._error_formats, path)
         id_header = None if error_format is None else error_format.id_header
         is_started = False
@@ -61,11 +65,16 @@ class RequestMiddleware:
             nonlocal is_started
             if not is_started:
                 is_started = True
-                sent_id = scope["state"]["request_id"].encode()  # a field of the body may have set it meanwhile
+                final_id: str = scope["state"]["request_id"]  # a field of the body may have set it meanwhile
+                record.start(message["status"], final_id)
+                sent_id = final_id.encode()
                 extra = () if id_header is None else ((id_header, sent_id),)
                 more = scope["state"].get("response_headers", ())
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", sent_id), *extra, *more]
                 scope["state"]["status"] = message["status"]
+                warning: str | None = scope["state"].get("warning")
+                if warning is not None:
+                    message["headers"].append((b"warning", warning.encode()))
             return send(message)
 
         try:
@@ -75,10 +84,12 @@ class RequestMiddleware:
                 await self._throttle.wait()
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            log_error(error, request_id)
+            log_error(error, request_id, record)
             if is_started:
                 raise  # uvicorn closes the connection, so the client sees that the response is incomplete
             await error_response(error, request_id, error_format)(scope, receive, send_with_id)
+        finally:
+            record.end()
 
     def _check_key(self, method: str, path: str, headers: dict[bytes, bytes]) -> None:
         """Where admin keys are set, admin paths need one. An admin key is valid on the other paths too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import httptools
 import orjson
@@ -13,6 +13,7 @@ from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from lightserve.errors import BodyTimeoutError, HeadersTooLargeError, InvalidRequestError, LightserveError
+from lightserve.httpserver.wire.access_log import log_refusal
 from lightserve.httpserver.wire.errors import error_object
 from lightserve.httpserver.wire.sse import HAS_EVENTS
 
@@ -27,6 +28,7 @@ LINGER_S = 2.0  # for a refused client that still sends to read the error, befor
 
 
 class LimitedProtocol(HttpToolsProtocol):
+    logs_refusals: ClassVar[bool] = True
     _is_in_head = False
     _is_refused = False
     _stalled: asyncio.TimerHandle | None = None  # runs while the client does not read
@@ -111,6 +113,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: LightserveError) -> None:
         self._is_refused = True
+        if self.logs_refusals:
+            log_refusal("-" if self.client is None else f"{self.client[0]}:{self.client[1]}", error.status, str(error))
         cycle = self.cycle
         is_responding = cycle is not None and not cycle.response_complete
         if not is_responding or not cycle.response_started:
@@ -132,6 +136,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def _end_after(self, seconds: float) -> None:
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+
+class QuietProtocol(LimitedProtocol):
+    logs_refusals = False
 
 
 def _send(cycle: RequestResponseCycle, send: Send, message: Message) -> Awaitable[None]:

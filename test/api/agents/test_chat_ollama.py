@@ -40,7 +40,7 @@ SESSION: list[tuple[str | None, str, list[str]]] = [
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    with scripted_server(tmp_path_factory.mktemp("engine")) as engine:
+    with scripted_server(tmp_path_factory.mktemp("engine"), "--strict_fields") as engine:
         yield engine
 
 
@@ -56,7 +56,7 @@ def cached_tokens(server: ServerProcess, request_id: str) -> int:
     found: list[str] = []
 
     def is_logged() -> bool:
-        found[:] = re.findall(rf"{request_id} {PATH} prompt=\d+ cached=(\d+)", server.log)
+        found[:] = re.findall(rf"{request_id} {PATH} status=200 prompt=\d+ cached=(\d+)", server.log)
         return bool(found)
 
     wait_until(is_logged)

@@ -51,7 +51,7 @@ SESSION: list[tuple[str, list[tuple[Any, bool]]]] = [
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
     flags = ("--model_name", MODEL_NAME, SMALL_MODEL)
-    with scripted_server(tmp_path_factory.mktemp("engine"), *flags) as engine:
+    with scripted_server(tmp_path_factory.mktemp("engine"), *flags, "--strict_fields") as engine:
         yield engine
 
 

@@ -43,7 +43,7 @@ SESSION: list[tuple[str, list[Any]]] = [
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    with scripted_server(tmp_path_factory.mktemp("engine"), "--httpserver_workers", "2") as engine:
+    with scripted_server(tmp_path_factory.mktemp("engine"), "--httpserver_workers", "2", "--strict_fields") as engine:
         yield engine
 
 

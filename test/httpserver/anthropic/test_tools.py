@@ -170,7 +170,7 @@ def test_fields_of_a_tool_are_accepted_and_examples_are_shown(server: Server) ->
         ({"type": "computer_20250124", "name": "computer"}, "whose results are images, is not supported yet"),
         ({"type": "telepathy_20250124", "name": "x"}, "the type of a tool must be custom"),
         ({"type": "bash_now", "name": "x"}, "tools.0"),
-        ({"type": "bash_20250124"}, "tools.0.client.name"),
+        ({"type": "bash_20250124"}, "tools.0.name"),
     ],
 )
 def test_a_tool_of_an_unknown_kind_is_refused(server: Server, tool: dict[str, Any], named: str) -> None:

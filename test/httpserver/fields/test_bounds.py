@@ -91,7 +91,7 @@ BAD: list[tuple[type[Body], dict[str, Any], str]] = [
     (ChatBody, {"bad_words": WRONG}, "bad_words"),
     (ChatBody, {"chat_template_kwargs": MANY}, "chat_template_kwargs"),
     (ResponsesBody, {"include": WRONG}, "include"),
-    (ResponsesBody, {"input": [{"type": "reasoning", "content": WRONG}]}, "input.0.reasoning.content"),
+    (ResponsesBody, {"input": [{"type": "reasoning", "content": WRONG}]}, "input.0.content"),
     (ResponsesBody, {"metadata": MANY}, "metadata"),
     (ResponsesBody, {"metadata": {"x" * 65: ""}}, "metadata"),
     (ResponsesBody, {"metadata": {"x": "x" * 513}}, "metadata.x"),

@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from lightserve.config import HttpConfig
 from lightserve.httpserver.app import build_app
 from lightserve.io_struct import GenerationParams
 from lightserve.model_files.sampling_defaults import SamplingDefaults
@@ -26,11 +27,11 @@ SAMPLED = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.1}
 
 
-def sent_params(run_dir: Path, path: str, body: dict[str, Any]) -> GenerationParams:
+def sent_params(run_dir: Path, path: str, body: dict[str, Any], config: HttpConfig | None = None) -> GenerationParams:
     """The parameters with which the server sends a request to the engine."""
 
     async def post() -> GenerationParams:
-        async with engine(run_dir, spell("hi"), smol()) as (context, fake):
+        async with engine(run_dir, spell("hi"), smol(), config) as (context, fake):
             transport = httpx2.ASGITransport(build_app(replace(context, sampling_defaults=DEFAULTS)))
             async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
                 response = await http.post(path, json=body)
@@ -80,6 +81,27 @@ def test_max_new_tokens_of_the_model_limits_outputs_without_a_limit(
     tmp_path: Path, request_: tuple[str, dict[str, Any]], expected: int
 ) -> None:
     assert sent_params(tmp_path, *request_).stopping.max_new_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (CHAT, 7),
+        (COMPLETION, 7),
+        (RESPONSE, 7),
+        (("/api/chat", {"messages": MESSAGES, "options": {"num_predict": -1}}), 7),
+        (generate(ignore_eos=False), 7),  # LightLLM's
+        (generate(details=True), 7),  # TGI's
+        (MESSAGE, 10),  # it names a maximum
+        ((CHAT[0], CHAT[1] | {"max_tokens": 50}), 50),
+    ],
+)
+def test_default_max_tokens_bounds_requests_that_name_no_maximum(
+    tmp_path: Path, request_: tuple[str, dict[str, Any]], expected: int
+) -> None:
+    config = HttpConfig(default_max_tokens=7)
+
+    assert sent_params(tmp_path, *request_, config).stopping.max_new_tokens == expected
 
 
 def test_a_beam_search_takes_no_defaults(tmp_path: Path) -> None:

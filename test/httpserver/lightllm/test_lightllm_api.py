@@ -318,6 +318,7 @@ def test_the_default_length_is_limited_by_the_context_but_an_explicit_one_is_ref
         assert (whole.status, full.status) == (200, 200)
         assert [req.params.stopping.max_new_tokens for req in served.fake.received] == [4, 1]
         assert (wish.status, over.status) == (400, 400)
+        assert wish.json["error"]["message"].endswith("prompt 1020 + max_new_tokens 5 > 1024; use max_new_tokens <= 4")
         assert wish.json["error"]["code"] == over.json["error"]["code"] == "context_length_exceeded"
 
     serve(scenario, tmp_path, spell("ok"))

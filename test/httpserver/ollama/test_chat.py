@@ -382,18 +382,6 @@ def test_errors_of_paths_have_ollamas_shape(server: Server, method: str, path: s
     assert error_of(server.http.request(method, path))[0] == status
 
 
-def test_a_body_needs_no_content_type_unless_a_web_page_sends_it(server: Server) -> None:
-    server.engine.script = rows("ok")
-    body = b'{"messages": [{"role": "user", "content": "Hi"}], "stream": false}'
-    form = {"Content-Type": "application/x-www-form-urlencoded"}
-
-    curl = server.http.post("/api/chat", content=body, headers=form)
-    page = server.http.post("/api/chat", content=body, headers=form | {"Origin": "http://example.com"})
-
-    assert whole(curl)["message"]["content"] == "ok"
-    assert error_of(page)[0] == 415
-
-
 def test_a_client_that_disconnects_aborts_its_request(server: Server) -> None:
     server.engine.script = rows("a", "b", "c")
     server.engine.aborted.clear()

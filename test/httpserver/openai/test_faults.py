@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -63,11 +64,45 @@ def test_a_body_that_is_not_a_json_object_is_refused(server: Server, path: str, 
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize("media_type", [None, "text/plain", "application/json; charset=utf-16"])
-def test_a_body_of_another_content_type_is_refused(server: Server, media_type: str | None) -> None:
-    headers = {} if media_type is None else {"Content-Type": media_type}
+FORM = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
 
-    response = server.http.post(COMPLETE, content=b'{"prompt": "x"}', headers=headers)
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "Hi"}]}),
+        (COMPLETE, {"prompt": "x"}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/api/show", {}),
+        ("/generate", {"inputs": "x"}),
+        ("/", {"inputs": "x"}),
+        ("/invocations", {"prompt": "x"}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/abort_request", {"request_id": "x"}),
+    ],
+)
+def test_json_needs_no_content_type_unless_a_web_page_sends_it(server: Server, path: str, body: object) -> None:
+    content = json.dumps(body)
+
+    for headers in (FORM, {}, {"Content-Type": "text/plain"}):
+        assert server.http.post(path, content=content, headers=headers).status_code == 200
+        for page in ({"Origin": "http://page"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+            assert server.http.post(path, content=content, headers=headers | page).status_code == 415
+
+
+@pytest.mark.parametrize("content", [b"", b"a=b", b"--x\r\n", '{"prompt": "é"}'.encode("latin-1"), b"[1]"])
+def test_a_body_that_neither_is_json_nor_says_so_is_refused(server: Server, content: bytes) -> None:
+    response = server.http.post(COMPLETE, content=content, headers=FORM)
+
+    assert response.status_code == 415
+    assert response.json()["error"]["message"].endswith("with the header Content-Type: application/json")
+
+
+@pytest.mark.parametrize("media_type", ["application/json; charset=utf-16", "text/plain; charset=latin-1"])
+def test_a_body_of_another_charset_is_refused(server: Server, media_type: str) -> None:
+    response = server.http.post(COMPLETE, content=b'{"prompt": "x"}', headers={"Content-Type": media_type})
 
     assert response.status_code == 415
 
@@ -154,8 +189,8 @@ BAD: list[Bad] = [
     *everywhere("frequency_penalty", 2.0001, -2.0001),
     *everywhere("repetition_penalty", 0, -1, 1e300),
     *everywhere("seed", 2**63, 1.5, True, "7"),
-    *everywhere("stop", [str(i) for i in range(17)], ["x"] * 100_000, 5, {"a": 1}),
-    *everywhere("stop.0", "", ["", "a"], [1], "x" * 1_000_000),
+    *everywhere("stop", [str(i) for i in range(17)], ["x"] * 100_000, 5, {"a": 1}, "", "x" * 1_000_000),
+    *everywhere("stop.0", ["", "a"], [1]),
     *everywhere("stop_token_ids", [LIMITS.vocab_size], "1", 5),
     *everywhere("stop_token_ids.0", [2**70], [-1], [True]),
     *everywhere("allowed_token_ids", [], [LIMITS.vocab_size], 5),
@@ -273,8 +308,9 @@ BAD: list[Bad] = [
     *complete("max_tokens", {"max_tokens": 0}, {"max_tokens": 0, "logprobs": 1}),
     *complete("min_tokens", {"max_tokens": 0, "min_tokens": 1, "echo": True}),
     *complete("echo", {"echo": "yes"}),
-    *complete("None", {"max_tokens": 10**12}, code=TOO_LONG),
-    *complete("None", {"prompt": [1] * (LIMIT - 4), "max_tokens": 5}, code=TOO_LONG),
+    *complete("max_tokens", {"max_tokens": 10**12}, code=TOO_LONG),
+    *chat("max_completion_tokens", {"max_completion_tokens": LIMIT}, code=TOO_LONG),
+    *complete("max_tokens", {"prompt": [1] * (LIMIT - 4), "max_tokens": 5}, code=TOO_LONG),
     *complete("None", {"prompt": [1] * LIMIT}, {"prompt": [1] * LIMIT * 10}, {"prompt": "x " * LIMIT}, code=TOO_LONG),
     *complete("None", {"prompt": "x" * 10_000_000}, code=TOO_LONG),
     *chat("None", say("x " * LIMIT), say("x" * 10_000_000), code=TOO_LONG),

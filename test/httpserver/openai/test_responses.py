@@ -376,9 +376,12 @@ def test_truncation_drops_the_beginning_of_what_does_not_fit(server: Server) -> 
     long = "word " * 2000
 
     status, error = refused(server, input=long)
+    _, too_many = refused(server, input="word", max_output_tokens=5000)
     create(server, input=long, truncation="auto", max_output_tokens=10)
 
     assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert too_many["param"] == "max_output_tokens"
+    assert "+ max_output_tokens 5000 > 1024; use max_output_tokens <= " in too_many["message"]
     assert len(server.engine.received[-1].prompt_ids) == server.context.manager.limits.max_req_total_len - 10
 
 
@@ -389,13 +392,13 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input", None),
     ({"input": [{"type": "web_search_call"}]}, "input", None),
     ({"input": [{"type": "compaction_trigger"}]}, "input.0", None),
-    ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]}, "input.0.function_call.call_id", None),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]}, "input.0.call_id", None),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "not_supported"),
-    ({"input": [{"role": "user", "content": [{"type": "x"}]}]}, "input.0.message.content", None),
+    ({"input": [{"role": "user", "content": [{"type": "x"}]}]}, "input.0.content", None),
     ({"temperature": 3}, "temperature", None),
     ({"max_output_tokens": 0}, "max_output_tokens", None),
     ({"tools": [{"name": "f"}]}, "tools.0", None),
-    ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.function.name", None),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", None),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", None),
     ({"tool_choice": "maybe"}, "tool_choice", None),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", None),

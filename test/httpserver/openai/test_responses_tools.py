@@ -229,9 +229,9 @@ def test_additional_tools_in_the_input_are_tools(server: Server) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "custom"}]}, "tools.0.custom.name"),
-    ({"tools": [{"type": "namespace", "name": "a"}]}, "tools.0.namespace.tools"),
-    ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]}, "tools.0.namespace.tools.0"),
+    ({"tools": [{"type": "custom"}]}, "tools.0.name"),
+    ({"tools": [{"type": "namespace", "name": "a"}]}, "tools.0.tools"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]}, "tools.0.tools.0"),
     ({"tools": [NAMESPACE, NAMESPACE]}, "tools"),
     ({"tools": [WEATHER_TOOL], "tool_choice": {"type": "custom", "name": "x"}}, "tool_choice"),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),

@@ -325,7 +325,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
     (
         {"max_new_tokens": 1021},
-        "`inputs` tokens + `max_new_tokens` must be <= 1024. Given: 4 `inputs` tokens and 1021 `max_new_tokens`",
+        "`inputs` tokens + `max_new_tokens` must be <= 1024. Given: 4 `inputs` tokens and 1021 `max_new_tokens`; "
+        "use `max_new_tokens` <= 1020",
     ),
     ({"stop": ["a", "b", "c", "d", "e"]}, "`stop` supports up to 4 stop sequences. Given: 5"),
     ({"stop": [""]}, "`stop`: a stop string must have 1..1024 characters"),

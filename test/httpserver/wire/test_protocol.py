@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def head_of(size: int, count: int) -> bytes:
 
 
 @pytest.mark.parametrize("count", [1, 1000])
-def test_a_head_larger_than_the_limit_is_refused(tmp_path: Path, count: int) -> None:
+def test_a_head_larger_than_the_limit_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int) -> None:
     async def talk(wire: Wire) -> None:
         wire.writer.write(head_of(MAX_HEAD_BYTES, count))
         assert (await wire.response())[0] == 200
@@ -79,7 +80,11 @@ def test_a_head_larger_than_the_limit_is_refused(tmp_path: Path, count: int) -> 
         assert "65536" in error["error"]["message"]
         assert await wire.rest() == b""
 
-    on_the_wire(tmp_path, talk)
+    with caplog.at_level("INFO", "lightserve.access"):
+        on_the_wire(tmp_path, talk)
+
+    [line] = [record.getMessage() for record in caplog.records if record.name == "lightserve.access"]
+    assert re.match(r"127\.0\.0\.1:\d+ status=431: the request's head is larger", line)
 
 
 @pytest.mark.parametrize("begin", [GET + b"X: ", b"GET /", CHUNKED + b"0\r\nX: "], ids=["header", "path", "trailer"])

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from lightserve.errors import InvalidRequestError, NotSupportedYetError
 from lightserve.httpserver.chat.request import MAX_MESSAGES
-from lightserve.httpserver.chat.translation import TranslatedChat, translate_chat
+from lightserve.httpserver.chat.translation import OTHER_FIELDS, TranslatedChat, translate_chat
 from lightserve.httpserver.fields.generation import NewTokens, Share
 from lightserve.httpserver.fields.grammar import Schema
 from lightserve.httpserver.fields.thinking import Budget
@@ -19,6 +19,7 @@ from lightserve.httpserver.wire.body import Body, JsonObject, at_most, validate
 
 MAX_INCLUDED = 64
 MAX_METADATA = 16  # OpenAI's limit, as are the lengths
+UNSUPPORTED = ("conversation", "prompt")
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
@@ -50,6 +51,8 @@ class ReasoningConfig(Body):
 
 
 class ResponsesBody(Body):
+    other_fields: ClassVar[frozenset[str]] = OTHER_FIELDS.union(UNSUPPORTED)
+
     input: Items
     model: str | None = None
     instructions: str | None = None
@@ -86,6 +89,10 @@ class ResponsesBody(Body):
 class ResponsesChat(TranslatedChat):
     format_name: ClassVar[str] = "text.format"
 
+    @property
+    def new_tokens_field(self) -> str:
+        return "max_output_tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class ResponsesTranslation:
@@ -96,7 +103,7 @@ class ResponsesTranslation:
 
 def validate_responses(value: JsonObject) -> ResponsesBody:
     body = validate(ResponsesBody, value)
-    for name in ("conversation", "prompt"):
+    for name in UNSUPPORTED:
         if value.get(name):
             raise NotSupportedYetError(name, name)
     return body

@@ -47,7 +47,9 @@ def routes(context: ServerContext) -> APIRouter:
         value = await context.read(request)
         echoed = dict(value)
         owner = owner_of(request, context)
-        body = await with_history(store, owner, value, validate_responses(value))
+        body = validate_responses(value)
+        context.check_fields(request, body)
+        body = await with_history(store, owner, value, body)
         is_stored = body.store is not False and store.is_enabled
         check_background(body, is_stored)
         translation = translate_responses(body)
