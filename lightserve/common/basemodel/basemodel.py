@@ -197,7 +197,8 @@ class TpPartBaseModel:
 
     def _new_weights(self, device: torch.device) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
         methods = linear_method_factory(self.config), experts_method_factory(self.config)
-        context = WeightContext(self.args.parallel, self.args.dtype, device, *methods)
+        quantizes_kv = self.args.kv_dtype is not None
+        context = WeightContext(self.args.parallel, self.args.dtype, device, *methods, quantizes_kv=quantizes_kv)
         layers = [self.transformer_weight_class(spec, context) for spec in self.layer_specs]
         pre_post = self.pre_and_post_weight_class(self.spec, context)
         if self.config.quantization is not None:

@@ -115,6 +115,14 @@ class LinearMethod(ABC):
         """``mm`` of the gated SiLU of ``gate_up``, in fewer steps."""
         raise NotImplementedError
 
+    def bias_of_rows(self) -> Tensor | None:
+        """The bias of this rank, for ``scale_rows``; None: there is none, or its rows cannot be scaled."""
+        return None
+
+    def scale_rows(self, factors: Tensor) -> None:
+        """Multiply each row of the weight and its bias by a power of 2, before ``process_weights_after_loading``."""
+        raise NotImplementedError
+
     def stored_size(self) -> StoredSize:
         return size_of_pieces(self.pieces())
 

@@ -120,6 +120,17 @@ class QuantizedLinear(LinearMethod):
         if order is not None and torch.equal(order, torch.arange(len(order), device=order.device)):
             self.input_order = None
 
+    def bias_of_rows(self) -> Tensor | None:
+        has_row_scales = self.weight.scales.dtype == torch.float32
+        return self.bias if has_row_scales else None
+
+    def scale_rows(self, factors: Tensor) -> None:
+        for tensor in (self.weight.scales, self.weight.offsets):
+            if tensor is not None:
+                tensor *= factors[:, None]
+        if self.bias is not None:
+            self.bias *= factors.to(self.bias.dtype)
+
     def mm(self, x: Tensor) -> Tensor:
         if self.input_order is not None:
             x = x.index_select(-1, self.input_order)
@@ -194,6 +205,19 @@ class StackedLinear(LinearMethod):
     def pieces(self) -> Iterator[Piece]:
         for method in self.methods:
             yield from method.pieces()
+
+    def bias_of_rows(self) -> Tensor | None:
+        parts = [method.bias_of_rows() for method in self.methods]
+        found = [part for part in parts if part is not None]
+        return torch.cat(found) if len(found) == len(parts) else None
+
+    def scale_rows(self, factors: Tensor) -> None:
+        begin = 0
+        for method in self.methods:
+            bias = method.bias_of_rows()
+            assert bias is not None
+            method.scale_rows(factors[begin : begin + len(bias)])
+            begin += len(bias)
 
     def mm(self, x: Tensor) -> Tensor:
         return torch.cat([method.mm(x) for method in self.methods], dim=-1)

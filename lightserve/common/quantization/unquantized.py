@@ -40,6 +40,14 @@ class UnquantizedLinear(LinearMethod):
         else:
             yield Piece(name, (part.out_size, self._spec.in_size), weight, slicer(part.rows, columns))
 
+    def bias_of_rows(self) -> Tensor | None:
+        return self.bias
+
+    def scale_rows(self, factors: Tensor) -> None:
+        self.weight *= factors.to(self.weight.dtype)[:, None]
+        if self.bias is not None:
+            self.bias *= factors.to(self.bias.dtype)
+
     def mm(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
 

@@ -102,11 +102,12 @@ class AccessLog:
         """One for each choice, or what ended the request instead."""
         return _finish(self._finish_reasons, error).split(",")
 
-    def _fields(self, error: BaseException | None) -> dict[str, object]:
+    def _fields(self, status: int, error: BaseException | None) -> dict[str, object]:
         """For --log_format json."""
         return fields(
             request_id=self.request_id,
             route=self._route,
+            status=status,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
@@ -142,7 +143,7 @@ class AccessLog:
             first,
             total_s,
             _finish(self._finish_reasons, error),
-            extra=self._fields(error),
+            extra=self._fields(status, error),
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.basemodel.layer_weights.experts import MoeFfnWeight
 from lightserve.common.basemodel.layer_weights.ffn import FfnWeight, GatedFfnWeight, PlainFfnWeight
+from lightserve.common.basemodel.layer_weights.key_scaling import KeyLayout, scale_keys
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.linears import Block, ColumnWeight, RowWeight, VocabWeight
 from lightserve.common.basemodel.layer_weights.norms import NormWeight, SplitNormWeight, norm_weight
@@ -40,6 +41,7 @@ class DecoderLayerWeight(TransformerLayerWeight):
 
     def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
         self.attn_options = ops.AttnOptions(spec.scale)
+        self._keys_to_scale: KeyLayout | None = None
         if spec.has_attention:
             self.att_norm = _norm(spec.names.att_norm, spec, context)
             self._init_attention(spec, context)
@@ -54,6 +56,7 @@ class DecoderLayerWeight(TransformerLayerWeight):
         at, names, hidden, is_transposed = spec.prefix, spec.names, spec.hidden_size, spec.is_transposed
         width = spec.num_heads * spec.head_dim
         self.qkv_proj = ColumnWeight(_qkv(spec), hidden, context, bias=spec.qkv_bias, is_transposed=is_transposed)
+        self._keys_to_scale = _keys_to_scale(spec, context)
         self.q_norm = qk_norm_weight(f"{at}.{names.q_norm}", spec.num_heads, spec, context)
         self.k_norm = qk_norm_weight(f"{at}.{names.k_norm}", spec.num_kv_heads, spec, context)
         self.sinks = SinksWeight(f"{at}.{names.sinks}", spec.num_heads, context) if spec.has_sinks else None
@@ -67,6 +70,11 @@ class DecoderLayerWeight(TransformerLayerWeight):
             softcap=spec.softcap,
             sinks=self.sinks.tensor if self.sinks else None,
         )
+
+    def process_weights_after_loading(self) -> None:
+        if self._keys_to_scale is not None:
+            scale_keys(self.qkv_proj.method, self._keys_to_scale)
+        super().process_weights_after_loading()
 
     @cached_property
     def head_norms(self) -> ops.HeadNorms | None:
@@ -140,6 +148,15 @@ def _qkv_rows(spec: LayerSpec) -> list[RowMap]:
     if spec.qkv_layout is QkvLayout.BLOCKS:
         return in_blocks(heads * dim, kv_heads * dim, kv_heads * dim)
     return in_kv_groups(heads, kv_heads, dim)
+
+
+def _keys_to_scale(spec: LayerSpec, context: WeightContext) -> KeyLayout | None:
+    """None if keys have no bias, or are changed after it."""
+    is_changed = spec.qk_norm is not None or spec.clip_qkv is not None
+    if not context.quantizes_kv or not spec.qkv_bias or is_changed:
+        return None
+    own, own_kv = (context.tp.part_of(count) for count in (spec.num_heads, spec.num_kv_heads))
+    return KeyLayout(own.stop - own.start, own_kv.stop - own_kv.start, spec.head_dim, spec.rotary_dim)
 
 
 def _alibi_slopes(spec: LayerSpec, context: WeightContext) -> Tensor | None:

@@ -37,6 +37,7 @@ class WeightContext:
     device: torch.device
     linear_method_factory: LinearMethodFactory = UnquantizedLinear
     experts_method_factory: ExpertsMethodFactory = UnquantizedExperts
+    quantizes_kv: bool = False
 
     @property
     def tp(self) -> RankGroup:
