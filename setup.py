@@ -91,6 +91,7 @@ setup(
     extras_require={
         "docs": ["mkdocs>=1.6,<2"],
         "gpu": ["triton>=3.6"],
+        "otlp": ["opentelemetry-proto>=1.27"],  # traces: --otlp_endpoint
         "hf": ["transformers>=5.17"],  # tokenizers in a folder's own Python: --trust_remote_code
         "test": [
             "accelerate",
@@ -103,6 +104,7 @@ setup(
             "mkdocs>=1.6,<2",
             "mypy",
             "openai",
+            "opentelemetry-proto>=1.27",
             "pytest",
             "pytest-xdist",
             "ruff",

@@ -6,6 +6,7 @@ import functools
 import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from lightserve.errors import OptionError
 from lightserve.utils.cpu import available_cores
@@ -21,6 +22,7 @@ Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
 # the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
 CORES_PER_HTTP_PROCESS = 4
 MAX_HTTP_PROCESSES = 4
+MAX_DEBUG_REQUESTS = 100_000  # some 100 MB
 
 
 def option(default: Any, help: str, *aliases: str) -> Any:
@@ -144,11 +146,16 @@ class RouterConfig:
         2048, "maximum number of waiting requests; further ones get status 429", "max_queued_requests"
     )
     eos_id: list[int] = option([], "token ids that end a response; default: from the model's files")
+    debug_requests: int = option(
+        256, "number of requests whose timeline GET /debug/requests shows, the latest ones; 0: none"
+    )
     log_stats_interval: float = option(10.0, "seconds between throughput log lines while requests run; 0: none")
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "max_queue_size", "chunked_prefill_size")
-        _at_least(self, 0, "log_stats_interval", "request_timeout", "router_token_ratio")
+        _at_least(self, 0, "debug_requests", "log_stats_interval", "request_timeout", "router_token_ratio")
+        if self.debug_requests > MAX_DEBUG_REQUESTS:
+            raise OptionError(f"debug_requests={self.debug_requests}: must be at most {MAX_DEBUG_REQUESTS}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +221,9 @@ class HttpConfig:
     )
     response_store_bytes: int = option(128 * 2**20, "maximum bytes of all stored responses, on the disk")
     metrics_compat: str = option("", "also export metrics with the names of vllm and/or lightllm, comma-separated")
+    otlp_endpoint: str | None = option(
+        None, "collector for OpenTelemetry traces, such as http://localhost:4318; needs pip install lightserve[otlp]"
+    )
     disable_log_requests: bool = option(False, "do not log a line per request", "disable_uvicorn_access_log")
 
     def __post_init__(self) -> None:
@@ -227,6 +237,8 @@ class HttpConfig:
             raise OptionError(f"root_path={self.root_path!r}: must begin with / and must not end with it, as /llm")
         if not 0 <= self.port < 65536:
             raise OptionError(f"port={self.port}: must be between 0 and 65535")
+        if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):
+            raise OptionError(f"otlp_endpoint={self.otlp_endpoint!r}: must be an address as http://localhost:4318")
         _ = self.template_variables
         unknown = set(self.compat_names) - {"vllm", "lightllm"}
         if unknown:
@@ -262,6 +274,9 @@ class LaunchConfig:
     process_timeout: float = option(
         60.0, "seconds without a heartbeat after which a process is killed, a worker after half of that; 0: never"
     )
+    profile_dir: str | None = option(
+        None, "folder for the profiles of POST /start_profile; default: no profile can be taken"
+    )
     log_format: LogFormat | None = option(
         None, "text: lines for people; json: an object per line, for programs; default: $LIGHTSERVE_LOG_FORMAT or text"
     )
@@ -291,6 +306,14 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise OptionError(f"{name}={text!r}: must be a JSON object")
     return value
+
+
+def _is_http_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and (url.port or 1) > 0
+    except ValueError:
+        return False
 
 
 def _at_least(config: Any, least: int, *names: str) -> None:

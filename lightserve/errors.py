@@ -10,8 +10,10 @@ LightserveError
 │   ├── ForbiddenError             403: the key is valid, but not for this route
 │   ├── ModelNotFoundError         404
 │   ├── ResponseNotFoundError      404
+│   ├── RequestNotFoundError       404: of /debug/requests
 │   ├── BodyTimeoutError           408
 │   ├── SlowReaderError            408: the client does not read its response
+│   ├── ConflictError              409: a profile is running already, or none is
 │   ├── BodyTooLargeError          413
 │   ├── MediaTypeError             415
 │   ├── WebSocketError             426: the client must use HTTP
@@ -101,6 +103,11 @@ class ResponseNotFoundError(RequestError):
         )
 
 
+class RequestNotFoundError(RequestError):
+    status = 404
+    code = "request_not_found"
+
+
 class PreviousResponseNotFoundError(InvalidRequestError):
     code = "previous_response_not_found"
 
@@ -118,6 +125,11 @@ class BodyTimeoutError(RequestError):
 
 class SlowReaderError(RequestError):
     status = 408
+
+
+class ConflictError(RequestError):
+    status = 409
+    code = "conflict"
 
 
 class BodyTooLargeError(RequestError):

@@ -2,7 +2,8 @@
 
     httpserver ──GenerateReq, AbortReq──▶ router ──BatchTokenIdOut, RouterStats──▶ detokenization
     httpserver ◀──BatchStrOut, RouterStats── detokenization ──AbortReq──▶ router
-    router ──Step──▶ model worker ──StepResult──▶ router
+    httpserver ──GetTimelines, StartProfile, StopProfile──▶ router ──QueryReply──▶ detokenization ──▶ httpserver
+    router ──Step, ProfileCommand──▶ model worker ──StepResult, ProfileResult──▶ router
     launcher ──ToChild──▶ each of them ──FromChild──▶ launcher
 
 A Step names the requests that enter, the KV slots that each row fills, and the requests that leave. A worker knows the
@@ -233,7 +234,20 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     windowed_slots: list[int] = []  # of all tokens of the rows, in their order, if there is a windowed pool
 
 
+class ProfileCommand(msgspec.Struct, frozen=True):
+    """Start a profile of this worker, or end it and write it to files."""
+
+    prefix: str | None = None  # of the files' paths; None: start
+
+
 # model worker -> router
+
+
+class ProfileResult(msgspec.Struct, frozen=True):
+    """The reply to a ProfileCommand."""
+
+    paths: list[str] = []  # files that were written
+    error: str = ""  # what went wrong
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -312,6 +326,7 @@ class GenerateReq(msgspec.Struct, frozen=True, tag=True):
     scheduling: SchedulingParams = SchedulingParams()
     group: int = 0  # id of the first of the sequences that continue the same prompt
     is_group_open: bool = False  # more sequences of the group follow, as in a beam search, and use the KV of this one
+    request_id: str = ""  # X-Request-Id of the HTTP request, for GET /debug/requests
 
 
 class AbortReq(msgspec.Struct, frozen=True, tag=True):
@@ -327,7 +342,35 @@ class AbortByRequestId(msgspec.Struct, frozen=True, tag=True):
     request_id: str | None
 
 
-ToRouter = GenerateReq | AbortReq | AbortByRequestId
+class GetTimelines(msgspec.Struct, frozen=True, tag=True):
+    """An operator asks what happened to requests. The upper bits of ``query_id`` name the HTTP process that asks."""
+
+    query_id: int
+    request_id: str | None  # of the HTTP request; None: the last requests
+    limit: int
+
+
+class StartProfile(msgspec.Struct, frozen=True, tag=True):
+    """An operator starts a profile of the router and the workers."""
+
+    query_id: int
+    max_seconds: float  # then it ends by itself
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag=True):
+    """An operator ends the profile and wants its file."""
+
+    query_id: int
+
+
+class SpanCounts(msgspec.Struct, frozen=True, tag=True):
+    """Spans that an HTTP process has exported and dropped since its last message, for the metrics."""
+
+    exported: int
+    dropped: int
+
+
+ToRouter = GenerateReq | AbortReq | AbortByRequestId | GetTimelines | StartProfile | StopProfile | SpanCounts
 
 REQ_ID_BITS = 48  # low bits of an id count the requests of one HTTP process
 
@@ -397,7 +440,52 @@ class RouterStats(msgspec.Struct, frozen=True, tag=True):
     has_workers: bool = True  # False while lost workers are being replaced
 
 
-ToDetokenization = BatchTokenIdOut | RouterStats | AbortByRequestId
+TimelineEventKind = Literal[
+    "queued", "refused", "admitted", "prefill", "first_token", "preempted", "workers_lost", "finished", "failed"
+]
+
+
+class TimelineEvent(msgspec.Struct, frozen=True, array_like=True):
+    """Something that happened to a request in the router."""
+
+    kind: TimelineEventKind
+    at_s: float  # time.monotonic()
+    duration_s: float = 0.0  # of a prefill chunk: from sending its step until the result is back
+    tokens: int = 0  # cached (admitted), computed (prefill), or generated so far (preempted, finished, failed)
+    detail: str = ""  # finish reason, or status and message of a failure
+
+
+class RequestTimeline(msgspec.Struct, frozen=True):
+    """What happened to one sequence. An HTTP request has several if it has several prompts or choices."""
+
+    request_id: str
+    req_id: int
+    arrived_s: float  # time.monotonic()
+    prompt_tokens: int
+    max_new_tokens: int
+    events: list[TimelineEvent]
+    events_left_out: int = 0  # beyond the limit: those before the last one
+
+
+class Timelines(msgspec.Struct, frozen=True, tag=True):
+    """The reply to GetTimelines, newest first."""
+
+    query_id: int
+    timelines: list[RequestTimeline]
+
+
+class ProfileReply(msgspec.Struct, frozen=True, tag=True):
+    """The reply to StartProfile and StopProfile."""
+
+    query_id: int
+    status: int = 200  # HTTP's
+    message: str = ""  # what went wrong, or what is missing in the profile
+    path: str = ""  # of the profile, once it is written
+
+
+QueryReply = Timelines | ProfileReply  # goes through the detokenizer to the HTTP process that asked
+
+ToDetokenization = BatchTokenIdOut | RouterStats | AbortByRequestId | QueryReply
 
 
 # detokenization -> httpserver
@@ -419,7 +507,7 @@ class BatchStrOut(msgspec.Struct, frozen=True, tag=True):
     failed: list[ReqFailed] = []
 
 
-ToHttpserver = BatchStrOut | RouterStats | AbortByRequestId
+ToHttpserver = BatchStrOut | RouterStats | AbortByRequestId | QueryReply
 
 
 # between the launcher and each of its children, as lines of JSON

@@ -24,8 +24,8 @@ class Server:
         command += flags
         self._process = subprocess.Popen(command, stderr=self._log)
 
-    def wait_until_ready(self) -> str:
-        end = time.monotonic() + START_S
+    def wait_until_ready(self, timeout_s: float = START_S) -> str:
+        end = time.monotonic() + timeout_s
         while time.monotonic() < end and self._process.poll() is None:
             found = re.search(r"ready at (\S+)", self.log())
             if found:

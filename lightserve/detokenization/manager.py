@@ -10,6 +10,7 @@ from lightserve.io_struct import (
     BatchStrOut,
     BatchTokenIdOut,
     FinishReason,
+    QueryReply,
     ReqFailed,
     StrOut,
     ToDetokenization,
@@ -45,6 +46,8 @@ class DetokenizationManager:
             message = await self._inbox.recv()
             if isinstance(message, BatchTokenIdOut):
                 self._handle(message)
+            elif isinstance(message, QueryReply):
+                self._to_http[http_process_of(message.query_id)].send(message)
             else:  # a heartbeat for every HTTP process; it passes through here to prove that this process runs too
                 for sender in self._to_http:
                     sender.send(message)

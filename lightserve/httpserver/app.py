@@ -14,6 +14,7 @@ from lightserve.httpserver.generate import routes as generate_routes
 from lightserve.httpserver.ollama import errors as ollama_errors, routes as ollama_routes
 from lightserve.httpserver.openai import chat_routes, completions_routes
 from lightserve.httpserver.openai.responses import routes as responses_routes
+from lightserve.httpserver.tracing.request_trace import TraceMiddleware
 from lightserve.httpserver.web import routes as web_routes
 from lightserve.httpserver.wire.errors import OPENAPI_ERRORS, add_error_handlers
 from lightserve.httpserver.wire.middleware import RequestMiddleware
@@ -68,6 +69,8 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
         is_public=web_routes.is_public(has_chat=not context.config.no_web),
         logs_refusals=not context.config.disable_log_requests,
     )
+    if context.export_trace is not None:
+        app.add_middleware(TraceMiddleware, model=context.model_name, export=context.export_trace)
     if context.config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

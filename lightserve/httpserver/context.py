@@ -14,6 +14,7 @@ from lightserve.config import HttpConfig
 from lightserve.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from lightserve.httpserver.grammar_check import GrammarCheck
 from lightserve.httpserver.manager import HttpServerManager
+from lightserve.httpserver.tracing.request_trace import Export
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import Body, read_json
 from lightserve.httpserver.wire.unknown_fields import UnknownFields
@@ -40,6 +41,7 @@ class ServerContext:
     created: int = field(default_factory=lambda: int(time.time()))
     run_dir: str | None = None  # the same for all HTTP processes of the server; None: there is none, in tests
     details: ModelDetails | None = None  # None in tests without a model's files
+    export_trace: Export | None = None  # None: requests are not traced
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -79,7 +81,11 @@ class ServerContext:
         if request_id is not None and "x-request-id" not in request.headers:
             request.state.request_id = request_id
         is_written = not self.config.disable_log_requests
-        return AccessLog(request.state.request_id, request.url.path, is_written, request.state.record)
+        log = AccessLog(request.state.request_id, request.url.path, is_written, request.state.record)
+        trace = request.scope["state"].get("trace")
+        if trace is not None:
+            trace.watch(log)
+        return log
 
     def check_model(self, name: str | None) -> None:
         is_checked = not self.config.use_tgi_api  # TGI's clients send arbitrary names

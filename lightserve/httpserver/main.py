@@ -17,6 +17,8 @@ from lightserve.httpserver.app import build_app
 from lightserve.httpserver.chat.output import output_formats
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import HttpServerManager
+from lightserve.httpserver.tracing.exporter import SpanExporter
+from lightserve.httpserver.tracing.setup import CLOSE_S, report_counts, start_exporter
 from lightserve.httpserver.wire.protocol import LimitedProtocol, QuietProtocol
 from lightserve.io_struct import Drain, Drained, EngineDied, EngineReady, Ready, ToHttpserver, ToRouter
 from lightserve.model_files.details import read_details
@@ -44,6 +46,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     manager = HttpServerManager(child_config.index, to_router, from_detokenization)
     source = resolve(config.worker.model_dir, needs_weights=False, trusts_code=config.worker.trust_remote_code)
     name = config.http.first_model_name(source.name)
+    exporter = start_exporter(config.http.otlp_endpoint, name, child_config.index)
     context = ServerContext(
         config.http,
         name,
@@ -52,13 +55,16 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         read_sampling_defaults(source, config.http.generation_config),
         run_dir=child_config.run_dir,
         details=read_details(source),
+        export_trace=None if exporter is None else exporter.put,
     )
     context.warm_up()
     output_formats(context)  # an unknown --tool_call_parser or --reasoning_parser fails here
     server = _Server(context, launcher)
     async with asyncio.TaskGroup() as tasks:  # the process ends when one of them fails; the launcher logs the reason
         tasks.create_task(manager.run())
-        tasks.create_task(_handle_launcher(launcher, manager))
+        tasks.create_task(_handle_launcher(launcher, manager, exporter))
+        if exporter is not None:
+            tasks.create_task(report_counts(exporter, to_router))
         tasks.create_task(server.serve(sockets=_listeners(socket.socket(fileno=child_config.listen_fd))))
 
 
@@ -102,7 +108,9 @@ def _tls_of(config: HttpConfig) -> Callable[..., ssl.SSLContext] | None:
     return lambda *_: context
 
 
-async def _handle_launcher(launcher: LauncherConnection, manager: HttpServerManager) -> None:
+async def _handle_launcher(
+    launcher: LauncherConnection, manager: HttpServerManager, exporter: SpanExporter | None
+) -> None:
     """Handle the messages of the launcher."""
     async with asyncio.TaskGroup() as tasks:
         while True:
@@ -113,11 +121,15 @@ async def _handle_launcher(launcher: LauncherConnection, manager: HttpServerMana
                 manager.engine_died(message.message)
             elif isinstance(message, Drain):
                 manager.drain()
-                tasks.create_task(_report_drained(launcher, manager))
+                tasks.create_task(_report_drained(launcher, manager, exporter))
 
 
-async def _report_drained(launcher: LauncherConnection, manager: HttpServerManager) -> None:
+async def _report_drained(
+    launcher: LauncherConnection, manager: HttpServerManager, exporter: SpanExporter | None
+) -> None:
     await manager.wait_drained()
+    if exporter is not None:
+        await asyncio.to_thread(exporter.close, CLOSE_S)
     launcher.send(Drained())
 
 

@@ -20,6 +20,7 @@ from lightserve.errors import (
     UnavailableError,
     error_from_status,
 )
+from lightserve.httpserver.router_queries import RouterQueries
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import (
     REQ_ID_BITS,
@@ -77,6 +78,7 @@ class HttpServerManager:
         self._ids = itertools.count(index << REQ_ID_BITS)
         self._running: dict[int, tuple[Generation, int]] = {}  # by req_id: its generation, and its index there
         self._drained = asyncio.Event()
+        self.queries = RouterQueries(index, to_router)
 
     @property
     def limits(self) -> EngineReady:
@@ -97,8 +99,10 @@ class HttpServerManager:
                 self._deliver(message)
             elif isinstance(message, RouterStats):
                 self.stats = message
-            else:
+            elif isinstance(message, AbortByRequestId):
                 self._abort_own_requests(message.request_id)
+            else:
+                self.queries.resolve(message)
 
     def engine_ready(self, limits: EngineReady) -> None:
         """Accept requests."""
@@ -182,7 +186,16 @@ class HttpServerManager:
             is_open = one.group is not None
             group = first if one.group is None else one.group
             self._to_router.send(
-                GenerateReq(req_id, one.prompt_ids, one.params, arrived_s, one.scheduling, group, is_group_open=is_open)
+                GenerateReq(
+                    req_id,
+                    one.prompt_ids,
+                    one.params,
+                    arrived_s,
+                    one.scheduling,
+                    group,
+                    is_group_open=is_open,
+                    request_id=generation.log.request_id,
+                )
             )
 
     def _deliver(self, batch: BatchStrOut) -> None:
@@ -225,6 +238,7 @@ class Generation:
 
     async def __aenter__(self) -> Self:
         self._manager._start(self)
+        self.log.is_generating = True
         return self
 
     def __aiter__(self) -> Self:

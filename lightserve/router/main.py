@@ -11,6 +11,7 @@ from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
 from lightserve.router.model_client import RpycModelClient
 from lightserve.router.policy import make_policy
+from lightserve.router.profile_client import ProfileClient
 from lightserve.router.scheduler import Scheduler, make_limits
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
@@ -40,15 +41,41 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         return RpycModelClient(paths, report_lost)
 
     manager = RouterManager(scheduler, connect(0), engine, inbox, to_detokenization, config.router)
+    profiled = _ProfiledWorkers(child_config, manager)
+    profiled.connect(0)
     launcher.send(Ready())
     gc.freeze()  # what exists now is never freed, so no collection has to visit it
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(manager.run(ThroughputLog(manager.metrics, config.router.log_stats_interval)))
-        tasks.create_task(_use_new_workers(launcher, manager, connect))
+        tasks.create_task(_use_new_workers(launcher, manager, connect, profiled))
+
+
+class _ProfiledWorkers:
+    """The connection for profiles to the present workers, if --profile_dir is set."""
+
+    def __init__(self, child_config: ChildConfig, manager: RouterManager) -> None:
+        self._child_config = child_config
+        self._manager = manager
+        self._client: ProfileClient | None = None
+
+    def connect(self, generation: int) -> None:
+        """After the connections for steps and grammars."""
+        config = self._child_config.config
+        folder = config.launch.profile_dir
+        if folder is None:
+            return
+        if self._client is not None:
+            self._client.close()
+        paths = [self._child_config.worker_path(rank, generation) for rank in range(config.worker.tp)]
+        self._client = ProfileClient(paths)
+        self._manager.profiles.enable(folder, self._client)
 
 
 async def _use_new_workers(
-    launcher: LauncherConnection, manager: RouterManager, connect: Callable[[int], RpycModelClient]
+    launcher: LauncherConnection,
+    manager: RouterManager,
+    connect: Callable[[int], RpycModelClient],
+    profiled: _ProfiledWorkers,
 ) -> None:
     """Connect whenever the launcher has replaced lost workers."""
     while True:
@@ -56,6 +83,7 @@ async def _use_new_workers(
         if isinstance(message, NewWorkers):
             try:
                 manager.use_workers(connect(message.generation))
+                profiled.connect(message.generation)
             except (EOFError, OSError) as error:  # the launcher notices this too, and starts others
                 logger.warning(
                     "the new workers of generation %d died before the router connected: %s", message.generation, error

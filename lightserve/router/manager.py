@@ -10,13 +10,24 @@ import asyncio
 import time
 
 from lightserve.config import RouterConfig
-from lightserve.io_struct import AbortReq, EngineReady, GenerateReq, ReqFailed, ToDetokenization, ToRouter
+from lightserve.io_struct import (
+    AbortByRequestId,
+    AbortReq,
+    EngineReady,
+    GenerateReq,
+    GetTimelines,
+    SpanCounts,
+    ToDetokenization,
+    ToRouter,
+)
 from lightserve.router.model_client import ModelClient
+from lightserve.router.profile_control import ProfileControl
 from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.stats import RouterMetrics, ThroughputLog
 from lightserve.router.step_loop import StepLoop
+from lightserve.router.timeline import TimelineRing
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger
 
@@ -42,7 +53,9 @@ class RouterManager:
         self._to_detokenization = to_detokenization
         self._config = config
         self._reporter = Reporter(scheduler, to_detokenization)
+        self.timelines = TimelineRing(config.debug_requests)
         self.steps = StepLoop(scheduler, model, engine, self._reporter)
+        self.profiles = ProfileControl(self.steps, self.timelines, to_detokenization)
 
     @property
     def metrics(self) -> RouterMetrics:
@@ -55,6 +68,7 @@ class RouterManager:
             tasks.create_task(self.steps.run())
             tasks.create_task(self._send_heartbeats(log))
             tasks.create_task(self._watch_deadlines())
+            tasks.create_task(self.profiles.run())
 
     def use_workers(self, model: ModelClient) -> None:
         """Continue with new workers in place of lost ones."""
@@ -68,17 +82,30 @@ class RouterManager:
                 self._accept(message)
             elif isinstance(message, AbortReq):
                 self._abort(message)
-            else:
+            elif isinstance(message, AbortByRequestId):
                 self._to_detokenization.send(message)
+            elif isinstance(message, GetTimelines):
+                self._to_detokenization.send(self.timelines.answer(message))
+            elif isinstance(message, SpanCounts):
+                self.metrics.spans(message.exported, message.dropped)
+            else:
+                self.profiles.put(message)
 
     def _accept(self, message: GenerateReq) -> None:
+        timeline = self.timelines.start(message)
         limit, waiting = self._config.max_queue_size, self._scheduler.num_waiting + self._scheduler.num_held
         if waiting >= limit:
             found = f"the queue is full: {waiting} requests wait, the limit is {limit} (--max_queue_size); retry later"
             self._reporter.refuse(message.req_id, found)
+            if timeline is not None:
+                timeline.refused(found)
             return
         self._reporter.announce(message.req_id, message.params.text)
-        self._queue(self._make_req(message))
+        req = self._make_req(message)
+        req.timeline = timeline
+        if timeline is not None:
+            timeline.queued()
+        self._queue(req)
 
     def _queue(self, req: Req) -> None:
         """A request with a grammar may run once the workers have compiled it: no step should wait for that."""
@@ -123,7 +150,7 @@ class RouterManager:
             await asyncio.sleep(DEADLINE_CHECK_S)
             expired = self._scheduler.expire(time.monotonic())
             if expired:
-                self._reporter.fail([ReqFailed(req.req_id, 504, _timeout_message(req)) for req in expired])
+                self._reporter.fail(expired, 504, _timeout_message)
                 self.steps.wake()
 
     async def _send_heartbeats(self, log: ThroughputLog) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from lightserve.io_struct import (
     Admission,
@@ -38,7 +39,11 @@ class Reporter:
         self.metrics.refused()
         self._to_detokenization.send(BatchTokenIdOut(failed=[ReqFailed(req_id, 429, message)]))
 
-    def fail(self, failed: list[ReqFailed]) -> None:
+    def fail(self, reqs: list[Req], status: int, message_of: Callable[[Req], str]) -> None:
+        """Requests failed outside of a step."""
+        failed = [ReqFailed(req.req_id, status, message_of(req)) for req in reqs]
+        for req, failure in zip(reqs, failed, strict=True):
+            _record_failure(req, failure)
         self.metrics.failed(len(failed))
         self._to_detokenization.send(BatchTokenIdOut(failed=failed))
 
@@ -49,7 +54,7 @@ class Reporter:
 
     def report(self, result: StepResult) -> None:
         """Give the tokens of a step to their requests, and send them in one message with the aborted requests."""
-        failed = [failure for failure in result.failed if self._scheduler.fail(failure) is not None]
+        failed = [failure for failure in result.failed if self._has_failed(failure)]
         self.metrics.failed(len(failed))
         self.metrics.numerical_errors(sum(failure.status >= 500 for failure in failed))
         outs = self._process_tokens(result.tokens, time.monotonic())
@@ -66,6 +71,13 @@ class Reporter:
             self.metrics.set_windowed_load(windowed.used, windowed.size)
         stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers)
         self._to_detokenization.send(stats)
+
+    def _has_failed(self, failure: ReqFailed) -> bool:
+        """Whether the request ends now. Otherwise it ended before."""
+        req = self._scheduler.fail(failure)
+        if req is not None:
+            _record_failure(req, failure)
+        return req is not None
 
     def _process_tokens(self, tokens: list[TokenOut], now: float) -> list[TokenIdOut]:
         gaps: dict[float, int] = {}  # time of the last token -> requests; most requests got it in the same step
@@ -103,9 +115,13 @@ class Reporter:
         queue_s = req.admitted_s - req.arrived_s
         self.metrics.admitted(queue_s, len(req.prompt_ids), req.cached_len)
         self.metrics.first_token(now - req.arrived_s, now - req.admitted_s)
+        if req.timeline is not None:
+            req.timeline.first_token(now)
         return Admission(queue_s, req.cached_len)
 
     def _count_finished(self, req: Req, reason: FinishReason, now: float) -> None:
+        if req.timeline is not None:
+            req.timeline.finished(reason, now, len(req.output_ids))
         has_run = bool(req.output_ids)
         self.metrics.finished(
             reason.value,
@@ -116,3 +132,8 @@ class Reporter:
             len(req.output_ids),
             req.max_new_tokens,
         )
+
+
+def _record_failure(req: Req, failure: ReqFailed) -> None:
+    if req.timeline is not None:
+        req.timeline.failed(failure, len(req.output_ids))

@@ -9,6 +9,7 @@ import numpy as np
 
 from lightserve.io_struct import FinishReason, GenerationParams, NewReq, TokenOut
 from lightserve.router.radix_cache import Ids, RadixNode
+from lightserve.router.timeline import Timeline
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +52,7 @@ class Req:
     admitted_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
+    timeline: Timeline | None = None  # None: it is not recorded
 
     def __post_init__(self) -> None:
         self.prompt = np.array(self.prompt_ids, dtype=np.int32)

@@ -7,11 +7,12 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from lightserve.io_struct import EngineReady, GrammarSpec, ReqFailed, Step, StepResult
+from lightserve.io_struct import EngineReady, GrammarSpec, Step, StepResult
 from lightserve.router.model_client import ModelClient
 from lightserve.router.reporter import Reporter
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step_pacer import StepKind, StepPacer, kind_of
+from lightserve.utils.trace_recorder import TraceRecorder
 
 CRASHED_TWICE = "the model worker died twice while it computed this request; it is not tried again"
 
@@ -35,6 +36,8 @@ class StepLoop:
         self._wake = asyncio.Event()
         self._in_flight: deque[InFlightStep] = deque()  # oldest first
         self._timer: asyncio.TimerHandle | None = None
+        self.recorder: TraceRecorder | None = None  # while a profile runs
+        self._num_recorded = 0
         self._was_full = False  # requests were left waiting after the last planned step
 
     async def run(self) -> None:
@@ -87,7 +90,11 @@ class StepLoop:
             if step is None:
                 return
             self._was_full = self._scheduler.num_waiting > 0
+            planned_s = 0.0 if self.recorder is None else time.monotonic()
             self._send(step, now)
+            if self.recorder is not None:
+                self.recorder.add("plan", now, planned_s, new=len(step.new), freed=len(step.free))
+                self.recorder.add("send", planned_s, time.monotonic(), requests=len(step.rows))
 
     def _is_early(self, last: InFlightStep, now: float) -> bool:
         """Whether it is too early for the next step. If so, a timer wakes the loop when the step is due."""
@@ -122,10 +129,22 @@ class StepLoop:
         if first.result.exception() is not None:  # its workers died: _fill_pipeline handles that
             return self._model.is_lost
         self._in_flight.popleft()
-        self.pacer.record(first.kind, first.sent_s, time.monotonic())
-        self._scheduler.complete_step()
+        now = time.monotonic()
+        self.pacer.record(first.kind, first.sent_s, now)
+        for timeline, tokens in self._scheduler.complete_step():
+            timeline.prefill(first.sent_s, now, tokens)
         self._reporter.report(first.result.result())
+        if self.recorder is not None:
+            self._record(self.recorder, first, now)
         return True
+
+    def _record(self, recorder: TraceRecorder, step: InFlightStep, now: float) -> None:
+        """Steps that are in flight at the same time are on different tracks."""
+        recorder.add("report tokens", now, time.monotonic())
+        self._num_recorded += 1
+        is_decode, _ = step.kind
+        track = f"steps in flight {self._num_recorded % self._engine.pipeline_depth}"
+        recorder.add_on(track, "decode step" if is_decode else "prefill step", step.sent_s, now)
 
     def _on_workers_lost(self, reason: str) -> None:
         """All KV is lost. The crashing request fails if it is known; the others wait for new workers."""
@@ -136,5 +155,5 @@ class StepLoop:
         self._in_flight.clear()
         self._model.request_restart(reason, caused_by_request=crashing_request is not None)
         if crashing_request is not None:
-            self._reporter.fail([ReqFailed(crashing_request.req_id, 500, CRASHED_TWICE)])
+            self._reporter.fail([crashing_request], 500, lambda _: CRASHED_TWICE)
         self._reporter.send_heartbeat(0.0, has_workers=False)  # /health should not wait for the next one

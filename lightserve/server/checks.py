@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from lightserve.utils.tls import server_context
 logger = init_logger(__name__)
 
 FITTING_TIMEOUT_S = 60.0  # to import torch on a loaded machine
+OTLP_MODULE = "opentelemetry.proto.collector.trace.v1.trace_service_pb2"
 SHOWN = 3  # of the models that fit
 
 
@@ -38,6 +42,8 @@ def check(config: ServerConfig) -> ModelInfo:
     """Raise a LightserveError that says what the operator must change. Download the model if it is not there."""
     net.bind(config.http.host, config.http.port).close()
     _check_access(config.http)
+    check_otlp(config.http)
+    check_profile_dir(config.launch.profile_dir)
     is_weightless = config.launch.null_worker or config.worker.load_format == "dummy"
     trusts_code = config.worker.trust_remote_code
     source = resolve(config.worker.model_dir, needs_weights=False, trusts_code=trusts_code)
@@ -65,6 +71,28 @@ def _check_access(http: HttpConfig) -> None:
         server_context(http.ssl_certfile, http.ssl_keyfile, http.ssl_ca_certs)
     if not (http.api_key or http.ssl_ca_certs or net.is_local(http.host)):
         logger.warning("anyone who can reach %s may use the server: set --api_key_file", http.host)
+
+
+def check_otlp(http: HttpConfig) -> None:
+    if http.otlp_endpoint is None:
+        return
+    try:
+        importlib.import_module(OTLP_MODULE)
+    except ImportError as error:
+        raise ServerError(
+            f"--otlp_endpoint needs the package opentelemetry-proto; pip install 'lightserve[otlp]' ({error})"
+        ) from error
+
+
+def check_profile_dir(folder: str | None) -> None:
+    if folder is None:
+        return
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ServerError(f"--profile_dir {folder}: cannot be written ({error}); choose another folder") from error
 
 
 def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:

@@ -84,6 +84,8 @@ METRICS = (
     _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
     _counter("prefix_cache_evicted_tokens_total", "Tokens evicted from the prefix cache to free slots of the KV pool."),
+    _counter("otlp_spans_exported_total", "Spans sent to the collector of --otlp_endpoint."),
+    _counter("otlp_spans_dropped_total", "Spans dropped because the collector was slow or did not respond."),
     _histogram("time_to_first_token_seconds", "Time from a request's arrival to its first token.", _FIRST_TOKEN_S),
     _histogram("inter_token_latency_seconds", "Time between two tokens of a request.", _TOKEN_S),
     _histogram("request_time_per_output_token_seconds", "Mean time per output token after the first.", _TOKEN_S),

@@ -15,7 +15,7 @@ from lightserve.io_struct import EngineReady, StartupPhase, StartupProgress
 from lightserve.model_files.source import resolve
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
-from lightserve.worker.rpc import StepServer
+from lightserve.worker.rpc import RunProfile, StepServer
 
 GPU = "/dev/nvidiactl"  # a check with torch would take seconds
 
@@ -37,6 +37,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             store = f"file://{child_config.path('tp')}"
             parallel = connect_ranks(child_config.index, ParallelSizes(tp=config.tp), store, platform.comm_backend)
             worker = ModelWorker(config, source, parallel)
+        run_profile = _profiler(child_config)
         with _phase(launcher, "warm up"):
             worker.warm_up()
     vocab_size = worker.model_config.vocab_size
@@ -54,7 +55,19 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
         )
     )
-    server.serve(worker.launch, worker.pipeline_depth, worker.compile_grammar)
+    server.serve(worker.launch, worker.pipeline_depth, worker.compile_grammar, run_profile)
+
+
+def _profiler(child_config: ChildConfig) -> RunProfile | None:
+    """None without --profile_dir: then nothing of the profiler is imported."""
+    if child_config.config.launch.profile_dir is None:
+        return None
+    from lightserve.worker.profiler import WorkerProfiler
+    from lightserve.worker.torch_trace import TorchTrace
+
+    trace = TorchTrace()
+    trace.prepare()
+    return WorkerProfiler(child_config.index, trace).run
 
 
 def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:

@@ -8,6 +8,7 @@ from functools import partial
 from lightserve.io_struct import EngineReady, Step, StepResult, Token, TokenOut
 from lightserve.model_files.source import ModelSource, resolve
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
+from lightserve.worker.profiler import WorkerProfiler
 from lightserve.worker.rpc import GetResult, StepServer
 
 CONTEXT_LEN = 8192
@@ -71,7 +72,10 @@ def main(child_config: ChildConfig, launcher: LauncherConnection, worker_class: 
             step_timeout_s=config.step_timeout or 0.0,
         )
     )
-    server.serve(worker_class(child_config.config.launch.null_step_ms / 1e3, vocab_size).launch)
+    launch_config = child_config.config.launch
+    profiler = None if launch_config.profile_dir is None else WorkerProfiler(child_config.index)
+    worker = worker_class(launch_config.null_step_ms / 1e3, vocab_size)
+    server.serve(worker.launch, run_profile=None if profiler is None else profiler.run)
 
 
 if __name__ == "__main__":

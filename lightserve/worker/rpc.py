@@ -12,16 +12,18 @@ import msgspec
 import rpyc
 from rpyc.core import Channel, SocketStream
 
-from lightserve.io_struct import GrammarSpec, Step, StepResult
+from lightserve.io_struct import GrammarSpec, ProfileCommand, ProfileResult, Step, StepResult
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "log_exceptions": False}
 
 GetResult = Callable[[], StepResult]
 Launch = Callable[[Step], GetResult]  # starts a step, and returns a function that waits for its result
 CompileGrammar = Callable[[GrammarSpec, tuple[int, ...]], None]  # compiles a grammar, for these end tokens
+RunProfile = Callable[["ModelRpc", ProfileCommand], ProfileResult]  # starts or ends a profile of these steps
 
 _decode_step = msgspec.msgpack.Decoder(Step).decode
 _encode_result = msgspec.msgpack.Encoder().encode
+_decode_profile = msgspec.msgpack.Decoder(ProfileCommand).decode
 _decode_grammar = msgspec.msgpack.Decoder(tuple[GrammarSpec, tuple[int, ...]]).decode
 
 
@@ -34,7 +36,8 @@ class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
 
     def __init__(self, launch: Launch) -> None:
         self.failure: BaseException | None = None
-        self._launch = launch
+        self.launch = launch  # a profile replaces it for a while
+        self.plain_launch = launch
         self._launching = threading.Lock()
         self._thread = threading.local()
 
@@ -43,7 +46,7 @@ class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
 
     def exposed_run(self, command: bytes) -> bytes:
         try:
-            collect = self._launch(_decode_step(command))
+            collect = self.launch(_decode_step(command))
             self._let_others_launch()
             return _encode_result(collect())
         except BaseException as error:  # this process reports it; rpyc would raise it in the router
@@ -80,39 +83,67 @@ class GrammarRpc(rpyc.Service):  # type: ignore[misc]
         self._compile_grammar(*_decode_grammar(command))
 
 
+class ProfileRpc(rpyc.Service):  # type: ignore[misc]
+    """Serves the connection for profiles, if there is one."""
+
+    def __init__(self, run_profile: RunProfile, rpc: ModelRpc) -> None:
+        self._run_profile = run_profile
+        self._rpc = rpc
+
+    def exposed_profile(self, command: bytes) -> bytes:
+        return _encode_result(self._run_profile(self._rpc, _decode_profile(command)))
+
+
 def ignore_grammar(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
     """For workers without grammars."""
 
 
 class StepServer:
-    """Listens on a unix socket for the only router. Its first connection is for steps, its second for grammars."""
+    """Listens on a unix socket for the only router.
+
+    Its first connection is for steps, its second for grammars, its third for profiles, if the server takes some.
+    """
 
     def __init__(self, path: str) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
-        self._listener.listen(2)
+        self._listener.listen(3)
 
-    def serve(self, launch: Launch, depth: int = 1, compile_grammar: CompileGrammar = ignore_grammar) -> None:
+    def serve(
+        self,
+        launch: Launch,
+        depth: int = 1,
+        compile_grammar: CompileGrammar = ignore_grammar,
+        run_profile: RunProfile | None = None,
+    ) -> None:
         """Run the router's steps, up to ``depth`` in flight, until it closes the connection or a step fails."""
         connected, _ = self._listener.accept()
         rpc = ModelRpc(launch)
         rpc._connect(Channel(SocketStream(connected), compress=False), RPYC_CONFIG)
         threads = [threading.Thread(target=rpc.serve, daemon=True) for _ in range(depth - 1)]
-        grammars = threading.Thread(target=self.serve_grammars, args=(compile_grammar,), daemon=True)
-        for thread in (*threads, grammars):
+        services: list[rpyc.Service] = [GrammarRpc(compile_grammar)]
+        if run_profile is not None:
+            services.append(ProfileRpc(run_profile, rpc))
+        others = threading.Thread(target=self._serve_others, args=(services,), daemon=True)
+        for thread in (*threads, others):
             thread.start()
         rpc.serve()
         for thread in threads:
             thread.join()
         with suppress(OSError):  # not every system can shut a listener down
-            self._listener.shutdown(socket.SHUT_RDWR)  # the thread for grammars may still wait for its connection
+            self._listener.shutdown(socket.SHUT_RDWR)  # a thread may still wait for a connection
         if rpc.failure is not None:
             raise rpc.failure
 
     def serve_grammars(self, compile_grammar: CompileGrammar) -> None:
-        """In a thread of its own: a step never waits behind a compilation."""
-        try:
-            connected, _ = self._listener.accept()
-        except OSError:  # shut down
-            return
-        GrammarRpc(compile_grammar)._connect(Channel(SocketStream(connected), compress=False), RPYC_CONFIG).serve_all()
+        self._serve_others([GrammarRpc(compile_grammar)])
+
+    def _serve_others(self, services: list[rpyc.Service]) -> None:
+        """Each in a thread of its own: a step never waits behind a compilation or a profile."""
+        for service in services:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError:  # shut down
+                return
+            connection = service._connect(Channel(SocketStream(connected), compress=False), RPYC_CONFIG)
+            threading.Thread(target=connection.serve_all, daemon=True).start()

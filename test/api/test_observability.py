@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import time
@@ -25,15 +26,17 @@ def post(server: ServerProcess, path: str, body: dict[str, Any], **headers: str)
 
 def test_requests_appear_in_log_and_metrics(tmp_path: Path) -> None:
     flags = ("--null_worker", "--null_step_ms", "5", "--log_stats_interval", "1", "--metrics_compat", "vllm,lightllm")
-    with running_server(tmp_path / "log", *flags) as server:
+    with running_server(tmp_path / "log", *flags, "--profile_dir", str(tmp_path / "profiles")) as server:
+        check_profile(server)
         for i in range(5):
             body = {"prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True, "n": 2}
             post(server, "/v1/completions", body, **{"X-Request-Id": f"mine-{i}"})
 
-        wait_until(lambda: server.metrics()["request_success_total/length"] == 10)
+        wait_until(lambda: server.metrics()["request_success_total/length"] == 11)
         wait_until(lambda: "tok/s" in server.log)
         seen = server.metrics()
 
+        check_timelines(server)
         line = next(line for line in server.log.splitlines() if "mine-0" in line)
         pattern = (
             r"mine-0 /v1/completions status=200 prompt=3 cached=0 output=200 "
@@ -42,16 +45,48 @@ def test_requests_appear_in_log_and_metrics(tmp_path: Path) -> None:
         assert re.search(pattern, line)
         assert re.search(r"prompt \d+\.\d tok/s, output \d+\.\d tok/s, running \d+, waiting \d+, KV \d", server.log)
         for prefix in ("", "vllm:"):
-            assert seen[f"{prefix}generation_tokens_total"] == 1000
-            assert seen[f"{prefix}prompt_tokens_total"] == 30
-            assert seen[f"{prefix}time_to_first_token_seconds_count"] == 10
-            assert seen[f"{prefix}inter_token_latency_seconds_count"] == 990
-            assert seen[f"{prefix}e2e_request_latency_seconds_count"] == 10
+            assert seen[f"{prefix}generation_tokens_total"] == 1004
+            assert seen[f"{prefix}prompt_tokens_total"] == 37
+            assert seen[f"{prefix}time_to_first_token_seconds_count"] == 11
+            assert seen[f"{prefix}inter_token_latency_seconds_count"] == 993
+            assert seen[f"{prefix}e2e_request_latency_seconds_count"] == 11
             assert seen[f"{prefix}num_requests_running"] == 0
-        assert seen["lightllm_request_count_total"] == 10
+        assert seen["lightllm_request_count_total"] == 11
         below_5ms = seen["inter_token_latency_seconds_bucket/0.005"]
         below_20ms = seen["inter_token_latency_seconds_bucket/0.02"]
         assert below_5ms < below_20ms  # a step takes 5 ms: the buckets are fine enough to see it
+
+
+def check_profile(server: ServerProcess) -> None:
+    """Router and worker are in one file, on one clock."""
+    post(server, "/start_profile", {"max_seconds": 60})
+    post(server, "/v1/completions", {"prompt": [7] * 7, "max_tokens": 4, "ignore_eos": True}, **{"X-Request-Id": "p"})
+    events = json.loads(gzip.decompress(Path(post(server, "/stop_profile", {})["path"]).read_bytes()))["traceEvents"]
+
+    processes = {one["args"]["name"]: one["pid"] for one in events if one["name"] == "process_name"}
+    assert set(processes) == {"router", "model worker 0"}
+    steps = sorted(one["ts"] for one in events if one["name"] in ("prefill step", "decode step"))
+    launches = sorted(one["ts"] for one in events if one["name"] == "launch")
+    assert 4 <= len(steps) <= len(launches)  # a last one may free the request
+    assert all(sent < launched for sent, launched in zip(steps, launches, strict=False))
+    assert all(launched < sent for launched, sent in zip(launches, steps[1:], strict=False))
+    assert "request p (0)" in [one["args"]["name"] for one in events if one["name"] == "thread_name"]
+
+
+def check_timelines(server: ServerProcess) -> None:
+    """Of the requests above."""
+    with urllib.request.urlopen(f"{server.url}/debug/requests?limit=3", timeout=60) as response:
+        listed = json.load(response)["requests"]
+    with urllib.request.urlopen(f"{server.url}/debug/requests/mine-0", timeout=60) as response:
+        sequences = json.load(response)["sequences"]
+
+    assert [one["request_id"] for one in listed] == ["mine-4", "mine-4", "mine-3"]
+    assert len(sequences) == 2
+    for one in sequences:
+        assert (one["prompt_tokens"], one["output_tokens"], one["end"]) == (3, 100, "length")
+        assert [event["event"] for event in one["events"]] == [
+            *("queued", "admitted", "prefill", "first_token", "finished")
+        ]
 
 
 def test_request_log_lines_can_be_disabled(tmp_path: Path) -> None:

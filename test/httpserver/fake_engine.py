@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
+
 from lightserve.config import HttpConfig
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import HttpServerManager
@@ -18,8 +20,14 @@ from lightserve.io_struct import (
     EngineReady,
     FinishReason,
     GenerateReq,
+    GetTimelines,
+    ProfileReply,
     ReqFailed,
+    RequestTimeline,
+    StartProfile,
+    StopProfile,
     StrOut,
+    Timelines,
     ToHttpserver,
     Token,
     ToRouter,
@@ -67,6 +75,10 @@ class FakeEngine:
         self.script = script
         self.received: list[GenerateReq] = []
         self.aborted: list[int] = []
+        self.profile_messages: list[StartProfile | StopProfile] = []
+        self.profile_reply = ProfileReply(0)  # to every one of them
+        self.queries: list[GetTimelines] = []
+        self.timelines: list[RequestTimeline] = []  # the reply to every query
         self.hold = asyncio.Event()  # cleared: tokens after the first of a request wait
         self.hold.set()
         self._inbox: Receiver[ToRouter] = Receiver(f"ipc://{run_dir}/router", ToRouter)
@@ -80,6 +92,12 @@ class FakeEngine:
             message = await self._inbox.recv()
             if isinstance(message, AbortReq):
                 self.aborted.append(message.req_id)
+            elif isinstance(message, GetTimelines):
+                self.queries.append(message)
+                self._outbox.send(Timelines(message.query_id, self.timelines))
+            elif isinstance(message, StartProfile | StopProfile):
+                self.profile_messages.append(message)
+                self._outbox.send(msgspec.structs.replace(self.profile_reply, query_id=message.query_id))
             elif isinstance(message, GenerateReq):
                 self.received.append(message)
                 task = asyncio.create_task(self._respond(message))

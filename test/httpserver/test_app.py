@@ -202,8 +202,11 @@ def test_admin_paths_need_an_admin_key_where_one_is_set(
 ) -> None:
     async def check(server: Served) -> None:
         response = await server.post("/abort_request", json={"request_id": "a"}, headers=headers)
+        listed = await server.get("/debug/requests", headers=headers)
+        shown = await server.get("/debug/requests/a", headers=headers)
 
-        assert response.status_code == status
+        assert response.status_code == listed.status_code == status
+        assert shown.status_code == (404 if status == 200 else status)
 
     with_server(tmp_path, check, config)
 

@@ -36,6 +36,8 @@ _NOT_IN_VLLM = {
     "request_numerical_error_total",
     "worker_restarts_total",
     "prefix_cache_evicted_tokens_total",
+    "otlp_spans_exported_total",
+    "otlp_spans_dropped_total",
 }
 
 

@@ -11,9 +11,11 @@ from starlette.responses import JSONResponse, Response
 
 from lightserve import __version__
 from lightserve.errors import InvalidRequestError, UnavailableError
+from lightserve.httpserver.admin.debug_requests import add_debug_requests
 from lightserve.httpserver.admin.invocations import add_invocations
 from lightserve.httpserver.admin.metrics_page import CONTENT_TYPE, MetricsPage
 from lightserve.httpserver.admin.models import add_models
+from lightserve.httpserver.admin.profile import add_profile
 from lightserve.httpserver.admin.server_info import add_server_info
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.wire.body import Body, openapi_body, validate
@@ -44,6 +46,8 @@ def routes(context: ServerContext) -> APIRouter:
     _add_health(router, context)
     _add_load(router, context)
     _add_abort(router, context)
+    add_debug_requests(router, context)
+    add_profile(router, context)
     add_server_info(router, context)
     add_invocations(router, context)
     return router

@@ -68,11 +68,13 @@ class AccessLog:
         self.cached_tokens = 0
         self.generated_tokens = 0  # counted by the manager
         self.counts_output = True  # set by the route: False where max_tokens is 0
+        self.is_generating = False  # set by the manager
+        self.queue_s = 0.0
+        self.first_token_s: float | None = None  # since arrived_s
+        self.on_close: Callable[[BaseException | None], None] | None = None  # for traces
         self._route = route
         self._is_written = is_written
         self._response = response
-        self._queue_s = 0.0
-        self._first_token_s: float | None = None
         self._finish_reasons: list[str] = []
 
     def silent_copy(self) -> AccessLog:
@@ -88,13 +90,17 @@ class AccessLog:
     def record_admission(self, admission: Admission, is_first_choice: bool) -> None:
         """With the first token of a choice."""
         self.cached_tokens += admission.cached_tokens if is_first_choice else 0
-        self._queue_s = max(self._queue_s, admission.queue_s)
-        if self._first_token_s is None:
-            self._first_token_s = time.monotonic() - self.arrived_s
+        self.queue_s = max(self.queue_s, admission.queue_s)
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic() - self.arrived_s
 
     def record_finish(self, reason: FinishReason) -> None:
         """With the last token of a choice."""
         self._finish_reasons.append(reason.value)
+
+    def finish_reasons(self, error: BaseException | None) -> list[str]:
+        """One for each choice, or what ended the request instead."""
+        return _finish(self._finish_reasons, error).split(",")
 
     def _fields(self, status: int, error: BaseException | None) -> dict[str, object]:
         """For --log_format json."""
@@ -105,13 +111,16 @@ class AccessLog:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
-            queue_s=round(self._queue_s, 6),
-            first_token_s=None if self._first_token_s is None else round(self._first_token_s, 6),
+            queue_s=round(self.queue_s, 6),
+            first_token_s=None if self.first_token_s is None else round(self.first_token_s, 6),
             total_s=round(time.monotonic() - self.arrived_s, 6),
             finish=_finish(self._finish_reasons, error),
         )
 
     def close(self, error: BaseException | None) -> None:
+        self.is_generating = False
+        if self.on_close is not None:
+            self.on_close(error)
         if not self._is_written:
             return
         total_s = time.monotonic() - self.arrived_s
@@ -121,7 +130,7 @@ class AccessLog:
             self._response.end_generation(lambda status: self._write(status, total_s, error))
 
     def _write(self, status: int, total_s: float, error: BaseException | None) -> None:
-        first = "-" if self._first_token_s is None else f"{self._first_token_s:.3f}s"
+        first = "-" if self.first_token_s is None else f"{self.first_token_s:.3f}s"
         logger.info(
             "%s %s status=%d prompt=%d cached=%d output=%d queue=%.3fs first=%s total=%.3fs finish=%s",
             self.request_id,
@@ -130,7 +139,7 @@ class AccessLog:
             self.prompt_tokens,
             self.cached_tokens,
             self.output_tokens,
-            self._queue_s,
+            self.queue_s,
             first,
             total_s,
             _finish(self._finish_reasons, error),

@@ -21,7 +21,9 @@ from lightserve.httpserver.wire.errors import ErrorFormat, error_response, forma
 from lightserve.httpserver.wire.route_path import route_path
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/liveness", "/readiness"})  # for probes, which have no key
-ADMIN_PATHS = frozenset({"/abort_request"})  # they change the server, or requests of other clients
+# they change the server, or show or change requests of other clients
+ADMIN_PATHS = frozenset({"/abort_request", "/debug/requests", "/start_profile", "/stop_profile"})
+ADMIN_PREFIX = "/debug/"
 MAX_ID_LENGTH = 128
 PER_ITERATION = 2  # some 1 ms of parsing, checking and encoding; 2,500 requests take no longer than with 8
 _NOT_IN_AN_ID = re.compile(rb"[^\w.:-]+")  # of bytes, so \w is ASCII
@@ -67,7 +69,9 @@ class RequestMiddleware:
                 record.start(message["status"], final_id)
                 sent_id = final_id.encode()
                 extra = () if id_header is None else ((id_header, sent_id),)
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", sent_id), *extra]
+                more = scope["state"].get("response_headers", ())
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", sent_id), *extra, *more]
+                scope["state"]["status"] = message["status"]
                 warning: str | None = scope["state"].get("warning")
                 if warning is not None:
                     message["headers"].append((b"warning", warning.encode()))
@@ -89,7 +93,7 @@ class RequestMiddleware:
 
     def _check_key(self, method: str, path: str, headers: dict[bytes, bytes]) -> None:
         """Where admin keys are set, admin paths need one. An admin key is valid on the other paths too."""
-        needs_admin = bool(self._admin_keys) and path in ADMIN_PATHS
+        needs_admin = bool(self._admin_keys) and (path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX))
         if not self._keys and not needs_admin:
             return
         given = key_digests(headers)

@@ -107,4 +107,6 @@ class AdmissionControl:
         if not req.output_ids:
             req.admitted_s = now_s
             req.cached_len = req.planned_len
+        if req.timeline is not None:
+            req.timeline.admitted(now_s, req.planned_len)
         self._batch.add(req)

@@ -41,3 +41,5 @@ class Preemption:
         self._batch.release(req)
         self._queue.add_preempted(req)
         self.count += 1
+        if req.timeline is not None:
+            req.timeline.paused("preempted", len(req.output_ids))

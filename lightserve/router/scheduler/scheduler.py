@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from typing import NamedTuple
 
 from lightserve.io_struct import ReqFailed, Step, StepRow, TokenOut
@@ -17,8 +18,10 @@ from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunk, Chunking
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.preemption import Preemption
+from lightserve.router.timeline import Timeline
 from lightserve.router.token_budget import OutputEstimate
 
+PrefillChunk = tuple[Timeline, int]  # of a request that is recorded: how many tokens a step computes
 PlannedRow = tuple[Req, int, int]  # the request, which of its admissions, its planned_len after the step
 
 
@@ -28,6 +31,7 @@ class PlannedStep(NamedTuple):
     rows: list[StepRow]
     windowed_slots: list[int]
     planned: list[PlannedRow]
+    prefills: list[PrefillChunk]
 
 
 class Scheduler:
@@ -96,11 +100,13 @@ class Scheduler:
         self._in_flight.append(planned)
         return Step(planned.rows, [admitted[req] for req in new], free, windowed_slots=planned.windowed_slots)
 
-    def complete_step(self) -> None:
-        """The oldest step in flight is back: the KV that it computed is certain."""
-        for req, admission, end in self._in_flight.popleft().planned:
+    def complete_step(self) -> list[PrefillChunk]:
+        """The oldest step in flight is back: the KV that it computed is certain. Returns its prompt chunks."""
+        step = self._in_flight.popleft()
+        for req, admission, end in step.planned:
             if req.num_admissions == admission:
                 req.certain_len = end
+        return step.prefills
 
     def process_tokens(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
         """Complete the oldest step in flight, and give every token to its request."""
@@ -179,6 +185,8 @@ class Scheduler:
         self.pool.reset()
         for req in self._batch.clear():
             self._queue.add_preempted(req)
+            if req.timeline is not None:
+                req.timeline.paused("workers_lost", len(req.output_ids))
         for req in self._queue:
             req.reset_kv()
         crashing_request = self._isolation.record_crash([req for req in self._queue if req in in_flight])
@@ -209,6 +217,7 @@ class Scheduler:
         windowed_slots = self.pool.alloc_windowed(chunks)
         rows: list[StepRow] = []
         planned: list[PlannedRow] = []
+        prefills: list[PrefillChunk] = []
         begin = 0
         for req, count in chunks:
             own = slots[begin : begin + count]
@@ -217,10 +226,12 @@ class Scheduler:
             req.plan(own)
             if is_prompt:
                 self.pool.cache_prompt(req)
+                if req.timeline is not None:
+                    prefills.append((req.timeline, count))
             rows.append(StepRow(req.req_id, own))
             planned.append((req, req.num_admissions, req.planned_len))
         self.pool.let_go_behind_windows(req for req, _ in chunks)
-        return PlannedStep(rows, windowed_slots, planned)
+        return PlannedStep(rows, windowed_slots, planned, prefills + _recomputed_outputs(chunks))
 
     def _chunks(self) -> list[Chunk]:
         """How many tokens of each request the next step computes: one of each decode, then prompt tokens."""
@@ -232,3 +243,13 @@ class Scheduler:
             decodes = len(chunks)
             chunks += self._chunking.divide(prompts, decodes, len(self._queue), self.pool.available - decodes)
         return chunks
+
+
+def _recomputed_outputs(chunks: list[Chunk]) -> list[PrefillChunk]:
+    """Of preempted requests: chunks of output tokens whose KV is computed again. Such chunks come after all decodes."""
+    longer = takewhile(lambda chunk: chunk[1] > 1, reversed(chunks))
+    return [
+        (req.timeline, count)
+        for req, count in longer
+        if req.timeline is not None and req.planned_len - count >= len(req.prompt_ids)
+    ]

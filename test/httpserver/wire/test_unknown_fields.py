@@ -54,6 +54,7 @@ MISSPELT: dict[str, tuple[dict[str, Any], str, str]] = {
     "/detokenize": ({"tokens": [1], "modell": "tiny"}, "modell", "model"),
     "/tokens": ({"text": "Hi", "parameter": {}}, "parameter", "parameters"),
     "/abort_request": ({"request_id": "a", "abortAll": True}, "abortAll", "abort_all"),
+    "/start_profile": ({"max_second": 5}, "max_second", "max_seconds"),
 }
 TGI_PATHS = ("/", "/chat_tokenize")  # their errors have TGI's status
 

@@ -1,0 +1,48 @@
+"""Questions of an operator to the router, and its replies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import TypeVar
+
+from lightserve.errors import UnavailableError
+from lightserve.io_struct import REQ_ID_BITS, QueryReply, ToRouter
+from lightserve.utils.channel import Sender
+
+R = TypeVar("R", bound=QueryReply)
+
+REPLY_TIMEOUT_S = 5.0  # a router that runs replies within milliseconds
+
+
+class RouterQueries:
+    """Several may be open at once. A reply that comes too late is ignored."""
+
+    def __init__(self, http_process: int, to_router: Sender[ToRouter]) -> None:
+        self._to_router = to_router
+        self._ids = itertools.count(http_process << REQ_ID_BITS)
+        self._open: dict[int, asyncio.Future[QueryReply]] = {}
+
+    async def ask(
+        self, make_query: Callable[[int], ToRouter], reply_type: type[R], timeout_s: float = REPLY_TIMEOUT_S
+    ) -> R:
+        """Send the query that ``make_query`` makes of an id, and wait for its reply."""
+        query_id = next(self._ids)
+        reply = self._open[query_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._to_router.send(make_query(query_id))
+            async with asyncio.timeout(timeout_s):
+                found = await reply
+        except TimeoutError as error:
+            raise UnavailableError(f"the router did not reply within {timeout_s:g} s") from error
+        finally:
+            del self._open[query_id]
+        if not isinstance(found, reply_type):
+            raise TypeError(f"the reply to a query must be {reply_type.__name__}, not {found!r}")
+        return found
+
+    def resolve(self, reply: QueryReply) -> None:
+        found = self._open.get(reply.query_id)
+        if found is not None and not found.done():
+            found.set_result(reply)

@@ -1,0 +1,156 @@
+"""The spans of one HTTP request: request, queue, prefill, decode.
+
+Everything is taken from the access log of the request when it ends. A token costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lightserve.errors import LightserveError
+from lightserve.httpserver.tracing.trace_context import TraceContext, trace_context
+from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.wire.route_path import route_path
+
+AttributeValue = str | int | list[str]
+
+# gen_ai.operation.name of the semantic conventions, by route; all others complete text
+_CHAT_ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat")
+_PREFIX = "lightserve."  # of attributes that the conventions do not have
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    name: str
+    begin_s: float  # time.monotonic()
+    end_s: float
+    attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+    is_error: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRecord:
+    """The spans of one request. The first one is the parent of the others."""
+
+    context: TraceContext
+    span_id: bytes  # of the first span
+    spans: list[Span]
+
+
+Export = Callable[[TraceRecord], None]
+
+
+class RequestTrace:
+    def __init__(self, header: bytes, route: str, model: str, export: Export) -> None:
+        self.context = trace_context(header)
+        self.span_id = os.urandom(8)
+        self._status = 0
+        self._request_id = ""
+        self._route = route
+        self._model = model
+        self._export = export
+        self._begin_s = time.monotonic()
+        self._responded_s: float | None = None
+        self._log: AccessLog | None = None
+        self._closed_s: float | None = None  # when the generation ended
+        self._error: BaseException | None = None
+
+    def watch(self, log: AccessLog) -> None:
+        """``log`` belongs to this request."""
+        self._log = log
+        log.on_close = self._on_generation_closed
+
+    def response_sent(self, status: int, request_id: str) -> None:
+        """``status`` is 0 if none was sent. A response in the background is traced when it ends."""
+        self._responded_s, self._status, self._request_id = time.monotonic(), status, request_id
+        if self._log is None or not self._log.is_generating:
+            self._finish()
+
+    def _on_generation_closed(self, error: BaseException | None) -> None:
+        self._closed_s, self._error = time.monotonic(), error
+        if self._responded_s is not None:
+            self._finish()
+
+    def _finish(self) -> None:
+        if not self.context.is_sampled:
+            return
+        end_s = max(self._responded_s or 0.0, self._closed_s or 0.0)
+        is_error = self._status >= 500 or self._status == 0 or isinstance(self._error, LightserveError)
+        request = Span(f"POST {self._route}", self._begin_s, end_s, self._attributes(), is_error)
+        phases = [] if self._log is None or self._closed_s is None else _phases(self._log, self._closed_s)
+        self._export(TraceRecord(self.context, self.span_id, [request, *phases]))
+
+    def _attributes(self) -> dict[str, AttributeValue]:
+        found: dict[str, AttributeValue] = {
+            "http.request.method": "POST",
+            "http.route": self._route,
+            "http.response.status_code": self._status,
+            f"{_PREFIX}request_id": self._request_id,
+        }
+        log = self._log
+        if log is None:
+            return found
+        if isinstance(self._error, LightserveError):
+            found["error.type"] = type(self._error).__name__
+        return found | {
+            "gen_ai.operation.name": "chat" if self._route in _CHAT_ROUTES else "text_completion",
+            "gen_ai.provider.name": "lightserve",
+            "gen_ai.request.model": self._model,
+            "gen_ai.response.model": self._model,
+            "gen_ai.response.finish_reasons": log.finish_reasons(self._error),
+            **_usage(log),
+        }
+
+
+def _usage(log: AccessLog) -> dict[str, AttributeValue]:
+    return {
+        "gen_ai.usage.input_tokens": log.prompt_tokens,
+        "gen_ai.usage.output_tokens": log.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": log.cached_tokens,
+    }
+
+
+def _phases(log: AccessLog, closed_s: float) -> list[Span]:
+    """With several choices: until the last one was admitted, until the first token, until the last token."""
+    if log.first_token_s is None:  # it ended in the queue or while its prompt was computed
+        return [Span("queue", log.arrived_s, closed_s, is_error=True)]
+    first_token_s = log.arrived_s + log.first_token_s
+    admitted_s = min(log.arrived_s + log.queue_s, first_token_s)
+    prompt: dict[str, AttributeValue] = {
+        "gen_ai.usage.input_tokens": log.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": log.cached_tokens,
+    }
+    return [
+        Span("queue", log.arrived_s, admitted_s),
+        Span("prefill", admitted_s, first_token_s, prompt),
+        Span("decode", first_token_s, closed_s, {"gen_ai.usage.output_tokens": log.output_tokens}),
+    ]
+
+
+class TraceMiddleware:
+    """Traces every POST request, and returns ``traceparent``. It is only in the application if traces are exported."""
+
+    def __init__(self, app: ASGIApp, model: str, export: Export) -> None:
+        self._app = app
+        self._model = model
+        self._export = export
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        header = next((value for name, value in scope["headers"] if name == b"traceparent"), b"")
+        trace = RequestTrace(header, route_path(scope), self._model, self._export)
+        state = scope.setdefault("state", {})
+        state["trace"] = trace
+        # RequestMiddleware adds them: a wrapper of ``send`` would cost every chunk of a stream a call
+        state["response_headers"] = [(b"traceparent", trace.context.header(trace.span_id))]
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            trace.response_sent(state.get("status", 0), state.get("request_id", ""))

@@ -1,0 +1,148 @@
+"""POST /start_profile and /stop_profile in the router: one profile at a time, of the router and all workers.
+
+    start ─▶ workers record ─▶ stop, or max_seconds ─▶ parts of router and workers ─▶ one file for Perfetto
+
+Every part has the times of the same clock. A process of its own joins the parts, because they may be large.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from lightserve.io_struct import (
+    ProfileCommand,
+    ProfileReply,
+    ProfileResult,
+    StartProfile,
+    StopProfile,
+    ToDetokenization,
+)
+from lightserve.router.profile_folder import ProfileFolder, ProfileFolderError
+from lightserve.router.request_tracks import add_request_tracks
+from lightserve.router.step_loop import StepLoop
+from lightserve.router.timeline import TimelineRing
+from lightserve.utils.channel import Sender
+from lightserve.utils.logger import init_logger
+from lightserve.utils.trace_recorder import TraceRecorder
+
+logger = init_logger(__name__)
+
+START_TIMEOUT_S = 60.0  # of a worker: the first profile loads the libraries of the GPU's profiler
+STOP_TIMEOUT_S = 300.0  # of a worker, and of joining the parts
+DISABLED = "profiles are off; start the server with --profile_dir DIR"
+NOT_RUNNING = "no profile is running; POST /start_profile starts one"
+RUNNING = "a profile is running already; POST /stop_profile ends it"
+
+
+class ProfiledWorkers(Protocol):
+    async def run(self, command: ProfileCommand, timeout_s: float) -> list[ProfileResult]: ...
+
+
+@dataclass(slots=True)
+class _Profile:
+    path: Path
+    recorder: TraceRecorder
+    started_s: float
+    end_s: float
+
+
+class ProfileControl:
+    def __init__(self, steps: StepLoop, timelines: TimelineRing, replies: Sender[ToDetokenization]) -> None:
+        self._folder: ProfileFolder | None = None  # None: profiles are off
+        self._workers: ProfiledWorkers | None = None
+        self._steps = steps
+        self._timelines = timelines
+        self._replies = replies
+        self._queue: asyncio.Queue[StartProfile | StopProfile] = asyncio.Queue()
+        self._profile: _Profile | None = None
+
+    def enable(self, folder: str, workers: ProfiledWorkers) -> None:
+        """Call it again when the workers were replaced."""
+        self._folder = self._folder or ProfileFolder(folder)
+        self._workers = workers
+
+    def put(self, message: StartProfile | StopProfile) -> None:
+        self._queue.put_nowait(message)
+
+    async def run(self) -> None:
+        """Handle one message after the other, and end a profile that runs too long."""
+        while True:
+            message = await self._next()
+            try:
+                reply = await self._handle(message)
+            except ProfileFolderError as error:
+                reply = ProfileReply(0, 500, str(error))
+            except Exception as error:  # requests must not end because a profile fails
+                logger.warning("the profile failed: %s", error, exc_info=error)
+                reply = ProfileReply(0, 500, f"the profile failed: {type(error).__name__}: {error}")
+            if message is None:
+                logger.info("the profile has ended by itself: %s", reply.path or reply.message)
+            else:
+                self._replies.send(ProfileReply(message.query_id, reply.status, reply.message, reply.path))
+
+    async def _next(self) -> StartProfile | StopProfile | None:
+        """None: the time of the profile is over."""
+        timeout_s = None if self._profile is None else max(self._profile.end_s - time.monotonic(), 0.0)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._queue.get()
+        except TimeoutError:
+            return None
+
+    async def _handle(self, message: StartProfile | StopProfile | None) -> ProfileReply:
+        folder, workers, profile = self._folder, self._workers, self._profile
+        if folder is None or workers is None:
+            return ProfileReply(0, 400, DISABLED)
+        if isinstance(message, StartProfile):
+            return ProfileReply(0, 409, RUNNING) if profile else await self._start(folder, workers, message)
+        if profile is None:
+            return ProfileReply(0, 409, NOT_RUNNING)
+        self._profile = None
+        return await self._stop(folder, workers, profile)
+
+    async def _start(self, folder: ProfileFolder, workers: ProfiledWorkers, message: StartProfile) -> ProfileReply:
+        path = folder.new_profile()
+        results = await workers.run(ProfileCommand(), START_TIMEOUT_S)
+        if errors := _errors(results):
+            return ProfileReply(0, 500, errors)
+        now = time.monotonic()
+        recorder = self._steps.recorder = TraceRecorder("router")
+        self._profile = _Profile(path, recorder, now, now + message.max_seconds)
+        return ProfileReply(0)
+
+    async def _stop(self, folder: ProfileFolder, workers: ProfiledWorkers, profile: _Profile) -> ProfileReply:
+        self._steps.recorder = None
+        prefix = folder.part_prefix(profile.path)
+        try:
+            results = await workers.run(ProfileCommand(prefix), STOP_TIMEOUT_S)
+            add_request_tracks(profile.recorder, self._timelines.snapshots(), profile.started_s, time.monotonic())
+            own = f"{prefix}-router.part"
+            await asyncio.to_thread(profile.recorder.write, own)
+            error = await _merge(profile.path, [own, *(path for result in results for path in result.paths)])
+        finally:
+            folder.remove_parts()
+        if error:
+            return ProfileReply(0, 500, f"the profile could not be written: {error}")
+        return ProfileReply(0, message=_errors(results), path=str(profile.path))
+
+
+def _errors(results: list[ProfileResult]) -> str:
+    return "; ".join(dict.fromkeys(result.error for result in results if result.error))
+
+
+async def _merge(path: Path, parts: list[str]) -> str:
+    """What went wrong; "" if the file is there."""
+    command = [sys.executable, "-m", "lightserve.tools.merge_profile", str(path), *parts]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            _, errors = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        return f"it took longer than {STOP_TIMEOUT_S:.0f} s"
+    return "" if process.returncode == 0 else errors.decode(errors="replace").strip()[-500:] or "no reason is known"

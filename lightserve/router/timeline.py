@@ -1,0 +1,119 @@
+"""What happened to each of the last requests, for GET /debug/requests.
+
+A request that is recorded has a Timeline (``Req.timeline``). Nothing is recorded for single output tokens, so a request
+costs a few microseconds, however many tokens it generates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+
+from lightserve.io_struct import (
+    FinishReason,
+    GenerateReq,
+    GetTimelines,
+    ReqFailed,
+    RequestTimeline,
+    TimelineEvent,
+    TimelineEventKind,
+    Timelines,
+)
+
+MAX_EVENTS = 512  # of one request: 131,072 prompt tokens in chunks of 256
+END_KINDS = frozenset({"refused", "finished", "failed"})
+# of ids that responses have in place of X-Request-Id
+RESPONSE_ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
+
+
+class Timeline:
+    """The events of one request. It holds numbers only, so it may outlive the request."""
+
+    __slots__ = ("_arrived_s", "_events", "_max_new_tokens", "_num_left_out", "_prompt_tokens", "_req_id", "request_id")
+
+    def __init__(self, message: GenerateReq) -> None:
+        self.request_id = message.request_id
+        self._req_id = message.req_id
+        self._arrived_s = message.arrived_s
+        self._prompt_tokens = len(message.prompt_ids)
+        self._max_new_tokens = message.params.stopping.max_new_tokens
+        self._events: list[TimelineEvent] = []
+        self._num_left_out = 0
+
+    def queued(self) -> None:
+        self._add(TimelineEvent("queued", time.monotonic()))
+
+    def refused(self, message: str) -> None:
+        self._add(TimelineEvent("refused", time.monotonic(), detail=message))
+
+    def admitted(self, now_s: float, cached_tokens: int) -> None:
+        self._add(TimelineEvent("admitted", now_s, tokens=cached_tokens))
+
+    def prefill(self, sent_s: float, now_s: float, tokens: int) -> None:
+        """A chunk of the prompt is computed. After a preemption, a chunk may have output tokens too."""
+        self._add(TimelineEvent("prefill", sent_s, now_s - sent_s, tokens))
+
+    def first_token(self, now_s: float) -> None:
+        self._add(TimelineEvent("first_token", now_s, tokens=1))
+
+    def paused(self, kind: TimelineEventKind, output_tokens: int) -> None:
+        """The request waits in the queue again: it was preempted, or the workers were lost."""
+        self._add(TimelineEvent(kind, time.monotonic(), tokens=output_tokens))
+
+    def finished(self, reason: FinishReason, now_s: float, output_tokens: int) -> None:
+        self._add(TimelineEvent("finished", now_s, tokens=output_tokens, detail=reason.value))
+
+    def failed(self, failure: ReqFailed, output_tokens: int) -> None:
+        detail = f"{failure.status}: {failure.message}"
+        self._add(TimelineEvent("failed", time.monotonic(), tokens=output_tokens, detail=detail))
+
+    def snapshot(self) -> RequestTimeline:
+        return RequestTimeline(
+            self.request_id,
+            self._req_id,
+            self._arrived_s,
+            self._prompt_tokens,
+            self._max_new_tokens,
+            self._events.copy(),
+            self._num_left_out,
+        )
+
+    def _add(self, event: TimelineEvent) -> None:
+        if self._events and self._events[-1].kind in END_KINDS:
+            return  # a step in flight has computed a chunk of a request that was aborted
+        if len(self._events) >= MAX_EVENTS:
+            self._events.pop()  # the latest one makes room: the end of a request is always shown
+            self._num_left_out += 1
+        self._events.append(event)
+
+
+class TimelineRing:
+    """The timelines of the last ``size`` requests, running ones included. Size 0: none is recorded."""
+
+    def __init__(self, size: int) -> None:
+        self._timelines: deque[Timeline] = deque(maxlen=size)
+
+    def start(self, message: GenerateReq) -> Timeline | None:
+        """Record a new request. The oldest one is forgotten if there are too many."""
+        if self._timelines.maxlen == 0:
+            return None
+        timeline = Timeline(message)
+        self._timelines.append(timeline)
+        return timeline
+
+    def answer(self, query: GetTimelines) -> Timelines:
+        found: Iterable[Timeline] = reversed(self._timelines)
+        if query.request_id is not None:
+            names = _names(query.request_id)
+            found = (timeline for timeline in found if timeline.request_id in names)
+        return Timelines(query.query_id, [timeline.snapshot() for timeline in islice(found, query.limit)])
+
+    def snapshots(self) -> list[RequestTimeline]:
+        return [timeline.snapshot() for timeline in self._timelines]
+
+
+def _names(given: str) -> set[str]:
+    """The request ids that a client may mean: its own, or the one in the id of a response."""
+    return {given, *(given.removeprefix(prefix) for prefix in RESPONSE_ID_PREFIXES)}

@@ -1,0 +1,83 @@
+"""Joins the parts of a profile into one file for Perfetto: ``merge_profile OUT.json.gz PART ...``
+
+The router runs it as a process of its own: the parts of a GPU have some hundred megabytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gzip
+import os
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+NICENESS = 10  # steps of the server go first
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) < 2:
+        print("merge_profile: give the file to write and its parts", file=sys.stderr)
+        return 2
+    _be_a_quiet_child()
+    out, *parts = argv
+    unfinished = f"{out}.tmp"
+    try:
+        merged = merge(orjson.loads(Path(part).read_bytes()) for part in parts)
+        Path(unfinished).write_bytes(gzip.compress(orjson.dumps(merged), compresslevel=1))
+        os.replace(unfinished, out)
+    except (OSError, ValueError, KeyError) as error:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """One trace on one clock, which begins with the first event. Our names of processes replace torch's."""
+    loaded = list(parts)
+    bases_us = [part.get("baseTimeNanoseconds", 0) / 1e3 for part in loaded]
+    ours = {part["process"]["pid"] for part in loaded if "process" in part}
+    times = [
+        base + event["ts"]
+        for part, base in zip(loaded, bases_us, strict=True)
+        for event in part["traceEvents"]
+        if event.get("ph") == "X"
+    ]
+    begin_us = min(times, default=0.0)
+    events = [
+        _shifted(event, base - begin_us)
+        for part, base in zip(loaded, bases_us, strict=True)
+        for event in part["traceEvents"]
+        if "process" in part or not _names_process(event, ours)
+    ]
+    return {"displayTimeUnit": "ms", "baseTimeNanoseconds": round(begin_us * 1e3), "traceEvents": events}
+
+
+def _shifted(event: dict[str, Any], by_us: float) -> dict[str, Any]:
+    if event.get("ph") == "M" or "ts" not in event:
+        event.pop("ts", None)  # a name has no time
+    else:
+        event["ts"] = round(event["ts"] + by_us, 3)
+    return event
+
+
+def _names_process(event: dict[str, Any], pids: set[int]) -> bool:
+    return event.get("ph") == "M" and event.get("name") == "process_name" and event.get("pid") in pids
+
+
+def _be_a_quiet_child() -> None:
+    os.nice(NICENESS)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the router
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,83 @@
+"""A profile of a model worker: when steps are launched and collected, and what the device does."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from lightserve.io_struct import ProfileCommand, ProfileResult, Step, StepResult
+from lightserve.utils.logger import init_logger
+from lightserve.utils.trace_recorder import TraceRecorder
+from lightserve.worker.rpc import GetResult, Launch, ModelRpc
+
+logger = init_logger(__name__)
+
+
+class DeviceTrace(Protocol):
+    """What torch and the device do. Both methods are called from the same thread."""
+
+    def start(self) -> None: ...
+
+    def stop(self, path: str) -> None:
+        """Write the trace."""
+
+
+class WorkerProfiler:
+    """Only one thread calls ``run``. While no profile runs, steps are launched as if it did not exist."""
+
+    def __init__(self, rank: int, device_trace: DeviceTrace | None = None) -> None:
+        self._name = f"model worker {rank}"
+        self._rank = rank
+        self._device_trace = device_trace
+        self._recorder: TraceRecorder | None = None
+
+    def run(self, rpc: ModelRpc, command: ProfileCommand) -> ProfileResult:
+        try:
+            return self._start(rpc) if command.prefix is None else self._stop(rpc, command.prefix)
+        except Exception as error:  # a profile that fails must not end the worker
+            logger.warning("the profile failed: %s", error, exc_info=error)
+            return ProfileResult(error=f"{self._name}: {type(error).__name__}: {error}")
+
+    def _start(self, rpc: ModelRpc) -> ProfileResult:
+        self._end(rpc)  # the router may have lost the end of the last one
+        if self._device_trace is not None:
+            self._device_trace.start()
+        self._recorder = TraceRecorder(self._name)
+        rpc.launch = _recorded(rpc.launch, self._recorder)
+        return ProfileResult()
+
+    def _stop(self, rpc: ModelRpc, prefix: str) -> ProfileResult:
+        recorder = self._end(rpc)
+        if recorder is None:
+            return ProfileResult(error=f"{self._name} was started after the profile")
+        paths = [f"{prefix}-worker-{self._rank}.part"]
+        if self._device_trace is not None:
+            paths.append(f"{prefix}-device-{self._rank}.part")
+            self._device_trace.stop(paths[1])
+        recorder.write(paths[0])
+        return ProfileResult(paths)
+
+    def _end(self, rpc: ModelRpc) -> TraceRecorder | None:
+        recorder, self._recorder = self._recorder, None
+        rpc.launch = rpc.plain_launch
+        return recorder
+
+
+def _recorded(launch: Launch, recorder: TraceRecorder) -> Launch:
+    """The same function, which records its steps."""
+
+    def launch_step(step: Step) -> GetResult:
+        begin_s = time.monotonic()
+        collect = launch(step)
+        tokens = sum(len(row.slots) for row in step.rows)
+        recorder.add("launch", begin_s, time.monotonic(), requests=len(step.rows), tokens=tokens, new=len(step.new))
+
+        def collect_step() -> StepResult:
+            begin_s = time.monotonic()
+            result = collect()
+            recorder.add("wait for tokens", begin_s, time.monotonic(), tokens=len(result.tokens))
+            return result
+
+        return collect_step
+
+    return launch_step
