@@ -19,15 +19,15 @@ CHATML = (
 CHATML_END = "<|im_end|>"
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ModelFilesError(f"{path}: no such file; the model folder is incomplete, download it again") from error
+        raise ModelFilesError(f"{path}: no such file; the model folder is incomplete, {remedy}") from error
     except (ValueError, OSError, RecursionError) as error:
-        raise ModelFilesError(f"{path}: not readable as JSON ({error}); download it again") from error
+        raise ModelFilesError(f"{path}: not readable as JSON ({error}); {remedy}") from error
     if not isinstance(content, dict):
-        raise ModelFilesError(f"{path}: a JSON {type(content).__name__} instead of an object; download it again")
+        raise ModelFilesError(f"{path}: a JSON {type(content).__name__} instead of an object; {remedy}")
     return content
 
 

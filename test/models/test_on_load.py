@@ -17,7 +17,7 @@ from lightserve.common.ops import in_groups
 from lightserve.common.quantization import QuantizedLinear, UnquantizedLinear
 from lightserve.common.quantization.quantize import KINDS, quantize
 from lightserve.config import WorkerConfig
-from lightserve.errors import ModelFilesError, ServerError
+from lightserve.errors import ModelFilesError, OptionError, ServerError
 from lightserve.model_files.quantization import OnLoadConfig, OnLoadScheme, read_on_load_config
 from lightserve.models.registry import get_model_class, read_model_config
 from test.models.session import Session
@@ -148,7 +148,7 @@ def test_a_file_chooses_by_module(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_with_unknown_values_is_refused(table: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelFilesError, match=message):
+    with pytest.raises(OptionError, match=message):
         config_of(tmp_path, table)
 
 

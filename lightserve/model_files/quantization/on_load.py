@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightserve.errors import ModelFilesError
+from lightserve.errors import ModelFilesError, OptionError
 from lightserve.model_files.folder import read_json
 from lightserve.model_files.quantization.module_names import (
     EMBEDDINGS,
@@ -64,7 +64,16 @@ class OnLoadConfig(QuantConfig):
 
 def read_on_load_config(path: Path) -> OnLoadConfig:
     """The file of ``--quantization_config``."""
-    table = read_json(path)
+    if not path.is_file():
+        raise OptionError(f"--quantization_config {path}: no such file; correct the path")
+    try:
+        return _read(path)
+    except ModelFilesError as error:
+        raise OptionError(f"--quantization_config {error}") from error
+
+
+def _read(path: Path) -> OnLoadConfig:
+    table = read_json(path, remedy="correct it")
     if unknown := sorted(table.keys() - {"default", "modules"}):
         raise ModelFilesError(f"{path}: unknown field {unknown[0][:100]}; the fields are default and modules")
     modules = table.get("modules") or {}

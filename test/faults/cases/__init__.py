@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from test.faults.case import SERVER, Case
-from test.faults.cases import clocks, connections, hosts, observability, ollama, processes, scheduling
+from test.faults.cases import clocks, connections, hosts, observability, ollama, processes, quantization, scheduling
 from test.faults.cases.processes import FAILING_SERVER, STEP
 from test.faults.harness import PREFILL_FLAGS
 from test.faults.start_case import StartCase
@@ -25,7 +25,7 @@ CASES: list[Case] = sorted(
     ],
     key=lambda case: (case.program, case.flags, case.reaction.ends_server),
 )
-START_CASES: list[StartCase] = [*hosts.CASES, *observability.START_CASES]
+START_CASES: list[StartCase] = [*hosts.CASES, *observability.START_CASES, *quantization.START_CASES]
 
 
 def on_one_server(program: str, flags: tuple[str, ...], *names: str) -> list[Case]:
