@@ -123,7 +123,12 @@ def test_rounded_keys_give_better_products(rounded: Callable[[Tensor], Tensor]) 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_a_model_scales_the_keys_of_a_quantised_cache(kv_dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     scaled: list[KeyLayout] = []
-    monkeypatch.setattr(decoder, "scale_keys", lambda method, layout: scaled.append(layout))
+
+    def record(method: LinearMethod, layout: KeyLayout) -> float:
+        scaled.append(layout)
+        return 1.0
+
+    monkeypatch.setattr(decoder, "scale_keys", record)
 
     build_with_kv(build_hf("qwen2-one-kv-head"), kv_dtype)
     build_with_kv(build_hf("llama-gqa"), kv_dtype)  # has no biases
@@ -131,10 +136,27 @@ def test_a_model_scales_the_keys_of_a_quantised_cache(kv_dtype: str | None, monk
     assert [layout.num_kv_heads for layout in scaled] == ([] if kv_dtype is None else [1, 1])
 
 
-def test_a_model_with_a_large_bias_keeps_its_logits() -> None:
+@pytest.mark.parametrize(("kv_dtype", "is_warned"), [("fp8", True), ("int8", False)])
+def test_a_warning_says_that_large_keys_suffer_in_fp8(
+    kv_dtype: str, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_with_kv(with_large_key(), kv_dtype)
+    build_with_kv(build_hf("qwen2-tied"), "fp8")
+
+    warnings = [record.getMessage() for record in caplog.records if "large biases" in record.getMessage()]
+    assert len(warnings) == is_warned
+    assert all("(layer 0)" in warning and "--kv_dtype int8" in warning for warning in warnings)
+
+
+def with_large_key() -> Any:
     hf = build_hf("qwen2-tied")
     with torch.no_grad():
         hf.model.layers[0].self_attn.k_proj.bias[3] = 600.0
+    return hf
+
+
+def test_a_model_with_a_large_bias_keeps_its_logits() -> None:
+    hf = with_large_key()
 
     found, expected = logits_of(hf, "int8"), logits_of(hf, None)
 

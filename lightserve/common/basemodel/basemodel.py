@@ -20,6 +20,7 @@ from lightserve.common.basemodel.layer_infer.template.decoder_layer_infer_templa
 from lightserve.common.basemodel.layer_infer.template.post_layer_infer_template import PostLayerInferTpl
 from lightserve.common.basemodel.layer_infer.template.pre_layer_infer_template import PreLayerInferTpl
 from lightserve.common.basemodel.layer_weights.decoder import DecoderLayerWeight, DecoderPreAndPostWeight
+from lightserve.common.basemodel.layer_weights.key_scaling import warn_of_large_keys
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.loader import check_weights, fill_dummy, load_weights
 from lightserve.common.basemodel.layer_weights.weight import WeightContext
@@ -189,6 +190,7 @@ class TpPartBaseModel:
             checkpoint = scales.removed_from(self.adapt_checkpoint(self.args.checkpoint))
             load_weights(layers, checkpoint, self.config.num_layers)
         if self.args.kv_dtype == "fp8":
+            warn_of_large_keys(self.layer_weights)
             for spec, weight in zip(self.layer_specs, self.layer_weights, strict=True):
                 weight.kv_scales = scales.of_layer(spec, self.tp).to(self.device)
 

@@ -42,6 +42,7 @@ class DecoderLayerWeight(TransformerLayerWeight):
     def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
         self.attn_options = ops.AttnOptions(spec.scale)
         self._keys_to_scale: KeyLayout | None = None
+        self.largest_key_factor = 1.0  # of ``key_scaling.py``
         if spec.has_attention:
             self.att_norm = _norm(spec.names.att_norm, spec, context)
             self._init_attention(spec, context)
@@ -73,7 +74,7 @@ class DecoderLayerWeight(TransformerLayerWeight):
 
     def process_weights_after_loading(self) -> None:
         if self._keys_to_scale is not None:
-            scale_keys(self.qkv_proj.method, self._keys_to_scale)
+            self.largest_key_factor = scale_keys(self.qkv_proj.method, self._keys_to_scale)
         super().process_weights_after_loading()
 
     @cached_property
