@@ -10,6 +10,7 @@ from contextlib import closing
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from lightserve.cli.chat.interrupt import reads_end_with_ctrl_c
 from lightserve.errors import LightserveError
 
 CONNECT_S = 10.0
@@ -57,7 +58,7 @@ class ChatClient:
     def stream(self, body: Mapping[str, Any]) -> Iterator[Delta]:
         """The pieces of one answer. Closing the iterator closes the connection, which ends the request."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        with closing(self._connection()) as connection:
+        with closing(self._connection()) as connection, reads_end_with_ctrl_c(connection.sock):
             response = self._request(connection, "POST", "/v1/chat/completions", body)
             for data in _events(response):
                 if data == "[DONE]":
@@ -69,10 +70,19 @@ class ChatClient:
         raise ServerRefusedError("the connection ended before the answer was complete")
 
     def _connection(self) -> http.client.HTTPConnection:
-        if not self._is_https:
-            return http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_S)
-        context = ssl.create_default_context()  # SSL_CERT_FILE adds a certificate of one's own
-        return http.client.HTTPSConnection(self._host, self._port, timeout=CONNECT_S, context=context)
+        if self._is_https:
+            context = ssl.create_default_context()  # SSL_CERT_FILE adds a certificate of one's own
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                self._host, self._port, timeout=CONNECT_S, context=context
+            )
+        else:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_S)
+        try:
+            connection.connect()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from error
+        connection.sock.settimeout(READ_S)
+        return connection
 
     def _request(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None = None
@@ -81,8 +91,6 @@ class ChatClient:
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         try:
-            connection.connect()
-            connection.sock.settimeout(READ_S)
             connection.request(method, self._path + path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
