@@ -27,6 +27,7 @@ def test_a_signal_that_does_not_interrupt_the_read_ends_it_too() -> None:
     """A signal in another thread does not interrupt it, like one that comes just before the read begins."""
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("only the main thread gets KeyboardInterrupt")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     main = threading.main_thread().ident
     ours, theirs = socket.socketpair()
 
@@ -42,6 +43,7 @@ def test_a_signal_that_does_not_interrupt_the_read_ends_it_too() -> None:
         theirs.setblocking(False)
         assert theirs.recv(1) == b""  # it was shut down
     sender.join()
+    signal.signal(signal.SIGINT, before)
     assert signal.set_wakeup_fd(-1) == -1
 
 

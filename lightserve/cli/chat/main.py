@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import getpass
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from lightserve.cli.chat.client import ChatClient, ServerRefusedError
@@ -37,6 +39,8 @@ def arguments() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments().parse(argv)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
     client = ChatClient(args.url, args.api_key or os.environ.get(KEY_VARIABLE))
     names = _connect(client)
     if args.model is not None and args.model not in names:
