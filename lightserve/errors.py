@@ -76,6 +76,18 @@ class PromptTooLongError(RequestError):
         )
 
 
+class TextTooLongError(RequestError):
+    """A text to embed or to score does not fit. There are no new tokens that would need room."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, length: int, limit: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens: the text has {length} tokens; shorten it, or "
+            "truncate it (truncate_prompt_tokens: -1, or truncate: true)"
+        )
+
+
 class UnauthorizedError(RequestError):
     status = 401
     code = "invalid_api_key"
