@@ -6,6 +6,7 @@ LightserveError
 │   │   ├── NotSupportedYetError       documented by the API, planned for a later version
 │   │   └── PreviousResponseNotFoundError
 │   ├── PromptTooLongError         400
+│   ├── TextTooLongError           400: a text to embed or to score
 │   ├── UnauthorizedError          401
 │   ├── ForbiddenError             403: the key is valid, but not for this route
 │   ├── ModelNotFoundError         404

@@ -568,6 +568,7 @@ class PoolingLimits(msgspec.Struct, frozen=True):
     size: int  # numbers of a result
     needs_whole_prompt: bool  # the result depends on all tokens of a text: a cached prefix cannot be used
     has_kv: bool  # False: a step computes whole texts
+    summary: str = ""  # for the banner: "embed (mean of the tokens, 384 numbers)"
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):

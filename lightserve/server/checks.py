@@ -101,7 +101,9 @@ def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer
     model = _model_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
     model.check_tp(worker.tp)
     model.request_len(worker.max_req_total_len)
-    pooling_of(source, worker.model_type, worker.task, worker.pooling)
+    pooling = pooling_of(source, worker.model_type, worker.task, worker.pooling)
+    if pooling is not None and not pooling.is_causal and worker.deterministic:
+        raise ServerError("--deterministic is not supported for a model without a KV cache; leave it out")
     resolve_kv_dtype(worker.kv_dtype, model)
     if (worker.max_total_token_num or math.inf) < (worker.max_req_total_len or 2):
         raise ServerError(

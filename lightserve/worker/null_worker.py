@@ -71,7 +71,9 @@ def main(child_config: ChildConfig, launcher: LauncherConnection, worker_class: 
     source = resolve(config.model_dir, needs_weights=False)
     vocab_size = model_vocab_size(source)
     pooling = pooling_of(source, config.model_type, config.task, config.pooling)
-    pooling_limits = None if pooling is None else PoolingLimits(pooling.size, pooling.needs_whole_prompt, has_kv=True)
+    pooling_limits = None
+    if pooling is not None:
+        pooling_limits = PoolingLimits(pooling.size, pooling.needs_whole_prompt, pooling.is_causal, str(pooling))
     pool_len = config.max_total_token_num or config.running_max_req_size * context_len
     launcher.send(
         EngineReady(

@@ -64,7 +64,7 @@ class PoolingWorker(ModelWorker):
     @property
     def pooling_limits(self) -> PoolingLimits:
         pooling = self._pooling_config
-        return PoolingLimits(pooling.size, pooling.needs_whole_prompt, self.model.has_kv)
+        return PoolingLimits(pooling.size, pooling.needs_whole_prompt, self.model.has_kv, str(pooling))
 
     def warm_up(self) -> None:
         self._platform.compile_kernels(self._device, self._launch_every_kernel)

@@ -35,7 +35,7 @@ ENCODERS: list[tuple[str, dict[str, Any]]] = [
 ]
 DECODERS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {**KV, "head_dim": 16}, "last"),
-    ("mistral", {**KV, "sliding_window": None}, "mean"),
+    ("mistral", {**KV, "sliding_window": 16}, "mean"),
     ("llama", KV, "max"),
     ("qwen2", KV, "cls"),
     ("gemma2", {**KV, "head_dim": 16, "sliding_window": 16}, "last"),

@@ -49,6 +49,11 @@ class PoolingConfig:
     max_len: int | None = None  # tokens of a text, if the files say it
     type_vocab_size: int = 1  # 2: the second text of a pair has token type 1
 
+    def __str__(self) -> str:
+        """For the operator: "embed (mean of the tokens, 384 numbers)"."""
+        tokens = {"cls": "first token", "last": "last token", "mean": "mean of the tokens", "max": "largest values"}
+        return f"{self.task} ({tokens[self.pooling]}, {self.size} number{'s' if self.size > 1 else ''})"
+
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether the hidden states of all tokens count, so that a cached prefix cannot be used."""
@@ -115,7 +120,7 @@ def _of_task(task: str, hf: Mapping[str, Any], extra: SentenceTransformer | None
         config = replace(_with_head(task, hf, head, len(labels)), labels=labels)
     elif task == "score" and not is_encoder(hf):
         answers = _answers(hf) or ANSWERS
-        config = PoolingConfig("score", "last", size=2, answers=answers)
+        config = PoolingConfig("score", "last", size=2, answers=answers, labels=answers)
     else:
         raise ModelFilesError(
             f"--task {task}: the model is a {name or 'model without a class'}, which has no such head"

@@ -16,8 +16,8 @@ from lightserve.model_files.folder import read_json, read_json_if_exists
 from lightserve.model_files.pooling.head import HeadLayer
 
 MODULES = "modules.json"
-FILES = (MODULES, "config_sentence_transformers.json", "sentence_bert_config.json", "*/config.json")
-DENSE_WEIGHTS = ("*/model.safetensors",)
+FILES = (MODULES, "config_sentence_transformers.json", "sentence_bert_config.json", "[0-9]_*/config.json")
+DENSE_WEIGHTS = ("[0-9]_Dense/model.safetensors", "[0-9]_Dense/pytorch_model.bin")
 
 # the flag of 1_Pooling/config.json: our name
 POOLING_MODES = {
