@@ -119,17 +119,21 @@ class Reporter:
         for result in results:
             req = self._scheduler.process_embedding(result.req_id)
             if req is not None:
-                outs.append(EmbeddingOut(req.req_id, result.values, self._count_first_token(req, now)))
+                outs.append(EmbeddingOut(req.req_id, result.values, self._count_admission(req)))
                 self._count_finished(req, FinishReason.STOP, now)
         return outs
 
     def _count_first_token(self, req: Req, now: float) -> Admission:
         req.first_token_s = now
-        queue_s = req.admitted_s - req.arrived_s
-        self.metrics.admitted(queue_s, len(req.prompt_ids), req.cached_len)
+        admission = self._count_admission(req)
         self.metrics.first_token(now - req.arrived_s, now - req.admitted_s)
         if req.timeline is not None:
             req.timeline.first_token(now)
+        return admission
+
+    def _count_admission(self, req: Req) -> Admission:
+        queue_s = req.admitted_s - req.arrived_s
+        self.metrics.admitted(queue_s, len(req.prompt_ids), req.cached_len)
         return Admission(queue_s, req.cached_len)
 
     def _count_finished(self, req: Req, reason: FinishReason, now: float) -> None:
