@@ -8,7 +8,14 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-WORDS = 1000
+# each is one token in the vocabularies of BERT and of these shapes
+_TEXT = """
+the of and to in for is on that by this with you it not or be are from at as your all have new more an was we
+will home can us about if page my has search free but our one other do no information time they site he up may
+what which their news out use any there see only so his when contact here business who web also now help get
+view
+"""
+WORDS = _TEXT.split()
 SHAPES: dict[str, dict[str, Any]] = {
     "minilm": {  # all-MiniLM-L6-v2
         "model_type": "bert",
@@ -45,7 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def save_shape(folder: Path, name: str) -> None:
     """To be served with --load_format dummy. A text of n words has n + 2 tokens."""
     (folder / "config.json").write_text(json.dumps(SHAPES[name]))
-    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{word}" for word in range(WORDS))]
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS]
     tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(vocab)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

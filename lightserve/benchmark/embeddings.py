@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import orjson
 
-from lightserve.benchmark.embedding_shapes import SHAPES, save_shape
+from lightserve.benchmark.embedding_shapes import SHAPES, WORDS, save_shape
 from lightserve.benchmark.server import Server
 
 START_S = 300.0
@@ -99,7 +99,7 @@ def run(load: Load, processes: int, flags: list[str], beside: str | None) -> Non
 def texts_of(client: int, load: Load, count: int) -> list[str]:
     rng = np.random.default_rng(client)
     lengths = rng.integers(load.words[0], load.words[1] + 1, count)
-    return [" ".join(f"w{word}" for word in rng.integers(0, 1000, length)) for length in lengths]
+    return [" ".join(rng.choice(WORDS, length)) for length in lengths]
 
 
 def bodies_of(client: int, load: Load) -> list[bytes]:
