@@ -70,9 +70,9 @@ class DetokenizationManager:
             failed[http_process_of(failure.req_id)].append(failure)
         for req_id in batch.aborted:
             self._texts.pop(req_id, None)
-        for sender, *own in zip(self._to_http, outs, failed, embeddings, strict=True):
-            if any(own):
-                sender.send(BatchStrOut(*own))
+        for sender, own_outs, own_failed, own_embeddings in zip(self._to_http, outs, failed, embeddings, strict=True):
+            if own_outs or own_failed or own_embeddings:
+                sender.send(BatchStrOut(own_outs, own_failed, own_embeddings))
 
     def _next(self, text: ReqText, out: TokenIdOut) -> StrOut:
         piece = text.push(out.token.id, out.finish_reason, out.ends_in_text)

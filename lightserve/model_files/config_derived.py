@@ -131,7 +131,8 @@ def qwen(hf: Fields) -> dict[str, Any]:
 
 def roberta(hf: Fields) -> dict[str, Any]:
     """The table of positions begins with those of the padding token and before, which no token has."""
-    positions, padding = hf.get("max_position_embeddings"), hf.get("pad_token_id", 1)
+    positions: Any = hf.get("max_position_embeddings")
+    padding: Any = hf.get("pad_token_id", 1)
     if not _are_counts(positions) or not isinstance(padding, int):
         return {}
     return {"pad_token_id": padding, "max_position_embeddings": positions - padding - 1}
@@ -139,7 +140,8 @@ def roberta(hf: Fields) -> dict[str, Any]:
 
 def nomic_bert(hf: Fields) -> dict[str, Any]:
     """The files of the hub name GPT-2's fields. Positions past the trained ones would need a scaled rope."""
-    positions, trained = hf.get("max_position_embeddings"), hf.get("max_trained_positions")
+    positions: Any = hf.get("max_position_embeddings")
+    trained: Any = hf.get("max_trained_positions")
     fields: dict[str, Any] = {"hidden_act": "silu"} if hf.get("hidden_act") in ("swiglu", None) else {}
     if _are_counts(positions, trained):
         fields["max_position_embeddings"] = min(positions, trained)

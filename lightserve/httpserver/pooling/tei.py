@@ -72,7 +72,7 @@ async def _predict(context: ServerContext, engine: PoolingEngine, request: Reque
     engine.require("a prediction", "classify", "score")
     is_single, inputs = body.inputs
     ids = [
-        await (engine.encode_pair(*one, body.length) if len(one) == 2 else engine.encode(one[0], body.length))
+        await (engine.encode_pair(one[0], one[1], body.length) if len(one) == 2 else engine.encode(one[0], body.length))
         for one in inputs
     ]
     vectors = await engine.run(ids, context.log(request), body.scheduling)
