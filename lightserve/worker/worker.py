@@ -69,6 +69,8 @@ class ModelWorker:
             shares_prefixes=not config.deterministic and self.model.attends_to_shared_prefixes,
             has_kv=self.model.has_kv,
         )
+        traits = ModelTraits(self.model.active_share, self.model.bytes_per_weight, self.model.fp8_share)
+        self._profile = for_model(self._platform.profile(self._device), traits)
         self._init_steps(source)
         self._resize_kv_pool(config)
 
@@ -77,8 +79,6 @@ class ModelWorker:
         self._sampler = Sampler(self.model_config.vocab_size, self._device, self._batch.last_ids)
         self._grammars = GrammarManager(source, self.model_config.vocab_size, self._device)
         self._masks = GrammarMaskBuilder(self._grammars, self._device, self._platform.launches_async)
-        traits = ModelTraits(self.model.active_share, self.model.bytes_per_weight, self.model.fp8_share)
-        self._profile = for_model(self._platform.profile(self._device), traits)
         self._runner = StepRunner(self.model, self._batch, self._platform)
         self._collector = StepCollector()
 
