@@ -16,6 +16,8 @@ Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
 DataType = Literal["auto", "float32", "float16", "bfloat16"]
 KvDtype = Literal["auto", "none", "fp8", "int8"]
+Task = Literal["generate", "embed", "classify", "score", "reward"]
+PoolingKind = Literal["cls", "mean", "last", "max"]
 Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
 
 # One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
@@ -45,6 +47,16 @@ class WorkerConfig:
     )
     model_type: str | None = option(
         None, "serve the model as this model_type instead of that of its config.json; it must have the same tensors"
+    )
+    task: Task | None = option(
+        None,
+        "what the model is for: generate text, embed, classify, score pairs of texts, or reward; "
+        "default: what its files say",
+    )
+    pooling: PoolingKind | None = option(
+        None,
+        "how the vectors of a text's tokens become one: cls (the first), mean, last or max; default: what its files "
+        "say",
     )
     trust_remote_code: bool = option(
         False, "run the tokenizer class in the model folder's own Python code, if no file of it can be read directly"
@@ -105,8 +117,9 @@ class WorkerConfig:
             "data_type": get_args(DataType),
             "kv_dtype": get_args(KvDtype),
         }
-        if self.quantization is not None:
-            choices_of["quantization"] = get_args(Quantization)
+        for name, kind in (("quantization", Quantization), ("task", Task), ("pooling", PoolingKind)):
+            if getattr(self, name) is not None:
+                choices_of[name] = get_args(kind)
         for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise OptionError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")

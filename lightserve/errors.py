@@ -6,6 +6,7 @@ LightserveError
 │   │   ├── NotSupportedYetError       documented by the API, planned for a later version
 │   │   └── PreviousResponseNotFoundError
 │   ├── PromptTooLongError         400
+│   ├── TextTooLongError           400: a text to embed or to score
 │   ├── UnauthorizedError          401
 │   ├── ForbiddenError             403: the key is valid, but not for this route
 │   ├── ModelNotFoundError         404
@@ -73,6 +74,18 @@ class PromptTooLongError(RequestError):
         super().__init__(
             f"This model's maximum context length is {total} tokens: {found}",  # OpenAI's phrase: LiteLLM matches it
             None if new_tokens is None else field,
+        )
+
+
+class TextTooLongError(RequestError):
+    """A text to embed or to score does not fit. There are no new tokens that would need room."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, length: int, limit: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens: the text has {length} tokens; shorten it, or "
+            "truncate it (truncate_prompt_tokens: -1, or truncate: true)"
         )
 
 

@@ -407,6 +407,14 @@ class TokenIdOut(msgspec.Struct, frozen=True, array_like=True):
     ends_in_text: bool = False  # it finishes the request, and its text counts: it is no end token
 
 
+class EmbeddingOut(msgspec.Struct, frozen=True, array_like=True):
+    """The result of a pooling request, which ends with it."""
+
+    req_id: int
+    values: bytes  # [size] float32
+    admission: Admission
+
+
 class BatchTokenIdOut(msgspec.Struct, frozen=True, tag=True):
     """The tokens of one step, requests that are new or failed, and ids of requests that were aborted.
 
@@ -417,6 +425,7 @@ class BatchTokenIdOut(msgspec.Struct, frozen=True, tag=True):
     new: list[TextReq] = []
     failed: list[ReqFailed] = []
     aborted: list[int] = []
+    embeddings: list[EmbeddingOut] = []
 
 
 class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -505,6 +514,7 @@ class StrOut(msgspec.Struct, frozen=True, array_like=True):
 class BatchStrOut(msgspec.Struct, frozen=True, tag=True):
     outs: list[StrOut] = []
     failed: list[ReqFailed] = []
+    embeddings: list[EmbeddingOut] = []
 
 
 ToHttpserver = BatchStrOut | RouterStats | AbortByRequestId | QueryReply
@@ -552,6 +562,15 @@ class WindowedKv(msgspec.Struct, frozen=True):
     kept: int  # tokens of a running request that keep their KV, up to the last one
 
 
+class PoolingLimits(msgspec.Struct, frozen=True):
+    """What a model computes instead of text."""
+
+    size: int  # numbers of a result
+    needs_whole_prompt: bool  # the result depends on all tokens of a text: a cached prefix cannot be used
+    has_kv: bool  # False: a step computes whole texts
+    summary: str = ""  # for the banner: "embed (mean of the tokens, 384 numbers)"
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """A worker is ready. The launcher passes it on to the router and the HTTP processes."""
 
@@ -565,6 +584,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     step_timeout_s: float = 0.0  # a step that takes longer has hung; 0: no limit
     launch_lead_s: float = 0.0  # the time that planning, sending and launching a step takes
     windowed: WindowedKv | None = None  # None: all layers keep the KV of all tokens of max_total_token_num
+    pooling: PoolingLimits | None = None  # None: the model generates text
 
 
 class ChildFailed(msgspec.Struct, frozen=True, tag=True):

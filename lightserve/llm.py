@@ -16,6 +16,7 @@ from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerErr
 from lightserve.httpserver.beam_search.algorithm import BeamBatch, BeamParams, BeamResult, BeamSearch
 from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
 from lightserve.io_struct import FinishReason, GenerationParams, ReqFailed, StepResult, TokenOut
+from lightserve.llm_pooling import PoolingMethods
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
@@ -23,7 +24,7 @@ from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, make_limits
 from lightserve.worker.rpc import GetResult
-from lightserve.worker.worker import ModelWorker
+from lightserve.worker.select import worker_class
 
 Prompt = str | Sequence[int]
 Params = GenerationParams | Sequence[GenerationParams] | None  # one for all prompts, or one each
@@ -57,7 +58,7 @@ class Generation:
     prompt_logprobs: list[PromptToken] | None = None  # if requested
 
 
-class LLM:
+class LLM(PoolingMethods):
     """``LLM()`` loads the default model. Options are the fields of WorkerConfig. Use it from one thread.
 
     ``generation_config`` is the server's flag: whose sampling parameters count where a call gives none.
@@ -71,11 +72,11 @@ class LLM:
         source = resolve(model_dir, needs_weights=not is_dummy, trusts_code=self.config.trust_remote_code)
         self._sampling_defaults = read_sampling_defaults(source, generation_config)
         self._tokenizer = None if is_dummy and not has_tokenizer(source) else load_tokenizer(source)
-        self.worker = ModelWorker(self.config, source, Parallel())
+        self.worker = worker_class(self.config, source)(self.config, source, Parallel())
         self.worker.capture()
         vocab_size = self.worker.model_config.vocab_size
         self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
-        limits = make_limits(self.config, RouterConfig(), self.worker.step_limits)
+        limits = make_limits(self.config, RouterConfig(), self.worker.step_limits, self.worker.pooling_limits)
         self._scheduler = Scheduler(KvPool(self.worker.max_total_token_num, self.worker.windowed), limits)
         self._open: dict[int, _OpenStream] = {}
         self._in_flight: deque[GetResult] = deque()  # steps that were launched, oldest first
@@ -152,6 +153,7 @@ class LLM:
         params: Params,
         fields: dict[str, Any],
     ) -> list[Req]:
+        self._check_generates()
         many = [prompts] if _is_one(prompts) else list(prompts)
         if params is None or isinstance(params, GenerationParams):
             params = [params or GenerationParams.of(**self._sampling_defaults.fill(fields))] * len(many)
@@ -224,8 +226,15 @@ class LLM:
     def _distribute(self, result: StepResult) -> None:
         """Give the tokens of a step to their streams."""
         for failure in result.failed:
-            if self._scheduler.fail(failure) is not None:
+            if self._scheduler.fail(failure) is None:
+                continue
+            if failure.req_id in self._open:
                 self._fail(failure)
+            else:
+                self._failures[failure.req_id] = failure.message
+        for embedding in result.embeddings:
+            if self._scheduler.process_embedding(embedding.req_id) is not None:
+                self._results[embedding.req_id] = embedding.values
         for out in result.tokens:
             req = self._scheduler.process_token(out)
             if req is not None:

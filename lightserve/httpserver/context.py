@@ -19,6 +19,7 @@ from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import Body, read_json
 from lightserve.httpserver.wire.unknown_fields import UnknownFields
 from lightserve.model_files.details import ModelDetails
+from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.sampling_defaults import SamplingDefaults
 from lightserve.model_files.tokenizer import Tokenizer
 
@@ -42,6 +43,7 @@ class ServerContext:
     run_dir: str | None = None  # the same for all HTTP processes of the server; None: there is none, in tests
     details: ModelDetails | None = None  # None in tests without a model's files
     export_trace: Export | None = None  # None: requests are not traced
+    pooling: PoolingConfig | None = None  # what the model computes instead of text; None: it generates
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -57,7 +59,8 @@ class ServerContext:
     def warm_up(self) -> None:
         """Prepare what the first request would wait for: 0.3 s with a vocabulary of 128,000."""
         if self.optional_tokenizer is not None:
-            self.grammars.prepare(self.optional_tokenizer)
+            if self.pooling is None:
+                self.grammars.prepare(self.optional_tokenizer)
             self.optional_tokenizer.warm_up()
 
     def default_new_tokens(self, of_endpoint: int | None = None) -> int | None:

@@ -27,7 +27,9 @@ from lightserve.io_struct import (
     AbortByRequestId,
     AbortReq,
     BatchStrOut,
+    EmbeddingOut,
     EngineReady,
+    FinishReason,
     GenerateReq,
     GenerationParams,
     RouterStats,
@@ -203,6 +205,10 @@ class HttpServerManager:
             found = self._running.get(out.req_id)
             if found is not None:  # else the caller has left
                 found[0].push(found[1], out)
+        for embedding in batch.embeddings:
+            found = self._running.get(embedding.req_id)
+            if found is not None:
+                found[0].push_embedding(found[1], embedding)
         for failed in batch.failed:
             found = self._running.get(failed.req_id)
             if found is not None:
@@ -235,6 +241,7 @@ class Generation:
         self._has_unread = asyncio.Event()
         self._unfinished = set(range(len(prompt_requests)))
         self._error: LightserveError | None = None
+        self._embeddings: dict[int, bytes] = {}  # by index: results of pooling requests
 
     async def __aenter__(self) -> Self:
         self._manager._start(self)
@@ -250,6 +257,8 @@ class Generation:
                 raise StopAsyncIteration
             self._has_unread.clear()
             await self._has_unread.wait()
+            if not self._unread and self._error is None:
+                raise StopAsyncIteration  # pooling requests end without tokens
         if not self._unread and self._error is not None:
             raise self._error
         outs, self._unread = self._unread, []
@@ -296,6 +305,21 @@ class Generation:
         elif len(unread) > MAX_UNREAD:
             unread.clear()
             self.fail(SlowReaderError(f"the client left more than {MAX_UNREAD} tokens unread"))
+
+    async def collect_embeddings(self) -> list[bytes]:
+        """Start, wait for the end, and return the result of every pooling request: float32 numbers."""
+        async with self:
+            async for _ in self:
+                raise TypeError("a pooling request has no tokens")
+        return [self._embeddings[index] for index in range(len(self.prompt_requests))]
+
+    def push_embedding(self, index: int, out: EmbeddingOut) -> None:
+        self.log.record_admission(out.admission, is_first_choice=True)
+        self.log.record_finish(FinishReason.STOP)
+        self._embeddings[index] = out.values
+        self._unfinished.discard(index)
+        if not self._unfinished:
+            self._has_unread.set()
 
     def fail(self, error: LightserveError) -> None:
         """The whole request fails when one of its sequences does; leaving aborts the other sequences."""

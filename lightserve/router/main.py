@@ -29,7 +29,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     engine = await launcher.recv()
     if not isinstance(engine, EngineReady):
         raise TypeError(f"the first message must be EngineReady, not {engine!r}")
-    limits = make_limits(config.worker, config.router, engine.step_limits)
+    limits = make_limits(config.worker, config.router, engine.step_limits, engine.pooling)
     scheduler = Scheduler(KvPool(engine.max_total_token_num, engine.windowed), limits, policy)
 
     def connect(generation: int) -> RpycModelClient:

@@ -49,6 +49,7 @@ class RouterManager:
     ) -> None:
         self._scheduler = scheduler
         self._eos_token_ids = engine.eos_token_ids
+        self._pooling = engine.pooling
         self._inbox = inbox
         self._to_detokenization = to_detokenization
         self._config = config
@@ -100,7 +101,8 @@ class RouterManager:
             if timeline is not None:
                 timeline.refused(found)
             return
-        self._reporter.announce(message.req_id, message.params.text)
+        if self._pooling is None:  # otherwise there is no text
+            self._reporter.announce(message.req_id, message.params.text)
         req = self._make_req(message)
         req.timeline = timeline
         if timeline is not None:
@@ -126,6 +128,8 @@ class RouterManager:
         scheduling = message.scheduling
         timeout_s = scheduling.timeout_s or self._config.request_timeout or None
         uses_cache = scheduling.use_cache and not self._config.disable_dynamic_prompt_cache
+        pooling = self._pooling
+        shares_prefix = pooling is None or (pooling.has_kv and not pooling.needs_whole_prompt)
         return Req(
             message.req_id,
             message.prompt_ids,
@@ -136,7 +140,8 @@ class RouterManager:
             priority=scheduling.priority,
             deadline_s=None if timeout_s is None else message.arrived_s + timeout_s,
             salt=f"salt {scheduling.cache_salt}" if uses_cache else f"group {message.group}",  # its choices share
-            keeps_kv_cached=uses_cache or message.is_group_open,
+            keeps_kv_cached=shares_prefix and (uses_cache or message.is_group_open),
+            shares_prefix=shares_prefix,
         )
 
     def _abort(self, message: AbortReq) -> None:

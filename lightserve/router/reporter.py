@@ -8,6 +8,8 @@ from collections.abc import Callable
 from lightserve.io_struct import (
     Admission,
     BatchTokenIdOut,
+    Embedding,
+    EmbeddingOut,
     FinishReason,
     ReqFailed,
     RouterStats,
@@ -57,9 +59,11 @@ class Reporter:
         failed = [failure for failure in result.failed if self._has_failed(failure)]
         self.metrics.failed(len(failed))
         self.metrics.numerical_errors(sum(failure.status >= 500 for failure in failed))
-        outs = self._process_tokens(result.tokens, time.monotonic())
-        if outs or failed or self._aborted:
-            self._to_detokenization.send(BatchTokenIdOut(outs, failed=failed, aborted=self._aborted))
+        now = time.monotonic()
+        outs, embeddings = self._process_tokens(result.tokens, now), self._process_embeddings(result.embeddings, now)
+        if outs or failed or self._aborted or embeddings:
+            message = BatchTokenIdOut(outs, failed=failed, aborted=self._aborted, embeddings=embeddings)
+            self._to_detokenization.send(message)
             self._aborted = []
 
     def send_heartbeat(self, step_age_s: float, has_workers: bool) -> None:
@@ -110,13 +114,26 @@ class Reporter:
             self.metrics.next_tokens(now - last_token_s, count)
         return outs
 
+    def _process_embeddings(self, results: list[Embedding], now: float) -> list[EmbeddingOut]:
+        outs = []
+        for result in results:
+            req = self._scheduler.process_embedding(result.req_id)
+            if req is not None:
+                outs.append(EmbeddingOut(req.req_id, result.values, self._count_admission(req)))
+                self._count_finished(req, FinishReason.STOP, now)
+        return outs
+
     def _count_first_token(self, req: Req, now: float) -> Admission:
         req.first_token_s = now
-        queue_s = req.admitted_s - req.arrived_s
-        self.metrics.admitted(queue_s, len(req.prompt_ids), req.cached_len)
+        admission = self._count_admission(req)
         self.metrics.first_token(now - req.arrived_s, now - req.admitted_s)
         if req.timeline is not None:
             req.timeline.first_token(now)
+        return admission
+
+    def _count_admission(self, req: Req) -> Admission:
+        queue_s = req.admitted_s - req.arrived_s
+        self.metrics.admitted(queue_s, len(req.prompt_ids), req.cached_len)
         return Admission(queue_s, req.cached_len)
 
     def _count_finished(self, req: Req, reason: FinishReason, now: float) -> None:

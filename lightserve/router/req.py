@@ -29,6 +29,7 @@ class Req:
     deadline_s: float | None = None  # the request fails at this time, whether it waits or runs
     salt: str = ""  # only requests of the same salt share cached prefixes
     keeps_kv_cached: bool = True  # if not, its KV is freed when it leaves the workers
+    shares_prefix: bool = True  # if not, its whole prompt is computed, and no other request uses its KV
 
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -81,7 +82,9 @@ class Req:
 
     @property
     def needs_prompt_computed(self) -> bool:
-        """Whether its whole prompt must be computed, because the client wants the prompt's logprobs."""
+        """Whether its whole prompt must be computed: the client wants its logprobs, or all its tokens are pooled."""
+        if not self.shares_prefix:
+            return True
         return self.params.sampling.prompt_logprobs is not None and not self.output_ids
 
     @property

@@ -16,7 +16,7 @@ from lightserve.errors import ModelFilesError, ServerError, UnsupportedModelType
 from lightserve.model_files.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
-from lightserve.model_files.source import ModelSource, require_weights, resolve, stored_as
+from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
 from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import read_model_config
 from lightserve.utils import net
@@ -52,7 +52,8 @@ def check(config: ServerConfig) -> ModelInfo:
         _check_model(source, config, tokenizer)
     if not is_weightless:
         require_weights(source)  # after the checks, because a download may take long
-    _warn_about_missing_parts(source, config, tokenizer)
+    if pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling) is None:
+        _warn_about_missing_parts(source, config, tokenizer)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]
     defaults = read_sampling_defaults(source, config.http.generation_config)
     return ModelInfo(config.http.first_model_name(source.name), str(architectures[0]), str(defaults), source.path)
@@ -100,6 +101,9 @@ def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer
     model = _model_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
     model.check_tp(worker.tp)
     model.request_len(worker.max_req_total_len)
+    pooling = pooling_of(source, worker.model_type, worker.task, worker.pooling)
+    if pooling is not None and not pooling.is_causal and worker.deterministic:
+        raise ServerError("--deterministic is not supported for a model without a KV cache; leave it out")
     resolve_kv_dtype(worker.kv_dtype, model)
     if (worker.max_total_token_num or math.inf) < (worker.max_req_total_len or 2):
         raise ServerError(

@@ -23,6 +23,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Model files": (
         "model_type",
+        "task",
+        "pooling",
         "load_format",
         "trust_remote_code",
         "quantization_config",

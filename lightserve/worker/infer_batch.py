@@ -151,9 +151,17 @@ class InferBatch:
     """All requests of a worker by id, and the token that was sampled last for each."""
 
     def __init__(
-        self, req_manager: ReqManager, padding_slot: int, device: torch.device, shares_prefixes: bool = True
+        self,
+        req_manager: ReqManager,
+        padding_slot: int,
+        device: torch.device,
+        shares_prefixes: bool = True,
+        has_kv: bool = True,
     ) -> None:
-        """``shares_prefixes``: steps pass groups of requests that begin with the same slots to attention."""
+        """``shares_prefixes``: steps pass groups of requests that begin with the same slots to attention.
+
+        Without a KV cache (``has_kv``), attention reads the step itself: the slot of a token is its row there.
+        """
         self._req_manager = req_manager
         self.padding_slot = padding_slot  # it changes with the size of the KV pool
         self.windowed_padding_slot: int | None = None  # None: there is no windowed pool
@@ -161,6 +169,7 @@ class InferBatch:
         self._reqs: dict[int, InferReq] = {}
         self._prefixes: SharedPrefixes[InferReq] = SharedPrefixes()
         self.shares_prefixes = shares_prefixes
+        self._has_kv = has_kv
         self.req_to_token = req_manager.req_to_token
         self.last_ids = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int64, device=device)  # by row
 
@@ -246,7 +255,10 @@ class InferBatch:
         count = int(q_len.sum())
         start = np.cumsum(q_len, dtype=np.int32) - q_len
         prompt_targets = _prompt_targets(reqs, start.tolist(), q_len.tolist())
-        shape = StepShape(count, len(rows), bool((q_len == 1).any()), bool((q_len > 1).any()), bool(groups))
+        has_decodes, has_prompts = bool((q_len == 1).any()), bool((q_len > 1).any())
+        if not self._has_kv:
+            has_decodes, has_prompts = False, True
+        shape = StepShape(count, len(rows), has_decodes, has_prompts, bool(groups))
         shape = shape if prompt_targets else captured_shape(shape)
         inputs, columns = padded_input(shape, self._padding)
 
@@ -255,7 +267,7 @@ class InferBatch:
         tokens = {
             "row": np.repeat(table_rows, q_len),
             "position": np.arange(count) + np.repeat(ready - start, q_len),
-            "slot": [slot for row in rows for slot in row.slots],
+            "slot": [slot for row in rows for slot in row.slots] if self._has_kv else np.arange(count),
             "token_id": [token for req, row in zip(reqs, rows, strict=True) for token in _ids(req, len(row.slots))],
         }
         pack(columns, tokens, reqs, {"row": table_rows, "start": start, "seq_len": ready + q_len, "ready_len": ready})

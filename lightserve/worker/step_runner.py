@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.basemodel import ModelInput, TpPartBaseModel, WindowedInput
+from lightserve.common.basemodel import HiddenStates, ModelInput, TpPartBaseModel, WindowedInput
 from lightserve.common.device import Device, GraphRanges, Graphs, pinned, to_device
 from lightserve.utils.progress import Progress
 from lightserve.worker.infer_batch import MIN_SHARING, InferBatch
@@ -91,6 +91,18 @@ class StepRunner:
     def _forward(
         self, inputs: Tensor, shape: StepShape, prompts: StepPromptLogprobs | None = None
     ) -> tuple[Tensor, StepColumns]:
+        step, columns = self._model_input(inputs, shape)
+        hidden = self._model.hidden_states(step)
+        if prompts is not None:
+            prompts.compute(partial(self._model.logits, hidden), self._model.config.vocab_size)
+        return self._model.logits(hidden), columns
+
+    def hidden_states(self, inputs: np.ndarray, shape: StepShape) -> HiddenStates:
+        """Of all tokens of a step, for a model that computes no text."""
+        step, _ = self._model_input(to_device(inputs, self._model.device), shape)
+        return self._model.hidden_states(step)
+
+    def _model_input(self, inputs: Tensor, shape: StepShape) -> tuple[ModelInput, StepColumns]:
         columns = columns_of(inputs, shape)
         own, reqs = columns.tokens, columns.reqs
         tokens = ops.StepTokens(own["row"], own["position"], own["slot"], own["token_id"])
@@ -112,10 +124,7 @@ class StepRunner:
             is_prefill=shape.has_prompts,
             windowed=self._windowed_input(tokens, columns, attn),
         )
-        hidden = self._model.hidden_states(step)
-        if prompts is not None:
-            prompts.compute(partial(self._model.logits, hidden), self._model.config.vocab_size)
-        return self._model.logits(hidden), columns
+        return step, columns
 
     def _windowed_input(
         self, tokens: ops.StepTokens, columns: StepColumns, attn: ops.AttnBatch

@@ -85,6 +85,7 @@ class DeepseekLayerInfer(bm.DecoderLayerInferTpl[DeepseekLayerWeight]):
 class DeepseekTpPartModel(bm.TpPartBaseModel):
     transformer_weight_class = DeepseekLayerWeight
     transformer_layer_infer_class = DeepseekLayerInfer
+    attends_without_cache = False
     attends_to_shared_prefixes = False
     kv_dtypes = ()  # latents are read as they are
 

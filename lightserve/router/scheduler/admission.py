@@ -80,6 +80,9 @@ class AdmissionControl:
     def _fits(self, req: Req) -> bool:
         """Whether the peak with this request fits the pool. If so, the request holds its cached tokens."""
         pool = self._pool
+        if not req.shares_prefix:  # a text that is pooled: it holds its own tokens, and no output follows
+            tokens = sum(len(one.prompt_ids) for one in self._batch) + len(req.prompt_ids)
+            return (tokens <= pool.size and self._fits_windowed([*self._batch, req])) or not len(self._batch)
         pool.attach_prefix(req)
         reqs = [*self._batch, req]
         generated = np.array([one.planned_outputs for one in reqs])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import NamedTuple
 
-from lightserve.io_struct import ReqFailed, Step, StepRow, TokenOut
+from lightserve.io_struct import FinishReason, ReqFailed, Step, StepRow, TokenOut
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import Fifo, Policy
@@ -126,6 +126,15 @@ class Scheduler:
             if req.max_new_tokens > 1:  # a beam search makes requests of one token: they would spoil the estimate
                 self._estimate.observe(len(req.output_ids))
             self._drop(req)
+        return req
+
+    def process_embedding(self, req_id: int) -> Req | None:
+        """The result of a pooling request is back, which ends it. None if it has ended before."""
+        req = self._batch.find(req_id) or self._queue.find_preempted(req_id)
+        if req is None or not req.in_flight:
+            return None
+        req.finish_reason = FinishReason.STOP
+        self._drop(req)
         return req
 
     def fail(self, failure: ReqFailed) -> Req | None:
