@@ -139,6 +139,7 @@ NOT_HOOKS = {
     *("_init_args", "unused_tensors", "_kv_scales", "_new_weights", "_check_metadata", "set_kv_size"),
     *("distinct_layers_only", "_kernel_key", "forward", "hidden_states", "_context_forward", "_token_forward"),
     *("context_forward", "token_forward", "_forward", "_parallel_forward", "_attention", "_added", "_split_heads"),
+    *("merged_checkpoint", "check_adapters", "own_names", "check_adapter", "adapter_sizes"),
     *("_observe", "_observe_embedding", "_observe_layer", "use_pool_of", "logit_rows"),
 }
 HOOKED = (

@@ -56,6 +56,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         run_dir=child_config.run_dir,
         details=read_details(source),
         export_trace=None if exporter is None else exporter.put,
+        has_adapters=config.worker.num_loras > 0,
     )
     context.warm_up()
     output_formats(context)  # an unknown --tool_call_parser or --reasoning_parser fails here
