@@ -87,4 +87,4 @@ def linear_sizes(model: torch.nn.Module, targets: Iterable[str] = LLAMA_TARGETS)
     """The linears of a transformers model whose names end with one of ``targets``."""
     ends = tuple(targets)
     modules = ((name, module) for name, module in model.named_modules() if name.endswith(ends))
-    return {name: tuple(module.weight.shape) for name, module in modules}  # type: ignore[misc]
+    return {name: tuple(module.weight.shape) for name, module in modules}

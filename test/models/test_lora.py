@@ -66,7 +66,7 @@ def build_base(name: str) -> Any:
 
 def sizes_of(hf: Any, name: str) -> dict[str, tuple[int, int]]:
     sizes = linear_sizes(hf, TARGETS.get(name, LLAMA_TARGETS))
-    return {module: size[::-1] for module, size in sizes.items()} if name == "gpt2" else sizes  # type: ignore[misc]
+    return {module: size[::-1] for module, size in sizes.items()} if name == "gpt2" else sizes
 
 
 def write_two(hf: Any, name: str, folder: Path) -> list[Path]:

@@ -64,7 +64,7 @@ class LoraConfig:
 
     def scale_of(self, module: str) -> float:
         """The factor of ``B @ A``."""
-        rank, alpha = self.rank_of(module), _value_for(module, self.alpha_pattern, self.alpha)
+        rank, alpha = self.rank_of(module), float(_value_for(module, self.alpha_pattern, self.alpha))
         return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
 
 
