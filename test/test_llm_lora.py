@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,14 +22,14 @@ def train(folder: Path, prompt_ids: list[int], answer_ids: list[int]) -> None:
     model = transformers_smollm2()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    matrices, hooks = {}, []
+    matrices: dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
     for name, module in model.named_modules():
         if name.endswith(("down_proj", "v_proj")) and int(name.split(".")[2]) >= 24:
             generator = torch.Generator().manual_seed(len(matrices))
             a = torch.nn.Parameter(torch.randn(4, module.in_features, generator=generator) * module.in_features**-0.5)
             b = torch.nn.Parameter(torch.zeros(module.out_features, 4))
             matrices[name] = (a, b)
-            hooks.append(module.register_forward_hook(lambda _, x, out, a=a, b=b: out + 2.0 * (x[0] @ a.T) @ b.T))
+            module.register_forward_hook(lambda _, x, out, a=a, b=b: out + 2.0 * (x[0] @ a.T) @ b.T)
     optimizer = torch.optim.Adam([one for pair in matrices.values() for one in pair], lr=2e-2)
     ids = torch.tensor([prompt_ids + answer_ids])
     labels = torch.tensor([[-100] * len(prompt_ids) + answer_ids])
@@ -49,7 +50,7 @@ def test_an_adapter_that_was_trained_on_smollm2_shows_in_greedy_text(tmp_path: P
     llm = LLM(max_loras=2, max_total_token_num=2048, quantization="none")
     prompt_ids, answer_ids = llm.tokenizer.encode(PROMPT), llm.tokenizer.encode(ANSWER, add_special_tokens=False)
     train(tmp_path / "trained", prompt_ids, answer_ids)
-    options = {"max_new_tokens": len(answer_ids), "temperature": 0.0}
+    options: dict[str, Any] = {"max_new_tokens": len(answer_ids), "temperature": 0.0}
     base = llm.generate(PROMPT, **options)[0].text
 
     mixed = llm.generate([PROMPT] * 3, lora=[None, str(tmp_path / "trained"), None], **options)

@@ -123,7 +123,8 @@ def test_an_adapter_is_needed_on_the_host_while_a_step_that_copies_it_is_in_flig
 
 
 def test_the_end_of_a_request_is_reported_wherever_it_is() -> None:
-    scheduler, left = make(slots=1), []
+    scheduler = make(slots=1)
+    left: list[int] = []
     scheduler.loras.on_leave = left.append
     for req_id in range(3):
         add(scheduler, req_id, 7 + req_id)
