@@ -30,7 +30,8 @@ LightserveError
     ├── OptionError                at start only: a flag or a value in --config
     └── ModelFilesError            at start only: one line that names the file, the problem and the remedy
         ├── UnsupportedModelTypeError
-        └── CheckpointError            the same for a tensor
+        ├── CheckpointError            the same for a tensor
+        └── AdapterError               the same for a LoRA adapter; while the server runs, it is a request's 400
 """
 
 from __future__ import annotations
@@ -215,8 +216,13 @@ class CheckpointError(ModelFilesError):
     pass
 
 
+class AdapterError(ModelFilesError):
+    docs = "lora.md"
+
+
 _BY_STATUS: dict[int, type[LightserveError]] = {
     400: InvalidRequestError,
+    404: ModelNotFoundError,
     429: OverloadedError,
     500: NotComputableError,
     503: UnavailableError,

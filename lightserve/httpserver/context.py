@@ -44,6 +44,7 @@ class ServerContext:
     details: ModelDetails | None = None  # None in tests without a model's files
     export_trace: Export | None = None  # None: requests are not traced
     pooling: PoolingConfig | None = None  # what the model computes instead of text; None: it generates
+    has_adapters: bool = False  # requests may name a LoRA adapter as the model
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -90,9 +91,33 @@ class ServerContext:
             trace.watch(log)
         return log
 
+    def adapter_of(self, name: str | None) -> str:
+        """The adapter that a request's model names, by itself or as ``model:adapter``; "": the base model.
+
+        Only the router knows which adapters there are. A request with an unknown one fails there.
+        """
+        if name is None or not self.has_adapters or name in PLACEHOLDER_NAMES or name in self.model_names:
+            return ""
+        base, _, adapter = name.partition(":")
+        if adapter and base in self.model_names:
+            return adapter
+        return "" if self.config.use_tgi_api else name  # TGI's clients send arbitrary names
+
+    def shown_model(self, name: str | None) -> str:
+        """The model in the response to a request that names this one."""
+        return self.adapter_of(name) or self.model_name
+
+    async def find_model(self, name: str | None) -> str:
+        """``check_model`` and ``adapter_of``, for endpoints that do not generate: asks the router for an adapter."""
+        self.check_model(name)
+        adapter = self.adapter_of(name)
+        if adapter:
+            await self.manager.find_adapter(adapter)
+        return adapter
+
     def check_model(self, name: str | None) -> None:
         is_checked = not self.config.use_tgi_api  # TGI's clients send arbitrary names
-        if not is_checked or name is None or name in PLACEHOLDER_NAMES:
+        if not is_checked or name is None or name in PLACEHOLDER_NAMES or self.adapter_of(name):
             return
         if name == self.model_name or name in self.config.model_name:
             return

@@ -57,6 +57,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         details=read_details(source),
         export_trace=None if exporter is None else exporter.put,
         pooling=pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling),
+        has_adapters=config.worker.num_loras > 0,
     )
     context.warm_up()
     output_formats(context)  # an unknown --tool_call_parser or --reasoning_parser fails here

@@ -26,22 +26,28 @@ from lightserve.io_struct import (
     REQ_ID_BITS,
     AbortByRequestId,
     AbortReq,
+    AdapterCard,
+    AdapterReply,
     BatchStrOut,
     EmbeddingOut,
     EngineReady,
     FinishReason,
     GenerateReq,
     GenerationParams,
+    ListAdapters,
+    LoadAdapter,
     RouterStats,
     SchedulingParams,
     StrOut,
     ToHttpserver,
     ToRouter,
+    UnloadAdapter,
 )
 from lightserve.utils.channel import Receiver, Sender
 
 DEFAULT_SCHEDULING = SchedulingParams()
 MAX_UNREAD = 2**16  # tokens of a request, some 20 MB, that the client has not read
+LOAD_ADAPTER_TIMEOUT_S = 120.0  # others may be loaded before it
 HEARTBEAT_TIMEOUT_S = 5.0  # the router sends one per second
 SLOW_STEP_SHARE = 0.25  # of step_timeout_s: a step that runs longer makes the server unhealthy
 
@@ -164,6 +170,31 @@ class HttpServerManager:
         """A group id for sequences that start one after the other and share prefixes."""
         return next(self._ids)
 
+    async def adapters(self) -> list[AdapterCard]:
+        """All LoRA adapters that have a name."""
+        return (await self.queries.ask(ListAdapters, AdapterReply)).adapters
+
+    async def find_adapter(self, name: str) -> None:
+        """Raise if a request cannot use this adapter."""
+        _check(await self.queries.ask(lambda query_id: ListAdapters(query_id, name), AdapterReply))
+
+    async def load_adapter(self, name: str, path: str, replaces: bool) -> None:
+        """Returns when requests can use the adapter."""
+        self._check_ready()
+        _check(
+            await self.queries.ask(
+                lambda query_id: LoadAdapter(query_id, name, path, replaces), AdapterReply, LOAD_ADAPTER_TIMEOUT_S
+            )
+        )
+
+    async def unload_adapter(self, name: str) -> None:
+        self._check_ready()
+        _check(await self.queries.ask(lambda query_id: UnloadAdapter(query_id, name), AdapterReply))
+
+    def _check_ready(self) -> None:
+        if self.state is not EngineState.READY:
+            raise UnavailableError(self._unavailable_reason)
+
     def abort_requests(self, request_id: str | None) -> None:
         """Abort the requests with this id or response id, None: all requests, in every HTTP process."""
         self._to_router.send(AbortByRequestId(request_id))
@@ -174,8 +205,7 @@ class HttpServerManager:
                 generation.fail(AbortedError("the request was aborted"))
 
     def _start(self, generation: Generation) -> None:
-        if self.state is not EngineState.READY:
-            raise UnavailableError(self._unavailable_reason)
+        self._check_ready()
         self._send(generation)
 
     def _send(self, generation: Generation) -> None:
@@ -325,6 +355,11 @@ class Generation:
         """The whole request fails when one of its sequences does; leaving aborts the other sequences."""
         self._error = error
         self._has_unread.set()
+
+
+def _check(reply: AdapterReply) -> None:
+    if reply.status != 200:
+        raise error_from_status(reply.status, reply.message)
 
 
 def _with_seed(prompt_request: PromptRequest, choice: int) -> PromptRequest:

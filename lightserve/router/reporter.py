@@ -37,9 +37,9 @@ class Reporter:
         """A request was accepted. This message comes before its tokens."""
         self._to_detokenization.send(BatchTokenIdOut(new=[TextReq(req_id, params)]))
 
-    def refuse(self, req_id: int, message: str) -> None:
+    def refuse(self, req_id: int, message: str, status: int = 429) -> None:
         self.metrics.refused()
-        self._to_detokenization.send(BatchTokenIdOut(failed=[ReqFailed(req_id, 429, message)]))
+        self._to_detokenization.send(BatchTokenIdOut(failed=[ReqFailed(req_id, status, message)]))
 
     def fail(self, reqs: list[Req], status: int, message_of: Callable[[Req], str]) -> None:
         """Requests failed outside of a step."""

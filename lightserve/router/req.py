@@ -30,6 +30,7 @@ class Req:
     salt: str = ""  # only requests of the same salt share cached prefixes
     keeps_kv_cached: bool = True  # if not, its KV is freed when it leaves the workers
     shares_prefix: bool = True  # if not, its whole prompt is computed, and no other request uses its KV
+    lora_id: int | None = None  # its adapter
 
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -43,6 +44,7 @@ class Req:
     shared_len: int = 0  # how many of ``slots``, at the start, belong to the cache
     windowed_slots: list[int] = field(default_factory=list)  # like ``slots``, in the windowed pool if there is one
     windowed_begin: int = 0  # it holds ``windowed_slots`` from here on
+    lora_slot: int = -1  # of its adapter on the device, while it runs
     planned_len: int = 0  # tokens whose KV is cached, computed, or computed by a planned step
     certain_len: int = 0  # of these, the tokens whose step has completed; roll_back keeps only them
     planned_outputs: int = 0  # output tokens that exist after the planned steps, not counting forced ones
@@ -155,4 +157,5 @@ class Req:
             output_len=len(self.output_ids),
             stopping=self.params.stopping,
             cached_windowed_slots=self.windowed_slots[self.windowed_begin :],
+            lora_slot=self.lora_slot,
         )

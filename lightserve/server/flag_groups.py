@@ -45,6 +45,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "disable_dynamic_prompt_cache",
         "deterministic",
     ),
+    "LoRA adapters": (
+        "lora_modules",
+        "lora_dir",
+        "max_loras",
+        "max_lora_rank",
+        "max_cpu_loras",
+        "merge_lora",
+    ),
     "Scheduling": (
         "router_policy",
         "router_token_ratio",

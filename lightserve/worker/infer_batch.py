@@ -16,6 +16,7 @@ from lightserve.common.device import to_device
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.ops.step import LAST_SAMPLED
 from lightserve.io_struct import NewReq, SamplingParams, StepRow, StoppingParams
+from lightserve.worker.lora import write_groups
 from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
 from lightserve.worker.sampling.logprobs import PromptChunk, StepPromptLogprobs
 from lightserve.worker.sampling.req_rules import ReqRules
@@ -46,6 +47,7 @@ class InferReq:
     cache_len: int = 0  # tokens in the KV cache, with those of the step that was packed last
     counted_len: int = 0  # tokens that SeenTokens has counted
     output: GrammarOutput | None = None  # None: no grammar
+    lora_slot: int = ops.NO_LORA  # of its adapter
     # [tokens as it entered] int32, filled up to cache_len; other requests may begin with the same slots
     leading_slots: np.ndarray = field(init=False)
     total_len: int = field(init=False)  # tokens, with the one in flight
@@ -170,6 +172,7 @@ class InferBatch:
         self._prefixes: SharedPrefixes[InferReq] = SharedPrefixes()
         self.shares_prefixes = shares_prefixes
         self._has_kv = has_kv
+        self.lora_slots = 0  # on the device
         self.req_to_token = req_manager.req_to_token
         self.last_ids = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int64, device=device)  # by row
 
@@ -193,6 +196,7 @@ class InferBatch:
             thinking,
             cache_len=len(cached),
             output=None if grammar is None else GrammarOutput(new, grammar),
+            lora_slot=new.lora_slot,
         )
         req.leading_slots[: len(cached)] = cached
         self._reqs[new.req_id] = req
@@ -258,7 +262,9 @@ class InferBatch:
         has_decodes, has_prompts = bool((q_len == 1).any()), bool((q_len > 1).any())
         if not self._has_kv:
             has_decodes, has_prompts = False, True
-        shape = StepShape(count, len(rows), has_decodes, has_prompts, bool(groups))
+        has_lora = self.lora_slots > 0 and any(req.lora_slot >= 0 for req in reqs)
+        num_slots = self.lora_slots if has_lora else 0
+        shape = StepShape(count, len(rows), has_decodes, has_prompts, bool(groups), num_slots)
         shape = shape if prompt_targets else captured_shape(shape)
         inputs, columns = padded_input(shape, self._padding)
 
@@ -273,6 +279,9 @@ class InferBatch:
         pack(columns, tokens, reqs, {"row": table_rows, "start": start, "seq_len": ready + q_len, "ready_len": ready})
         if groups:
             columns.groups[: len(groups), : len(SharedRows._fields)] = groups
+        if columns.lora_groups is not None:
+            lora_slots = np.repeat([req.lora_slot for req in reqs], q_len)
+            write_groups(columns.lora_rows, columns.lora_groups, lora_slots, shape.tokens)
         if columns.windowed_slots is not None:
             columns.windowed_slots[:count] = [slot for row in rows for slot in windowed_of[row.req_id]]
 
@@ -295,7 +304,10 @@ class InferBatch:
         """The rows of a decode step, with requests that share a prefix next to each other, and their groups."""
         if not self.shares_prefixes or len(rows) < MIN_SHARING or any(len(row.slots) != 1 for row in rows):
             return rows, []
-        order, groups = self._prefixes.arrange([self._reqs[row.req_id] for row in rows])
+        reqs = [self._reqs[row.req_id] for row in rows]
+        if self.lora_slots and any(req.lora_slot >= 0 for req in reqs):
+            return rows, []  # no captured step has both adapters and shared prefixes
+        order, groups = self._prefixes.arrange(reqs)
         return [rows[place] for place in order], groups
 
     def padding(self, shape: StepShape) -> np.ndarray:

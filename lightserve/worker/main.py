@@ -54,9 +54,11 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             step_limits=worker.step_limits,
             launch_lead_s=worker.launch_lead_s,
             step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
+            lora_slots=config.num_loras,
         )
     )
-    server.serve(worker.launch, worker.pipeline_depth, worker.compile_grammar, run_profile)
+    load_lora = None if worker.loras is None else worker.loras.load
+    server.serve(worker.launch, worker.pipeline_depth, worker.compile_grammar, run_profile, load_lora)
 
 
 def _profiler(child_config: ChildConfig) -> RunProfile | None:

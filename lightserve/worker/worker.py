@@ -25,6 +25,7 @@ from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.kv_pools import kept_tokens
 from lightserve.worker.kv_size import kv_size
+from lightserve.worker.lora import LoraCache, lora_args, merged_adapter
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import GrammarManager
 from lightserve.worker.sampling.logits import int64s
@@ -33,7 +34,7 @@ from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import GrammarMaskBuilder, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.step_runner import StepOut, StepRunner
-from lightserve.worker.warm_up import FIRST_POOL_TOKENS, in_both_pools, warm_up_steps
+from lightserve.worker.warm_up import FIRST_POOL_TOKENS, in_both_pools, warm_up_steps, with_adapter
 
 
 class ModelWorker:
@@ -71,6 +72,8 @@ class ModelWorker:
         )
         traits = ModelTraits(self.model.active_share, self.model.bytes_per_weight, self.model.fp8_share)
         self._profile = for_model(self._platform.profile(self._device), traits)
+        self._batch.lora_slots = config.num_loras
+        self.loras = LoraCache(self.model, config.max_lora_rank) if config.num_loras else None
         self._init_steps(source)
         self._resize_kv_pool(config)
 
@@ -107,6 +110,8 @@ class ModelWorker:
             tensor_metadata=_metadata(source, self.pooling) if has_weights else (),
             kv_dtype=self._kv_dtype,
             pooling=self.pooling,
+            lora=lora_args(config),
+            merged_adapter=merged_adapter(config),
         )
         with explain_out_of_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
             return get_model_class(self.model_config.model_type)(args)
@@ -176,6 +181,9 @@ class ModelWorker:
         sizes = [self.max_total_token_num] if self.windowed is None else [self.max_total_token_num, self.windowed.size]
         for step in warm_up_steps(self.model.req_manager.max_reqs, self.max_req_total_len, min(sizes)):
             self.run(step if self.windowed is None else in_both_pools(step))
+        if self._batch.lora_slots:
+            for step in warm_up_steps(self.model.req_manager.max_reqs, self.max_req_total_len, min(sizes)):
+                self.run(with_adapter(step if self.windowed is None else in_both_pools(step)))
 
     def run(self, step: Step) -> StepResult:
         """Run a step and wait for its result."""
@@ -216,6 +224,8 @@ class ModelWorker:
             limit = new.sampling.thinking
             thinking = None if limit is None else ThinkingBudget(limit, self._grammars.token_bytes)
             self._batch.add(new, self._grammars.start(new), thinking)
+        if step.loras and self.loras is not None:
+            self.loras.place(step.loras)
         for copy in step.copies:
             self._copy_kv(copy)
 

@@ -15,6 +15,8 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import HttpServerManager
 from lightserve.io_struct import (
     AbortReq,
+    AdapterQuery,
+    AdapterReply,
     Admission,
     BatchStrOut,
     EmbeddingOut,
@@ -99,6 +101,8 @@ class FakeEngine:
             elif isinstance(message, StartProfile | StopProfile):
                 self.profile_messages.append(message)
                 self._outbox.send(msgspec.structs.replace(self.profile_reply, query_id=message.query_id))
+            elif isinstance(message, AdapterQuery):
+                self._outbox.send(AdapterReply(message.query_id))
             elif isinstance(message, GenerateReq):
                 self.received.append(message)
                 task = asyncio.create_task(self._respond(message))

@@ -35,6 +35,7 @@ from lightserve.common.basemodel.layer_weights.norms import (
 )
 from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
+from lightserve.common.basemodel.lora import LoraArgs, LoraPool
 from lightserve.common.basemodel.moe import MoeNames, MoeSpec, num_experts_of, top_k_of
 from lightserve.common.basemodel.pooling import Pooler
 from lightserve.common.basemodel.rotary import yarn_mscale
@@ -87,6 +88,8 @@ __all__ = [
     "LinearSpec",
     "LinearWeight",
     "LogitRows",
+    "LoraArgs",
+    "LoraPool",
     "MemoryManager",
     "ModelArgs",
     "ModelConfig",

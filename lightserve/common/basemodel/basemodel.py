@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,8 @@ from lightserve.common.basemodel.layer_weights.key_scaling import warn_of_large_
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.loader import check_weights, fill_dummy, load_weights
 from lightserve.common.basemodel.layer_weights.weight import WeightContext
+from lightserve.common.basemodel.lora import LoraArgs, LoraPool, uses_adapters, without_prefix
+from lightserve.common.basemodel.merge_lora import check_merge, merged
 from lightserve.common.basemodel.pooling import with_outer_prefix
 from lightserve.common.basemodel.rotary import query_scale_tables, rotary_tables
 from lightserve.common.basemodel.spec import LayerSpec, ModelSpec, activation_of
@@ -35,6 +38,7 @@ from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.parallel import Parallel
 from lightserve.common.quantization import experts_method_factory, linear_method_factory
 from lightserve.errors import ModelFilesError, ServerError
+from lightserve.model_files.lora.adapter import Adapter, LinearSize, check_base
 from lightserve.model_files.model_config import SLIDING_ATTENTION, ModelConfig
 from lightserve.model_files.pooling import PoolingConfig
 
@@ -64,6 +68,8 @@ class ModelArgs:
     tensor_metadata: Iterable[CheckpointTensor] = ()  # names, shapes and dtypes, to check them before loading
     kv_dtype: str | None = None  # fp8 or int8; None: keys and values are stored in dtype
     pooling: PoolingConfig | None = None  # what the model computes instead of text
+    lora: LoraArgs | None = None  # None: the model takes no adapters
+    merged_adapter: Adapter | None = None  # added to the weights while they are loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,15 @@ class TpPartBaseModel:
         model = cls.__new__(cls)
         model._init_args(args)
         return model._check_metadata()
+
+    @classmethod
+    def adapter_sizes(cls, args: ModelArgs) -> dict[str, LinearSize]:
+        """The linears of a model that take adapters. Nothing is loaded."""
+        model = cls.__new__(cls)
+        model._init_args(args)
+        pool = LoraPool(LoraArgs(0, 0), args.dtype, torch.device("meta"))
+        model._new_weights(pool.device, pool)
+        return pool.sizes()
 
     def _init_config(self) -> None:
         self.config = self.args.config
@@ -194,27 +209,68 @@ class TpPartBaseModel:
         """Refuse a config.json with options that the model's code does not implement."""
 
     def _init_weights(self) -> None:
+        self.check_adapters()
         self._check_metadata()
-        self.pre_post_weight, self.layer_weights = self._new_weights(self.device)
+        lora = self.args.lora
+        self.lora = None if lora is None else LoraPool(lora, self.args.dtype, self.device)
+        self.pre_post_weight, self.layer_weights = self._new_weights(self.device, self.lora)
         layers = [self.pre_post_weight, *self.layer_weights]
         scales = self._kv_scales()
         if self.args.checkpoint is None:
             fill_dummy(layers)
         else:
-            checkpoint = scales.removed_from(self._adapted(self.args.checkpoint))
+            checkpoint = scales.removed_from(self.merged_checkpoint(self.args.checkpoint))
             load_weights(layers, checkpoint, self.config.num_layers)
         if self.args.kv_dtype == "fp8":
             warn_of_large_keys(self.layer_weights)
             for spec, weight in zip(self.layer_specs, self.layer_weights, strict=True):
                 weight.kv_scales = scales.of_layer(spec, self.tp).to(self.device)
+        if self.lora is not None:
+            self.lora.allocate()
+
+    def merged_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
+        """``adapt_checkpoint``, with the adapter that is merged into the weights."""
+        adapted, adapter = self._adapted(checkpoint), self.args.merged_adapter
+        if adapter is None:
+            return adapted
+        return merged(adapted, self.own_names(adapter), any(spec.is_transposed for spec in self.layer_specs))
+
+    def check_adapters(self) -> None:
+        """Check adapters against linears on the meta device, before anything is loaded."""
+        lora, merged_adapter = self.args.lora, self.args.merged_adapter
+        if not (lora and lora.checked) and merged_adapter is None:
+            return
+        pool = LoraPool(LoraArgs(0, 0), self.args.dtype, torch.device("meta"))
+        layers = self._new_weights(pool.device, pool)
+        if merged_adapter is not None:
+            check_merge(self.own_names(merged_adapter), pool.sizes(), self.spec)
+        for adapter in lora.checked if lora else ():
+            check_base(self.own_names(adapter), pool.sizes(), _modules(*layers))
+
+    def own_names(self, adapter: Adapter) -> Adapter:
+        """The adapter with the names that the weights declare."""
+        return without_prefix(adapter, self.spec.names.optional_prefix)
+
+    def check_adapter(self, adapter: Adapter) -> Adapter:
+        """Raise if the adapter does not fit this model; otherwise return it with the names that the weights declare."""
+        adapter = self.own_names(adapter)
+        check_base(adapter, self.lora_sizes, _modules(self.pre_post_weight, self.layer_weights))
+        return adapter
+
+    @cached_property
+    def lora_sizes(self) -> dict[str, LinearSize]:
+        """The linears that take adapters."""
+        return {} if self.lora is None else self.lora.sizes()
 
     def _kv_scales(self) -> KvScales:
         return KvScales(self.layer_specs, is_fp8=self.args.kv_dtype == "fp8")
 
-    def _new_weights(self, device: torch.device) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
+    def _new_weights(
+        self, device: torch.device, lora: LoraPool | None = None
+    ) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
         methods = linear_method_factory(self.config), experts_method_factory(self.config)
         quantizes_kv = self.args.kv_dtype is not None
-        context = WeightContext(self.args.parallel, self.args.dtype, device, *methods, quantizes_kv=quantizes_kv)
+        context = WeightContext(self.args.parallel, self.args.dtype, device, *methods, quantizes_kv, lora)
         layers = [self.transformer_weight_class(spec, context) for spec in self.layer_specs]
         pre_post = self.pre_and_post_weight_class(self.spec, context)
         if self.config.quantization is not None:
@@ -344,7 +400,8 @@ class TpPartBaseModel:
         infer_state.observer = self.observer
         infer_state.init_some_extra_state(self, step.input_ids)
         forward = self._context_forward if step.is_prefill else self._token_forward
-        return HiddenStates(forward(step.input_ids, infer_state), infer_state)
+        with uses_adapters(self.lora, step.lora):
+            return HiddenStates(forward(step.input_ids, infer_state), infer_state)
 
     @property
     def has_kv(self) -> bool:
@@ -402,3 +459,8 @@ class TpPartBaseModel:
         """Report the sum that the next norm computes."""
         if self.observer is not None and infer_state.residual is not None:
             self.observer.observe(f"layers.{layer_num}", infer_state.residual + output)
+
+
+def _modules(pre_post: PreAndPostLayerWeight, layers: list[TransformerLayerWeight]) -> set[str]:
+    """The modules that have tensors in the checkpoint."""
+    return {piece.name.rpartition(".")[0] for layer in (pre_post, *layers) for piece in layer.pieces()}

@@ -50,12 +50,16 @@ class AdmissionControl:
 
     def _admit_candidates(self, prefilling: list[Req], budget: int, reserved: int, now_s: float) -> list[Req]:
         """In the order of the queue, until a request does not fit: if smaller ones passed it, it would starve."""
-        isolation = self._batch.isolation
+        isolation, loras = self._batch.isolation, self._batch.loras
         admitted: list[Req] = []
+        is_starving = False  # a request waits for a slot for its adapter, and has been passed over too often
         for req in self._queue.candidates(self._pool.cached_len):
             if self._is_full or budget <= 0 or isolation.isolated:
                 break
-            if req.in_flight or self._is_being_computed(req, prefilling):
+            if req.in_flight or self._is_being_computed(req, prefilling) or (is_starving and req.lora_id is not None):
+                continue
+            if not loras.has_room(req):
+                is_starving = loras.is_starving(req)
                 continue
             runs_alone = isolation.needs_isolation(req)
             if (runs_alone and admitted) or not self._fits(req):

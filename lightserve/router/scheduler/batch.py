@@ -7,13 +7,15 @@ from collections.abc import Iterable, Iterator
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
+from lightserve.router.scheduler.lora_slots import LoraSlots
 
 
 class RunningBatch:
     """Admitted requests in the order of admission, and the requests that the workers hold."""
 
-    def __init__(self, pool: KvPool, isolation: CrashIsolation) -> None:
+    def __init__(self, pool: KvPool, isolation: CrashIsolation, loras: LoraSlots) -> None:
         self.pool = pool
+        self.loras = loras
         self.isolation = isolation
         self._in_workers: set[int] = set()  # requests that have a row in the workers after the last planned step
         self._released: dict[int, None] = {}  # requests that left since then, in order
@@ -33,12 +35,14 @@ class RunningBatch:
 
     def add(self, req: Req) -> None:
         self._reqs[req.req_id] = req
+        self.loras.acquire(req)
 
     def release(self, req: Req) -> None:
         """Remove a request from the workers and free its KV."""
         self.isolation.release(req)
         del self._reqs[req.req_id]
         self.pool.release(req)
+        self.loras.release(req)
         self._released[req.req_id] = None
 
     @property
@@ -61,6 +65,7 @@ class RunningBatch:
     def clear(self) -> list[Req]:
         """The workers hold no requests any more. Returns the requests that ran; they keep what they hold."""
         reqs = list(self)
+        self.loras.clear()
         self._reqs.clear()
         self._released.clear()
         self._in_workers.clear()

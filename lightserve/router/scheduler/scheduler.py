@@ -17,6 +17,7 @@ from lightserve.router.scheduler.admission import AdmissionControl
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunk, Chunking
 from lightserve.router.scheduler.limits import SchedulerLimits
+from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.preemption import Preemption
 from lightserve.router.timeline import Timeline
 from lightserve.router.token_budget import OutputEstimate
@@ -32,6 +33,7 @@ class PlannedStep(NamedTuple):
     windowed_slots: list[int]
     planned: list[PlannedRow]
     prefills: list[PrefillChunk]
+    loras: list[int]  # adapters that it copies to the device
 
 
 class Scheduler:
@@ -41,13 +43,15 @@ class Scheduler:
         limits: SchedulerLimits,
         policy: Policy | None = None,
         estimate: OutputEstimate | None = None,
+        loras: LoraSlots | None = None,
     ) -> None:
         self.pool = pool
+        self.loras = loras or LoraSlots()
         self.limits = limits
         policy = policy or Fifo()
         self._queue = ReqQueue(policy)
         self._isolation = CrashIsolation()
-        self._batch = RunningBatch(pool, self._isolation)
+        self._batch = RunningBatch(pool, self._isolation, self.loras)
         self._estimate = estimate or OutputEstimate()
         self._chunking = Chunking(limits, policy, pool.max_chunk)
         self._preemption = Preemption(self._batch, self._queue, policy)
@@ -81,12 +85,20 @@ class Scheduler:
         self._queue.add(req)
 
     def hold(self, req: Req) -> None:
-        """Queue a request that may not be admitted before ``release``: the workers compile its grammar."""
+        """Queue a request that may not be admitted before ``release``: the workers prepare its grammar or adapter."""
         self._queue.hold(req)
 
     def release(self, req: Req) -> None:
         """Let a held request be admitted. Nothing happens if it has ended."""
         self._queue.release(req)
+
+    def hold_again(self, is_meant: Callable[[Req], bool]) -> list[Req]:
+        """Hold waiting requests until they are released again, and return them."""
+        return self._queue.hold_again(is_meant)
+
+    def needs_on_host(self, lora_id: int) -> bool:
+        """Whether a step in flight, or the next one, copies this adapter to the device."""
+        return self.loras.is_copied(lora_id) or any(lora_id in step.loras for step in self._in_flight)
 
     def next_step(self, now_s: float = 0.0) -> Step | None:
         """What to compute next; None if there is nothing beyond the steps in flight."""
@@ -98,7 +110,10 @@ class Scheduler:
             return None  # freed rows can wait for the next step, unless there will be none
         new, free = self._batch.take_new_and_freed(admitted)
         self._in_flight.append(planned)
-        return Step(planned.rows, [admitted[req] for req in new], free, windowed_slots=planned.windowed_slots)
+        loras = self.loras.take_copies()
+        planned.loras.extend(place.lora_id for place in loras)
+        entering = [admitted[req] for req in new]
+        return Step(planned.rows, entering, free, windowed_slots=planned.windowed_slots, loras=loras)
 
     def complete_step(self) -> list[PrefillChunk]:
         """The oldest step in flight is back: the KV that it computed is certain. Returns its prompt chunks."""
@@ -155,6 +170,10 @@ class Scheduler:
             self._drop(req)
         return req
 
+    def drop(self, is_meant: Callable[[Req], bool]) -> list[Req]:
+        """Drop requests, whether they wait or run, and return them."""
+        return self._drop_all(is_meant)
+
     def expire(self, now_s: float) -> list[Req]:
         """Drop the requests whose deadline has passed."""
         return self._drop_all(lambda req: req.deadline_s is not None and req.deadline_s <= now_s)
@@ -209,6 +228,8 @@ class Scheduler:
             self._batch.release(req)
         else:
             self._queue.remove(req)
+        if req.lora_id is not None:
+            self.loras.on_leave(req.lora_id)
 
     def _drop_all(self, is_meant: Callable[[Req], bool]) -> list[Req]:
         dropped = [req for req in (*self._queue, *self._batch) if is_meant(req)]
@@ -240,7 +261,7 @@ class Scheduler:
             rows.append(StepRow(req.req_id, own))
             planned.append((req, req.num_admissions, req.planned_len))
         self.pool.let_go_behind_windows(req for req, _ in chunks)
-        return PlannedStep(rows, windowed_slots, planned, prefills + _recomputed_outputs(chunks))
+        return PlannedStep(rows, windowed_slots, planned, prefills + _recomputed_outputs(chunks), [])
 
     def _chunks(self) -> list[Chunk]:
         """How many tokens of each request the next step computes: one of each decode, then prompt tokens."""

@@ -78,7 +78,7 @@ class DecoderLayerWeight(TransformerLayerWeight):
 
     def process_weights_after_loading(self) -> None:
         if self._keys_to_scale is not None:
-            self.largest_key_factor = scale_keys(self.qkv_proj.method, self._keys_to_scale)
+            self.largest_key_factor = scale_keys(self.qkv_proj.method, self._keys_to_scale, self.qkv_proj.lora)
         super().process_weights_after_loading()
 
     @cached_property
