@@ -102,8 +102,8 @@ class Launcher:
     def _supervision(self) -> list[Coroutine[Any, Any, None]]:
         """The background work that detects failures of the child processes."""
         processes, config = self._processes, self._config.launch
-        supervisor = WorkerSupervisor(processes, config)
-        others = [child.watch() for child in processes.children if child not in processes.workers]
+        supervisor = WorkerSupervisor(processes.engine, config)
+        others = [child.watch() for child in processes.children if child not in processes.engine.workers]
         heartbeats = watch_heartbeats(processes, config.process_timeout)
         return [*others, supervisor.run(), supervisor.handle_router_reports(), heartbeats]
 

@@ -21,7 +21,7 @@ async def watch_heartbeats(processes: ProcessGroup, timeout_s: float) -> None:
         for child in processes.children:
             if not child.ready.is_set() or child.exit_code is not None:
                 continue
-            limit_s = timeout_s * (WORKER_TIMEOUT_SHARE if child in processes.workers else 1)
+            limit_s = timeout_s * (WORKER_TIMEOUT_SHARE if child in processes.engine.workers else 1)
             if child.missed_heartbeats * HEARTBEAT_S > limit_s:
                 child.kill(f"it did not answer for {limit_s:g} s")
             child.ping()

@@ -15,7 +15,8 @@ from lightserve.config import LaunchConfig
 from lightserve.io_struct import NewWorkers, WorkersLost
 from lightserve.server.banner import print_error, print_line
 from lightserve.server.child_process import EXIT_GRACE_S
-from lightserve.server.process_group import EXIT_SETTLE_S, ProcessGroup
+from lightserve.server.engine_processes import EngineProcesses
+from lightserve.server.process_group import EXIT_SETTLE_S
 
 MAX_FAILED_RESTARTS = 3  # in a row; then the cause is not an accident
 MIN_UPTIME_S = 60.0  # a new worker that dies sooner after its ready message counts as a failed restart
@@ -25,7 +26,7 @@ REAP_TIMEOUT_S = 60.0  # until a killed process has exited; a GPU driver may del
 
 
 class WorkerSupervisor:
-    def __init__(self, processes: ProcessGroup, config: LaunchConfig) -> None:
+    def __init__(self, processes: EngineProcesses, config: LaunchConfig) -> None:
         self._processes = processes
         self._may_restart = config.restart_worker == "on"
         self._failed_restarts = 0
