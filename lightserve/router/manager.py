@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
 
 from lightserve.config import RouterConfig
 from lightserve.io_struct import (
     AbortByRequestId,
     AbortReq,
+    DispatchedReq,
     EngineReady,
     GenerateReq,
     GetTimelines,
+    KvNews,
+    MovedReqs,
     SpanCounts,
     ToDetokenization,
+    ToEngine,
     ToRouter,
 )
 from lightserve.router.model_client import ModelClient
@@ -43,7 +51,7 @@ class RouterManager:
         scheduler: Scheduler,
         model: ModelClient,
         engine: EngineReady,
-        inbox: Receiver[ToRouter],
+        inbox: Receiver[ToRouter] | Receiver[ToEngine],
         to_detokenization: Sender[ToDetokenization],
         config: RouterConfig,
     ) -> None:
@@ -80,6 +88,8 @@ class RouterManager:
             message = await self._inbox.recv()
             if isinstance(message, GenerateReq):
                 self._accept(message)
+            elif isinstance(message, DispatchedReq | MovedReqs):
+                self._handle_dispatcher(message)
             elif isinstance(message, AbortReq):
                 self._abort(message)
             elif isinstance(message, AbortByRequestId):
@@ -91,21 +101,49 @@ class RouterManager:
             else:
                 self.profiles.put(message)
 
-    def _accept(self, message: GenerateReq) -> None:
+    def report_cached_blocks(self, send: Callable[[KvNews], None]) -> None:
+        """Tell the dispatcher what the prefix cache holds."""
+        self._scheduler.pool.track_blocks()
+        self._reporter.send_news = send
+
+    def _handle_dispatcher(self, message: DispatchedReq | MovedReqs) -> None:
+        if isinstance(message, DispatchedReq):
+            arrived_s = time.monotonic() - message.age_s
+            self._accept(msgspec.structs.replace(message.request, arrived_s=arrived_s), message)
+            return
+        for req_id in message.req_ids:
+            req = self._scheduler.abort(req_id)
+            if req is not None and req.timeline is not None:
+                req.timeline.paused("moved", len(req.output_ids))
+        self._reporter.confirm_moved(message.req_ids)
+        self.steps.wake()
+
+    def _accept(self, message: GenerateReq, dispatched: DispatchedReq | None = None) -> None:
         timeline = self.timelines.start(message)
+        is_moved = dispatched is not None and dispatched.is_moved
         limit, waiting = self._config.max_queue_size, self._scheduler.num_waiting + self._scheduler.num_held
-        if waiting >= limit:
+        if waiting >= limit and not is_moved:
             found = f"the queue is full: {waiting} requests wait, the limit is {limit} (--max_queue_size); retry later"
             self._reporter.refuse(message.req_id, found)
             if timeline is not None:
                 timeline.refused(found)
             return
-        self._reporter.announce(message.req_id, message.params.text)
         req = self._make_req(message)
+        if dispatched is None:
+            self._reporter.announce(message.req_id, message.params.text)
+        else:  # the dispatcher has announced it
+            self._prepare_dispatched(req, dispatched)
         req.timeline = timeline
         if timeline is not None:
             timeline.queued()
         self._queue(req)
+
+    def _prepare_dispatched(self, req: Req, dispatched: DispatchedReq) -> None:
+        req.block_hashes = np.frombuffer(dispatched.block_hashes, dtype="<i8")
+        if dispatched.output_ids:
+            req.continue_from(dispatched.output_ids, time.monotonic())
+        if dispatched.runs_alone:
+            self._scheduler.isolate(req)
 
     def _queue(self, req: Req) -> None:
         """A request with a grammar may run once the workers have compiled it: no step should wait for that."""
@@ -135,7 +173,7 @@ class RouterManager:
             arrived_s=message.arrived_s,
             priority=scheduling.priority,
             deadline_s=None if timeout_s is None else message.arrived_s + timeout_s,
-            salt=f"salt {scheduling.cache_salt}" if uses_cache else f"group {message.group}",  # its choices share
+            salt=message.prefix_salt(uses_cache),
             keeps_kv_cached=uses_cache or message.is_group_open,
         )
 

@@ -14,6 +14,7 @@ import msgspec
 from lightserve.config import ServerConfig
 from lightserve.io_struct import EngineReady
 from lightserve.server.child_process import ChildDiedError, ChildProcess
+from lightserve.utils.cpu import available_cores
 from lightserve.utils.process import ChildConfig
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ WORKER_ENV = {
 class EngineProcesses:
     router: ChildProcess
 
-    def __init__(self, group: ProcessGroup, config: ServerConfig, run_dir: str) -> None:
+    def __init__(self, group: ProcessGroup, config: ServerConfig, run_dir: str, index: int = 0) -> None:
+        self.index = index  # among the engines of --dp
+        self.epoch = 0  # how many times the router was replaced
         self.workers: list[ChildProcess] = []
         self.generation = 0  # how many times the workers were replaced
         self.ready_s = 0.0  # when all processes of the server were ready
@@ -52,12 +55,42 @@ class EngineProcesses:
             config = replace(config, worker=worker)
         module = self._group.worker_module
         for rank in range(config.worker.tp):
-            child_config = ChildConfig(config, self._run_dir, rank, generation=self.generation)
-            self.workers.append(await self._group.start_child(f"model worker {rank}", module, child_config, WORKER_ENV))
-        self.workers[0].show_progress = self._group.show_progress  # all ranks do the same at about the same time
+            child_config = msgspec.structs.replace(self._child_config(), config=config, index=rank)
+            role = self._role(f"model worker {rank}")
+            self.workers.append(await self._group.start_child(role, module, child_config, self._worker_env()))
+        if self.index == 0:  # all workers do the same at about the same time
+            self.workers[0].show_progress = self._group.show_progress
 
     async def start_router(self) -> None:
-        self.router = await self._group.start_child("router", self._group.router_module, self._child_config())
+        role = self._role("router")
+        self.router = await self._group.start_child(role, self._group.router_module, self._child_config())
+
+    async def stop(self, timeout_s: float) -> bool:
+        """Kill the router and its workers. Returns whether they exited in time."""
+        self.router.kill()
+        if not await self.reap_workers(timeout_s):
+            return False
+        await self.router.wait()
+        self._group.children.remove(self.router)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._child_config().to_engine(self.index, self.epoch).removeprefix("ipc://"))
+        return True
+
+    async def restart(self, timeout_s: float) -> bool:
+        """Replace the router and its workers. Returns whether the old ones exited in time."""
+        if not await self.stop(timeout_s):
+            return False
+        self.epoch += 1
+        await self.start_workers()
+        await self.start_router()
+        return True
+
+    async def wait_ready(self) -> EngineReady:
+        """Wait until workers and router are ready for requests."""
+        engine = await self.wait_workers_ready()
+        self.router.send(engine)
+        await self.router.ready.wait()
+        return engine
 
     async def wait_workers_ready(self) -> EngineReady:
         """Wait for the ready message of every rank. All ranks send the same one. --eos_id replaces its end tokens."""
@@ -94,7 +127,7 @@ class EngineProcesses:
             return False
         self._group.children = [child for child in self._group.children if child not in self.workers]
         self.workers = []
-        for path in (*socket_paths, self._child_config().path("tp")):  # "tp" is the rendezvous file of the ranks
+        for path in (*socket_paths, self._child_config().engine_path("tp")):  # "tp" is the rendezvous file of the ranks
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         return True
@@ -103,5 +136,13 @@ class EngineProcesses:
         for worker in self.workers:
             worker.kill(reason)
 
+    def _role(self, role: str) -> str:
+        return f"{role} of engine {self.index}" if self._config.cluster.dp > 1 else role
+
+    def _worker_env(self) -> dict[str, str]:
+        """Engines share the cores: threads of all of them at once would wait for one another."""
+        dp = self._config.cluster.dp
+        return WORKER_ENV | ({"OMP_NUM_THREADS": str(max(available_cores() // dp, 1))} if dp > 1 else {})
+
     def _child_config(self) -> ChildConfig:
-        return ChildConfig(self._config, self._run_dir)
+        return ChildConfig(self._config, self._run_dir, generation=self.generation, engine=self.index, epoch=self.epoch)

@@ -9,8 +9,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from lightserve.config import ServerConfig
-from lightserve.io_struct import EngineReady, ToChild
+from lightserve.io_struct import EngineJoined, EngineLost, EngineReady, ToChild
 from lightserve.server.child_process import ChildDiedError, ChildProcess
 from lightserve.server.engine_processes import EngineProcesses
 from lightserve.server.start_display import StartDisplay
@@ -30,12 +32,24 @@ class Modules:
     router: str = "lightserve.router.main"
     detokenizer: str = "lightserve.detokenization.main"
     httpserver: str = "lightserve.httpserver.main"
+    dispatcher: str = "lightserve.cluster.main"
+
+
+def joined_ready(engines: Sequence[EngineReady]) -> EngineReady:
+    """The limits of several engines as one: any of them can take the longest request."""
+    return msgspec.structs.replace(
+        engines[0],
+        max_req_total_len=min(engine.max_req_total_len for engine in engines),
+        max_total_token_num=sum(engine.max_total_token_num for engine in engines),
+    )
 
 
 class ProcessGroup:
     def __init__(self, config: ServerConfig, run_dir: str, modules: Modules) -> None:
         self.children: list[ChildProcess] = []  # every process started so far, except workers that were replaced
-        self.engine = EngineProcesses(self, config, run_dir)
+        self.engines = [EngineProcesses(self, config, run_dir, index) for index in range(config.cluster.dp)]
+        self.dispatcher: ChildProcess | None = None  # None: there is one engine
+        self.is_ready = False  # all processes were ready
         self.show_progress = StartDisplay().show
         self._httpservers: list[ChildProcess] = []
         self._config = config
@@ -53,9 +67,13 @@ class ProcessGroup:
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Start every process, the slowest to load first, and one HTTP process for each of ``sockets``."""
         modules = self._modules
-        await self.engine.start_workers()
+        for engine in self.engines:
+            await engine.start_workers()
         await self.start_child("detokenizer", modules.detokenizer, self._child_config())
-        await self.engine.start_router()
+        if len(self.engines) > 1:
+            self.dispatcher = await self.start_child("dispatcher", modules.dispatcher, self._child_config())
+        for engine in self.engines:
+            await engine.start_router()
         for index, sock in enumerate(sockets):
             with sock:
                 child_config = self._child_config(index, sock.fileno())
@@ -64,15 +82,27 @@ class ProcessGroup:
 
     async def wait_ready(self) -> EngineReady:
         """Pass the workers' ready message to the router, then to the HTTP processes, which then accept requests."""
-        engine = await self.engine.wait_workers_ready()
-        self.engine.router.send(engine)
+        found = [await engine.wait_ready() for engine in self.engines]
         for child in self.children:
             await child.ready.wait()
-        self._send_httpservers(engine)
+        for engine, ready in zip(self.engines, found, strict=True):
+            engine.engine, engine.ready_s = ready, time.monotonic()
+            self.announce(engine)
+        ready = joined_ready(found)
+        self._send_httpservers(ready)
         for child in self._httpservers:
             await child.wait_processed()  # otherwise a client that sees "ready" might still get "the model is loading"
-        self.engine.engine, self.engine.ready_s = engine, time.monotonic()
-        return engine
+        self.is_ready = True
+        return ready
+
+    def announce(self, engine: EngineProcesses) -> None:
+        """The engine is ready for requests."""
+        if self.dispatcher is not None:
+            self.dispatcher.send(EngineJoined(engine.index, engine.epoch))
+
+    def announce_lost(self, engine: EngineProcesses) -> None:
+        if self.dispatcher is not None:
+            self.dispatcher.send(EngineLost(engine.index))
 
     async def root_cause(self, died: ChildDiedError) -> ChildDiedError:
         """The death that caused ``died``: a process that fails because another one died may exit first."""

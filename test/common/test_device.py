@@ -55,7 +55,7 @@ def test_more_ranks_than_gpus_are_refused_with_the_number_that_fits(monkeypatch:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
     assert device_named("cuda").torch_device(1).index == 1
-    with pytest.raises(ServerError, match="rank 2 has no GPU of its own: 2 found; lower tp to 2"):
+    with pytest.raises(ServerError, match="rank 2 has no GPU of its own: 2 found; tp x dp may be at most 2"):
         device_named("cuda").torch_device(2)
 
 

@@ -36,7 +36,7 @@ class CpuDevice(Device):
     def unavailable_reason(self) -> str | None:
         return None
 
-    def torch_device(self, rank: int) -> torch.device:
+    def torch_device(self, index: int) -> torch.device:
         return torch.device(self.torch_type)
 
     def profile(self, device: torch.device) -> Profile:
