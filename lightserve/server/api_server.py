@@ -121,8 +121,9 @@ class Launcher:
         engine = await self._processes.wait_ready()
         self._is_serving = True
         own = [StartupPhase("checks", started_s - begin_s), StartupPhase("total", time.monotonic() - begin_s)]
+        config = self._config
         phases = {child.role: child.phases for child in self._processes.children} | {"start": own}
-        print_banner(url, banner(url, self._model, engine, self._config.http, phases))
+        print_banner(url, banner(url, self._model, engine, config.http, phases, config.cluster.dp))
 
 
 if __name__ == "__main__":

@@ -72,8 +72,9 @@ class EngineProcesses:
             return False
         await self.router.wait()
         self._group.children.remove(self.router)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._child_config().to_engine(self.index, self.epoch).removeprefix("ipc://"))
+        child_config = self._child_config()
+        for address in (child_config.to_engine, child_config.from_engine):  # ZMQ leaves the files of its sockets
+            _unlink(address(self.index, self.epoch).removeprefix("ipc://"))
         return True
 
     async def restart(self, timeout_s: float) -> bool:
@@ -128,8 +129,7 @@ class EngineProcesses:
         self._group.children = [child for child in self._group.children if child not in self.workers]
         self.workers = []
         for path in (*socket_paths, self._child_config().engine_path("tp")):  # "tp" is the rendezvous file of the ranks
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            _unlink(path)
         return True
 
     def kill_workers(self, reason: str | None = None) -> None:
@@ -146,3 +146,8 @@ class EngineProcesses:
 
     def _child_config(self) -> ChildConfig:
         return ChildConfig(self._config, self._run_dir, generation=self.generation, engine=self.index, epoch=self.epoch)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

@@ -28,10 +28,13 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     with _compilers(config.device, compilers_path):
         with _phase(launcher, "import torch"):
             from lightserve.common.device import pick_device
+            from lightserve.common.device.cpu import CpuDevice
             from lightserve.common.parallel import ParallelSizes, connect_ranks
             from lightserve.worker.worker import ModelWorker
         server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
         platform = pick_device(config.device)
+        if isinstance(platform, CpuDevice):
+            platform.num_engines = child_config.config.cluster.dp
         with _phase(launcher, "load and compile"):
             needs_weights = config.load_format == "auto"
             source = resolve(config.model_dir, needs_weights=needs_weights, trusts_code=config.trust_remote_code)

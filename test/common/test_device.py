@@ -159,3 +159,11 @@ def test_a_failed_allocation_on_a_cpu_is_explained(message: str) -> None:
 def test_another_error_is_passed_on() -> None:
     with pytest.raises(RuntimeError, match="shapes"), explain_out_of_memory("buy some"):
         raise RuntimeError("shapes do not match")
+
+
+def test_engines_on_one_cpu_share_its_memory() -> None:
+    one, four = CpuDevice(), CpuDevice()
+    four.num_engines = 4
+    cpu = one.torch_device(0)
+
+    assert 3 < one.kv_budget(cpu, 0.9) / four.kv_budget(cpu, 0.9) < 5  # other programs run

@@ -9,7 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from test.faults.case import SERVER, Case
-from test.faults.cases import clocks, connections, hosts, observability, ollama, processes, quantization, scheduling
+from test.faults.cases import (
+    clocks,
+    connections,
+    engines,
+    hosts,
+    observability,
+    ollama,
+    processes,
+    quantization,
+    scheduling,
+)
 from test.faults.cases.processes import FAILING_SERVER, STEP
 from test.faults.harness import PREFILL_FLAGS
 from test.faults.start_case import StartCase
@@ -20,6 +30,7 @@ CASES: list[Case] = sorted(
         *connections.CASES,
         *scheduling.CASES,
         *processes.CASES,
+        *engines.CASES,
         *ollama.CASES,
         *observability.CASES,
     ],
