@@ -10,6 +10,7 @@ import numpy as np
 from lightserve.io_struct import FinishReason, GenerationParams, NewReq, TokenOut
 from lightserve.router.radix_cache import Ids, RadixNode
 from lightserve.router.timeline import Timeline
+from lightserve.utils.block_hash import NO_HASHES, Hashes
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +57,7 @@ class Req:
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     timeline: Timeline | None = None  # None: it is not recorded
+    block_hashes: Hashes = field(default_factory=lambda: NO_HASHES)  # of its first blocks, if a dispatcher wants them
 
     def __post_init__(self) -> None:
         self.prompt = np.array(self.prompt_ids, dtype=np.int32)
@@ -121,6 +123,12 @@ class Req:
         """It holds no KV."""
         self.slots, self.node, self.shared_len, self.planned_len, self.certain_len = [], None, 0, 0, 0
         self.windowed_slots, self.windowed_begin = [], 0
+
+    def continue_from(self, output_ids: list[int], now_s: float) -> None:
+        """It has these output tokens from another engine. Latencies count from now on."""
+        self.output_ids = output_ids
+        self.planned_outputs = len(output_ids)
+        self.admitted_s = self.first_token_s = self.last_token_s = now_s
 
     def fail(self) -> None:
         self.finish_reason = FinishReason.ABORT
