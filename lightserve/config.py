@@ -354,8 +354,7 @@ class ClusterConfig:
 
     dp: int = option(
         1,
-        "number of engines, each with the whole model on --tp devices of its own; requests go where their prefix is "
-        "cached and the load is least",
+        "number of engines, each with the whole model on devices of its own",
         "data_parallel_size",
         "dp_size",
     )

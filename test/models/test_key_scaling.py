@@ -124,7 +124,7 @@ def test_rounded_keys_give_better_products(rounded: Callable[[Tensor], Tensor]) 
 def test_a_model_scales_the_keys_of_a_quantised_cache(kv_dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     scaled: list[KeyLayout] = []
 
-    def record(method: LinearMethod, layout: KeyLayout) -> float:
+    def record(method: LinearMethod, layout: KeyLayout, lora: object = None) -> float:
         scaled.append(layout)
         return 1.0
 
