@@ -23,7 +23,8 @@ ROUTER = """
 WORKER = """
     def main(child_config, launcher):
         note(f"{child_config.engine} {child_config.device} {os.environ['OMP_NUM_THREADS']}")
-        Path(child_config.engine_path("tp")).touch(exist_ok=child_config.index > 0)
+        if child_config.index == 0:
+            Path(child_config.engine_path("tp")).touch(exist_ok=False)
         figures = dict(max_total_token_num=4096, max_req_total_len=512, vocab_size=64, pipeline_depth=1)
         launcher.send(EngineReady(**figures))
         signal.pause()
