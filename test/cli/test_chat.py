@@ -72,6 +72,7 @@ def test_the_conversation_is_sent_again_until_it_is_reset(server: Server, chat: 
     assert "first question" not in prompt_of(server)
     assert "You are terse." in prompt_of(server)
 
+    chat.wait_for("> ")  # while an answer is printed the terminal, not the chat, reads the key
     chat.type(CTRL_D)
     assert chat.wait_end() == 0
 
