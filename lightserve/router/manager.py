@@ -101,7 +101,8 @@ class RouterManager:
                 timeline.refused(found)
             return
         self._reporter.announce(message.req_id, message.params.text)
-        req = self._make_req(message)
+        uses_cache = message.scheduling.use_cache and not self._config.disable_dynamic_prompt_cache
+        req = make_req(message, self._eos_token_ids, self._config.request_timeout, uses_cache)
         req.timeline = timeline
         if timeline is not None:
             timeline.queued()
@@ -121,23 +122,6 @@ class RouterManager:
     def _release(self, req: Req) -> None:
         self._scheduler.release(req)
         self.steps.wake()
-
-    def _make_req(self, message: GenerateReq) -> Req:
-        scheduling = message.scheduling
-        timeout_s = scheduling.timeout_s or self._config.request_timeout or None
-        uses_cache = scheduling.use_cache and not self._config.disable_dynamic_prompt_cache
-        return Req(
-            message.req_id,
-            message.prompt_ids,
-            message.params,
-            message.params.stopping.max_new_tokens,
-            self._eos_token_ids,
-            arrived_s=message.arrived_s,
-            priority=scheduling.priority,
-            deadline_s=None if timeout_s is None else message.arrived_s + timeout_s,
-            salt=f"salt {scheduling.cache_salt}" if uses_cache else f"group {message.group}",  # its choices share
-            keeps_kv_cached=uses_cache or message.is_group_open,
-        )
 
     def _abort(self, message: AbortReq) -> None:
         req = self._scheduler.abort(message.req_id)
@@ -161,6 +145,24 @@ class RouterManager:
             if line := log.line(time.monotonic()):
                 logger.info(line)
             await asyncio.sleep(HEARTBEAT_S)
+
+
+def make_req(message: GenerateReq, eos_ids: tuple[int, ...], request_timeout: float, uses_cache: bool) -> Req:
+    """``request_timeout``: seconds, of requests that name none; 0: no limit."""
+    scheduling = message.scheduling
+    timeout_s = scheduling.timeout_s or request_timeout or None
+    return Req(
+        message.req_id,
+        message.prompt_ids,
+        message.params,
+        message.params.stopping.max_new_tokens,
+        eos_ids,
+        arrived_s=message.arrived_s,
+        priority=scheduling.priority,
+        deadline_s=None if timeout_s is None else message.arrived_s + timeout_s,
+        salt=f"salt {scheduling.cache_salt}" if uses_cache else f"group {message.group}",  # its choices share
+        keeps_kv_cached=uses_cache or message.is_group_open,
+    )
 
 
 def _timeout_message(req: Req) -> str:

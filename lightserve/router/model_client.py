@@ -15,8 +15,8 @@ from lightserve.io_struct import GrammarSpec, Step, StepResult
 from lightserve.router.connection import close_all, connect
 from lightserve.router.grammar_client import GrammarClient
 
-_encode_step = msgspec.msgpack.Encoder().encode
-_decode_result = msgspec.msgpack.Decoder(StepResult).decode
+encode_step = msgspec.msgpack.Encoder().encode
+decode_result = msgspec.msgpack.Decoder(StepResult).decode
 
 
 class ModelClient(Protocol):
@@ -70,7 +70,7 @@ class RpycModelClient:
     def run(self, step: Step) -> asyncio.Future[StepResult]:
         future: asyncio.Future[StepResult] = self._loop.create_future()
         self._in_flight.add(future)
-        command = _encode_step(step)
+        command = encode_step(step)
         for rank, run in enumerate(self._runs):
             try:
                 reply = run(command)
@@ -104,7 +104,7 @@ class RpycModelClient:
         """Rank 0 finished a step. Replies may overtake each other."""
         self._in_flight.discard(future)
         if not future.done():
-            future.set_result(_decode_result(reply.value))
+            future.set_result(decode_result(reply.value))
 
     def _mark_lost(self, reason: str) -> None:
         """A worker that fails closes its connection. It reports the error to the launcher, not to the router."""

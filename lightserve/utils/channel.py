@@ -13,6 +13,8 @@ from lightserve.errors import InvalidRequestError
 
 M = TypeVar("M")
 
+encode_message = msgspec.msgpack.Encoder().encode
+
 
 class MessageError(Exception):
     """Bytes that are not a message of the receiver's type: a bug of ours, or another program writes into the socket."""
@@ -38,10 +40,9 @@ class Sender(Generic[M]):
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.set_hwm(0)  # unlimited: the router limits the number of requests instead
         self._socket.connect(address)
-        self._encode = msgspec.msgpack.Encoder().encode
 
     def send(self, message: M) -> None:
-        self._socket.send(self._encode(message), zmq.NOBLOCK)
+        self._socket.send(encode_message(message), zmq.NOBLOCK)
 
     def close(self) -> None:
         self._socket.close(linger=0)

@@ -21,8 +21,8 @@ Launch = Callable[[Step], GetResult]  # starts a step, and returns a function th
 CompileGrammar = Callable[[GrammarSpec, tuple[int, ...]], None]  # compiles a grammar, for these end tokens
 RunProfile = Callable[["ModelRpc", ProfileCommand], ProfileResult]  # starts or ends a profile of these steps
 
-_decode_step = msgspec.msgpack.Decoder(Step).decode
-_encode_result = msgspec.msgpack.Encoder().encode
+decode_step = msgspec.msgpack.Decoder(Step).decode
+encode_result = msgspec.msgpack.Encoder().encode
 _decode_profile = msgspec.msgpack.Decoder(ProfileCommand).decode
 _decode_grammar = msgspec.msgpack.Decoder(tuple[GrammarSpec, tuple[int, ...]]).decode
 
@@ -46,9 +46,9 @@ class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
 
     def exposed_run(self, command: bytes) -> bytes:
         try:
-            collect = self.launch(_decode_step(command))
+            collect = self.launch(decode_step(command))
             self._let_others_launch()
-            return _encode_result(collect())
+            return encode_result(collect())
         except BaseException as error:  # this process reports it; rpyc would raise it in the router
             self.failure = self.failure or error
             self._connection.close()
@@ -91,7 +91,7 @@ class ProfileRpc(rpyc.Service):  # type: ignore[misc]
         self._rpc = rpc
 
     def exposed_profile(self, command: bytes) -> bytes:
-        return _encode_result(self._run_profile(self._rpc, _decode_profile(command)))
+        return encode_result(self._run_profile(self._rpc, _decode_profile(command)))
 
 
 def ignore_grammar(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
