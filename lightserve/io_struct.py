@@ -17,12 +17,22 @@ from __future__ import annotations
 import enum
 import functools
 import reprlib
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import Meta
 
 from lightserve.errors import InvalidRequestError
+from lightserve.utils.int_arrays import NO_INT32
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Int32s = npt.NDArray[np.int32] | Sequence[int]
+else:
+    Int32s = npt.NDArray[np.int32]  # what a receiver gets; a message that is not sent may hold a list
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy: dividing by it would overflow
 
@@ -200,14 +210,14 @@ class NewReq(msgspec.Struct, frozen=True):
     """A request that enters the workers, or enters again after it was preempted."""
 
     req_id: int
-    token_ids: list[int]  # the prompt, and the output tokens so far if it was preempted
+    token_ids: Int32s  # the prompt, and the output tokens so far if it was preempted
     sampling: SamplingParams
     seed: int
     eos_ids: tuple[int, ...] = ()  # not to be sampled before min_new_tokens
-    cached_slots: list[int] = []  # KV slots of its first tokens, which are computed already
+    cached_slots: Int32s = NO_INT32  # KV slots of its first tokens, which are computed already
     output_len: int = 0  # how many of ``token_ids``, at the end, are output
     stopping: StoppingParams = StoppingParams()
-    cached_windowed_slots: list[int] = []  # slots of the windowed pool of the last of the cached tokens
+    cached_windowed_slots: Int32s = NO_INT32  # slots of the windowed pool of the last of the cached tokens
 
 
 class StepRow(msgspec.Struct, frozen=True, array_like=True):
@@ -320,7 +330,7 @@ class GenerateReq(msgspec.Struct, frozen=True, tag=True):
     """One sequence to generate. The upper bits of its id name the HTTP process that waits: see http_process_of."""
 
     req_id: int
-    prompt_ids: list[int]
+    prompt_ids: Int32s
     params: GenerationParams
     arrived_s: float  # time.monotonic() when the HTTP request came; one clock for all processes of a machine
     scheduling: SchedulingParams = SchedulingParams()

@@ -103,7 +103,7 @@ class LLM:
         ``params``, the others are those of ``get_default_sampling_params``.
         """
         requests = self._requests(prompts, params, fields)
-        generations = [Generation(req.prompt_ids) for req in requests]
+        generations = [Generation(req.prompt_ids.tolist()) for req in requests]
         for out in self._run(requests):
             generation = generations[out.index]
             generation.text += out.text
@@ -139,7 +139,7 @@ class LLM:
         """The most likely continuations of every prompt that beam search finds, best first."""
         params = params or BeamParams()
         self._check_ids("stop_token_ids", params.stop_token_ids)
-        starts = [req.prompt_ids for req in self._requests(prompts, None, {})]
+        starts = [req.prompt_ids.tolist() for req in self._requests(prompts, None, {})]
         searches = [BeamSearch(params, self.eos_token_ids, self.worker.longest_request - len(ids)) for ids in starts]
         batch = BeamBatch(starts, searches)
         while sequences := batch.sequences():
@@ -245,7 +245,9 @@ class LLM:
         if finish_reason is not None:
             del self._open[req.req_id]
         prompt = (
-            None if token.prompt_logprobs is None else unpack_prompt_logprobs(req.prompt_ids, token.prompt_logprobs)
+            None
+            if token.prompt_logprobs is None
+            else unpack_prompt_logprobs(req.prompt_ids.tolist(), token.prompt_logprobs)
         )
         stream.outs.append(
             StreamOut(stream.index, token.id, token.logprob, text, finish_reason, token.top_logprobs, prompt=prompt)

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -30,15 +29,16 @@ from lightserve.common.kv.req_manager import ReqManager
 from lightserve.io_struct import GenerateReq, GenerationParams, Step
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import make_req
-from lightserve.router.model_client import decode_result, encode_step
+from lightserve.router.model_client import decode_result
 from lightserve.router.policy import make_policy
 from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
-from lightserve.utils.channel import encode_message, make_decoder
+from lightserve.utils.channel import make_decoder
+from lightserve.utils.codec import encode
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.infer_batch import InferBatch
-from lightserve.worker.rpc import GetResult, decode_step, encode_result
+from lightserve.worker.rpc import GetResult, decode_step
 from lightserve.worker.sampling.sampler import Sampler
 
 PARTS = ("plan", "send", "receive", "pack", "collect", "reply", "read", "report")
@@ -57,7 +57,7 @@ class EncodingSender:
     """Encodes messages as a channel does, and drops them."""
 
     def send(self, message: Any) -> None:
-        encode_message(message)
+        encode(message)
 
 
 class Host:
@@ -83,7 +83,7 @@ class Host:
     def add(self, req_id: int, prompt: Any, max_new_tokens: int) -> Req:
         """As if a request came from an HTTP process."""
         params = GenerationParams.of(max_new_tokens=max_new_tokens, seed=0, ignore_eos=True)
-        raw = encode_message(GenerateReq(req_id, prompt, params, arrived_s=float(req_id)))
+        raw = encode(GenerateReq(req_id, prompt, params, arrived_s=float(req_id)))
         with self.timed("accept"):
             req = make_req(decode_request(raw), (), 0.0, uses_cache=True)
             self.scheduler.add(req)
@@ -97,7 +97,7 @@ class Host:
             if step is None:
                 break
             with self.timed("send"):
-                command = encode_step(step)
+                command = encode(step)
             self._in_flight.append(self._launch(command))
         if self._in_flight:
             self._process(self._in_flight.popleft())
@@ -134,7 +134,7 @@ class Host:
             result = collect()
         self.times["collect"][-1] += self._launch_s.popleft()
         with self.timed("reply"):
-            reply = encode_result(result)
+            reply = encode(result)
         with self.timed("read"):
             result = decode_result(reply)
         with self.timed("report"):
@@ -143,7 +143,7 @@ class Host:
 
 
 def random_prompt(rng: np.random.Generator, length: int) -> Any:
-    return rng.integers(0, VOCAB_SIZE, length).tolist()
+    return rng.integers(0, VOCAB_SIZE, length, dtype=np.int32)
 
 
 def decoding(running: int, steps: int, rng: np.random.Generator, extra: int = 0) -> Host:

@@ -29,6 +29,7 @@ from lightserve.router.stats import RouterMetrics, ThroughputLog
 from lightserve.router.step_loop import StepLoop
 from lightserve.router.timeline import TimelineRing
 from lightserve.utils.channel import Receiver, Sender
+from lightserve.utils.int_arrays import int32s
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -153,7 +154,7 @@ def make_req(message: GenerateReq, eos_ids: tuple[int, ...], request_timeout: fl
     timeout_s = scheduling.timeout_s or request_timeout or None
     return Req(
         message.req_id,
-        message.prompt_ids,
+        int32s(message.prompt_ids),
         message.params,
         message.params.stopping.max_new_tokens,
         eos_ids,

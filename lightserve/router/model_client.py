@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import msgspec
 import rpyc
 
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import GrammarSpec, Step, StepResult
 from lightserve.router.connection import close_all, connect
 from lightserve.router.grammar_client import GrammarClient
+from lightserve.utils.codec import encode, make_decode
 
-encode_step = msgspec.msgpack.Encoder().encode
-decode_result = msgspec.msgpack.Decoder(StepResult).decode
+decode_result = make_decode(StepResult)
 
 
 class ModelClient(Protocol):
@@ -70,7 +69,7 @@ class RpycModelClient:
     def run(self, step: Step) -> asyncio.Future[StepResult]:
         future: asyncio.Future[StepResult] = self._loop.create_future()
         self._in_flight.add(future)
-        command = encode_step(step)
+        command = encode(step)
         for rank, run in enumerate(self._runs):
             try:
                 reply = run(command)

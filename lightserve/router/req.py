@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightserve.io_struct import FinishReason, GenerationParams, NewReq, TokenOut
-from lightserve.router.radix_cache import Ids, RadixNode
+from lightserve.router.radix_cache import RadixNode
 from lightserve.router.timeline import Timeline
+from lightserve.utils.int_arrays import GrowingArray, Int32Array, int32s
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +21,7 @@ class Req:
     """
 
     req_id: int
-    prompt_ids: list[int]
+    prompt_ids: Int32Array
     params: GenerationParams
     max_new_tokens: int  # what the client wants, limited by the context length
     eos_ids: tuple[int, ...]
@@ -35,13 +36,12 @@ class Req:
     ends_in_text: bool = False  # its last token is text, not an end token
     stop_token: int | None = None  # which of stop_token_ids ended it
     seed: int = field(init=False)
-    prompt: Ids = field(init=False)  # prompt_ids as an array
 
-    slots: list[int] = field(default_factory=list)  # KV slots of the first tokens, computed or planned
+    kv_slots: GrowingArray = field(default_factory=GrowingArray)  # of the first tokens, computed or planned
     node: RadixNode | None = None  # node of the prefix cache that it has locked
-    shared_len: int = 0  # how many of ``slots``, at the start, belong to the cache
-    windowed_slots: list[int] = field(default_factory=list)  # like ``slots``, in the windowed pool if there is one
-    windowed_begin: int = 0  # it holds ``windowed_slots`` from here on
+    shared_len: int = 0  # how many of ``kv_slots``, at the start, belong to the cache
+    windowed: GrowingArray = field(default_factory=GrowingArray)  # like ``kv_slots``, in the windowed pool
+    windowed_begin: int = 0  # it holds the slots in ``windowed`` from here on
     planned_len: int = 0  # tokens whose KV is cached, computed, or computed by a planned step
     certain_len: int = 0  # of these, the tokens whose step has completed; roll_back keeps only them
     planned_outputs: int = 0  # output tokens that exist after the planned steps, not counting forced ones
@@ -55,13 +55,25 @@ class Req:
     timeline: Timeline | None = None  # None: it is not recorded
 
     def __post_init__(self) -> None:
-        self.prompt = np.array(self.prompt_ids, dtype=np.int32)
+        self.prompt_ids = int32s(self.prompt_ids)
         seed = self.params.sampling.seed
         self.seed = random.getrandbits(63) if seed is None else seed
 
     @property
-    def token_ids(self) -> list[int]:
-        return self.prompt_ids + self.output_ids
+    def token_ids(self) -> Int32Array:
+        if not self.output_ids:
+            return self.prompt_ids
+        return np.concatenate((self.prompt_ids, int32s(self.output_ids)))
+
+    @property
+    def slots(self) -> Int32Array:
+        """KV slots of the first tokens, computed or planned."""
+        return self.kv_slots.view
+
+    @property
+    def windowed_slots(self) -> Int32Array:
+        """The same in the windowed pool, if there is one. It holds those from ``windowed_begin`` on."""
+        return self.windowed.view
 
     @property
     def total_len(self) -> int:
@@ -88,16 +100,16 @@ class Req:
     def is_prefilling(self) -> bool:
         return self.unplanned > 1
 
-    def plan(self, slots: list[int]) -> None:
+    def plan(self, slots: Int32Array) -> None:
         """The next step computes KV of len(slots) more tokens."""
-        self.slots += slots
+        self.kv_slots.extend(slots)
         self.planned_len += len(slots)
         if self.planned_len == len(self.prompt_ids) + self.planned_outputs:
             self.planned_outputs += 1
 
     def begin(self) -> None:
-        """Called on admission, when ``slots`` holds the slots of the cached tokens."""
-        self.planned_len = len(self.slots)
+        """Called on admission, when ``kv_slots`` holds the slots of the cached tokens."""
+        self.planned_len = len(self.kv_slots)
         self.certain_len = 0  # a step in flight may compute the cached tokens
         self.planned_outputs = len(self.output_ids)
         self.num_admissions += 1
@@ -114,8 +126,8 @@ class Req:
 
     def clear_slots(self) -> None:
         """It holds no KV."""
-        self.slots, self.node, self.shared_len, self.planned_len, self.certain_len = [], None, 0, 0, 0
-        self.windowed_slots, self.windowed_begin = [], 0
+        self.kv_slots, self.windowed, self.windowed_begin = GrowingArray(), GrowingArray(), 0
+        self.node, self.shared_len, self.planned_len, self.certain_len = None, 0, 0, 0
 
     def fail(self) -> None:
         self.finish_reason = FinishReason.ABORT
@@ -148,7 +160,7 @@ class Req:
             self.params.sampling,
             self.seed,
             self.eos_ids,
-            cached_slots=self.slots.copy(),
+            cached_slots=self.slots,
             output_len=len(self.output_ids),
             stopping=self.params.stopping,
             cached_windowed_slots=self.windowed_slots[self.windowed_begin :],

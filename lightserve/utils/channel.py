@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from lightserve.errors import InvalidRequestError
+from lightserve.utils.codec import encode, make_decode
 
 M = TypeVar("M")
-
-encode_message = msgspec.msgpack.Encoder().encode
 
 
 class MessageError(Exception):
@@ -22,7 +20,7 @@ class MessageError(Exception):
 
 def make_decoder(message_type: Any) -> Callable[[bytes], Any]:
     """A function that decodes bytes to a message or raises MessageError."""
-    plain = msgspec.msgpack.Decoder(message_type).decode
+    plain = make_decode(message_type)
 
     def decode(raw: bytes) -> Any:
         try:
@@ -42,7 +40,7 @@ class Sender(Generic[M]):
         self._socket.connect(address)
 
     def send(self, message: M) -> None:
-        self._socket.send(encode_message(message), zmq.NOBLOCK)
+        self._socket.send(encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:
         self._socket.close(linger=0)

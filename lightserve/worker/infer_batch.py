@@ -16,6 +16,7 @@ from lightserve.common.device import to_device
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.ops.step import LAST_SAMPLED
 from lightserve.io_struct import NewReq, SamplingParams, StepRow, StoppingParams
+from lightserve.utils.int_arrays import GrowingArray, Int32Array, int32s
 from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
 from lightserve.worker.sampling.logprobs import PromptChunk, StepPromptLogprobs
 from lightserve.worker.sampling.req_rules import ReqRules
@@ -35,7 +36,7 @@ class InferReq:
 
     req_id: int
     row: int  # of req_to_token
-    token_ids: list[int]  # without the sampled token that is still in flight
+    known: GrowingArray  # its tokens without the sampled one that is still in flight
     prompt_len: int
     sampling: SamplingParams
     seed: int
@@ -56,7 +57,7 @@ class InferReq:
 
     def __post_init__(self) -> None:
         self.rules = ReqRules(self.sampling, self.stopping, self.eos_ids)
-        self.total_len = len(self.token_ids)
+        self.total_len = len(self.known)
         self.is_constrained = self.grammar is not None
         self.leading_slots = np.empty(self.total_len, dtype=np.int32)
         has_first_token = self.output_len > 0  # the prompt's logprobs came with it
@@ -65,6 +66,11 @@ class InferReq:
         # the step's own token is not used if Sampler samples the request, so no noise is computed for it
         is_greedy = self.sampling.is_greedy or self.rules.needs_sampler
         self.temperature = 0.0 if is_greedy else self.sampling.temperature
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """Its tokens, without the sampled one that is still in flight."""
+        return self.known.view
 
     @property
     def output_len(self) -> int:
@@ -78,7 +84,7 @@ class InferReq:
     @property
     def has_token_in_flight(self) -> bool:
         """Whether a step has sampled a token that the launching thread does not know yet."""
-        return len(self.token_ids) < self.total_len
+        return len(self.known) < self.total_len
 
     @property
     def may_be_forced(self) -> bool:
@@ -95,7 +101,9 @@ class InferReq:
         """The prompt tokens whose logprobs follow from computing the next ``count`` tokens, if they are wanted."""
         if self.prompt_chunks is None:
             return []
-        return self.token_ids[self.cache_len + 1 : min(self.cache_len + 1 + count, self.prompt_len)]
+        targets = self.token_ids[self.cache_len + 1 : min(self.cache_len + 1 + count, self.prompt_len)]
+        ids: list[int] = targets.tolist()
+        return ids
 
     def forbidden_next(self) -> list[int]:
         return self.rules.forbidden_after(self.token_ids, self.output_len)
@@ -104,7 +112,7 @@ class InferReq:
         """The token that must come next, if any."""
         if self.thinking is None or not self.may_be_forced:
             return None
-        return self.thinking.forced_after(self.token_ids[self.prompt_len :])
+        return self.thinking.forced_after(self.token_ids[self.prompt_len :].tolist())
 
 
 # A row of a step, the request that gets its token, and the logprobs of the prompt if this is the first token and they
@@ -166,15 +174,12 @@ class InferBatch:
 
     def add(self, new: NewReq, grammar: ReqGrammar | None = None, thinking: ThinkingBudget | None = None) -> None:
         row = self._req_manager.alloc()
-        ids, cached = list(new.token_ids), np.array(new.cached_slots, dtype=np.int32)
-        if len(cached):
-            self.req_to_token[row, : len(cached)] = to_device(cached, self._device)
-            self._add_windowed(row, len(cached), new.cached_windowed_slots)
-        prompt_len = len(ids) - new.output_len
+        known, cached = GrowingArray(new.token_ids), int32s(new.cached_slots)
+        prompt_len = len(known) - new.output_len
         req = InferReq(
             new.req_id,
             row,
-            ids,
+            known,
             prompt_len,
             new.sampling,
             new.seed,
@@ -186,13 +191,16 @@ class InferBatch:
             output=None if grammar is None else GrammarOutput(new, grammar),
         )
         req.leading_slots[: len(cached)] = cached
+        if len(cached):
+            self.req_to_token[row, : len(cached)] = to_device(req.leading_slots[: len(cached)], self._device)
+            self._add_windowed(row, len(cached), int32s(new.cached_windowed_slots))
         self._reqs[new.req_id] = req
 
     @property
     def windowed_req_to_token(self) -> Tensor | None:
         return self._req_manager.windowed_req_to_token
 
-    def _add_windowed(self, row: int, end: int, slots: list[int]) -> None:
+    def _add_windowed(self, row: int, end: int, slots: Int32Array) -> None:
         """``slots``: of the windowed pool, of the tokens up to ``end``.
 
         Attention may read some tokens before those, with weight 0. They get the first of the slots, which is finite.
@@ -201,13 +209,13 @@ class InferBatch:
             return
         begin = end - len(slots)
         margin = min(begin, ops.WINDOW_MARGIN)
-        padded = np.array(slots[:1] * margin + slots, dtype=np.int32)
+        padded = np.concatenate((np.repeat(slots[:1], margin), slots))
         self.windowed_req_to_token[row, begin - margin : end] = to_device(padded, self._device)
 
     def apply(self, updates: Iterable[TokenUpdate]) -> None:
         """Append collected tokens. Sampled ones count in ``total_len`` already. A request may have left meanwhile."""
         for req, token_ids, is_constrained in updates:
-            req.token_ids += token_ids
+            req.known.extend(token_ids)
             req.total_len += len(token_ids) - 1
             req.is_constrained = is_constrained
 
@@ -311,5 +319,5 @@ def _prompt_targets(reqs: Sequence[InferReq], starts: Sequence[int], counts: Seq
 
 def _ids(req: InferReq, count: int) -> list[int]:
     """The ids of the next ``count`` tokens to compute. The last one may be in flight."""
-    known = req.token_ids[req.cache_len : req.cache_len + count]
+    known: list[int] = req.token_ids[req.cache_len : req.cache_len + count].tolist()
     return known if len(known) == count else [*known, LAST_SAMPLED]

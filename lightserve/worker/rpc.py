@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import rpyc
 from rpyc.core import Channel, SocketStream
 
 from lightserve.io_struct import GrammarSpec, ProfileCommand, ProfileResult, Step, StepResult
+from lightserve.utils.codec import encode, make_decode
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "log_exceptions": False}
 
@@ -21,10 +21,9 @@ Launch = Callable[[Step], GetResult]  # starts a step, and returns a function th
 CompileGrammar = Callable[[GrammarSpec, tuple[int, ...]], None]  # compiles a grammar, for these end tokens
 RunProfile = Callable[["ModelRpc", ProfileCommand], ProfileResult]  # starts or ends a profile of these steps
 
-decode_step = msgspec.msgpack.Decoder(Step).decode
-encode_result = msgspec.msgpack.Encoder().encode
-_decode_profile = msgspec.msgpack.Decoder(ProfileCommand).decode
-_decode_grammar = msgspec.msgpack.Decoder(tuple[GrammarSpec, tuple[int, ...]]).decode
+decode_step = make_decode(Step)
+_decode_profile = make_decode(ProfileCommand)
+_decode_grammar = make_decode(tuple[GrammarSpec, tuple[int, ...]])
 
 
 class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
@@ -48,7 +47,7 @@ class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
         try:
             collect = self.launch(decode_step(command))
             self._let_others_launch()
-            return encode_result(collect())
+            return encode(collect())
         except BaseException as error:  # this process reports it; rpyc would raise it in the router
             self.failure = self.failure or error
             self._connection.close()
@@ -91,7 +90,7 @@ class ProfileRpc(rpyc.Service):  # type: ignore[misc]
         self._rpc = rpc
 
     def exposed_profile(self, command: bytes) -> bytes:
-        return encode_result(self._run_profile(self._rpc, _decode_profile(command)))
+        return encode(self._run_profile(self._rpc, _decode_profile(command)))
 
 
 def ignore_grammar(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:

@@ -17,8 +17,10 @@ from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConf
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import GrammarSpec, NewReq, SamplingParams, Step, StepResult, StepRow, Token, TokenOut
 from lightserve.router.model_client import RpycModelClient
+from lightserve.utils.codec import encode
+from lightserve.utils.int_arrays import int32s
 from lightserve.utils.process import ChildConfig
-from lightserve.worker.rpc import CompileGrammar, Launch, ModelRpc, StepServer, ignore_grammar
+from lightserve.worker.rpc import CompileGrammar, Launch, ModelRpc, StepServer, decode_step, ignore_grammar
 from test.waiting import DEADLINE_S, until
 
 
@@ -59,7 +61,7 @@ def within_deadline(work: Coroutine[Any, Any, None]) -> None:
 def test_a_step_and_its_tokens_cross_whole(tmp_path: Path) -> None:
     new = NewReq(
         1 << 50,
-        [1, 2, 3],
+        int32s([1, 2, 3]),
         SamplingParams(temperature=0.5, grammar=GrammarSpec("regex", "é\0"), logit_bias={7: 1.5}),
         2**63 - 1,
         (4,),
@@ -76,7 +78,7 @@ def test_a_step_and_its_tokens_cross_whole(tmp_path: Path) -> None:
 
         outs = await client.run(step)
 
-        assert seen == [step]
+        assert [encode(one) for one in seen] == [encode(step)]
         assert outs.tokens == [TokenOut(1 << 50, Token(9, logprob=-0.5, top_logprobs=[(1, -1.0)]))]
         client.close()
 
@@ -173,7 +175,7 @@ def test_a_step_that_no_socket_holds_is_sent_while_the_worker_launches_another(t
         outs = await asyncio.gather(*futures)
 
         assert not is_lost
-        assert seen == steps
+        assert [encode(step) for step in seen] == [encode(decode_step(encode(step))) for step in steps]
         assert [out.tokens[0].token.id for out in outs] == [0, 1, 2]
         client.close()
 

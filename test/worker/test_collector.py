@@ -38,7 +38,7 @@ def test_tokens_reach_a_request_in_the_order_of_the_steps_whichever_is_collected
     (req,) = worker._batch._reqs.values()
     worker.launch(Step([]))  # applies them
 
-    assert req.token_ids == [*PROMPT, *(out.token.id for out in tokens)]
+    assert req.token_ids.tolist() == [*PROMPT, *(out.token.id for out in tokens)]
     assert tokens[0].token.id != tokens[1].token.id  # else the order would not show
 
 
@@ -55,7 +55,7 @@ def test_a_request_changes_only_when_a_step_is_launched(folder: str) -> None:
     worker.launch(Step([]))
 
     assert before == (PROMPT, 6)
-    assert req.token_ids == [*PROMPT, collect().tokens[0].token.id]
+    assert req.token_ids.tolist() == [*PROMPT, collect().tokens[0].token.id]
     assert req.total_len == 6
 
 

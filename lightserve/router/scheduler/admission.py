@@ -75,7 +75,7 @@ class AdmissionControl:
         if not others or req.needs_prompt_computed:
             return False
         enough = self._pool.cached_len(req) + MIN_PENDING_PREFIX_TOKENS
-        return any(common_len(req.prompt, other.prompt) >= enough for other in others)
+        return any(common_len(req.prompt_ids, other.prompt_ids) >= enough for other in others)
 
     def _fits(self, req: Req) -> bool:
         """Whether the peak with this request fits the pool. If so, the request holds its cached tokens."""

@@ -20,6 +20,7 @@ from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.preemption import Preemption
 from lightserve.router.timeline import Timeline
 from lightserve.router.token_budget import OutputEstimate
+from lightserve.utils.int_arrays import int32s
 
 PrefillChunk = tuple[Timeline, int]  # of a request that is recorded: how many tokens a step computes
 PlannedRow = tuple[Req, int, int]  # the request, which of its admissions, its planned_len after the step
@@ -163,7 +164,8 @@ class Scheduler:
             req.roll_back()
         self._drop_all(lambda req: True)
         slots = [slot for step in self._in_flight for row in step.rows for slot in row.slots]
-        self.pool.roll_back(slots, [slot for step in self._in_flight for slot in step.windowed_slots])
+        windowed_slots = [slot for step in self._in_flight for slot in step.windowed_slots]
+        self.pool.roll_back(int32s(slots), int32s(windowed_slots))
         self._in_flight.clear()
         self._batch.clear()
 
@@ -214,7 +216,7 @@ class Scheduler:
             self._preemption.preempt_newest()
             chunks = self._chunks()
         slots = self.pool.alloc(sum(count for _, count in chunks))
-        windowed_slots = self.pool.alloc_windowed(chunks)
+        windowed_slots: list[int] = self.pool.alloc_windowed(chunks).tolist()
         rows: list[StepRow] = []
         planned: list[PlannedRow] = []
         prefills: list[PrefillChunk] = []
@@ -228,7 +230,7 @@ class Scheduler:
                 self.pool.cache_prompt(req)
                 if req.timeline is not None:
                     prefills.append((req.timeline, count))
-            rows.append(StepRow(req.req_id, own))
+            rows.append(StepRow(req.req_id, own.tolist()))
             planned.append((req, req.num_admissions, req.planned_len))
         self.pool.let_go_behind_windows(req for req, _ in chunks)
         return PlannedStep(rows, windowed_slots, planned, prefills + _recomputed_outputs(chunks))
