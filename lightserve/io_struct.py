@@ -25,14 +25,15 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from lightserve.errors import InvalidRequestError
-from lightserve.utils.int_arrays import NO_INT32
+from lightserve.utils.int_arrays import NO_INT32, NO_INT64
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     Int32s = npt.NDArray[np.int32] | Sequence[int]
-else:
-    Int32s = npt.NDArray[np.int32]  # what a receiver gets; a message that is not sent may hold a list
+    Int64s = npt.NDArray[np.int64] | Sequence[int]
+else:  # what a receiver gets; a message that is not sent may hold a list
+    Int32s, Int64s = npt.NDArray[np.int32], npt.NDArray[np.int64]
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy: dividing by it would overflow
 
@@ -224,7 +225,7 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True):
     """Compute the request's next len(slots) tokens into these KV slots."""
 
     req_id: int
-    slots: list[int]
+    slots: Int32s
 
 
 class KvCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -235,13 +236,32 @@ class KvCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """One forward pass. The worker frees requests, adds new ones, copies KV, and then computes the rows."""
+    """One forward pass. The worker frees requests, adds new ones, copies KV, and then computes the rows.
 
-    rows: list[StepRow]
+    Requests that compute one token are columns, because there may be thousands: they come before ``chunks``.
+    """
+
+    chunks: list[StepRow]  # of prompts; a chunk may have one token
     new: list[NewReq] = []
     free: list[int] = []
     copies: list[KvCopy] = []
-    windowed_slots: list[int] = []  # of all tokens of the rows, in their order, if there is a windowed pool
+    windowed_slots: Int32s = NO_INT32  # of all tokens of the rows, in their order, if there is a windowed pool
+    decode_ids: Int64s = NO_INT64  # requests of which it computes one token
+    decode_slots: Int32s = NO_INT32  # of these tokens
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decode_ids) + len(self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode_ids) + sum(len(row.slots) for row in self.chunks)
+
+    @property
+    def rows(self) -> list[StepRow]:
+        """All requests: slower than the columns, and simpler."""
+        decodes = zip(self.decode_ids, self.decode_slots, strict=True)
+        return [*(StepRow(int(req_id), [int(slot)]) for req_id, slot in decodes), *self.chunks]
 
 
 class ProfileCommand(msgspec.Struct, frozen=True):

@@ -108,10 +108,9 @@ class KvPool:
         ids = _cacheable(req)
         if self.windowed is not None:
             ids = ids[: self._usable_len(ids, req.salt)]
-        req.node, slots = self._cache.match(ids, req.salt)
-        self._cache.lock(req.node)
-        req.kv_slots = GrowingArray(slots)
-        req.shared_len = len(slots)
+        node, slots = self._cache.match(ids, req.salt)
+        self._cache.lock(node)
+        req.attach(node, slots)
         if self.windowed is not None:
             req.windowed_begin = max(len(slots) - self.windowed.needed, 0)
             held = self.windowed.hold(slots[req.windowed_begin :])

@@ -87,7 +87,7 @@ class Reporter:
             if req is None:
                 continue
             admission = None
-            if len(req.output_ids) == 1:
+            if req.output_len == 1:
                 admission = self._count_first_token(req, now)
             else:
                 gaps[req.last_token_s] = gaps.get(req.last_token_s, 0) + 1
@@ -121,19 +121,19 @@ class Reporter:
 
     def _count_finished(self, req: Req, reason: FinishReason, now: float) -> None:
         if req.timeline is not None:
-            req.timeline.finished(reason, now, len(req.output_ids))
-        has_run = bool(req.output_ids)
+            req.timeline.finished(reason, now, req.output_len)
+        has_run = req.output_len > 0
         self.metrics.finished(
             reason.value,
             now - req.arrived_s,
             now - req.first_token_s if has_run else 0.0,
             now - req.admitted_s if has_run else 0.0,
             len(req.prompt_ids),
-            len(req.output_ids),
+            req.output_len,
             req.max_new_tokens,
         )
 
 
 def _record_failure(req: Req, failure: ReqFailed) -> None:
     if req.timeline is not None:
-        req.timeline.failed(failure, len(req.output_ids))
+        req.timeline.failed(failure, req.output_len)

@@ -158,7 +158,7 @@ class Simulation:
     def _record_finished(self, req: Req, now: float) -> None:
         result = self.result
         result.requests += 1
-        result.output_tokens += len(req.output_ids)
+        result.output_tokens += req.output_len
         result.prompt_tokens += len(req.prompt_ids)
         result.cached_tokens += req.cached_len
         ttft = req.first_token_s - req.arrived_s

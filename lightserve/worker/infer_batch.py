@@ -239,14 +239,14 @@ class InferBatch:
         self,
         rows: Sequence[StepRow],
         captured_shape: Callable[[StepShape], StepShape],
-        windowed_slots: Sequence[int] = (),
+        windowed_slots: Int32Array | Sequence[int] = (),
     ) -> PackedStep:
         """The input of a step. Its tokens count as cached from now on, and its requests may be in another order.
 
         ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts keeps its shape,
         because no captured step computes them. ``windowed_slots``: as in Step.
         """
-        windowed_of = _by_req(rows, windowed_slots)
+        windowed_of = _by_req(rows, list(windowed_slots))
         self._record_prompts(rows)
         rows, groups = self._arrange(rows)
         reqs = [self._reqs[row.req_id] for row in rows]

@@ -181,7 +181,7 @@ class ModelWorker:
         self._platform.set_current(self._device)
         self._batch.apply(self._collector.take_updates())
         self._update_batch(step)
-        if not step.rows:
+        if not step.num_rows:
             return StepResult
         packed = self._batch.pack(step.rows, self._runner.captured_shape, step.windowed_slots)
         plan = self._sampler.prepare(packed.reqs)

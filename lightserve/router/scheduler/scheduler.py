@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import NamedTuple
 
-from lightserve.io_struct import ReqFailed, Step, StepRow, TokenOut
+import numpy as np
+
+from lightserve.common.kv.token_slots import Slots
+from lightserve.io_struct import NewReq, ReqFailed, Step, StepRow, TokenOut
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import Fifo, Policy
@@ -20,19 +23,40 @@ from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.preemption import Preemption
 from lightserve.router.timeline import Timeline
 from lightserve.router.token_budget import OutputEstimate
-from lightserve.utils.int_arrays import int32s
+from lightserve.utils.int_arrays import NO_INT32, Int64Array
 
 PrefillChunk = tuple[Timeline, int]  # of a request that is recorded: how many tokens a step computes
-PlannedRow = tuple[Req, int, int]  # the request, which of its admissions, its planned_len after the step
 
 
 class PlannedStep(NamedTuple):
-    """A step in flight."""
+    """A step in flight. The arrays have one number per request, unless they say otherwise."""
 
-    rows: list[StepRow]
-    windowed_slots: list[int]
-    planned: list[PlannedRow]
+    num_decodes: int  # the first requests compute one token each
+    req_ids: Int64Array
+    rows: Int64Array  # of RunningBatch
+    admissions: Int64Array
+    counts: Int64Array  # tokens to compute
+    planned_len: Int64Array  # after the step
+    slots: Slots  # of all tokens
+    windowed_slots: Slots
     prefills: list[PrefillChunk]
+
+    def as_step(self, new: list[NewReq], free: list[int]) -> Step:
+        ends = np.cumsum(self.counts)[self.num_decodes :].tolist()
+        chunks = [
+            StepRow(req_id, self.slots[end - count : end])
+            for req_id, count, end in zip(
+                self.req_ids[self.num_decodes :].tolist(), self.counts[self.num_decodes :].tolist(), ends, strict=True
+            )
+        ]
+        return Step(
+            chunks,
+            new,
+            free,
+            windowed_slots=self.windowed_slots,
+            decode_ids=self.req_ids[: self.num_decodes],
+            decode_slots=self.slots[: self.num_decodes],
+        )
 
 
 class Scheduler:
@@ -48,7 +72,7 @@ class Scheduler:
         policy = policy or Fifo()
         self._queue = ReqQueue(policy)
         self._isolation = CrashIsolation()
-        self._batch = RunningBatch(pool, self._isolation)
+        self._batch = RunningBatch(pool, self._isolation, limits.max_running)
         self._estimate = estimate or OutputEstimate()
         self._chunking = Chunking(limits, policy, pool.max_chunk)
         self._preemption = Preemption(self._batch, self._queue, policy)
@@ -94,19 +118,19 @@ class Scheduler:
         self._preemption.make_room()
         admitted = {req: req.as_new() for req in self._admission.admit(now_s)}
         planned = self._plan_rows()
-        is_empty = not planned.rows and not any(req in self._batch for req in admitted)
+        is_empty = not len(planned.rows) and not any(req in self._batch for req in admitted)
         if is_empty and (len(self._batch) or not self._batch.has_rows_to_free):
             return None  # freed rows can wait for the next step, unless there will be none
         new, free = self._batch.take_new_and_freed(admitted)
         self._in_flight.append(planned)
-        return Step(planned.rows, [admitted[req] for req in new], free, windowed_slots=planned.windowed_slots)
+        return planned.as_step([admitted[req] for req in new], free)
 
     def complete_step(self) -> list[PrefillChunk]:
         """The oldest step in flight is back: the KV that it computed is certain. Returns its prompt chunks."""
         step = self._in_flight.popleft()
-        for req, admission, end in step.planned:
-            if req.num_admissions == admission:
-                req.certain_len = end
+        columns = self._batch.columns
+        runs_on = columns.admission[step.rows] == step.admissions  # it has not left since
+        columns.certain_len[step.rows[runs_on]] = step.planned_len[runs_on]
         return step.prefills
 
     def process_tokens(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
@@ -125,7 +149,7 @@ class Scheduler:
             self._isolation.clear(req)
         if req.finish_reason is not None:
             if req.max_new_tokens > 1:  # a beam search makes requests of one token: they would spoil the estimate
-                self._estimate.observe(len(req.output_ids))
+                self._estimate.observe(req.output_len)
             self._drop(req)
         return req
 
@@ -163,9 +187,9 @@ class Scheduler:
         for req in self._batch:
             req.roll_back()
         self._drop_all(lambda req: True)
-        slots = [slot for step in self._in_flight for row in step.rows for slot in row.slots]
-        windowed_slots = [slot for step in self._in_flight for slot in step.windowed_slots]
-        self.pool.roll_back(int32s(slots), int32s(windowed_slots))
+        slots = np.concatenate([NO_INT32, *(step.slots for step in self._in_flight)])
+        windowed_slots = np.concatenate([NO_INT32, *(step.windowed_slots for step in self._in_flight)])
+        self.pool.roll_back(slots, windowed_slots)
         self._in_flight.clear()
         self._batch.clear()
 
@@ -182,16 +206,16 @@ class Scheduler:
 
         Returns the crashing request if it is known; it is dropped.
         """
-        in_flight = {req for step in self._in_flight for req, _, _ in step.planned}
+        in_flight = {req_id for step in self._in_flight for req_id in step.req_ids.tolist()}
         self._in_flight.clear()
         self.pool.reset()
         for req in self._batch.clear():
             self._queue.add_preempted(req)
             if req.timeline is not None:
-                req.timeline.paused("workers_lost", len(req.output_ids))
+                req.timeline.paused("workers_lost", req.output_len)
         for req in self._queue:
             req.reset_kv()
-        crashing_request = self._isolation.record_crash([req for req in self._queue if req in in_flight])
+        crashing_request = self._isolation.record_crash([req for req in self._queue if req.req_id in in_flight])
         if crashing_request is not None:
             self._drop(crashing_request)
         return crashing_request
@@ -211,40 +235,60 @@ class Scheduler:
 
     def _plan_rows(self) -> PlannedStep:
         """Allocate KV slots for the tokens of the next step."""
-        chunks = self._chunks()
-        while not chunks and self._preemption.is_stuck():
+        decodes, chunks = self._chunks()
+        while not (len(decodes) or chunks) and self._preemption.is_stuck():
             self._preemption.preempt_newest()
-            chunks = self._chunks()
-        slots = self.pool.alloc(sum(count for _, count in chunks))
-        windowed_slots: list[int] = self.pool.alloc_windowed(chunks).tolist()
-        rows: list[StepRow] = []
-        planned: list[PlannedRow] = []
-        prefills: list[PrefillChunk] = []
-        begin = 0
+            decodes, chunks = self._chunks()
+        batch, columns = self._batch, self._batch.columns
+        counts = np.array([1] * len(decodes) + [count for _, count in chunks], dtype=np.int64)
+        slots = self.pool.alloc(int(counts.sum()))
+        of_prompts = batch.at(decodes[columns.planned_len[decodes] < columns.prompt_len[decodes]])
+        windowed_slots = self._alloc_windowed(decodes, chunks)
+        batch.plan_decodes(decodes, slots[: len(decodes)])
+        prefills = [entry for req in of_prompts for entry in self._cache_prompt(req, 1)]
+        begin = len(decodes)
         for req, count in chunks:
-            own = slots[begin : begin + count]
-            begin += count
             is_prompt = req.planned_len < len(req.prompt_ids)
-            req.plan(own)
+            req.plan(slots[begin : begin + count])
+            begin += count
             if is_prompt:
-                self.pool.cache_prompt(req)
-                if req.timeline is not None:
-                    prefills.append((req.timeline, count))
-            rows.append(StepRow(req.req_id, own.tolist()))
-            planned.append((req, req.num_admissions, req.planned_len))
-        self.pool.let_go_behind_windows(req for req, _ in chunks)
-        return PlannedStep(rows, windowed_slots, planned, prefills + _recomputed_outputs(chunks))
+                prefills += self._cache_prompt(req, count)
+        rows = np.append(decodes, np.array([req.row for req, _ in chunks], dtype=np.int64))
+        if self.pool.windowed is not None:
+            self.pool.let_go_behind_windows(batch.at(rows))
+        return PlannedStep(
+            len(decodes),
+            batch.req_ids(rows),
+            rows,
+            columns.admission[rows],
+            counts,
+            columns.planned_len[rows],
+            slots,
+            windowed_slots,
+            prefills + _recomputed_outputs(chunks),
+        )
 
-    def _chunks(self) -> list[Chunk]:
-        """How many tokens of each request the next step computes: one of each decode, then prompt tokens."""
+    def _cache_prompt(self, req: Req, count: int) -> list[PrefillChunk]:
+        """``count`` more tokens of its prompt are planned."""
+        self.pool.cache_prompt(req)
+        return [] if req.timeline is None else [(req.timeline, count)]
+
+    def _alloc_windowed(self, decodes: Int64Array, chunks: list[Chunk]) -> Slots:
+        if self.pool.windowed is None:
+            return NO_INT32
+        return self.pool.alloc_windowed([*((req, 1) for req in self._batch.at(decodes)), *chunks])
+
+    def _chunks(self) -> tuple[Int64Array, list[Chunk]]:
+        """The requests of which the next step computes one token, as rows of the batch, and the chunks of prompts."""
         isolated = self._isolation.isolated
-        unplanned = [(req, req.unplanned) for req in ([isolated] if isolated else self._batch)]
-        chunks = [(req, count) for req, count in unplanned if count == 1]
-        prompts = [req for req, count in unplanned if count > 1]
-        if prompts:
-            decodes = len(chunks)
-            chunks += self._chunking.divide(prompts, decodes, len(self._queue), self.pool.available - decodes)
-        return chunks
+        rows = np.array([isolated.row], dtype=np.int64) if isolated else self._batch.rows
+        unplanned = self._batch.columns.unplanned(rows)
+        decodes = rows[unplanned == 1]
+        prompts = self._batch.at(rows[unplanned > 1])
+        if not prompts:
+            return decodes, []
+        available = self.pool.available - len(decodes)
+        return decodes, self._chunking.divide(prompts, len(decodes), len(self._queue), available)
 
 
 def _recomputed_outputs(chunks: list[Chunk]) -> list[PrefillChunk]:
