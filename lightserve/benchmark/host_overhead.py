@@ -45,6 +45,7 @@ PARTS = ("plan", "send", "receive", "pack", "collect", "reply", "read", "report"
 ROUTER, WORKER = ("plan", "report"), ("pack", "collect")
 VOCAB_SIZE = 32_000
 PROMPT_LEN = 64  # of requests that only decode
+EXTRA = 64  # steps before those that are measured
 DEPTH = 2  # steps in flight
 MAX_STEP_TOKENS = 1 << 20
 NUM_IN_MEMORY, NUM_WAITING = 32, 2_048  # prompts that are measured, and that the result is for
@@ -102,6 +103,16 @@ class Host:
         if self._in_flight:
             self._process(self._in_flight.popleft())
 
+    def settle(self) -> None:
+        """Until all requests decode. A step admits 64 at most."""
+        for _ in range(4):
+            self.step()
+        while self.scheduler.num_waiting:
+            self.step()
+        for _ in range(4):
+            self.step()
+        self.times.clear()
+
     def finish(self) -> None:
         while self._in_flight or self.scheduler.num_running or self.scheduler.num_waiting:
             self.step()
@@ -148,13 +159,11 @@ def random_prompt(rng: np.random.Generator, length: int) -> Any:
 
 def decoding(running: int, steps: int, rng: np.random.Generator, extra: int = 0) -> Host:
     """A host with ``running`` requests that decode, and room for ``extra`` more."""
-    most = PROMPT_LEN + steps + 64
+    most = PROMPT_LEN + steps + EXTRA
     host = Host(running + extra, most, (running + extra) * most)
     for req_id in range(running):
-        host.add(req_id, random_prompt(rng, PROMPT_LEN), steps + 32)
-    for _ in range(4):
-        host.step()
-    host.times.clear()
+        host.add(req_id, random_prompt(rng, PROMPT_LEN), steps + EXTRA)
+    host.settle()
     return host
 
 
@@ -217,14 +226,13 @@ def print_blocked(length: int, running: int, steps: int) -> None:
         f"\nplanning beside {running} running, ms: nothing waits; the head of the queue ({length:,} tokens) is blocked"
     )
     for is_blocked in (False, True):
-        pool = 2 * length + running * (PROMPT_LEN + steps + 64)
+        pool = 2 * length + running * (PROMPT_LEN + steps + EXTRA)
         host = Host(running + 1, length + 64, pool)
         host.add(0, prompt, 1)
         host.finish()
         for req_id in range(1, running + 1):
-            host.add(req_id, random_prompt(rng, PROMPT_LEN), steps + 32)
-        for _ in range(4):
-            host.step()
+            host.add(req_id, random_prompt(rng, PROMPT_LEN), steps + EXTRA)
+        host.settle()
         if is_blocked:
             host.add(running + 1, prompt, pool)
         host.times.clear()

@@ -15,6 +15,7 @@ from lightserve.io_struct import (
     TextParams,
     TextReq,
     ToDetokenization,
+    Token,
     TokenIdOut,
     TokenOut,
 )
@@ -22,6 +23,7 @@ from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.stats import RouterMetrics
 from lightserve.utils.channel import Sender
+from lightserve.utils.int_arrays import Int32Array, Int64Array, int32s, int64s
 
 
 class Reporter:
@@ -57,9 +59,19 @@ class Reporter:
         failed = [failure for failure in result.failed if self._has_failed(failure)]
         self.metrics.failed(len(failed))
         self.metrics.numerical_errors(sum(failure.status >= 500 for failure in failed))
-        outs = self._process_tokens(result.tokens, time.monotonic())
-        if outs or failed or self._aborted:
-            self._to_detokenization.send(BatchTokenIdOut(outs, failed=failed, aborted=self._aborted))
+        now = time.monotonic()
+        plain_req_ids, plain_token_ids, others = self._process_plain(result, now)
+        outs = self._process_tokens([*others, *result.detailed], now)
+        if outs or failed or self._aborted or len(plain_req_ids):
+            self._to_detokenization.send(
+                BatchTokenIdOut(
+                    outs,
+                    failed=failed,
+                    aborted=self._aborted,
+                    plain_req_ids=plain_req_ids,
+                    plain_token_ids=plain_token_ids,
+                )
+            )
             self._aborted = []
 
     def send_heartbeat(self, step_age_s: float, has_workers: bool) -> None:
@@ -78,6 +90,18 @@ class Reporter:
         if req is not None:
             _record_failure(req, failure)
         return req is not None
+
+    def _process_plain(self, result: StepResult, now: float) -> tuple[Int64Array, Int32Array, list[TokenOut]]:
+        """The plain tokens that only have to be sent on, as columns, and the others."""
+        req_ids, token_ids = int64s(result.plain_req_ids), int32s(result.plain_token_ids)
+        if not len(req_ids):
+            return req_ids, token_ids, []
+        is_known = self._scheduler.process_plain(req_ids, token_ids)
+        known_ids = req_ids[is_known]
+        for gap_s, count in zip(*self._scheduler.observe_gaps(known_ids, now), strict=True):
+            self.metrics.next_tokens(gap_s, count)
+        others = zip(req_ids[~is_known].tolist(), token_ids[~is_known].tolist(), strict=True)
+        return known_ids, token_ids[is_known], [TokenOut(req_id, Token(token_id)) for req_id, token_id in others]
 
     def _process_tokens(self, tokens: list[TokenOut], now: float) -> list[TokenIdOut]:
         gaps: dict[float, int] = {}  # time of the last token -> requests; most requests got it in the same step

@@ -23,6 +23,11 @@ def int32s(values: Int32Array | Sequence[int]) -> Int32Array:
     return np.asarray(values, dtype=np.int32)
 
 
+def int64s(values: Int64Array | Sequence[int]) -> Int64Array:
+    """The same of 64 bits."""
+    return np.asarray(values, dtype=np.int64)
+
+
 class GrowingArray:
     """An int32 array to which values are appended, in amortised constant time each."""
 
@@ -40,6 +45,17 @@ class GrowingArray:
     def view(self) -> Int32Array:
         """The values so far. They do not change when more are appended."""
         return self._room[: self._len]
+
+    def item(self, at: int) -> int:
+        number: int = self._room.item(at)
+        return number
+
+    def append(self, value: int) -> None:
+        if self._len == len(self._room):
+            self.extend((value,))
+            return
+        self._room[self._len] = value
+        self._len += 1
 
     def extend(self, values: Int32Array | Sequence[int]) -> None:
         end = self._len + len(values)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightserve.common.device import copy_to_host
 from lightserve.io_struct import ReqFailed, StepResult, Token, TokenOut
+from lightserve.utils.int_arrays import int32s, int64s
 from lightserve.worker.infer_batch import SampledRow, TokenUpdate
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import NO_TOKEN_LEFT, GrammarOutput
@@ -93,12 +94,19 @@ class StepCollector:
     def _result_of(self, step: PendingStep) -> StepResult:
         ids, logprobs = step.token_ids(), step.logprobs()
         tokens: list[TokenOut] = []
+        plain_req_ids: list[int] = []
+        plain_token_ids: list[int] = []
         failed: list[ReqFailed] = []
         updates: list[TokenUpdate] = []
         for row, req, prompt_chunks in step.sampled:
             if ids[row] < 0:
                 failed.append(_failure(req.req_id, ids[row]))
                 updates.append((req, [0], False))  # ops.place_tokens takes token 0 as well
+                continue
+            if req.is_plain and prompt_chunks is None:
+                plain_req_ids.append(req.req_id)
+                plain_token_ids.append(ids[row])
+                updates.append((req, [ids[row]], False))
                 continue
             prompt = None if prompt_chunks is None else join_chunks(prompt_chunks, req.sampling.prompt_logprobs or 0)
             token = Token(ids[row], *logprobs.get(row, NO_LOGPROBS), prompt)
@@ -112,7 +120,7 @@ class StepCollector:
                 failed.append(ReqFailed(req.req_id, 400, error))
             updates.append((req, [token.id, *(out.token.id for out in outs[1:])], not req.output.is_unconstrained))
         self._updates.append(updates)
-        return StepResult(tokens, failed)
+        return StepResult(tokens, failed, plain_req_ids=int64s(plain_req_ids), plain_token_ids=int32s(plain_token_ids))
 
 
 def _result_or_raise(step: PendingStep) -> StepResult:

@@ -53,12 +53,14 @@ class InferReq:
     is_constrained: bool = field(init=False)  # a grammar limits what may follow token_ids
     temperature: float = field(init=False)  # by which the step itself samples; 0: greedily
     rules: ReqRules = field(init=False)
+    is_plain: bool = field(init=False)  # its tokens are returned without details
     prompt_chunks: list[PromptChunk] | None = field(init=False)  # None: the prompt's logprobs are not wanted, or done
 
     def __post_init__(self) -> None:
         self.rules = ReqRules(self.sampling, self.stopping, self.eos_ids)
         self.total_len = len(self.known)
         self.is_constrained = self.grammar is not None
+        self.is_plain = self.output is None and self.sampling.logprobs is None
         self.leading_slots = np.empty(self.total_len, dtype=np.int32)
         has_first_token = self.output_len > 0  # the prompt's logprobs came with it
         is_wanted = self.sampling.prompt_logprobs is not None and not has_first_token
@@ -215,7 +217,10 @@ class InferBatch:
     def apply(self, updates: Iterable[TokenUpdate]) -> None:
         """Append collected tokens. Sampled ones count in ``total_len`` already. A request may have left meanwhile."""
         for req, token_ids, is_constrained in updates:
-            req.known.extend(token_ids)
+            if len(token_ids) == 1:
+                req.known.append(token_ids[0])
+            else:
+                req.known.extend(token_ids)
             req.total_len += len(token_ids) - 1
             req.is_constrained = is_constrained
 
@@ -319,5 +324,7 @@ def _prompt_targets(reqs: Sequence[InferReq], starts: Sequence[int], counts: Seq
 
 def _ids(req: InferReq, count: int) -> list[int]:
     """The ids of the next ``count`` tokens to compute. The last one may be in flight."""
+    if count == 1:
+        return [req.known.item(req.cache_len) if req.cache_len < len(req.known) else LAST_SAMPLED]
     known: list[int] = req.token_ids[req.cache_len : req.cache_len + count].tolist()
     return known if len(known) == count else [*known, LAST_SAMPLED]

@@ -198,9 +198,11 @@ class Server:
             self.peak_used = max(self.peak_used, pool.used)
             assert pool.slots.num_used + pool.slots.num_free == pool.size
             self._check_windowed()
+            self._check_kept_counts()
         if not self._in_flight:
             return False
         self.scheduler.process_tokens(self._in_flight.popleft()[1])
+        self._check_kept_counts()
         return True
 
     @property
@@ -237,6 +239,19 @@ class Server:
         if scheduler.pool.windowed is not None:
             assert scheduler.pool.windowed.used == 0
         assert not self.worker.reqs
+
+    def _check_kept_counts(self) -> None:
+        """What the batch keeps up to date is what its requests add up to."""
+        batch = self.scheduler._batch
+        reqs = list(batch)
+        assert batch.max_tokens == sum(len(req.prompt_ids) + req.max_new_tokens for req in reqs)
+        assert batch.rows.tolist() == [req.row for req in reqs]
+        assert batch.at(batch.rows) == reqs
+        assert batch.unplanned().tolist() == [req.unplanned for req in reqs]
+        assert batch.has_in_flight() == any(req.in_flight for req in reqs)
+        assert [req.planned_len for req in reqs] == [len(req.slots) for req in reqs]
+        assert [req.output_len for req in reqs] == [len(req.output_ids) for req in reqs]
+        assert sorted(batch.rows.tolist() + batch._free_rows) == list(range(self.scheduler.limits.max_running))
 
     def _check_windowed(self) -> None:
         """Every used slot of the windowed pool is held by requests or cached, and is counted as that."""

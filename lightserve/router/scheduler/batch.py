@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator
 from itertools import repeat
 
 import numpy as np
+import numpy.typing as npt
 
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.req_columns import ReqColumns
-from lightserve.utils.int_arrays import NO_INT64, Int32Array, Int64Array
+from lightserve.utils.int_arrays import NO_INT32, NO_INT64, Int32Array, Int64Array
 
 
 class RunningBatch:
@@ -28,6 +29,8 @@ class RunningBatch:
         self.max_tokens = 0  # prompts and longest outputs of all requests
         self.num_released = 0  # requests that have left, ever
         self._num_admitted = 0
+        self._eos_ids: set[int] = set()  # of all requests so far: the model has few
+        self._ends = NO_INT32  # the same
         self._free_rows = list(range(max_running - 1, -1, -1))
         self._at: list[Req | None] = [None] * max_running  # by row
         self._in_workers: set[int] = set()  # requests that have a row in the workers after the last planned step
@@ -77,6 +80,13 @@ class RunningBatch:
         self._row_of[req.req_id] = row
         self.rows = np.append(self.rows, row)
         self.max_tokens += len(req.prompt_ids) + req.max_new_tokens
+        if not self._eos_ids.issuperset(req.eos_ids):
+            self._eos_ids.update(req.eos_ids)
+            self._ends = np.array(sorted(self._eos_ids), dtype=np.int32)
+
+    def may_end(self, token_ids: Int32Array) -> npt.NDArray[np.bool_]:
+        """Which of these tokens are end tokens. A request may ignore them."""
+        return np.isin(token_ids, self._ends)
 
     def release(self, req: Req) -> None:
         """Remove a request from the workers and free its KV."""

@@ -8,9 +8,10 @@ from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from lightserve.common.kv.token_slots import Slots
-from lightserve.io_struct import NewReq, ReqFailed, Step, StepRow, TokenOut
+from lightserve.io_struct import NewReq, ReqFailed, Step, StepRow, Token, TokenOut
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import Fifo, Policy
@@ -23,7 +24,7 @@ from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.preemption import Preemption
 from lightserve.router.timeline import Timeline
 from lightserve.router.token_budget import OutputEstimate
-from lightserve.utils.int_arrays import NO_INT32, Int64Array
+from lightserve.utils.int_arrays import NO_INT32, Int32Array, Int64Array
 
 PrefillChunk = tuple[Timeline, int]  # of a request that is recorded: how many tokens a step computes
 
@@ -136,8 +137,41 @@ class Scheduler:
     def process_tokens(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
         """Complete the oldest step in flight, and give every token to its request."""
         self.complete_step()
-        processed = [(self.process_token(out), out) for out in outs]
+        outs = list(outs)
+        req_ids = np.array([out.req_id for out in outs], dtype=np.int64)
+        is_known = np.zeros(len(outs), dtype=np.bool_)
+        if len(set(req_ids.tolist())) == len(outs):  # as in StepResult's columns
+            is_plain = np.array([out == TokenOut(out.req_id, Token(out.token.id)) for out in outs], dtype=np.bool_)
+            token_ids = np.array([out.token.id for out in outs], dtype=np.int32)
+            is_known[is_plain] = self.process_plain(req_ids[is_plain], token_ids[is_plain])
+        processed = [
+            (self._batch.find(out.req_id) if known else self.process_token(out), out)
+            for out, known in zip(outs, is_known.tolist(), strict=True)
+        ]
         return [(req, out) for req, out in processed if req is not None]
+
+    def process_plain(self, req_ids: Int64Array, token_ids: Int32Array) -> npt.NDArray[np.bool_]:
+        """Give a token to each of these requests, which differ, if it is neither the first nor perhaps the last.
+
+        Returns which of them have got theirs. ``process_token`` takes the others.
+        """
+        columns = self._batch.columns
+        found = self._batch.rows_of(req_ids)
+        rows = np.maximum(found, 0)
+        count = columns.output_len[rows]
+        is_inside = (count > 0) & (count + 1 < columns.max_new_tokens[rows]) & (count < columns.planned_outputs[rows])
+        is_known = (found >= 0) & (columns.is_plain[rows] > 0) & is_inside & ~self._batch.may_end(token_ids)
+        if self._isolation.is_active:
+            is_known[:] = False
+        self._batch.add_outputs(rows[is_known], token_ids[is_known])
+        return is_known
+
+    def observe_gaps(self, req_ids: Int64Array, now: float) -> tuple[list[float], list[int]]:
+        """These requests, which run, have got a token now. Returns the times since their last ones, and how often."""
+        columns, rows = self._batch.columns, self._batch.rows_of(req_ids)
+        last_s, counts = np.unique(columns.last_token_s[rows], return_counts=True)
+        columns.last_token_s[rows] = now
+        return (now - last_s).tolist(), counts.tolist()
 
     def process_token(self, out: TokenOut) -> Req | None:
         """Give a token to its request, and release the request if it is finished. None if it has ended before."""
