@@ -25,14 +25,11 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from lightserve.errors import InvalidRequestError
-from lightserve.utils.int_arrays import NO_INT32, NO_INT64
+from lightserve.utils.int_arrays import NO_INT32, NO_INT64, int32s, int64s
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    Int32s = npt.NDArray[np.int32] | Sequence[int]
-    Int64s = npt.NDArray[np.int64] | Sequence[int]
-else:  # what a receiver gets; a message that is not sent may hold a list
+    Int32s = Int64s = Any  # an array; a message that is not sent may hold a list
+else:  # what a receiver gets
     Int32s, Int64s = npt.NDArray[np.int32], npt.NDArray[np.int64]
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy: dividing by it would overflow
@@ -221,7 +218,7 @@ class NewReq(msgspec.Struct, frozen=True):
     cached_windowed_slots: Int32s = NO_INT32  # slots of the windowed pool of the last of the cached tokens
 
 
-class StepRow(msgspec.Struct, frozen=True, array_like=True):
+class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Compute the request's next len(slots) tokens into these KV slots."""
 
     req_id: int
@@ -260,8 +257,8 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     @property
     def rows(self) -> list[StepRow]:
         """All requests: slower than the columns, and simpler."""
-        decodes = zip(self.decode_ids, self.decode_slots, strict=True)
-        return [*(StepRow(int(req_id), [int(slot)]) for req_id, slot in decodes), *self.chunks]
+        decodes = zip(int64s(self.decode_ids).tolist(), int32s(self.decode_slots).tolist(), strict=True)
+        return [*(StepRow(req_id, [slot]) for req_id, slot in decodes), *self.chunks]
 
 
 class ProfileCommand(msgspec.Struct, frozen=True):
@@ -341,8 +338,8 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def tokens(self) -> list[TokenOut]:
         """All tokens: slower than the columns, and simpler."""
-        plain = zip(self.plain_req_ids, self.plain_token_ids, strict=True)
-        return [*(TokenOut(int(req_id), Token(int(token_id))) for req_id, token_id in plain), *self.detailed]
+        plain = zip(int64s(self.plain_req_ids).tolist(), int32s(self.plain_token_ids).tolist(), strict=True)
+        return [*(TokenOut(req_id, Token(token_id)) for req_id, token_id in plain), *self.detailed]
 
 
 # httpserver -> router

@@ -22,6 +22,7 @@ from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_toke
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, make_limits
+from lightserve.utils.int_arrays import int32s
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.worker import ModelWorker
 
@@ -169,7 +170,7 @@ class LLM:
         if len(ids) >= longest:
             raise PromptTooLongError(len(ids), longest)
         max_new_tokens = min(params.stopping.max_new_tokens, longest - len(ids))
-        return Req(next(self._ids), [int(token) for token in ids], params, max_new_tokens, self.eos_token_ids)
+        return Req(next(self._ids), int32s(ids), params, max_new_tokens, self.eos_token_ids)
 
     def _check_ids(self, what: str, ids: Sequence[Any]) -> None:
         vocab_size = self.worker.model_config.vocab_size

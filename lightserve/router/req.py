@@ -32,8 +32,6 @@ class ReqProgress:
     """How far a request is planned, computed and known. Planned lengths are ahead of known tokens: a step is planned
     before the tokens of the last step are back."""
 
-    __slots__ = ("columns", "row")
-
     columns: ReqColumns
     row: int
     shared_len: int = _column("shared_len")
@@ -43,7 +41,7 @@ class ReqProgress:
     output_len: int = _column("output_len")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Req(ReqProgress):
     """A request in the router."""
 

@@ -99,7 +99,7 @@ class FakeEngine:
                 self.profile_messages.append(message)
                 self._outbox.send(msgspec.structs.replace(self.profile_reply, query_id=message.query_id))
             elif isinstance(message, GenerateReq):
-                self.received.append(message)
+                self.received.append(msgspec.structs.replace(message, prompt_ids=message.prompt_ids.tolist()))
                 task = asyncio.create_task(self._respond(message))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)

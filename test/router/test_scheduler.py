@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import FinishReason, GenerationParams, Step, StepLimits, Token, TokenOut, WindowedKv
+from lightserve.io_struct import FinishReason, GenerationParams, Int32s, Step, StepLimits, Token, TokenOut, WindowedKv
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.radix_cache import RadixNode
@@ -42,7 +42,7 @@ def num_forced(prefix: int, seed: int) -> int:
     return hash((prefix, seed, 2)) % 7 if seed % 2 and hash((prefix, seed, 3)) % 2 else 0
 
 
-def truth(prompt: list[int], seed: int, max_new_tokens: int) -> list[int]:
+def truth(prompt: Iterable[int], seed: int, max_new_tokens: int) -> list[int]:
     """The output of a server with one request and unlimited memory."""
     prefix = ROOT
     for token_id in prompt:
@@ -125,7 +125,7 @@ class KvWorker:
             for slot in step.windowed_slots:
                 self._windowed_kv[slot] = None
 
-    def _write(self, req: KvReq, slots: list[int]) -> None:
+    def _write(self, req: KvReq, slots: Iterable[int]) -> None:
         for slot in slots:
             self._kv[slot] = req.prefixes[len(req.slots)]
             req.slots.append(slot)
@@ -249,8 +249,9 @@ class Server:
         assert batch.at(batch.rows) == reqs
         assert batch.unplanned().tolist() == [req.unplanned for req in reqs]
         assert batch.has_in_flight() == any(req.in_flight for req in reqs)
-        assert [req.planned_len for req in reqs] == [len(req.slots) for req in reqs]
-        assert [req.output_len for req in reqs] == [len(req.output_ids) for req in reqs]
+        tails = batch.columns.slots._lens, batch.columns.outputs._lens  # a look at the arrays would empty them
+        assert all(req.planned_len == len(req._slots) + tails[0][req.row] for req in reqs)
+        assert all(req.output_len == len(req._outputs) + tails[1][req.row] for req in reqs)
         assert sorted(batch.rows.tolist() + batch._free_rows) == list(range(self.scheduler.limits.max_running))
 
     def _check_windowed(self) -> None:
@@ -289,7 +290,7 @@ def beside_a_stream(num_slots: int, batch_max_tokens: int, chunk_size: int) -> t
     return scheduler, server
 
 
-def make_req(req_id: int, prompt: list[int], max_new_tokens: int = 8, seed: int | None = None, **fields: object) -> Req:
+def make_req(req_id: int, prompt: Int32s, max_new_tokens: int = 8, seed: int | None = None, **fields: object) -> Req:
     params = GenerationParams.of(max_new_tokens=max_new_tokens, seed=req_id if seed is None else seed)
     return Req(req_id, prompt, params, max_new_tokens, (EOS,), arrived_s=float(req_id), **fields)  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import lightserve.common.triton_kernel  # noqa: F401  registers the backend
 from lightserve.common import ops
 from lightserve.io_struct import GenerationParams, SamplingParams
-from lightserve.utils.int_arrays import GrowingArray
+from lightserve.utils.int_arrays import GrowingArray, int32s
 from lightserve.worker.infer_batch import InferReq
 from lightserve.worker.sampling.req_rules import NgramBans
 from lightserve.worker.sampling.sampler import NONE_ALLOWED, Sampler, SamplingPlan, make_plan
@@ -364,7 +364,7 @@ def test_an_ngram_is_completed_once_like_in_transformers(size: int) -> None:
         for _ in range(5):
             scores = processor(torch.tensor([token_ids]), torch.zeros(1, VOCAB))
 
-            assert bans.banned_after(token_ids) == scores[0].isneginf().nonzero()[:, 0].tolist()
+            assert bans.banned_after(int32s(token_ids)) == scores[0].isneginf().nonzero()[:, 0].tolist()
 
             token_ids = [*token_ids, *(rng.randrange(4) for _ in range(3))]
 

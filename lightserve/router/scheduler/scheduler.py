@@ -160,7 +160,9 @@ class Scheduler:
         rows = np.maximum(found, 0)
         count = columns.output_len[rows]
         is_inside = (count > 0) & (count + 1 < columns.max_new_tokens[rows]) & (count < columns.planned_outputs[rows])
-        is_known = (found >= 0) & (columns.is_plain[rows] > 0) & is_inside & ~self._batch.may_end(token_ids)
+        is_known: npt.NDArray[np.bool_] = (
+            (found >= 0) & (columns.is_plain[rows] > 0) & is_inside & ~self._batch.may_end(token_ids)
+        )
         if self._isolation.is_active:
             is_known[:] = False
         self._batch.add_outputs(rows[is_known], token_ids[is_known])
