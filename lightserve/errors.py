@@ -216,10 +216,11 @@ def error_from_status(status: int, message: str) -> LightserveError:
     return _BY_STATUS.get(status, ServerError)(message)
 
 
-def with_docs(error: BaseException) -> str:
-    """The error's text for the operator, with the page that explains more, if there is one."""
+def with_docs(error: BaseException, text: str | None = None) -> str:
+    """``text``, or else the error's, for the operator, with the page that explains more, if there is one."""
+    text = str(error) if text is None else text
     page = docs_page(error)
-    return f"{error} (see docs/{page})" if page else str(error)
+    return f"{text} (see docs/{page})" if page else text
 
 
 def docs_page(error: BaseException) -> str | None:

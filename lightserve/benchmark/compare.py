@@ -16,10 +16,11 @@ from pathlib import Path
 from lightserve.benchmark.client.arguments import with_underscores
 from lightserve.benchmark.client.results import LATENCIES, Results, Run, load
 from lightserve.server.args import Parser
+from lightserve.utils.terminal import Style
 
 NOISE_PERCENT = 3.0  # two runs of one server on one machine differ by as much
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
-COLOURS = {"better": "\x1b[32m", "worse": "\x1b[31m"}
+COLORS = {"better": "green", "worse": "red"}
 NOT_COMPARED = {"requests", "seconds", "timeout", "warmup", "processes", "model"}  # more of it is no other load
 
 
@@ -93,7 +94,7 @@ class Comparison:
     after: Results
     noise: float
     fail_over: float | None
-    has_colours: bool = False
+    style: Style
 
     def lines(self) -> Iterator[str]:
         yield f"before: {self.before.label}, {self.before.model} at {self.before.url}"
@@ -148,7 +149,7 @@ class Comparison:
         return self._coloured(f"{name:<16}{old:>12}{new:>12}{percent:>10}  {verdict}".rstrip(), verdict)
 
     def _coloured(self, text: str, verdict: str) -> str:
-        return f"{COLOURS[verdict]}{text}\x1b[0m" if self.has_colours and verdict else text
+        return self.style.paint(COLORS[verdict], text) if verdict else text
 
 
 def parser() -> Parser:
@@ -173,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"lightserve bench compare: {error}", file=sys.stderr)
         return 2
-    comparison = Comparison(*results, flags.noise, flags.fail_over, sys.stdout.isatty())
+    comparison = Comparison(*results, flags.noise, flags.fail_over, Style(sys.stdout))
     print("\n".join(comparison.lines()))
     if not comparison.has_pairs:
         print("lightserve bench compare: no run of one file is in the other", file=sys.stderr)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 
 from lightserve.httpserver.tracing.request_trace import RequestTrace, TraceRecord
+from lightserve.httpserver.tracing.setup import has_otlp
 from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.io_struct import Admission, FinishReason, GenerateReq, GenerationParams
 from lightserve.router.timeline import Timeline, TimelineRing
@@ -34,15 +34,8 @@ def main() -> None:
     }
     for name, call in rows.items():
         print(f"{name:44} {_microseconds(call):7.2f} us")
-    if _has_otlp():
+    if has_otlp():
         print(f"{'thread of the exporter: encoding a trace':44} {_encoding_us():7.2f} us")
-
-
-def _has_otlp() -> bool:
-    try:
-        return find_spec("opentelemetry.proto") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _microseconds(call: Callable[[], object]) -> float:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from lightserve.config import ServerConfig
-from lightserve.errors import LightserveError, docs_page
+from lightserve.errors import LightserveError, with_docs
 from lightserve.io_struct import ChildFailed, FromChild, Ping, Pong, ToChild
 from lightserve.utils.logger import init_logger, is_json
 
@@ -192,8 +192,7 @@ def _report(error: BaseException, launcher: LauncherConnection) -> int:
 
 def error_line(error: BaseException) -> str:
     """The error for the operator: one line, and the page that explains more, if there is one."""
-    page = docs_page(error)
-    return one_line(error) + (f" (see docs/{page})" if page else "")
+    return with_docs(error, one_line(error))
 
 
 def one_line(error: BaseException) -> str:

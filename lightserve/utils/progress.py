@@ -90,9 +90,8 @@ class StreamOutput:
     def _draw(self, state: ProgressState) -> None:
         is_last = state.status != "running" and (self._keeps_lines or state.status == "stopped")
         columns = columns_of(self._stream)
-        text = (
-            state.line() if is_last else state.bar()[: columns and columns - 1]
-        )  # a bar of two lines cannot be cleared
+        room = columns and columns - 1  # a bar of two lines cannot be cleared
+        text = state.line() if is_last else state.bar()[:room]
         self._stream.write(CLEAR_LINE + text + ("\n" if is_last else ""))
         self._stream.flush()
 

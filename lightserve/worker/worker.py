@@ -11,7 +11,7 @@ from torch import Tensor
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
 from lightserve.common.checkpoint.reader import open_checkpoint, tensor_metadata, total_bytes
 from lightserve.common.device import Device, explain_out_of_memory, pick_device
-from lightserve.common.device.profile import for_packed_model, for_sparse_model
+from lightserve.common.device.profile import ModelTraits, for_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
@@ -69,6 +69,8 @@ class ModelWorker:
         self._sampler = Sampler(self.model_config.vocab_size, self._device, self._batch.last_ids)
         self._grammars = GrammarManager(source, self.model_config.vocab_size, self._device)
         self._masks = GrammarMaskBuilder(self._grammars, self._device, self._platform.launches_async)
+        traits = ModelTraits(self.model.active_share, self.model.bytes_per_weight, self.model.fp8_share)
+        self._profile = for_model(self._platform.profile(self._device), traits)
         self._runner = StepRunner(self.model, self._batch, self._platform)
         self._collector = StepCollector()
         self._resize_kv_pool(config)
@@ -109,13 +111,11 @@ class ModelWorker:
 
     @property
     def step_limits(self) -> StepLimits:
-        profile = self._platform.profile(self._device)
-        limits = for_sparse_model(profile.step_limits, self.model.active_share)
-        return for_packed_model(limits, profile, self.model.bytes_per_weight)
+        return self._profile.step_limits
 
     @property
     def launch_lead_s(self) -> float:
-        return self._platform.profile(self._device).launch_lead_s
+        return self._profile.launch_lead_s
 
     @property
     def step_timeout_s(self) -> float:

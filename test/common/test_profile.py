@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightserve.common.device.profile import (
@@ -9,9 +11,9 @@ from lightserve.common.device.profile import (
     H200_LIMITS,
     KIB,
     GraphRanges,
+    ModelTraits,
     Profile,
-    for_packed_model,
-    for_sparse_model,
+    for_model,
     gpu_profile,
 )
 from lightserve.io_struct import StepLimits
@@ -77,16 +79,24 @@ def test_every_step_size_is_captured_and_every_captured_shape_is_padded_to_itsel
 
 
 def test_a_mixture_of_experts_has_longer_chunks_and_a_dense_model_the_same() -> None:
-    assert for_sparse_model(H200_LIMITS, active_share=1.0) == H200_LIMITS
-    assert for_sparse_model(H200_LIMITS, active_share=0.5).chunked_prefill_size == 512
-    assert for_sparse_model(H200_LIMITS, active_share=0.01).chunked_prefill_size == 4096
-    assert for_sparse_model(StepLimits(2048), active_share=0.1) == StepLimits(2048)
+    unchunked = replace(H200, step_limits=StepLimits(2048))
+
+    assert for_model(H200, ModelTraits()) == H200
+    assert for_model(H200, ModelTraits(active_share=0.5)).step_limits.chunked_prefill_size == 512
+    assert for_model(H200, ModelTraits(active_share=0.01)).step_limits.chunked_prefill_size == 4096
+    assert for_model(unchunked, ModelTraits(active_share=0.1)) == unchunked
 
 
 def test_chunks_are_longer_if_weights_are_dequantised_first() -> None:
-    assert for_packed_model(H200_LIMITS, H200, bytes_per_weight=0.53).chunked_prefill_size == 512
-    assert for_packed_model(H200_LIMITS, H200, bytes_per_weight=1.0) == H200_LIMITS
-    assert (
-        for_packed_model(H200_LIMITS, Profile("cpu", H200_LIMITS, multiprocessors=2), bytes_per_weight=0.53)
-        == H200_LIMITS
-    )
+    cpu = Profile("cpu", H200_LIMITS, multiprocessors=2)
+
+    assert for_model(H200, ModelTraits(bytes_per_weight=0.53)).step_limits.chunked_prefill_size == 512
+    assert for_model(H200, ModelTraits(bytes_per_weight=1.0)) == H200
+    assert for_model(cpu, ModelTraits(bytes_per_weight=0.53, fp8_share=1.0)) == cpu
+
+
+def test_chunks_are_longer_if_products_are_computed_in_fp8() -> None:
+    profile = for_model(H200, ModelTraits(bytes_per_weight=1.0, fp8_share=0.9))
+
+    assert profile.step_limits.chunked_prefill_size == 512
+    assert profile.graphs == H200.graphs

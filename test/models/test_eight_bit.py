@@ -73,6 +73,18 @@ def assert_same_logits(ours: TpPartBaseModel | Tensor, hf: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize(
+    ("name", "on_gpu", "share"), [("fp8-channel", True, 1), ("fp8-channel", False, 0), ("ct-int8", True, 0)]
+)
+def test_weights_are_computed_in_fp8_if_the_device_rounds_their_inputs(
+    name: str, on_gpu: bool, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on_gpu:
+        monkeypatch.setattr(eight_bit, "supported_input_quant", lambda kind, wanted, device: wanted)
+
+    assert build(wide_llama(), FILES[name].config, None).fp8_share == share
+
+
 PARTIAL = [(name, narrow_llama) for name in ("fp8-block", "modelopt-block", "ct-int8", "ct-naive-groups")]
 
 

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from typing import TextIO
 
 from lightserve.benchmark.client.record import Record
-
-BAR_WIDTH = 30  # characters
-REDRAW_S = 0.1
-LINE_S = 5.0  # enough to show in a log that the run continues
+from lightserve.utils.progress import BAR_WIDTH, LINE_S, REDRAW_S
+from lightserve.utils.terminal import CLEAR_LINE, Style
 
 
 class RequestProgress:
@@ -25,7 +23,7 @@ class RequestProgress:
         self._total = total
         self._stream = stream or sys.stderr
         self._clock = clock
-        self._is_terminal = self._stream.isatty()
+        self._is_terminal = Style(self._stream).is_terminal
         self._start = self._shown = clock()
         self._lock = threading.Lock()
         self._done = self._failed = self._tokens = 0
@@ -55,5 +53,5 @@ class RequestProgress:
         return f"[{'#' * filled}{'-' * (BAR_WIDTH - filled)}] {self._line()}"
 
     def _write(self, text: str) -> None:
-        self._stream.write(f"\r\x1b[K{text}" if self._is_terminal else f"{text}\n")
+        self._stream.write(CLEAR_LINE + text if self._is_terminal else f"{text}\n")
         self._stream.flush()

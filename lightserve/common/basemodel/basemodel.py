@@ -232,6 +232,12 @@ class TpPartBaseModel:
         size = total_size(layer.stored_size() for layer in self.layer_weights)
         return size.num_bytes / max(size.num_weights, 1)
 
+    @property
+    def fp8_share(self) -> float:
+        """The part of the layers' weights whose products are computed in fp8."""
+        size = total_size(layer.stored_size() for layer in self.layer_weights)
+        return size.num_in_fp8 / max(size.num_weights, 1)
+
     def adapt_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
         """Rename and reshape the checkpoint's tensors to what the weights declare, and drop redundant ones."""
         for name, tensor, file in checkpoint:

@@ -39,6 +39,7 @@ class StoredSize(NamedTuple):
 
     num_bytes: int = 0
     num_weights: int = 0  # that inputs are multiplied with
+    num_in_fp8: int = 0  # of these, in fp8
 
 
 def total_size(sizes: Iterable[StoredSize]) -> StoredSize:

@@ -180,7 +180,9 @@ class QuantizedLinear(LinearMethod):
 
     def stored_size(self) -> StoredSize:
         bias = 0 if self.bias is None else self.bias.nbytes
-        return StoredSize(self.weight.nbytes + bias, math.prod(self.weight.shape))
+        num_weights = math.prod(self.weight.shape)
+        is_in_fp8 = isinstance(self.weight, ops.Fp8Weight) and self._rounds_input
+        return StoredSize(self.weight.nbytes + bias, num_weights, num_weights if is_in_fp8 else 0)
 
     def embed(self, ids: Tensor, first_id: int) -> Tensor:
         rows = ids - first_id

@@ -244,9 +244,7 @@ def quantized_expert_linear(
     out = x.new_empty((n_pairs, out_size if activation is None else out_size // 2))
     shape = activation or GatedSilu()
     tile_bytes = block_m * block_k * x.element_size() + tile.block_n * block_k // weight.codes_per_byte
-    converted_bytes = (
-        tile.block_n * block_k * x.element_size()
-    )  # numbers of a tile, which may pass through shared memory
+    converted_bytes = tile.block_n * block_k * x.element_size()  # a tile's numbers may pass through shared memory
     stages = stages_that_fit(tile_bytes, tile.num_stages, converted_bytes)
     _quantized_expert_linear_kernel[(cdiv(out_size, tile.block_n), blocks.count)](
         x,

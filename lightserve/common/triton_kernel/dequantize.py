@@ -24,7 +24,8 @@ SCRATCH_BYTES = 32 * 2**20  # not measured: the L2 cache of an H200 has 50 MB
 # rows of Llama-3-8B) than an H200 to compute them (45 ms).
 MANY_ROWS, MANY_ROWS_SCRATCH_BYTES = 1024, 256 * 2**20
 ROW_MULTIPLE = 128  # output rows of a part: cuBLAS has tiles of 128
-BLOCK_N, BLOCK_BYTES = 4, 512  # of the codes in a program; not measured
+# Of the codes in a program. An H200 dequantises [28672, 4096] in 82 us; with 4 rows of 512 bytes in 93 us.
+BLOCK_N, BLOCK_BYTES = 1, 2048
 
 PackedWeight = Int4Weight | Codebook4Weight | Mxfp4Weight
 Product = Callable[[Tensor, Tensor, Tensor | None, Tensor], object]  # of x, weight and bias, to a part of the output

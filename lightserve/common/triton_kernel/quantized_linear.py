@@ -34,10 +34,8 @@ from lightserve.common.triton_kernel._check import check_last_contiguous
 
 INVARIANT = ops.batch_invariant("triton")
 MAX_TRITON_ROWS = 16  # fp8 with scales per row
-WIDE_OUT, MAX_WIDE_TRITON_ROWS = (
-    16384,
-    64,
-)  # [28672, 4096] with 64 rows: Triton 33.8 us, tensorwise 36.6 with its scaling
+# Of wide weights: [28672, 4096] with 64 rows takes 33.8 us in Triton, and 36.6 tensorwise with its scaling.
+WIDE_OUT, MAX_WIDE_TRITON_ROWS = 16384, 64
 MAX_TENSORWISE_ROWS = 128
 MIN_BLOCKWISE_ROWS = 128
 MAX_TRITON_INT8_ROWS = 128

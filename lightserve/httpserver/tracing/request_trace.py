@@ -103,16 +103,20 @@ class RequestTrace:
             "gen_ai.request.model": self._model,
             "gen_ai.response.model": self._model,
             "gen_ai.response.finish_reasons": log.finish_reasons(self._error),
-            **_usage(log),
+            **_input(log),
+            **_output(log),
         }
 
 
-def _usage(log: AccessLog) -> dict[str, AttributeValue]:
+def _input(log: AccessLog) -> dict[str, AttributeValue]:
     return {
         "gen_ai.usage.input_tokens": log.prompt_tokens,
-        "gen_ai.usage.output_tokens": log.output_tokens,
         "gen_ai.usage.cache_read.input_tokens": log.cached_tokens,
     }
+
+
+def _output(log: AccessLog) -> dict[str, AttributeValue]:
+    return {"gen_ai.usage.output_tokens": log.output_tokens}
 
 
 def _phases(log: AccessLog, closed_s: float) -> list[Span]:
@@ -121,14 +125,10 @@ def _phases(log: AccessLog, closed_s: float) -> list[Span]:
         return [Span("queue", log.arrived_s, closed_s, is_error=True)]
     first_token_s = log.arrived_s + log.first_token_s
     admitted_s = min(log.arrived_s + log.queue_s, first_token_s)
-    prompt: dict[str, AttributeValue] = {
-        "gen_ai.usage.input_tokens": log.prompt_tokens,
-        "gen_ai.usage.cache_read.input_tokens": log.cached_tokens,
-    }
     return [
         Span("queue", log.arrived_s, admitted_s),
-        Span("prefill", admitted_s, first_token_s, prompt),
-        Span("decode", first_token_s, closed_s, {"gen_ai.usage.output_tokens": log.output_tokens}),
+        Span("prefill", admitted_s, first_token_s, _input(log)),
+        Span("decode", first_token_s, closed_s, _output(log)),
     ]
 
 

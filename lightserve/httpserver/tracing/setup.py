@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from importlib.util import find_spec
 
 from lightserve import __version__
 from lightserve.httpserver.tracing.exporter import SpanExporter
@@ -13,6 +14,14 @@ from lightserve.utils.channel import Sender
 
 REPORT_INTERVAL_S = 1.0
 CLOSE_S = 2.0  # at the end of the server, for spans that are not sent yet
+
+
+def has_otlp() -> bool:
+    """Whether the extra ``lightserve[otlp]`` is installed."""
+    try:
+        return find_spec("opentelemetry.proto") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def start_exporter(endpoint: str | None, model: str, http_process: int) -> SpanExporter | None:

@@ -102,7 +102,7 @@ class AccessLog:
         """One for each choice, or what ended the request instead."""
         return _finish(self._finish_reasons, error).split(",")
 
-    def _fields(self, status: int, error: BaseException | None) -> dict[str, object]:
+    def _fields(self, status: int, total_s: float, error: BaseException | None) -> dict[str, object]:
         """For --log_format json."""
         return fields(
             request_id=self.request_id,
@@ -113,7 +113,7 @@ class AccessLog:
             output_tokens=self.output_tokens,
             queue_s=round(self.queue_s, 6),
             first_token_s=None if self.first_token_s is None else round(self.first_token_s, 6),
-            total_s=round(time.monotonic() - self.arrived_s, 6),
+            total_s=round(total_s, 6),
             finish=_finish(self._finish_reasons, error),
         )
 
@@ -143,7 +143,7 @@ class AccessLog:
             first,
             total_s,
             _finish(self._finish_reasons, error),
-            extra=self._fields(status, error),
+            extra=self._fields(status, total_s, error),
         )
 
 

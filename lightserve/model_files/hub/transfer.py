@@ -41,9 +41,8 @@ class Transfer:
     commit: str
     settings: HubSettings
     _stop: threading.Event = field(default_factory=threading.Event)
-    _xet_turn: threading.Lock = field(
-        default_factory=threading.Lock
-    )  # one file at a time, as an unfinished one is lost
+    # Xet downloads one file at a time, as an unfinished one is lost.
+    _xet_turn: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def _repo(self) -> CachedRepo:

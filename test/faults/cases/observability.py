@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from lightserve.httpserver.tracing.setup import has_otlp
 from test.api.test_faults import Client
 from test.faults.case import Case
 from test.faults.harness import STREAMING, FaultContext
@@ -24,13 +24,6 @@ NO_COLLECTOR = "http://127.0.0.1:1"  # nobody listens on this port
 PROFILES = ("--null_step_ms", "5", "--profile_dir", str(FOLDER))
 SMALL_FOLDER = ("unshare", "--mount", "sh", "-c")
 MOUNT = 'mkdir -p "$0" && mount -t tmpfs -o size=64k none "$0" && exec "$@"'
-
-
-def has_otlp() -> bool:
-    try:
-        return importlib.util.find_spec("opentelemetry.proto") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def serve_without_a_collector(context: FaultContext) -> None:

@@ -42,7 +42,6 @@ class DecoderLayerWeight(TransformerLayerWeight):
     def __init__(self, spec: LayerSpec, context: WeightContext) -> None:
         self.attn_options = ops.AttnOptions(spec.scale)
         self._keys_to_scale: KeyLayout | None = None
-        self.largest_key_factor = 1.0  # of ``key_scaling.py``
         if spec.has_attention:
             self.att_norm = _norm(spec.names.att_norm, spec, context)
             self._init_attention(spec, context)

@@ -2,10 +2,11 @@
 
 In Qwen2.5, biases of some dimensions are hundreds of times larger than the rest of a key. In int8, a key has one scale
 for all of its dimensions, so the large ones leave few bits to the others; in fp8, numbers over 448 are cut off. (fp8
-also rounds the large ones by up to 6 %, which factors do not change: see ``FP8_LIMIT``.) The
-factors are powers of 2, which floats hold exactly, and equal for both dimensions that a rotation mixes. So the products
-of queries and keys stay the same. A factor is the root of how much larger a bias is: that shares the error between the
-large dimensions, whose queries are multiplied, and the others.
+also rounds the large ones by up to 6 %, which factors do not change: see ``FP8_LIMIT``.)
+
+The factors are powers of 2, which floats hold exactly, and equal for both dimensions that a rotation mixes. So the
+products of queries and keys stay the same. A factor is the root of how much larger a bias is: that shares the error
+between the large dimensions, whose queries are multiplied, and the others.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightserve.common.basemodel.layer_weights.layer_weight import TransformerLayerWeight
 from lightserve.common.quantization import LinearMethod
 from lightserve.utils.logger import init_logger
 
@@ -63,9 +65,9 @@ def key_factors(bias: Tensor, rotary_dim: int) -> Tensor:
     return torch.exp2((torch.log2(sizes / typical) / 2).round().clamp(min=0))
 
 
-def warn_of_large_keys(layers: Sequence[object]) -> None:
-    """In fp8. Layers without attention have no keys."""
-    factors = [getattr(layer, "largest_key_factor", 1.0) for layer in layers]
+def warn_of_large_keys(layers: Sequence[TransformerLayerWeight]) -> None:
+    """In fp8."""
+    factors = [layer.largest_key_factor for layer in layers]
     if max(factors, default=1.0) > FP8_LIMIT:
         logger.warning(
             "the keys of this model have large biases (layer %d), and fp8 rounds them by up to 6 %%, which costs much "

@@ -34,6 +34,7 @@ class TransformerLayerWeight(LayerWeight, ABC):
     att_norm: NormWeight | None  # None: the attention reads the hidden states as they are
     attn_options: ops.AttnOptions
     kv_scales: Tensor | None = None  # [2 * kv_heads] float32, of an fp8 cache
+    largest_key_factor: float = 1.0  # by which keys were divided: see key_scaling.py
     o_norm: SplitNormWeight | None  # of the input of o_proj
     o_proj: RowWeight
     att_post_norm: NormWeight | None
