@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import functools
 import reprlib
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -28,7 +28,8 @@ from lightserve.errors import InvalidRequestError
 from lightserve.utils.int_arrays import NO_INT32, NO_INT64, int32s, int64s
 
 if TYPE_CHECKING:
-    Int32s = Int64s = Any  # an array; a message that is not sent may hold a list
+    Int32s: TypeAlias = Any  # an array; a message that is not sent may hold a list
+    Int64s: TypeAlias = Any  # the same of 64 bits
 else:  # what a receiver gets
     Int32s, Int64s = npt.NDArray[np.int32], npt.NDArray[np.int64]
 
