@@ -16,12 +16,16 @@ Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
 DataType = Literal["auto", "float32", "float16", "bfloat16"]
 KvDtype = Literal["auto", "none", "fp8", "int8"]
+Task = Literal["generate", "embed", "classify", "score", "reward"]
+PoolingKind = Literal["cls", "mean", "last", "max"]
 Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
 
 # One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
 # the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
 CORES_PER_HTTP_PROCESS = 4
 MAX_HTTP_PROCESSES = 4
+DEFAULT_LORAS, MAX_LORAS, MAX_LORA_RANK = 8, 256, 256
+CPU_LORAS_A_SLOT = 4
 MAX_DEBUG_REQUESTS = 100_000  # some 100 MB
 
 
@@ -45,6 +49,16 @@ class WorkerConfig:
     )
     model_type: str | None = option(
         None, "serve the model as this model_type instead of that of its config.json; it must have the same tensors"
+    )
+    task: Task | None = option(
+        None,
+        "what the model is for: generate text, embed, classify, score pairs of texts, or reward; "
+        "default: what its files say",
+    )
+    pooling: PoolingKind | None = option(
+        None,
+        "how the vectors of a text's tokens become one: cls (the first), mean, last or max; default: what its files "
+        "say",
     )
     trust_remote_code: bool = option(
         False, "run the tokenizer class in the model folder's own Python code, if no file of it can be read directly"
@@ -95,6 +109,24 @@ class WorkerConfig:
         "seconds after which a step counts as hanging and the worker is restarted; 0: never; default: CPU 600, GPU 60",
     )
 
+    lora_modules: list[str] = option([], "LoRA adapters that clients can name as the model: name=folder ...")
+    lora_dir: str | None = option(
+        None,
+        "folder from whose subfolders adapters are loaded while the server runs: by the first request that names one, "
+        "or by POST /v1/load_lora_adapter; default: only --lora_modules",
+    )
+    max_loras: int | None = option(
+        None,
+        "maximum adapters on the device at once, and in one step; others wait in host memory; default: 8 with "
+        "--lora_modules or --lora_dir, else 0",
+    )
+    max_lora_rank: int = option(16, "maximum rank of an adapter; every slot on the device has room for it")
+    max_cpu_loras: int | None = option(
+        None, "maximum adapters in host memory, from where they are copied to the device; default: 4 times --max_loras"
+    )
+    merge_lora: str | None = option(
+        None, "folder of an adapter that is added to the weights while they are loaded; requests always use it"
+    )
     deterministic: bool = option(
         False, "bit-identical results, independent of batch, prefix cache and prefill chunks; slower"
     )
@@ -105,21 +137,47 @@ class WorkerConfig:
             "data_type": get_args(DataType),
             "kv_dtype": get_args(KvDtype),
         }
-        if self.quantization is not None:
-            choices_of["quantization"] = get_args(Quantization)
+        for name, kind in (("quantization", Quantization), ("task", Task), ("pooling", PoolingKind)):
+            if getattr(self, name) is not None:
+                choices_of[name] = get_args(kind)
         for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise OptionError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
         if self.quantization is not None and self.quantization_config is not None:
             raise OptionError("quantization and quantization_config exclude each other; put the first into the file")
         _at_least(self, 1, "tp", "running_max_req_size", "batch_max_tokens", "max_req_total_len", "max_total_token_num")
-        _at_least(self, 0, "step_timeout", "max_windowed_token_num")
+        _at_least(self, 0, "step_timeout", "max_windowed_token_num", "max_loras")
+        self._check_lora()
         if not 0 < self.mem_fraction <= 1:
             raise OptionError(f"mem_fraction={self.mem_fraction}: must be above 0 and at most 1")
         if self.deterministic and self.tp > 2:  # the sum of two values does not depend on their order
             raise OptionError(
                 f"deterministic needs tp 1 or 2, not {self.tp}: the sum over more ranks has no fixed order"
             )
+
+    def _check_lora(self) -> None:
+        if not 1 <= self.max_lora_rank <= MAX_LORA_RANK:
+            raise OptionError(f"max_lora_rank={self.max_lora_rank}: must be from 1 to {MAX_LORA_RANK}")
+        if self.num_loras > MAX_LORAS:
+            raise OptionError(f"max_loras={self.max_loras}: must be at most {MAX_LORAS}")
+        if not self.num_loras and (self.lora_modules or self.lora_dir):
+            raise OptionError("max_loras=0: --lora_modules and --lora_dir need at least 1")
+        if self.num_cpu_loras < self.num_loras:
+            raise OptionError(f"max_cpu_loras={self.max_cpu_loras}: must be at least max_loras ({self.num_loras})")
+        names = [text.partition("=")[0] for text in self.lora_modules]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise OptionError(f"lora_modules: {twice!r} is there twice")
+
+    @property
+    def num_loras(self) -> int:
+        """Slots for adapters on the device."""
+        if self.max_loras is not None:
+            return self.max_loras
+        return DEFAULT_LORAS if self.lora_modules or self.lora_dir else 0
+
+    @property
+    def num_cpu_loras(self) -> int:
+        return CPU_LORAS_A_SLOT * self.num_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

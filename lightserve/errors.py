@@ -6,6 +6,7 @@ LightserveError
 │   │   ├── NotSupportedYetError       documented by the API, planned for a later version
 │   │   └── PreviousResponseNotFoundError
 │   ├── PromptTooLongError         400
+│   ├── TextTooLongError           400: a text to embed or to score
 │   ├── UnauthorizedError          401
 │   ├── ForbiddenError             403: the key is valid, but not for this route
 │   ├── ModelNotFoundError         404
@@ -29,7 +30,8 @@ LightserveError
     ├── OptionError                at start only: a flag or a value in --config
     └── ModelFilesError            at start only: one line that names the file, the problem and the remedy
         ├── UnsupportedModelTypeError
-        └── CheckpointError            the same for a tensor
+        ├── CheckpointError            the same for a tensor
+        └── AdapterError               the same for a LoRA adapter; while the server runs, it is a request's 400
 """
 
 from __future__ import annotations
@@ -73,6 +75,18 @@ class PromptTooLongError(RequestError):
         super().__init__(
             f"This model's maximum context length is {total} tokens: {found}",  # OpenAI's phrase: LiteLLM matches it
             None if new_tokens is None else field,
+        )
+
+
+class TextTooLongError(RequestError):
+    """A text to embed or to score does not fit. There are no new tokens that would need room."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, length: int, limit: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens: the text has {length} tokens; shorten it, or "
+            "truncate it (truncate_prompt_tokens: -1, or truncate: true)"
         )
 
 
@@ -202,8 +216,13 @@ class CheckpointError(ModelFilesError):
     pass
 
 
+class AdapterError(ModelFilesError):
+    docs = "lora.md"
+
+
 _BY_STATUS: dict[int, type[LightserveError]] = {
     400: InvalidRequestError,
+    404: ModelNotFoundError,
     429: OverloadedError,
     500: NotComputableError,
     503: UnavailableError,

@@ -3,7 +3,8 @@
     httpserver ──GenerateReq, AbortReq──▶ router ──BatchTokenIdOut, RouterStats──▶ detokenization
     httpserver ◀──BatchStrOut, RouterStats── detokenization ──AbortReq──▶ router
     httpserver ──GetTimelines, StartProfile, StopProfile──▶ router ──QueryReply──▶ detokenization ──▶ httpserver
-    router ──Step, ProfileCommand──▶ model worker ──StepResult, ProfileResult──▶ router
+    httpserver ──LoadAdapter, UnloadAdapter, ListAdapters──▶ router ──QueryReply──▶ detokenization ──▶ httpserver
+    router ──Step, ProfileCommand, LoraLoad──▶ model worker ──StepResult, ProfileResult, LoraLoaded──▶ router
     launcher ──ToChild──▶ each of them ──FromChild──▶ launcher
 
 A Step names the requests that enter, the KV slots that each row fills, and the requests that leave. A worker knows the
@@ -217,6 +218,7 @@ class NewReq(msgspec.Struct, frozen=True):
     output_len: int = 0  # how many of ``token_ids``, at the end, are output
     stopping: StoppingParams = StoppingParams()
     cached_windowed_slots: Int32s = NO_INT32  # slots of the windowed pool of the last of the cached tokens
+    lora_slot: int = -1  # of its adapter; -1: it uses none
 
 
 class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -233,8 +235,15 @@ class KvCopy(msgspec.Struct, frozen=True, array_like=True):
     target: list[int]
 
 
+class LoraPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Copy an adapter that is in the worker's host memory into a slot on the device."""
+
+    slot: int
+    lora_id: int
+
+
 class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """One forward pass. The worker frees requests, adds new ones, copies KV, and then computes the rows.
+    """One forward pass. The worker frees requests, adds new ones, copies adapters and KV, then computes the rows.
 
     Requests that compute one token are columns, because there may be thousands: they come before ``chunks``.
     """
@@ -246,6 +255,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     windowed_slots: Int32s = NO_INT32  # of all tokens of the rows, in their order, if there is a windowed pool
     decode_ids: Int64s = NO_INT64  # requests of which it computes one token
     decode_slots: Int32s = NO_INT32  # of these tokens
+    loras: list[LoraPlace] = []
 
     @property
     def num_rows(self) -> int:
@@ -268,7 +278,21 @@ class ProfileCommand(msgspec.Struct, frozen=True):
     prefix: str | None = None  # of the files' paths; None: start
 
 
+class LoraLoad(msgspec.Struct, frozen=True):
+    """Read an adapter into host memory. The adapters of ``dropped`` are not needed there any more."""
+
+    lora_id: int  # never used again for other weights
+    path: str  # the folder
+    dropped: list[int] = []
+
+
 # model worker -> router
+
+
+class LoraLoaded(msgspec.Struct, frozen=True):
+    """The reply to a LoraLoad."""
+
+    error: str = ""  # why the adapter cannot be used
 
 
 class ProfileResult(msgspec.Struct, frozen=True):
@@ -353,6 +377,7 @@ class SchedulingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # from arrival to the last token
     cache_salt: str = ""  # prefixes are shared among requests of the same salt
     use_cache: bool = True  # share prefixes with other requests
+    lora: str = ""  # name of the adapter; "": the base model
 
 
 class GenerateReq(msgspec.Struct, frozen=True, tag=True):
@@ -409,7 +434,33 @@ class SpanCounts(msgspec.Struct, frozen=True, tag=True):
     dropped: int
 
 
-ToRouter = GenerateReq | AbortReq | AbortByRequestId | GetTimelines | StartProfile | StopProfile | SpanCounts
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """An operator adds a LoRA adapter under a name."""
+
+    query_id: int
+    name: str
+    path: str  # of its folder, below --lora_dir
+    replaces: bool = False  # an adapter of this name may exist: new requests use the new one
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """An operator removes an adapter. Requests that run finish with it."""
+
+    query_id: int
+    name: str
+
+
+class ListAdapters(msgspec.Struct, frozen=True, tag=True):
+    """Which adapters are there? With ``name``, whether a request may use this one."""
+
+    query_id: int
+    name: str = ""
+
+
+AdapterQuery = LoadAdapter | UnloadAdapter | ListAdapters
+ToRouter = (
+    GenerateReq | AbortReq | AbortByRequestId | GetTimelines | StartProfile | StopProfile | SpanCounts | AdapterQuery
+)
 
 REQ_ID_BITS = 48  # low bits of an id count the requests of one HTTP process
 
@@ -446,6 +497,14 @@ class TokenIdOut(msgspec.Struct, frozen=True, array_like=True):
     ends_in_text: bool = False  # it finishes the request, and its text counts: it is no end token
 
 
+class EmbeddingOut(msgspec.Struct, frozen=True, array_like=True):
+    """The result of a pooling request, which ends with it."""
+
+    req_id: int
+    values: bytes  # [size] float32
+    admission: Admission
+
+
 class BatchTokenIdOut(msgspec.Struct, frozen=True, tag=True):
     """The tokens of one step, requests that are new or failed, and ids of requests that were aborted.
 
@@ -458,6 +517,7 @@ class BatchTokenIdOut(msgspec.Struct, frozen=True, tag=True):
     aborted: list[int] = []
     plain_req_ids: Int64s = NO_INT64
     plain_token_ids: Int32s = NO_INT32
+    embeddings: list[EmbeddingOut] = []
 
 
 class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -524,7 +584,21 @@ class ProfileReply(msgspec.Struct, frozen=True, tag=True):
     path: str = ""  # of the profile, once it is written
 
 
-QueryReply = Timelines | ProfileReply  # goes through the detokenizer to the HTTP process that asked
+class AdapterCard(msgspec.Struct, frozen=True):
+    name: str
+    path: str
+
+
+class AdapterReply(msgspec.Struct, frozen=True, tag=True):
+    """The reply to an AdapterQuery."""
+
+    query_id: int
+    status: int = 200  # HTTP's
+    message: str = ""  # what went wrong
+    adapters: list[AdapterCard] = []
+
+
+QueryReply = Timelines | ProfileReply | AdapterReply  # goes through the detokenizer to the HTTP process that asked
 
 ToDetokenization = BatchTokenIdOut | RouterStats | AbortByRequestId | QueryReply
 
@@ -546,6 +620,7 @@ class StrOut(msgspec.Struct, frozen=True, array_like=True):
 class BatchStrOut(msgspec.Struct, frozen=True, tag=True):
     outs: list[StrOut] = []
     failed: list[ReqFailed] = []
+    embeddings: list[EmbeddingOut] = []
 
 
 ToHttpserver = BatchStrOut | RouterStats | AbortByRequestId | QueryReply
@@ -593,6 +668,15 @@ class WindowedKv(msgspec.Struct, frozen=True):
     kept: int  # tokens of a running request that keep their KV, up to the last one
 
 
+class PoolingLimits(msgspec.Struct, frozen=True):
+    """What a model computes instead of text."""
+
+    size: int  # numbers of a result
+    needs_whole_prompt: bool  # the result depends on all tokens of a text: a cached prefix cannot be used
+    has_kv: bool  # False: a step computes whole texts
+    summary: str = ""  # for the banner: "embed (mean of the tokens, 384 numbers)"
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """A worker is ready. The launcher passes it on to the router and the HTTP processes."""
 
@@ -606,6 +690,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     step_timeout_s: float = 0.0  # a step that takes longer has hung; 0: no limit
     launch_lead_s: float = 0.0  # the time that planning, sending and launching a step takes
     windowed: WindowedKv | None = None  # None: all layers keep the KV of all tokens of max_total_token_num
+    pooling: PoolingLimits | None = None  # None: the model generates text
+    lora_slots: int = 0  # adapters that fit on the device at once; 0: requests cannot use adapters
 
 
 class ChildFailed(msgspec.Struct, frozen=True, tag=True):

@@ -15,18 +15,21 @@ from lightserve.detokenization.req_text import ReqText
 from lightserve.errors import InvalidRequestError, PromptTooLongError, ServerError
 from lightserve.httpserver.beam_search.algorithm import BeamBatch, BeamParams, BeamResult, BeamSearch
 from lightserve.httpserver.logprobs import PromptToken, unpack_prompt_logprobs
-from lightserve.io_struct import FinishReason, GenerationParams, ReqFailed, StepResult, TokenOut
+from lightserve.io_struct import FinishReason, GenerationParams, LoraLoad, ReqFailed, StepResult, TokenOut
+from lightserve.llm_pooling import PoolingMethods
+from lightserve.model_files.lora.paths import parse_module
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import resolve
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler, make_limits
+from lightserve.router.scheduler import LoraSlots, Scheduler, make_limits
 from lightserve.utils.int_arrays import int32s
 from lightserve.worker.rpc import GetResult
-from lightserve.worker.worker import ModelWorker
+from lightserve.worker.select import worker_class
 
 Prompt = str | Sequence[int]
+Loras = str | Sequence[str | None] | None  # an adapter for all prompts, or one each
 Params = GenerationParams | Sequence[GenerationParams] | None  # one for all prompts, or one each
 
 
@@ -58,7 +61,7 @@ class Generation:
     prompt_logprobs: list[PromptToken] | None = None  # if requested
 
 
-class LLM:
+class LLM(PoolingMethods):
     """``LLM()`` loads the default model. Options are the fields of WorkerConfig. Use it from one thread.
 
     ``generation_config`` is the server's flag: whose sampling parameters count where a call gives none.
@@ -72,12 +75,14 @@ class LLM:
         source = resolve(model_dir, needs_weights=not is_dummy, trusts_code=self.config.trust_remote_code)
         self._sampling_defaults = read_sampling_defaults(source, generation_config)
         self._tokenizer = None if is_dummy and not has_tokenizer(source) else load_tokenizer(source)
-        self.worker = ModelWorker(self.config, source, Parallel())
+        self.worker = worker_class(self.config, source)(self.config, source, Parallel())
         self.worker.capture()
         vocab_size = self.worker.model_config.vocab_size
         self.eos_token_ids = tuple(token for token in source.eos_token_ids() if token < vocab_size)
-        limits = make_limits(self.config, RouterConfig(), self.worker.step_limits)
-        self._scheduler = Scheduler(KvPool(self.worker.max_total_token_num, self.worker.windowed), limits)
+        limits = make_limits(self.config, RouterConfig(), self.worker.step_limits, self.worker.pooling_limits)
+        pool, loras = KvPool(self.worker.max_total_token_num, self.worker.windowed), LoraSlots(self.config.num_loras)
+        self._scheduler = Scheduler(pool, limits, loras=loras)
+        self._adapters: dict[str, int] = {}  # id of each one that is loaded, by its name or folder
         self._open: dict[int, _OpenStream] = {}
         self._in_flight: deque[GetResult] = deque()  # steps that were launched, oldest first
         self._ids = itertools.count()
@@ -96,14 +101,17 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: Params = None,
+        *,
+        lora: Loras = None,
         **fields: Any,
     ) -> list[Generation]:
         """Complete every prompt (text or token ids).
 
         Parameters are keywords (``max_new_tokens=16``), or ``params`` for all prompts or one for each. Without
-        ``params``, the others are those of ``get_default_sampling_params``.
+        ``params``, the others are those of ``get_default_sampling_params``. ``lora``: a name of ``lora_modules`` or the
+        folder of an adapter, for all prompts or one for each; None: the base model.
         """
-        requests = self._requests(prompts, params, fields)
+        requests = self._requests(prompts, params, fields, lora)
         generations = [Generation(req.prompt_ids.tolist()) for req in requests]
         for out in self._run(requests):
             generation = generations[out.index]
@@ -121,10 +129,12 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: Params = None,
+        *,
+        lora: Loras = None,
         **fields: Any,
     ) -> Iterator[StreamOut]:
         """Like ``generate``, but yields every token as it comes. The tokens of several prompts alternate."""
-        return self._run(self._requests(prompts, params, fields))
+        return self._run(self._requests(prompts, params, fields, lora))
 
     def chat(
         self, messages: Sequence[dict[str, Any]], params: GenerationParams | None = None, **fields: Any
@@ -152,13 +162,38 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: Params,
         fields: dict[str, Any],
+        lora: Loras = None,
     ) -> list[Req]:
+        self._check_generates()
         many = [prompts] if _is_one(prompts) else list(prompts)
         if params is None or isinstance(params, GenerationParams):
             params = [params or GenerationParams.of(**self._sampling_defaults.fill(fields))] * len(many)
         if len(params) != len(many):
             raise InvalidRequestError(f"{len(many)} prompts but {len(params)} sets of parameters")
-        return [self._request(prompt, own.replace(**fields)) for prompt, own in zip(many, params, strict=True)]
+        loras = [lora] * len(many) if lora is None or isinstance(lora, str) else list(lora)
+        if len(loras) != len(many):
+            raise InvalidRequestError(f"{len(many)} prompts but {len(loras)} adapters")
+        ids = [self._adapter(one) for one in loras]
+        requests = [self._request(prompt, own.replace(**fields)) for prompt, own in zip(many, params, strict=True)]
+        for req, lora_id in zip(requests, ids, strict=True):
+            req.lora_id, req.salt = lora_id, "" if lora_id is None else f"lora {lora_id}"
+        return requests
+
+    def _adapter(self, lora: str | None) -> int | None:
+        """The id of an adapter, which is in host memory afterwards."""
+        if lora is None:
+            return None
+        if self.worker.loras is None:
+            raise InvalidRequestError("this LLM takes no adapters; give max_loras or lora_modules", "lora")
+        folder = dict(map(parse_module, self.config.lora_modules)).get(lora, lora)
+        if folder not in self._adapters:
+            lora_id = len(self._adapters)
+            loaded = self.worker.loras.load(LoraLoad(lora_id, folder))
+            if loaded.error:
+                raise InvalidRequestError(f"the adapter {lora!r} cannot be used: {loaded.error}", "lora")
+            self._adapters[folder] = lora_id
+            self._scheduler.loras.loaded.add(lora_id)
+        return self._adapters[folder]
 
     def _request(self, prompt: Any, params: GenerationParams) -> Req:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -225,8 +260,15 @@ class LLM:
     def _distribute(self, result: StepResult) -> None:
         """Give the tokens of a step to their streams."""
         for failure in result.failed:
-            if self._scheduler.fail(failure) is not None:
+            if self._scheduler.fail(failure) is None:
+                continue
+            if failure.req_id in self._open:
                 self._fail(failure)
+            else:
+                self._failures[failure.req_id] = failure.message
+        for embedding in result.embeddings:
+            if self._scheduler.process_embedding(embedding.req_id) is not None:
+                self._results[embedding.req_id] = embedding.values
         for out in result.tokens:
             req = self._scheduler.process_token(out)
             if req is not None:

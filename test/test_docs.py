@@ -47,6 +47,8 @@ DATED = {"log.md"}  # a record of past runs: its flags may no longer exist
 # flags of pytest, benchmarks, test/faults, docker, kubectl and systemctl
 OTHER_TOOLS = {
     "--backend",
+    "--beside_sentence_transformers",
+    "--clients",
     "--configs",
     "--core",
     "--examples",
@@ -60,6 +62,7 @@ OTHER_TOOLS = {
     "--ops",
     "--policy",
     "--profile",
+    "--shape",
     "--shm-size",
     "--time",
     "--weights",
@@ -138,11 +141,13 @@ def test_the_page_on_adding_an_op_names_tests_that_exist() -> None:
 NOT_HOOKS = {
     *("_init_args", "unused_tensors", "_kv_scales", "_new_weights", "_check_metadata", "set_kv_size"),
     *("distinct_layers_only", "_kernel_key", "forward", "hidden_states", "_context_forward", "_token_forward"),
+    *("_adapted", "_post_norm_forward", "_attended"),
     *("context_forward", "token_forward", "_forward", "_parallel_forward", "_attention", "_added", "_split_heads"),
+    *("merged_checkpoint", "check_adapters", "own_names", "check_adapter", "adapter_sizes"),
     *("_observe", "_observe_embedding", "_observe_layer", "use_pool_of", "logit_rows"),
 }
 HOOKED = (
-    (bm.TpPartBaseModel, NOT_HOOKS | {"logits"}),
+    (bm.TpPartBaseModel, NOT_HOOKS | {"logits", "final_states"}),
     (bm.TransformerLayerInferTpl, NOT_HOOKS),
     (bm.DecoderLayerInferTpl, NOT_HOOKS),
     (bm.PreLayerInferTpl, NOT_HOOKS),

@@ -28,7 +28,6 @@ import torch
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.io_struct import GenerateReq, GenerationParams, Step
 from lightserve.router.kv_pool import KvPool
-from lightserve.router.manager import make_req
 from lightserve.router.model_client import decode_result
 from lightserve.router.policy import make_policy
 from lightserve.router.reporter import Reporter
@@ -86,7 +85,8 @@ class Host:
         params = GenerationParams.of(max_new_tokens=max_new_tokens, seed=0, ignore_eos=True)
         raw = encode(GenerateReq(req_id, prompt, params, arrived_s=float(req_id)))
         with self.timed("accept"):
-            req = make_req(decode_request(raw), (), 0.0, uses_cache=True)
+            message = decode_request(raw)
+            req = Req(req_id, message.prompt_ids, message.params, max_new_tokens, (), arrived_s=message.arrived_s)
             self.scheduler.add(req)
         return req
 

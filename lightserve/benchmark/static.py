@@ -70,8 +70,10 @@ def _fill_with_noise(memory: MemoryManager) -> None:
 class StaticBench:
     """Drives a worker with made-up requests, whose slots are plain ranges."""
 
-    def __init__(self, worker: ModelWorker, batch_max_tokens: int | None) -> None:
+    def __init__(self, worker: ModelWorker, batch_max_tokens: int | None, adapters: int = 0) -> None:
+        """``adapters``: the requests use so many LoRA adapters in turn, all with weights of 0."""
         self.worker = worker
+        self._adapters = adapters
         self.cost = ModelCost.of(worker.model)
         self._batch_max_tokens = batch_max_tokens or worker.step_limits.batch_max_tokens
         self._ids = itertools.count()
@@ -161,6 +163,7 @@ class StaticBench:
                 sampling,
                 seed=0,
                 cached_slots=list(range(number * work.cached, (number + 1) * work.cached)),
+                lora_slot=number % self._adapters if self._adapters else -1,
             )
             for number, prompt in enumerate(ids)
         ]
@@ -239,6 +242,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, WorkerConfig]:
     parser.add_argument("--prefill", nargs="*", type=prefill_work)
     parser.add_argument("--steps", type=int, default=40, help="decode steps measured")
     parser.add_argument("--repeats", type=int, default=7, help="times that a prompt is computed")
+    parser.add_argument("--adapters", type=int, default=0, help="LoRA adapters that requests use in turn")
     parser.add_argument("--profile", action="store_true", help="where the time of a step goes, instead of the tables")
     args = parser.parse(argv)
     decodes, prefills = (PROFILED_DECODES, PROFILED_PREFILLS) if args.profile else (DECODES, PREFILLS)
@@ -259,7 +263,9 @@ def main(argv: list[str] | None = None) -> None:
     config = replace(config, max_windowed_token_num=0)
     worker = ModelWorker(config, resolve(config.model_dir, needs_weights=config.load_format == "auto"), Parallel())
     worker.warm_up()
-    bench = StaticBench(worker, config.batch_max_tokens)
+    if args.adapters > config.num_loras:
+        raise ServerError(f"--adapters {args.adapters} needs --max_loras {args.adapters}")
+    bench = StaticBench(worker, config.batch_max_tokens, args.adapters)
     print(f"{worker.model_config.model_type} {worker.dtype_and_device}; {ceilings}")
     if args.profile:
         print_profiles(bench, args)

@@ -10,6 +10,7 @@ from lightserve.io_struct import (
     AbortReq,
     BatchStrOut,
     BatchTokenIdOut,
+    EmbeddingOut,
     FinishReason,
     QueryReply,
     ReqFailed,
@@ -65,14 +66,17 @@ class DetokenizationManager:
             text = self._texts.get(out.req_id)
             if text is not None:  # otherwise a stop string ended the request while this token was in flight
                 outs[http_process_of(out.req_id)].append(self._next(text, out))
+        embeddings: list[list[EmbeddingOut]] = [[] for _ in self._to_http]
+        for embedding in batch.embeddings:
+            embeddings[http_process_of(embedding.req_id)].append(embedding)
         for failure in batch.failed:
             self._texts.pop(failure.req_id, None)
             failed[http_process_of(failure.req_id)].append(failure)
         for req_id in batch.aborted:
             self._texts.pop(req_id, None)
-        for sender, own_outs, own_failed in zip(self._to_http, outs, failed, strict=True):
-            if own_outs or own_failed:
-                sender.send(BatchStrOut(own_outs, own_failed))
+        for sender, own_outs, own_failed, own_embeddings in zip(self._to_http, outs, failed, embeddings, strict=True):
+            if own_outs or own_failed or own_embeddings:
+                sender.send(BatchStrOut(own_outs, own_failed, own_embeddings))
 
     def _next(self, text: ReqText, out: TokenIdOut) -> StrOut:
         piece = text.push(out.token.id, out.finish_reason, out.ends_in_text)

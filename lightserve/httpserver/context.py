@@ -19,6 +19,7 @@ from lightserve.httpserver.wire.access_log import AccessLog
 from lightserve.httpserver.wire.body import Body, read_json
 from lightserve.httpserver.wire.unknown_fields import UnknownFields
 from lightserve.model_files.details import ModelDetails
+from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.sampling_defaults import SamplingDefaults
 from lightserve.model_files.tokenizer import Tokenizer
 
@@ -42,6 +43,8 @@ class ServerContext:
     run_dir: str | None = None  # the same for all HTTP processes of the server; None: there is none, in tests
     details: ModelDetails | None = None  # None in tests without a model's files
     export_trace: Export | None = None  # None: requests are not traced
+    pooling: PoolingConfig | None = None  # what the model computes instead of text; None: it generates
+    has_adapters: bool = False  # requests may name a LoRA adapter as the model
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -57,7 +60,8 @@ class ServerContext:
     def warm_up(self) -> None:
         """Prepare what the first request would wait for: 0.3 s with a vocabulary of 128,000."""
         if self.optional_tokenizer is not None:
-            self.grammars.prepare(self.optional_tokenizer)
+            if self.pooling is None:
+                self.grammars.prepare(self.optional_tokenizer)
             self.optional_tokenizer.warm_up()
 
     def default_new_tokens(self, of_endpoint: int | None = None) -> int | None:
@@ -87,9 +91,33 @@ class ServerContext:
             trace.watch(log)
         return log
 
+    def adapter_of(self, name: str | None) -> str:
+        """The adapter that a request's model names, by itself or as ``model:adapter``; "": the base model.
+
+        Only the router knows which adapters there are. A request with an unknown one fails there.
+        """
+        if name is None or not self.has_adapters or name in PLACEHOLDER_NAMES or name in self.model_names:
+            return ""
+        base, _, adapter = name.partition(":")
+        if adapter and base in self.model_names:
+            return adapter
+        return "" if self.config.use_tgi_api else name  # TGI's clients send arbitrary names
+
+    def shown_model(self, name: str | None) -> str:
+        """The model in the response to a request that names this one."""
+        return self.adapter_of(name) or self.model_name
+
+    async def find_model(self, name: str | None) -> str:
+        """``check_model`` and ``adapter_of``, for endpoints that do not generate: asks the router for an adapter."""
+        self.check_model(name)
+        adapter = self.adapter_of(name)
+        if adapter:
+            await self.manager.find_adapter(adapter)
+        return adapter
+
     def check_model(self, name: str | None) -> None:
         is_checked = not self.config.use_tgi_api  # TGI's clients send arbitrary names
-        if not is_checked or name is None or name in PLACEHOLDER_NAMES:
+        if not is_checked or name is None or name in PLACEHOLDER_NAMES or self.adapter_of(name):
             return
         if name == self.model_name or name in self.config.model_name:
             return

@@ -23,7 +23,7 @@ from lightserve.httpserver.wire.protocol import LimitedProtocol, QuietProtocol
 from lightserve.io_struct import Drain, Drained, EngineDied, EngineReady, Ready, ToHttpserver, ToRouter
 from lightserve.model_files.details import read_details
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
-from lightserve.model_files.source import resolve
+from lightserve.model_files.source import pooling_of, resolve
 from lightserve.model_files.tokenizer import load_tokenizer_or_none
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
@@ -56,6 +56,8 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         run_dir=child_config.run_dir,
         details=read_details(source),
         export_trace=None if exporter is None else exporter.put,
+        pooling=pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling),
+        has_adapters=config.worker.num_loras > 0,
     )
     context.warm_up()
     output_formats(context)  # an unknown --tool_call_parser or --reasoning_parser fails here

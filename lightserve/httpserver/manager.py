@@ -26,21 +26,29 @@ from lightserve.io_struct import (
     REQ_ID_BITS,
     AbortByRequestId,
     AbortReq,
+    AdapterCard,
+    AdapterReply,
     BatchStrOut,
+    EmbeddingOut,
     EngineReady,
+    FinishReason,
     GenerateReq,
     GenerationParams,
+    ListAdapters,
+    LoadAdapter,
     RouterStats,
     SchedulingParams,
     StrOut,
     ToHttpserver,
     ToRouter,
+    UnloadAdapter,
 )
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.int_arrays import NO_INT32, int32s
 
 DEFAULT_SCHEDULING = SchedulingParams()
 MAX_UNREAD = 2**16  # tokens of a request, some 20 MB, that the client has not read
+LOAD_ADAPTER_TIMEOUT_S = 120.0  # others may be loaded before it
 HEARTBEAT_TIMEOUT_S = 5.0  # the router sends one per second
 SLOW_STEP_SHARE = 0.25  # of step_timeout_s: a step that runs longer makes the server unhealthy
 
@@ -163,6 +171,31 @@ class HttpServerManager:
         """A group id for sequences that start one after the other and share prefixes."""
         return next(self._ids)
 
+    async def adapters(self) -> list[AdapterCard]:
+        """All LoRA adapters that have a name."""
+        return (await self.queries.ask(ListAdapters, AdapterReply)).adapters
+
+    async def find_adapter(self, name: str) -> None:
+        """Raise if a request cannot use this adapter."""
+        _check(await self.queries.ask(lambda query_id: ListAdapters(query_id, name), AdapterReply))
+
+    async def load_adapter(self, name: str, path: str, replaces: bool) -> None:
+        """Returns when requests can use the adapter."""
+        self._check_ready()
+        _check(
+            await self.queries.ask(
+                lambda query_id: LoadAdapter(query_id, name, path, replaces), AdapterReply, LOAD_ADAPTER_TIMEOUT_S
+            )
+        )
+
+    async def unload_adapter(self, name: str) -> None:
+        self._check_ready()
+        _check(await self.queries.ask(lambda query_id: UnloadAdapter(query_id, name), AdapterReply))
+
+    def _check_ready(self) -> None:
+        if self.state is not EngineState.READY:
+            raise UnavailableError(self._unavailable_reason)
+
     def abort_requests(self, request_id: str | None) -> None:
         """Abort the requests with this id or response id, None: all requests, in every HTTP process."""
         self._to_router.send(AbortByRequestId(request_id))
@@ -173,8 +206,7 @@ class HttpServerManager:
                 generation.fail(AbortedError("the request was aborted"))
 
     def _start(self, generation: Generation) -> None:
-        if self.state is not EngineState.READY:
-            raise UnavailableError(self._unavailable_reason)
+        self._check_ready()
         self._send(generation)
 
     def _send(self, generation: Generation) -> None:
@@ -207,6 +239,10 @@ class HttpServerManager:
             found = self._running.get(out.req_id)
             if found is not None:  # else the caller has left
                 found[0].push(found[1], out)
+        for embedding in batch.embeddings:
+            found = self._running.get(embedding.req_id)
+            if found is not None:
+                found[0].push_embedding(found[1], embedding)
         for failed in batch.failed:
             found = self._running.get(failed.req_id)
             if found is not None:
@@ -239,6 +275,7 @@ class Generation:
         self._has_unread = asyncio.Event()
         self._unfinished = set(range(len(prompt_requests)))
         self._error: LightserveError | None = None
+        self._embeddings: dict[int, bytes] = {}  # by index: results of pooling requests
 
     async def __aenter__(self) -> Self:
         self._manager._start(self)
@@ -254,6 +291,8 @@ class Generation:
                 raise StopAsyncIteration
             self._has_unread.clear()
             await self._has_unread.wait()
+            if not self._unread and self._error is None:
+                raise StopAsyncIteration  # pooling requests end without tokens
         if not self._unread and self._error is not None:
             raise self._error
         outs, self._unread = self._unread, []
@@ -301,10 +340,30 @@ class Generation:
             unread.clear()
             self.fail(SlowReaderError(f"the client left more than {MAX_UNREAD} tokens unread"))
 
+    async def collect_embeddings(self) -> list[bytes]:
+        """Start, wait for the end, and return the result of every pooling request: float32 numbers."""
+        async with self:
+            async for _ in self:
+                raise TypeError("a pooling request has no tokens")
+        return [self._embeddings[index] for index in range(len(self.prompt_requests))]
+
+    def push_embedding(self, index: int, out: EmbeddingOut) -> None:
+        self.log.record_admission(out.admission, is_first_choice=True)
+        self.log.record_finish(FinishReason.STOP)
+        self._embeddings[index] = out.values
+        self._unfinished.discard(index)
+        if not self._unfinished:
+            self._has_unread.set()
+
     def fail(self, error: LightserveError) -> None:
         """The whole request fails when one of its sequences does; leaving aborts the other sequences."""
         self._error = error
         self._has_unread.set()
+
+
+def _check(reply: AdapterReply) -> None:
+    if reply.status != 200:
+        raise error_from_status(reply.status, reply.message)
 
 
 def _with_seed(prompt_request: PromptRequest, choice: int) -> PromptRequest:

@@ -129,6 +129,46 @@ def qwen(hf: Fields) -> dict[str, Any]:
     return fields
 
 
+def roberta(hf: Fields) -> dict[str, Any]:
+    """The table of positions begins with those of the padding token and before, which no token has."""
+    positions: Any = hf.get("max_position_embeddings")
+    padding: Any = hf.get("pad_token_id", 1)
+    if not _are_counts(positions) or not isinstance(padding, int):
+        return {}
+    return {"pad_token_id": padding, "max_position_embeddings": positions - padding - 1}
+
+
+def nomic_bert(hf: Fields) -> dict[str, Any]:
+    """The files of the hub name GPT-2's fields. Positions past the trained ones would need a scaled rope."""
+    positions: Any = hf.get("max_position_embeddings")
+    trained: Any = hf.get("max_trained_positions")
+    fields: dict[str, Any] = {"hidden_act": "silu"} if hf.get("hidden_act") in ("swiglu", None) else {}
+    if _are_counts(positions, trained):
+        fields["max_position_embeddings"] = min(positions, trained)
+    if hf.get("rope_theta") is None and hf.get("rope_parameters") is None:
+        fields["rope_theta"] = 1000.0
+    return fields
+
+
+def modernbert(hf: Fields) -> dict[str, Any]:
+    """Every third layer sees all tokens, the others ``local_attention``; each kind has a rotary base of its own."""
+    every: Any = hf.get("global_attn_every_n_layers") or 3
+    layers: Any = hf.get("num_hidden_layers")
+    given = hf.get("rope_parameters") or {}
+    fields: dict[str, Any] = {"sliding_window": hf.get("local_attention") or hf.get("sliding_window")}
+    if hf.get("layer_types") is None and _are_counts(every, layers):
+        kinds = ("full_attention", "sliding_attention")
+        fields["layer_types"] = [kinds[bool(i % every)] for i in range(min(layers, 10_000))]
+    if not isinstance(given, dict) or not all(isinstance(table, dict | None) for table in given.values()):
+        return fields  # RopeConfig refuses it
+    bases = {
+        "full_attention": hf.get("global_rope_theta") or 160_000.0,
+        "sliding_attention": hf.get("local_rope_theta") or 10_000.0,
+    }
+    tables = {kind: {"rope_theta": base, **(given.get(kind) or {})} for kind, base in bases.items()}
+    return {**fields, "rope_parameters": tables}
+
+
 def _product(base: int, ratio: Any) -> Any:
     """A ratio that is not a number is refused where it is read."""
     return base * ratio if isinstance(ratio, int | float) else ratio

@@ -91,16 +91,21 @@ _GEMMA3 = {  # files of multimodal models leave out the values that transformers
     "max_position_embeddings": 131_072,
 }
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
+_BERT = {"rms_norm_eps": 1e-12, "hidden_act": "gelu", "max_position_embeddings": 512}
+_NOMIC_BERT = {"rms_norm_eps": 1e-12, "max_position_embeddings": 2048}
+_MODERNBERT = {"rms_norm_eps": 1e-5, "hidden_act": "gelu", "max_position_embeddings": 8192, "sliding_window": 128}
 _TIED = {**_LAYER_NORM, "tie_word_embeddings": True}
 
 MODELS = {
     "arcee": ConfigNames(defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"}),
     # the length under its own name, since its absence under Llama's name tells 13B
     "baichuan": ConfigNames({"model_max_length": "model_max_length"}, {"rms_norm_eps": 1e-6}, config_derived.baichuan),
+    "bert": ConfigNames(defaults=_BERT),
     "bitnet": ConfigNames(
         defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 5, "hidden_act": "relu2", "rope_theta": 500_000.0}
     ),
     "bloom": ConfigNames(defaults={"tie_word_embeddings": True, "hidden_act": "gelu_new"}),
+    "camembert": ConfigNames(defaults=_BERT, derived=config_derived.roberta),
     "chatglm": ConfigNames({"kv_channels": "head_dim"}, {"rms_norm_eps": 1e-5}, config_derived.chatglm),
     "cohere": ConfigNames(defaults={**_TIED, "logit_scale": 0.0625, "rope_theta": 500_000.0}),
     "cohere2": ConfigNames(
@@ -129,9 +134,11 @@ MODELS = {
     "ministral": ConfigNames(defaults=_MISTRAL),
     "ministral3": ConfigNames(defaults=_MINISTRAL3),
     "mistral": ConfigNames(defaults=_MISTRAL),
+    "modernbert": ConfigNames(defaults=_MODERNBERT, derived=config_derived.modernbert),
     "mpt": ConfigNames(defaults={**_TIED, "hidden_act": "gelu"}, derived=config_derived.mpt),
     "nemotron": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "relu2", "partial_rotary_factor": 0.5}),
     "nemotron-nas": ConfigNames(defaults={"rms_norm_eps": 1e-6}, derived=nemotron_nas_fields),
+    "nomic_bert": ConfigNames(defaults=_NOMIC_BERT, derived=config_derived.nomic_bert),
     "olmo": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
     "olmo2": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
     "olmo3": ConfigNames(defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096}),
@@ -139,6 +146,7 @@ MODELS = {
     "phi": ConfigNames(defaults={**_LAYER_NORM, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
     "phi3": ConfigNames(defaults={"rms_norm_eps": 1e-5}),
     "qwen": ConfigNames({"kv_channels": "head_dim"}, {"rms_norm_eps": 1e-6}, config_derived.qwen),
+    "roberta": ConfigNames(defaults=_BERT, derived=config_derived.roberta),
     "seed_oss": ConfigNames(defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "head_dim": 128}),
     "smollm3": ConfigNames(
         defaults={
@@ -151,6 +159,7 @@ MODELS = {
     ),
     "stablelm": ConfigNames(defaults={**_LAYER_NORM, "partial_rotary_factor": 0.25}),
     "starcoder2": ConfigNames(defaults={**_TIED, "hidden_act": "gelu_pytorch_tanh"}),
+    "xlm-roberta": ConfigNames(defaults=_BERT, derived=config_derived.roberta),
 }
 
 

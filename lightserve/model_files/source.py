@@ -18,6 +18,7 @@ from lightserve.model_files.gguf_config import chat_templates_from_gguf, config_
 from lightserve.model_files.gguf_header import GgufHeader, read_gguf_header
 from lightserve.model_files.gguf_packing import quantization_table
 from lightserve.model_files.hub import HubModel, open_model, parse_hub_name
+from lightserve.model_files.pooling import PoolingConfig, read_pooling
 from lightserve.model_files.quantization.files import with_quantization_files
 
 
@@ -136,6 +137,15 @@ def stored_as(source: ModelSource, quantization: str | None, packed_by_default: 
     if quantization == "gguf":
         raise ModelFilesError(f"{source.path}: --quantization gguf needs a .gguf file; leave it out")
     return source
+
+
+def pooling_of(
+    source: ModelSource, model_type: str | None = None, task: str | None = None, pooling: str | None = None
+) -> PoolingConfig | None:
+    """What the model computes instead of text, from its files and the operator's flags; None: it generates text."""
+    hf = source.hf_config()
+    hf = {**hf, "model_type": model_type} if model_type else hf
+    return read_pooling(hf, source.path if source.path.is_dir() else None, task, pooling)
 
 
 def _find(model_dir: str | None, trusts_code: bool) -> ModelSource:

@@ -107,6 +107,13 @@ class Tokenizer:
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """The ids of two texts together, and for each the text that it belongs to, as the tokenizer numbers them."""
+        _check_unicode(first)
+        _check_unicode(second)
+        encoding = self._backend.encode_batch([(first, second)])[0]
+        return encoding.ids, encoding.type_ids
+
     def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
         """(id, start, stop) of each token, in characters of ``text``; (0, 0) for a token that is not from the text."""
         _check_unicode(text)

@@ -105,6 +105,8 @@ class KvPool:
 
         The last token is never taken from the cache: it must be computed to sample the next one.
         """
+        if not req.shares_prefix:
+            return
         ids = _cacheable(req)
         if self.windowed is not None:
             ids = ids[: self._usable_len(ids, req.salt)]

@@ -12,7 +12,7 @@ from lightserve.router.manager import RouterManager
 from lightserve.router.model_client import RpycModelClient
 from lightserve.router.policy import make_policy
 from lightserve.router.profile_client import ProfileClient
-from lightserve.router.scheduler import Scheduler, make_limits
+from lightserve.router.scheduler import LoraSlots, Scheduler, make_limits
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger
@@ -29,8 +29,9 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     engine = await launcher.recv()
     if not isinstance(engine, EngineReady):
         raise TypeError(f"the first message must be EngineReady, not {engine!r}")
-    limits = make_limits(config.worker, config.router, engine.step_limits)
-    scheduler = Scheduler(KvPool(engine.max_total_token_num, engine.windowed), limits, policy)
+    limits = make_limits(config.worker, config.router, engine.step_limits, engine.pooling)
+    loras = LoraSlots(engine.lora_slots)
+    scheduler = Scheduler(KvPool(engine.max_total_token_num, engine.windowed), limits, policy, loras=loras)
 
     def connect(generation: int) -> RpycModelClient:
         paths = [child_config.worker_path(rank, generation) for rank in range(config.worker.tp)]
@@ -38,9 +39,12 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         def report_lost(reason: str, caused_by_request: bool) -> None:
             launcher.send(WorkersLost(generation, reason, caused_by_request))
 
-        return RpycModelClient(paths, report_lost)
+        return RpycModelClient(paths, report_lost, has_adapters=engine.lora_slots > 0)
 
-    manager = RouterManager(scheduler, connect(0), engine, inbox, to_detokenization, config.router)
+    workers = connect(0)
+    manager = RouterManager(scheduler, workers, engine, inbox, to_detokenization, config.router)
+    if engine.lora_slots:
+        manager.adapters.enable(config.worker, workers)
     profiled = _ProfiledWorkers(child_config, manager)
     profiled.connect(0)
     launcher.send(Ready())
@@ -82,7 +86,9 @@ async def _use_new_workers(
         message = await launcher.recv()
         if isinstance(message, NewWorkers):
             try:
-                manager.use_workers(connect(message.generation))
+                workers = connect(message.generation)
+                manager.use_workers(workers)
+                manager.reload_adapters(workers)
                 profiled.connect(message.generation)
             except (EOFError, OSError) as error:  # the launcher notices this too, and starts others
                 logger.warning(

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from lightserve.config import RouterConfig
+from lightserve.errors import LightserveError
 from lightserve.io_struct import (
     AbortByRequestId,
     AbortReq,
+    AdapterQuery,
     EngineReady,
     GenerateReq,
     GetTimelines,
@@ -20,6 +24,9 @@ from lightserve.io_struct import (
     ToDetokenization,
     ToRouter,
 )
+from lightserve.router.adapter_control import AdapterControl
+from lightserve.router.adapter_loader import AdapterWorkers
+from lightserve.router.adapter_registry import RegisteredAdapter
 from lightserve.router.model_client import ModelClient
 from lightserve.router.profile_control import ProfileControl
 from lightserve.router.reporter import Reporter
@@ -27,9 +34,8 @@ from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.stats import RouterMetrics, ThroughputLog
 from lightserve.router.step_loop import StepLoop
-from lightserve.router.timeline import TimelineRing
+from lightserve.router.timeline import Timeline, TimelineRing
 from lightserve.utils.channel import Receiver, Sender
-from lightserve.utils.int_arrays import int32s
 from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
@@ -50,12 +56,14 @@ class RouterManager:
     ) -> None:
         self._scheduler = scheduler
         self._eos_token_ids = engine.eos_token_ids
+        self._pooling = engine.pooling
         self._inbox = inbox
         self._to_detokenization = to_detokenization
         self._config = config
         self._reporter = Reporter(scheduler, to_detokenization)
         self.timelines = TimelineRing(config.debug_requests)
         self.steps = StepLoop(scheduler, model, engine, self._reporter)
+        self.adapters = AdapterControl(scheduler, self._reporter, to_detokenization)
         self.profiles = ProfileControl(self.steps, self.timelines, to_detokenization)
 
     @property
@@ -76,6 +84,12 @@ class RouterManager:
         self.steps.use_workers(model)
         self.metrics.workers_restarted()
 
+    def reload_adapters(self, workers: AdapterWorkers) -> None:
+        """Load the adapters of waiting requests into new workers. The requests wait for that."""
+        for req in self.adapters.use_workers(workers):
+            loading = self.adapters.loading_of(req)
+            self._release_after(req, [] if loading is None else [loading])
+
     async def _receive(self) -> None:
         while True:
             message = await self._inbox.recv()
@@ -89,6 +103,8 @@ class RouterManager:
                 self._to_detokenization.send(self.timelines.answer(message))
             elif isinstance(message, SpanCounts):
                 self.metrics.spans(message.exported, message.dropped)
+            elif isinstance(message, AdapterQuery):
+                self.adapters.handle(message)
             else:
                 self.profiles.put(message)
 
@@ -97,32 +113,68 @@ class RouterManager:
         limit, waiting = self._config.max_queue_size, self._scheduler.num_waiting + self._scheduler.num_held
         if waiting >= limit:
             found = f"the queue is full: {waiting} requests wait, the limit is {limit} (--max_queue_size); retry later"
-            self._reporter.refuse(message.req_id, found)
-            if timeline is not None:
-                timeline.refused(found)
+            self._refuse(message, timeline, found, 429)
             return
-        self._reporter.announce(message.req_id, message.params.text)
-        uses_cache = message.scheduling.use_cache and not self._config.disable_dynamic_prompt_cache
-        req = make_req(message, self._eos_token_ids, self._config.request_timeout, uses_cache)
+        try:
+            adapter = self.adapters.find(message.scheduling.lora)
+        except LightserveError as error:
+            self._refuse(message, timeline, str(error), error.status)
+            return
+        if self._pooling is None:  # otherwise there is no text
+            self._reporter.announce(message.req_id, message.params.text)
+        req = self._make_req(message, adapter)
         req.timeline = timeline
         if timeline is not None:
             timeline.queued()
-        self._queue(req)
+        self._queue(req, adapter)
 
-    def _queue(self, req: Req) -> None:
-        """A request with a grammar may run once the workers have compiled it: no step should wait for that."""
+    def _refuse(self, message: GenerateReq, timeline: Timeline | None, reason: str, status: int) -> None:
+        self._reporter.refuse(message.req_id, reason, status)
+        if timeline is not None:
+            timeline.refused(reason)
+
+    def _queue(self, req: Req, adapter: RegisteredAdapter | None) -> None:
+        """A request may run once the workers have compiled its grammar and loaded its adapter: no step waits for that.
+
+        It is queued before its adapter is loaded: if that fails, the request fails too.
+        """
+        self._scheduler.hold(req)
         grammar = req.params.sampling.grammar
         compiled = None if grammar is None else self.steps.compile_grammar(grammar)
-        if compiled is None or compiled.done():
-            self._scheduler.add(req)
-            self.steps.wake()
-            return
-        self._scheduler.hold(req)
-        compiled.add_done_callback(lambda _: self._release(req))
+        loading = None if adapter is None else self.adapters.load(adapter)
+        self._release_after(req, [one for one in (compiled, loading) if one is not None])
 
-    def _release(self, req: Req) -> None:
+    def _release_after(self, req: Req, waits: Sequence[asyncio.Future[Any]]) -> None:
+        """Let a held request be admitted when all of these have resolved."""
+        waits = [one for one in waits if not one.done()]
+        if waits:
+            waits[0].add_done_callback(lambda _: self._release_after(req, waits))
+            return
         self._scheduler.release(req)
         self.steps.wake()
+
+    def _make_req(self, message: GenerateReq, adapter: RegisteredAdapter | None) -> Req:
+        scheduling = message.scheduling
+        lora = "" if adapter is None else f"lora {adapter.lora_id} "  # an adapter's KV differs from the base model's
+        timeout_s = scheduling.timeout_s or self._config.request_timeout or None
+        uses_cache = scheduling.use_cache and not self._config.disable_dynamic_prompt_cache
+        pooling = self._pooling
+        shares_prefix = pooling is None or (pooling.has_kv and not pooling.needs_whole_prompt)
+        return Req(
+            message.req_id,
+            message.prompt_ids,
+            message.params,
+            message.params.stopping.max_new_tokens,
+            self._eos_token_ids,
+            arrived_s=message.arrived_s,
+            priority=scheduling.priority,
+            deadline_s=None if timeout_s is None else message.arrived_s + timeout_s,
+            keeps_kv_cached=shares_prefix and (uses_cache or message.is_group_open),
+            shares_prefix=shares_prefix,
+            # the choices of a request share
+            salt=f"{lora}salt {scheduling.cache_salt}" if uses_cache else f"{lora}group {message.group}",
+            lora_id=None if adapter is None else adapter.lora_id,
+        )
 
     def _abort(self, message: AbortReq) -> None:
         req = self._scheduler.abort(message.req_id)
@@ -146,24 +198,6 @@ class RouterManager:
             if line := log.line(time.monotonic()):
                 logger.info(line)
             await asyncio.sleep(HEARTBEAT_S)
-
-
-def make_req(message: GenerateReq, eos_ids: tuple[int, ...], request_timeout: float, uses_cache: bool) -> Req:
-    """``request_timeout``: seconds, of requests that name none; 0: no limit."""
-    scheduling = message.scheduling
-    timeout_s = scheduling.timeout_s or request_timeout or None
-    return Req(
-        message.req_id,
-        int32s(message.prompt_ids),
-        message.params,
-        message.params.stopping.max_new_tokens,
-        eos_ids,
-        arrived_s=message.arrived_s,
-        priority=scheduling.priority,
-        deadline_s=None if timeout_s is None else message.arrived_s + timeout_s,
-        salt=f"salt {scheduling.cache_salt}" if uses_cache else f"group {message.group}",  # its choices share
-        keeps_kv_cached=uses_cache or message.is_group_open,
-    )
 
 
 def _timeout_message(req: Req) -> str:

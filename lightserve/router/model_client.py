@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import rpyc
 
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import GrammarSpec, Step, StepResult
+from lightserve.io_struct import GrammarSpec, LoraLoad, LoraLoaded, Step, StepResult
 from lightserve.router.connection import close_all, connect
 from lightserve.router.grammar_client import GrammarClient
+from lightserve.router.lora_client import LoraClient
 from lightserve.utils.codec import encode, make_decode
 
 decode_result = make_decode(StepResult)
@@ -47,7 +48,9 @@ class RpycModelClient:
     ``request_restart``.
     """
 
-    def __init__(self, socket_paths: Sequence[str], on_restart: Callable[[str, bool], None]) -> None:
+    def __init__(
+        self, socket_paths: Sequence[str], on_restart: Callable[[str, bool], None], has_adapters: bool = False
+    ) -> None:
         self.is_lost = False
         self._on_restart = on_restart
         self._loop = asyncio.get_running_loop()
@@ -58,6 +61,7 @@ class RpycModelClient:
         for rank, fileno in enumerate(self._filenos):
             self._loop.add_reader(fileno, self._read, rank)
         self._grammars = GrammarClient(socket_paths)
+        self._loras = LoraClient(socket_paths) if has_adapters else None
 
     def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
         """Have all ranks compile a grammar, so that the first step of a request with it does not wait.
@@ -65,6 +69,12 @@ class RpycModelClient:
         The future resolves in any case, also if the grammar is wrong or a worker is lost: see GrammarClient.
         """
         return self._grammars.compile_grammar(grammar, eos_ids)
+
+    def load_lora(self, command: LoraLoad) -> asyncio.Future[LoraLoaded | None]:
+        """Have all ranks read an adapter into host memory. The future resolves to None if the workers are lost."""
+        if self._loras is None:
+            raise TypeError("these workers take no adapters")
+        return self._loras.load(command)
 
     def run(self, step: Step) -> asyncio.Future[StepResult]:
         future: asyncio.Future[StepResult] = self._loop.create_future()
@@ -89,6 +99,8 @@ class RpycModelClient:
     def close(self) -> None:
         close_all(self._loop, zip(self._filenos, self._connections, strict=True))
         self._grammars.close()
+        if self._loras is not None:
+            self._loras.close()
 
     def _read(self, rank: int) -> None:
         connection = self._connections[rank]

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from lightserve.io_struct import (
     Admission,
     BatchTokenIdOut,
+    Embedding,
+    EmbeddingOut,
     FinishReason,
     ReqFailed,
     RouterStats,
@@ -37,9 +39,9 @@ class Reporter:
         """A request was accepted. This message comes before its tokens."""
         self._to_detokenization.send(BatchTokenIdOut(new=[TextReq(req_id, params)]))
 
-    def refuse(self, req_id: int, message: str) -> None:
+    def refuse(self, req_id: int, message: str, status: int = 429) -> None:
         self.metrics.refused()
-        self._to_detokenization.send(BatchTokenIdOut(failed=[ReqFailed(req_id, 429, message)]))
+        self._to_detokenization.send(BatchTokenIdOut(failed=[ReqFailed(req_id, status, message)]))
 
     def fail(self, reqs: list[Req], status: int, message_of: Callable[[Req], str]) -> None:
         """Requests failed outside of a step."""
@@ -62,12 +64,14 @@ class Reporter:
         now = time.monotonic()
         plain_req_ids, plain_token_ids, others = self._process_plain(result, now)
         outs = self._process_tokens([*others, *result.detailed], now)
-        if outs or failed or self._aborted or len(plain_req_ids):
+        embeddings = self._process_embeddings(result.embeddings, now)
+        if outs or failed or self._aborted or embeddings or len(plain_req_ids):
             self._to_detokenization.send(
                 BatchTokenIdOut(
                     outs,
                     failed=failed,
                     aborted=self._aborted,
+                    embeddings=embeddings,
                     plain_req_ids=plain_req_ids,
                     plain_token_ids=plain_token_ids,
                 )
@@ -134,13 +138,26 @@ class Reporter:
             self.metrics.next_tokens(now - last_token_s, count)
         return outs
 
+    def _process_embeddings(self, results: list[Embedding], now: float) -> list[EmbeddingOut]:
+        outs = []
+        for result in results:
+            req = self._scheduler.process_embedding(result.req_id)
+            if req is not None:
+                outs.append(EmbeddingOut(req.req_id, result.values, self._count_admission(req)))
+                self._count_finished(req, FinishReason.STOP, now)
+        return outs
+
     def _count_first_token(self, req: Req, now: float) -> Admission:
         req.first_token_s = now
-        queue_s = req.admitted_s - req.arrived_s
-        self.metrics.admitted(queue_s, len(req.prompt_ids), req.cached_len)
+        admission = self._count_admission(req)
         self.metrics.first_token(now - req.arrived_s, now - req.admitted_s)
         if req.timeline is not None:
             req.timeline.first_token(now)
+        return admission
+
+    def _count_admission(self, req: Req) -> Admission:
+        queue_s = req.admitted_s - req.arrived_s
+        self.metrics.admitted(queue_s, len(req.prompt_ids), req.cached_len)
         return Admission(queue_s, req.cached_len)
 
     def _count_finished(self, req: Req, reason: FinishReason, now: float) -> None:

@@ -55,6 +55,8 @@ class Req(ReqProgress):
     deadline_s: float | None = None  # the request fails at this time, whether it waits or runs
     salt: str = ""  # only requests of the same salt share cached prefixes
     keeps_kv_cached: bool = True  # if not, its KV is freed when it leaves the workers
+    shares_prefix: bool = True  # if not, its whole prompt is computed, and no other request uses its KV
+    lora_id: int | None = None  # its adapter
 
     finish_reason: FinishReason | None = None
     ends_in_text: bool = False  # its last token is text, not an end token
@@ -64,9 +66,11 @@ class Req(ReqProgress):
     node: RadixNode | None = None  # node of the prefix cache that it has locked
     windowed: GrowingArray = field(default_factory=GrowingArray)  # slots in the windowed pool, if there is one
     windowed_begin: int = 0  # it holds the slots in ``windowed`` from here on
+    lora_slot: int = -1  # of its adapter on the device, while it runs
     _slots: GrowingArray = field(default_factory=GrowingArray)  # without those in the tail of its row
     _outputs: GrowingArray = field(default_factory=GrowingArray)  # the same
 
+    num_admissions: int = 0
     cached_len: int = 0  # prompt tokens that were cached on first admission
     num_passed_over: int = 0  # how many later requests were admitted before it
     admitted_s: float = 0.0
@@ -136,7 +140,9 @@ class Req(ReqProgress):
 
     @property
     def needs_prompt_computed(self) -> bool:
-        """Whether its whole prompt must be computed, because the client wants the prompt's logprobs."""
+        """Whether its whole prompt must be computed: the client wants its logprobs, or all its tokens are pooled."""
+        if not self.shares_prefix:
+            return True
         return self.params.sampling.prompt_logprobs is not None and not self.output_len
 
     @property
@@ -169,6 +175,7 @@ class Req(ReqProgress):
         self.planned_len = len(self.slots)
         self.certain_len = 0  # a step in flight may compute the cached tokens
         self.planned_outputs = self.output_len
+        self.num_admissions += 1
 
     def roll_back(self) -> None:
         """Steps in flight failed: plan again from the tokens whose KV is certain."""
@@ -228,4 +235,5 @@ class Req(ReqProgress):
             output_len=self.output_len,
             stopping=self.params.stopping,
             cached_windowed_slots=self.windowed_slots[self.windowed_begin :],
+            lora_slot=self.lora_slot,
         )

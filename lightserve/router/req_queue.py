@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Callable
 
 from lightserve.router.policy import LOOK_AHEAD, CachedLen, Policy
 from lightserve.router.req import Req
@@ -41,8 +42,20 @@ class ReqQueue:
 
     def release(self, req: Req) -> None:
         """Let a held request be admitted. It may have ended meanwhile."""
-        if self._held.pop(req.req_id, None) is not None:
+        if self._held.pop(req.req_id, None) is None:
+            return
+        if req.num_admissions:  # it was preempted
+            self.add_preempted(req)
+        else:
             self.add(req)
+
+    def hold_again(self, is_meant: Callable[[Req], bool]) -> list[Req]:
+        """Hold requests of the queue, and return them."""
+        held = [req for req in self if is_meant(req)]
+        self._preempted = [req for req in self._preempted if not is_meant(req)]
+        self._waiting = [entry for entry in self._waiting if not is_meant(entry[2])]
+        self._held |= {req.req_id: req for req in held}
+        return held
 
     def add_preempted(self, req: Req) -> None:
         bisect.insort(self._preempted, req, key=lambda one: one.arrived_s)

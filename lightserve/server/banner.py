@@ -52,7 +52,8 @@ def banner(
     url: str, model: ModelInfo, engine: EngineReady, http: HttpConfig, phases: Mapping[str, Sequence[StartupPhase]]
 ) -> dict[str, str]:
     """What runs, by name, for a server that is ready. ``phases`` are the start-up times of each process."""
-    rows = {} if http.no_web else {"chat page": f"{url}/"}
+    has_chat = not http.no_web and engine.pooling is None
+    rows = {"chat page": f"{url}/"} if has_chat else {}
     rows |= {
         "model": model.name,
         "computed as": " ".join((model.architecture, engine.dtype_and_device)),
@@ -60,9 +61,13 @@ def banner(
         "KV pool": f"{engine.max_total_token_num:,} tokens",
         "HTTP processes": str(http.num_processes),
     }
+    if engine.pooling is not None:
+        rows["task"] = engine.pooling.summary
+        if not engine.pooling.has_kv:
+            del rows["KV pool"]
     if engine.windowed is not None:
         rows["KV pool"] += f"; {engine.windowed.size:,} in layers with a window of {engine.windowed.window:,} tokens"
-    if model.sampling_defaults:
+    if model.sampling_defaults and engine.pooling is None:
         rows["sampling defaults"] = f"{model.sampling_defaults} (of the model; --generation_config none ignores them)"
     for role, parts in phases.items():
         if parts:

@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightserve.config import HttpConfig, ServerConfig, WorkerConfig
-from lightserve.errors import ModelFilesError, ServerError, UnsupportedModelTypeError
+from lightserve.errors import ModelFilesError, OptionError, ServerError, UnsupportedModelTypeError
 from lightserve.model_files.kv_dtype import resolve_kv_dtype
+from lightserve.model_files.lora.adapter import check_rank, read_adapter
+from lightserve.model_files.lora.paths import parse_module
 from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
-from lightserve.model_files.source import ModelSource, require_weights, resolve, stored_as
+from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
 from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import read_model_config
 from lightserve.utils import net
@@ -44,6 +46,7 @@ def check(config: ServerConfig) -> ModelInfo:
     _check_access(config.http)
     check_otlp(config.http)
     check_profile_dir(config.launch.profile_dir)
+    check_adapters(config)
     is_weightless = config.launch.null_worker or config.worker.load_format == "dummy"
     trusts_code = config.worker.trust_remote_code
     source = resolve(config.worker.model_dir, needs_weights=False, trusts_code=trusts_code)
@@ -52,7 +55,8 @@ def check(config: ServerConfig) -> ModelInfo:
         _check_model(source, config, tokenizer)
     if not is_weightless:
         require_weights(source)  # after the checks, because a download may take long
-    _warn_about_missing_parts(source, config, tokenizer)
+    if pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling) is None:
+        _warn_about_missing_parts(source, config, tokenizer)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]
     defaults = read_sampling_defaults(source, config.http.generation_config)
     return ModelInfo(config.http.first_model_name(source.name), str(architectures[0]), str(defaults), source.path)
@@ -95,11 +99,32 @@ def check_profile_dir(folder: str | None) -> None:
         raise ServerError(f"--profile_dir {folder}: cannot be written ({error}); choose another folder") from error
 
 
+def check_adapters(config: ServerConfig) -> None:
+    """What can be known without the weights: the worker checks shapes before it loads them."""
+    worker = config.worker
+    modules = list(map(parse_module, worker.lora_modules))
+    if config.launch.null_worker and (worker.num_loras or worker.merge_lora):
+        raise OptionError("null_worker: it has no model that LoRA adapters could change; leave out their flags")
+    if worker.merge_lora is not None and worker.load_format == "dummy":
+        raise OptionError("merge_lora: there are no weights to merge it into; leave out --load_format dummy")
+    if worker.lora_dir is not None and not os.path.isdir(worker.lora_dir):
+        raise OptionError(f"lora_dir={worker.lora_dir!r}: there is no such folder; create it")
+    for name, path in modules:
+        if name in config.http.model_name:
+            raise OptionError(f"lora_modules: {name!r} is the name of the base model (--model_name)")
+        check_rank(read_adapter(Path(path)), worker.max_lora_rank)
+    if worker.merge_lora is not None:
+        read_adapter(Path(worker.merge_lora))
+
+
 def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
     worker = config.worker
     model = _model_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
     model.check_tp(worker.tp)
     model.request_len(worker.max_req_total_len)
+    pooling = pooling_of(source, worker.model_type, worker.task, worker.pooling)
+    if pooling is not None and not pooling.is_causal and worker.deterministic:
+        raise ServerError("--deterministic is not supported for a model without a KV cache; leave it out")
     resolve_kv_dtype(worker.kv_dtype, model)
     if (worker.max_total_token_num or math.inf) < (worker.max_req_total_len or 2):
         raise ServerError(

@@ -23,6 +23,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Model files": (
         "model_type",
+        "task",
+        "pooling",
         "load_format",
         "trust_remote_code",
         "quantization_config",
@@ -42,6 +44,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "disable_chunked_prefill",
         "disable_dynamic_prompt_cache",
         "deterministic",
+    ),
+    "LoRA adapters": (
+        "lora_modules",
+        "lora_dir",
+        "max_loras",
+        "max_lora_rank",
+        "max_cpu_loras",
+        "merge_lora",
     ),
     "Scheduling": (
         "router_policy",

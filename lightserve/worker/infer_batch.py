@@ -17,6 +17,7 @@ from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.ops.step import LAST_SAMPLED
 from lightserve.io_struct import NewReq, SamplingParams, StepRow, StoppingParams
 from lightserve.utils.int_arrays import GrowingArray, Int32Array, int32s
+from lightserve.worker.lora import write_groups
 from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
 from lightserve.worker.sampling.logprobs import PromptChunk, StepPromptLogprobs
 from lightserve.worker.sampling.req_rules import ReqRules
@@ -47,6 +48,7 @@ class InferReq:
     cache_len: int = 0  # tokens in the KV cache, with those of the step that was packed last
     counted_len: int = 0  # tokens that SeenTokens has counted
     output: GrammarOutput | None = None  # None: no grammar
+    lora_slot: int = ops.NO_LORA  # of its adapter
     # [tokens as it entered] int32, filled up to cache_len; other requests may begin with the same slots
     leading_slots: np.ndarray = field(init=False)
     total_len: int = field(init=False)  # tokens, with the one in flight
@@ -161,9 +163,17 @@ class InferBatch:
     """All requests of a worker by id, and the token that was sampled last for each."""
 
     def __init__(
-        self, req_manager: ReqManager, padding_slot: int, device: torch.device, shares_prefixes: bool = True
+        self,
+        req_manager: ReqManager,
+        padding_slot: int,
+        device: torch.device,
+        shares_prefixes: bool = True,
+        has_kv: bool = True,
     ) -> None:
-        """``shares_prefixes``: steps pass groups of requests that begin with the same slots to attention."""
+        """``shares_prefixes``: steps pass groups of requests that begin with the same slots to attention.
+
+        Without a KV cache (``has_kv``), attention reads the step itself: the slot of a token is its row there.
+        """
         self._req_manager = req_manager
         self.padding_slot = padding_slot  # it changes with the size of the KV pool
         self.windowed_padding_slot: int | None = None  # None: there is no windowed pool
@@ -171,6 +181,8 @@ class InferBatch:
         self._reqs: dict[int, InferReq] = {}
         self._prefixes: SharedPrefixes[InferReq] = SharedPrefixes()
         self.shares_prefixes = shares_prefixes
+        self._has_kv = has_kv
+        self.lora_slots = 0  # on the device
         self.req_to_token = req_manager.req_to_token
         self.last_ids = torch.zeros(req_manager.max_reqs + 1, dtype=torch.int64, device=device)  # by row
 
@@ -191,6 +203,7 @@ class InferBatch:
             thinking,
             cache_len=len(cached),
             output=None if grammar is None else GrammarOutput(new, grammar),
+            lora_slot=new.lora_slot,
         )
         req.leading_slots[: len(cached)] = cached
         if len(cached):
@@ -259,7 +272,12 @@ class InferBatch:
         count = int(q_len.sum())
         start = np.cumsum(q_len, dtype=np.int32) - q_len
         prompt_targets = _prompt_targets(reqs, start.tolist(), q_len.tolist())
-        shape = StepShape(count, len(rows), bool((q_len == 1).any()), bool((q_len > 1).any()), bool(groups))
+        has_decodes, has_prompts = bool((q_len == 1).any()), bool((q_len > 1).any())
+        if not self._has_kv:
+            has_decodes, has_prompts = False, True
+        has_lora = self.lora_slots > 0 and any(req.lora_slot >= 0 for req in reqs)
+        num_slots = self.lora_slots if has_lora else 0
+        shape = StepShape(count, len(rows), has_decodes, has_prompts, bool(groups), num_slots)
         shape = shape if prompt_targets else captured_shape(shape)
         inputs, columns = padded_input(shape, self._padding)
 
@@ -268,12 +286,15 @@ class InferBatch:
         tokens = {
             "row": np.repeat(table_rows, q_len),
             "position": np.arange(count) + np.repeat(ready - start, q_len),
-            "slot": [slot for row in rows for slot in row.slots],
+            "slot": [slot for row in rows for slot in row.slots] if self._has_kv else np.arange(count),
             "token_id": [token for req, row in zip(reqs, rows, strict=True) for token in _ids(req, len(row.slots))],
         }
         pack(columns, tokens, reqs, {"row": table_rows, "start": start, "seq_len": ready + q_len, "ready_len": ready})
         if groups:
             columns.groups[: len(groups), : len(SharedRows._fields)] = groups
+        if columns.lora_groups is not None:
+            lora_slots = np.repeat([req.lora_slot for req in reqs], q_len)
+            write_groups(columns.lora_rows, columns.lora_groups, lora_slots, shape.tokens)
         if columns.windowed_slots is not None:
             columns.windowed_slots[:count] = [slot for row in rows for slot in windowed_of[row.req_id]]
 
@@ -296,7 +317,10 @@ class InferBatch:
         """The rows of a decode step, with requests that share a prefix next to each other, and their groups."""
         if not self.shares_prefixes or len(rows) < MIN_SHARING or any(len(row.slots) != 1 for row in rows):
             return rows, []
-        order, groups = self._prefixes.arrange([self._reqs[row.req_id] for row in rows])
+        reqs = [self._reqs[row.req_id] for row in rows]
+        if self.lora_slots and any(req.lora_slot >= 0 for req in reqs):
+            return rows, []  # no captured step has both adapters and shared prefixes
+        order, groups = self._prefixes.arrange(reqs)
         return [rows[place] for place in order], groups
 
     def padding(self, shape: StepShape) -> np.ndarray:

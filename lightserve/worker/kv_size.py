@@ -18,6 +18,7 @@ from lightserve.worker.step_runner import StepRunner
 # than any measurement showed: 1.4 GB for the 256 x 128,256 logits of Llama-3-8B.
 COPIES_OF_LOGITS = 12
 FLOAT32_BYTES = 4
+STEPS_IN_FLIGHT = 4  # the tokens of so many steps are planned at once at most, in a model without a KV cache
 # The router keeps 9 bytes per slot, 13 beside a windowed pool. Only toy models reach this limit: the KV of SmolLM2-135M
 # takes 23 kB per token.
 MAX_SLOTS = 2**24
@@ -32,6 +33,9 @@ def kv_size(
     longer than the largest step alone.
     """
     max_len, max_reqs = model.req_manager.max_len, model.req_manager.max_reqs
+    if not model.has_kv:
+        in_flight = STEPS_IN_FLIGHT * _step_tokens(config, model, platform)
+        return KvSizes(max(config.max_total_token_num or in_flight, max_len))
     sizing = _windowed_sizing(config, model, platform)
     if config.max_total_token_num is not None:
         tokens = config.max_total_token_num
@@ -44,7 +48,8 @@ def kv_size(
 
     platform.compile_kernels(model.device, launch_all)
     peak = platform.peak_bytes(model.device, largest_step)
-    peak += COPIES_OF_LOGITS * FLOAT32_BYTES * max_reqs * model.config.vocab_size if peak else 0
+    logits = COPIES_OF_LOGITS * FLOAT32_BYTES * max_reqs * model.config.vocab_size
+    peak += logits if peak and model.spec.has_lm_head else 0
     budget = max(platform.kv_budget(model.device, config.mem_fraction) - peak, 0)
     budget = model.tp.min_of_ranks(budget, model.device)
     single = KvSizes(min(budget // model.kv_layout.bytes_per_token, MAX_SLOTS))
@@ -81,4 +86,8 @@ def _largest_step(config: WorkerConfig, model: TpPartBaseModel, platform: Device
     tokens = _step_tokens(config, model, platform)
     decodes = model.req_manager.max_reqs - 1
     shape = StepShape(tokens + decodes, decodes + 1, has_decodes=True, has_prompts=True)
-    StepRunner(model, batch, platform).run(batch.padding(shape), shape)
+    runner = StepRunner(model, batch, platform)
+    if model.spec.pooling is None:
+        runner.run(batch.padding(shape), shape)
+    else:
+        model.final_states(runner.hidden_states(batch.padding(shape), shape))

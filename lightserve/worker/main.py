@@ -28,7 +28,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         with _phase(launcher, "import torch"):
             from lightserve.common.device import pick_device
             from lightserve.common.parallel import ParallelSizes, connect_ranks
-            from lightserve.worker.worker import ModelWorker
+            from lightserve.worker.select import worker_class
         server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
         platform = pick_device(config.device)
         with _phase(launcher, "load and compile"):
@@ -36,7 +36,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             source = resolve(config.model_dir, needs_weights=needs_weights, trusts_code=config.trust_remote_code)
             store = f"file://{child_config.path('tp')}"
             parallel = connect_ranks(child_config.index, ParallelSizes(tp=config.tp), store, platform.comm_backend)
-            worker = ModelWorker(config, source, parallel)
+            worker = worker_class(config, source)(config, source, parallel)
         run_profile = _profiler(child_config)
         with _phase(launcher, "warm up"):
             worker.warm_up()
@@ -46,6 +46,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             max_total_token_num=worker.max_total_token_num,
             max_req_total_len=worker.longest_request,
             windowed=worker.windowed,
+            pooling=worker.pooling_limits,
             vocab_size=vocab_size,
             pipeline_depth=worker.pipeline_depth,
             eos_token_ids=tuple(token for token in source.eos_token_ids() if token < vocab_size),
@@ -53,9 +54,11 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             step_limits=worker.step_limits,
             launch_lead_s=worker.launch_lead_s,
             step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
+            lora_slots=config.num_loras,
         )
     )
-    server.serve(worker.launch, worker.pipeline_depth, worker.compile_grammar, run_profile)
+    load_lora = None if worker.loras is None else worker.loras.load
+    server.serve(worker.launch, worker.pipeline_depth, worker.compile_grammar, run_profile, load_lora)
 
 
 def _profiler(child_config: ChildConfig) -> RunProfile | None:

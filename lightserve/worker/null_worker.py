@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from lightserve.io_struct import EngineReady, Step, StepResult, Token, TokenOut
-from lightserve.model_files.source import ModelSource, resolve
+import numpy as np
+
+from lightserve.io_struct import Embedding, EngineReady, PoolingLimits, Step, StepResult, Token, TokenOut
+from lightserve.model_files.source import ModelSource, pooling_of, resolve
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker.profiler import WorkerProfiler
 from lightserve.worker.rpc import GetResult, StepServer
@@ -26,6 +28,7 @@ class NullWorker:
         self._first_id = min(FIRST_TEXT_ID, vocab_size // 2)
         self._missing: dict[int, int] = {}  # tokens of a request that are not computed yet
         self._last: dict[int, int] = {}  # token of a request
+        self.pooling: PoolingLimits | None = None  # a result has the request's last token in every place
 
     def launch(self, step: Step) -> GetResult:
         return partial(self._run, step)
@@ -38,14 +41,18 @@ class NullWorker:
             self._missing[new.req_id] = len(new.token_ids) - len(new.cached_slots)
             self._last[new.req_id] = int(new.token_ids[-1])
         outs = []
+        embeddings = []
         time.sleep(self._step_s)
         for row in step.rows:
             self._missing[row.req_id] -= len(row.slots)
-            if self._missing[row.req_id] == 0:
+            if self._missing[row.req_id] == 0 and self.pooling is not None:
+                values = np.full(self.pooling.size, self._last[row.req_id], dtype=np.float32)
+                embeddings.append(Embedding(row.req_id, values.tobytes()))
+            elif self._missing[row.req_id] == 0:
                 self._missing[row.req_id] = 1
                 self._last[row.req_id] = self._after(self._last[row.req_id])
                 outs.append(TokenOut(row.req_id, Token(self._last[row.req_id])))
-        return StepResult(outs)
+        return StepResult(outs, embeddings=embeddings)
 
     def _after(self, token_id: int) -> int:
         return token_id + 1 if self._first_id <= token_id + 1 < self._vocab_size else self._first_id
@@ -61,7 +68,12 @@ def main(child_config: ChildConfig, launcher: LauncherConnection, worker_class: 
     config = child_config.config.worker
     server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
     context_len = config.max_req_total_len or CONTEXT_LEN
-    vocab_size = model_vocab_size(resolve(config.model_dir, needs_weights=False))
+    source = resolve(config.model_dir, needs_weights=False)
+    vocab_size = model_vocab_size(source)
+    pooling = pooling_of(source, config.model_type, config.task, config.pooling)
+    pooling_limits = None
+    if pooling is not None:
+        pooling_limits = PoolingLimits(pooling.size, pooling.needs_whole_prompt, pooling.is_causal, str(pooling))
     pool_len = config.max_total_token_num or config.running_max_req_size * context_len
     launcher.send(
         EngineReady(
@@ -70,11 +82,13 @@ def main(child_config: ChildConfig, launcher: LauncherConnection, worker_class: 
             vocab_size=vocab_size,
             pipeline_depth=1,
             step_timeout_s=config.step_timeout or 0.0,
+            pooling=pooling_limits,
         )
     )
     launch_config = child_config.config.launch
     profiler = None if launch_config.profile_dir is None else WorkerProfiler(child_config.index)
     worker = worker_class(launch_config.null_step_ms / 1e3, vocab_size)
+    worker.pooling = pooling_limits
     server.serve(worker.launch, run_profile=None if profiler is None else profiler.run)
 
 

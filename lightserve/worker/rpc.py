@@ -11,7 +11,7 @@ from typing import Any
 import rpyc
 from rpyc.core import Channel, SocketStream
 
-from lightserve.io_struct import GrammarSpec, ProfileCommand, ProfileResult, Step, StepResult
+from lightserve.io_struct import GrammarSpec, LoraLoad, LoraLoaded, ProfileCommand, ProfileResult, Step, StepResult
 from lightserve.utils.codec import encode, make_decode
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "log_exceptions": False}
@@ -19,10 +19,12 @@ RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "log_excepti
 GetResult = Callable[[], StepResult]
 Launch = Callable[[Step], GetResult]  # starts a step, and returns a function that waits for its result
 CompileGrammar = Callable[[GrammarSpec, tuple[int, ...]], None]  # compiles a grammar, for these end tokens
+LoadLora = Callable[[LoraLoad], LoraLoaded]  # reads an adapter into host memory
 RunProfile = Callable[["ModelRpc", ProfileCommand], ProfileResult]  # starts or ends a profile of these steps
 
 decode_step = make_decode(Step)
 _decode_profile = make_decode(ProfileCommand)
+_decode_lora = make_decode(LoraLoad)
 _decode_grammar = make_decode(tuple[GrammarSpec, tuple[int, ...]])
 
 
@@ -82,6 +84,16 @@ class GrammarRpc(rpyc.Service):  # type: ignore[misc]
         self._compile_grammar(*_decode_grammar(command))
 
 
+class LoraRpc(rpyc.Service):  # type: ignore[misc]
+    """Serves the connection for adapters, if there is one."""
+
+    def __init__(self, load_lora: LoadLora) -> None:
+        self._load_lora = load_lora
+
+    def exposed_load_lora(self, command: bytes) -> bytes:
+        return encode(self._load_lora(_decode_lora(command)))
+
+
 class ProfileRpc(rpyc.Service):  # type: ignore[misc]
     """Serves the connection for profiles, if there is one."""
 
@@ -100,13 +112,14 @@ def ignore_grammar(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
 class StepServer:
     """Listens on a unix socket for the only router.
 
-    Its first connection is for steps, its second for grammars, its third for profiles, if the server takes some.
+    Its first connection is for steps, its second for grammars, the next ones for adapters and for profiles, if the
+    server has them.
     """
 
     def __init__(self, path: str) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
-        self._listener.listen(3)
+        self._listener.listen(4)
 
     def serve(
         self,
@@ -114,6 +127,7 @@ class StepServer:
         depth: int = 1,
         compile_grammar: CompileGrammar = ignore_grammar,
         run_profile: RunProfile | None = None,
+        load_lora: LoadLora | None = None,
     ) -> None:
         """Run the router's steps, up to ``depth`` in flight, until it closes the connection or a step fails."""
         connected, _ = self._listener.accept()
@@ -121,6 +135,8 @@ class StepServer:
         rpc._connect(Channel(SocketStream(connected), compress=False), RPYC_CONFIG)
         threads = [threading.Thread(target=rpc.serve, daemon=True) for _ in range(depth - 1)]
         services: list[rpyc.Service] = [GrammarRpc(compile_grammar)]
+        if load_lora is not None:
+            services.append(LoraRpc(load_lora))
         if run_profile is not None:
             services.append(ProfileRpc(run_profile, rpc))
         others = threading.Thread(target=self._serve_others, args=(services,), daemon=True)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightserve.common import ops
 from lightserve.worker.shared_prefixes import MAX_GROUPS
 
 GROUP_FIELDS = 4  # of int32: see ops.AttnBatch.shared_prefixes
@@ -33,6 +34,12 @@ class StepShape(NamedTuple):
     has_decodes: bool  # some requests compute one token
     has_prompts: bool  # some requests compute several
     has_shared: bool = False  # some of the decodes form groups that share a prefix
+    lora_slots: int = 0  # slots for adapters on the device, if some requests use one; otherwise 0
+
+    @property
+    def lora_groups(self) -> int:
+        """Groups of rows with one adapter, at most."""
+        return ops.max_lora_groups(self.tokens, self.lora_slots, ops.lora_group_rows(self.tokens))
 
 
 class Padding(NamedTuple):
@@ -77,6 +84,8 @@ class StepColumns(NamedTuple):
     reqs: dict[str, Any]  # column name: [requests]
     groups: Any = None  # [MAX_GROUPS, GROUP_FIELDS] int32 of shared prefixes, if the shape has them
     windowed_slots: Any = None  # [tokens] int32 of the windowed pool, if there is one
+    lora_rows: Any = None  # [tokens] int32 of ops.LoraRows, if the shape has them
+    lora_groups: Any = None  # [3, groups] int32 of ops.LoraRows, if the shape has them
 
 
 def columns_of(inputs: np.ndarray | Tensor, shape: StepShape) -> StepColumns:
@@ -86,8 +95,14 @@ def columns_of(inputs: np.ndarray | Tensor, shape: StepShape) -> StepColumns:
     if shape.has_shared:
         begin, first = first, first + MAX_GROUPS * GROUP_FIELDS
         groups = inputs[begin:first].reshape(MAX_GROUPS, GROUP_FIELDS)
-    has_windowed = len(inputs) > first
-    return StepColumns(tokens, reqs, groups, inputs[first : first + shape.tokens] if has_windowed else None)
+    lora_rows = lora_groups = None
+    if shape.lora_slots:
+        lora_rows = inputs[first : first + shape.tokens]
+        first += _aligned(shape.tokens)
+        lora_groups = inputs[first : first + 3 * shape.lora_groups].reshape(3, shape.lora_groups)
+        first += _aligned(3 * shape.lora_groups)
+    windowed_slots = inputs[first : first + shape.tokens] if len(inputs) > first else None
+    return StepColumns(tokens, reqs, groups, windowed_slots, lora_rows, lora_groups)
 
 
 def padded_input(shape: StepShape, padding: Padding) -> tuple[np.ndarray, StepColumns]:
@@ -97,6 +112,8 @@ def padded_input(shape: StepShape, padding: Padding) -> tuple[np.ndarray, StepCo
     columns = columns_of(inputs, shape)
     if padding.windowed_slot is not None:
         columns.windowed_slots[:] = padding.windowed_slot
+    if columns.lora_groups is not None:
+        columns.lora_groups[0] = ops.NO_LORA
     for declared, views in ((TOKEN_COLUMNS, columns.tokens), (REQ_COLUMNS, columns.reqs)):
         for name, _, default in declared:
             if callable(default):
@@ -146,7 +163,9 @@ def _input_size(shape: StepShape) -> int:
     """Integers in the input of a step, without the slots of the windowed pool."""
     tokens = sum(_words(column.dtype) for column in TOKEN_COLUMNS) * _aligned(shape.tokens)
     reqs = sum(_words(column.dtype) for column in REQ_COLUMNS) * _aligned(shape.requests)
-    return tokens + reqs + (MAX_GROUPS * GROUP_FIELDS if shape.has_shared else 0)
+    groups = MAX_GROUPS * GROUP_FIELDS if shape.has_shared else 0
+    lora = _aligned(shape.tokens) + _aligned(3 * shape.lora_groups) if shape.lora_slots else 0
+    return tokens + reqs + groups + lora
 
 
 def _aligned(count: int) -> int:

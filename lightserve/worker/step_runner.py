@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.basemodel import ModelInput, TpPartBaseModel, WindowedInput
+from lightserve.common.basemodel import HiddenStates, ModelInput, TpPartBaseModel, WindowedInput
 from lightserve.common.device import Device, GraphRanges, Graphs, pinned, to_device
 from lightserve.utils.progress import Progress
 from lightserve.worker.infer_batch import MIN_SHARING, InferBatch
@@ -57,8 +57,10 @@ class StepRunner:
         """The largest first: smaller ones then reuse its memory."""
         if self._graphs is None or self._ranges is None:
             return []
-        shapes = graph_shapes(self._model.req_manager.max_reqs, self._ranges, self._batch.shares_prefixes)
-        return sorted(shapes, reverse=True)
+        shapes = list(graph_shapes(self._model.req_manager.max_reqs, self._ranges, self._batch.shares_prefixes))
+        slots = self._batch.lora_slots
+        with_adapters = [shape._replace(lora_slots=slots) for shape in shapes if slots and not shape.has_shared]
+        return sorted(shapes + with_adapters, reverse=True)
 
     def _padding(self, shape: StepShape) -> Tensor:
         return to_device(self._batch.padding(shape), self._model.device)
@@ -91,6 +93,18 @@ class StepRunner:
     def _forward(
         self, inputs: Tensor, shape: StepShape, prompts: StepPromptLogprobs | None = None
     ) -> tuple[Tensor, StepColumns]:
+        step, columns = self._model_input(inputs, shape)
+        hidden = self._model.hidden_states(step)
+        if prompts is not None:
+            prompts.compute(partial(self._model.logits, hidden), self._model.config.vocab_size)
+        return self._model.logits(hidden), columns
+
+    def hidden_states(self, inputs: np.ndarray, shape: StepShape) -> HiddenStates:
+        """Of all tokens of a step, for a model that computes no text."""
+        step, _ = self._model_input(to_device(inputs, self._model.device), shape)
+        return self._model.hidden_states(step)
+
+    def _model_input(self, inputs: Tensor, shape: StepShape) -> tuple[ModelInput, StepColumns]:
         columns = columns_of(inputs, shape)
         own, reqs = columns.tokens, columns.reqs
         tokens = ops.StepTokens(own["row"], own["position"], own["slot"], own["token_id"])
@@ -111,11 +125,9 @@ class StepRunner:
             attn,
             is_prefill=shape.has_prompts,
             windowed=self._windowed_input(tokens, columns, attn),
+            lora=_lora_rows(columns, shape),
         )
-        hidden = self._model.hidden_states(step)
-        if prompts is not None:
-            prompts.compute(partial(self._model.logits, hidden), self._model.config.vocab_size)
-        return self._model.logits(hidden), columns
+        return step, columns
 
     def _windowed_input(
         self, tokens: ops.StepTokens, columns: StepColumns, attn: ops.AttnBatch
@@ -134,6 +146,12 @@ class StepRunner:
         sampled = ops.sample(logits, reqs["temperature"], reqs["seed"], reqs["seq_len"], token_masks)
         self._batch.last_ids.index_copy_(0, reqs["row"].long(), sampled)
         return StepOut(logits, sampled, columns)
+
+
+def _lora_rows(columns: StepColumns, shape: StepShape) -> ops.LoraRows | None:
+    if columns.lora_groups is None:
+        return None
+    return ops.LoraRows(columns.lora_rows, columns.lora_groups, ops.lora_group_rows(shape.tokens))
 
 
 @torch.inference_mode()
@@ -172,12 +190,12 @@ def graph_shape_for(shape: StepShape, ranges: GraphRanges) -> StepShape | None:
     if tokens is None or tokens - shape.tokens > ranges.max_padding:
         return None
     if not shape.has_decodes and shape.requests <= ranges.prefill_requests:
-        return StepShape(tokens, ranges.prefill_requests, has_decodes=False, has_prompts=True)
+        return shape._replace(tokens=tokens, requests=ranges.prefill_requests)
     requests = _next_size(shape.requests, ranges.requests)
     if requests is None or requests >= ranges.tokens[-1]:
         return None
     tokens = max(tokens, _next_size(requests + 1, ranges.tokens) or tokens)
-    return StepShape(tokens, requests, has_decodes=True, has_prompts=True)
+    return StepShape(tokens, requests, has_decodes=True, has_prompts=True, lora_slots=shape.lora_slots)
 
 
 def _next_size(count: int, sizes: Sequence[int]) -> int | None:

@@ -42,6 +42,11 @@ def warm_up_steps(max_reqs: int, max_len: int, pool_len: int) -> Iterator[Step]:
         yield from _generate([_with_cached_prompt(reqs[0])])
 
 
+def with_adapter(step: Step) -> Step:
+    """A step whose requests use the adapter of slot 0, which is empty."""
+    return msgspec.structs.replace(step, new=[msgspec.structs.replace(req, lora_slot=0) for req in step.new])
+
+
 def in_both_pools(step: Step) -> Step:
     """A step of a worker with a windowed pool, where its tokens have the same slots."""
     new = [msgspec.structs.replace(req, cached_windowed_slots=req.cached_slots) for req in step.new]

@@ -9,21 +9,23 @@ import torch
 from torch import Tensor
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, TpPartBaseModel
-from lightserve.common.checkpoint.reader import open_checkpoint, tensor_metadata, total_bytes
+from lightserve.common.checkpoint.reader import module_tensors, open_checkpoint, tensor_metadata, total_bytes
 from lightserve.common.device import Device, explain_out_of_memory, pick_device
 from lightserve.common.device.profile import ModelTraits, for_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
-from lightserve.io_struct import GrammarSpec, KvCopy, Step, StepLimits, StepResult, WindowedKv
+from lightserve.io_struct import GrammarSpec, KvCopy, PoolingLimits, Step, StepLimits, StepResult, WindowedKv
 from lightserve.model_files.kv_dtype import resolve_kv_dtype
-from lightserve.model_files.source import ModelSource, stored_as
+from lightserve.model_files.pooling import PoolingConfig
+from lightserve.model_files.source import ModelSource, pooling_of, stored_as
 from lightserve.models.registry import get_model_class, read_model_config
 from lightserve.utils.progress import Progress
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.kv_pools import kept_tokens
 from lightserve.worker.kv_size import kv_size
+from lightserve.worker.lora import LoraCache, lora_args, merged_adapter
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import GrammarManager
 from lightserve.worker.sampling.logits import int64s
@@ -32,7 +34,7 @@ from lightserve.worker.sampling.sampler import Sampler, SamplingPlan
 from lightserve.worker.sampling.step_masks import GrammarMaskBuilder, StepMasks
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.step_runner import StepOut, StepRunner
-from lightserve.worker.warm_up import FIRST_POOL_TOKENS, in_both_pools, warm_up_steps
+from lightserve.worker.warm_up import FIRST_POOL_TOKENS, in_both_pools, warm_up_steps, with_adapter
 
 
 class ModelWorker:
@@ -52,7 +54,8 @@ class ModelWorker:
             source.hf_config(), config.model_type, config.quantization, config.quantization_config
         )
         self._platform.check_head_dim(self.model_config.head_dim)
-        self.max_req_total_len = self.model_config.request_len(config.max_req_total_len)
+        self.pooling = pooling_of(source, config.model_type, config.task, config.pooling)
+        self.max_req_total_len = self.model_config.request_len(_wanted_len(config, self.pooling))
         dtype = _dtype(config, self.model_config, self._platform)
         self._kv_dtype = resolve_kv_dtype(config.kv_dtype, self.model_config)
         self._platform.check_kv_dtype(self._kv_dtype, self._device)
@@ -65,15 +68,22 @@ class ModelWorker:
             self._device,
             # batch-invariant attention does not use shared prefixes
             shares_prefixes=not config.deterministic and self.model.attends_to_shared_prefixes,
+            has_kv=self.model.has_kv,
         )
+        traits = ModelTraits(self.model.active_share, self.model.bytes_per_weight, self.model.fp8_share)
+        self._profile = for_model(self._platform.profile(self._device), traits)
+        self._batch.lora_slots = config.num_loras
+        self.loras = LoraCache(self.model, config.max_lora_rank) if config.num_loras else None
+        self._init_steps(source)
+        self._resize_kv_pool(config)
+
+    def _init_steps(self, source: ModelSource) -> None:
+        """Create the parts that a step passes after the batch."""
         self._sampler = Sampler(self.model_config.vocab_size, self._device, self._batch.last_ids)
         self._grammars = GrammarManager(source, self.model_config.vocab_size, self._device)
         self._masks = GrammarMaskBuilder(self._grammars, self._device, self._platform.launches_async)
-        traits = ModelTraits(self.model.active_share, self.model.bytes_per_weight, self.model.fp8_share)
-        self._profile = for_model(self._platform.profile(self._device), traits)
         self._runner = StepRunner(self.model, self._batch, self._platform)
         self._collector = StepCollector()
-        self._resize_kv_pool(config)
 
     def _computed_how(self, dtype: torch.dtype) -> str:
         """For the operator: "in bfloat16 (fp8, quantised while loading; KV in int8)"."""
@@ -93,12 +103,15 @@ class ModelWorker:
             dtype=dtype,
             device=self._device,
             parallel=parallel,
-            checkpoint=_with_progress(source) if has_weights else None,
+            checkpoint=_with_progress(source, self.pooling) if has_weights else None,
             max_total_token_num=FIRST_POOL_TOKENS,
             max_reqs=config.running_max_req_size,
             max_req_total_len=self.max_req_total_len,
-            tensor_metadata=tensor_metadata(source) if has_weights else (),
+            tensor_metadata=_metadata(source, self.pooling) if has_weights else (),
             kv_dtype=self._kv_dtype,
+            pooling=self.pooling,
+            lora=lora_args(config),
+            merged_adapter=merged_adapter(config),
         )
         with explain_out_of_memory("use a smaller model, more ranks (tp), or a smaller max_req_total_len"):
             return get_model_class(self.model_config.model_type)(args)
@@ -134,6 +147,11 @@ class ModelWorker:
         return WindowedKv(size, window, kept_tokens(window))
 
     @property
+    def pooling_limits(self) -> PoolingLimits | None:
+        """None: the model generates text."""
+        return None
+
+    @property
     def pipeline_depth(self) -> int:
         """How many steps should be in flight at once."""
         return self._platform.pipeline_depth
@@ -163,6 +181,9 @@ class ModelWorker:
         sizes = [self.max_total_token_num] if self.windowed is None else [self.max_total_token_num, self.windowed.size]
         for step in warm_up_steps(self.model.req_manager.max_reqs, self.max_req_total_len, min(sizes)):
             self.run(step if self.windowed is None else in_both_pools(step))
+        if self._batch.lora_slots:
+            for step in warm_up_steps(self.model.req_manager.max_reqs, self.max_req_total_len, min(sizes)):
+                self.run(with_adapter(step if self.windowed is None else in_both_pools(step)))
 
     def run(self, step: Step) -> StepResult:
         """Run a step and wait for its result."""
@@ -203,6 +224,8 @@ class ModelWorker:
             limit = new.sampling.thinking
             thinking = None if limit is None else ThinkingBudget(limit, self._grammars.token_bytes)
             self._batch.add(new, self._grammars.start(new), thinking)
+        if step.loras and self.loras is not None:
+            self.loras.place(step.loras)
         for copy in step.copies:
             self._copy_kv(copy)
 
@@ -240,8 +263,21 @@ def _dtype(config: WorkerConfig, model: ModelConfig, platform: Device) -> torch.
     return dtype
 
 
-def _with_progress(source: ModelSource) -> Iterator[CheckpointTensor]:
+def _wanted_len(config: WorkerConfig, pooling: PoolingConfig | None) -> int | None:
+    """The operator's limit, or that of sentence-transformers' files."""
+    return config.max_req_total_len or (None if pooling is None else pooling.max_len)
+
+
+def _with_progress(source: ModelSource, pooling: PoolingConfig | None) -> Iterator[CheckpointTensor]:
     with Progress("weights", total_bytes(source)) as progress:
         for tensor in open_checkpoint(source):
             yield tensor
             progress.advance(tensor.tensor.nbytes)
+    if pooling is not None:
+        yield from module_tensors(source.path, pooling.module_folders)
+
+
+def _metadata(source: ModelSource, pooling: PoolingConfig | None) -> Iterator[CheckpointTensor]:
+    yield from tensor_metadata(source)
+    if pooling is not None:
+        yield from module_tensors(source.path, pooling.module_folders)

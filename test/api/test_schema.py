@@ -39,6 +39,14 @@ def test_every_operation_conforms_to_its_schema(tmp_path: Path) -> None:
     check(tmp_path, EXAMPLES, "--mode", "all", "--seed", "1")
 
 
+@pytest.mark.slow
+def test_every_pooling_operation_conforms_to_its_schema(tmp_path: Path) -> None:
+    paths = "embed|rerank|score|classify|pooling|predict"
+    options = ("--mode", "all", "--seed", "1", "--include-path-regex", paths)
+
+    check(tmp_path, EXAMPLES, *options, server_flags=("--task", "embed"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_operations_conform_with_many_more_examples(tmp_path: Path, request: pytest.FixtureRequest, mode: str) -> None:

@@ -15,13 +15,15 @@ from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 
 from lightserve.common.checkpoint.reader import open_checkpoint, tensor_metadata
-from lightserve.errors import ModelFilesError
+from lightserve.errors import AdapterError, ModelFilesError
 from lightserve.model_files import load_tokenizer, resolve
 from lightserve.model_files.config_names import MODELS
 from lightserve.model_files.folder import find_weight_files
+from lightserve.model_files.lora.adapter import LinearSize, check_base, check_rank, read_adapter
 from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.source import FolderSource, stored_as
 from test.fuzz.profile import FUZZ
+from test.lora_files import write_adapter
 from test.model_files.files import VOCAB, save_as_gguf, tiny_model
 from test.server.launcher_process import TINY
 from test.small_text import EOS, small_backend
@@ -196,3 +198,27 @@ def test_a_damaged_tokenizer_is_read_or_refused(data: st.DataObject) -> None:
 
     with contextlib.suppress(ModelFilesError):
         load_tokenizer(FolderSource("damaged", folder)).decoder.stream(True).push(3)
+
+
+@functools.cache
+def whole_adapter() -> tuple[bytes, int, dict[str, Any]]:
+    folder = write_adapter(scratch() / "adapter", {"model.layers.0.self_attn.q_proj": (8, 8)})
+    raw = (folder / "adapter_model.safetensors").read_bytes()
+    return raw, 8 + struct.unpack("<Q", raw[:8])[0], json.loads((folder / "adapter_config.json").read_text())
+
+
+@FUZZ
+@given(data=st.data())
+def test_a_damaged_adapter_is_read_or_refused(data: st.DataObject) -> None:
+    raw, head, config = whole_adapter()
+    names = st.sampled_from([*config, "init_lora_weights", "layers_to_transform"]) | st.text(max_size=8)
+    changes = data.draw(st.dictionaries(names, values, max_size=2))
+    folder = scratch() / "damaged_adapter"
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    (folder / "adapter_model.safetensors").write_bytes(data.draw(damaged(raw, head) | st.just(raw)))
+
+    with contextlib.suppress(AdapterError):
+        adapter = read_adapter(folder)
+        check_rank(adapter, 16)
+        check_base(adapter, {"model.layers.0.self_attn.q_proj": LinearSize(8, 8)})

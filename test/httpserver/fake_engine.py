@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,8 +15,11 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.manager import HttpServerManager
 from lightserve.io_struct import (
     AbortReq,
+    AdapterQuery,
+    AdapterReply,
     Admission,
     BatchStrOut,
+    EmbeddingOut,
     EngineReady,
     FinishReason,
     GenerateReq,
@@ -39,7 +42,7 @@ LIMITS = EngineReady(
     max_total_token_num=4096, max_req_total_len=1024, vocab_size=49152, pipeline_depth=1, step_timeout_s=240.0
 )
 
-Script = Callable[[GenerateReq], list[StrOut | ReqFailed]]
+Script = Callable[[GenerateReq], Sequence[StrOut | ReqFailed | EmbeddingOut]]
 
 
 def spell(text: str, finish_reason: FinishReason = FinishReason.STOP) -> Script:
@@ -98,6 +101,8 @@ class FakeEngine:
             elif isinstance(message, StartProfile | StopProfile):
                 self.profile_messages.append(message)
                 self._outbox.send(msgspec.structs.replace(self.profile_reply, query_id=message.query_id))
+            elif isinstance(message, AdapterQuery):
+                self._outbox.send(AdapterReply(message.query_id))
             elif isinstance(message, GenerateReq):
                 self.received.append(msgspec.structs.replace(message, prompt_ids=message.prompt_ids.tolist()))
                 task = asyncio.create_task(self._respond(message))
@@ -111,7 +116,8 @@ class FakeEngine:
                 await self.hold.wait()
             failed = [out] if isinstance(out, ReqFailed) else []
             outs = [out] if isinstance(out, StrOut) else []
-            self._outbox.send(BatchStrOut(outs, failed))
+            embeddings = [out] if isinstance(out, EmbeddingOut) else []
+            self._outbox.send(BatchStrOut(outs, failed, embeddings))
             await asyncio.sleep(0)
 
 

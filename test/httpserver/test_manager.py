@@ -140,7 +140,7 @@ def test_a_refused_request_has_the_status_of_its_error(tmp_path: Path) -> None:
     def refuse(req: GenerateReq) -> list[ReqFailed]:
         return [ReqFailed(req.req_id, 429, "full")]
 
-    check(scenario, tmp_path, refuse)  # type: ignore[arg-type]
+    check(scenario, tmp_path, refuse)
 
 
 def test_a_dead_engine_ends_every_request(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from lightserve.common.basemodel import LayerSpec, ModelArgs, TpPartBaseModel
 from lightserve.common.parallel import Parallel
 from lightserve.model_files.gguf_architectures import ARCHITECTURES
+from lightserve.model_files.pooling.config import ENCODERS
 from lightserve.models.registry import MODELS, get_model_class, read_model_config
 from test.models.architectures.case import Json, build
 from test.models.architectures.cases import CASES
@@ -23,8 +24,10 @@ FAMILIES = {
     "aquila": "Aquila 2",
     "arcee": "Arcee AFM",
     "baichuan": "Baichuan 1 and 2",
+    "bert": "BERT, MiniLM, bge, e5",
     "bitnet": "BitNet in floating point",
     "bloom": "BLOOM, BLOOMZ",
+    "camembert": "CamemBERT",
     "chatglm": "ChatGLM 2 and 3, GLM-4-9B",
     "cohere": "Command R, R+, Aya",
     "cohere2": "Command R7B, Command A",
@@ -58,9 +61,11 @@ FAMILIES = {
     "ministral3": "Ministral 3",
     "mistral": "Mistral, Mistral Nemo",
     "mixtral": "Mixtral",
+    "modernbert": "ModernBERT, gte-modernbert",
     "mpt": "MPT",
     "nemotron": "Nemotron 3, 4, Minitron",
     "nemotron-nas": "Llama-Nemotron",
+    "nomic_bert": "nomic-embed-text 1 and 1.5",
     "olmo": "OLMo",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
@@ -73,10 +78,12 @@ FAMILIES = {
     "qwen2_moe": "Qwen 1.5 MoE, 2 MoE",
     "qwen3": "Qwen 3",
     "qwen3_moe": "Qwen 3 MoE",
+    "roberta": "RoBERTa",
     "seed_oss": "Seed-OSS",
     "smollm3": "SmolLM 3",
     "stablelm": "StableLM 2, 3B, 12B",
     "starcoder2": "StarCoder 2",
+    "xlm-roberta": "XLM-RoBERTa, bge-m3, multilingual-e5",
     "xverse": "XVERSE",
 }
 # models that are served as another one when they come from a GGUF file
@@ -103,15 +110,25 @@ model's folder or GGUF file is in [model_files.md](model_files.md).
 those of the model's file that are not blank. *Cases* are the shapes in which the model gives the
 logits of transformers, over prompts of 170 tokens in chunks, with a cached prefix, in decode steps,
 in half precision and on two ranks (`test/models/test_architectures.py`). *GGUF* names the
-architectures of llama.cpp that are read.
+architectures of llama.cpp that are read. Every one of them embeds texts too, with `--task embed`.
+"""
+ENCODER_INTRODUCTION = """\
+
+## Encoders
+
+These compute embeddings and scores: see [embeddings.md](embeddings.md). `test/pooling/test_parity.py`
+compares them with transformers.
 """
 
 
 def page() -> str:
     configs = _configs_by_type()
-    rows = [_row(model_type, configs[model_type]) for model_type in sorted(MODELS, key=str.lower)]
+    decoders = sorted(MODELS.keys() - ENCODERS, key=str.lower)
+    rows = [_row(model_type, configs[model_type]) for model_type in decoders]
     head = "| model_type | models | has | lines | cases | GGUF |\n|---|---|---|--:|--:|---|"
-    return "\n".join([INTRODUCTION, f"{len(MODELS)} model types.\n", head, *rows, ""])
+    encoders = ["| model_type | models | lines |\n|---|---|--:|", *map(_encoder_row, sorted(ENCODERS))]
+    counted = f"{len(decoders)} model types.\n"
+    return "\n".join([INTRODUCTION, counted, head, *rows, ENCODER_INTRODUCTION, *encoders, ""])
 
 
 def _configs_by_type() -> dict[str, list[Json]]:
@@ -122,13 +139,20 @@ def _configs_by_type() -> dict[str, list[Json]]:
     return by_type
 
 
-def _row(model_type: str, configs: list[Json]) -> str:
+def _encoder_row(model_type: str) -> str:
+    return f"| `{model_type}` | {FAMILIES[model_type]} | {_lines(model_type)} |"
+
+
+def _lines(model_type: str) -> int:
     module = MODELS[model_type].partition(":")[0]
     file = Path(__file__).parents[2] / f"{module.replace('.', '/')}.py"
-    lines = sum(bool(line.strip()) for line in file.read_text().splitlines())
+    return sum(bool(line.strip()) for line in file.read_text().splitlines())
+
+
+def _row(model_type: str, configs: list[Json]) -> str:
     has = ", ".join(sorted({feature for config in configs for feature in _features(config)}))
     gguf = GGUF_NAMES.get(model_type) or ", ".join(_gguf_names(model_type))
-    return f"| `{model_type}` | {FAMILIES[model_type]} | {has} | {lines} | {len(configs)} | {gguf} |"
+    return f"| `{model_type}` | {FAMILIES[model_type]} | {has} | {_lines(model_type)} | {len(configs)} | {gguf} |"
 
 
 def _gguf_names(model_type: str) -> list[str]:

@@ -486,6 +486,36 @@ def _experts_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return x, ids, weights, experts_params(6, 48, 40, dtype, device, clamps=True)
 
 
+def lora_rows(slots: list[int], device: str, max_group: int = 16) -> ops.LoraRows:
+    """Of rows with these slots, as a worker groups them; with a group that is not used at the end."""
+    by_slot = {slot: [row for row, own in enumerate(slots) if own == slot] for slot in set(slots) - {ops.NO_LORA}}
+    rows = [row for own in by_slot.values() for row in own]
+    groups, begin = [], 0
+    for slot, own in by_slot.items():
+        for first in range(0, len(own), max_group):
+            groups.append((slot, begin + first, begin + min(first + max_group, len(own))))
+        begin += len(own)
+    unused = [(ops.NO_LORA, 0, 0)] if slots else []
+    columns = list(zip(*groups, *unused, strict=True)) or [(), (), ()]
+    rows += [0] * (len(slots) - len(rows))
+    table = torch.tensor(columns, dtype=torch.int32, device=device)
+    return ops.LoraRows(ints(rows, device), table, max_group)
+
+
+def lora_weights(
+    in_size: int, parts: tuple[int, ...], dtype: torch.dtype, device: str, *, slots: int = 3, rank: int = 16
+) -> ops.LoraWeights:
+    a = randn(slots, len(parts) * rank, in_size, dtype=dtype, device=device, seed=21) * in_size**-0.5
+    b = randn(slots, sum(parts), rank, dtype=dtype, device=device, seed=22) * rank**-0.5
+    return ops.LoraWeights(a, b, tuple(sum(parts[: i + 1]) for i in range(len(parts))))
+
+
+def _lora_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    out, x = randn(tokens, 72, dtype=dtype, device=device), randn(tokens, 40, dtype=dtype, device=device, seed=1)
+    slots = [(2, ops.NO_LORA, 0)[i % 3] for i in range(tokens)]
+    return out, x, lora_weights(40, (40, 16, 16), dtype, device), lora_rows(slots, device)
+
+
 def _watermark_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     b_last = ints([40_000 * i for i in range(tokens)], device, torch.int64)
     return _logits(tokens, device), ints(list(range(tokens))[::-1], device), b_last
@@ -493,6 +523,7 @@ def _watermark_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
 
 ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "add_layer_norm": _norm_args("rows", "rows", "param", "param"),
+    "add_lora": _lora_args,
     "add_rms_norm": _norm_args("rows", "rows", "param"),
     "add_rms_norm_gate_up": _norm_linear_args,
     "add_rms_norm_linear": _norm_linear_args,

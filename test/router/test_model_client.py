@@ -25,7 +25,7 @@ from test.waiting import DEADLINE_S, until
 
 
 def echo(step: Step) -> StepResult:
-    outs = [TokenOut(row.req_id, Token(row.slots[0], logprob=-0.5, top_logprobs=[(1, -1.0)])) for row in step.rows]
+    outs = [TokenOut(row.req_id, Token(int(row.slots[0]), logprob=-0.5, top_logprobs=[(1, -1.0)])) for row in step.rows]
     return StepResult(outs)
 
 
@@ -74,7 +74,7 @@ def test_a_step_and_its_tokens_cross_whole(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         client = client_of(served(tmp_path, run))
-        step = Step([StepRow(1 << 50, [9, 8])], [new], [3])
+        step = Step([StepRow(1 << 50, int32s([9, 8]))], [new], [3])
 
         outs = await client.run(step)
 
@@ -91,7 +91,7 @@ def test_several_steps_are_in_flight_and_run_in_order(tmp_path: Path) -> None:
 
     def run(step: Step) -> StepResult:
         may_run.wait(DEADLINE_S)
-        order.append(step.rows[0].slots[0])
+        order.append(int(step.rows[0].slots[0]))
         return echo(step)
 
     async def scenario() -> None:

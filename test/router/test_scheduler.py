@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -939,3 +940,53 @@ def test_a_crash_while_idle_isolates_no_request() -> None:
     assert server.scheduler.pool.slots.num_used == 0
     server.run([make_req(1, [1, 2, 3])])
     server.assert_idle()
+
+
+def pooled_req(req_id: int, length: int, shares_prefix: bool) -> Req:
+    ids = np.arange(1, length + 1, dtype=np.int32)
+    return Req(req_id, ids, GenerationParams(), 1, (), keeps_kv_cached=shares_prefix, shares_prefix=shares_prefix)
+
+
+def test_a_pooling_request_ends_with_its_result_and_frees_its_tokens() -> None:
+    scheduler = Scheduler(KvPool(64), SchedulerLimits(max_running=4, batch_max_tokens=32, chunk_size=None))
+    scheduler.add(pooled_req(0, 20, shares_prefix=False))
+    step = scheduler.next_step()
+    assert step is not None
+    scheduler.complete_step()
+
+    req = scheduler.process_embedding(0)
+
+    assert req is not None
+    assert (req.finish_reason, req.output_ids) == (FinishReason.STOP, [])
+    assert scheduler.process_embedding(0) is None
+    assert (scheduler.pool.slots.num_used, scheduler.num_running) == (0, 0)
+    freed = scheduler.next_step()
+    assert freed is not None
+    assert freed.free == [0]
+
+
+def test_a_text_that_is_pooled_as_a_whole_takes_no_cached_prefix() -> None:
+    lengths = []
+    for shares_prefix in (True, False):
+        scheduler = Scheduler(KvPool(64), SchedulerLimits(max_running=4, batch_max_tokens=64, chunk_size=64))
+        for req_id in (0, 1):
+            scheduler.add(pooled_req(req_id, 20, shares_prefix))
+            step = scheduler.next_step()
+            assert step is not None
+            scheduler.complete_step()
+            scheduler.process_embedding(req_id)
+            lengths.append(len(step.rows[0].slots))
+
+    assert lengths == [20, 1, 20, 20]
+
+
+def test_texts_that_are_pooled_wait_for_room() -> None:
+    scheduler = Scheduler(KvPool(50), SchedulerLimits(max_running=8, batch_max_tokens=64, chunk_size=None))
+    for req_id in range(4):
+        scheduler.add(pooled_req(req_id, 20, shares_prefix=False))
+
+    step = scheduler.next_step()
+
+    assert step is not None
+    assert [row.req_id for row in step.rows] == [0, 1]
+    assert scheduler.num_waiting == 2

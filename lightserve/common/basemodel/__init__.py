@@ -35,7 +35,9 @@ from lightserve.common.basemodel.layer_weights.norms import (
 )
 from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext, WeightGroup
+from lightserve.common.basemodel.lora import LoraArgs, LoraPool
 from lightserve.common.basemodel.moe import MoeNames, MoeSpec, num_experts_of, top_k_of
+from lightserve.common.basemodel.pooling import Pooler
 from lightserve.common.basemodel.rotary import yarn_mscale
 from lightserve.common.basemodel.spec import (
     LayerNames,
@@ -86,6 +88,8 @@ __all__ = [
     "LinearSpec",
     "LinearWeight",
     "LogitRows",
+    "LoraArgs",
+    "LoraPool",
     "MemoryManager",
     "ModelArgs",
     "ModelConfig",
@@ -100,6 +104,7 @@ __all__ = [
     "Observer",
     "Parallel",
     "Piece",
+    "Pooler",
     "PostLayerInfer",
     "PostLayerInferTpl",
     "PreAndPostLayerWeight",

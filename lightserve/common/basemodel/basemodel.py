@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,9 @@ from lightserve.common.basemodel.layer_weights.key_scaling import warn_of_large_
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.loader import check_weights, fill_dummy, load_weights
 from lightserve.common.basemodel.layer_weights.weight import WeightContext
+from lightserve.common.basemodel.lora import LoraArgs, LoraPool, uses_adapters, without_prefix
+from lightserve.common.basemodel.merge_lora import check_merge, merged
+from lightserve.common.basemodel.pooling import with_outer_prefix
 from lightserve.common.basemodel.rotary import query_scale_tables, rotary_tables
 from lightserve.common.basemodel.spec import LayerSpec, ModelSpec, activation_of
 from lightserve.common.checkpoint.piece import total_size
@@ -34,7 +38,9 @@ from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.parallel import Parallel
 from lightserve.common.quantization import experts_method_factory, linear_method_factory
 from lightserve.errors import ModelFilesError, ServerError
+from lightserve.model_files.lora.adapter import Adapter, LinearSize, check_base
 from lightserve.model_files.model_config import SLIDING_ATTENTION, ModelConfig
+from lightserve.model_files.pooling import PoolingConfig
 
 # tensors of checkpoints that the model computes itself
 REDUNDANT = (
@@ -61,6 +67,9 @@ class ModelArgs:
     max_req_total_len: int
     tensor_metadata: Iterable[CheckpointTensor] = ()  # names, shapes and dtypes, to check them before loading
     kv_dtype: str | None = None  # fp8 or int8; None: keys and values are stored in dtype
+    pooling: PoolingConfig | None = None  # what the model computes instead of text
+    lora: LoraArgs | None = None  # None: the model takes no adapters
+    merged_adapter: Adapter | None = None  # added to the weights while they are loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,9 @@ class TpPartBaseModel:
 
     # attention reads a prefix that requests share once for all of them (AttnBatch.shared_prefixes)
     attends_to_shared_prefixes: ClassVar[bool] = True
+
+    # attention can read the keys and values of the step itself, for texts whose tokens see all others
+    attends_without_cache: ClassVar[bool] = True
 
     # what args.kv_dtype may be; a model whose attention reads other caches has fewer
     kv_dtypes: ClassVar[tuple[str, ...]] = ("fp8", "int8")
@@ -118,12 +130,25 @@ class TpPartBaseModel:
         model._init_args(args)
         return model._check_metadata()
 
+    @classmethod
+    def adapter_sizes(cls, args: ModelArgs) -> dict[str, LinearSize]:
+        """The linears of a model that take adapters. Nothing is loaded."""
+        model = cls.__new__(cls)
+        model._init_args(args)
+        pool = LoraPool(LoraArgs(0, 0), args.dtype, torch.device("meta"))
+        model._new_weights(pool.device, pool)
+        return pool.sizes()
+
     def _init_config(self) -> None:
         self.config = self.args.config
 
     def _init_specs(self) -> None:
         self.spec = self.model_spec()
         self.layer_specs = [self.layer_spec(i) for i in range(self.config.num_layers)]
+        pooling = self.args.pooling
+        if pooling is not None:
+            self.spec = replace(self.spec, pooling=pooling, has_lm_head=pooling.answers is not None)
+            self.layer_specs = [replace(spec, is_causal=pooling.is_causal) for spec in self.layer_specs]
 
     def layer_spec(self, layer_num: int) -> LayerSpec:
         """How a layer is built. A model that is not a Llama replaces the values in which it differs."""
@@ -154,6 +179,10 @@ class TpPartBaseModel:
         for spec in self.layer_specs:
             spec.check_tp(self.tp.size)
             spec.check_halves()
+        if not self.has_kv and not self.attends_without_cache:
+            raise ModelFilesError(
+                f"config.json: is_causal false is not supported for {self.config.model_type}; set it to true"
+            )
         layer_types = self.config.layer_types
         is_in_effect = self.config.window is not None and (layer_types is None or SLIDING_ATTENTION in layer_types)
         if is_in_effect and all(spec.window is None for spec in self.layer_specs):
@@ -180,27 +209,68 @@ class TpPartBaseModel:
         """Refuse a config.json with options that the model's code does not implement."""
 
     def _init_weights(self) -> None:
+        self.check_adapters()
         self._check_metadata()
-        self.pre_post_weight, self.layer_weights = self._new_weights(self.device)
+        lora = self.args.lora
+        self.lora = None if lora is None else LoraPool(lora, self.args.dtype, self.device)
+        self.pre_post_weight, self.layer_weights = self._new_weights(self.device, self.lora)
         layers = [self.pre_post_weight, *self.layer_weights]
         scales = self._kv_scales()
         if self.args.checkpoint is None:
             fill_dummy(layers)
         else:
-            checkpoint = scales.removed_from(self.adapt_checkpoint(self.args.checkpoint))
+            checkpoint = scales.removed_from(self.merged_checkpoint(self.args.checkpoint))
             load_weights(layers, checkpoint, self.config.num_layers)
         if self.args.kv_dtype == "fp8":
             warn_of_large_keys(self.layer_weights)
             for spec, weight in zip(self.layer_specs, self.layer_weights, strict=True):
                 weight.kv_scales = scales.of_layer(spec, self.tp).to(self.device)
+        if self.lora is not None:
+            self.lora.allocate()
+
+    def merged_checkpoint(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
+        """``adapt_checkpoint``, with the adapter that is merged into the weights."""
+        adapted, adapter = self._adapted(checkpoint), self.args.merged_adapter
+        if adapter is None:
+            return adapted
+        return merged(adapted, self.own_names(adapter), any(spec.is_transposed for spec in self.layer_specs))
+
+    def check_adapters(self) -> None:
+        """Check adapters against linears on the meta device, before anything is loaded."""
+        lora, merged_adapter = self.args.lora, self.args.merged_adapter
+        if not (lora and lora.checked) and merged_adapter is None:
+            return
+        pool = LoraPool(LoraArgs(0, 0), self.args.dtype, torch.device("meta"))
+        layers = self._new_weights(pool.device, pool)
+        if merged_adapter is not None:
+            check_merge(self.own_names(merged_adapter), pool.sizes(), self.spec)
+        for adapter in lora.checked if lora else ():
+            check_base(self.own_names(adapter), pool.sizes(), _modules(*layers))
+
+    def own_names(self, adapter: Adapter) -> Adapter:
+        """The adapter with the names that the weights declare."""
+        return without_prefix(adapter, self.spec.names.optional_prefix)
+
+    def check_adapter(self, adapter: Adapter) -> Adapter:
+        """Raise if the adapter does not fit this model; otherwise return it with the names that the weights declare."""
+        adapter = self.own_names(adapter)
+        check_base(adapter, self.lora_sizes, _modules(self.pre_post_weight, self.layer_weights))
+        return adapter
+
+    @cached_property
+    def lora_sizes(self) -> dict[str, LinearSize]:
+        """The linears that take adapters."""
+        return {} if self.lora is None else self.lora.sizes()
 
     def _kv_scales(self) -> KvScales:
         return KvScales(self.layer_specs, is_fp8=self.args.kv_dtype == "fp8")
 
-    def _new_weights(self, device: torch.device) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
+    def _new_weights(
+        self, device: torch.device, lora: LoraPool | None = None
+    ) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
         methods = linear_method_factory(self.config), experts_method_factory(self.config)
         quantizes_kv = self.args.kv_dtype is not None
-        context = WeightContext(self.args.parallel, self.args.dtype, device, *methods, quantizes_kv=quantizes_kv)
+        context = WeightContext(self.args.parallel, self.args.dtype, device, *methods, quantizes_kv, lora)
         layers = [self.transformer_weight_class(spec, context) for spec in self.layer_specs]
         pre_post = self.pre_and_post_weight_class(self.spec, context)
         if self.config.quantization is not None:
@@ -217,7 +287,7 @@ class TpPartBaseModel:
         if not tensor_metadata:
             return []
         pre_post, layers = self._new_weights(torch.device("meta"))
-        checkpoint = self._kv_scales().removed_from(self.adapt_checkpoint(tensor_metadata))
+        checkpoint = self._kv_scales().removed_from(self._adapted(tensor_metadata))
         return check_weights([pre_post, *layers], checkpoint, self.config.num_layers)
 
     @property
@@ -231,6 +301,14 @@ class TpPartBaseModel:
         """Of the layers' linears and experts as this rank stores them, with their scales."""
         size = total_size(layer.stored_size() for layer in self.layer_weights)
         return size.num_bytes / max(size.num_weights, 1)
+
+    def _adapted(self, checkpoint: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
+        """A checkpoint of a model without a head for text may lack the prefix ``model.`` of its names."""
+        if self.args.pooling is None:
+            return self.adapt_checkpoint(checkpoint)
+        prefixed = with_outer_prefix(checkpoint, self.spec.names, self.layer_specs[0].names)
+        unused = () if self.spec.has_lm_head else (f"{self.spec.names.lm_head}.",)
+        return (tensor for tensor in self.adapt_checkpoint(prefixed) if not tensor.name.startswith(unused))
 
     @property
     def fp8_share(self) -> float:
@@ -265,7 +343,7 @@ class TpPartBaseModel:
         """What a token stores in each layer: keys and values, in groups of layers with the same heads."""
         layers: dict[tuple[int, int, int | None], list[int]] = {}
         for spec in self.layer_specs:
-            if not spec.has_attention:
+            if not spec.has_attention or not spec.is_causal:
                 continue
             key = spec.kv_heads_of_rank(self.tp.size), spec.head_dim, spec.window
             layers.setdefault(key, []).append(spec.layer_num)
@@ -322,7 +400,21 @@ class TpPartBaseModel:
         infer_state.observer = self.observer
         infer_state.init_some_extra_state(self, step.input_ids)
         forward = self._context_forward if step.is_prefill else self._token_forward
-        return HiddenStates(forward(step.input_ids, infer_state), infer_state)
+        with uses_adapters(self.lora, step.lora):
+            return HiddenStates(forward(step.input_ids, infer_state), infer_state)
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether there is a KV cache. Without one, a step computes whole texts."""
+        return all(spec.is_causal for spec in self.layer_specs)
+
+    @torch.inference_mode()
+    def final_states(self, hidden: HiddenStates, rows: Tensor | None = None) -> Tensor:
+        """The hidden states after the final norm, of ``rows`` or of all tokens: ``[rows, hidden]``.
+
+        ``hidden`` is not valid after a call without ``rows``.
+        """
+        return self.post_infer.final_states(hidden.output, hidden.infer_state, self.pre_post_weight, rows)
 
     @torch.inference_mode()
     def logits(self, hidden: HiddenStates, rows: Tensor | None = None) -> Tensor:
@@ -367,3 +459,8 @@ class TpPartBaseModel:
         """Report the sum that the next norm computes."""
         if self.observer is not None and infer_state.residual is not None:
             self.observer.observe(f"layers.{layer_num}", infer_state.residual + output)
+
+
+def _modules(pre_post: PreAndPostLayerWeight, layers: list[TransformerLayerWeight]) -> set[str]:
+    """The modules that have tensors in the checkpoint."""
+    return {piece.name.rpartition(".")[0] for layer in (pre_post, *layers) for piece in layer.pieces()}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightserve.common.basemodel.spec import QueryScale
 from lightserve.common.kv.mem_manager import MemoryManager
-from lightserve.common.ops import AttnBatch, RotaryAngles
+from lightserve.common.ops import AttnBatch, LoraRows, RotaryAngles
 
 if TYPE_CHECKING:
     from lightserve.common.basemodel.basemodel import TpPartBaseModel
@@ -41,6 +41,7 @@ class ModelInput:
     is_prefill: bool  # False: exactly one token per request
     logit_rows: LogitRows | Tensor = LogitRows.LAST  # which tokens get logits; or their rows, [n] int64
     windowed: WindowedInput | None = None  # None: all layers have the same slots
+    lora: LoraRows | None = None  # None: no row uses an adapter
 
 
 class Observer(Protocol):

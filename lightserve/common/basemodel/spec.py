@@ -13,6 +13,7 @@ from lightserve.common.basemodel.moe import MoeSpec
 from lightserve.errors import ModelFilesError
 from lightserve.model_files.layer_shapes import LayerShape
 from lightserve.model_files.model_config import ModelConfig, RopeConfig
+from lightserve.model_files.pooling import PoolingConfig
 
 # by the name in config.json (transformers' ACT2FN)
 ACTIVATIONS = {
@@ -103,6 +104,7 @@ class LayerSpec:
 
     # what the two halves add to the hidden states
     is_parallel: bool = False  # attention and feed-forward both read the hidden states before the layer
+    is_post_norm: bool = False  # each half reads the hidden states as they are, and its post-norm the sum behind it
     residual_scale: float = 1.0
 
     # positions
@@ -112,7 +114,8 @@ class LayerSpec:
     # attention
     scale: float  # of the products of queries and keys
     query_scale: QueryScale | None = None  # a factor that grows with the position
-    window: int | None = None  # tokens that a query sees, its own included
+    is_causal: bool = True  # a token sees no later one; False: the layer has no KV cache
+    window: int | None = None  # tokens that a query sees, its own included; not causal: on each side
     softcap: float | None = None
     has_sinks: bool = False
     qk_norm: QkNorm | None = None
@@ -190,7 +193,8 @@ class ModelNames:
     embedding: str = "model.embed_tokens"
     embedding_norm: str | None = None
     positions: str | None = None  # a learned vector for every position
-    final_norm: str = "model.norm"
+    token_types: str | None = None  # a learned vector for each text of a pair
+    final_norm: str | None = "model.norm"  # None: the last layer ends with a norm
     lm_head: str = "lm_head"
     optional_prefix: str = ""  # of all names; some checkpoints of a model have it and others do not
 
@@ -206,6 +210,9 @@ class ModelSpec:
     embedding_scale: float = 1.0
     num_positions: int = 0  # with ModelNames.positions: the rows of the table that tokens may use
     position_offset: int = 0  # rows before that of position 0
+    num_token_types: int = 0  # with ModelNames.token_types
+    has_lm_head: bool = True  # False: the model computes no logits
+    pooling: PoolingConfig | None = None  # what it computes instead of text
     is_tied: bool  # the head is the embedding
     head_bias: bool = False
     normalizes_head: bool = False  # the rows of the head are divided by their length when they are loaded

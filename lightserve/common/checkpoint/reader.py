@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,6 +65,18 @@ def tensor_metadata(source: ModelSource) -> Iterator[CheckpointTensor]:
             tensors = _torch_file(file, META)
         for name, tensor in tensors:
             yield CheckpointTensor(name, tensor, str(file))
+
+
+def module_tensors(folder: Path, names: Iterable[str]) -> Iterator[CheckpointTensor]:
+    """The tensors of sentence-transformers' dense modules, as ``2_Dense.linear.weight``."""
+    for name in names:
+        files = [folder / name / one for one in ("model.safetensors", "pytorch_model.bin")]
+        file = next((one for one in files if one.is_file()), None)
+        if file is None:
+            raise CheckpointError(f"{folder / name}: has no model.safetensors; fetch the folder again")
+        tensors = _safetensors(file) if file.suffix == ".safetensors" else _torch_file(file)
+        for tensor_name, tensor in tensors:
+            yield CheckpointTensor(f"{name}.{tensor_name}", tensor, str(file))
 
 
 def total_bytes(source: ModelSource) -> int:

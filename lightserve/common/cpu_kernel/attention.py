@@ -118,9 +118,10 @@ def _attend_prompt(q: Tensor, kv_cache: KvCache, prompt: _Prompt, options: AttnO
     k, v = kv[:, :kv_heads], kv[:, kv_heads:]
     q = q.transpose(0, 1)[None]
     is_plain = options.alibi_slopes is None and options.softcap is None and options.sinks is None
-    if is_plain and prompt.ready_len == 0 and options.causal and not _clips(options, k.shape[2]):
+    sees_all = prompt.ready_len == 0 or not options.causal
+    if is_plain and sees_all and not _clips(options, k.shape[2]):
         attend = partial(F.scaled_dot_product_attention, scale=options.scale, enable_gqa=True)
-        return attend(q, k, v, is_causal=True)[0].transpose(0, 1)
+        return attend(q, k, v, is_causal=options.causal)[0].transpose(0, 1)
     outs = [
         _attend_rows(q[:, :, begin : begin + MASKED_ROWS], k, v, prompt.ready_len + begin, options)
         for begin in range(0, q.shape[2], MASKED_ROWS)

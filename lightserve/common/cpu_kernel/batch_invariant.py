@@ -37,6 +37,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.view(*x.shape[:-1], len(weight))
 
 
+@ops.add_lora.impl(BACKEND)
+def add_lora(out: Tensor, x: Tensor, weights: ops.LoraWeights, lora_rows: ops.LoraRows) -> None:
+    """As the definition, with the products above."""
+    rank = weights.rank
+    for slot, begin, end in lora_rows.groups.T.tolist():
+        if slot == ops.NO_LORA:
+            continue
+        rows = lora_rows.rows[begin:end].long()
+        hidden, sums = linear_float32(x[rows], weights.a[slot]), out[rows].float()
+        for part, columns in enumerate(weights.parts()):
+            own = hidden[:, part * rank : (part + 1) * rank]
+            sums[:, columns] += linear_float32(own, weights.b[slot, columns])
+        out[rows] = sums.to(out.dtype)
+
+
 @ops.context_attention.impl(BACKEND)
 def context_attention(q: Tensor, kv: Tensor, kv_cache: KvCache, batch: AttnBatch, options: AttnOptions) -> Tensor:
     return token_attention(q, kv_cache, batch, options)

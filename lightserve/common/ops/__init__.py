@@ -39,6 +39,7 @@ from lightserve.common.ops.latent_attention import (
     write_latent,
 )
 from lightserve.common.ops.linear import linear, linear_float32
+from lightserve.common.ops.lora import NO_LORA, LoraRows, LoraWeights, add_lora, lora_group_rows, max_lora_groups
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lightserve.common.ops.norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
 from lightserve.common.ops.quantized_linear import (
@@ -93,6 +94,7 @@ __all__ = [
     "INT4_GROUPS",
     "MAX_EXPERTS",
     "NO_EXPERT",
+    "NO_LORA",
     "NO_TOKEN",
     "OPS",
     "REFERENCE",
@@ -112,6 +114,8 @@ __all__ = [
     "KvCache",
     "LatentNorm",
     "LatentSizes",
+    "LoraRows",
+    "LoraWeights",
     "Mxfp4Weight",
     "Penalties",
     "QuantizedKv",
@@ -123,6 +127,7 @@ __all__ = [
     "StepTokens",
     "TokenMasks",
     "add_layer_norm",
+    "add_lora",
     "add_rms_norm",
     "add_rms_norm_gate_up",
     "add_rms_norm_linear",
@@ -150,7 +155,9 @@ __all__ = [
     "linear_int8",
     "linear_mxfp4",
     "linear_quantized_rows",
+    "lora_group_rows",
     "mask_logits",
+    "max_lora_groups",
     "norm_rotary_write_kv",
     "pack_int4",
     "place_tokens",

@@ -2,6 +2,7 @@
 
 from lightserve.common.triton_kernel import (
     activation,
+    add_lora,
     add_watermark,
     apply_penalties,
     batch_invariant,
@@ -33,6 +34,7 @@ from lightserve.common.triton_kernel._gpu import use_profile
 
 __all__ = [
     "activation",
+    "add_lora",
     "add_watermark",
     "apply_penalties",
     "batch_invariant",

@@ -19,24 +19,35 @@ def add_models(router: APIRouter, context: ServerContext) -> None:
     async def list_models(request: Request) -> JSONResponse:
         if ANTHROPIC_HEADER in request.headers:
             return JSONResponse(_anthropic_list(context))
-        return JSONResponse({"object": "list", "data": [_card(context, name) for name in context.model_names]})
+        adapters = await context.manager.adapters() if context.has_adapters else []
+        cards = [_card(context, name) for name in context.model_names]
+        cards += [_card(context, card.name, card.path, parent=context.model_name) for card in adapters]
+        return JSONResponse({"object": "list", "data": cards})
 
     @router.get("/v1/models/{model_id:path}")
     async def get_model(request: Request, model_id: str) -> JSONResponse:
-        context.check_model(model_id)
+        adapter = await context.find_model(model_id)
+        if adapter:
+            return JSONResponse(await _adapter_card(context, adapter))
         name = model_id if model_id in context.model_names else context.model_name
         make_card = _anthropic_card if ANTHROPIC_HEADER in request.headers else _card
         return JSONResponse(make_card(context, name))
 
 
-def _card(context: ServerContext, name: str) -> dict[str, Any]:
+async def _adapter_card(context: ServerContext, name: str) -> dict[str, Any]:
+    found = {card.name: card.path for card in await context.manager.adapters()}
+    return _card(context, name, found.get(name), parent=context.model_name)
+
+
+def _card(context: ServerContext, name: str, root: str | None = None, parent: str | None = None) -> dict[str, Any]:
+    """``parent``: the base model of an adapter, whose ``root`` is its folder."""
     return {
         "id": name,
         "object": "model",
         "created": context.created,
         "owned_by": "lightserve",
-        "root": context.model_name,
-        "parent": None,
+        "root": root or context.model_name,
+        "parent": parent,
         "max_model_len": context.manager.limits.max_req_total_len,
         "permission": [],
     }

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from lightserve import __version__
 from lightserve.errors import InvalidRequestError, UnavailableError
+from lightserve.httpserver.admin.adapters import add_adapters
 from lightserve.httpserver.admin.debug_requests import add_debug_requests
 from lightserve.httpserver.admin.invocations import add_invocations
 from lightserve.httpserver.admin.metrics_page import CONTENT_TYPE, MetricsPage
@@ -48,6 +49,7 @@ def routes(context: ServerContext) -> APIRouter:
     _add_abort(router, context)
     add_debug_requests(router, context)
     add_profile(router, context)
+    add_adapters(router, context)
     add_server_info(router, context)
     add_invocations(router, context)
     return router

@@ -90,7 +90,7 @@ def routes(context: ServerContext) -> APIRouter:
         """The text of token ids, special tokens included."""
         body = validate(DetokenizeBody, await context.read(request))
         context.check_fields(request, body)
-        context.check_model(body.model)
+        await context.find_model(body.model)
         return json_response({"prompt": await _decode(context, body.tokens)})
 
     @router.post("/tokens", openapi_extra=openapi_body(CountBody))
@@ -118,7 +118,7 @@ async def _tokenize(context: ServerContext, request: Request, value: dict[str, A
 
 async def _prompt_ids(context: ServerContext, value: dict[str, Any]) -> tuple[TokenizePromptBody, list[int]]:
     body = validate(TokenizePromptBody, value)
-    context.check_model(body.model)
+    await context.find_model(body.model)
     return body, await context.encode(body.prompt, body.add_special_tokens is not False)
 
 
@@ -126,7 +126,7 @@ async def _chat_ids(context: ServerContext, value: dict[str, Any]) -> tuple[Toke
     if value.get("prompt") is not None:
         raise InvalidRequestError("prompt and messages exclude each other", "prompt")
     body = validate_supported(TokenizeChatBody, value)
-    context.check_model(body.model)
+    await context.find_model(body.model)
     _, ids = await chat_prompt(context, body)
     return body, ids
 
@@ -138,7 +138,7 @@ def _names(context: ServerContext, ids: list[int]) -> list[str | None]:
 async def _chat_tokenize(context: ServerContext, request: Request, value: dict[str, Any]) -> bytes:
     body = validate_supported(ChatBody, value)
     context.check_fields(request, body)
-    context.check_model(body.model)
+    await context.find_model(body.model)
     text, _ = await chat_prompt(context, body)
     tokens = await context.encode_with_offsets(text, bool(body.add_special_tokens))
     _check_count(len(tokens))

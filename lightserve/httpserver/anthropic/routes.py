@@ -35,7 +35,7 @@ def routes(context: ServerContext) -> APIRouter:
         with _prompt_limit():
             chat = await prepare_chat(context, request, to_chat(context, body))
         log_hosted(body, chat.log.request_id)
-        response = MessagesResponse(chat.output.new_parser(), chat.log, context.model_name)
+        response = MessagesResponse(chat.output.new_parser(), chat.log, context.shown_model(body.model))
         response.is_clamped = chat.prompt_requests[0].params.stopping.max_new_tokens < body.max_tokens
         response.manages_context = body.context_management is not None
         generation = context.manager.generate(chat.prompt_requests, chat.log)
@@ -47,7 +47,7 @@ def routes(context: ServerContext) -> APIRouter:
         given = validate(PromptBody, await context.read(request))
         context.check_fields(request, given)
         body = to_prompt_chat(context, given)
-        context.check_model(body.model)
+        await context.find_model(body.model)
         check_tools(context, body)
         with _prompt_limit():
             _, ids = await chat_prompt(context, body)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.generation import GenerationBody
@@ -55,6 +57,7 @@ def build_prompt_requests(
     default_new_tokens = context.default_new_tokens(default_new_tokens)
     fields = _fields(context, body) | {"logprobs": logprobs, "grammar": grammar}
     fields["prompt_logprobs"] = body.prompt_top_logprobs
+    scheduling = msgspec.structs.replace(body.scheduling, lora=context.adapter_of(body.model))
     prompt_requests = []
     for prompt in prompts:
         ids = _truncated(context, body, prompt)
@@ -67,7 +70,7 @@ def build_prompt_requests(
             raise InvalidRequestError(found, "min_tokens")
         # the engine generates at least one token; with max_tokens=0 it is not shown
         prompt_requests.append(
-            PromptRequest(ids, GenerationParams.of(max_new_tokens=max(new_tokens, 1), **fields), body.scheduling)
+            PromptRequest(ids, GenerationParams.of(max_new_tokens=max(new_tokens, 1), **fields), scheduling)
         )
     return prompt_requests
 

@@ -14,8 +14,17 @@ def check_name(context: ServerContext, name: str | None) -> str:
         return context.model_name
     if context.config.use_tgi_api or _key(name) in map(_key, context.model_names):
         return name
+    if context.has_adapters:  # the router knows them
+        return name
     served = ", ".join(map(repr, context.model_names))
     raise ModelNotFoundError(f"model {name[:100]!r} not found; this server has {served}", "model")
+
+
+def adapter_model(context: ServerContext, name: str) -> str | None:
+    """The model of a chat by this name; None: the base model."""
+    if _key(name) in map(_key, context.model_names):
+        return None
+    return name.removesuffix(TAG) if context.has_adapters else None
 
 
 def _key(name: str) -> str:

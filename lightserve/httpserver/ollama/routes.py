@@ -18,7 +18,7 @@ from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.ollama.errors import PATH
 from lightserve.httpserver.ollama.fill_in_the_middle import fill_prompt
 from lightserve.httpserver.ollama.model_routes import OPENAPI_LINES, add_model_routes
-from lightserve.httpserver.ollama.names import check_name
+from lightserve.httpserver.ollama.names import adapter_model, check_name
 from lightserve.httpserver.ollama.request import (
     ChatRequest,
     GenerateRequest,
@@ -51,7 +51,8 @@ def routes(context: ServerContext) -> APIRouter:
         refuse_unsupported(body)
         if not body.messages:
             return _loaded(context, CHAT, name)
-        prepared = await prepare_chat(context, request, chat_of(body), body.top_k_logprobs)
+        own = _with_adapter(context, chat_of(body), name)
+        prepared = await prepare_chat(context, request, own, body.top_k_logprobs)
         spec = OutputSpec(CHAT, name, _parser(prepared), _logprobs(context, body))
         generation = context.manager.generate(prepared.prompt_requests, prepared.log)
         return await respond(request, body.is_stream, generation, spec)
@@ -65,7 +66,7 @@ def routes(context: ServerContext) -> APIRouter:
         if not body.prompt and not body.suffix:
             return _loaded(context, GENERATE, name)
         has_template = _uses_template(context, body)
-        chat = generation_of(body, has_template)
+        chat = _with_adapter(context, generation_of(body, has_template), name)
         render = _with_context(body) if has_template else _plain(body)
         prepared = await prepare_chat(context, request, chat, body.top_k_logprobs, render)
         ids = None if body.raw else prepared.prompt_requests[0].prompt_ids
@@ -85,6 +86,10 @@ def _check(context: ServerContext, body: GenerationRequest) -> str:
     if isinstance(body, ChatRequest) and body.tools and formats.tools is None:
         raise InvalidRequestError(f"tools: {name!r} does not support tools (--tool_call_parser)", "tools")
     return name
+
+
+def _with_adapter(context: ServerContext, chat: ChatBody, name: str) -> ChatBody:
+    return chat.model_copy(update={"model": adapter_model(context, name)})
 
 
 def _loaded(context: ServerContext, layout: Layout, name: str) -> Response:

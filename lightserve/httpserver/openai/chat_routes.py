@@ -45,7 +45,7 @@ def routes(context: ServerContext) -> APIRouter:
         spec = ResponseSpec(
             endpoint=CHAT,
             request_id=chat.log.request_id,
-            model=context.model_name,
+            model=context.shown_model(body.model),
             n=body.choices,
             echoes=[body.echoed_text] * body.choices,
             new_logprobs=None

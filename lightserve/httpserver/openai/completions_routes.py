@@ -73,7 +73,7 @@ def routes(context: ServerContext) -> APIRouter:
         spec = ResponseSpec(
             endpoint=COMPLETION,
             request_id=log.request_id,
-            model=context.model_name,
+            model=context.shown_model(body.model),
             n=body.choices,
             echoes=[echo for echo in echoes for _ in range(body.choices)],
             hidden_chars=[one.params.text.hidden_chars for one in prompt_requests],

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from lightserve.errors import InvalidRequestError, NotSupportedYetError
+from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.grammar import TgiGrammar, requested_grammar
 from lightserve.httpserver.fields.inputs import check_input_ids
@@ -17,7 +17,7 @@ from lightserve.httpserver.fields.stopping import check_stop_strings
 from lightserve.httpserver.fields.token_healing import heal
 from lightserve.httpserver.manager import PromptRequest
 from lightserve.httpserver.wire.body import Body
-from lightserve.io_struct import GenerationParams
+from lightserve.io_struct import GenerationParams, SchedulingParams
 
 MAX_STOPS = 4
 MAX_TOP_N_TOKENS = 5
@@ -54,7 +54,7 @@ class TgiParameters(Body):
         default=None, description=f"up to {MAX_TOP_N_TOKENS} most likely tokens at every step"
     )
     grammar: TgiGrammar | None = None
-    adapter_id: str | None = None
+    adapter_id: Annotated[str, Field(max_length=256)] | None = Field(default=None, description="a LoRA adapter")
     token_healing: bool | None = Field(
         default=None, description="remove the last tokens of the prompt and generate their text again"
     )
@@ -106,15 +106,15 @@ async def tgi_request(context: ServerContext, body: TgiBody, streams: bool) -> T
         **context.sampling_defaults.fill(_sampling_params(parameters)),
     )
     before = body.inputs if parameters.return_full_text else ""
-    prompt_request = PromptRequest(prompt_ids, params)
+    prompt_request = PromptRequest(prompt_ids, params, SchedulingParams(lora=parameters.adapter_id or ""))
     if parameters.token_healing:
         prompt_request = await heal(context, prompt_request)
     return TgiRequest(prompt_request, best_of, seed, details, before)
 
 
 def _check(context: ServerContext, parameters: TgiParameters, streams: bool) -> None:
-    if parameters.adapter_id:
-        raise NotSupportedYetError("`adapter_id`", "adapter_id")
+    if parameters.adapter_id and not context.has_adapters:
+        raise InvalidRequestError("`adapter_id`: this server has no LoRA adapters (--lora_modules)", "adapter_id")
     for is_met, message in _rules(context, parameters, streams):
         if not is_met:
             raise InvalidRequestError(message)

@@ -22,7 +22,9 @@ from lightserve.httpserver.wire.route_path import route_path
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/liveness", "/readiness"})  # for probes, which have no key
 # they change the server, or show or change requests of other clients
-ADMIN_PATHS = frozenset({"/abort_request", "/start_profile", "/stop_profile"})
+ADMIN_PATHS = frozenset(
+    {"/abort_request", "/start_profile", "/stop_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+)
 ADMIN_PREFIX = "/debug/"
 MAX_ID_LENGTH = 128
 PER_ITERATION = 2  # some 1 ms of parsing, checking and encoding; 2,500 requests take no longer than with 8

@@ -11,6 +11,10 @@ from lightserve.errors import ModelFilesError
 from lightserve.model_files.folder import shard_names
 from lightserve.model_files.hub.listing import HubFile, Listing
 from lightserve.model_files.hub.name import HubName
+from lightserve.model_files.pooling.sentence_transformers import (
+    DENSE_WEIGHTS,
+    FILES as SENTENCE_TRANSFORMERS_FILES,
+)
 from lightserve.model_files.quantization.files import FILES as QUANTIZATION_FILES
 from lightserve.utils.progress import format_bytes
 
@@ -33,6 +37,7 @@ SETTINGS = (
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",
+    *SENTENCE_TRANSFORMERS_FILES,
 )
 OWN_CODE = "*.py"
 SHOWN = 12  # files in an error
@@ -49,10 +54,11 @@ def weight_files(name: HubName, listing: Listing, folder: Path) -> list[HubFile]
     """The same choice as ``find_weight_files`` makes in a folder. ``folder`` has the index, if there is one."""
     for index, *files in (SAFETENSORS, PYTORCH):
         if index in listing.files:
-            return [_listed(name, listing, shard) for shard in shard_names(folder / index)]
+            shards = [_listed(name, listing, shard) for shard in shard_names(folder / index)]
+            return shards + _matching(listing, DENSE_WEIGHTS)
         for pattern in files:
             if found := _matching(listing, [pattern]):
-                return found
+                return found + _matching(listing, DENSE_WEIGHTS)
     raise ModelFilesError(
         f"{name}: has no weights (model*.safetensors or pytorch_model*.bin); it has {_shown(listing.files)}"
     )

@@ -34,7 +34,8 @@ class DeepseekLayerWeight(bm.DecoderLayerWeight):
         self.qkv_proj = bm.ColumnWeight([first, kv_a], hidden, context)
         self.kv_norm = bm.RmsNormWeight(f"{at}.kv_a_layernorm", sizes.rank, LATENT_NORM_EPS, context)
         kv_b = bm.Block(f"{at}.kv_b_proj", spec.num_heads, sizes.nope + sizes.value)
-        plain = replace(context, linear_method_factory=bm.float_method_factory(config))  # ops read the weight itself
+        # ops read the weight itself, so no adapter can add to its product
+        plain = replace(context, linear_method_factory=bm.float_method_factory(config), lora=None)
         self.kv_b_proj = bm.ColumnWeight([kv_b], sizes.rank, plain)
         assert isinstance(self.kv_b_proj.method, bm.UnquantizedLinear)
         self.kv_b = self.kv_b_proj.method.weight.view(-1, kv_b.dim, sizes.rank)  # [heads, nope + value, rank]
@@ -85,6 +86,7 @@ class DeepseekLayerInfer(bm.DecoderLayerInferTpl[DeepseekLayerWeight]):
 class DeepseekTpPartModel(bm.TpPartBaseModel):
     transformer_weight_class = DeepseekLayerWeight
     transformer_layer_infer_class = DeepseekLayerInfer
+    attends_without_cache = False
     attends_to_shared_prefixes = False
     kv_dtypes = ()  # latents are read as they are
 

@@ -20,4 +20,5 @@ class GemmaTpPartModel(bm.TpPartBaseModel):
         return replace(super().model_spec(), norm=bm.Norm.RMS_PLUS_ONE, embedding_scale=scale.item())
 
     def _verify_params(self) -> None:
-        self.config.check_value("use_bidirectional_attention", False)
+        if self.args.pooling is None:
+            self.config.check_value("use_bidirectional_attention", False)

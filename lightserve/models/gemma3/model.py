@@ -11,7 +11,11 @@ from lightserve.models.gemma2.model import Gemma2TpPartModel
 class Gemma3TextTpPartModel(Gemma2TpPartModel):
     def layer_spec(self, layer_num: int) -> bm.LayerSpec:
         rope = bm.RopeConfig.from_hf(self.config.hf, self.config.layer_type(layer_num))
-        return replace(super().layer_spec(layer_num), qk_norm=bm.QkNorm.HEAD, rope=rope)
+        spec = super().layer_spec(layer_num)
+        window = spec.window
+        if window is not None and self.config.flag("use_bidirectional_attention"):
+            window = window // 2 + 1  # on each side, the token itself included
+        return replace(spec, qk_norm=bm.QkNorm.HEAD, rope=rope, window=window)
 
 
 class Gemma3TpPartModel(Gemma3TextTpPartModel):

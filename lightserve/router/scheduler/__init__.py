@@ -4,6 +4,7 @@
     chunk_sizing.py   how many prompt tokens a step computes beside decodes
     chunking.py       how those tokens are divided among the prompts
     preemption.py     which requests make room when KV memory runs out
+    lora_slots.py     which adapters are on the device
     batch.py          the requests that run
     scheduler.py      composes them into steps
 
@@ -15,6 +16,7 @@ earlier step in flight still reads.
 """
 
 from lightserve.router.scheduler.limits import SchedulerLimits, make_limits
+from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.scheduler import Scheduler
 
-__all__ = ["Scheduler", "SchedulerLimits", "make_limits"]
+__all__ = ["LoraSlots", "Scheduler", "SchedulerLimits", "make_limits"]

@@ -50,12 +50,16 @@ class AdmissionControl:
 
     def _admit_candidates(self, prefilling: list[Req], budget: int, reserved: int, now_s: float) -> list[Req]:
         """In the order of the queue, until a request does not fit: if smaller ones passed it, it would starve."""
-        isolation = self._batch.isolation
+        isolation, loras = self._batch.isolation, self._batch.loras
         admitted: list[Req] = []
+        is_starving = False  # a request waits for a slot for its adapter, and has been passed over too often
         for req in self._queue.candidates(self._pool.cached_len):
             if self._is_full or budget <= 0 or isolation.isolated:
                 break
-            if req.in_flight or self._is_being_computed(req, prefilling):
+            if req.in_flight or self._is_being_computed(req, prefilling) or (is_starving and req.lora_id is not None):
+                continue
+            if not loras.has_room(req):
+                is_starving = loras.is_starving(req)
                 continue
             runs_alone = isolation.needs_isolation(req)
             if (runs_alone and admitted) or not self._fits(req):
@@ -79,6 +83,8 @@ class AdmissionControl:
 
     def _fits(self, req: Req) -> bool:
         """Whether the peak with this request fits the pool. If so, the request holds its cached tokens."""
+        if not req.shares_prefix:
+            return not len(self._batch) or (self._fits_without_output(req) and self._fits_windowed(req))
         self._pool.attach_prefix(req)
         if not len(self._batch) or (
             (self._fits_at_longest(req) or self._fits_at_peak(req)) and self._fits_windowed(req)
@@ -86,6 +92,11 @@ class AdmissionControl:
             return True
         self._pool.release(req)
         return False
+
+    def _fits_without_output(self, req: Req) -> bool:
+        """Whether the tokens of all prompts fit. A text that is pooled holds its own tokens, and no output follows."""
+        prompt_len = self._batch.columns.prompt_len[self._batch.rows]
+        return int(prompt_len.sum()) + len(req.prompt_ids) <= self._pool.size
 
     def _fits_at_longest(self, req: Req) -> bool:
         """Whether all outputs could have their longest lengths at once. No request is looked at: the sum is kept."""

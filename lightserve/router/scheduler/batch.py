@@ -12,6 +12,7 @@ from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.req_columns import ReqColumns
+from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.utils.int_arrays import NO_INT32, NO_INT64, Int32Array, Int64Array
 
 
@@ -21,8 +22,9 @@ class RunningBatch:
     What every step needs of all requests is in ``columns``. ``rows`` are the rows of the requests, in their order.
     """
 
-    def __init__(self, pool: KvPool, isolation: CrashIsolation, max_running: int) -> None:
+    def __init__(self, pool: KvPool, isolation: CrashIsolation, loras: LoraSlots, max_running: int) -> None:
         self.pool = pool
+        self.loras = loras
         self.isolation = isolation
         self.columns = ReqColumns(max_running)
         self.rows: Int64Array = NO_INT64
@@ -83,6 +85,7 @@ class RunningBatch:
         if not self._eos_ids.issuperset(req.eos_ids):
             self._eos_ids.update(req.eos_ids)
             self._ends = np.array(sorted(self._eos_ids), dtype=np.int32)
+        self.loras.acquire(req)
 
     def may_end(self, token_ids: Int32Array) -> npt.NDArray[np.bool_]:
         """Which of these tokens are end tokens. A request may ignore them."""
@@ -93,6 +96,7 @@ class RunningBatch:
         self.isolation.release(req)
         self.pool.release(req)
         self._remove(req)
+        self.loras.release(req)
         self._released[req.req_id] = None
 
     def plan_decodes(self, rows: Int64Array, slots: Int32Array) -> None:
@@ -134,6 +138,7 @@ class RunningBatch:
         reqs = list(self)
         for req in reqs:
             self._remove(req)
+        self.loras.clear()
         self._released.clear()
         self._in_workers.clear()
         return reqs

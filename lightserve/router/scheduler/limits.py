@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightserve.config import RouterConfig, WorkerConfig
-from lightserve.io_struct import StepLimits
+from lightserve.io_struct import PoolingLimits, StepLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +17,17 @@ class SchedulerLimits:
     token_ratio: float = 0.0  # share of the pool up to which output lengths are estimated; above it the maximum counts
 
 
-def make_limits(worker: WorkerConfig, router: RouterConfig, device: StepLimits) -> SchedulerLimits:
-    """The operator's values. ``device`` has the defaults."""
+def make_limits(
+    worker: WorkerConfig, router: RouterConfig, device: StepLimits, pooling: PoolingLimits | None = None
+) -> SchedulerLimits:
+    """The operator's values. ``device`` has the defaults. Without a KV cache, texts are not computed in chunks."""
     batch_max_tokens = worker.batch_max_tokens or device.batch_max_tokens
     chunk_size = router.chunked_prefill_size or device.chunked_prefill_size or batch_max_tokens
+    computes_whole_prompts = router.disable_chunked_prefill or (pooling is not None and not pooling.has_kv)
     return SchedulerLimits(
         max_running=worker.running_max_req_size,
         batch_max_tokens=batch_max_tokens,
-        chunk_size=None if router.disable_chunked_prefill else min(chunk_size, batch_max_tokens),
+        chunk_size=None if computes_whole_prompts else min(chunk_size, batch_max_tokens),
         preferred_step_tokens=device.preferred_step_tokens,
         token_ratio=router.router_token_ratio,
     )

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.common.kv.token_slots import Slots
-from lightserve.io_struct import NewReq, ReqFailed, Step, StepRow, Token, TokenOut
+from lightserve.io_struct import FinishReason, LoraPlace, NewReq, ReqFailed, Step, StepRow, Token, TokenOut
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import Fifo, Policy
@@ -21,6 +21,7 @@ from lightserve.router.scheduler.admission import AdmissionControl
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunk, Chunking
 from lightserve.router.scheduler.limits import SchedulerLimits
+from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.preemption import Preemption
 from lightserve.router.timeline import Timeline
 from lightserve.router.token_budget import OutputEstimate
@@ -41,8 +42,9 @@ class PlannedStep(NamedTuple):
     slots: Slots  # of all tokens
     windowed_slots: Slots
     prefills: list[PrefillChunk]
+    loras: list[int]  # adapters that it copies to the device
 
-    def as_step(self, new: list[NewReq], free: list[int]) -> Step:
+    def as_step(self, new: list[NewReq], free: list[int], loras: list[LoraPlace]) -> Step:
         ends = np.cumsum(self.counts)[self.num_decodes :].tolist()
         chunks = [
             StepRow(req_id, self.slots[end - count : end])
@@ -57,6 +59,7 @@ class PlannedStep(NamedTuple):
             windowed_slots=self.windowed_slots,
             decode_ids=self.req_ids[: self.num_decodes],
             decode_slots=self.slots[: self.num_decodes],
+            loras=loras,
         )
 
 
@@ -67,13 +70,15 @@ class Scheduler:
         limits: SchedulerLimits,
         policy: Policy | None = None,
         estimate: OutputEstimate | None = None,
+        loras: LoraSlots | None = None,
     ) -> None:
         self.pool = pool
+        self.loras = loras or LoraSlots()
         self.limits = limits
         policy = policy or Fifo()
         self._queue = ReqQueue(policy)
         self._isolation = CrashIsolation()
-        self._batch = RunningBatch(pool, self._isolation, limits.max_running)
+        self._batch = RunningBatch(pool, self._isolation, self.loras, limits.max_running)
         self._estimate = estimate or OutputEstimate()
         self._chunking = Chunking(limits, policy, pool.max_chunk)
         self._preemption = Preemption(self._batch, self._queue, policy)
@@ -107,12 +112,20 @@ class Scheduler:
         self._queue.add(req)
 
     def hold(self, req: Req) -> None:
-        """Queue a request that may not be admitted before ``release``: the workers compile its grammar."""
+        """Queue a request that may not be admitted before ``release``: the workers prepare its grammar or adapter."""
         self._queue.hold(req)
 
     def release(self, req: Req) -> None:
         """Let a held request be admitted. Nothing happens if it has ended."""
         self._queue.release(req)
+
+    def hold_again(self, is_meant: Callable[[Req], bool]) -> list[Req]:
+        """Hold waiting requests until they are released again, and return them."""
+        return self._queue.hold_again(is_meant)
+
+    def needs_on_host(self, lora_id: int) -> bool:
+        """Whether a step in flight, or the next one, copies this adapter to the device."""
+        return self.loras.is_copied(lora_id) or any(lora_id in step.loras for step in self._in_flight)
 
     def next_step(self, now_s: float = 0.0) -> Step | None:
         """What to compute next; None if there is nothing beyond the steps in flight."""
@@ -124,7 +137,9 @@ class Scheduler:
             return None  # freed rows can wait for the next step, unless there will be none
         new, free = self._batch.take_new_and_freed(admitted)
         self._in_flight.append(planned)
-        return planned.as_step([admitted[req] for req in new], free)
+        loras = self.loras.take_copies()
+        planned.loras.extend(place.lora_id for place in loras)
+        return planned.as_step([admitted[req] for req in new], free, loras)
 
     def complete_step(self) -> list[PrefillChunk]:
         """The oldest step in flight is back: the KV that it computed is certain. Returns its prompt chunks."""
@@ -189,6 +204,15 @@ class Scheduler:
             self._drop(req)
         return req
 
+    def process_embedding(self, req_id: int) -> Req | None:
+        """The result of a pooling request is back, which ends it. None if it has ended before."""
+        req = self._batch.find(req_id) or self._queue.find_preempted(req_id)
+        if req is None or not req.in_flight:
+            return None
+        req.finish_reason = FinishReason.STOP
+        self._drop(req)
+        return req
+
     def fail(self, failure: ReqFailed) -> Req | None:
         """End a request that failed in a step. None if it has ended before."""
         req = self._batch.find(failure.req_id) or self._queue.find_preempted(failure.req_id)
@@ -206,6 +230,10 @@ class Scheduler:
         if req is not None:
             self._drop(req)
         return req
+
+    def drop(self, is_meant: Callable[[Req], bool]) -> list[Req]:
+        """Drop requests, whether they wait or run, and return them."""
+        return self._drop_all(is_meant)
 
     def expire(self, now_s: float) -> list[Req]:
         """Drop the requests whose deadline has passed."""
@@ -262,6 +290,8 @@ class Scheduler:
             self._batch.release(req)
         else:
             self._queue.remove(req)
+        if req.lora_id is not None:
+            self.loras.on_leave(req.lora_id)
 
     def _drop_all(self, is_meant: Callable[[Req], bool]) -> list[Req]:
         dropped = [req for req in (*self._queue, *self._batch) if is_meant(req)]
@@ -302,6 +332,7 @@ class Scheduler:
             slots,
             windowed_slots,
             prefills + _recomputed_outputs(chunks),
+            [],
         )
 
     def _cache_prompt(self, req: Req, count: int) -> list[PrefillChunk]:

@@ -9,7 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from test.faults.case import SERVER, Case
-from test.faults.cases import clocks, connections, hosts, observability, ollama, processes, quantization, scheduling
+from test.faults.cases import (
+    clocks,
+    connections,
+    hosts,
+    observability,
+    ollama,
+    pooling,
+    processes,
+    quantization,
+    scheduling,
+)
 from test.faults.cases.processes import FAILING_SERVER, STEP
 from test.faults.harness import PREFILL_FLAGS
 from test.faults.start_case import StartCase
@@ -22,6 +32,7 @@ CASES: list[Case] = sorted(
         *processes.CASES,
         *ollama.CASES,
         *observability.CASES,
+        *pooling.CASES,
     ],
     key=lambda case: (case.program, case.flags, case.reaction.ends_server),
 )

@@ -12,7 +12,7 @@ import pytest
 
 from lightserve.httpserver.openai.prompt_logprobs import PromptLogprobsWriter
 from lightserve.httpserver.tgi.response import prefill
-from lightserve.io_struct import GenerateReq, PromptLogprobs, ReqFailed, StrOut
+from lightserve.io_struct import EmbeddingOut, GenerateReq, PromptLogprobs, ReqFailed, StrOut
 from test.httpserver.fake_engine import Script
 from test.httpserver.openai_server import Server, events, rows, running
 from test.real_model import smollm2_tokenizer as smol
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def with_prompt_logprobs(script: Script) -> Script:
     """The same script, where prompt tokens have the logprobs -1, -2, ...; the top tokens are 100, then 101."""
 
-    def with_prompt(req: GenerateReq) -> list[StrOut | ReqFailed]:
+    def with_prompt(req: GenerateReq) -> list[StrOut | ReqFailed | EmbeddingOut]:
         first, *rest = script(req)
         k = req.params.sampling.prompt_logprobs
         if k is not None:

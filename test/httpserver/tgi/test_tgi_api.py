@@ -340,7 +340,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"grammar": {"type": "regex", "value": {}}}, "grammar: the value of a regex must be a string"),
     ({"grammar": {"type": "json", "value": {"type": "nothing"}}}, "grammar: the grammar cannot be used: "),
     ({"grammar": {"type": "xml", "value": ""}}, "parameters.grammar.type: "),
-    ({"adapter_id": "x"}, "`adapter_id` is not supported yet"),
+    ({"adapter_id": "x"}, "`adapter_id`: this server has no LoRA adapters (--lora_modules)"),
     ({"max_new_tokens": True}, "parameters.max_new_tokens: "),
     ({"temperature": "hot"}, "parameters.temperature: "),
     ({"stop": "END"}, "parameters.stop: "),

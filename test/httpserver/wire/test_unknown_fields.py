@@ -54,6 +54,12 @@ MISSPELT: dict[str, tuple[dict[str, Any], str, str]] = {
     "/detokenize": ({"tokens": [1], "modell": "tiny"}, "modell", "model"),
     "/tokens": ({"text": "Hi", "parameter": {}}, "parameter", "parameters"),
     "/abort_request": ({"request_id": "a", "abortAll": True}, "abortAll", "abort_all"),
+    "/v1/load_lora_adapter": (
+        {"lora_name": "a", "lora_path": "a", "load_in_place": True},
+        "load_in_place",
+        "load_inplace",
+    ),
+    "/v1/unload_lora_adapter": ({"lora_name": "a", "lora_int_i": 1}, "lora_int_i", "lora_int_id"),
     "/start_profile": ({"max_second": 5}, "max_second", "max_seconds"),
 }
 TGI_PATHS = ("/", "/chat_tokenize")  # their errors have TGI's status

@@ -59,3 +59,7 @@ class PostLayerInfer(BaseLayerInfer[OuterWeight, State]):
     @abstractmethod
     def logits(self, input: Tensor, infer_state: State, layer_weight: OuterWeight, rows: Tensor | None) -> Tensor:
         """The logits of ``rows``; of all rows, if None, and the hidden states are not valid afterwards."""
+
+    @abstractmethod
+    def final_states(self, input: Tensor, infer_state: State, layer_weight: OuterWeight, rows: Tensor | None) -> Tensor:
+        """The hidden states that the head reads, of ``rows`` or of all rows; as for ``logits``."""

@@ -1,4 +1,4 @@
-"""The weights of decoders, as their specs declare them."""
+"""The weights of decoders and encoders, as their specs declare them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lightserve.common.basemodel.layer_weights.key_scaling import KeyLayout, sca
 from lightserve.common.basemodel.layer_weights.layer_weight import PreAndPostLayerWeight, TransformerLayerWeight
 from lightserve.common.basemodel.layer_weights.linears import Block, ColumnWeight, RowWeight, VocabWeight
 from lightserve.common.basemodel.layer_weights.norms import NormWeight, SplitNormWeight, norm_weight
+from lightserve.common.basemodel.layer_weights.pooling_head import PoolingHeadWeight
 from lightserve.common.basemodel.layer_weights.qk_norms import qk_norm_weight
 from lightserve.common.basemodel.layer_weights.row_map import RowMap, in_blocks, in_kv_groups, pairs_to_halves, whole
 from lightserve.common.basemodel.layer_weights.weight import Weight, WeightContext
@@ -23,7 +24,7 @@ from lightserve.common.checkpoint.piece import Piece
 
 
 class DecoderPreAndPostWeight(PreAndPostLayerWeight):
-    """Embedding, final norm and head."""
+    """Embedding, final norm and head. A model that computes no logits lacks ``lm_head``."""
 
     def __init__(self, spec: ModelSpec, context: WeightContext) -> None:
         config, names = spec.config, spec.names
@@ -31,9 +32,12 @@ class DecoderPreAndPostWeight(PreAndPostLayerWeight):
         norm = (config.hidden_size, spec.norm_eps, context)
         self.embedding = VocabWeight(names.embedding, *vocab)
         self.positions = PositionWeight(names.positions, spec, context) if names.positions else None
+        self.token_types = TokenTypeWeight(names.token_types, spec, context) if names.token_types else None
         self.embedding_norm = norm_weight(spec.norm, names.embedding_norm, *norm) if names.embedding_norm else None
-        self.final_norm = norm_weight(spec.norm, names.final_norm, *norm)
-        self.lm_head = self.embedding if spec.is_tied else VocabWeight(names.lm_head, *vocab, bias=spec.head_bias)
+        self.final_norm = norm_weight(spec.norm, names.final_norm, *norm) if names.final_norm else None
+        if spec.has_lm_head:
+            self.lm_head = self.embedding if spec.is_tied else VocabWeight(names.lm_head, *vocab, bias=spec.head_bias)
+        self.pooling_head = PoolingHeadWeight(spec.pooling.head if spec.pooling else (), context)
 
 
 class DecoderLayerWeight(TransformerLayerWeight):
@@ -66,6 +70,7 @@ class DecoderLayerWeight(TransformerLayerWeight):
         self.attn_options = ops.AttnOptions(
             spec.scale,
             alibi_slopes=_alibi_slopes(spec, context),
+            causal=spec.is_causal,
             window=spec.window,
             softcap=spec.softcap,
             sinks=self.sinks.tensor if self.sinks else None,
@@ -73,7 +78,7 @@ class DecoderLayerWeight(TransformerLayerWeight):
 
     def process_weights_after_loading(self) -> None:
         if self._keys_to_scale is not None:
-            self.largest_key_factor = scale_keys(self.qkv_proj.method, self._keys_to_scale)
+            self.largest_key_factor = scale_keys(self.qkv_proj.method, self._keys_to_scale, self.qkv_proj.lora)
         super().process_weights_after_loading()
 
     @cached_property
@@ -98,6 +103,20 @@ class PositionWeight(Weight):
 
     def embed(self, positions: Tensor) -> Tensor:
         return self.tensor.index_select(0, positions + self._offset if self._offset else positions)
+
+
+class TokenTypeWeight(Weight):
+    """A learned vector for each text of a pair. Every rank has all of them."""
+
+    def __init__(self, prefix: str, spec: ModelSpec, context: WeightContext) -> None:
+        self._prefix = prefix
+        self.tensor = context.empty(spec.num_token_types, spec.config.hidden_size)
+
+    def pieces(self) -> Iterator[Piece]:
+        yield Piece(f"{self._prefix}.weight", tuple(self.tensor.shape), self.tensor)
+
+    def embed(self, types: Tensor) -> Tensor:
+        return self.tensor.index_select(0, types)
 
 
 class SinksWeight(Weight):

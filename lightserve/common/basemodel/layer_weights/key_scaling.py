@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common.basemodel.layer_weights.layer_weight import TransformerLayerWeight
+from lightserve.common.basemodel.lora import LinearLora
 from lightserve.common.quantization import LinearMethod
 from lightserve.utils.logger import init_logger
 
@@ -37,8 +38,11 @@ class KeyLayout(NamedTuple):
     rotary_dim: int  # 0: keys are not rotated
 
 
-def scale_keys(qkv: LinearMethod, layout: KeyLayout) -> float:
-    """Change the rows of queries and keys, before the method repacks its tensors. Returns the largest factor."""
+def scale_keys(qkv: LinearMethod, layout: KeyLayout, lora: LinearLora | None = None) -> float:
+    """Change the rows of queries and keys, before the method repacks its tensors. Returns the largest factor.
+
+    Adapters of ``lora`` change in the same way when they are loaded.
+    """
     heads, kv_heads, dim, rotary_dim = layout
     bias = qkv.bias_of_rows()
     if bias is None:
@@ -52,6 +56,8 @@ def scale_keys(qkv: LinearMethod, layout: KeyLayout) -> float:
     of_rows[: keys.start] = factors.repeat_interleave(heads // kv_heads, dim=0).flatten()
     of_rows[keys] = 1 / factors.flatten()
     qkv.scale_rows(of_rows)
+    if lora is not None:
+        lora.row_factors = of_rows
     return largest
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightserve.common import ops
 from lightserve.common.basemodel.layer_weights.linears import RowWeight, VocabWeight
 from lightserve.common.basemodel.layer_weights.norms import NormWeight, SplitNormWeight
+from lightserve.common.basemodel.layer_weights.pooling_head import PoolingHeadWeight
 from lightserve.common.basemodel.layer_weights.weight import WeightContext, WeightGroup
 from lightserve.common.basemodel.spec import LayerSpec, ModelSpec
 
@@ -21,8 +22,9 @@ class PreAndPostLayerWeight(LayerWeight, ABC):
     """The weights that the templates read. A model creates them and adds its own."""
 
     embedding: VocabWeight
-    final_norm: NormWeight
-    lm_head: VocabWeight
+    final_norm: NormWeight | None  # None: the last layer ends with a norm
+    lm_head: VocabWeight  # absent if the model computes no logits
+    pooling_head: PoolingHeadWeight
 
     @abstractmethod
     def __init__(self, spec: ModelSpec, context: WeightContext) -> None: ...

@@ -17,8 +17,21 @@ from lightserve.common.quantization import LinearPart, LinearSpec
 
 
 class LinearWeight(Weight):
-    def __init__(self, spec: LinearSpec, context: WeightContext) -> None:
+    def __init__(self, spec: LinearSpec, context: WeightContext, *, takes_lora: bool = False) -> None:
         self.method = context.linear_method(spec)
+        self.lora = context.linear_lora(spec) if takes_lora else None
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether rows of this step use adapters. They read the input of the linear, so it may not be fused away."""
+        return self.lora is not None and self.lora.is_active
+
+    def _mm(self, x: Tensor) -> Tensor:
+        """The product of this rank, with what the adapters of the step add."""
+        out = self.method.mm(x)
+        if self.lora is not None:
+            self.lora.add(out, x)
+        return out
 
     def pieces(self) -> Iterator[Piece]:
         return self.method.pieces()
@@ -92,18 +105,18 @@ class ColumnWeight(LinearWeight):
         is_transposed: bool = False,
     ) -> None:
         parts = tuple(block.part_of(context.tp) for block in blocks)
-        columns = slice(0, in_size)
-        super().__init__(LinearSpec(parts, in_size, columns, has_bias=bias, is_transposed=is_transposed), context)
+        spec = LinearSpec(parts, in_size, slice(0, in_size), has_bias=bias, is_transposed=is_transposed)
+        super().__init__(spec, context, takes_lora=True)
 
     def mm(self, x: Tensor) -> Tensor:
-        return self.method.mm(x)
+        return self._mm(x)
 
     def add_norm_mm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         """``mm`` of ``norm.add_norm``, and the new residual, in one op where norm and method offer it.
 
         ``residual`` is not valid afterwards.
         """
-        rms_norm = norm.as_rms_norm()
+        rms_norm = None if self.uses_lora else norm.as_rms_norm()
         fused = None if rms_norm is None else self.method.add_rms_norm_mm(x, residual, rms_norm)
         if fused is not None:
             return fused
@@ -111,7 +124,7 @@ class ColumnWeight(LinearWeight):
 
     def add_norm_gate_up(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         """Gated SiLU of ``add_norm_mm``, for blocks that are gate and up; and the new residual."""
-        rms_norm = norm.as_rms_norm()
+        rms_norm = None if self.uses_lora else norm.as_rms_norm()
         fused = None if rms_norm is None else self.method.add_rms_norm_gate_up(x, residual, rms_norm)
         if fused is not None:
             return fused
@@ -137,19 +150,21 @@ class RowWeight(LinearWeight):
         part = LinearPart(prefix, out_size, slice(0, out_size))
         adds_bias = self._tp.rank == 0  # the sum over the ranks contains it once
         spec = LinearSpec((part,), in_size, columns, has_bias=bias, adds_bias=adds_bias, is_transposed=is_transposed)
-        super().__init__(spec, context)
+        super().__init__(spec, context, takes_lora=True)
 
     def mm(self, x: Tensor) -> Tensor:
-        """The complete output, summed over the ranks."""
-        return self._tp.all_reduce(self.method.mm(x))
+        """The complete output, summed over the ranks. Adapters are part of the sum: each rank has its columns of A."""
+        return self._tp.all_reduce(self._mm(x))
 
     def silu_and_mul_mm(self, gate_up: Tensor) -> Tensor:
         """``mm`` of the gated SiLU of ``gate_up``, if the method fuses it."""
+        if self.uses_lora:
+            return self.mm(ops.silu_and_mul(gate_up))
         return self._tp.all_reduce(self.method.silu_and_mul_mm(gate_up))
 
     def partial_mm(self, x: Tensor) -> Tensor:
         """This rank's part of the sum, for a caller that adds several such parts before it sums over the ranks."""
-        return self.method.mm(x)
+        return self._mm(x)
 
 
 class ReplicatedWeight(LinearWeight):

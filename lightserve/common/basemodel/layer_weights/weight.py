@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightserve.common.basemodel.lora import LinearLora, LoraPool
 from lightserve.common.checkpoint.piece import Piece, StoredSize, size_of_pieces, total_size
 from lightserve.common.parallel import Parallel, RankGroup
 from lightserve.common.quantization import (
@@ -38,6 +39,7 @@ class WeightContext:
     linear_method_factory: LinearMethodFactory = UnquantizedLinear
     experts_method_factory: ExpertsMethodFactory = UnquantizedExperts
     quantizes_kv: bool = False
+    lora: LoraPool | None = None  # None: the linears take no adapters
 
     @property
     def tp(self) -> RankGroup:
@@ -49,6 +51,10 @@ class WeightContext:
     def linear_method(self, spec: LinearSpec) -> LinearMethod:
         """How to store and compute the linear ``spec``."""
         return self.linear_method_factory(spec, self.dtype, self.device)
+
+    def linear_lora(self, spec: LinearSpec) -> LinearLora | None:
+        """The adapters of the linear ``spec``."""
+        return None if self.lora is None else self.lora.linear(spec)
 
     def experts_method(self, spec: ExpertsSpec) -> ExpertsMethod:
         """How to store and compute the experts ``spec``."""

@@ -92,7 +92,7 @@ def _spec(
         kinds = ", ".join(sorted({one["type"] for one in translation.ignored}))
         logger.info("%s: left out of the prompt: %s", response_id, kinds)
     return ResponsesSpec(
-        model=context.model_name,
+        model=context.shown_model(body.model),
         response_id=response_id,
         body=value,
         tools=translation.tools.ids,

@@ -56,8 +56,13 @@ class DecoderLayerInferTpl(TransformerLayerInferTpl[DecoderWeight, InferStateInf
     def _rotate_and_store(
         self, q: Tensor, cache_kv: Tensor, infer_state: InferStateInfo, layer_weight: DecoderWeight
     ) -> None:
-        slots, cache = infer_state.step.mem_index, self._kv_cache(infer_state, layer_weight)
         angles = infer_state.rotary_angles.get(self._rotary_key)
+        if not self.spec.is_causal:  # there is no cache
+            self._norm_qk(q, cache_kv, layer_weight)
+            if angles is not None:
+                ops.rotary(q, cache_kv[:, : self.num_kv_heads], *angles)
+            return
+        slots, cache = infer_state.step.mem_index, self._kv_cache(infer_state, layer_weight)
         if angles is not None and layer_weight.head_norms is not None:
             ops.norm_rotary_write_kv(q, cache_kv, layer_weight.head_norms, angles, slots, cache)
             return

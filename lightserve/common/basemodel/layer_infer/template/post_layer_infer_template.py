@@ -16,14 +16,18 @@ class PostLayerInferTpl(PostLayerInfer[OuterWeight, State]):
         return self.logits(input, infer_state, layer_weight, infer_state.logit_rows())
 
     def logits(self, input: Tensor, infer_state: State, layer_weight: OuterWeight, rows: Tensor | None) -> Tensor:
-        residual = infer_state.residual
-        assert residual is not None
-        if rows is not None:
-            input, residual = input[rows], residual[rows]
-        logits = layer_weight.lm_head.logits(self._final_norm(input, residual, layer_weight))
+        logits = layer_weight.lm_head.logits(self.final_states(input, infer_state, layer_weight, rows))
         return self._scale_logits(logits)
 
+    def final_states(self, input: Tensor, infer_state: State, layer_weight: OuterWeight, rows: Tensor | None) -> Tensor:
+        residual = infer_state.residual
+        if rows is not None:
+            input = input[rows]
+            residual = None if residual is None else residual[rows]
+        return input if residual is None else self._final_norm(input, residual, layer_weight)
+
     def _final_norm(self, input: Tensor, residual: Tensor, layer_weight: OuterWeight) -> Tensor:
+        assert layer_weight.final_norm is not None
         return layer_weight.final_norm.add_norm(input, residual)
 
     def _scale_logits(self, logits: Tensor) -> Tensor:

@@ -8,7 +8,10 @@ from lightserve.common.basemodel.layer_weights.decoder import DecoderPreAndPostW
 
 
 class PreLayerInferTpl(PreLayerInfer[DecoderPreAndPostWeight, InferStateInfo]):
-    """Looks up the embeddings of the tokens, scales them, adds learned positions and applies a norm, as declared."""
+    """Looks up the embeddings of the tokens, scales them, adds learned positions and applies a norm, as declared.
+
+    In models with token types, the ids of the second text of a pair are higher by the size of the vocabulary.
+    """
 
     def context_forward(
         self, input: Tensor, infer_state: InferStateInfo, layer_weight: DecoderPreAndPostWeight
@@ -21,11 +24,17 @@ class PreLayerInferTpl(PreLayerInfer[DecoderPreAndPostWeight, InferStateInfo]):
         return self._embed(input, infer_state, layer_weight)
 
     def _embed(self, input: Tensor, infer_state: InferStateInfo, layer_weight: DecoderPreAndPostWeight) -> Tensor:
+        types = None
+        if layer_weight.token_types is not None:
+            vocab_size = self.spec.config.vocab_size
+            types, input = input // vocab_size, input % vocab_size
         x = layer_weight.embedding.embed(input)
         if self.spec.embedding_scale != 1.0:
             x *= self.spec.embedding_scale
         if layer_weight.positions is not None:
             x += layer_weight.positions.embed(infer_state.position_ids)
+        if layer_weight.token_types is not None and types is not None:
+            x += layer_weight.token_types.embed(types)
         if layer_weight.embedding_norm is not None:
             x = layer_weight.embedding_norm.norm(x)
         return x

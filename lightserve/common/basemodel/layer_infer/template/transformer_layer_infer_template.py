@@ -49,6 +49,8 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
     def _forward(self, input: Tensor, infer_state: State, layer_weight: InnerWeight, is_prefill: bool) -> Tensor:
         if self.spec.is_parallel:
             return self._parallel_forward(input, infer_state, layer_weight, is_prefill)
+        if self.spec.is_post_norm:
+            return self._post_norm_forward(input, infer_state, layer_weight, is_prefill)
         x = input
         if self.spec.has_attention:
             q, cache_kv = self._norm_and_qkv(x, infer_state, layer_weight)
@@ -73,10 +75,37 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
         out = self._ffn(x, infer_state, layer_weight)
         return o + self._added("ffn", out, layer_weight.ffn_post_norm, infer_state)
 
+    def _post_norm_forward(
+        self, input: Tensor, infer_state: State, layer_weight: InnerWeight, is_prefill: bool
+    ) -> Tensor:
+        """The hidden states themselves pass from layer to layer: each half is added to them, and a norm follows.
+
+        ``infer_state.residual`` stays None.
+        """
+        att_norm, ffn_norm = layer_weight.att_post_norm, layer_weight.ffn_post_norm
+        assert att_norm is not None
+        assert ffn_norm is not None
+        self._observe("att_norm", input, infer_state)
+        q, cache_kv = self._get_qkv(input, infer_state, layer_weight)
+        o = self._attended(q, cache_kv, infer_state, layer_weight, is_prefill)
+        self._observe("o", o, infer_state)
+        x = att_norm.add_norm(o, input)
+        self._observe("ffn_norm", x, infer_state)
+        out = self._ffn(x, infer_state, layer_weight)
+        self._observe("ffn", out, infer_state)
+        return ffn_norm.add_norm(out, x)
+
     def _attention(
         self, q: Tensor, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight, is_prefill: bool
     ) -> Tensor:
         """What the attention adds to the hidden states."""
+        o = self._attended(q, cache_kv, infer_state, layer_weight, is_prefill)
+        return self._added("o", o, layer_weight.att_post_norm, infer_state)
+
+    def _attended(
+        self, q: Tensor, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight, is_prefill: bool
+    ) -> Tensor:
+        """The output of the attention's last linear."""
         self._post_cache_kv(q, cache_kv, infer_state, layer_weight)
         self._observe("qkv", (q, cache_kv), infer_state)
         if is_prefill:
@@ -84,8 +113,7 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
         else:
             att = self._token_attention_kernel(q, infer_state, layer_weight)
         self._observe("att", att, infer_state)
-        o = self._get_o(att, infer_state, layer_weight)
-        return self._added("o", o, layer_weight.att_post_norm, infer_state)
+        return self._get_o(att, infer_state, layer_weight)
 
     def _added(self, point: str, out: Tensor, post_norm: NormWeight | None, infer_state: State) -> Tensor:
         """What a half of the layer adds to the hidden states, from its last linear's output."""
@@ -142,7 +170,8 @@ class TransformerLayerInferTpl(TransformerLayerInfer[InnerWeight, State]):
     def _context_attention_kernel(
         self, q: Tensor, cache_kv: Tensor, infer_state: State, layer_weight: InnerWeight
     ) -> Tensor:
-        cache = self._kv_cache(infer_state, layer_weight)
+        # without a cache, the slot of a token is its row in the step
+        cache = self._kv_cache(infer_state, layer_weight) if self.spec.is_causal else cache_kv
         return ops.context_attention(q, cache_kv, cache, infer_state.attn, layer_weight.attn_options)
 
     def _token_attention_kernel(self, q: Tensor, infer_state: State, layer_weight: InnerWeight) -> Tensor:

@@ -1,0 +1,110 @@
+"""From texts to the numbers that the model computes for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import ParamSpec
+
+from lightserve.errors import InvalidRequestError, TextTooLongError
+from lightserve.httpserver.context import LONG_TEXT, ServerContext
+from lightserve.httpserver.manager import PromptRequest
+from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.io_struct import GenerationParams, SchedulingParams
+from lightserve.model_files.pooling import PoolingConfig
+from lightserve.model_files.pooling.results import Vector, vector_of
+from lightserve.model_files.pooling.texts import PoolingTexts
+
+P = ParamSpec("P")
+ONE_RESULT = GenerationParams.of(max_new_tokens=1)
+GROUP = 256  # texts of a request that are sent to the engine at once: other requests get their turn between groups
+
+
+class PoolingEngine:
+    """What the pooling endpoints share. ``config`` fails on a server whose model generates text."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._texts: PoolingTexts | None = None
+
+    @property
+    def config(self) -> PoolingConfig:
+        config = self._context.pooling
+        if config is None:
+            raise InvalidRequestError(
+                "this model generates text and computes no embeddings or scores; set --task embed"
+            )
+        return config
+
+    @property
+    def texts(self) -> PoolingTexts:
+        if self._texts is None:
+            self._texts = PoolingTexts(self.config, self._context.tokenizer, self._context.manager.limits.vocab_size)
+        return self._texts
+
+    def require(self, what: str, *tasks: str) -> None:
+        """Refuse a request for which the model has the wrong task."""
+        if self.config.task not in tasks:
+            raise InvalidRequestError(
+                f"{what} needs a model for {' or '.join(tasks)}; the task of this one is {self.config.task} (--task)"
+            )
+
+    async def encode(
+        self, text: str | list[int], truncation: int | None, prompt_name: str | None = None, name: str = "input"
+    ) -> list[int]:
+        """The token ids of a text. ``truncation`` is truncate_prompt_tokens."""
+        if isinstance(text, list):
+            self._context.manager.check_ids(name, text)
+            return self._fit(text, truncation)
+        text = self._cut(text, truncation)
+        return self._fit(await _in_thread_if_long(len(text), self.texts.encode, text, prompt_name), truncation)
+
+    async def encode_pair(
+        self, query: str, document: str, truncation: int | None, instruction: str | None = None
+    ) -> list[int]:
+        query, document = self._cut(query, truncation), self._cut(document, truncation)
+        size = len(query) + len(document)
+        ids = await _in_thread_if_long(size, self.texts.encode_pair, query, document, instruction)
+        return self._fit(ids, truncation)
+
+    def _cut(self, text: str, truncation: int | None) -> str:
+        """Before encoding: cut a text that is truncated anyway, and refuse one that cannot fit."""
+        limit, longest = self._context.manager.limits.max_req_total_len, self._context.tokenizer.longest_token
+        if len(text) <= limit * longest:
+            return text
+        if truncation is None:
+            raise TextTooLongError(len(text) // longest, limit)
+        return text[: limit * longest]
+
+    def _fit(self, ids: Sequence[int], truncation: int | None) -> list[int]:
+        """Truncate a text to ``truncation`` tokens, -1: to what the model takes. Refuse it if it is too long."""
+        limit = self._context.manager.limits.max_req_total_len
+        if truncation is not None:
+            ids = self.texts.truncate(ids, limit if truncation == -1 else min(truncation, limit))
+        if not ids:
+            raise InvalidRequestError("the text is empty: it has no tokens", "input")
+        if len(ids) > limit:
+            raise TextTooLongError(len(ids), limit)
+        return list(ids)
+
+    async def run(
+        self, texts: Sequence[list[int]], log: AccessLog, scheduling: SchedulingParams | None = None
+    ) -> list[Vector]:
+        """The numbers of every text, in their order."""
+        log.prompt_tokens = sum(map(len, texts))
+        requests = [PromptRequest(ids, ONE_RESULT, scheduling or SchedulingParams()) for ids in texts]
+        vectors: list[Vector] = []
+        groups = [requests[begin : begin + GROUP] for begin in range(0, len(requests), GROUP)]
+        for number, group in enumerate(groups):
+            own_log = log if number == len(groups) - 1 else log.silent_copy()
+            generation = self._context.manager.generate(group, own_log)
+            vectors += [vector_of(values) for values in await generation.collect_embeddings()]
+            log.cached_tokens += own_log.cached_tokens if own_log is not log else 0
+        return vectors
+
+
+async def _in_thread_if_long(size: int, encode: Callable[P, list[int]], *args: P.args, **kwargs: P.kwargs) -> list[int]:
+    if size < LONG_TEXT:
+        await asyncio.sleep(0)  # a thousand texts take a while: the event loop serves other requests in between
+        return encode(*args, **kwargs)
+    return await asyncio.to_thread(encode, *args, **kwargs)

@@ -1,0 +1,222 @@
+"""/v1/embeddings, /classify, /pooling, /score, /rerank and /get_score, for models that compute no text."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightserve.errors import InvalidRequestError, LightserveError
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.fields.inputs import refuse_media
+from lightserve.httpserver.pooling.bodies import (
+    EmbeddingsBody,
+    GetScoreBody,
+    InputBody,
+    RerankBody,
+    ScoreBody,
+    TeiRerankBody,
+)
+from lightserve.httpserver.pooling.engine import PoolingEngine
+from lightserve.httpserver.pooling.scoring import PairOptions, score_pairs
+from lightserve.httpserver.pooling.tei import add_tei_routes, tei_rerank
+from lightserve.httpserver.tgi.errors import tgi_error_response
+from lightserve.httpserver.wire.access_log import AccessLog
+from lightserve.httpserver.wire.body import openapi_body, validate
+from lightserve.httpserver.wire.json_response import json_response
+from lightserve.model_files.pooling.results import Vector, embedding, probabilities
+
+COHERE_PATH = "/v2/rerank"
+
+
+def routes(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["pooling"])
+    engine = PoolingEngine(context)
+    _add_embeddings(router, context, engine)
+    _add_inputs(router, context, engine)
+    _add_pairs(router, context, engine)
+    _add_get_score(router, context, engine)
+    add_tei_routes(router, context, engine)
+    return router
+
+
+def _add_embeddings(router: APIRouter, context: ServerContext, engine: PoolingEngine) -> None:
+    @router.post("/v1/embeddings", openapi_extra=openapi_body(EmbeddingsBody))
+    async def embeddings(request: Request) -> Response:
+        """OpenAI's: a vector for each input."""
+        body = validate(EmbeddingsBody, await context.read(request))
+        context.check_fields(request, body)
+        context.check_model(body.model)
+        engine.require("an embedding", "embed")
+        check_dimensions(engine, body.dimensions)
+        ids = [await engine.encode(one, body.truncate_prompt_tokens, body.prompt_name) for one in body.input]
+        log = context.log(request)
+        vectors = await engine.run(ids, log, body.scheduling)
+        ready = [embedding(vector, body.dimensions, body.normalize is not False) for vector in vectors]
+        items = [_written(vector, body.encoding_format == "base64") for vector in ready]
+        data = [{"object": "embedding", "index": i, "embedding": item} for i, item in enumerate(items)]
+        return json_response({"object": "list", "data": data, "model": context.model_name, "usage": _usage(log)})
+
+
+def _add_inputs(router: APIRouter, context: ServerContext, engine: PoolingEngine) -> None:
+    @router.post("/classify", openapi_extra=openapi_body(InputBody))
+    async def classify(request: Request) -> Response:
+        """vLLM's: the probabilities of the labels, for each input."""
+        body, log = await _read_inputs(context, request)
+        engine.require("a classification", "classify", "score")
+        vectors = await _run_inputs(engine, body, log)
+        labels = engine.config.labels
+        data = [_classified(i, probabilities(engine.config, vector), labels) for i, vector in enumerate(vectors)]
+        return json_response(_listed(context, log, "classify", data))
+
+    @router.post("/pooling", openapi_extra=openapi_body(InputBody))
+    async def pooling(request: Request) -> Response:
+        """vLLM's: the numbers that the model computes for each input, as they are."""
+        body, log = await _read_inputs(context, request)
+        vectors = await _run_inputs(engine, body, log)
+        data = [{"index": i, "object": "pooling", "data": vector.tolist()} for i, vector in enumerate(vectors)]
+        return json_response(_listed(context, log, "pool", data))
+
+
+def _add_pairs(router: APIRouter, context: ServerContext, engine: PoolingEngine) -> None:
+    @router.post("/score", openapi_extra=openapi_body(ScoreBody))
+    @router.post("/v1/score", openapi_extra=openapi_body(ScoreBody))
+    async def score(request: Request) -> Response:
+        """vLLM's: a score for each pair of text_1 and text_2."""
+        body = validate(ScoreBody, await context.read(request))
+        context.check_fields(request, body)
+        context.check_model(body.model)
+        log = context.log(request)
+        options = PairOptions(body.truncate_prompt_tokens, body.instruction, scheduling=body.scheduling)
+        scores = await score_pairs(engine, _pairs(body), log, options)
+        data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
+        return json_response(_listed(context, log, "score", data))
+
+    @router.post("/v1/rerank", openapi_extra=openapi_body(RerankBody))
+    @router.post(COHERE_PATH, openapi_extra=openapi_body(RerankBody))
+    async def rerank(request: Request) -> Response:
+        """Jina's, Cohere's and vLLM's: the documents, those that answer the query best first."""
+        return await _rerank(context, engine, request, await context.read(request))
+
+    @router.post("/rerank", openapi_extra=openapi_body(RerankBody, TeiRerankBody))
+    async def plain_rerank(request: Request) -> Response:
+        """As /v1/rerank, or TEI's if the body has ``texts``."""
+        value = await context.read(request)
+        if "texts" not in value:
+            return await _rerank(context, engine, request, value)
+        try:
+            return await tei_rerank(context, engine, request, value)
+        except LightserveError as error:
+            return tgi_error_response(error, request)
+
+
+def _add_get_score(router: APIRouter, context: ServerContext, engine: PoolingEngine) -> None:
+    @router.post("/get_score", openapi_extra=openapi_body(GetScoreBody))
+    async def get_score(request: Request) -> Response:
+        """LightLLM's: the number that a reward model gives to a chat."""
+        body = validate(GetScoreBody, await context.read(request))
+        context.check_fields(request, body)
+        refuse_media(body.multimodal_params)
+        engine.require("a reward", "reward", "classify", "score")
+        if engine.config.size != 1:
+            raise InvalidRequestError(f"the model has {engine.config.size} labels; a reward has one, so use /classify")
+        ids = await _chat_ids(context, engine, body.chat)
+        log = context.log(request)
+        (vector,) = await engine.run([ids], log)
+        return json_response({"score": float(vector[0]), "prompt_tokens": len(ids), "finish_reason": "stop"})
+
+
+async def _chat_ids(context: ServerContext, engine: PoolingEngine, chat: str | list[dict[str, Any]]) -> list[int]:
+    if isinstance(chat, str):
+        return await engine.encode(chat, None)
+    if not chat or not all(isinstance(one.get("content"), str) for one in chat):
+        raise InvalidRequestError("chat: a text, or messages with a role and a content that is a text", "chat")
+    text = context.tokenizer.apply_chat_template(chat, add_generation_prompt=False)
+    return await engine.encode(await context.encode(text, add_special_tokens=False), None)
+
+
+async def _rerank(context: ServerContext, engine: PoolingEngine, request: Request, value: dict[str, Any]) -> Response:
+    body = validate(RerankBody, value)
+    context.check_fields(request, body)
+    context.check_model(body.model)
+    log = context.log(request)
+    options = PairOptions(body.truncate_prompt_tokens, body.instruction, scheduling=body.scheduling)
+    scores = await score_pairs(engine, [(body.query, one) for one in body.documents], log, options)
+    is_cohere = request.url.path.endswith(COHERE_PATH)
+    shows_documents = not is_cohere if body.return_documents is None else body.return_documents
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
+    results = [
+        {"index": i, **({"document": {"text": body.documents[i]}} if shows_documents else {})}
+        | {"relevance_score": scores[i]}
+        for i in order
+    ]
+    return json_response(
+        {"id": f"rerank-{log.request_id}", "model": context.model_name, "usage": _usage(log), "results": results}
+    )
+
+
+async def _read_inputs(context: ServerContext, request: Request) -> tuple[InputBody, AccessLog]:
+    body = validate(InputBody, await context.read(request))
+    context.check_fields(request, body)
+    context.check_model(body.model)
+    return body, context.log(request)
+
+
+async def _run_inputs(engine: PoolingEngine, body: InputBody, log: AccessLog) -> list[Vector]:
+    _ = engine.config  # fails on a model that generates text
+    ids = [await engine.encode(one, body.truncate_prompt_tokens) for one in body.input]
+    return await engine.run(ids, log, body.scheduling)
+
+
+def check_dimensions(engine: PoolingEngine, dimensions: int | None) -> None:
+    size = engine.config.size
+    if dimensions is not None and dimensions > size:
+        raise InvalidRequestError(f"dimensions is {dimensions}; the model has {size}", "dimensions")
+
+
+def _pairs(body: ScoreBody) -> list[tuple[str, str]]:
+    """One text_1 goes with every text_2."""
+    first, second = body.text_1, body.text_2
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        raise InvalidRequestError(
+            f"text_1 has {len(first)} texts, text_2 {len(second)}; give one, or as many", "text_1"
+        )
+    return list(zip(first, second, strict=True))
+
+
+def _written(vector: Vector, is_base64: bool) -> str | list[float]:
+    return base64.b64encode(vector.tobytes()).decode() if is_base64 else vector.tolist()
+
+
+def _classified(index: int, shares: Vector, labels: Sequence[str]) -> dict[str, Any]:
+    best = int(shares.argmax())
+    label = labels[best] if best < len(labels) else None
+    return {"index": index, "label": label, "probs": shares.tolist(), "num_classes": len(shares)}
+
+
+def _listed(context: ServerContext, log: AccessLog, prefix: str, data: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{log.request_id}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": context.model_name,
+        "data": data,
+        "usage": _usage(log),
+    }
+
+
+def _usage(log: AccessLog) -> dict[str, Any]:
+    details = {"cached_tokens": log.cached_tokens}
+    return {
+        "prompt_tokens": log.prompt_tokens,
+        "total_tokens": log.prompt_tokens,
+        "completion_tokens": 0,
+        "prompt_tokens_details": details,
+    }

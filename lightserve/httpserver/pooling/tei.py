@@ -1,0 +1,87 @@
+"""The endpoints of text-embeddings-inference: /embed, /rerank and /predict. Errors have its format."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightserve.errors import InvalidRequestError, LightserveError
+from lightserve.httpserver.context import ServerContext
+from lightserve.httpserver.pooling.bodies import TeiEmbedBody, TeiPredictBody, TeiRerankBody
+from lightserve.httpserver.pooling.engine import PoolingEngine
+from lightserve.httpserver.pooling.scoring import PairOptions, score_pairs
+from lightserve.httpserver.tgi.errors import tgi_error_response
+from lightserve.httpserver.wire.body import openapi_body, validate
+from lightserve.httpserver.wire.json_response import json_response
+from lightserve.model_files.pooling.results import Vector, embedding, probabilities
+
+Answer = Callable[[ServerContext, PoolingEngine, Request, dict[str, Any]], Awaitable[Response]]
+
+
+def add_tei_routes(router: APIRouter, context: ServerContext, engine: PoolingEngine) -> None:
+    @router.post("/embed", openapi_extra=openapi_body(TeiEmbedBody))
+    async def embed(request: Request) -> Response:
+        """A vector for each input."""
+        return await _answer(_embed, context, engine, request)
+
+    @router.post("/predict", openapi_extra=openapi_body(TeiPredictBody))
+    async def predict(request: Request) -> Response:
+        """The labels of each text or pair of texts, the most likely first."""
+        return await _answer(_predict, context, engine, request)
+
+
+async def _answer(answer: Answer, context: ServerContext, engine: PoolingEngine, request: Request) -> Response:
+    value = await context.read(request)
+    try:
+        return await answer(context, engine, request, value)
+    except LightserveError as error:
+        return tgi_error_response(error, request)
+
+
+async def _embed(context: ServerContext, engine: PoolingEngine, request: Request, value: dict[str, Any]) -> Response:
+    body = validate(TeiEmbedBody, value)
+    context.check_fields(request, body)
+    engine.require("an embedding", "embed")
+    if body.dimensions is not None and body.dimensions > engine.config.size:
+        found = f"dimensions is {body.dimensions}; the model has {engine.config.size}"
+        raise InvalidRequestError(found, "dimensions")
+    ids = [await engine.encode(one, body.length, body.prompt_name, "inputs") for one in body.inputs]
+    vectors = await engine.run(ids, context.log(request), body.scheduling)
+    return json_response([embedding(one, body.dimensions, body.normalize is not False).tolist() for one in vectors])
+
+
+async def tei_rerank(
+    context: ServerContext, engine: PoolingEngine, request: Request, value: dict[str, Any]
+) -> Response:
+    body = validate(TeiRerankBody, value)
+    context.check_fields(request, body)
+    options = PairOptions(body.length, is_raw=bool(body.raw_scores), scheduling=body.scheduling)
+    scores = await score_pairs(engine, [(body.query, text) for text in body.texts], context.log(request), options)
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    shown = [{"text": text} if body.return_text else {} for text in body.texts]
+    return json_response([{"index": i, "score": scores[i], **shown[i]} for i in order])
+
+
+async def _predict(context: ServerContext, engine: PoolingEngine, request: Request, value: dict[str, Any]) -> Response:
+    body = validate(TeiPredictBody, value)
+    context.check_fields(request, body)
+    engine.require("a prediction", "classify", "score")
+    is_single, inputs = body.inputs
+    ids = [
+        await (engine.encode_pair(one[0], one[1], body.length) if len(one) == 2 else engine.encode(one[0], body.length))
+        for one in inputs
+    ]
+    vectors = await engine.run(ids, context.log(request), body.scheduling)
+    answers = [_labelled(engine, vector, bool(body.raw_scores)) for vector in vectors]
+    return json_response(answers[0] if is_single else answers)
+
+
+def _labelled(engine: PoolingEngine, vector: Vector, is_raw: bool) -> list[dict[str, Any]]:
+    scores = (vector if is_raw else probabilities(engine.config, vector)).tolist()
+    labels = engine.config.labels or tuple(f"LABEL_{i}" for i in range(len(scores)))
+    pairs = sorted(zip(scores, labels, strict=True), key=lambda pair: -pair[0])
+    return [{"score": score, "label": label} for score, label in pairs]

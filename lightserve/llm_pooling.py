@@ -1,0 +1,151 @@
+"""``LLM.embed``, ``LLM.score`` and ``LLM.classify``: the methods of LLM for models that compute no text."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from lightserve.errors import InvalidRequestError, ServerError, TextTooLongError
+from lightserve.io_struct import GenerationParams
+from lightserve.model_files.pooling import PoolingConfig
+from lightserve.model_files.pooling.results import Vector, cosine, embedding, pair_score, probabilities, vector_of
+from lightserve.model_files.pooling.texts import PoolingTexts
+from lightserve.model_files.tokenizer import Tokenizer
+from lightserve.router.req import Req
+from lightserve.router.scheduler import Scheduler
+from lightserve.utils.int_arrays import int32s
+from lightserve.worker.worker import ModelWorker
+
+ONE_RESULT = GenerationParams.of(max_new_tokens=1)
+
+
+class PoolingMethods:
+    """What LLM adds to this: it loads the model and runs steps."""
+
+    worker: ModelWorker
+    _scheduler: Scheduler
+    _ids: itertools.count[int]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        raise NotImplementedError
+
+    def _step(self) -> None:
+        raise NotImplementedError
+
+    def embed(
+        self,
+        texts: str | Sequence[Any],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        truncate: bool = False,
+    ) -> list[Vector]:
+        """A vector for each text or list of token ids. ``prompt_name``: a prompt of the model's files."""
+        self._check_task("embed")
+        many = [texts] if isinstance(texts, str) else list(texts)
+        ids = [self._text_ids(text, prompt_name) for text in many]
+        return [embedding(vector, dimensions, normalize) for vector in self._pool(ids, truncate)]
+
+    def classify(self, texts: str | Sequence[Any], *, truncate: bool = False) -> list[Vector]:
+        """The probability of each label, for each text. The labels are in ``self.worker.pooling.labels``."""
+        self._check_task("classify")
+        many = [texts] if isinstance(texts, str) else list(texts)
+        vectors = self._pool([self._text_ids(text, None) for text in many], truncate)
+        return [probabilities(self._config, vector) for vector in vectors]
+
+    def reward(self, texts: str | Sequence[Any], *, truncate: bool = False) -> list[float]:
+        """The number that a reward model gives to each text."""
+        self._check_task("reward", "classify", "score")
+        many = [texts] if isinstance(texts, str) else list(texts)
+        return [float(vector[0]) for vector in self._pool([self._text_ids(text, None) for text in many], truncate)]
+
+    def score(
+        self, query: str, documents: str | Sequence[str], *, instruction: str | None = None, truncate: bool = False
+    ) -> list[float]:
+        """How well each document answers the query: 0 to 1 by a scoring model, the cosine by an embedding model."""
+        many = [documents] if isinstance(documents, str) else list(documents)
+        if self._config.task == "embed":
+            first, *others = self.embed([query, *many], normalize=False, truncate=truncate)
+            return [cosine(first, other) for other in others]
+        if not self._config.is_pair_scorer:
+            raise InvalidRequestError("score: the model has several labels; use classify")
+        ids = [self._texts.encode_pair(query, document, instruction) for document in many]
+        return [pair_score(self._config, vector) for vector in self._pool(ids, truncate)]
+
+    @property
+    def _config(self) -> PoolingConfig:
+        if self.worker.pooling is None:
+            raise InvalidRequestError('this model generates text; LLM(..., task="embed") makes it embed')
+        return self.worker.pooling
+
+    @cached_property
+    def _texts(self) -> PoolingTexts:
+        return PoolingTexts(self._config, self.tokenizer, self.worker.model_config.vocab_size)
+
+    @cached_property
+    def _results(self) -> dict[int, bytes]:
+        """By request: results that are not returned yet."""
+        return {}
+
+    @cached_property
+    def _failures(self) -> dict[int, str]:
+        """By request: messages of failed ones."""
+        return {}
+
+    def _check_generates(self) -> None:
+        if self.worker.pooling is not None:
+            raise InvalidRequestError(f"this model generates no text; its task is {self.worker.pooling.task}")
+
+    def _check_task(self, *tasks: str) -> None:
+        if self._config.task not in tasks:
+            raise InvalidRequestError(f"the task of this model is {self._config.task}, not {tasks[0]}")
+
+    def _text_ids(self, text: Any, prompt_name: str | None) -> list[int]:
+        if isinstance(text, str):
+            return self._texts.encode(text, prompt_name)
+        vocab_size = self.worker.model_config.vocab_size
+        ids = [int(token_id) for token_id in text]
+        if not all(0 <= token_id < vocab_size for token_id in ids):
+            raise InvalidRequestError(f"token ids must be in 0..{vocab_size - 1}")
+        return ids
+
+    def _pool(self, texts: Sequence[list[int]], truncate: bool) -> list[Vector]:
+        reqs = [self._pooling_request(ids, truncate) for ids in texts]
+        for req in reqs:
+            self._scheduler.add(req)
+        pending = {req.req_id for req in reqs}
+        try:
+            while pending:
+                self._step()
+                pending -= self._results.keys() | self._failures.keys()
+            failed = [self._failures[req.req_id] for req in reqs if req.req_id in self._failures]
+            if failed:
+                raise ServerError(failed[0])
+            return [vector_of(self._results[req.req_id]) for req in reqs]
+        finally:
+            for req in reqs:
+                self._scheduler.abort(req.req_id)
+                self._results.pop(req.req_id, None)
+                self._failures.pop(req.req_id, None)
+
+    def _pooling_request(self, ids: list[int], truncate: bool) -> Req:
+        limit, limits = self.worker.longest_request, self.worker.pooling_limits
+        if not ids:
+            raise InvalidRequestError("the text is empty")
+        ids = self._texts.truncate(ids, limit) if truncate else ids
+        if len(ids) > limit:
+            raise TextTooLongError(len(ids), limit)
+        shares_prefix = limits is not None and limits.has_kv and not limits.needs_whole_prompt
+        return Req(
+            next(self._ids),
+            int32s(ids),
+            ONE_RESULT,
+            max_new_tokens=1,
+            eos_ids=(),
+            keeps_kv_cached=shares_prefix,
+            shares_prefix=shares_prefix,
+        )

@@ -1,0 +1,1 @@
+"""LoRA adapters as PEFT stores them: what a folder says, checked before any tensor is read. No torch."""

@@ -1,0 +1,50 @@
+"""From the numbers that a worker returns to embeddings, probabilities and scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightserve.errors import InvalidRequestError
+from lightserve.model_files.pooling.config import PoolingConfig
+
+Vector = npt.NDArray[np.float32]
+
+
+def vector_of(values: bytes) -> Vector:
+    return np.frombuffer(values, dtype=np.float32)
+
+
+def embedding(vector: Vector, dimensions: int | None = None, normalize: bool = True) -> Vector:
+    """The first ``dimensions`` numbers, of length 1 if ``normalize``."""
+    if dimensions is not None:
+        if dimensions > len(vector):
+            raise InvalidRequestError(f"dimensions is {dimensions}; the model has {len(vector)}", "dimensions")
+        vector = vector[:dimensions]
+    if not normalize:
+        return vector
+    return vector / np.float32(max(float(np.sqrt(np.dot(vector, vector))), 1e-12))
+
+
+def cosine(first: Vector, second: Vector) -> float:
+    return float(np.dot(embedding(first), embedding(second)))
+
+
+def probabilities(config: PoolingConfig, logits: Vector) -> Vector:
+    """Of the labels: sigmoid if there is one or if they do not exclude each other, else softmax."""
+    if len(logits) == 1 or config.is_multi_label:
+        result: Any = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    else:
+        shifted = np.exp(logits.astype(np.float64) - logits.max())
+        result = shifted / shifted.sum()
+    return np.asarray(result, dtype=np.float32)
+
+
+def pair_score(config: PoolingConfig, logits: Vector, is_raw: bool = False) -> float:
+    """How well a document answers a query, between 0 and 1. ``is_raw``: the number before that."""
+    if config.answers is not None:
+        difference = float(logits[1]) - float(logits[0])  # the softmax of two is a sigmoid
+        return difference if is_raw else float(1 / (1 + np.exp(-difference)))
+    return float(logits[0]) if is_raw else float(probabilities(config, logits)[0])

@@ -1,0 +1,85 @@
+"""Which LoRA adapters are on the device. An adapter has a slot there while requests with it run, and longer if it can.
+
+Like KV slots, these are the router's: every rank has the same adapters in the same slots, and a step brings the
+adapters that its rows need.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from lightserve.io_struct import LoraPlace
+from lightserve.router.req import Req
+
+MAX_PASSED_OVER = 64  # later requests that are admitted before one that waits for a slot
+
+
+class LoraSlots:
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+        self.loaded: set[int] = set()  # adapters in the host memory of the workers
+        self.on_leave: Callable[[int], None] = lambda lora_id: None  # a request with this adapter has ended
+        self._free = list(range(count))[::-1]
+        self._slot_of: dict[int, int] = {}  # by adapter, the least recently used first
+        self._running: Counter[int] = Counter()  # requests by adapter
+        self._copies: list[LoraPlace] = []  # for the next step
+
+    def has_room(self, req: Req) -> bool:
+        """Whether the request can run now: its adapter is on the device, or can be copied there."""
+        if req.lora_id is None or req.lora_id in self._slot_of:
+            return True
+        return req.lora_id in self.loaded and (bool(self._free) or self._unused() is not None)
+
+    def is_starving(self, req: Req) -> bool:
+        """Whether other requests must not take slots before this one, which has none."""
+        return req.num_admissions > 0 or req.num_passed_over >= MAX_PASSED_OVER
+
+    def acquire(self, req: Req) -> None:
+        """Give a request that starts to run the slot of its adapter. ``has_room`` was true."""
+        lora_id = req.lora_id
+        if lora_id is None:
+            return
+        slot = self._slot_of.pop(lora_id, None)
+        if slot is None:
+            slot = self._free_slot()
+            self._copies.append(LoraPlace(slot, lora_id))
+        self._slot_of[lora_id] = slot  # at the end: used last
+        self._running[lora_id] += 1
+        req.lora_slot = slot
+
+    def release(self, req: Req) -> None:
+        """The request does not run any more."""
+        if req.lora_id is None:
+            return
+        req.lora_slot = -1
+        self._running[req.lora_id] -= 1
+        if not self._running[req.lora_id]:
+            del self._running[req.lora_id]
+
+    def take_copies(self) -> list[LoraPlace]:
+        """What the next step copies to the device."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def is_copied(self, lora_id: int) -> bool:
+        """Whether the next step copies this adapter."""
+        return any(copy.lora_id == lora_id for copy in self._copies)
+
+    def clear(self) -> None:
+        """The device holds no adapters, and no request runs."""
+        self._free = list(range(self.count))[::-1]
+        self._slot_of.clear()
+        self._running.clear()
+        self._copies.clear()
+
+    def _free_slot(self) -> int:
+        if self._free:
+            return self._free.pop()
+        unused = self._unused()
+        assert unused is not None
+        return self._slot_of.pop(unused)
+
+    def _unused(self) -> int | None:
+        """The least recently used adapter without running requests."""
+        return next((lora_id for lora_id in self._slot_of if lora_id not in self._running), None)

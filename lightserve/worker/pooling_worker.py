@@ -1,0 +1,147 @@
+"""One rank of a model that computes embeddings or scores: a request ends with the step that computes its last token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from lightserve.common.basemodel import Pooler
+from lightserve.common.device import copy_to_host
+from lightserve.common.device.base import HostCopy
+from lightserve.common.parallel import Parallel
+from lightserve.config import WorkerConfig
+from lightserve.errors import ModelFilesError, ServerError
+from lightserve.io_struct import (
+    Embedding,
+    GrammarSpec,
+    NewReq,
+    PoolingLimits,
+    ReqFailed,
+    SamplingParams,
+    Step,
+    StepResult,
+    StepRow,
+)
+from lightserve.model_files.pooling import PoolingConfig
+from lightserve.model_files.source import ModelSource
+from lightserve.model_files.tokenizer import load_tokenizer
+from lightserve.worker.infer_batch import PackedStep
+from lightserve.worker.rpc import GetResult
+from lightserve.worker.step_runner import StepRunner
+from lightserve.worker.warm_up import PROMPT_LENGTHS
+from lightserve.worker.worker import ModelWorker
+
+NOT_FINITE = "numerical error: the result has numbers that are not finite"
+
+
+class PoolingWorker(ModelWorker):
+    """A step passes batch, model, pooler and head. There is nothing to sample."""
+
+    def __init__(self, config: WorkerConfig, source: ModelSource, parallel: Parallel) -> None:
+        super().__init__(config, source, parallel)
+        if config.deterministic and not self.model.has_kv:
+            raise ServerError("--deterministic is not supported for a model without a KV cache; leave it out")
+
+    def _init_steps(self, source: ModelSource) -> None:
+        pooling = self._pooling_config
+        self._runner = StepRunner(self.model, self._batch, self._platform)
+        rows = self.model.req_manager.max_reqs + 1
+        self._pooler = Pooler(pooling.pooling, self.model_config.hidden_size, rows, self._device)
+        self._answer_ids: Tensor | None = None
+        if pooling.answers is not None:
+            self._answer_ids = torch.tensor(_answer_ids(source, pooling.answers), device=self._device)
+
+    @property
+    def _pooling_config(self) -> PoolingConfig:
+        if self.pooling is None:
+            raise ModelFilesError("the model generates text; it has no pooling")
+        return self.pooling
+
+    @property
+    def pooling_limits(self) -> PoolingLimits:
+        pooling = self._pooling_config
+        return PoolingLimits(pooling.size, pooling.needs_whole_prompt, self.model.has_kv, str(pooling))
+
+    def warm_up(self) -> None:
+        self._platform.compile_kernels(self._device, self._launch_every_kernel)
+        self._run_warm_up_steps()
+
+    def capture(self) -> None:
+        """Steps are not captured: their launches take less time than their tokens."""
+
+    def _launch_every_kernel(self) -> None:
+        with self.model.distinct_layers_only():
+            self._run_warm_up_steps()
+
+    def _run_warm_up_steps(self) -> None:
+        for step in _warm_up_steps(self.model.req_manager.max_reqs, self.max_req_total_len):
+            self.run(step)
+
+    def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
+        """There is no text."""
+
+    def reset(self) -> None:
+        self._batch.clear()
+
+    def launch(self, step: Step) -> GetResult:
+        self._platform.set_current(self._device)
+        for req_id in step.free:
+            self._batch.remove(req_id)
+        for new in step.new:
+            self._batch.add(new)
+        if not step.num_rows:
+            return StepResult
+        packed = self._batch.pack(step.rows, lambda shape: shape, step.windowed_slots)
+        ended = [(row, req.req_id) for row, req in enumerate(packed.reqs) if req.is_fully_computed]
+        return partial(_result, copy_to_host(self._compute(packed)), ended)
+
+    @torch.inference_mode()
+    def _compute(self, packed: PackedStep) -> Tensor:
+        """The results of all requests of the step, ``[requests, size]``. Those of unfinished prompts are not used."""
+        hidden = self._runner.hidden_states(packed.inputs, packed.shape)
+        if self._answer_ids is not None:
+            return self.model.logits(hidden).index_select(1, self._answer_ids).float()
+        attn = hidden.infer_state.attn
+        pooled = self._pooler.pool(self.model.final_states(hidden, self._pooler.rows(attn)), attn)
+        return self.model.pre_post_weight.pooling_head.forward(pooled)
+
+
+def _result(copy: HostCopy, ended: list[tuple[int, int]]) -> StepResult:
+    """Wait for the results of a step."""
+    (values,) = copy.tensors()
+    is_finite = values.isfinite().all(dim=1).tolist()
+    rows = values.numpy()
+    return StepResult(
+        failed=[ReqFailed(req_id, 500, NOT_FINITE) for row, req_id in ended if not is_finite[row]],
+        embeddings=[Embedding(req_id, rows[row].tobytes()) for row, req_id in ended if is_finite[row]],
+    )
+
+
+def _answer_ids(source: ModelSource, answers: tuple[str, str]) -> list[int]:
+    tokenizer = load_tokenizer(source)
+    ids = [tokenizer.token_to_id(answer) for answer in answers]
+    missing = [answer for answer, token_id in zip(answers, ids, strict=True) if token_id is None]
+    if missing:
+        raise ModelFilesError(f"{source.path}: the tokenizer has no token {missing[0]!r}, by which the model scores")
+    return [token_id for token_id in ids if token_id is not None]
+
+
+def _warm_up_steps(max_reqs: int, max_len: int) -> Iterator[Step]:
+    """For a worker without requests: one of each length, then all of them together."""
+    lengths = [length for length in PROMPT_LENGTHS if length <= max_len][:max_reqs]
+    for group in ([length] for length in lengths), [lengths] if len(lengths) > 1 else []:
+        for one in group:
+            yield from _whole_prompts(one)
+
+
+def _whole_prompts(lengths: list[int]) -> Iterator[Step]:
+    ids = [-1 - i for i in range(len(lengths))]
+    new = [NewReq(i, [0] * n, SamplingParams(), seed=0) for i, n in zip(ids, lengths, strict=True)]
+    ends = accumulate(lengths)
+    rows = [StepRow(i, list(range(end - n, end))) for i, n, end in zip(ids, lengths, ends, strict=True)]
+    yield Step(rows, new)
+    yield Step([], free=ids)

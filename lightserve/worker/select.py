@@ -1,0 +1,13 @@
+"""Which worker a model needs."""
+
+from __future__ import annotations
+
+from lightserve.config import WorkerConfig
+from lightserve.model_files.source import ModelSource, pooling_of
+from lightserve.worker.pooling_worker import PoolingWorker
+from lightserve.worker.worker import ModelWorker
+
+
+def worker_class(config: WorkerConfig, source: ModelSource) -> type[ModelWorker]:
+    pooling = pooling_of(source, config.model_type, config.task, config.pooling)
+    return ModelWorker if pooling is None else PoolingWorker
