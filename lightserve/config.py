@@ -27,6 +27,7 @@ MAX_HTTP_PROCESSES = 4
 DEFAULT_LORAS, MAX_LORAS, MAX_LORA_RANK = 8, 256, 256
 CPU_LORAS_A_SLOT = 4
 MAX_DEBUG_REQUESTS = 100_000  # some 100 MB
+MAX_ENGINES = 64  # of one machine
 
 
 def option(default: Any, help: str, *aliases: str) -> Any:
@@ -348,11 +349,33 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Options of several engines behind one port."""
+
+    dp: int = option(
+        1,
+        "number of engines, each with the whole model on --tp devices of its own; requests go where their prefix is "
+        "cached and the load is least",
+        "data_parallel_size",
+        "dp_size",
+    )
+    cluster_policy: str = option("prefix", "which engine gets a request, with --dp", "dp_policy")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "dp")
+        if self.dp > MAX_ENGINES:
+            raise OptionError(f"dp={self.dp}: must be at most {MAX_ENGINES}")
+        if self.dp == 1 and self.cluster_policy != "prefix":
+            raise OptionError(f"cluster_policy={self.cluster_policy}: there is one engine; set --dp to 2 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     worker: WorkerConfig
     router: RouterConfig
     http: HttpConfig
     launch: LaunchConfig
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
 @functools.lru_cache(maxsize=4)

@@ -7,6 +7,10 @@
     router ──Step, ProfileCommand, LoraLoad──▶ model worker ──StepResult, ProfileResult, LoraLoaded──▶ router
     launcher ──ToChild──▶ each of them ──FromChild──▶ launcher
 
+With --dp, a dispatcher stands where the router stands, and speaks to the routers of several engines:
+
+    dispatcher ──DispatchedReq, AbortReq, MovedReqs──▶ router ──BatchTokenIdOut, RouterStats, KvNews──▶ dispatcher
+
 A Step names the requests that enter, the KV slots that each row fills, and the requests that leave. A worker knows the
 tokens of its requests, so prefill, a chunk of a prompt and decode are the same message: compute the next len(slots)
 tokens of a request. A request may get several tokens back, in their order: the sampled one and those that its grammar
@@ -378,6 +382,7 @@ class SchedulingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_salt: str = ""  # prefixes are shared among requests of the same salt
     use_cache: bool = True  # share prefixes with other requests
     lora: str = ""  # name of the adapter; "": the base model
+    session: str = ""  # the client's name for a conversation: --cluster_policy session keeps it in one engine
 
 
 class GenerateReq(msgspec.Struct, frozen=True, tag=True):
@@ -391,6 +396,10 @@ class GenerateReq(msgspec.Struct, frozen=True, tag=True):
     group: int = 0  # id of the first of the sequences that continue the same prompt
     is_group_open: bool = False  # more sequences of the group follow, as in a beam search, and use the KV of this one
     request_id: str = ""  # X-Request-Id of the HTTP request, for GET /debug/requests
+
+    def prefix_salt(self, uses_cache: bool) -> str:
+        """Requests share cached prefixes exactly if this is the same. Choices of one prompt always share them."""
+        return f"salt {self.scheduling.cache_salt}" if uses_cache else f"group {self.group}"
 
 
 class AbortReq(msgspec.Struct, frozen=True, tag=True):
@@ -462,6 +471,29 @@ ToRouter = (
     GenerateReq | AbortReq | AbortByRequestId | GetTimelines | StartProfile | StopProfile | SpanCounts | AdapterQuery
 )
 
+
+# dispatcher -> router of an engine
+
+
+class DispatchedReq(msgspec.Struct, frozen=True, tag=True):
+    """A request for one of several engines. It may have begun in another engine, and goes on from its tokens."""
+
+    request: GenerateReq  # with a seed, so that every engine samples the same tokens
+    age_s: float  # since it arrived: the clock of ``arrived_s`` may be another machine's
+    block_hashes: bytes  # [blocks of the prompt] int64: see utils/block_hash.py
+    output_ids: list[int] = []  # tokens that the client has got already
+    is_moved: bool = False  # another engine had accepted it
+    runs_alone: bool = False  # it may have crashed the workers of another engine: see CrashIsolation
+
+
+class MovedReqs(msgspec.Struct, frozen=True, tag=True):
+    """These requests go on in another engine. Forget them, and confirm it by ``BatchTokenIdOut.aborted``."""
+
+    req_ids: list[int]
+
+
+ToEngine = DispatchedReq | AbortReq | MovedReqs | GetTimelines | StartProfile | StopProfile
+
 REQ_ID_BITS = 48  # low bits of an id count the requests of one HTTP process
 
 
@@ -519,6 +551,12 @@ class BatchTokenIdOut(msgspec.Struct, frozen=True, tag=True):
     plain_token_ids: Int32s = NO_INT32
     embeddings: list[EmbeddingOut] = []
 
+    @property
+    def tokens(self) -> list[TokenIdOut]:
+        """All tokens: slower than the columns, and simpler."""
+        plain = zip(int64s(self.plain_req_ids).tolist(), int32s(self.plain_token_ids).tolist(), strict=True)
+        return [*(TokenIdOut(req_id, Token(token_id)) for req_id, token_id in plain), *self.outs]
+
 
 class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):
     counts: list[int]  # one per bucket of utils/metrics.py; the last counts all larger values
@@ -539,10 +577,20 @@ class RouterStats(msgspec.Struct, frozen=True, tag=True):
     step_age_s: float  # age of the oldest step in flight; 0 when idle
     metrics: MetricsSnapshot
     has_workers: bool = True  # False while lost workers are being replaced
+    crash_suspects: list[int] = []  # requests that were in flight when the workers were lost, right after that
 
 
 TimelineEventKind = Literal[
-    "queued", "refused", "admitted", "prefill", "first_token", "preempted", "workers_lost", "finished", "failed"
+    "queued",
+    "refused",
+    "admitted",
+    "prefill",
+    "first_token",
+    "preempted",
+    "workers_lost",
+    "moved",  # to another engine
+    "finished",
+    "failed",
 ]
 
 
@@ -601,6 +649,20 @@ class AdapterReply(msgspec.Struct, frozen=True, tag=True):
 QueryReply = Timelines | ProfileReply | AdapterReply  # goes through the detokenizer to the HTTP process that asked
 
 ToDetokenization = BatchTokenIdOut | RouterStats | AbortByRequestId | QueryReply
+
+
+# router of an engine -> dispatcher
+
+
+class KvNews(msgspec.Struct, frozen=True, tag=True):
+    """Changes of an engine's prefix cache since the last message, as hashes of blocks."""
+
+    epoch: int  # counts how often all KV was lost; entries of an earlier epoch are void
+    added: bytes  # [n] int64
+    evicted: bytes  # [n] int64
+
+
+FromEngine = BatchTokenIdOut | RouterStats | QueryReply | KvNews
 
 
 # detokenization -> httpserver
@@ -728,6 +790,19 @@ class NewWorkers(msgspec.Struct, frozen=True, tag=True):
     generation: int  # of the new workers
 
 
+class EngineJoined(msgspec.Struct, frozen=True, tag=True):
+    """To the dispatcher: the router of an engine is ready for requests."""
+
+    engine: int
+    epoch: int  # how often this engine was restarted
+
+
+class EngineLost(msgspec.Struct, frozen=True, tag=True):
+    """To the dispatcher: the router of an engine has died. Its requests go on in other engines."""
+
+    engine: int
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """The launcher checks that a child responds."""
 
@@ -737,4 +812,4 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 
 FromChild = StartupPhase | StartupProgress | Ready | EngineReady | ChildFailed | Drained | WorkersLost | Pong
-ToChild = EngineReady | NewWorkers | Drain | EngineDied | Ping
+ToChild = EngineReady | NewWorkers | EngineJoined | EngineLost | Drain | EngineDied | Ping

@@ -238,7 +238,7 @@ def flag_rows() -> list[tuple[str, str, str]]:
 
 
 def value_of(config: ServerConfig, name: str) -> Any:
-    parts = (config.worker, config.router, config.http, config.launch)
+    parts = (config.worker, config.router, config.http, config.launch, config.cluster)
     return next(getattr(part, name) for part in parts if name in {field.name for field in dataclasses.fields(part)})
 
 
@@ -256,7 +256,8 @@ def test_other_names_in_the_readme_set_the_same_flag() -> None:
 
     assert len(names) > 5
     for name, other in names:
-        value = {"data_type": "float16", "kv_dtype": "fp8", "router_policy": "fifo"}.get(name, "1")
+        choices = {"data_type": "float16", "kv_dtype": "fp8", "router_policy": "fifo"}
+        value = (choices | {"cluster_policy": "prefix"}).get(name, "1")
         assert str(value_of(parse_server([other, value]), name)).lstrip("['").startswith(value), other
 
 

@@ -115,7 +115,9 @@ LAYERS: dict[str, set[str]] = {
     },
     "httpserver.web": HTTP_GROUND,
     "httpserver": {"config", "io_struct", "model_files", "utils"},
-    "server": {*GROUND, "model_files", "models.registry", "router"},
+    "cluster.routing": {"errors"},
+    "cluster": GROUND,
+    "server": {*GROUND, "cluster.routing", "model_files", "models.registry", "router"},
     "simulate": {*GROUND, "router"},
     "llm": {
         *GROUND,
@@ -154,6 +156,7 @@ TORCH_FREE = [
     "cli.completion.main",
     "cli.doctor",
     "cli.models",
+    "cluster",
     "common.compile.cache",
     "common.compile.client",
     "common.kv.token_slots",

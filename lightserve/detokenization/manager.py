@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 from lightserve.detokenization.req_text import ReqText
 from lightserve.io_struct import (
@@ -17,14 +16,12 @@ from lightserve.io_struct import (
     StrOut,
     ToDetokenization,
     ToHttpserver,
-    Token,
     TokenIdOut,
     ToRouter,
     http_process_of,
 )
 from lightserve.model_files.decoding import Decoder
 from lightserve.utils.channel import Receiver, Sender
-from lightserve.utils.int_arrays import int32s, int64s
 
 
 class DetokenizationManager:
@@ -61,8 +58,7 @@ class DetokenizationManager:
             self._texts[req.req_id] = ReqText(self._decoder, req.text)
         outs: list[list[StrOut]] = [[] for _ in self._to_http]
         failed: list[list[ReqFailed]] = [[] for _ in self._to_http]
-        plain = zip(int64s(batch.plain_req_ids).tolist(), int32s(batch.plain_token_ids).tolist(), strict=True)
-        for out in chain((TokenIdOut(req_id, Token(token_id)) for req_id, token_id in plain), batch.outs):
+        for out in batch.tokens:
             text = self._texts.get(out.req_id)
             if text is not None:  # otherwise a stop string ended the request while this token was in flight
                 outs[http_process_of(out.req_id)].append(self._next(text, out))

@@ -35,6 +35,14 @@ class CrashIsolation:
         self._pending_ids.update(req.req_id for req in in_flight)
         return None
 
+    @property
+    def pending_ids(self) -> list[int]:
+        return list(self._pending_ids)
+
+    def require(self, req: Req) -> None:
+        """The request may have crashed the workers of another engine: it has to run alone until its next token."""
+        self._pending_ids.add(req.req_id)
+
     def reset(self) -> None:
         self.isolated = None
         self._pending_ids.clear()

@@ -15,6 +15,7 @@ import numpy as np
 
 from lightserve.common.kv.token_slots import Slots, TokenSlots
 from lightserve.io_struct import WindowedKv
+from lightserve.router.cached_blocks import CachedBlocks
 from lightserve.router.radix_cache import Ids, RadixCache
 from lightserve.router.req import Req
 from lightserve.router.windowed_pool import NONE, WindowedPool
@@ -25,6 +26,7 @@ class KvPool:
     def __init__(self, size: int, windowed: WindowedKv | None = None) -> None:
         """``windowed``: the figures of the second pool; None: there is none."""
         self.num_evicted = 0  # tokens that the cache has evicted to make room
+        self.blocks: CachedBlocks | None = None  # set by ``track_blocks``
         self._figures = size, windowed
         self.reset()
 
@@ -34,6 +36,12 @@ class KvPool:
         self.slots = TokenSlots(size)
         self.windowed = None if windowed is None else WindowedPool(windowed, size)
         self._cache = RadixCache()
+        if self.blocks is not None:
+            self.blocks.clear()
+
+    def track_blocks(self) -> None:
+        """From now on, ``blocks`` knows which blocks of tokens are cached."""
+        self.blocks = CachedBlocks(self.size)
 
     @property
     def size(self) -> int:
@@ -131,6 +139,8 @@ class KvPool:
             self._cache.lock(grown)
             self._cache.unlock(req.node)
             req.node, req.shared_len = grown, end
+            if self.blocks is not None:
+                self.blocks.add(req, begin, end)
         self._cache_windowed(req, req.prompt_ids[:end], begin)
 
     def release(self, req: Req) -> None:
@@ -141,6 +151,8 @@ class KvPool:
             ids = req.token_ids[:known]
             _, spare = self._cache.insert(ids, req.slots[:known], req.salt)
             self._cache_windowed(req, ids, kept)
+            if self.blocks is not None:
+                self.blocks.add(req, kept, known, spare)
             self._free(spare)
             kept = known
         self._free(req.slots[kept:])
@@ -191,6 +203,8 @@ class KvPool:
             return
         if self.windowed is not None:
             self.windowed.remove_cached(slots)
+        if self.blocks is not None:
+            self.blocks.remove(slots)
         self.slots.free(slots)
 
 

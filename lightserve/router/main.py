@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable
+from typing import Any
 
-from lightserve.io_struct import EngineReady, NewWorkers, Ready, ToDetokenization, ToRouter, WorkersLost
+from lightserve.io_struct import EngineReady, NewWorkers, Ready, ToEngine, ToRouter, WorkersLost
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
 from lightserve.router.model_client import RpycModelClient
@@ -23,8 +24,8 @@ logger = init_logger(__name__)
 
 async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     config = child_config.config
-    inbox: Receiver[ToRouter] = Receiver(child_config.address("router"), ToRouter)
-    to_detokenization: Sender[ToDetokenization] = Sender(child_config.address("detokenization"))
+    has_dispatcher = config.cluster.dp > 1
+    inbox, outbox = _channels(child_config, has_dispatcher)
     policy = make_policy(config.router.router_policy)  # a wrong name fails the start before the weights are loaded
     engine = await launcher.recv()
     if not isinstance(engine, EngineReady):
@@ -41,17 +42,28 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
 
         return RpycModelClient(paths, report_lost, has_adapters=engine.lora_slots > 0)
 
-    workers = connect(0)
-    manager = RouterManager(scheduler, workers, engine, inbox, to_detokenization, config.router)
+    workers = connect(child_config.generation)
+    manager = RouterManager(scheduler, workers, engine, inbox, outbox, config.router)
     if engine.lora_slots:
         manager.adapters.enable(config.worker, workers)
+    if has_dispatcher:
+        manager.report_cached_blocks(outbox.send)
     profiled = _ProfiledWorkers(child_config, manager)
-    profiled.connect(0)
+    profiled.connect(child_config.generation)
     launcher.send(Ready())
     gc.freeze()  # what exists now is never freed, so no collection has to visit it
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(manager.run(ThroughputLog(manager.metrics, config.router.log_stats_interval)))
         tasks.create_task(_use_new_workers(launcher, manager, connect, profiled))
+
+
+def _channels(child_config: ChildConfig, has_dispatcher: bool) -> tuple[Receiver[Any], Sender[Any]]:
+    """To this router, and from it to the detokenizer, or to the dispatcher if there are several engines."""
+    if not has_dispatcher:
+        return Receiver(child_config.address("router"), ToRouter), Sender(child_config.address("detokenization"))
+    engine, epoch = child_config.engine, child_config.epoch
+    inbox: Receiver[Any] = Receiver(child_config.to_engine(engine, epoch), ToEngine)
+    return inbox, Sender(child_config.from_engine(engine, epoch))
 
 
 class _ProfiledWorkers:
@@ -68,6 +80,8 @@ class _ProfiledWorkers:
         folder = config.launch.profile_dir
         if folder is None:
             return
+        if config.cluster.dp > 1:  # every engine writes a profile of its own
+            folder = f"{folder}/engine-{self._child_config.engine}"
         if self._client is not None:
             self._client.close()
         paths = [self._child_config.worker_path(rank, generation) for rank in range(config.worker.tp)]

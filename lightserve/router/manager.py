@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from lightserve.config import RouterConfig
 from lightserve.errors import LightserveError
@@ -17,11 +20,15 @@ from lightserve.io_struct import (
     AbortByRequestId,
     AbortReq,
     AdapterQuery,
+    DispatchedReq,
     EngineReady,
     GenerateReq,
     GetTimelines,
+    KvNews,
+    MovedReqs,
     SpanCounts,
     ToDetokenization,
+    ToEngine,
     ToRouter,
 )
 from lightserve.router.adapter_control import AdapterControl
@@ -50,7 +57,7 @@ class RouterManager:
         scheduler: Scheduler,
         model: ModelClient,
         engine: EngineReady,
-        inbox: Receiver[ToRouter],
+        inbox: Receiver[ToRouter] | Receiver[ToEngine],
         to_detokenization: Sender[ToDetokenization],
         config: RouterConfig,
     ) -> None:
@@ -95,6 +102,8 @@ class RouterManager:
             message = await self._inbox.recv()
             if isinstance(message, GenerateReq):
                 self._accept(message)
+            elif isinstance(message, DispatchedReq | MovedReqs):
+                self._handle_dispatcher(message)
             elif isinstance(message, AbortReq):
                 self._abort(message)
             elif isinstance(message, AbortByRequestId):
@@ -108,10 +117,28 @@ class RouterManager:
             else:
                 self.profiles.put(message)
 
-    def _accept(self, message: GenerateReq) -> None:
+    def report_cached_blocks(self, send: Callable[[KvNews], None]) -> None:
+        """Tell the dispatcher what the prefix cache holds."""
+        self._scheduler.pool.track_blocks()
+        self._reporter.send_news = send
+
+    def _handle_dispatcher(self, message: DispatchedReq | MovedReqs) -> None:
+        if isinstance(message, DispatchedReq):
+            arrived_s = time.monotonic() - message.age_s
+            self._accept(msgspec.structs.replace(message.request, arrived_s=arrived_s), message)
+            return
+        for req_id in message.req_ids:
+            req = self._scheduler.abort(req_id)
+            if req is not None and req.timeline is not None:
+                req.timeline.paused("moved", req.output_len)
+        self._reporter.confirm_moved(message.req_ids)
+        self.steps.wake()
+
+    def _accept(self, message: GenerateReq, dispatched: DispatchedReq | None = None) -> None:
         timeline = self.timelines.start(message)
+        is_moved = dispatched is not None and dispatched.is_moved
         limit, waiting = self._config.max_queue_size, self._scheduler.num_waiting + self._scheduler.num_held
-        if waiting >= limit:
+        if waiting >= limit and not is_moved:
             found = f"the queue is full: {waiting} requests wait, the limit is {limit} (--max_queue_size); retry later"
             self._refuse(message, timeline, found, 429)
             return
@@ -120,9 +147,11 @@ class RouterManager:
         except LightserveError as error:
             self._refuse(message, timeline, str(error), error.status)
             return
-        if self._pooling is None:  # otherwise there is no text
-            self._reporter.announce(message.req_id, message.params.text)
         req = self._make_req(message, adapter)
+        if dispatched is not None:  # the dispatcher has announced it
+            self._prepare_dispatched(req, dispatched)
+        elif self._pooling is None:  # otherwise there is no text
+            self._reporter.announce(message.req_id, message.params.text)
         req.timeline = timeline
         if timeline is not None:
             timeline.queued()
@@ -132,6 +161,13 @@ class RouterManager:
         self._reporter.refuse(message.req_id, reason, status)
         if timeline is not None:
             timeline.refused(reason)
+
+    def _prepare_dispatched(self, req: Req, dispatched: DispatchedReq) -> None:
+        req.block_hashes = np.frombuffer(dispatched.block_hashes, dtype="<i8")
+        if dispatched.output_ids:
+            req.continue_from(dispatched.output_ids, time.monotonic())
+        if dispatched.runs_alone:
+            self._scheduler.isolate(req)
 
     def _queue(self, req: Req, adapter: RegisteredAdapter | None) -> None:
         """A request may run once the workers have compiled its grammar and loaded its adapter: no step waits for that.
@@ -171,8 +207,7 @@ class RouterManager:
             deadline_s=None if timeout_s is None else message.arrived_s + timeout_s,
             keeps_kv_cached=shares_prefix and (uses_cache or message.is_group_open),
             shares_prefix=shares_prefix,
-            # the choices of a request share
-            salt=f"{lora}salt {scheduling.cache_salt}" if uses_cache else f"{lora}group {message.group}",
+            salt=lora + message.prefix_salt(uses_cache),
             lora_id=None if adapter is None else adapter.lora_id,
         )
 

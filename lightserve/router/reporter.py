@@ -11,6 +11,7 @@ from lightserve.io_struct import (
     Embedding,
     EmbeddingOut,
     FinishReason,
+    KvNews,
     ReqFailed,
     RouterStats,
     StepResult,
@@ -34,6 +35,7 @@ class Reporter:
         self._scheduler = scheduler
         self._to_detokenization = to_detokenization
         self._aborted: list[int] = []  # requests aborted since the last message
+        self.send_news: Callable[[KvNews], None] | None = None  # set if there is a dispatcher
 
     def announce(self, req_id: int, params: TextParams) -> None:
         """A request was accepted. This message comes before its tokens."""
@@ -56,6 +58,10 @@ class Reporter:
         self._aborted.append(req.req_id)
         self._count_finished(req, reason, time.monotonic())
 
+    def confirm_moved(self, req_ids: list[int]) -> None:
+        """The dispatcher may send these requests here again: no token of before comes after this message."""
+        self._to_detokenization.send(BatchTokenIdOut(aborted=req_ids))
+
     def report(self, result: StepResult) -> None:
         """Give the tokens of a step to their requests, and send them in one message with the aborted requests."""
         failed = [failure for failure in result.failed if self._has_failed(failure)]
@@ -65,6 +71,7 @@ class Reporter:
         plain_req_ids, plain_token_ids, others = self._process_plain(result, now)
         outs = self._process_tokens([*others, *result.detailed], now)
         embeddings = self._process_embeddings(result.embeddings, now)
+        self._send_news()  # before the last token of a request, so that the dispatcher always knows where its KV is
         if outs or failed or self._aborted or embeddings or len(plain_req_ids):
             self._to_detokenization.send(
                 BatchTokenIdOut(
@@ -85,8 +92,18 @@ class Reporter:
         self.metrics.set_load(scheduler.num_running, waiting, pool.used, pool.size)
         if windowed is not None:
             self.metrics.set_windowed_load(windowed.used, windowed.size)
-        stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers)
+        self._send_news()
+        suspects = [] if has_workers else scheduler.crash_suspects
+        stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers, suspects)
         self._to_detokenization.send(stats)
+
+    def _send_news(self) -> None:
+        blocks = self._scheduler.pool.blocks
+        if self.send_news is None or blocks is None:
+            return
+        news = blocks.take_news()
+        if news is not None:
+            self.send_news(news)
 
     def _has_failed(self, failure: ReqFailed) -> bool:
         """Whether the request ends now. Otherwise it ended before."""

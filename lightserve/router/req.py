@@ -12,6 +12,7 @@ from lightserve.io_struct import FinishReason, GenerationParams, NewReq, TokenOu
 from lightserve.router.radix_cache import RadixNode
 from lightserve.router.req_columns import ReqColumns
 from lightserve.router.timeline import Timeline
+from lightserve.utils.block_hash import NO_HASHES, Hashes
 from lightserve.utils.int_arrays import GrowingArray, Int32Array, int32s
 
 
@@ -76,6 +77,7 @@ class Req(ReqProgress):
     admitted_s: float = 0.0
     first_token_s: float = 0.0
     timeline: Timeline | None = None  # None: it is not recorded
+    block_hashes: Hashes = field(default_factory=lambda: NO_HASHES)  # of its first blocks, if a dispatcher wants them
 
     def __post_init__(self) -> None:
         self.prompt_ids = int32s(self.prompt_ids)
@@ -197,6 +199,12 @@ class Req(ReqProgress):
         self.flush()
         self._slots, self.windowed, self.windowed_begin, self.node = GrowingArray(), GrowingArray(), 0, None
         self.shared_len = self.planned_len = self.certain_len = 0
+
+    def continue_from(self, output_ids: list[int], now_s: float) -> None:
+        """It has these output tokens from another engine. Latencies count from now on."""
+        self._outputs = GrowingArray(output_ids)
+        self.output_len = self.planned_outputs = len(output_ids)
+        self.admitted_s = self.first_token_s = self.last_token_s = now_s
 
     def fail(self) -> None:
         self.finish_reason = FinishReason.ABORT

@@ -23,7 +23,7 @@ from lightserve.io_struct import (
 )
 
 MAX_EVENTS = 512  # of one request: 131,072 prompt tokens in chunks of 256
-END_KINDS = frozenset({"refused", "finished", "failed"})
+END_KINDS = frozenset({"refused", "moved", "finished", "failed"})
 # of ids that responses have in place of X-Request-Id
 RESPONSE_ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 
@@ -59,7 +59,7 @@ class Timeline:
         self._add(TimelineEvent("first_token", now_s, tokens=1))
 
     def paused(self, kind: TimelineEventKind, output_tokens: int) -> None:
-        """The request waits in the queue again: it was preempted, or the workers were lost."""
+        """The request waits again: it was preempted, the workers were lost, or it was moved to another engine."""
         self._add(TimelineEvent(kind, time.monotonic(), tokens=output_tokens))
 
     def finished(self, reason: FinishReason, now_s: float, output_tokens: int) -> None:

@@ -5,8 +5,8 @@
 The launcher starts the model workers, the router, the detokenizer and the HTTP processes, and supervises them: it
 replaces workers that die, and ends the server when another process dies. It serves no request and imports no torch.
 
-Read on in this order: process_group.py (start, ready), worker_supervisor.py (restart), watchdog.py (heartbeats),
-shutdown.py (drain, report). child_process.py is one process.
+Read on in this order: process_group.py (start, ready), engine_supervisor.py and worker_supervisor.py (restart),
+watchdog.py (heartbeats), shutdown.py (drain, report). child_process.py is one process.
 
 Exit codes: 0 after a signal, when running requests have finished; 1 when a process died; 2 when the operator must fix
 a flag, a file or a port; 128 + n when signal n ended the server at once.
@@ -28,12 +28,12 @@ from lightserve.io_struct import StartupPhase
 from lightserve.server.args import MODULE, parse_server
 from lightserve.server.banner import banner, print_banner, print_error, print_line
 from lightserve.server.checks import ModelInfo, check, with_local_files
+from lightserve.server.engine_supervisor import supervise_engines
 from lightserve.server.keys import with_keys
 from lightserve.server.process_group import Modules, ProcessGroup
 from lightserve.server.run_directory import run_directory
 from lightserve.server.shutdown import SIGNAL_EXIT_BASE, StopNowError, drain, report_failure, stop_signals
 from lightserve.server.watchdog import watch_heartbeats
-from lightserve.server.worker_supervisor import WorkerSupervisor
 from lightserve.utils import net
 from lightserve.utils.logger import set_log_format
 from lightserve.utils.process import EXIT_CONFIG_ERROR, error_line
@@ -102,10 +102,10 @@ class Launcher:
     def _supervision(self) -> list[Coroutine[Any, Any, None]]:
         """The background work that detects failures of the child processes."""
         processes, config = self._processes, self._config.launch
-        supervisor = WorkerSupervisor(processes, config)
-        others = [child.watch() for child in processes.children if child not in processes.workers]
-        heartbeats = watch_heartbeats(processes, config.process_timeout)
-        return [*others, supervisor.run(), supervisor.handle_router_reports(), heartbeats]
+        supervised = {child for engine in processes.engines for child in (*engine.workers, engine.router)}
+        others = [child.watch() for child in processes.children if child not in supervised]
+        engines = supervise_engines(processes, config)
+        return [*others, engines, watch_heartbeats(processes, config.process_timeout)]
 
     async def _handle_signals(self) -> None:
         """The first signal drains the server. A second one, or one during the start, ends it at once."""
@@ -121,8 +121,9 @@ class Launcher:
         engine = await self._processes.wait_ready()
         self._is_serving = True
         own = [StartupPhase("checks", started_s - begin_s), StartupPhase("total", time.monotonic() - begin_s)]
+        config = self._config
         phases = {child.role: child.phases for child in self._processes.children} | {"start": own}
-        print_banner(url, banner(url, self._model, engine, self._config.http, phases))
+        print_banner(url, banner(url, self._model, engine, config.http, phases, config.cluster.dp))
 
 
 if __name__ == "__main__":

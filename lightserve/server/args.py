@@ -133,6 +133,10 @@ def _kind_of(name: str, hint: Any) -> dict[str, Any]:
         from lightserve.router.policy import POLICIES  # here, because it imports numpy
 
         return {"choices": list(POLICIES)}
+    if name == "cluster_policy":
+        from lightserve.cluster.routing import POLICIES as DISPATCH_POLICIES
+
+        return {"choices": list(DISPATCH_POLICIES)}
     if get_origin(hint) is list:
         kind = get_args(hint)[0]
         return {"type": kind, "nargs": "+", "metavar": METAVARS[kind]}

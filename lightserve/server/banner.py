@@ -49,7 +49,12 @@ def _print(text: str, style: Style) -> None:
 
 
 def banner(
-    url: str, model: ModelInfo, engine: EngineReady, http: HttpConfig, phases: Mapping[str, Sequence[StartupPhase]]
+    url: str,
+    model: ModelInfo,
+    engine: EngineReady,
+    http: HttpConfig,
+    phases: Mapping[str, Sequence[StartupPhase]],
+    num_engines: int = 1,
 ) -> dict[str, str]:
     """What runs, by name, for a server that is ready. ``phases`` are the start-up times of each process."""
     has_chat = not http.no_web and engine.pooling is None
@@ -61,6 +66,8 @@ def banner(
         "KV pool": f"{engine.max_total_token_num:,} tokens",
         "HTTP processes": str(http.num_processes),
     }
+    if num_engines > 1:
+        rows["KV pool"] += f" in {num_engines} engines"
     if engine.pooling is not None:
         rows["task"] = engine.pooling.summary
         if not engine.pooling.has_kv:

@@ -103,6 +103,10 @@ def check_adapters(config: ServerConfig) -> None:
     """What can be known without the weights: the worker checks shapes before it loads them."""
     worker = config.worker
     modules = list(map(parse_module, worker.lora_modules))
+    if config.cluster.dp > 1 and worker.num_loras:
+        raise OptionError(
+            "dp: several engines do not serve LoRA adapters yet; use --dp 1, or --merge_lora for one adapter"
+        )
     if config.launch.null_worker and (worker.num_loras or worker.merge_lora):
         raise OptionError("null_worker: it has no model that LoRA adapters could change; leave out their flags")
     if worker.merge_lora is not None and worker.load_format == "dummy":
@@ -123,6 +127,8 @@ def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer
     model.check_tp(worker.tp)
     model.request_len(worker.max_req_total_len)
     pooling = pooling_of(source, worker.model_type, worker.task, worker.pooling)
+    if pooling is not None and config.cluster.dp > 1:
+        raise ServerError("--dp: several engines serve text models only; use --dp 1, or start several servers")
     if pooling is not None and not pooling.is_causal and worker.deterministic:
         raise ServerError("--deterministic is not supported for a model without a KV cache; leave it out")
     resolve_kv_dtype(worker.kv_dtype, model)

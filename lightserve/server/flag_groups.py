@@ -14,6 +14,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "api_key",
         "device",
         "tp",
+        "dp",
         "data_type",
         "quantization",
         "max_req_total_len",
@@ -54,6 +55,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "merge_lora",
     ),
     "Scheduling": (
+        "cluster_policy",
         "router_policy",
         "router_token_ratio",
         "default_max_tokens",

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
 from lightserve.config import ServerConfig
-from lightserve.io_struct import EngineReady, ToChild
+from lightserve.io_struct import EngineJoined, EngineLost, EngineReady, ToChild
 from lightserve.server.child_process import ChildDiedError, ChildProcess
+from lightserve.server.engine_processes import EngineProcesses
 from lightserve.server.start_display import StartDisplay
 from lightserve.utils.process import ChildConfig
-
-# A worker gets these before it imports torch. OpenMP threads that spin while they wait run 4x slower as soon as another
-# process needs a core, which is always the case here; threads that sleep at once run 1.3x slower. So they spin for
-# microseconds. NCCL and gloo would listen on the machine's own address; ranks on one machine need only loopback.
-WORKER_ENV = {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "1000",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-}
 
 FLUSH_S = 0.2  # from the end of the last request until its last byte is sent
 EXIT_SETTLE_S = 0.2  # one death makes other processes exit too: within this time
@@ -43,101 +32,77 @@ class Modules:
     router: str = "lightserve.router.main"
     detokenizer: str = "lightserve.detokenization.main"
     httpserver: str = "lightserve.httpserver.main"
+    dispatcher: str = "lightserve.cluster.main"
+
+
+def joined_ready(engines: Sequence[EngineReady]) -> EngineReady:
+    """The limits of several engines as one: any of them can take the longest request."""
+    return msgspec.structs.replace(
+        engines[0],
+        max_req_total_len=min(engine.max_req_total_len for engine in engines),
+        max_total_token_num=sum(engine.max_total_token_num for engine in engines),
+    )
 
 
 class ProcessGroup:
     def __init__(self, config: ServerConfig, run_dir: str, modules: Modules) -> None:
         self.children: list[ChildProcess] = []  # every process started so far, except workers that were replaced
-        self.workers: list[ChildProcess] = []
-        self.generation = 0  # how many times the workers were replaced
-        self.ready_s = 0.0  # when all processes were ready
-        self.engine: EngineReady | None = None  # from the first workers, once all processes are ready
+        self.engines = [EngineProcesses(self, config, run_dir, index) for index in range(config.cluster.dp)]
+        self.dispatcher: ChildProcess | None = None  # None: there is one engine
+        self.is_ready = False  # all processes were ready
+        self.show_progress = StartDisplay().show
         self._httpservers: list[ChildProcess] = []
         self._config = config
         self._run_dir = run_dir
         self._modules = modules
-        self._start_display = StartDisplay()
+
+    @property
+    def worker_module(self) -> str:
+        return self._modules.null_worker if self._config.launch.null_worker else self._modules.worker
+
+    @property
+    def router_module(self) -> str:
+        return self._modules.router
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Start every process, the slowest to load first, and one HTTP process for each of ``sockets``."""
         modules = self._modules
-        await self.start_workers()
-        await self._start("detokenizer", modules.detokenizer, self._child_config())
-        self.router = await self._start("router", modules.router, self._child_config())
+        for engine in self.engines:
+            await engine.start_workers()
+        await self.start_child("detokenizer", modules.detokenizer, self._child_config())
+        if len(self.engines) > 1:
+            self.dispatcher = await self.start_child("dispatcher", modules.dispatcher, self._child_config())
+        for engine in self.engines:
+            await engine.start_router()
         for index, sock in enumerate(sockets):
             with sock:
                 child_config = self._child_config(index, sock.fileno())
-                self._httpservers.append(await self._start(f"httpserver {index}", modules.httpserver, child_config))
-
-    async def start_workers(self) -> None:
-        """Start the model workers. Replacements get the KV sizes of the first ones: router and clients rely on them."""
-        config = self._config
-        if self.engine is not None:
-            size, windowed = self.engine.max_total_token_num, self.engine.windowed
-            windowed_size = 0 if windowed is None else windowed.size
-            worker = replace(config.worker, max_total_token_num=size, max_windowed_token_num=windowed_size)
-            config = replace(config, worker=worker)
-        module = self._modules.null_worker if config.launch.null_worker else self._modules.worker
-        for rank in range(config.worker.tp):
-            child_config = ChildConfig(config, self._run_dir, rank, generation=self.generation)
-            self.workers.append(await self._start(f"model worker {rank}", module, child_config, WORKER_ENV))
-        self.workers[0].show_progress = self._start_display.show  # all ranks do the same at about the same time
+                child = await self.start_child(f"httpserver {index}", modules.httpserver, child_config)
+                self._httpservers.append(child)
 
     async def wait_ready(self) -> EngineReady:
         """Pass the workers' ready message to the router, then to the HTTP processes, which then accept requests."""
-        engine = await self.wait_workers_ready()
-        self.router.send(engine)
+        found = [await engine.wait_ready() for engine in self.engines]
         for child in self.children:
             await child.ready.wait()
-        self._send_httpservers(engine)
+        for engine, ready in zip(self.engines, found, strict=True):
+            engine.engine, engine.ready_s = ready, time.monotonic()
+            self.announce(engine)
+        ready = joined_ready(found)
+        self._send_httpservers(ready)
         for child in self._httpservers:
             await child.wait_processed()  # otherwise a client that sees "ready" might still get "the model is loading"
-        self.engine, self.ready_s = engine, time.monotonic()
-        return engine
+        self.is_ready = True
+        return ready
 
-    async def wait_workers_ready(self) -> EngineReady:
-        """Wait for the ready message of every rank. All ranks send the same one. --eos_id replaces its end tokens."""
-        for worker in self.workers:
-            await worker.ready.wait()
-        engine = self.workers[0].engine
-        if engine is None:
-            raise TypeError("a model worker must send EngineReady, not Ready")
-        eos_ids = tuple(self._config.router.eos_id)
-        return msgspec.structs.replace(engine, eos_token_ids=eos_ids) if eos_ids else engine
+    def announce(self, engine: EngineProcesses) -> None:
+        """The engine is ready for requests."""
+        if self.dispatcher is not None:
+            self.dispatcher.send(EngineJoined(engine.index, engine.epoch))
 
-    async def wait_worker_death(self) -> ChildDiedError:
-        """Wait until a model worker dies. Return the death that caused it."""
-        watching = [asyncio.create_task(worker.watch()) for worker in self.workers]
-        try:
-            await asyncio.gather(*watching)
-        except ChildDiedError as died:
-            return await self.root_cause(died)
-        finally:
-            for task in watching:
-                task.cancel()
-        raise TypeError("a model worker never sends Drained, so its watch cannot return")
-
-    async def reap_workers(self, timeout_s: float) -> bool:
-        """Kill the remaining ranks after one died. Return whether all of them exited in time."""
-        socket_paths = [self._child_config().worker_path(rank, self.generation) for rank in range(len(self.workers))]
-        self.generation += 1
-        self.kill_workers()
-        try:
-            async with asyncio.timeout(timeout_s):
-                for worker in self.workers:
-                    await worker.wait()
-        except TimeoutError:
-            return False
-        self.children = [child for child in self.children if child not in self.workers]
-        self.workers = []
-        for path in (*socket_paths, self._child_config().path("tp")):  # "tp" is the rendezvous file of the ranks
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        return True
-
-    def kill_workers(self, reason: str | None = None) -> None:
-        for worker in self.workers:
-            worker.kill(reason)
+    def announce_lost(self, engine: EngineProcesses) -> None:
+        if self.dispatcher is not None:
+            self.dispatcher.send(EngineLost(engine.index))
 
     async def root_cause(self, died: ChildDiedError) -> ChildDiedError:
         """The death that caused ``died``: a process that fails because another one died may exit first."""
@@ -180,7 +145,7 @@ class ProcessGroup:
     def _child_config(self, index: int = 0, listen_fd: int | None = None) -> ChildConfig:
         return ChildConfig(self._config, self._run_dir, index, listen_fd)
 
-    async def _start(
+    async def start_child(
         self, role: str, module: str, child_config: ChildConfig, env: Mapping[str, str] | None = None
     ) -> ChildProcess:
         child = await ChildProcess.start(role, module, child_config, env or {})

@@ -45,7 +45,12 @@ def _is_run_directory(path: Path) -> bool:
     status = path.lstat()
     is_private = stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o700
     is_private = is_private and status.st_uid == os.getuid()
-    return is_private and all(entry.is_socket() or entry.name in OTHER_ENTRIES for entry in path.iterdir())
+    return is_private and all(_is_ours(entry) for entry in path.iterdir())
+
+
+def _is_ours(entry: Path) -> bool:
+    """Entries of an engine have its number as a suffix, unless it is the first."""
+    return entry.is_socket() or entry.name.partition(".")[0] in OTHER_ENTRIES
 
 
 @contextlib.contextmanager

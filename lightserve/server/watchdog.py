@@ -18,10 +18,11 @@ async def watch_heartbeats(processes: ProcessGroup, timeout_s: float) -> None:
     """
     while timeout_s:
         await asyncio.sleep(HEARTBEAT_S)
+        workers = [worker for engine in processes.engines for worker in engine.workers]
         for child in processes.children:
             if not child.ready.is_set() or child.exit_code is not None:
                 continue
-            limit_s = timeout_s * (WORKER_TIMEOUT_SHARE if child in processes.workers else 1)
+            limit_s = timeout_s * (WORKER_TIMEOUT_SHARE if child in workers else 1)
             if child.missed_heartbeats * HEARTBEAT_S > limit_s:
                 child.kill(f"it did not answer for {limit_s:g} s")
             child.ping()

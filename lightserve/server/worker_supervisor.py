@@ -15,7 +15,8 @@ from lightserve.config import LaunchConfig
 from lightserve.io_struct import NewWorkers, WorkersLost
 from lightserve.server.banner import print_error, print_line
 from lightserve.server.child_process import EXIT_GRACE_S
-from lightserve.server.process_group import EXIT_SETTLE_S, ProcessGroup
+from lightserve.server.engine_processes import EngineProcesses
+from lightserve.server.process_group import EXIT_SETTLE_S
 
 MAX_FAILED_RESTARTS = 3  # in a row; then the cause is not an accident
 MIN_UPTIME_S = 60.0  # a new worker that dies sooner after its ready message counts as a failed restart
@@ -25,18 +26,22 @@ REAP_TIMEOUT_S = 60.0  # until a killed process has exited; a GPU driver may del
 
 
 class WorkerSupervisor:
-    def __init__(self, processes: ProcessGroup, config: LaunchConfig) -> None:
+    def __init__(self, processes: EngineProcesses, config: LaunchConfig) -> None:
         self._processes = processes
+        self._begin_s = time.monotonic()
         self._may_restart = config.restart_worker == "on"
         self._failed_restarts = 0
         self._generation_lost_to_request: int | None = None  # the last one
         self._ready_s: float | None = None  # when the present replacements were ready; None: not yet
 
+    @property
+    def load_timeout_s(self) -> float:
+        """For new workers to become ready."""
+        return max(MIN_LOAD_TIMEOUT_S, LOAD_TIMEOUT_FACTOR * (self._processes.ready_s - self._begin_s))
+
     async def run(self) -> None:
         """Restart workers until a death that must end the server, and raise it as ChildDiedError."""
-        begin_s = time.monotonic()
         died = await self._processes.wait_worker_death()
-        load_timeout_s = max(MIN_LOAD_TIMEOUT_S, LOAD_TIMEOUT_FACTOR * (self._processes.ready_s - begin_s))
         while self._may_restart and self._processes.engine is not None and not await self._must_give_up():
             print_error(f"{died}; restarting the workers")
             since_s, self._ready_s = time.monotonic(), None
@@ -44,7 +49,7 @@ class WorkerSupervisor:
                 print_error(f"a killed model worker did not exit within {REAP_TIMEOUT_S:.0f} s: giving up")
                 break
             await self._processes.start_workers()
-            announcing = asyncio.create_task(self._announce(since_s, load_timeout_s))
+            announcing = asyncio.create_task(self._announce(since_s, self.load_timeout_s))
             try:
                 died = await self._processes.wait_worker_death()
             finally:

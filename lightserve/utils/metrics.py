@@ -36,6 +36,10 @@ def _counter(name: str, help: str) -> Metric:
     return Metric(name, Kind.COUNTER, help)
 
 
+def _engine_gauge(name: str, help: str) -> Metric:
+    return Metric(name, Kind.GAUGE, help, label="engine")
+
+
 def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Metric:
     return Metric(name, Kind.HISTOGRAM, help, buckets)
 
@@ -84,6 +88,16 @@ METRICS = (
     _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
     _counter("prefix_cache_evicted_tokens_total", "Tokens evicted from the prefix cache to free slots of the KV pool."),
+    _engine_gauge("dp_engine_serving", "With --dp: 1 if the engine generates tokens now, else 0."),
+    _engine_gauge("dp_requests_running", "With --dp: requests that are running in the engine."),
+    _engine_gauge("dp_requests_waiting", "With --dp: requests that are waiting in the queue of the engine."),
+    _engine_gauge("dp_kv_cache_usage_perc", "With --dp: share of the engine's KV pool in use; 1 is all."),
+    _counter("dp_requests_moved_total", "With --dp: requests that another engine continued."),
+    _counter("dp_engine_restarts_total", "With --dp: number of times that the router of an engine was restarted."),
+    _counter(
+        "dp_prefix_missed_tokens_total",
+        "With --dp: prompt tokens for which a request was sent to an engine that did not have them cached after all.",
+    ),
     _counter("otlp_spans_exported_total", "Spans sent to the collector of --otlp_endpoint."),
     _counter("otlp_spans_dropped_total", "Spans dropped because the collector was slow or did not respond."),
     _histogram("time_to_first_token_seconds", "Time from a request's arrival to its first token.", _FIRST_TOKEN_S),

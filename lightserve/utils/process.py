@@ -46,14 +46,32 @@ class ChildConfig(msgspec.Struct, frozen=True):
     run_dir: str  # for sockets; only this user can open it, and it is removed when the server ends
     index: int = 0  # among the processes of its role; the rank of a worker
     listen_fd: int | None = None  # HTTP processes only
-    generation: int = 0  # workers only: how many times they were replaced before
+    generation: int = 0  # of the workers: how many times they were replaced before
+    engine: int = 0  # of routers and workers: which of --dp
+    epoch: int = 0  # of an engine: how many times its router was replaced before
+
+    @property
+    def device(self) -> int:
+        """Number of a worker's device: its rank, after the ranks of the engines before it."""
+        return self.engine * self.config.worker.tp + self.index
 
     def path(self, name: str) -> str:
         return f"{self.run_dir}/{name}"
 
     def worker_path(self, rank: int, generation: int) -> str:
         """The socket of a worker. Each generation has its own, so that a late client cannot connect to the next one."""
-        return self.path(f"worker-{rank}-{generation}")
+        return self.engine_path(f"worker-{rank}-{generation}")
+
+    def engine_path(self, name: str) -> str:
+        """A path that no other engine uses."""
+        return self.path(f"{name}.{self.engine}" if self.engine else name)
+
+    def to_engine(self, engine: int, epoch: int) -> str:
+        """Where the router of an engine receives. A router that replaces another one gets none of its messages."""
+        return self.address(f"to-engine-{engine}-{epoch}")
+
+    def from_engine(self, engine: int, epoch: int) -> str:
+        return self.address(f"from-engine-{engine}-{epoch}")
 
     def address(self, name: str) -> str:
         """The address of a ZMQ socket."""
@@ -116,7 +134,7 @@ def run_child(role: str, main: Main) -> NoReturn:
         _exit(EXIT_CRASH)
     try:
         child_config = msgspec.json.decode(first, type=ChildConfig)
-        _prepare(role, child_config.index)
+        _prepare(role, child_config.engine if role == "router" else child_config.device)
         _run(main, child_config, launcher, lines)
     except BaseException as error:
         _exit(_report(error, launcher))

@@ -24,19 +24,23 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     config = child_config.config.worker
     use_output(_ProgressToLauncher(launcher))
     use_writable_cache(child_config.path("triton"))
-    with _compilers(config.device, child_config.path(f"compiler-{child_config.index}-{child_config.generation}")):
+    compilers_path = child_config.engine_path(f"compiler-{child_config.index}-{child_config.generation}")
+    with _compilers(config.device, compilers_path):
         with _phase(launcher, "import torch"):
             from lightserve.common.device import pick_device
+            from lightserve.common.device.cpu import CpuDevice
             from lightserve.common.parallel import ParallelSizes, connect_ranks
             from lightserve.worker.select import worker_class
         server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
         platform = pick_device(config.device)
+        if isinstance(platform, CpuDevice):
+            platform.num_engines = child_config.config.cluster.dp
         with _phase(launcher, "load and compile"):
             needs_weights = config.load_format == "auto"
             source = resolve(config.model_dir, needs_weights=needs_weights, trusts_code=config.trust_remote_code)
-            store = f"file://{child_config.path('tp')}"
+            store = f"file://{child_config.engine_path('tp')}"
             parallel = connect_ranks(child_config.index, ParallelSizes(tp=config.tp), store, platform.comm_backend)
-            worker = worker_class(config, source)(config, source, parallel)
+            worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
         run_profile = _profiler(child_config)
         with _phase(launcher, "warm up"):
             worker.warm_up()

@@ -41,8 +41,10 @@ NOT_FINITE = "numerical error: the result has numbers that are not finite"
 class PoolingWorker(ModelWorker):
     """A step passes batch, model, pooler and head. There is nothing to sample."""
 
-    def __init__(self, config: WorkerConfig, source: ModelSource, parallel: Parallel) -> None:
-        super().__init__(config, source, parallel)
+    def __init__(
+        self, config: WorkerConfig, source: ModelSource, parallel: Parallel, device_index: int | None = None
+    ) -> None:
+        super().__init__(config, source, parallel, device_index)
         if config.deterministic and not self.model.has_kv:
             raise ServerError("--deterministic is not supported for a model without a KV cache; leave it out")
 

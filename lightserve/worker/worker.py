@@ -43,10 +43,13 @@ class ModelWorker:
     A step passes the parts in this order: batch, sampler (its plan), masks, runner, sampler, collector.
     """
 
-    def __init__(self, config: WorkerConfig, source: ModelSource, parallel: Parallel) -> None:
+    def __init__(
+        self, config: WorkerConfig, source: ModelSource, parallel: Parallel, device_index: int | None = None
+    ) -> None:
+        """``device_index`` among the machine's devices; None: the rank."""
         tp = parallel.tp
         self._platform = pick_device(config.device)
-        self._device = self._platform.torch_device(tp.rank)
+        self._device = self._platform.torch_device(tp.rank if device_index is None else device_index)
         self._platform.bind(self._device, config.deterministic)
         is_packed = self._platform.keeps_gguf_packed and config.quantization_config is None
         source = stored_as(source, config.quantization, packed_by_default=is_packed)

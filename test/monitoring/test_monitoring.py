@@ -23,6 +23,7 @@ from prometheus_client.samples import Sample
 
 from lightserve.io_struct import RouterStats
 from lightserve.router.stats import RouterMetrics
+from lightserve.utils.metrics import METRICS
 from test.httpserver.app_client import served
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"
@@ -97,7 +98,10 @@ def scrapes(tmp_path_factory: pytest.TempPathFactory) -> list[list[Sample]]:
         async with served(run_dir) as server:
             for _ in range(2):
                 traffic(metrics, 10)
-                server.context.manager.stats = RouterStats(0.0, metrics.snapshot())
+                snapshot = metrics.snapshot()
+                for name in (one.name for one in METRICS if one.label == "engine"):
+                    snapshot.labelled[name]["0"] = 1.0  # as with --dp
+                server.context.manager.stats = RouterStats(0.0, snapshot)
                 text = (await server.get("/metrics")).text
                 found.append([one for family in text_string_to_metric_families(text) for one in family.samples])
 

@@ -50,6 +50,14 @@ DETOKENIZER = """
         await asyncio.Event().wait()
     run_child("detokenizer", main)
 """
+DISPATCHER = """
+    async def main(child_config, launcher):
+        launcher.send(Ready())
+        while True:
+            message = await launcher.recv()
+            note(f"{type(message).__name__} {message.engine}")
+    run_child("dispatcher", main)
+"""
 HTTPSERVER = """
     async def main(child_config, launcher):
         with socket.socket(fileno=child_config.listen_fd) as sock:
@@ -77,7 +85,7 @@ PROGRAM = """
 import sys
 from lightserve.server.api_server import main
 from lightserve.server.process_group import Modules
-roles = ("worker", "router", "detokenizer", "httpserver")
+roles = ("worker", "router", "detokenizer", "httpserver", "dispatcher")
 sys.exit(main(modules=Modules(**{role: f"fake_{role}" for role in roles})))
 """
 
@@ -166,7 +174,8 @@ class LauncherProcess:
 
 
 def write_children(folder: Path, **sources: str) -> None:
-    roles = {"worker": WORKER, "router": ROUTER, "detokenizer": DETOKENIZER, "httpserver": HTTPSERVER} | sources
+    roles = {"worker": WORKER, "router": ROUTER, "detokenizer": DETOKENIZER, "httpserver": HTTPSERVER}
+    roles |= {"dispatcher": DISPATCHER} | sources
     for role, source in roles.items():
         (folder / f"fake_{role}.py").write_text(PRELUDE + textwrap.dedent(source))
 

@@ -334,7 +334,8 @@ def test_a_killed_process_is_reported_before_those_that_failed_because_of_it() -
         return SimpleNamespace(role=role, exit_code=exit_code, exit_message=message)
 
     def root_cause(died: Any, *others: Any) -> str:
-        processes = ProcessGroup(config=Any, run_dir="", modules=Modules())  # type: ignore[arg-type]
+        config: Any = SimpleNamespace(cluster=SimpleNamespace(dp=1))
+        processes = ProcessGroup(config, run_dir="", modules=Modules())
         processes.children = [child("detokenizer", None), *others, died]
         return str(asyncio.run(processes.root_cause(ChildDiedError(died, died.exit_code))))
 

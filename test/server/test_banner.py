@@ -33,12 +33,12 @@ def test_the_banner_has_the_address_of_the_chat_page(no_web: bool, capsys: pytes
 def test_a_program_reads_the_banner_as_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     records = json_records(monkeypatch)
 
-    print_banner(URL, banner(URL, MODEL, ENGINE, HttpConfig(), {}))
+    print_banner(URL, banner(URL, MODEL, ENGINE, HttpConfig(), {}, num_engines=2))
     print_error("it died")
 
     ready, died = (json.loads(line) for line in records.getvalue().splitlines())
     assert ready["message"] == f"LightServe is ready at {URL}"
-    assert (ready["url"], ready["chat_page"], ready["KV_pool"]) == (URL, f"{URL}/", "4,096 tokens")
+    assert (ready["url"], ready["chat_page"], ready["KV_pool"]) == (URL, f"{URL}/", "4,096 tokens in 2 engines")
     assert (died["level"], died["logger"], died["message"]) == ("error", "lightserve.launcher", "it died")
 
 

@@ -56,8 +56,8 @@ class Device(ABC):
         """Why this machine has no such device, with a remedy; None if it has one."""
 
     @abstractmethod
-    def torch_device(self, rank: int) -> torch.device:
-        """The device of a tensor-parallel rank of this machine."""
+    def torch_device(self, index: int) -> torch.device:
+        """The device with this number of this machine."""
 
     @abstractmethod
     def profile(self, device: torch.device) -> Profile:

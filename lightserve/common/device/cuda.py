@@ -38,11 +38,11 @@ class CudaDevice(Device):
             return None
         return "no CUDA device is usable here: check the driver with nvidia-smi, or use the device cpu"
 
-    def torch_device(self, rank: int) -> torch.device:
+    def torch_device(self, index: int) -> torch.device:
         found = torch.cuda.device_count()
-        if rank >= found:
-            raise ServerError(f"rank {rank} has no GPU of its own: {found} found; lower tp to {found}")
-        return torch.device(self.torch_type, rank)
+        if index >= found:
+            raise ServerError(f"rank {index} has no GPU of its own: {found} found; tp x dp may be at most {found}")
+        return torch.device(self.torch_type, index)
 
     def profile(self, device: torch.device) -> Profile:
         return _profile(device)

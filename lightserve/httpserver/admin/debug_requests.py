@@ -23,6 +23,7 @@ STATES = {
     "queued": "waiting",
     "preempted": "waiting",
     "workers_lost": "waiting",
+    "moved": "waiting",
     "refused": "failed",
     "failed": "failed",
     "finished": "finished",

@@ -36,6 +36,13 @@ _NOT_IN_VLLM = {
     "request_numerical_error_total",
     "worker_restarts_total",
     "prefix_cache_evicted_tokens_total",
+    "dp_engine_serving",
+    "dp_requests_running",
+    "dp_requests_waiting",
+    "dp_kv_cache_usage_perc",
+    "dp_requests_moved_total",
+    "dp_engine_restarts_total",
+    "dp_prefix_missed_tokens_total",
     "otlp_spans_exported_total",
     "otlp_spans_dropped_total",
 }
@@ -112,6 +119,8 @@ class _Series:
         self._buckets = [f'{name}_bucket{{{labels},le="{bound}"}} ' for bound in bounds]
 
     def text(self, snapshot: MetricsSnapshot) -> Iterator[str]:
+        if self._metric.label is not None and not snapshot.labelled[self._metric.name]:
+            return  # without --dp, nothing has the label ``engine``
         yield self._head
         if self._metric.kind is Kind.HISTOGRAM:
             yield from self._histogram(snapshot)

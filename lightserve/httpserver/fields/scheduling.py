@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from hashlib import blake2b
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -16,6 +17,9 @@ class SchedulingFields(Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # prefixes are shared within a salt
     extra_key: Annotated[str, Field(max_length=256)] | None = None  # SGLang's, besides the salt
     disable_prompt_cache: bool | None = None  # do not share prefixes
+    # names of a conversation, vLLM's and OpenAI's: any value, because a server with one engine needs none of them
+    session_id: Any = None
+    prompt_cache_key: Any = None
 
     @property
     def scheduling(self) -> SchedulingParams:
@@ -24,4 +28,10 @@ class SchedulingFields(Body):
             timeout_s=self.timeout,
             cache_salt="\0".join(filter(None, (self.cache_salt, self.extra_key))),
             use_cache=not self.disable_prompt_cache,
+            session=_session_key(self.session_id or self.prompt_cache_key),
         )
+
+
+def _session_key(name: Any) -> str:
+    """The same for the same name, and short."""
+    return blake2b(str(name).encode(errors="replace"), digest_size=8).hexdigest() if name else ""

@@ -108,6 +108,15 @@ class Scheduler:
         """If so, no step may be planned before the tokens of the last are back: see CrashIsolation."""
         return self._isolation.is_active
 
+    @property
+    def crash_suspects(self) -> list[int]:
+        """Ids of requests that have to run alone until their next token."""
+        return self._isolation.pending_ids
+
+    def isolate(self, req: Req) -> None:
+        """Compute the next token of this request alone: it may crash the workers."""
+        self._isolation.require(req)
+
     def add(self, req: Req) -> None:
         self._queue.add(req)
 

@@ -12,6 +12,7 @@ from test.faults.case import SERVER, Case
 from test.faults.cases import (
     clocks,
     connections,
+    engines,
     hosts,
     observability,
     ollama,
@@ -30,6 +31,7 @@ CASES: list[Case] = sorted(
         *connections.CASES,
         *scheduling.CASES,
         *processes.CASES,
+        *engines.CASES,
         *ollama.CASES,
         *observability.CASES,
         *pooling.CASES,

@@ -30,6 +30,21 @@ def test_openai_bodies(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
     serve(scenario, tmp_path, spell("hi"))
 
 
+@pytest.mark.parametrize("field", ["session_id", "prompt_cache_key"])
+def test_a_session_has_the_same_key_in_every_request(tmp_path: Path, field: str) -> None:
+    async def scenario(served: Served) -> None:
+        for name in ("a", "a", "b", "x" * 10_000, 7, {"any": "value"}, ""):
+            await served.post(COMPLETION[0], {**COMPLETION[1], field: name})
+
+        first, again, other, *odd, none = [req.scheduling.session for req in served.fake.received]
+        assert first == again
+        assert len({first, other, *odd}) == 5
+        assert all(len(key) == 16 for key in (first, other, *odd))
+        assert none == ""
+
+    serve(scenario, tmp_path, spell("hi"))
+
+
 def test_lightllm_bodies(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         await served.post("/generate", {"inputs": "Hi", "parameters": {**GIVEN, "ignore_eos": True}})

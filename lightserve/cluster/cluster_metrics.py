@@ -1,0 +1,69 @@
+"""The metrics of all engines as one snapshot: sums, and a few gauges for each engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightserve.cluster.engine import Engine
+from lightserve.io_struct import HistogramCounts, MetricsSnapshot
+from lightserve.utils.metrics import METRICS, Kind, Recorder
+
+MEANS = ("kv_cache_usage_perc",)
+# by the metric of an engine: the same with the label ``engine``
+BY_ENGINE = {
+    "dp_requests_running": "num_requests_running",
+    "dp_requests_waiting": "num_requests_waiting",
+    "dp_kv_cache_usage_perc": "kv_cache_usage_perc",
+}
+GAUGES = {one.name for one in METRICS if one.kind is Kind.GAUGE}
+
+
+class ClusterMetrics:
+    def __init__(self) -> None:
+        self._own = Recorder()
+        self.values = self._own.values  # what the dispatcher itself counts
+        self._ended: list[MetricsSnapshot] = [self._own.snapshot()]  # sum of the counters of routers that died
+
+    def retire(self, engine: Engine) -> None:
+        """Keep what a router that died has counted: counters never decrease."""
+        if engine.stats is not None:
+            self._ended = [_sum([*self._ended, _without_gauges(engine.stats.metrics)])]
+
+    def snapshot(self, engines: Iterable[Engine], numbers: Iterable[int], num_unplaced: int) -> MetricsSnapshot:
+        """``numbers`` are those of all engines, also of those that are down."""
+        found = {engine.number: engine for engine in engines}
+        stats = {number: engine.stats.metrics for number, engine in found.items() if engine.stats is not None}
+        total = _sum([self._own.snapshot(), *self._ended, *stats.values()])
+        for name in MEANS:
+            total.values[name] /= max(len(stats), 1)
+        total.values["num_requests_waiting"] += num_unplaced
+        for name, metric in BY_ENGINE.items():
+            total.labelled[name] = {str(number): one.values[metric] for number, one in stats.items()}
+        total.labelled["dp_engine_serving"] = {
+            str(number): float(number in found and found[number].is_serving) for number in numbers
+        }
+        return total
+
+
+def _sum(snapshots: list[MetricsSnapshot]) -> MetricsSnapshot:
+    first = snapshots[0]
+    return MetricsSnapshot(
+        {name: sum(one.values[name] for one in snapshots) for name in first.values},
+        {name: _sum_labelled([one.labelled[name] for one in snapshots]) for name in first.labelled},
+        {name: _sum_histograms([one.histograms[name] for one in snapshots]) for name in first.histograms},
+    )
+
+
+def _sum_labelled(counts: list[dict[str, float]]) -> dict[str, float]:
+    labels = dict.fromkeys(label for one in counts for label in one)
+    return {label: sum(one.get(label, 0.0) for one in counts) for label in labels}
+
+
+def _sum_histograms(histograms: list[HistogramCounts]) -> HistogramCounts:
+    counts = [sum(column) for column in zip(*(one.counts for one in histograms), strict=True)]
+    return HistogramCounts(counts, sum(one.total for one in histograms))
+
+
+def _without_gauges(snapshot: MetricsSnapshot) -> MetricsSnapshot:
+    values = {name: 0.0 if name in GAUGES else value for name, value in snapshot.values.items()}
+    return MetricsSnapshot(values, snapshot.labelled, snapshot.histograms)

@@ -1,0 +1,317 @@
+"""For the HTTP processes and the detokenizer the dispatcher is the router. Behind it are several engines.
+
+    httpserver ──GenerateReq──▶ dispatcher ──DispatchedReq──▶ router of the best engine
+    detokenizer ◀──BatchTokenIdOut── dispatcher ◀──BatchTokenIdOut, KvNews── routers
+
+It keeps every open request with its tokens. If an engine loses its workers, dies or hangs, its requests go on in the
+other engines from these tokens, with the same text. Tokens that a request still gets from an engine that it has left
+are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+
+from lightserve.cluster.cluster_metrics import ClusterMetrics
+from lightserve.cluster.engine import Engine
+from lightserve.cluster.link import EngineLink
+from lightserve.cluster.open_request import OpenRequest, open_request
+from lightserve.cluster.placement import Placement
+from lightserve.cluster.queries import ClusterQueries
+from lightserve.config import RouterConfig
+from lightserve.io_struct import (
+    AbortByRequestId,
+    AbortReq,
+    AdapterQuery,
+    AdapterReply,
+    BatchTokenIdOut,
+    FromEngine,
+    GenerateReq,
+    KvNews,
+    MovedReqs,
+    ReqFailed,
+    RouterStats,
+    SpanCounts,
+    TextReq,
+    ToDetokenization,
+    ToRouter,
+)
+from lightserve.utils.channel import Receiver, Sender
+from lightserve.utils.logger import init_logger
+
+logger = init_logger(__name__)
+
+HEARTBEAT_S = 1.0
+TICK_S = 0.25
+SILENT_TICKS = 20  # an engine sends a message every second; ticks, because a dispatcher that was stopped counts none
+MAX_CRASHES = 3  # engines that die while they have a request, without a token of it in between
+CRASHED = f"{MAX_CRASHES} engines died while they had this request; it is not tried again"
+NO_ADAPTERS = "several engines (--dp) do not serve LoRA adapters; start the server with --dp 1"
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        placement: Placement,
+        inbox: Receiver[ToRouter],
+        to_detokenization: Sender[ToDetokenization],
+        config: RouterConfig,
+        num_engines: int,
+    ) -> None:
+        self.metrics = ClusterMetrics()
+        self._placement = placement
+        self._inbox = inbox
+        self._to_detokenization = to_detokenization
+        self._config = config
+        self._num_engines = num_engines
+        self._queries = ClusterQueries()
+        self._requests: dict[int, OpenRequest] = {}
+        self._unplaced: dict[int, OpenRequest] = {}  # of these, the requests that no engine can take now
+        self._readers: dict[int, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with asyncio.TaskGroup() as self._tasks:
+            self._tasks.create_task(self._receive())
+            self._tasks.create_task(self._send_heartbeats())
+            self._tasks.create_task(self._watch())
+
+    def join(self, number: int, link: EngineLink) -> None:
+        """The router of an engine is ready."""
+        if self._tasks is None:
+            raise RuntimeError("an engine joined before the dispatcher ran")
+        engine = self._placement.join(number, link)
+        self._readers[number] = self._tasks.create_task(self._read(engine))
+        self._place_all()
+
+    def leave(self, number: int) -> None:
+        """The router of an engine died."""
+        engine = self._placement.leave(number)
+        if engine is None:
+            return
+        self._readers.pop(number).cancel()
+        engine.link.close()
+        self.metrics.retire(engine)
+        self.metrics.values["dp_engine_restarts_total"] += 1
+        for reply in self._queries.engine_left(number):
+            self._to_detokenization.send(reply)
+        for req in self._requests.values():
+            req.leaving.discard(number)
+            req.refused_by.discard(number)
+        self._recover(list(engine.requests.values()))
+        self._place_all()
+        self._send_heartbeat()
+
+    # from HTTP processes and the detokenizer
+
+    async def _receive(self) -> None:
+        while True:
+            message = await self._inbox.recv()
+            if isinstance(message, GenerateReq):
+                self._accept(message)
+            elif isinstance(message, AbortReq):
+                self._abort(message)
+            elif isinstance(message, AbortByRequestId):
+                self._to_detokenization.send(message)
+            elif isinstance(message, SpanCounts):
+                self.metrics.values["otlp_spans_exported_total"] += message.exported
+                self.metrics.values["otlp_spans_dropped_total"] += message.dropped
+            elif isinstance(message, AdapterQuery):  # the checks at start refuse adapters with several engines
+                self._to_detokenization.send(AdapterReply(message.query_id, 400, NO_ADAPTERS))
+            else:
+                reply = self._queries.ask(message, self._placement)
+                if reply is not None:
+                    self._to_detokenization.send(reply)
+
+    def _accept(self, message: GenerateReq) -> None:
+        config = self._config
+        req = open_request(message, not config.disable_dynamic_prompt_cache, config.request_timeout or None)
+        self._requests[req.req_id] = req
+        self._to_detokenization.send(BatchTokenIdOut(new=[TextReq(req.req_id, message.params.text)]))
+        if self._placement.place(req):
+            return
+        if len(self._unplaced) < config.max_queue_size:
+            self._unplaced[req.req_id] = req
+            return
+        self.metrics.values["request_refused_total"] += 1
+        found = f"no engine runs now, and {len(self._unplaced)} requests wait (--max_queue_size); retry later"
+        self._fail(req, 429, found)
+
+    def _abort(self, message: AbortReq) -> None:
+        req = self._requests.get(message.req_id)
+        if req is None:  # it has ended meanwhile
+            return
+        engine = self._placement.engine_of(req.req_id)
+        self._forget(req)
+        if engine is not None:
+            engine.link.send(message)
+        self._to_detokenization.send(BatchTokenIdOut(aborted=[req.req_id]))
+
+    # from engines
+
+    async def _read(self, engine: Engine) -> None:
+        while True:
+            message = await engine.link.recv()
+            engine.silent_ticks = 0
+            if engine.is_silent:
+                engine.is_silent = False
+                logger.info("engine %d answers again", engine.number)
+                self._place_all()
+            self._handle(engine, message)
+
+    def _handle(self, engine: Engine, message: FromEngine) -> None:
+        if isinstance(message, BatchTokenIdOut):
+            self._handle_batch(engine, message)
+        elif isinstance(message, KvNews):
+            added, evicted = (np.frombuffer(part, dtype="<i8").tolist() for part in (message.added, message.evicted))
+            self._placement.index.update(engine.number, message.epoch, added, evicted)
+        elif isinstance(message, RouterStats):
+            self._handle_stats(engine, message)
+        else:
+            reply = self._queries.add_reply(engine.number, message)
+            if reply is not None:
+                self._to_detokenization.send(reply)
+
+    def _handle_batch(self, engine: Engine, batch: BatchTokenIdOut) -> None:
+        outs = [out for out in batch.tokens if out.req_id in engine.requests]  # others have ended or left the engine
+        if outs:
+            engine.add_tokens(outs, time.monotonic())
+        for out in outs:
+            if out.admission is not None:
+                missed = engine.requests[out.req_id].cached_tokens - out.admission.cached_tokens
+                self.metrics.values["dp_prefix_missed_tokens_total"] += max(missed - 1, 0)  # the last is never cached
+            if out.finish_reason is not None:
+                req = engine.requests[out.req_id]
+                self._placement.output_length.observe(len(req.output_ids))
+                self._forget(req)
+        failed = [failure for failure in batch.failed if self._has_failed(engine, failure)]
+        if outs or failed:
+            self._to_detokenization.send(BatchTokenIdOut(outs, failed=failed))
+        for req_id in batch.aborted:
+            self._confirm_left(engine, req_id)
+        engine.check_idle()
+
+    def _has_failed(self, engine: Engine, failure: ReqFailed) -> bool:
+        """Whether the request ends. If the queue of the engine is full, another engine may take it."""
+        req = engine.requests.get(failure.req_id)
+        if req is None:
+            return False
+        if failure.status == 429:
+            self._placement.remove(req)
+            req.refused_by.add(engine.number)
+            if self._placement.place(req):
+                self.metrics.values["request_refused_total"] -= 1  # the engine has counted it
+                return False
+        self._forget(req)
+        return True
+
+    def _confirm_left(self, engine: Engine, req_id: int) -> None:
+        """The engine has forgotten a request that was moved: it may get it again."""
+        req = self._requests.get(req_id)
+        if req is not None:
+            req.leaving.discard(engine.number)
+            if req_id in self._unplaced and self._placement.place(req):
+                del self._unplaced[req_id]
+
+    def _handle_stats(self, engine: Engine, stats: RouterStats) -> None:
+        engine.stats = stats
+        had_workers, engine.has_workers = engine.has_workers, stats.has_workers
+        for req_id in stats.crash_suspects:
+            if req_id in engine.requests:
+                engine.requests[req_id].runs_alone = True
+        if had_workers != stats.has_workers:
+            self._place_all()
+            self._send_heartbeat()
+
+    # requests move
+
+    def _place_all(self) -> None:
+        """The set of serving engines has changed: place requests that wait, and those of engines that do not serve."""
+        for engine in self._placement:
+            if not engine.is_serving and self._placement.serving():
+                self._move_from(engine)
+        for req_id, req in list(self._unplaced.items()):
+            if self._placement.place(req):
+                del self._unplaced[req_id]
+
+    def _move_from(self, engine: Engine) -> None:
+        """The engine's router runs, but generates no tokens now."""
+        reqs = list(engine.requests.values())
+        if not reqs:
+            return
+        engine.link.send(MovedReqs([req.req_id for req in reqs]))
+        for req in reqs:
+            req.leaving.add(engine.number)
+            self._move(req)
+        logger.warning("engine %d generates no tokens: %d requests go on in other engines", engine.number, len(reqs))
+
+    def _recover(self, reqs: list[OpenRequest]) -> None:
+        """Continue the requests of an engine that died. One that always kills its engine must not kill all."""
+        for req in reqs:
+            req.crashes += 1
+            if req.crashes < MAX_CRASHES:
+                self._move(req)
+                continue
+            self.metrics.values["request_failed_total"] += 1
+            self._fail(req, 500, CRASHED)
+
+    def _move(self, req: OpenRequest) -> None:
+        self._placement.remove(req)
+        req.is_moved = True
+        req.refused_by.clear()
+        self.metrics.values["dp_requests_moved_total"] += 1
+        if not self._placement.place(req):
+            self._unplaced[req.req_id] = req
+
+    def _fail(self, req: OpenRequest, status: int, message: str) -> None:
+        self._forget(req)
+        self._to_detokenization.send(BatchTokenIdOut(failed=[ReqFailed(req.req_id, status, message)]))
+
+    def _forget(self, req: OpenRequest) -> None:
+        """The request has ended."""
+        del self._requests[req.req_id]
+        self._unplaced.pop(req.req_id, None)
+        self._placement.remove(req)
+
+    # time
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._check_silence()
+            now_s = time.monotonic()
+            for req in list(self._unplaced.values()):  # engines watch the deadlines of the others
+                if req.deadline_s is not None and req.deadline_s <= now_s:
+                    timeout_s = round(req.deadline_s - req.request.arrived_s, 3)
+                    self.metrics.values["request_failed_total"] += 1
+                    found = f"the request exceeded its timeout of {timeout_s:g} s (timeout or --request_timeout)"
+                    self._fail(req, 504, found)
+            for reply in self._queries.tick():
+                self._to_detokenization.send(reply)
+
+    def _check_silence(self) -> None:
+        for engine in self._placement:
+            engine.silent_ticks += 1
+            if engine.silent_ticks == SILENT_TICKS:
+                engine.is_silent = True
+                logger.warning("engine %d has not answered for %g s", engine.number, SILENT_TICKS * TICK_S)
+                self._place_all()
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            self._send_heartbeat()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def _send_heartbeat(self) -> None:
+        """None if all engines hang: without heartbeats, /health says that the engine does not answer."""
+        engines, serving = list(self._placement), self._placement.serving()
+        if engines and all(engine.is_silent for engine in engines):
+            return
+        ages = [0.0 if engine.stats is None else engine.stats.step_age_s for engine in serving]
+        snapshot = self.metrics.snapshot(engines, range(self._num_engines), len(self._unplaced))
+        stats = RouterStats(min(ages, default=0.0), snapshot, has_workers=bool(serving))
+        self._to_detokenization.send(stats)

@@ -1,0 +1,65 @@
+"""A request that the dispatcher has accepted and that has not ended: all that another engine needs to continue it."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from lightserve.io_struct import DispatchedReq, GenerateReq
+from lightserve.utils.block_hash import Hashes, block_hashes
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    request: GenerateReq  # with a seed
+    hashes: list[int]  # of the blocks of its prompt
+    hash_bytes: bytes
+    deadline_s: float | None
+    output_ids: list[int] = field(default_factory=list)
+    tokens_to_compute: int = 0  # of its prompt, in its engine, before the next token
+    cached_tokens: int = 0  # of its prompt, as the index said when it was sent
+    sent_s: float = 0.0
+    is_moved: bool = False
+    runs_alone: bool = False  # until its next token: it was in flight when workers crashed
+    crashes: int = 0  # of engines that had it, since its last token
+    refused_by: set[int] = field(default_factory=set)  # engines whose queue was full
+    leaving: set[int] = field(default_factory=set)  # engines that have not confirmed yet that it was moved
+
+    @property
+    def req_id(self) -> int:
+        return self.request.req_id
+
+    @property
+    def known_tokens(self) -> int:
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+    def add_token(self, token_id: int) -> bool:
+        """Returns whether it is the first one from its present engine."""
+        self.output_ids.append(token_id)
+        self.runs_alone, self.crashes = False, 0
+        is_first, self.tokens_to_compute = bool(self.tokens_to_compute), 0
+        return is_first
+
+    def message(self) -> DispatchedReq:
+        age_s = time.monotonic() - self.request.arrived_s
+        return DispatchedReq(
+            self.request, age_s, self.hash_bytes, self.output_ids.copy(), self.is_moved, self.runs_alone
+        )
+
+
+def open_request(message: GenerateReq, uses_cache: bool, timeout_s: float | None) -> OpenRequest:
+    salt = message.prefix_salt(uses_cache and message.scheduling.use_cache)
+    hashes: Hashes = block_hashes(message.prompt_ids, salt)
+    timeout_s = message.scheduling.timeout_s or timeout_s
+    deadline_s = None if timeout_s is None else message.arrived_s + timeout_s
+    return OpenRequest(with_seed(message), hashes.tolist(), hashes.tobytes(), deadline_s)
+
+
+def with_seed(message: GenerateReq) -> GenerateReq:
+    """A request without a seed gets one now: every engine must sample the same tokens."""
+    if message.params.sampling.seed is not None:
+        return message
+    return msgspec.structs.replace(message, params=message.params.replace(seed=random.getrandbits(63)))

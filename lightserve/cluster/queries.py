@@ -1,0 +1,114 @@
+"""Questions of an operator go to every engine, and their replies become one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lightserve.cluster.engine import Engine
+from lightserve.io_struct import (
+    GetTimelines,
+    ProfileReply,
+    QueryReply,
+    RequestTimeline,
+    StartProfile,
+    StopProfile,
+    Timelines,
+)
+
+Query = GetTimelines | StartProfile | StopProfile
+
+NO_ENGINE = "no engine runs now; retry later"
+TIMELINES_TIMEOUT_TICKS = 8  # then the reply is made of what has come; the HTTP process waits longer
+
+
+@dataclass(slots=True)
+class _OpenQuery:
+    query: Query
+    waiting: set[int]  # engines that have not replied
+    replies: dict[int, QueryReply] = field(default_factory=dict)
+    ticks: int = 0
+
+
+class ClusterQueries:
+    def __init__(self) -> None:
+        self._open: dict[int, _OpenQuery] = {}
+
+    def ask(self, query: Query, engines: Iterable[Engine]) -> QueryReply | None:
+        """Send a query to all engines. Returns the reply if there is no engine."""
+        asked = list(engines)
+        for engine in asked:
+            engine.link.send(query)
+        opened = _OpenQuery(query, {engine.number for engine in asked})
+        if not asked:
+            return _joined(opened)
+        self._open[query.query_id] = opened
+        return None
+
+    def add_reply(self, engine: int, reply: QueryReply) -> QueryReply | None:
+        """The joined reply, if this was the last one."""
+        opened = self._open.get(reply.query_id)
+        if opened is None:
+            return None
+        opened.replies[engine] = reply
+        return self._close_if_complete(opened, engine)
+
+    def engine_left(self, engine: int) -> list[QueryReply]:
+        """Replies to the queries that waited for this engine only."""
+        replies = [self._close_if_complete(opened, engine) for opened in list(self._open.values())]
+        return [reply for reply in replies if reply is not None]
+
+    def tick(self) -> list[QueryReply]:
+        """Replies to queries that an engine has not answered in time."""
+        late = []
+        for opened in list(self._open.values()):
+            opened.ticks += 1
+            if isinstance(opened.query, GetTimelines) and opened.ticks > TIMELINES_TIMEOUT_TICKS:
+                del self._open[opened.query.query_id]
+                late.append(_joined(opened))
+        return late
+
+    def _close_if_complete(self, opened: _OpenQuery, engine: int) -> QueryReply | None:
+        opened.waiting.discard(engine)
+        if opened.waiting:
+            return None
+        del self._open[opened.query.query_id]
+        return _joined(opened)
+
+
+def _joined(opened: _OpenQuery) -> QueryReply:
+    query, replies = opened.query, dict(sorted(opened.replies.items()))
+    if isinstance(query, GetTimelines):
+        found = [one for reply in replies.values() if isinstance(reply, Timelines) for one in reply.timelines]
+        return Timelines(query.query_id, joined_timelines(found)[: query.limit])
+    profiles = {engine: reply for engine, reply in replies.items() if isinstance(reply, ProfileReply)}
+    if not profiles:
+        return ProfileReply(query.query_id, 503, NO_ENGINE)
+    messages = [f"engine {engine}: {reply.message}" for engine, reply in profiles.items() if reply.message]
+    return ProfileReply(
+        query.query_id,
+        max(reply.status for reply in profiles.values()),
+        "; ".join(messages),
+        ", ".join(reply.path for reply in profiles.values() if reply.path),
+    )
+
+
+def joined_timelines(timelines: Iterable[RequestTimeline]) -> list[RequestTimeline]:
+    """Newest first. A request that was moved has a timeline in several engines: they become one."""
+    found: dict[int, RequestTimeline] = {}
+    for one in timelines:
+        other = found.get(one.req_id)
+        found[one.req_id] = one if other is None else _joined_timeline(one, other)
+    return sorted(found.values(), key=lambda one: one.arrived_s, reverse=True)
+
+
+def _joined_timeline(one: RequestTimeline, other: RequestTimeline) -> RequestTimeline:
+    return RequestTimeline(
+        one.request_id,
+        one.req_id,
+        min(one.arrived_s, other.arrived_s),
+        one.prompt_tokens,
+        one.max_new_tokens,
+        sorted((*one.events, *other.events), key=lambda event: event.at_s),
+        one.events_left_out + other.events_left_out,
+    )

@@ -1,0 +1,69 @@
+"""Which blocks of tokens are in the prefix cache, for the dispatcher that routes by them (--dp).
+
+A block is cached as long as the cache owns the slot of its last token: prefixes lose their ends first. So one number
+for each slot is enough to know which blocks go when slots are freed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightserve.common.kv.token_slots import Slots
+from lightserve.io_struct import KvNews
+from lightserve.router.req import Req
+from lightserve.utils.block_hash import BLOCK_TOKENS, Hashes, block_hashes
+
+
+class CachedBlocks:
+    def __init__(self, size: int) -> None:
+        self._hash_of_slot: Hashes = np.zeros(size, dtype="<i8")  # of the block whose last token is there; 0: none
+        self._epoch = 0
+        self._sent_epoch = 0
+        self._changes: dict[int, bool] = {}  # since the last news: whether the block is cached now
+
+    def add(self, req: Req, begin: int, end: int, duplicates: Slots | None = None) -> None:
+        """The cache owns the slots of these tokens of the request, but not those of ``duplicates``."""
+        first, last = begin // BLOCK_TOKENS, end // BLOCK_TOKENS
+        if first == last:
+            return
+        hashes = _hashes_of(req, last)[first:last]
+        slots = np.array(req.slots[(first + 1) * BLOCK_TOKENS - 1 : last * BLOCK_TOKENS : BLOCK_TOKENS], dtype=np.int32)
+        if duplicates is not None and len(duplicates):
+            is_owned = ~np.isin(slots, duplicates)
+            hashes, slots = hashes[is_owned], slots[is_owned]
+        self._hash_of_slot[slots] = hashes
+        self._changes.update(dict.fromkeys(hashes.tolist(), True))
+
+    def remove(self, slots: Slots) -> None:
+        """The cache does not own these slots any more, if it ever did."""
+        hashes = self._hash_of_slot[slots]
+        hashes = hashes[hashes != 0]
+        if len(hashes):
+            self._hash_of_slot[slots] = 0
+            self._changes.update(dict.fromkeys(hashes.tolist(), False))
+
+    def clear(self) -> None:
+        """All KV is lost."""
+        self._hash_of_slot[:] = 0
+        self._changes.clear()
+        self._epoch += 1
+
+    def take_news(self) -> KvNews | None:
+        """What has changed since the last call; None: nothing."""
+        if not self._changes and self._sent_epoch == self._epoch:
+            return None
+        changes, self._changes, self._sent_epoch = self._changes, {}, self._epoch
+        added = [block for block, is_cached in changes.items() if is_cached]
+        evicted = [block for block, is_cached in changes.items() if not is_cached]
+        return KvNews(self._epoch, _bytes(added), _bytes(evicted))
+
+
+def _hashes_of(req: Req, blocks: int) -> Hashes:
+    """Those of the prompt came with the request. Blocks with output tokens follow."""
+    if blocks > len(req.block_hashes):
+        req.block_hashes = block_hashes(req.token_ids[: blocks * BLOCK_TOKENS], req.salt, req.block_hashes)
+    return req.block_hashes
+
+
+def _bytes(hashes: list[int]) -> bytes:
+    return np.array(hashes, dtype="<i8").tobytes()

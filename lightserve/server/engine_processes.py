@@ -1,0 +1,153 @@
+"""The processes of one engine: a router and its model workers, one per rank."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from lightserve.config import ServerConfig
+from lightserve.io_struct import EngineReady
+from lightserve.server.child_process import ChildDiedError, ChildProcess
+from lightserve.utils.cpu import available_cores
+from lightserve.utils.process import ChildConfig
+
+if TYPE_CHECKING:
+    from lightserve.server.process_group import ProcessGroup
+
+# A worker gets these before it imports torch. OpenMP threads that spin while they wait run 4x slower as soon as another
+# process needs a core, which is always the case here; threads that sleep at once run 1.3x slower. So they spin for
+# microseconds. NCCL and gloo would listen on the machine's own address; ranks on one machine need only loopback.
+WORKER_ENV = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "1000",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+}
+
+
+class EngineProcesses:
+    router: ChildProcess
+
+    def __init__(self, group: ProcessGroup, config: ServerConfig, run_dir: str, index: int = 0) -> None:
+        self.index = index  # among the engines of --dp
+        self.epoch = 0  # how many times the router was replaced
+        self.workers: list[ChildProcess] = []
+        self.generation = 0  # how many times the workers were replaced
+        self.ready_s = 0.0  # when all processes of the server were ready
+        self.engine: EngineReady | None = None  # from the first workers, once all processes are ready
+        self._group = group
+        self._config = config
+        self._run_dir = run_dir
+
+    async def start_workers(self) -> None:
+        """Start the model workers. Replacements get the KV sizes of the first ones: router and clients rely on them."""
+        config = self._config
+        if self.engine is not None:
+            size, windowed = self.engine.max_total_token_num, self.engine.windowed
+            windowed_size = 0 if windowed is None else windowed.size
+            worker = replace(config.worker, max_total_token_num=size, max_windowed_token_num=windowed_size)
+            config = replace(config, worker=worker)
+        module = self._group.worker_module
+        for rank in range(config.worker.tp):
+            child_config = msgspec.structs.replace(self._child_config(), config=config, index=rank)
+            role = self._role(f"model worker {rank}")
+            self.workers.append(await self._group.start_child(role, module, child_config, self._worker_env()))
+        if self.index == 0:  # all workers do the same at about the same time
+            self.workers[0].show_progress = self._group.show_progress
+
+    async def start_router(self) -> None:
+        role = self._role("router")
+        self.router = await self._group.start_child(role, self._group.router_module, self._child_config())
+
+    async def stop(self, timeout_s: float) -> bool:
+        """Kill the router and its workers. Returns whether they exited in time."""
+        self.router.kill()
+        if not await self.reap_workers(timeout_s):
+            return False
+        await self.router.wait()
+        self._group.children.remove(self.router)
+        child_config = self._child_config()
+        for address in (child_config.to_engine, child_config.from_engine):  # ZMQ leaves the files of its sockets
+            _unlink(address(self.index, self.epoch).removeprefix("ipc://"))
+        return True
+
+    async def restart(self, timeout_s: float) -> bool:
+        """Replace the router and its workers. Returns whether the old ones exited in time."""
+        if not await self.stop(timeout_s):
+            return False
+        self.epoch += 1
+        await self.start_workers()
+        await self.start_router()
+        return True
+
+    async def wait_ready(self) -> EngineReady:
+        """Wait until workers and router are ready for requests."""
+        engine = await self.wait_workers_ready()
+        self.router.send(engine)
+        await self.router.ready.wait()
+        return engine
+
+    async def wait_workers_ready(self) -> EngineReady:
+        """Wait for the ready message of every rank. All ranks send the same one. --eos_id replaces its end tokens."""
+        for worker in self.workers:
+            await worker.ready.wait()
+        engine = self.workers[0].engine
+        if engine is None:
+            raise TypeError("a model worker must send EngineReady, not Ready")
+        eos_ids = tuple(self._config.router.eos_id)
+        return msgspec.structs.replace(engine, eos_token_ids=eos_ids) if eos_ids else engine
+
+    async def wait_worker_death(self) -> ChildDiedError:
+        """Wait until a model worker dies. Return the death that caused it."""
+        watching = [asyncio.create_task(worker.watch()) for worker in self.workers]
+        try:
+            await asyncio.gather(*watching)
+        except ChildDiedError as died:
+            return await self._group.root_cause(died)
+        finally:
+            for task in watching:
+                task.cancel()
+        raise TypeError("a model worker never sends Drained, so its watch cannot return")
+
+    async def reap_workers(self, timeout_s: float) -> bool:
+        """Kill the remaining ranks after one died. Return whether all of them exited in time."""
+        socket_paths = [self._child_config().worker_path(rank, self.generation) for rank in range(len(self.workers))]
+        self.generation += 1
+        self.kill_workers()
+        try:
+            async with asyncio.timeout(timeout_s):
+                for worker in self.workers:
+                    await worker.wait()
+        except TimeoutError:
+            return False
+        self._group.children = [child for child in self._group.children if child not in self.workers]
+        self.workers = []
+        for path in (*socket_paths, self._child_config().engine_path("tp")):  # "tp" is the rendezvous file of the ranks
+            _unlink(path)
+        return True
+
+    def kill_workers(self, reason: str | None = None) -> None:
+        for worker in self.workers:
+            worker.kill(reason)
+
+    def _role(self, role: str) -> str:
+        return f"{role} of engine {self.index}" if self._config.cluster.dp > 1 else role
+
+    def _worker_env(self) -> dict[str, str]:
+        """Engines share the cores: threads of all of them at once would wait for one another."""
+        dp = self._config.cluster.dp
+        return WORKER_ENV | ({"OMP_NUM_THREADS": str(max(available_cores() // dp, 1))} if dp > 1 else {})
+
+    def _child_config(self) -> ChildConfig:
+        return ChildConfig(self._config, self._run_dir, generation=self.generation, engine=self.index, epoch=self.epoch)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
