@@ -29,7 +29,6 @@ class RunningBatch:
         self.columns = ReqColumns(max_running)
         self.rows: Int64Array = NO_INT64
         self.max_tokens = 0  # prompts and longest outputs of all requests
-        self.num_released = 0  # requests that have left, ever
         self._num_admitted = 0
         self._eos_ids: set[int] = set()  # of all requests so far: the model has few
         self._ends = NO_INT32  # the same
@@ -152,4 +151,3 @@ class RunningBatch:
         self._free_rows.append(row)
         self.rows = self.rows[self.rows != row]
         self.max_tokens -= len(req.prompt_ids) + req.max_new_tokens
-        self.num_released += 1
