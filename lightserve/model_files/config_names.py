@@ -91,9 +91,15 @@ _GEMMA3 = {  # files of multimodal models leave out the values that transformers
     "max_position_embeddings": 131_072,
 }
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
-_BERT = {"rms_norm_eps": 1e-12, "hidden_act": "gelu", "max_position_embeddings": 512}
+_BERT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-12, "hidden_act": "gelu", "max_position_embeddings": 512}
 _NOMIC_BERT = {"rms_norm_eps": 1e-12, "max_position_embeddings": 2048}
-_MODERNBERT = {"rms_norm_eps": 1e-5, "hidden_act": "gelu", "max_position_embeddings": 8192, "sliding_window": 128}
+_MODERNBERT = {
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 8192,
+    "sliding_window": 128,
+}
 _TIED = {**_LAYER_NORM, "tie_word_embeddings": True}
 
 MODELS = {

@@ -72,6 +72,36 @@ def unit(*values: float) -> list[float]:
     return [float(one) for one in vector / np.linalg.norm(vector)]
 
 
+PAIR = {"query": "w5", "documents": ["w6"], "return_document": True}
+TEXTS = {"text_1": "w5", "text_2": "w6", "instructoin": "w7"}
+MISSPELT: dict[str, tuple[PoolingConfig, dict[str, Any], str]] = {  # body, and the field that was meant
+    "/v1/embeddings": (EMBED, {"input": "w5", "dimension": 2}, "dimensions"),
+    "/pooling": (EMBED, {"input": "w5", "modle": "m"}, "model"),
+    "/embed": (EMBED, {"inputs": "w5", "normalise": True}, "normalize"),
+    "/classify": (CLASSIFY, {"input": "w5", "modle": "m"}, "model"),
+    "/predict": (CLASSIFY, {"inputs": "w5", "raw_score": True}, "raw_scores"),
+    "/rerank": (SCORE, PAIR, "return_documents"),
+    "/v1/rerank": (SCORE, PAIR, "return_documents"),
+    "/v2/rerank": (SCORE, PAIR, "return_documents"),
+    "/score": (SCORE, TEXTS, "instruction"),
+    "/v1/score": (SCORE, TEXTS, "instruction"),
+    "/get_score": (REWARD, {"chat": "w5", "paramters": {}}, "parameters"),
+}
+
+
+@pytest.mark.parametrize("path", MISSPELT)
+def test_every_pooling_endpoint_warns_of_a_misspelt_field(tmp_path: Path, path: str) -> None:
+    pooling, body, meant = MISSPELT[path]
+
+    async def check(post: Post, fake: FakeEngine) -> None:
+        response = await post(path, json=body)
+
+        assert response.status_code == 200, response.text
+        assert f"did you mean {meant}?" in response.headers.get("warning", "")
+
+    with_pooling(tmp_path, pooling, check)
+
+
 def test_every_kind_of_input_is_embedded(tmp_path: Path) -> None:
     async def check(post: Post, fake: FakeEngine) -> None:
         for given, ids in (
