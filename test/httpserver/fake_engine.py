@@ -105,7 +105,7 @@ class FakeEngine:
                 self._outbox.send(AdapterReply(message.query_id))
             elif isinstance(message, GenerateReq):
                 self.received.append(msgspec.structs.replace(message, prompt_ids=message.prompt_ids.tolist()))
-                task = asyncio.create_task(self._respond(message))
+                task = asyncio.create_task(self._respond(self.received[-1]))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
