@@ -9,9 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.utils.int_arrays import Int32Array, Int64Array
-
-BLOCK = 64  # values that wait in a row before they are appended to the array of a request
+from lightserve.utils.int_arrays import Int64Array, Tails
 
 FIELDS = (
     "prompt_len",
@@ -24,32 +22,6 @@ FIELDS = (
     "is_plain",  # 1: only its length or an end token of the model ends it
     "admission",  # number of its admission; 0: it does not run
 )
-
-
-class Tails:
-    """The last values of one growing array per row, so that many arrays get one more value in one call."""
-
-    def __init__(self, rows: int) -> None:
-        self._values: Int32Array = np.empty((rows, BLOCK), dtype=np.int32)
-        self._lens = np.zeros(rows, dtype=np.int64)
-        self._limits = BLOCK - np.arange(rows) % (BLOCK // 2)  # so that not all rows are full at once
-
-    def full(self, rows: Int64Array) -> list[int]:
-        """Those of ``rows`` that must be taken before another value is appended."""
-        full: list[int] = rows[self._lens[rows] >= self._limits[rows]].tolist()
-        return full
-
-    def append(self, rows: Int64Array, values: Int32Array) -> None:
-        """One value to each of ``rows``, which differ."""
-        at = self._lens[rows]
-        self._values[rows, at] = values
-        self._lens[rows] = at + 1
-
-    def take(self, row: int) -> Int32Array:
-        """The values of a row, which is empty afterwards. They are valid until the next call."""
-        count, self._lens[row] = int(self._lens[row]), 0
-        values: Int32Array = self._values[row, :count]
-        return values
 
 
 class ReqColumns:

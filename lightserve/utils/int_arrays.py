@@ -16,6 +16,7 @@ NO_INT32.flags.writeable = NO_INT64.flags.writeable = False
 
 MIN_ROOM = 64  # values that are added to the capacity at least
 ROOM_SHARE = 4  # and this part of the length: appending stays cheap, and a long array wastes little
+BLOCK = 64  # values that wait in a row of Tails before they are appended to the array of a request
 
 
 def int32s(values: Int32Array | Sequence[int]) -> Int32Array:
@@ -65,3 +66,29 @@ class GrowingArray:
             self._room = room
         self._room[self._len : end] = values
         self._len = end
+
+
+class Tails:
+    """The last values of one growing array per row, so that many arrays get one more value in one call."""
+
+    def __init__(self, rows: int) -> None:
+        self._values: Int32Array = np.empty((rows, BLOCK), dtype=np.int32)
+        self._lens = np.zeros(rows, dtype=np.int64)
+        self._limits = BLOCK - np.arange(rows) % (BLOCK // 2)  # so that not all rows are full at once
+
+    def full(self, rows: Int64Array) -> list[int]:
+        """Those of ``rows`` that must be taken before another value is appended."""
+        full: list[int] = rows[self._lens[rows] >= self._limits[rows]].tolist()
+        return full
+
+    def append(self, rows: Int64Array, values: Int32Array) -> None:
+        """One value to each of ``rows``, which differ."""
+        at = self._lens[rows]
+        self._values[rows, at] = values
+        self._lens[rows] = at + 1
+
+    def take(self, row: int) -> Int32Array:
+        """The values of a row, which is empty afterwards. They are valid until the next call."""
+        count, self._lens[row] = int(self._lens[row]), 0
+        values: Int32Array = self._values[row, :count]
+        return values
