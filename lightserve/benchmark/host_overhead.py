@@ -126,11 +126,11 @@ class Host:
         with self.timed("pack"):
             self._batch.apply(self._collector.take_updates())
             self._update(step)
-            packed = self._batch.pack(step.rows, lambda shape: shape, step.windowed_slots)
+            packed = self._batch.pack(step, lambda shape: shape)
             self._sampler.prepare(packed.reqs)
         tokens = torch.full((len(packed.reqs),), 9, dtype=torch.int64)
         begin = time.thread_time()
-        collect = self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed.reqs), None))
+        collect = self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), None))
         self._launch_s.append(time.thread_time() - begin)
         return collect
 

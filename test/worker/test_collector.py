@@ -8,6 +8,7 @@ from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.io_struct import GrammarSpec, NewReq, SamplingParams, Step, StepRow
 from lightserve.model_files.source import resolve
+from lightserve.utils.int_arrays import Int64Array
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.sampling.grammar import GrammarOutput
 from lightserve.worker.worker import ModelWorker
@@ -101,7 +102,7 @@ def test_a_step_that_fails_raises_for_the_thread_that_waits_for_it(
     token_ids = PendingStep.token_ids
     failing = worker._collector._pending[0]
 
-    def fail_once(step: PendingStep) -> list[int]:
+    def fail_once(step: PendingStep) -> Int64Array:
         if step is failing:
             raise RuntimeError("out of memory")
         return token_ids(step)

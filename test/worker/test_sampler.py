@@ -39,7 +39,7 @@ def req_of(
 
 
 def append(req: InferReq, token: int) -> None:
-    req.known.extend([token])
+    req.add_known([token])
     req.total_len += 1
 
 
@@ -318,7 +318,7 @@ def test_a_token_that_only_the_device_knows_is_counted_once(feature: str) -> Non
         expected = oracle_token(logits_of(1, seed=step + 9), late)
 
         assert sample(logits_of(1, seed=step + 9), [early], sampler) == [expected]
-        early.known.extend([token])  # it is known now
+        early.add_known([token])  # it is known now
 
 
 def test_a_request_that_skipped_some_steps_has_all_its_tokens_counted() -> None:
