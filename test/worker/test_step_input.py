@@ -10,7 +10,8 @@ import torch
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
 from lightserve.worker import step_input
-from lightserve.worker.infer_batch import InferBatch, InferReq
+from lightserve.worker.infer_batch import InferBatch
+from lightserve.worker.infer_req import InferReq
 from lightserve.worker.step_input import Column, Padding, StepShape, columns_of, padded_input
 from test.worker.test_step_runner import Driver, make
 

@@ -10,7 +10,7 @@ import torch
 from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, ThinkingLimit
 from lightserve.llm import LLM, Generation
 from lightserve.utils.int_arrays import GrowingArray
-from lightserve.worker.infer_batch import InferReq
+from lightserve.worker.infer_req import InferReq
 from lightserve.worker.sampling.sampler import make_plan
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.worker import ModelWorker
