@@ -97,8 +97,8 @@ def test_the_splits_of_the_sums_give_the_same_result(splits: int) -> None:
     assert_close(out, expected, torch.float32)
 
 
-def test_few_groups_are_split_until_every_multiprocessor_has_a_program() -> None:
-    assert [kernels.splits_of(groups, 3, 4096) for groups in (1, 2, 64)] == [4, 2, 1]  # of 12: see conftest.py
+def test_few_groups_are_split_until_every_multiprocessor_has_its_programs() -> None:
+    assert [kernels.splits_of(groups, 3, 4096) for groups in (1, 2, 64)] == [16, 8, 1]  # 4 on each of 12
     assert kernels.splits_of(1, 1, 128) == 1
 
 
