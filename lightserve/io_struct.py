@@ -22,12 +22,21 @@ from __future__ import annotations
 import enum
 import functools
 import reprlib
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import Meta
 
 from lightserve.errors import InvalidRequestError
+from lightserve.utils.int_arrays import NO_INT32, NO_INT64, int32s, int64s
+
+if TYPE_CHECKING:
+    Int32s: TypeAlias = Any  # an array; a message that is not sent may hold a list
+    Int64s: TypeAlias = Any  # the same of 64 bits
+else:  # what a receiver gets
+    Int32s, Int64s = npt.NDArray[np.int32], npt.NDArray[np.int64]
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy: dividing by it would overflow
 
@@ -205,22 +214,22 @@ class NewReq(msgspec.Struct, frozen=True):
     """A request that enters the workers, or enters again after it was preempted."""
 
     req_id: int
-    token_ids: list[int]  # the prompt, and the output tokens so far if it was preempted
+    token_ids: Int32s  # the prompt, and the output tokens so far if it was preempted
     sampling: SamplingParams
     seed: int
     eos_ids: tuple[int, ...] = ()  # not to be sampled before min_new_tokens
-    cached_slots: list[int] = []  # KV slots of its first tokens, which are computed already
+    cached_slots: Int32s = NO_INT32  # KV slots of its first tokens, which are computed already
     output_len: int = 0  # how many of ``token_ids``, at the end, are output
     stopping: StoppingParams = StoppingParams()
-    cached_windowed_slots: list[int] = []  # slots of the windowed pool of the last of the cached tokens
+    cached_windowed_slots: Int32s = NO_INT32  # slots of the windowed pool of the last of the cached tokens
     lora_slot: int = -1  # of its adapter; -1: it uses none
 
 
-class StepRow(msgspec.Struct, frozen=True, array_like=True):
+class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Compute the request's next len(slots) tokens into these KV slots."""
 
     req_id: int
-    slots: list[int]
+    slots: Int32s
 
 
 class KvCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -238,14 +247,33 @@ class LoraPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """One forward pass. The worker frees requests, adds new ones, copies adapters and KV, then computes the rows."""
+    """One forward pass. The worker frees requests, adds new ones, copies adapters and KV, then computes the rows.
 
-    rows: list[StepRow]
+    Requests that compute one token are columns, because there may be thousands: they come before ``chunks``.
+    """
+
+    chunks: list[StepRow]  # of prompts; a chunk may have one token
     new: list[NewReq] = []
     free: list[int] = []
     copies: list[KvCopy] = []
-    windowed_slots: list[int] = []  # of all tokens of the rows, in their order, if there is a windowed pool
+    windowed_slots: Int32s = NO_INT32  # of all tokens of the rows, in their order, if there is a windowed pool
+    decode_ids: Int64s = NO_INT64  # requests of which it computes one token
+    decode_slots: Int32s = NO_INT32  # of these tokens
     loras: list[LoraPlace] = []
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decode_ids) + len(self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode_ids) + sum(len(row.slots) for row in self.chunks)
+
+    @property
+    def rows(self) -> list[StepRow]:
+        """All requests: slower than the columns, and simpler."""
+        decodes = zip(int64s(self.decode_ids).tolist(), int32s(self.decode_slots).tolist(), strict=True)
+        return [*(StepRow(req_id, [slot]) for req_id, slot in decodes), *self.chunks]
 
 
 class ProfileCommand(msgspec.Struct, frozen=True):
@@ -324,12 +352,23 @@ class Embedding(msgspec.Struct, frozen=True, array_like=True):
     values: bytes  # [size] float32
 
 
-class StepResult(msgspec.Struct, frozen=True):
-    """The results of one step. A request may get several tokens, in their order."""
+class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The results of one step. A request may get several tokens, in their order.
 
-    tokens: list[TokenOut] = []
+    Tokens that have nothing but an id are columns, because there may be thousands. Such a request gets one token.
+    """
+
+    detailed: list[TokenOut] = []
     failed: list[ReqFailed] = []
     embeddings: list[Embedding] = []
+    plain_req_ids: Int64s = NO_INT64
+    plain_token_ids: Int32s = NO_INT32
+
+    @property
+    def tokens(self) -> list[TokenOut]:
+        """All tokens: slower than the columns, and simpler."""
+        plain = zip(int64s(self.plain_req_ids).tolist(), int32s(self.plain_token_ids).tolist(), strict=True)
+        return [*(TokenOut(req_id, Token(token_id)) for req_id, token_id in plain), *self.detailed]
 
 
 # httpserver -> router
@@ -350,7 +389,7 @@ class GenerateReq(msgspec.Struct, frozen=True, tag=True):
     """One sequence to generate. The upper bits of its id name the HTTP process that waits: see http_process_of."""
 
     req_id: int
-    prompt_ids: list[int]
+    prompt_ids: Int32s
     params: GenerationParams
     arrived_s: float  # time.monotonic() when the HTTP request came; one clock for all processes of a machine
     scheduling: SchedulingParams = SchedulingParams()
@@ -501,14 +540,22 @@ class EmbeddingOut(msgspec.Struct, frozen=True, array_like=True):
 class BatchTokenIdOut(msgspec.Struct, frozen=True, tag=True):
     """The tokens of one step, requests that are new or failed, and ids of requests that were aborted.
 
-    A request is in ``new`` before its tokens come.
+    A request is in ``new`` before its tokens come. Tokens that have nothing but an id are columns.
     """
 
     outs: list[TokenIdOut] = []
     new: list[TextReq] = []
     failed: list[ReqFailed] = []
     aborted: list[int] = []
+    plain_req_ids: Int64s = NO_INT64
+    plain_token_ids: Int32s = NO_INT32
     embeddings: list[EmbeddingOut] = []
+
+    @property
+    def tokens(self) -> list[TokenIdOut]:
+        """All tokens: slower than the columns, and simpler."""
+        plain = zip(int64s(self.plain_req_ids).tolist(), int32s(self.plain_token_ids).tolist(), strict=True)
+        return [*(TokenIdOut(req_id, Token(token_id)) for req_id, token_id in plain), *self.outs]
 
 
 class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):

@@ -24,6 +24,7 @@ from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_toke
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.scheduler import LoraSlots, Scheduler, make_limits
+from lightserve.utils.int_arrays import int32s
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.select import worker_class
 
@@ -111,7 +112,7 @@ class LLM(PoolingMethods):
         folder of an adapter, for all prompts or one for each; None: the base model.
         """
         requests = self._requests(prompts, params, fields, lora)
-        generations = [Generation(req.prompt_ids) for req in requests]
+        generations = [Generation(req.prompt_ids.tolist()) for req in requests]
         for out in self._run(requests):
             generation = generations[out.index]
             generation.text += out.text
@@ -149,7 +150,7 @@ class LLM(PoolingMethods):
         """The most likely continuations of every prompt that beam search finds, best first."""
         params = params or BeamParams()
         self._check_ids("stop_token_ids", params.stop_token_ids)
-        starts = [req.prompt_ids for req in self._requests(prompts, None, {})]
+        starts = [req.prompt_ids.tolist() for req in self._requests(prompts, None, {})]
         searches = [BeamSearch(params, self.eos_token_ids, self.worker.longest_request - len(ids)) for ids in starts]
         batch = BeamBatch(starts, searches)
         while sequences := batch.sequences():
@@ -204,7 +205,7 @@ class LLM(PoolingMethods):
         if len(ids) >= longest:
             raise PromptTooLongError(len(ids), longest)
         max_new_tokens = min(params.stopping.max_new_tokens, longest - len(ids))
-        return Req(next(self._ids), [int(token) for token in ids], params, max_new_tokens, self.eos_token_ids)
+        return Req(next(self._ids), int32s(ids), params, max_new_tokens, self.eos_token_ids)
 
     def _check_ids(self, what: str, ids: Sequence[Any]) -> None:
         vocab_size = self.worker.model_config.vocab_size
@@ -287,7 +288,9 @@ class LLM(PoolingMethods):
         if finish_reason is not None:
             del self._open[req.req_id]
         prompt = (
-            None if token.prompt_logprobs is None else unpack_prompt_logprobs(req.prompt_ids, token.prompt_logprobs)
+            None
+            if token.prompt_logprobs is None
+            else unpack_prompt_logprobs(req.prompt_ids.tolist(), token.prompt_logprobs)
         )
         stream.outs.append(
             StreamOut(stream.index, token.id, token.logprob, text, finish_reason, token.top_logprobs, prompt=prompt)

@@ -15,6 +15,7 @@ from lightserve.model_files.pooling.texts import PoolingTexts
 from lightserve.model_files.tokenizer import Tokenizer
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
+from lightserve.utils.int_arrays import int32s
 from lightserve.worker.worker import ModelWorker
 
 ONE_RESULT = GenerationParams.of(max_new_tokens=1)
@@ -141,7 +142,7 @@ class PoolingMethods:
         shares_prefix = limits is not None and limits.has_kv and not limits.needs_whole_prompt
         return Req(
             next(self._ids),
-            ids,
+            int32s(ids),
             ONE_RESULT,
             max_new_tokens=1,
             eos_ids=(),

@@ -55,7 +55,7 @@ def fill_cache(pool: KvPool, tokens: int, rng: np.random.Generator) -> None:
     """Fill the cache as requests of PROMPT_LEN tokens would."""
     sampling = GenerationParams.of(seed=0)
     for _ in range(tokens // PROMPT_LEN):
-        req = Req(0, rng.integers(0, VOCAB_SIZE, PROMPT_LEN).tolist(), sampling, 1, ())
+        req = Req(0, rng.integers(0, VOCAB_SIZE, PROMPT_LEN, dtype=np.int32), sampling, 1, ())
         pool.attach_prefix(req)
         req.begin()
         req.plan(pool.alloc(PROMPT_LEN - req.planned_len))
@@ -75,7 +75,7 @@ def loaded(running: int, cached: int, waiting: str, policy: str) -> TimedSchedul
     num_waiting = 0 if waiting == "none" else NUM_WAITING
     for req_id in range(running + num_waiting):
         is_large = req_id >= running and waiting == "memory"
-        prompt = rng.integers(0, VOCAB_SIZE, PROMPT_LEN).tolist()
+        prompt = rng.integers(0, VOCAB_SIZE, PROMPT_LEN, dtype=np.int32)
         scheduler.add(Req(req_id, prompt, sampling, need + cached if is_large else most, ()))
     return scheduler
 

@@ -177,7 +177,7 @@ class Dispatcher:
                 self._to_detokenization.send(reply)
 
     def _handle_batch(self, engine: Engine, batch: BatchTokenIdOut) -> None:
-        outs = [out for out in batch.outs if out.req_id in engine.requests]  # others have ended or left the engine
+        outs = [out for out in batch.tokens if out.req_id in engine.requests]  # others have ended or left the engine
         if outs:
             engine.add_tokens(outs, time.monotonic())
         for out in outs:

@@ -58,7 +58,7 @@ class DetokenizationManager:
             self._texts[req.req_id] = ReqText(self._decoder, req.text)
         outs: list[list[StrOut]] = [[] for _ in self._to_http]
         failed: list[list[ReqFailed]] = [[] for _ in self._to_http]
-        for out in batch.outs:
+        for out in batch.tokens:
             text = self._texts.get(out.req_id)
             if text is not None:  # otherwise a stop string ended the request while this token was in flight
                 outs[http_process_of(out.req_id)].append(self._next(text, out))

@@ -44,6 +44,7 @@ from lightserve.io_struct import (
     UnloadAdapter,
 )
 from lightserve.utils.channel import Receiver, Sender
+from lightserve.utils.int_arrays import NO_INT32, int32s
 
 DEFAULT_SCHEDULING = SchedulingParams()
 MAX_UNREAD = 2**16  # tokens of a request, some 20 MB, that the client has not read
@@ -210,7 +211,10 @@ class HttpServerManager:
 
     def _send(self, generation: Generation) -> None:
         arrived_s = generation.log.arrived_s
+        prompt_ids, converted = NO_INT32, None
         for index, one in enumerate(generation.prompt_requests):
+            if one.prompt_ids is not converted:  # the choices of a prompt have the same list
+                prompt_ids, converted = int32s(one.prompt_ids), one.prompt_ids
             req_id = next(self._ids)
             self._running[req_id] = (generation, index)
             generation.req_ids.append(req_id)
@@ -220,7 +224,7 @@ class HttpServerManager:
             self._to_router.send(
                 GenerateReq(
                     req_id,
-                    one.prompt_ids,
+                    prompt_ids,
                     one.params,
                     arrived_s,
                     one.scheduling,

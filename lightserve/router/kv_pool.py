@@ -19,6 +19,7 @@ from lightserve.router.cached_blocks import CachedBlocks
 from lightserve.router.radix_cache import Ids, RadixCache
 from lightserve.router.req import Req
 from lightserve.router.windowed_pool import NONE, WindowedPool
+from lightserve.utils.int_arrays import NO_INT32, GrowingArray
 
 
 class KvPool:
@@ -71,24 +72,23 @@ class KvPool:
         """Tokens in the cache that requests use."""
         return self._cache.referenced_tokens
 
-    def alloc(self, count: int) -> list[int]:
+    def alloc(self, count: int) -> Slots:
         """The caller has checked that ``count`` tokens are available."""
         short = count - self.slots.num_free
         if short > 0:
             evicted = self._cache.evict(short)
             self.num_evicted += len(evicted)
             self._free(evicted)
-        slots: list[int] = self.slots.alloc(count).tolist()
-        return slots
+        return self.slots.alloc(count)
 
-    def alloc_windowed(self, chunks: Sequence[tuple[Req, int]]) -> list[int]:
+    def alloc_windowed(self, chunks: Sequence[tuple[Req, int]]) -> Slots:
         """Give requests slots of the windowed pool for so many more tokens. Returns all; empty without such a pool."""
         if self.windowed is None:
-            return []
+            return NO_INT32
         slots = self.windowed.alloc(sum(count for _, count in chunks))
         begin = 0
         for req, count in chunks:
-            req.windowed_slots += slots[begin : begin + count]
+            req.windowed.extend(slots[begin : begin + count])
             begin += count
         return slots
 
@@ -96,13 +96,14 @@ class KvPool:
         """Let go the windowed slots that no token after the planned ones reaches."""
         if self.windowed is None:
             return
-        released: list[int] = []
+        released: list[Slots] = []
         for req in reqs:
             begin, end = req.windowed_begin, req.planned_len - self.windowed.kept
             if end > begin:
-                released += req.windowed_slots[begin:end]
+                released.append(req.windowed_slots[begin:end])
                 req.windowed_begin = end
-        self.windowed.let_go(released)
+        if released:
+            self.windowed.let_go(np.concatenate(released))
 
     def cached_len(self, req: Req) -> int:
         return self._usable_len(_cacheable(req), req.salt)
@@ -117,13 +118,14 @@ class KvPool:
         ids = _cacheable(req)
         if self.windowed is not None:
             ids = ids[: self._usable_len(ids, req.salt)]
-        req.node, slots = self._cache.match(ids, req.salt)
-        self._cache.lock(req.node)
-        req.slots = slots.tolist()
-        req.shared_len = len(req.slots)
+        node, slots = self._cache.match(ids, req.salt)
+        self._cache.lock(node)
+        req.attach(node, slots)
         if self.windowed is not None:
             req.windowed_begin = max(len(slots) - self.windowed.needed, 0)
-            req.windowed_slots = [NONE] * req.windowed_begin + self.windowed.hold(slots[req.windowed_begin :])
+            held = self.windowed.hold(slots[req.windowed_begin :])
+            none = np.full(req.windowed_begin, NONE, dtype=np.int32)
+            req.windowed = GrowingArray(np.concatenate((none, held)))
 
     def cache_prompt(self, req: Req) -> None:
         """Move the planned tokens of the prompt into the cache, unless another request's tokens are there already."""
@@ -131,7 +133,7 @@ class KvPool:
         if req.node is None or end <= req.shared_len:
             return
         begin = req.shared_len
-        ids, slots = req.prompt[begin:end], _array(req.slots[begin:end])
+        ids, slots = req.prompt_ids[begin:end], req.slots[begin:end]
         grown = self._cache.extend(req.node, ids, slots)
         if grown is not None:
             self._cache.lock(grown)
@@ -139,21 +141,21 @@ class KvPool:
             req.node, req.shared_len = grown, end
             if self.blocks is not None:
                 self.blocks.add(req, begin, end)
-        self._cache_windowed(req, req.prompt[:end], begin)
+        self._cache_windowed(req, req.prompt_ids[:end], begin)
 
     def release(self, req: Req) -> None:
         """Free all slots of a request. If ``keeps_kv_cached``, its known tokens with planned KV stay in the cache."""
         kept = req.shared_len  # slots from here on are private
         known = min(req.planned_len, req.total_len) if req.keeps_kv_cached else 0
         if known > kept:
-            ids = _array(req.token_ids[:known])
-            _, spare = self._cache.insert(ids, _array(req.slots[:known]), req.salt)
+            ids = req.token_ids[:known]
+            _, spare = self._cache.insert(ids, req.slots[:known], req.salt)
             self._cache_windowed(req, ids, kept)
             if self.blocks is not None:
                 self.blocks.add(req, kept, known, spare)
             self._free(spare)
             kept = known
-        self._free(_array(req.slots[kept:]))
+        self._free(req.slots[kept:])
         if req.node is not None:
             self._cache.unlock(req.node)
             if not req.keeps_kv_cached:  # other choices of the same request may still use it
@@ -167,14 +169,14 @@ class KvPool:
 
         Their KV may contain numbers that are not finite. It may have computed the windowed KV of shared tokens again.
         """
-        node, slots = self._cache.match(_array(req.token_ids), req.salt)
+        node, slots = self._cache.match(req.token_ids, req.salt)
         if self.windowed is not None:
             self.windowed.remove_cached(slots)
         self._free(self._cache.drop(node))
 
-    def roll_back(self, slots: list[int], windowed_slots: list[int]) -> None:
+    def roll_back(self, slots: Slots, windowed_slots: Slots) -> None:
         """Remove tokens from the cache whose KV is in these slots: the steps that should compute it have failed."""
-        self._free(self._cache.drop_slots(_array(slots)))
+        self._free(self._cache.drop_slots(slots))
         if self.windowed is not None:
             self.windowed.invalidate(windowed_slots)
 
@@ -209,11 +211,5 @@ class KvPool:
 def _cacheable(req: Req) -> Ids:
     """The tokens whose KV the request may take from the cache."""
     if req.needs_prompt_computed:
-        return req.prompt[:0]
-    if not req.output_ids:
-        return req.prompt[:-1]  # no copy: a policy may look up the whole queue at every step
-    return _array(req.token_ids[:-1])
-
-
-def _array(values: list[int]) -> Ids:
-    return np.array(values, dtype=np.int32)
+        return req.prompt_ids[:0]
+    return req.token_ids[:-1]  # no copy without outputs: a policy may look up the whole queue at every step

@@ -130,7 +130,7 @@ class RouterManager:
         for req_id in message.req_ids:
             req = self._scheduler.abort(req_id)
             if req is not None and req.timeline is not None:
-                req.timeline.paused("moved", len(req.output_ids))
+                req.timeline.paused("moved", req.output_len)
         self._reporter.confirm_moved(message.req_ids)
         self.steps.wake()
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import msgspec
 import rpyc
 
 from lightserve.errors import WorkerDiedError
@@ -15,9 +14,9 @@ from lightserve.io_struct import GrammarSpec, LoraLoad, LoraLoaded, Step, StepRe
 from lightserve.router.connection import close_all, connect
 from lightserve.router.grammar_client import GrammarClient
 from lightserve.router.lora_client import LoraClient
+from lightserve.utils.codec import encode, make_decode
 
-_encode_step = msgspec.msgpack.Encoder().encode
-_decode_result = msgspec.msgpack.Decoder(StepResult).decode
+decode_result = make_decode(StepResult)
 
 
 class ModelClient(Protocol):
@@ -80,7 +79,7 @@ class RpycModelClient:
     def run(self, step: Step) -> asyncio.Future[StepResult]:
         future: asyncio.Future[StepResult] = self._loop.create_future()
         self._in_flight.add(future)
-        command = _encode_step(step)
+        command = encode(step)
         for rank, run in enumerate(self._runs):
             try:
                 reply = run(command)
@@ -116,7 +115,7 @@ class RpycModelClient:
         """Rank 0 finished a step. Replies may overtake each other."""
         self._in_flight.discard(future)
         if not future.done():
-            future.set_result(_decode_result(reply.value))
+            future.set_result(decode_result(reply.value))
 
     def _mark_lost(self, reason: str) -> None:
         """A worker that fails closes its connection. It reports the error to the launcher, not to the router."""

@@ -18,6 +18,7 @@ from lightserve.io_struct import (
     TextParams,
     TextReq,
     ToDetokenization,
+    Token,
     TokenIdOut,
     TokenOut,
 )
@@ -25,6 +26,7 @@ from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.stats import RouterMetrics
 from lightserve.utils.channel import Sender
+from lightserve.utils.int_arrays import Int32Array, Int64Array, int32s, int64s
 
 
 class Reporter:
@@ -66,11 +68,21 @@ class Reporter:
         self.metrics.failed(len(failed))
         self.metrics.numerical_errors(sum(failure.status >= 500 for failure in failed))
         now = time.monotonic()
-        outs, embeddings = self._process_tokens(result.tokens, now), self._process_embeddings(result.embeddings, now)
+        plain_req_ids, plain_token_ids, others = self._process_plain(result, now)
+        outs = self._process_tokens([*others, *result.detailed], now)
+        embeddings = self._process_embeddings(result.embeddings, now)
         self._send_news()  # before the last token of a request, so that the dispatcher always knows where its KV is
-        if outs or failed or self._aborted or embeddings:
-            message = BatchTokenIdOut(outs, failed=failed, aborted=self._aborted, embeddings=embeddings)
-            self._to_detokenization.send(message)
+        if outs or failed or self._aborted or embeddings or len(plain_req_ids):
+            self._to_detokenization.send(
+                BatchTokenIdOut(
+                    outs,
+                    failed=failed,
+                    aborted=self._aborted,
+                    embeddings=embeddings,
+                    plain_req_ids=plain_req_ids,
+                    plain_token_ids=plain_token_ids,
+                )
+            )
             self._aborted = []
 
     def send_heartbeat(self, step_age_s: float, has_workers: bool) -> None:
@@ -100,6 +112,18 @@ class Reporter:
             _record_failure(req, failure)
         return req is not None
 
+    def _process_plain(self, result: StepResult, now: float) -> tuple[Int64Array, Int32Array, list[TokenOut]]:
+        """The plain tokens that only have to be sent on, as columns, and the others."""
+        req_ids, token_ids = int64s(result.plain_req_ids), int32s(result.plain_token_ids)
+        if not len(req_ids):
+            return req_ids, token_ids, []
+        is_known = self._scheduler.process_plain(req_ids, token_ids)
+        known_ids = req_ids[is_known]
+        for gap_s, count in zip(*self._scheduler.observe_gaps(known_ids, now), strict=True):
+            self.metrics.next_tokens(gap_s, count)
+        others = zip(req_ids[~is_known].tolist(), token_ids[~is_known].tolist(), strict=True)
+        return known_ids, token_ids[is_known], [TokenOut(req_id, Token(token_id)) for req_id, token_id in others]
+
     def _process_tokens(self, tokens: list[TokenOut], now: float) -> list[TokenIdOut]:
         gaps: dict[float, int] = {}  # time of the last token -> requests; most requests got it in the same step
         outs = []
@@ -108,7 +132,7 @@ class Reporter:
             if req is None:
                 continue
             admission = None
-            if len(req.output_ids) == 1:
+            if req.output_len == 1:
                 admission = self._count_first_token(req, now)
             else:
                 gaps[req.last_token_s] = gaps.get(req.last_token_s, 0) + 1
@@ -155,19 +179,19 @@ class Reporter:
 
     def _count_finished(self, req: Req, reason: FinishReason, now: float) -> None:
         if req.timeline is not None:
-            req.timeline.finished(reason, now, len(req.output_ids))
-        has_run = bool(req.output_ids)
+            req.timeline.finished(reason, now, req.output_len)
+        has_run = req.output_len > 0
         self.metrics.finished(
             reason.value,
             now - req.arrived_s,
             now - req.first_token_s if has_run else 0.0,
             now - req.admitted_s if has_run else 0.0,
             len(req.prompt_ids),
-            len(req.output_ids),
+            req.output_len,
             req.max_new_tokens,
         )
 
 
 def _record_failure(req: Req, failure: ReqFailed) -> None:
     if req.timeline is not None:
-        req.timeline.failed(failure, len(req.output_ids))
+        req.timeline.failed(failure, req.output_len)

@@ -4,24 +4,50 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from lightserve.io_struct import FinishReason, GenerationParams, NewReq, TokenOut
-from lightserve.router.radix_cache import Ids, RadixNode
+from lightserve.router.radix_cache import RadixNode
+from lightserve.router.req_columns import ReqColumns
 from lightserve.router.timeline import Timeline
 from lightserve.utils.block_hash import NO_HASHES, Hashes
+from lightserve.utils.int_arrays import GrowingArray, Int32Array, int32s
 
 
-@dataclass(slots=True, eq=False)
-class Req:
-    """A request in the router.
+def _column(name: str) -> Any:
+    """A property that is kept in a column of ReqColumns, which documents it."""
 
-    Planned lengths are ahead of known tokens: a step is planned before the tokens of the last step are back.
-    """
+    def get(req: Req) -> int:
+        number: int = getattr(req.columns, name).item(req.row)
+        return number
+
+    def set_(req: Req, value: int) -> None:
+        getattr(req.columns, name)[req.row] = value
+
+    return property(get, set_)
+
+
+class ReqProgress:
+    """How far a request is planned, computed and known. Planned lengths are ahead of known tokens: a step is planned
+    before the tokens of the last step are back."""
+
+    columns: ReqColumns
+    row: int
+    shared_len: int = _column("shared_len")
+    planned_len: int = _column("planned_len")
+    certain_len: int = _column("certain_len")
+    planned_outputs: int = _column("planned_outputs")
+    output_len: int = _column("output_len")
+
+
+@dataclass(eq=False)
+class Req(ReqProgress):
+    """A request in the router."""
 
     req_id: int
-    prompt_ids: list[int]
+    prompt_ids: Int32Array
     params: GenerationParams
     max_new_tokens: int  # what the client wants, limited by the context length
     eos_ids: tuple[int, ...]
@@ -33,101 +59,151 @@ class Req:
     shares_prefix: bool = True  # if not, its whole prompt is computed, and no other request uses its KV
     lora_id: int | None = None  # its adapter
 
-    output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     ends_in_text: bool = False  # its last token is text, not an end token
     stop_token: int | None = None  # which of stop_token_ids ended it
     seed: int = field(init=False)
-    prompt: Ids = field(init=False)  # prompt_ids as an array
 
-    slots: list[int] = field(default_factory=list)  # KV slots of the first tokens, computed or planned
     node: RadixNode | None = None  # node of the prefix cache that it has locked
-    shared_len: int = 0  # how many of ``slots``, at the start, belong to the cache
-    windowed_slots: list[int] = field(default_factory=list)  # like ``slots``, in the windowed pool if there is one
-    windowed_begin: int = 0  # it holds ``windowed_slots`` from here on
+    windowed: GrowingArray = field(default_factory=GrowingArray)  # slots in the windowed pool, if there is one
+    windowed_begin: int = 0  # it holds the slots in ``windowed`` from here on
     lora_slot: int = -1  # of its adapter on the device, while it runs
-    planned_len: int = 0  # tokens whose KV is cached, computed, or computed by a planned step
-    certain_len: int = 0  # of these, the tokens whose step has completed; roll_back keeps only them
-    planned_outputs: int = 0  # output tokens that exist after the planned steps, not counting forced ones
+    _slots: GrowingArray = field(default_factory=GrowingArray)  # without those in the tail of its row
+    _outputs: GrowingArray = field(default_factory=GrowingArray)  # the same
 
     num_admissions: int = 0
     cached_len: int = 0  # prompt tokens that were cached on first admission
     num_passed_over: int = 0  # how many later requests were admitted before it
     admitted_s: float = 0.0
     first_token_s: float = 0.0
-    last_token_s: float = 0.0
     timeline: Timeline | None = None  # None: it is not recorded
     block_hashes: Hashes = field(default_factory=lambda: NO_HASHES)  # of its first blocks, if a dispatcher wants them
 
     def __post_init__(self) -> None:
-        self.prompt = np.array(self.prompt_ids, dtype=np.int32)
-        seed = self.params.sampling.seed
-        self.seed = random.getrandbits(63) if seed is None else seed
+        self.prompt_ids = int32s(self.prompt_ids)
+        sampling, stopping = self.params.sampling, self.params.stopping
+        self.seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
+        self.columns, self.row = ReqColumns(1), 0
+        self.columns.prompt_len[0] = len(self.prompt_ids)
+        self.columns.max_new_tokens[0] = self.max_new_tokens
+        self.columns.is_plain[0] = not (stopping.stop_token_ids or stopping.min_new_tokens or sampling.grammar)
 
     @property
-    def token_ids(self) -> list[int]:
-        return self.prompt_ids + self.output_ids
+    def slots(self) -> Int32Array:
+        """KV slots of the first tokens, computed or planned."""
+        self.flush()
+        return self._slots.view
+
+    @property
+    def windowed_slots(self) -> Int32Array:
+        """The same in the windowed pool, if there is one. It holds those from ``windowed_begin`` on."""
+        return self.windowed.view
+
+    @property
+    def outputs(self) -> Int32Array:
+        """The output tokens that are known."""
+        self.flush()
+        return self._outputs.view
+
+    @property
+    def output_ids(self) -> list[int]:
+        """A copy of ``outputs``."""
+        ids: list[int] = self.outputs.tolist()
+        return ids
+
+    @property
+    def token_ids(self) -> Int32Array:
+        return np.concatenate((self.prompt_ids, self.outputs)) if self.output_len else self.prompt_ids
+
+    @property
+    def last_token_s(self) -> float:
+        return self.columns.last_token_s.item(self.row)
+
+    @last_token_s.setter
+    def last_token_s(self, value: float) -> None:
+        self.columns.last_token_s[self.row] = value
 
     @property
     def total_len(self) -> int:
-        return len(self.prompt_ids) + len(self.output_ids)
+        return len(self.prompt_ids) + self.output_len
 
     @property
     def in_flight(self) -> int:
         """Output tokens that steps in flight will return."""
-        return self.planned_outputs - len(self.output_ids)
+        return self.planned_outputs - self.output_len
 
     @property
     def unplanned(self) -> int:
         """Tokens without planned KV, among those that are known after the steps planned so far."""
-        if self.planned_outputs >= self.max_new_tokens:
+        planned_outputs = self.planned_outputs
+        if planned_outputs >= self.max_new_tokens:
             return 0  # a planned step samples the last token, whose KV is never needed
-        return len(self.prompt_ids) + self.planned_outputs - self.planned_len
+        return len(self.prompt_ids) + planned_outputs - self.planned_len
 
     @property
     def needs_prompt_computed(self) -> bool:
         """Whether its whole prompt must be computed: the client wants its logprobs, or all its tokens are pooled."""
         if not self.shares_prefix:
             return True
-        return self.params.sampling.prompt_logprobs is not None and not self.output_ids
+        return self.params.sampling.prompt_logprobs is not None and not self.output_len
 
     @property
     def is_prefilling(self) -> bool:
         return self.unplanned > 1
 
-    def plan(self, slots: list[int]) -> None:
+    def move_to(self, columns: ReqColumns, row: int) -> None:
+        """Have its numbers in another row."""
+        self.flush()
+        columns.copy_row(row, self.columns, self.row)
+        self.columns, self.row = columns, row
+
+    def flush(self) -> None:
+        """Append the values in the tails of its row to its own arrays."""
+        for array, tails in ((self._slots, self.columns.slots), (self._outputs, self.columns.outputs)):
+            values = tails.take(self.row)
+            if len(values):
+                array.extend(values)
+
+    def plan(self, slots: Int32Array) -> None:
         """The next step computes KV of len(slots) more tokens."""
-        self.slots += slots
+        self.flush()
+        self._slots.extend(slots)
         self.planned_len += len(slots)
         if self.planned_len == len(self.prompt_ids) + self.planned_outputs:
             self.planned_outputs += 1
 
     def begin(self) -> None:
-        """Called on admission, when ``slots`` holds the slots of the cached tokens."""
+        """Called on admission, when it has the slots of the cached tokens."""
         self.planned_len = len(self.slots)
         self.certain_len = 0  # a step in flight may compute the cached tokens
-        self.planned_outputs = len(self.output_ids)
+        self.planned_outputs = self.output_len
         self.num_admissions += 1
 
     def roll_back(self) -> None:
         """Steps in flight failed: plan again from the tokens whose KV is certain."""
         self.planned_len = self.certain_len
-        self.planned_outputs = len(self.output_ids)
+        self.planned_outputs = self.output_len
 
     def reset_kv(self) -> None:
         """The workers died. Only the tokens are left."""
         self.clear_slots()
-        self.planned_outputs = len(self.output_ids)
+        self.planned_outputs = self.output_len
+
+    def attach(self, node: RadixNode, slots: Int32Array) -> None:
+        """It has the slots of its cached prefix from now on, which ends at ``node``."""
+        self.node, self._slots = node, GrowingArray(slots)
+        self.shared_len = len(slots)
 
     def clear_slots(self) -> None:
         """It holds no KV."""
-        self.slots, self.node, self.shared_len, self.planned_len, self.certain_len = [], None, 0, 0, 0
-        self.windowed_slots, self.windowed_begin = [], 0
+        self.flush()
+        self._slots, self.windowed, self.windowed_begin, self.node = GrowingArray(), GrowingArray(), 0, None
+        self.shared_len = self.planned_len = self.certain_len = 0
 
     def continue_from(self, output_ids: list[int], now_s: float) -> None:
         """It has these output tokens from another engine. Latencies count from now on."""
-        self.output_ids = output_ids
-        self.planned_outputs = len(output_ids)
+        self._outputs = GrowingArray(output_ids)
+        self.output_len = self.planned_outputs = len(output_ids)
         self.admitted_s = self.first_token_s = self.last_token_s = now_s
 
     def fail(self) -> None:
@@ -135,8 +211,10 @@ class Req:
 
     def add_token(self, out: TokenOut) -> None:
         token_id = out.token.id
-        self.output_ids.append(token_id)
-        count = len(self.output_ids)
+        self.flush()
+        self._outputs.extend((token_id,))
+        count = len(self._outputs)
+        self.output_len = count
         # a step in flight that was planned with fewer tokens samples nothing: it computes one of the forced tokens
         self.planned_outputs = max(self.planned_outputs, count)
         if count > self.params.stopping.min_new_tokens and self._is_end(token_id):
@@ -161,8 +239,8 @@ class Req:
             self.params.sampling,
             self.seed,
             self.eos_ids,
-            cached_slots=self.slots.copy(),
-            output_len=len(self.output_ids),
+            cached_slots=self.slots,
+            output_len=self.output_len,
             stopping=self.params.stopping,
             cached_windowed_slots=self.windowed_slots[self.windowed_begin :],
             lora_slot=self.lora_slot,

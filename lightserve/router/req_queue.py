@@ -35,7 +35,7 @@ class ReqQueue:
         return len(self._held)
 
     def add(self, req: Req) -> None:
-        if req.output_ids:  # it has begun in another engine
+        if req.output_len:  # it has begun in another engine
             self.add_preempted(req)
             return
         bisect.insort(self._waiting, (self._policy.rank(req), next(self._arrivals), req), key=lambda entry: entry[:2])

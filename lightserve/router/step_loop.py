@@ -94,7 +94,7 @@ class StepLoop:
             self._send(step, now)
             if self.recorder is not None:
                 self.recorder.add("plan", now, planned_s, new=len(step.new), freed=len(step.free))
-                self.recorder.add("send", planned_s, time.monotonic(), requests=len(step.rows))
+                self.recorder.add("send", planned_s, time.monotonic(), requests=step.num_rows)
 
     def _is_early(self, last: InFlightStep, now: float) -> bool:
         """Whether it is too early for the next step. If so, a timer wakes the loop when the step is due."""
@@ -115,10 +115,10 @@ class StepLoop:
         return step
 
     def _send(self, step: Step, now: float) -> None:
-        count = sum(len(row.slots) for row in step.rows)
+        count = step.num_tokens
         result = self._model.run(step)
         result.add_done_callback(lambda _: self.wake())
-        self._in_flight.append(InFlightStep(now, kind_of(count, len(step.rows)), result))
+        self._in_flight.append(InFlightStep(now, kind_of(count, step.num_rows), result))
         self._reporter.metrics.step(count)
 
     def _process_result(self) -> bool:

@@ -46,7 +46,7 @@ class WindowedPool:
         """Slots of cached tokens that no request holds."""
         return len(self._unheld)
 
-    def alloc(self, count: int) -> list[int]:
+    def alloc(self, count: int) -> Slots:
         """Slots that one request holds. The caller has checked that ``count`` are available."""
         short = count - self.slots.num_free
         if short > 0:
@@ -56,31 +56,27 @@ class WindowedPool:
             self.slots.free(evicted)
         new = self.slots.alloc(count)
         self._holders[new] = 1
-        slots: list[int] = new.tolist()
-        return slots
+        return new
 
-    def hold(self, tokens: Slots) -> list[int]:
+    def hold(self, tokens: Slots) -> Slots:
         """The slots of these cached tokens, which have them. One more request holds them from now on."""
-        held = self._slot_of[tokens]
+        held: Slots = self._slot_of[tokens]
         self._unheld.remove(held)
         self._holders[held] += 1
-        slots: list[int] = held.tolist()
-        return slots
+        return held
 
-    def let_go(self, slots: list[int]) -> None:
+    def let_go(self, released: Slots) -> None:
         """A request does not hold these slots any more. A slot that several requests let go is given as often."""
-        if not slots:
+        if not len(released):
             return
-        released = np.array(slots, dtype=np.int32)
         np.subtract.at(self._holders, released, 1)
         unheld = np.unique(released[self._holders[released] == 0])
         is_cached = self._token[unheld] != NONE
         self._unheld.push(unheld[is_cached])
         self.slots.free(unheld[~is_cached])
 
-    def add_cached(self, tokens: Slots, slots: list[int]) -> None:
+    def add_cached(self, tokens: Slots, given: Slots) -> None:
         """These tokens are in the prefix cache, and have their KV in these slots. A token keeps the slot it has."""
-        given = np.array(slots, dtype=np.int32)
         is_new = (self._slot_of[tokens] == NONE) & (self._token[given] == NONE)
         self._slot_of[tokens[is_new]] = given[is_new]
         self._token[given[is_new]] = tokens[is_new]
@@ -95,9 +91,9 @@ class WindowedPool:
         self._unheld.remove(unheld)
         self.slots.free(unheld)
 
-    def invalidate(self, slots: list[int]) -> None:
+    def invalidate(self, slots: Slots) -> None:
         """Cached tokens lose these slots: the steps that should compute them have failed."""
-        tokens = self._token[np.array(slots, dtype=np.int32)]
+        tokens = self._token[slots]
         self.remove_cached(tokens[tokens != NONE])
 
     def usable_len(self, tokens: Slots) -> int:

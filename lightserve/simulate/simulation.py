@@ -20,6 +20,7 @@ from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.router.token_budget import QUANTILE, OutputEstimate
 from lightserve.simulate.gpu import EOS, H200, CostModel, Sequence, Worker
 from lightserve.simulate.load import URGENT, Load
+from lightserve.utils.int_arrays import int32s
 
 LIMITS = SchedulerLimits(  # on a GPU
     256, 8192, 256, preferred_step_tokens=(256, 384, 512, 768, 1024, 1280, 1536), token_ratio=0.85
@@ -137,7 +138,7 @@ class Simulation:
         if request is None:
             return
         most = self._params.stopping.max_new_tokens
-        req = Req(next(self._ids), request.prompt_ids, self._params, most, (EOS,), now, request.priority)
+        req = Req(next(self._ids), int32s(request.prompt_ids), self._params, most, (EOS,), now, request.priority)
         self._worker.seqs[req.req_id] = Sequence(req.req_id, request.output_len)
         self.scheduler.add(req)
 
@@ -157,7 +158,7 @@ class Simulation:
     def _record_finished(self, req: Req, now: float) -> None:
         result = self.result
         result.requests += 1
-        result.output_tokens += len(req.output_ids)
+        result.output_tokens += req.output_len
         result.prompt_tokens += len(req.prompt_ids)
         result.cached_tokens += req.cached_len
         ttft = req.first_token_s - req.arrived_s

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from lightserve.errors import InvalidRequestError
+from lightserve.utils.codec import encode, make_decode
 
 M = TypeVar("M")
 
@@ -20,7 +20,7 @@ class MessageError(Exception):
 
 def make_decoder(message_type: Any) -> Callable[[bytes], Any]:
     """A function that decodes bytes to a message or raises MessageError."""
-    plain = msgspec.msgpack.Decoder(message_type).decode
+    plain = make_decode(message_type)
 
     def decode(raw: bytes) -> Any:
         try:
@@ -38,10 +38,9 @@ class Sender(Generic[M]):
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.set_hwm(0)  # unlimited: the router limits the number of requests instead
         self._socket.connect(address)
-        self._encode = msgspec.msgpack.Encoder().encode
 
     def send(self, message: M) -> None:
-        self._socket.send(self._encode(message), zmq.NOBLOCK)
+        self._socket.send(encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:
         self._socket.close(linger=0)

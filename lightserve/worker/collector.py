@@ -21,11 +21,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import numpy as np
 from torch import Tensor
 
 from lightserve.common.device import copy_to_host
 from lightserve.io_struct import ReqFailed, StepResult, Token, TokenOut
-from lightserve.worker.infer_batch import SampledRow, TokenUpdate
+from lightserve.utils.int_arrays import Int32Array, Int64Array
+from lightserve.worker.infer_batch import Sampled, SampledRow, StepUpdates, TokenUpdate
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import NO_TOKEN_LEFT, GrammarOutput
 from lightserve.worker.sampling.logprobs import NO_LOGPROBS, SampledLogprobs, TopLogprobs, join_chunks
@@ -35,19 +37,19 @@ NOT_FINITE = "numerical error: the model's logits for the next token are not fin
 
 
 class PendingStep:
-    """A launched step. ``sampled`` leaves out the rows of unfinished prompts."""
+    """A launched step."""
 
-    def __init__(self, tokens: Tensor, sampled: Sequence[SampledRow], logprobs: SampledLogprobs | None) -> None:
+    def __init__(self, tokens: Tensor, sampled: Sampled, logprobs: SampledLogprobs | None) -> None:
         self.sampled = sampled
         self.result: StepResult | None = None  # when it is collected
         self.error: BaseException | None = None  # if that failed
         self._tokens = copy_to_host(tokens)
         self._logprobs = logprobs
 
-    def token_ids(self) -> list[int]:
+    def token_ids(self) -> Int64Array:
         """Wait for the sampled tokens. Return one per row."""
         (tokens,) = self._tokens.tensors()
-        ids: list[int] = tokens.tolist()
+        ids: Int64Array = tokens.numpy()
         return ids
 
     def logprobs(self) -> dict[int, TopLogprobs]:
@@ -58,7 +60,7 @@ class StepCollector:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: deque[PendingStep] = deque()  # in launch order
-        self._updates: deque[list[TokenUpdate]] = deque()  # one list per step
+        self._updates: deque[StepUpdates] = deque()
 
     def add(self, step: PendingStep) -> GetResult:
         """A function that waits for the result of ``step``, the step that was launched last."""
@@ -71,10 +73,10 @@ class StepCollector:
             while self._pending:
                 _result_or_raise(self._collect_next())
 
-    def take_updates(self) -> Iterator[TokenUpdate]:
+    def take_updates(self) -> Iterator[StepUpdates]:
         """The tokens that were collected since the last call. Only the launching thread calls this."""
         while self._updates:
-            yield from self._updates.popleft()
+            yield self._updates.popleft()
 
     def _collect(self, step: PendingStep) -> StepResult:
         with self._lock:
@@ -91,28 +93,42 @@ class StepCollector:
         return step
 
     def _result_of(self, step: PendingStep) -> StepResult:
-        ids, logprobs = step.token_ids(), step.logprobs()
-        tokens: list[TokenOut] = []
-        failed: list[ReqFailed] = []
-        updates: list[TokenUpdate] = []
-        for row, req, prompt_chunks in step.sampled:
-            if ids[row] < 0:
-                failed.append(_failure(req.req_id, ids[row]))
-                updates.append((req, [0], False))  # ops.place_tokens takes token 0 as well
-                continue
-            prompt = None if prompt_chunks is None else join_chunks(prompt_chunks, req.sampling.prompt_logprobs or 0)
-            token = Token(ids[row], *logprobs.get(row, NO_LOGPROBS), prompt)
-            if req.output is None:
-                tokens.append(TokenOut(req.req_id, token))
-                updates.append((req, [token.id], False))
-                continue
-            outs, error = _extend(req.req_id, req.output, token)
-            tokens += outs
-            if error is not None:
-                failed.append(ReqFailed(req.req_id, 400, error))
-            updates.append((req, [token.id, *(out.token.id for out in outs[1:])], not req.output.is_unconstrained))
-        self._updates.append(updates)
-        return StepResult(tokens, failed)
+        ids = step.token_ids()
+        tokens, failed, updates = _details(step.sampled.others, ids, step.logprobs())
+        plain = step.sampled.plain
+        plain_ids: Int32Array = ids[plain.places].astype(np.int32)
+        has_token = plain_ids >= 0
+        without = zip(plain.req_ids[~has_token].tolist(), plain_ids[~has_token].tolist(), strict=True)
+        failed += [_failure(req_id, token_id) for req_id, token_id in without]
+        self._updates.append(StepUpdates(updates, plain, np.maximum(plain_ids, 0)))  # as ops.place_tokens takes them
+        return StepResult(tokens, failed, plain_req_ids=plain.req_ids[has_token], plain_token_ids=plain_ids[has_token])
+
+
+def _details(
+    sampled: Sequence[SampledRow], ids: Int64Array, logprobs: dict[int, TopLogprobs]
+) -> tuple[list[TokenOut], list[ReqFailed], list[TokenUpdate]]:
+    """The tokens of requests with a grammar or logprobs, failed requests, and what the launching thread must know."""
+    tokens: list[TokenOut] = []
+    failed: list[ReqFailed] = []
+    updates: list[TokenUpdate] = []
+    for row, req, prompt_chunks in sampled:
+        token_id = int(ids[row])
+        if token_id < 0:
+            failed.append(_failure(req.req_id, token_id))
+            updates.append((req, [0], False))  # ops.place_tokens takes token 0 as well
+            continue
+        prompt = None if prompt_chunks is None else join_chunks(prompt_chunks, req.sampling.prompt_logprobs or 0)
+        token = Token(token_id, *logprobs.get(row, NO_LOGPROBS), prompt)
+        if req.output is None:
+            tokens.append(TokenOut(req.req_id, token))
+            updates.append((req, [token_id], False))
+            continue
+        outs, error = _extend(req.req_id, req.output, token)
+        tokens += outs
+        if error is not None:
+            failed.append(ReqFailed(req.req_id, 400, error))
+        updates.append((req, [token_id, *(out.token.id for out in outs[1:])], not req.output.is_unconstrained))
+    return tokens, failed, updates
 
 
 def _result_or_raise(step: PendingStep) -> StepResult:

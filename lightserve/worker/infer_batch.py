@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,105 +14,66 @@ from lightserve.common import ops
 from lightserve.common.device import to_device
 from lightserve.common.kv.req_manager import ReqManager
 from lightserve.common.ops.step import LAST_SAMPLED
-from lightserve.io_struct import NewReq, SamplingParams, StepRow, StoppingParams
+from lightserve.io_struct import NewReq, Step
+from lightserve.utils.int_arrays import NO_INT32, NO_INT64, GrowingArray, Int32Array, Int64Array, int32s, int64s
+from lightserve.worker.infer_req import InferReq
 from lightserve.worker.lora import write_groups
+from lightserve.worker.req_columns import ReqColumns
 from lightserve.worker.sampling.grammar import GrammarOutput, ReqGrammar
 from lightserve.worker.sampling.logprobs import PromptChunk, StepPromptLogprobs
-from lightserve.worker.sampling.req_rules import ReqRules
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.shared_prefixes import SharedPrefixes, SharedRows
-from lightserve.worker.step_input import Padding, StepShape, pack, padded_input
+from lightserve.worker.step_input import Padding, StepShape, Values, pack, padded_input
 
 MIN_SHARING = 16  # requests of a step; a smaller step takes little longer than reading the weights
 
 
-DEFAULT_STOPPING = StoppingParams()
-
-
-@dataclass(slots=True, eq=False)
-class InferReq:
-    """A request in the worker. The thread that launches steps owns it; only ``output`` belongs to the collector."""
-
-    req_id: int
-    row: int  # of req_to_token
-    token_ids: list[int]  # without the sampled token that is still in flight
-    prompt_len: int
-    sampling: SamplingParams
-    seed: int
-    eos_ids: tuple[int, ...]
-    stopping: StoppingParams = DEFAULT_STOPPING
-    grammar: ReqGrammar | None = None
-    thinking: ThinkingBudget | None = None
-    cache_len: int = 0  # tokens in the KV cache, with those of the step that was packed last
-    counted_len: int = 0  # tokens that SeenTokens has counted
-    output: GrammarOutput | None = None  # None: no grammar
-    lora_slot: int = ops.NO_LORA  # of its adapter
-    # [tokens as it entered] int32, filled up to cache_len; other requests may begin with the same slots
-    leading_slots: np.ndarray = field(init=False)
-    total_len: int = field(init=False)  # tokens, with the one in flight
-    is_constrained: bool = field(init=False)  # a grammar limits what may follow token_ids
-    temperature: float = field(init=False)  # by which the step itself samples; 0: greedily
-    rules: ReqRules = field(init=False)
-    prompt_chunks: list[PromptChunk] | None = field(init=False)  # None: the prompt's logprobs are not wanted, or done
-
-    def __post_init__(self) -> None:
-        self.rules = ReqRules(self.sampling, self.stopping, self.eos_ids)
-        self.total_len = len(self.token_ids)
-        self.is_constrained = self.grammar is not None
-        self.leading_slots = np.empty(self.total_len, dtype=np.int32)
-        has_first_token = self.output_len > 0  # the prompt's logprobs came with it
-        is_wanted = self.sampling.prompt_logprobs is not None and not has_first_token
-        self.prompt_chunks = [] if is_wanted else None
-        # the step's own token is not used if Sampler samples the request, so no noise is computed for it
-        is_greedy = self.sampling.is_greedy or self.rules.needs_sampler
-        self.temperature = 0.0 if is_greedy else self.sampling.temperature
-
-    @property
-    def output_len(self) -> int:
-        return self.total_len - self.prompt_len
-
-    @property
-    def is_fully_computed(self) -> bool:
-        """Whether the step that was packed last computes its last token, so that the next one can be sampled."""
-        return self.cache_len == self.total_len
-
-    @property
-    def has_token_in_flight(self) -> bool:
-        """Whether a step has sampled a token that the launching thread does not know yet."""
-        return len(self.token_ids) < self.total_len
-
-    @property
-    def may_be_forced(self) -> bool:
-        """Whether thinking that lasts too long may force the next token."""
-        return self.thinking is not None and self.thinking.may_force(self.output_len)
-
-    def add_sampled(self) -> list[PromptChunk] | None:
-        """Count a token that the device has sampled. Returns the logprobs of the prompt with the first one."""
-        self.total_len += 1
-        parts, self.prompt_chunks = self.prompt_chunks, None
-        return parts
-
-    def prompt_targets(self, count: int) -> list[int]:
-        """The prompt tokens whose logprobs follow from computing the next ``count`` tokens, if they are wanted."""
-        if self.prompt_chunks is None:
-            return []
-        return self.token_ids[self.cache_len + 1 : min(self.cache_len + 1 + count, self.prompt_len)]
-
-    def forbidden_next(self) -> list[int]:
-        return self.rules.forbidden_after(self.token_ids, self.output_len)
-
-    def forced_next(self) -> int | None:
-        """The token that must come next, if any."""
-        if self.thinking is None or not self.may_be_forced:
-            return None
-        return self.thinking.forced_after(self.token_ids[self.prompt_len :])
-
-
 # A row of a step, the request that gets its token, and the logprobs of the prompt if this is the first token and they
-# are requested. It is a plain tuple, like TokenUpdate, because every step makes one for each request.
+# are requested.
 SampledRow = tuple[int, InferReq, list[PromptChunk] | None]
 # A request, its sampled token and the tokens that its grammar forces after it, and whether the grammar limits the next.
 TokenUpdate = tuple[InferReq, list[int], bool]
+
+
+class PlainRows(NamedTuple):
+    """The requests of a step whose tokens are returned without details, in columns."""
+
+    places: Int64Array  # rows of the step
+    rows: Int64Array  # of the batch
+    entries: Int64Array  # ReqColumns.entry
+    req_ids: Int64Array
+
+
+NO_PLAIN_ROWS = PlainRows(NO_INT64, NO_INT64, NO_INT64, NO_INT64)
+
+
+class Sampled(NamedTuple):
+    """The requests of a step that get a token. Unfinished prompts get none."""
+
+    others: Sequence[SampledRow]
+    plain: PlainRows = NO_PLAIN_ROWS
+
+
+class StepUpdates(NamedTuple):
+    """The tokens of a step, for the thread that launches steps."""
+
+    others: Sequence[TokenUpdate]
+    plain: PlainRows
+    plain_token_ids: Int32Array
+
+
+class StepRows(NamedTuple):
+    """The requests of a step, in columns."""
+
+    rows: Int64Array  # of the batch
+    q_len: Int64Array  # tokens that the step computes
+    slots: Int32Array  # of all tokens
+    windowed_slots: Int32Array  # the same in the windowed pool; empty if there is none
+
+    def arranged(self, order: Sequence[int]) -> StepRows:
+        """In another order. Every request has one token."""
+        windowed_slots = self.windowed_slots[order] if len(self.windowed_slots) else self.windowed_slots
+        return StepRows(self.rows[order], self.q_len, self.slots[order], windowed_slots)
 
 
 class PromptTargets(NamedTuple):
@@ -131,6 +91,7 @@ class PackedStep:
     inputs: np.ndarray  # int32: see step_input.py
     shape: StepShape
     reqs: list[InferReq]
+    rows: Int64Array  # of the batch, one for each request
     prompt_targets: list[PromptTargets]
 
     def prompt_logprobs(self, device: torch.device) -> StepPromptLogprobs | None:
@@ -168,7 +129,11 @@ class InferBatch:
         self.padding_slot = padding_slot  # it changes with the size of the KV pool
         self.windowed_padding_slot: int | None = None  # None: there is no windowed pool
         self._device = device
-        self._reqs: dict[int, InferReq] = {}
+        self.columns = ReqColumns(req_manager.max_reqs)
+        self._num_entered = 0
+        self._reqs: dict[int, InferReq] = {}  # by id
+        self._at: dict[int, InferReq] = {}  # by row
+        self._row_of: dict[int, int] = {}  # by id
         self._prefixes: SharedPrefixes[InferReq] = SharedPrefixes()
         self.shares_prefixes = shares_prefixes
         self._has_kv = has_kv
@@ -178,15 +143,12 @@ class InferBatch:
 
     def add(self, new: NewReq, grammar: ReqGrammar | None = None, thinking: ThinkingBudget | None = None) -> None:
         row = self._req_manager.alloc()
-        ids, cached = list(new.token_ids), np.array(new.cached_slots, dtype=np.int32)
-        if len(cached):
-            self.req_to_token[row, : len(cached)] = to_device(cached, self._device)
-            self._add_windowed(row, len(cached), new.cached_windowed_slots)
-        prompt_len = len(ids) - new.output_len
+        known, cached = GrowingArray(new.token_ids), int32s(new.cached_slots)
+        prompt_len = len(known) - new.output_len
         req = InferReq(
             new.req_id,
             row,
-            ids,
+            known,
             prompt_len,
             new.sampling,
             new.seed,
@@ -194,18 +156,36 @@ class InferBatch:
             new.stopping,
             grammar,
             thinking,
-            cache_len=len(cached),
             output=None if grammar is None else GrammarOutput(new, grammar),
             lora_slot=new.lora_slot,
         )
+        req.cache_len = len(cached)
         req.leading_slots[: len(cached)] = cached
-        self._reqs[new.req_id] = req
+        if len(cached):
+            self.req_to_token[row, : len(cached)] = to_device(req.leading_slots[: len(cached)], self._device)
+            self._add_windowed(row, len(cached), int32s(new.cached_windowed_slots))
+        self._enter(req)
+
+    def _enter(self, req: InferReq) -> None:
+        columns, row = self.columns, req.row
+        self._reqs[req.req_id] = self._at[row] = req
+        self._row_of[req.req_id] = row
+        self._num_entered += 1
+        columns.known.take(row)  # of a request that left
+        req.move_to(columns, row)
+        columns.entry[row] = self._num_entered
+        columns.req_id[row] = req.req_id
+        columns.leading_len[row] = len(req.leading_slots)
+        columns.last_known[row] = req.known.item(len(req.known) - 1)
+        columns.seed[row], columns.temperature[row] = req.seed, req.temperature
+        columns.lora_slot[row] = req.lora_slot
+        columns.is_plain[row] = req.is_plain and req.prompt_chunks is None
 
     @property
     def windowed_req_to_token(self) -> Tensor | None:
         return self._req_manager.windowed_req_to_token
 
-    def _add_windowed(self, row: int, end: int, slots: list[int]) -> None:
+    def _add_windowed(self, row: int, end: int, slots: Int32Array) -> None:
         """``slots``: of the windowed pool, of the tokens up to ``end``.
 
         Attention may read some tokens before those, with weight 0. They get the first of the slots, which is finite.
@@ -214,101 +194,174 @@ class InferBatch:
             return
         begin = end - len(slots)
         margin = min(begin, ops.WINDOW_MARGIN)
-        padded = np.array(slots[:1] * margin + slots, dtype=np.int32)
+        padded = np.concatenate((np.repeat(slots[:1], margin), slots))
         self.windowed_req_to_token[row, begin - margin : end] = to_device(padded, self._device)
 
-    def apply(self, updates: Iterable[TokenUpdate]) -> None:
+    def apply(self, updates: Iterable[StepUpdates]) -> None:
         """Append collected tokens. Sampled ones count in ``total_len`` already. A request may have left meanwhile."""
-        for req, token_ids, is_constrained in updates:
-            req.token_ids += token_ids
-            req.total_len += len(token_ids) - 1
-            req.is_constrained = is_constrained
+        for step in updates:
+            self._apply_plain(step.plain, step.plain_token_ids)
+            for req, token_ids, is_constrained in step.others:
+                req.add_known(token_ids)
+                req.total_len += len(token_ids) - 1
+                req.is_constrained = is_constrained
 
-    def take_sampled(self, reqs: Sequence[InferReq]) -> list[SampledRow]:
+    def _apply_plain(self, plain: PlainRows, token_ids: Int32Array) -> None:
+        columns = self.columns
+        is_here = columns.entry[plain.rows] == plain.entries
+        rows, token_ids = plain.rows[is_here], token_ids[is_here]
+        for row in columns.known.full(rows):
+            self._at[row].flush()
+        columns.known.append(rows, token_ids)
+        columns.known_len[rows] += 1
+        columns.last_known[rows] = token_ids
+
+    def take_sampled(self, packed: PackedStep) -> Sampled:
         """The rows of the step that was packed last whose tokens were sampled. Their tokens are in flight now."""
-        return [(row, req, req.add_sampled()) for row, req in enumerate(reqs) if req.cache_len == req.total_len]
+        columns, rows = self.columns, packed.rows
+        is_sampled = columns.cache_len[rows] == columns.total_len[rows]
+        is_plain = is_sampled & (columns.is_plain[rows] > 0)
+        places = np.flatnonzero(is_plain)
+        own = rows[places]
+        columns.total_len[own] += 1
+        others = [
+            (place, packed.reqs[place], packed.reqs[place].add_sampled())
+            for place in np.flatnonzero(is_sampled & ~is_plain).tolist()
+        ]
+        return Sampled(others, PlainRows(places, own, columns.entry[own], columns.req_id[own]))
 
     def remove(self, req_id: int) -> None:
         req = self._reqs.pop(req_id, None)  # it may be unknown if the step that brought it failed
         if req is not None:
+            del self._at[req.row], self._row_of[req_id]
+            req.move_to(ReqColumns(1), 0)  # a step in flight may still give it a token
+            self.columns.entry[req.row] = 0
             self._req_manager.free(req.row)
             self._prefixes.discard(req)
 
     def clear(self) -> None:
         """Remove all requests, also one whose ``add`` was interrupted."""
         self._reqs.clear()
+        self._at.clear()
+        self._row_of.clear()
+        self.columns.entry[:] = 0
         self._prefixes = SharedPrefixes()
         self._req_manager.free_all()
 
-    def pack(
-        self,
-        rows: Sequence[StepRow],
-        captured_shape: Callable[[StepShape], StepShape],
-        windowed_slots: Sequence[int] = (),
-    ) -> PackedStep:
+    def pack(self, step: Step, captured_shape: Callable[[StepShape], StepShape]) -> PackedStep:
         """The input of a step. Its tokens count as cached from now on, and its requests may be in another order.
 
         ``captured_shape`` returns the shape to pad to. A step that computes logprobs of prompts keeps its shape,
-        because no captured step computes them. ``windowed_slots``: as in Step.
+        because no captured step computes them.
         """
-        windowed_of = _by_req(rows, windowed_slots)
-        self._record_prompts(rows)
-        rows, groups = self._arrange(rows)
-        reqs = [self._reqs[row.req_id] for row in rows]
-        q_len = np.array([len(row.slots) for row in rows], dtype=np.int32)
-        count = int(q_len.sum())
-        start = np.cumsum(q_len, dtype=np.int32) - q_len
-        prompt_targets = _prompt_targets(reqs, start.tolist(), q_len.tolist())
-        has_decodes, has_prompts = bool((q_len == 1).any()), bool((q_len > 1).any())
-        if not self._has_kv:
-            has_decodes, has_prompts = False, True
-        has_lora = self.lora_slots > 0 and any(req.lora_slot >= 0 for req in reqs)
-        num_slots = self.lora_slots if has_lora else 0
-        shape = StepShape(count, len(rows), has_decodes, has_prompts, bool(groups), num_slots)
+        taken = self._rows_of(step)
+        self._record_prompts(taken)
+        taken, groups = self._arrange(taken)
+        rows, q_len = taken.rows, taken.q_len
+        reqs = self._reqs_at(rows)
+        count = len(taken.slots)
+        start = np.cumsum(q_len) - q_len
+        prompt_targets = self._prompt_targets(taken, start)
+        shape = self._shape(taken, bool(groups))
         shape = shape if prompt_targets else captured_shape(shape)
         inputs, columns = padded_input(shape, self._padding)
 
-        table_rows = np.array([req.row for req in reqs], dtype=np.int32)
-        ready = np.array([req.cache_len for req in reqs], dtype=np.int32)
-        tokens = {
-            "row": np.repeat(table_rows, q_len),
+        ready = self.columns.cache_len[rows]
+        tokens: dict[str, Values] = {
+            "row": np.repeat(rows, q_len),
             "position": np.arange(count) + np.repeat(ready - start, q_len),
-            "slot": [slot for row in rows for slot in row.slots] if self._has_kv else np.arange(count),
-            "token_id": [token for req, row in zip(reqs, rows, strict=True) for token in _ids(req, len(row.slots))],
+            "slot": taken.slots if self._has_kv else np.arange(count),
+            "token_id": self._token_ids(taken, start),
         }
-        pack(columns, tokens, reqs, {"row": table_rows, "start": start, "seq_len": ready + q_len, "ready_len": ready})
+        computed: dict[str, Values] = {
+            "row": rows,
+            "start": start,
+            "seq_len": ready + q_len,
+            "ready_len": ready,
+            "temperature": self.columns.temperature[rows],
+            "seed": self.columns.seed[rows],
+        }
+        pack(columns, tokens, reqs, computed)
         if groups:
             columns.groups[: len(groups), : len(SharedRows._fields)] = groups
         if columns.lora_groups is not None:
-            lora_slots = np.repeat([req.lora_slot for req in reqs], q_len)
+            lora_slots = np.repeat(self.columns.lora_slot[rows], q_len)
             write_groups(columns.lora_rows, columns.lora_groups, lora_slots, shape.tokens)
         if columns.windowed_slots is not None:
-            columns.windowed_slots[:count] = [slot for row in rows for slot in windowed_of[row.req_id]]
+            columns.windowed_slots[:count] = taken.windowed_slots
 
-        for req, row in zip(reqs, rows, strict=True):
-            req.cache_len += len(row.slots)
-        return PackedStep(inputs, shape, reqs, prompt_targets)
+        self.columns.cache_len[rows] += q_len
+        return PackedStep(inputs, shape, reqs, rows, prompt_targets)
 
-    def _record_prompts(self, rows: Sequence[StepRow]) -> None:
+    def _rows_of(self, step: Step) -> StepRows:
+        chunks = step.chunks
+        req_ids = [*int64s(step.decode_ids).tolist(), *(chunk.req_id for chunk in chunks)]
+        rows = np.fromiter(map(self._row_of.__getitem__, req_ids), dtype=np.int64, count=len(req_ids))
+        q_len = np.ones(len(req_ids), dtype=np.int64)
+        q_len[len(req_ids) - len(chunks) :] = [len(chunk.slots) for chunk in chunks]
+        slots = np.concatenate((NO_INT32, int32s(step.decode_slots), *(int32s(chunk.slots) for chunk in chunks)))
+        return StepRows(rows, q_len, slots, int32s(step.windowed_slots))
+
+    def _reqs_at(self, rows: Int64Array) -> list[InferReq]:
+        return list(map(self._at.__getitem__, rows.tolist()))
+
+    def _shape(self, taken: StepRows, has_groups: bool) -> StepShape:
+        has_decodes, has_prompts = bool((taken.q_len == 1).any()), bool((taken.q_len > 1).any())
+        if not self._has_kv:
+            has_decodes, has_prompts = False, True
+        num_slots = self.lora_slots if self._has_lora(taken.rows) else 0
+        return StepShape(len(taken.slots), len(taken.rows), has_decodes, has_prompts, has_groups, num_slots)
+
+    def _has_lora(self, rows: Int64Array) -> bool:
+        return self.lora_slots > 0 and bool((self.columns.lora_slot[rows] >= 0).any())
+
+    def _prompt_targets(self, taken: StepRows, start: Int64Array) -> list[PromptTargets]:
+        found = []
+        for place in np.flatnonzero(self.columns.is_plain[taken.rows] == 0).tolist():
+            req = self._at[int(taken.rows[place])]
+            targets = req.prompt_targets(int(taken.q_len[place]))
+            if targets:
+                found.append(PromptTargets(req, int(start[place]), targets))
+        return found
+
+    def _token_ids(self, taken: StepRows, start: Int64Array) -> Int64Array:
+        """The ids of the tokens to compute. The last one of a request may be in flight."""
+        columns, rows = self.columns, taken.rows
+        ids = np.full(len(taken.slots), LAST_SAMPLED, dtype=np.int64)
+        ready = columns.cache_len[rows]
+        uncomputed = columns.known_len[rows] - ready  # known tokens
+        is_last = (uncomputed == 1) & (taken.q_len == 1)
+        ids[start[is_last]] = columns.last_known[rows[is_last]]
+        for place in np.flatnonzero((uncomputed > 0) & ~is_last).tolist():
+            begin, count = int(ready[place]), int(taken.q_len[place])
+            known = self._at[int(rows[place])].token_ids[begin : begin + count]
+            first = int(start[place])
+            ids[first : first + len(known)] = known
+        return ids
+
+    def _record_prompts(self, taken: StepRows) -> None:
         """Record the slots of prompts. Other requests may share them from the next step on."""
         if not self.shares_prefixes:
             return
-        for req, row in ((self._reqs[row.req_id], row) for row in rows):
-            left = len(req.leading_slots) - req.cache_len
-            if left > 0:
-                req.leading_slots[req.cache_len : req.cache_len + len(row.slots)] = row.slots[:left]
-            if 0 < left <= len(row.slots):
+        left = self.columns.leading_len[taken.rows] - self.columns.cache_len[taken.rows]
+        places = np.flatnonzero(left > 0).tolist()
+        ends = np.cumsum(taken.q_len) if places else NO_INT64
+        for place in places:
+            req, end = self._at[int(taken.rows[place])], int(ends[place])
+            slots = taken.slots[end - int(taken.q_len[place]) : end][: int(left[place])]
+            begin = req.cache_len
+            req.leading_slots[begin : begin + len(slots)] = slots
+            if len(slots) == left[place]:
                 self._prefixes.add(req, req.leading_slots)
 
-    def _arrange(self, rows: Sequence[StepRow]) -> tuple[Sequence[StepRow], list[SharedRows]]:
+    def _arrange(self, taken: StepRows) -> tuple[StepRows, list[SharedRows]]:
         """The rows of a decode step, with requests that share a prefix next to each other, and their groups."""
-        if not self.shares_prefixes or len(rows) < MIN_SHARING or any(len(row.slots) != 1 for row in rows):
-            return rows, []
-        reqs = [self._reqs[row.req_id] for row in rows]
-        if self.lora_slots and any(req.lora_slot >= 0 for req in reqs):
-            return rows, []  # no captured step has both adapters and shared prefixes
-        order, groups = self._prefixes.arrange(reqs)
-        return [rows[place] for place in order], groups
+        if not self.shares_prefixes or len(taken.rows) < MIN_SHARING or (taken.q_len != 1).any():
+            return taken, []
+        if self._has_lora(taken.rows):
+            return taken, []  # no captured step has both adapters and shared prefixes
+        order, groups = self._prefixes.arrange(self._reqs_at(taken.rows))
+        return (taken.arranged(order), groups) if groups else (taken, groups)
 
     def padding(self, shape: StepShape) -> np.ndarray:
         """The input of a step that computes only padding."""
@@ -317,23 +370,3 @@ class InferBatch:
     @property
     def _padding(self) -> Padding:
         return Padding(self._req_manager.padding_row, self.padding_slot, self.windowed_padding_slot)
-
-
-def _by_req(rows: Sequence[StepRow], windowed_slots: Sequence[int]) -> dict[int, Sequence[int]]:
-    """The slots of each row, by request: rows may be arranged in another order. Empty without a windowed pool."""
-    if not windowed_slots:
-        return {}
-    ends = accumulate(len(row.slots) for row in rows)
-    return {row.req_id: windowed_slots[end - len(row.slots) : end] for row, end in zip(rows, ends, strict=True)}
-
-
-def _prompt_targets(reqs: Sequence[InferReq], starts: Sequence[int], counts: Sequence[int]) -> list[PromptTargets]:
-    wanted = [entry for entry in zip(reqs, starts, counts, strict=True) if entry[0].prompt_chunks is not None]
-    found = [PromptTargets(req, start, req.prompt_targets(count)) for req, start, count in wanted]
-    return [one for one in found if one.targets]
-
-
-def _ids(req: InferReq, count: int) -> list[int]:
-    """The ids of the next ``count`` tokens to compute. The last one may be in flight."""
-    known = req.token_ids[req.cache_len : req.cache_len + count]
-    return known if len(known) == count else [*known, LAST_SAMPLED]

@@ -39,7 +39,7 @@ class NullWorker:
             self._last.pop(req_id, None)
         for new in step.new:
             self._missing[new.req_id] = len(new.token_ids) - len(new.cached_slots)
-            self._last[new.req_id] = new.token_ids[-1]
+            self._last[new.req_id] = int(new.token_ids[-1])
         outs = []
         embeddings = []
         time.sleep(self._step_s)

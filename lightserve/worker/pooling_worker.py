@@ -95,9 +95,9 @@ class PoolingWorker(ModelWorker):
             self._batch.remove(req_id)
         for new in step.new:
             self._batch.add(new)
-        if not step.rows:
+        if not step.num_rows:
             return StepResult
-        packed = self._batch.pack(step.rows, lambda shape: shape, step.windowed_slots)
+        packed = self._batch.pack(step, lambda shape: shape)
         ended = [(row, req.req_id) for row, req in enumerate(packed.reqs) if req.is_fully_computed]
         return partial(_result, copy_to_host(self._compute(packed)), ended)
 

@@ -69,8 +69,8 @@ def _recorded(launch: Launch, recorder: TraceRecorder) -> Launch:
     def launch_step(step: Step) -> GetResult:
         begin_s = time.monotonic()
         collect = launch(step)
-        tokens = sum(len(row.slots) for row in step.rows)
-        recorder.add("launch", begin_s, time.monotonic(), requests=len(step.rows), tokens=tokens, new=len(step.new))
+        tokens = step.num_tokens
+        recorder.add("launch", begin_s, time.monotonic(), requests=step.num_rows, tokens=tokens, new=len(step.new))
 
         def collect_step() -> StepResult:
             begin_s = time.monotonic()

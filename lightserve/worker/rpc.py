@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import rpyc
 from rpyc.core import Channel, SocketStream
 
 from lightserve.io_struct import GrammarSpec, LoraLoad, LoraLoaded, ProfileCommand, ProfileResult, Step, StepResult
+from lightserve.utils.codec import encode, make_decode
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "log_exceptions": False}
 
@@ -22,11 +22,10 @@ CompileGrammar = Callable[[GrammarSpec, tuple[int, ...]], None]  # compiles a gr
 LoadLora = Callable[[LoraLoad], LoraLoaded]  # reads an adapter into host memory
 RunProfile = Callable[["ModelRpc", ProfileCommand], ProfileResult]  # starts or ends a profile of these steps
 
-_decode_step = msgspec.msgpack.Decoder(Step).decode
-_encode_result = msgspec.msgpack.Encoder().encode
-_decode_profile = msgspec.msgpack.Decoder(ProfileCommand).decode
-_decode_lora = msgspec.msgpack.Decoder(LoraLoad).decode
-_decode_grammar = msgspec.msgpack.Decoder(tuple[GrammarSpec, tuple[int, ...]]).decode
+decode_step = make_decode(Step)
+_decode_profile = make_decode(ProfileCommand)
+_decode_lora = make_decode(LoraLoad)
+_decode_grammar = make_decode(tuple[GrammarSpec, tuple[int, ...]])
 
 
 class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
@@ -48,9 +47,9 @@ class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
 
     def exposed_run(self, command: bytes) -> bytes:
         try:
-            collect = self.launch(_decode_step(command))
+            collect = self.launch(decode_step(command))
             self._let_others_launch()
-            return _encode_result(collect())
+            return encode(collect())
         except BaseException as error:  # this process reports it; rpyc would raise it in the router
             self.failure = self.failure or error
             self._connection.close()
@@ -92,7 +91,7 @@ class LoraRpc(rpyc.Service):  # type: ignore[misc]
         self._load_lora = load_lora
 
     def exposed_load_lora(self, command: bytes) -> bytes:
-        return _encode_result(self._load_lora(_decode_lora(command)))
+        return encode(self._load_lora(_decode_lora(command)))
 
 
 class ProfileRpc(rpyc.Service):  # type: ignore[misc]
@@ -103,7 +102,7 @@ class ProfileRpc(rpyc.Service):  # type: ignore[misc]
         self._rpc = rpc
 
     def exposed_profile(self, command: bytes) -> bytes:
-        return _encode_result(self._run_profile(self._rpc, _decode_profile(command)))
+        return encode(self._run_profile(self._rpc, _decode_profile(command)))
 
 
 def ignore_grammar(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:

@@ -205,15 +205,15 @@ class ModelWorker:
         self._platform.set_current(self._device)
         self._batch.apply(self._collector.take_updates())
         self._update_batch(step)
-        if not step.rows:
+        if not step.num_rows:
             return StepResult
-        packed = self._batch.pack(step.rows, self._runner.captured_shape, step.windowed_slots)
+        packed = self._batch.pack(step, self._runner.captured_shape)
         plan = self._sampler.prepare(packed.reqs)
         masks = self._masks.build(plan.constrained, self._wait_for_tokens)
         out = self._runner.run(packed.inputs, packed.shape, packed.prompt_logprobs(self._device), masks)
         tokens, logprobs = self._sample(plan, out, masks)
         # after sampling: if a grammar forces tokens meanwhile, this step does not compute a request's last token
-        return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed.reqs), logprobs))
+        return self._collector.add(PendingStep(tokens, self._batch.take_sampled(packed), logprobs))
 
     def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
         """Compile a grammar before a request with it enters. From any thread."""

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
-
 from lightserve.cluster.dispatcher import Dispatcher
 from lightserve.cluster.placement import Placement
 from lightserve.cluster.routing import make_policy
@@ -35,6 +33,7 @@ from lightserve.router.manager import RouterManager
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import make_decoder
+from lightserve.utils.codec import encode
 from test.router.test_manager import FakeModel
 from test.waiting import DEADLINE_S
 
@@ -49,7 +48,7 @@ class Channel:
         self._decode = make_decoder(message_type)
 
     def send(self, message: Any) -> None:
-        self._queue.put_nowait(msgspec.msgpack.encode(message))
+        self._queue.put_nowait(encode(message))
 
     async def recv(self) -> Any:
         return self._decode(await self._queue.get())
@@ -166,7 +165,7 @@ class LocalCluster:
             for failure in message.failed:
                 self.failed[failure.req_id] = failure
                 self.ended[failure.req_id] += 1
-            for out in message.outs:
+            for out in message.tokens:
                 assert self.announced[out.req_id] == 1
                 self.tokens[out.req_id].append(out.token.id)
                 self.ended[out.req_id] += out.finish_reason is not None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, get_args, get_type_hints
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, reject, strategies as st
 from msgspec import inspect
@@ -14,6 +16,7 @@ from msgspec import inspect
 from lightserve.errors import InvalidRequestError
 from lightserve.io_struct import FromChild, Step, ToChild, ToDetokenization, ToHttpserver, TokenOut, ToRouter
 from lightserve.utils.channel import MessageError, make_decoder
+from lightserve.utils.codec import encode, make_decode
 from test.fuzz.profile import FUZZ
 
 ON_THE_WIRE: dict[str, Any] = {
@@ -56,8 +59,18 @@ def _tables(kind: Any) -> st.SearchStrategy[dict[Any, Any]]:
     return st.dictionaries(values_of(kind.key_type), values_of(kind.value_type), max_size=MOST)
 
 
+def _arrays(array_type: Any) -> st.SearchStrategy[Any]:
+    limits = np.iinfo(get_args(get_args(array_type)[1])[0])
+    numbers = st.lists(st.integers(int(limits.min), int(limits.max)), max_size=MOST)
+    return numbers.map(partial(np.array, dtype=limits.dtype))
+
+
 def _structs(kind: Any) -> st.SearchStrategy[Any]:
-    fields = {field.name: values_of(field.type) for field in kind.fields}
+    types = get_type_hints(kind.cls)
+    fields = {
+        field.name: _arrays(types[field.name]) if isinstance(field.type, inspect.CustomType) else values_of(field.type)
+        for field in kind.fields
+    }
     return st.fixed_dictionaries(fields).map(lambda values: _build(kind.cls, values))
 
 
@@ -94,7 +107,8 @@ def test_a_message_survives_encoding(name: str, data: st.DataObject) -> None:
     kind = ON_THE_WIRE[name]
     message = data.draw(values_of(inspect.type_info(kind)))
 
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind) == message
+    raw = encode(message)  # messages with arrays cannot be compared
+    assert encode(make_decode(kind)(raw)) == raw
 
 
 @pytest.mark.parametrize("name", AS_LINES)
@@ -114,7 +128,7 @@ def test_a_control_message_survives_encoding_in_one_line(name: str, data: st.Dat
 @FUZZ
 @given(data=st.data())
 def test_damaged_bytes_are_decoded_or_refused(name: str, data: st.DataObject) -> None:
-    raw = bytearray(msgspec.msgpack.encode(data.draw(values_of(inspect.type_info(ON_THE_WIRE[name])))))
+    raw = bytearray(encode(data.draw(values_of(inspect.type_info(ON_THE_WIRE[name])))))
     for at in data.draw(st.lists(st.integers(0, len(raw) - 1), max_size=4)):
         raw[at] = data.draw(st.integers(0, 255))
 

@@ -104,8 +104,8 @@ class FakeEngine:
             elif isinstance(message, AdapterQuery):
                 self._outbox.send(AdapterReply(message.query_id))
             elif isinstance(message, GenerateReq):
-                self.received.append(message)
-                task = asyncio.create_task(self._respond(message))
+                self.received.append(msgspec.structs.replace(message, prompt_ids=message.prompt_ids.tolist()))
+                task = asyncio.create_task(self._respond(self.received[-1]))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 

@@ -38,6 +38,7 @@ from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.router.stats import ThroughputLog
 from lightserve.router.step_pacer import StepKind, StepPacer
 from lightserve.utils.channel import Receiver, Sender
+from lightserve.utils.int_arrays import int32s, int64s
 from test.waiting import DEADLINE_S, until
 
 EOS = 2
@@ -103,7 +104,7 @@ class FakeModel:
                     failed.append(ReqFailed(row.req_id, self.failing_status, "nothing is left"))
                 else:
                     outs += [self._token(row.req_id, is_forced=place > 0) for place in range(1 + self.forces)]
-        return StepResult(outs, failed)
+        return with_columns(outs, failed)
 
     def _token(self, req_id: int, is_forced: bool) -> TokenOut:
         self._made[req_id] += 1
@@ -115,6 +116,19 @@ class FakeModel:
             completes_grammar=made == self.completes_after,
             is_forced=is_forced,
         )
+
+
+def with_columns(outs: list[TokenOut], failed: list[ReqFailed]) -> StepResult:
+    """The result of a step, with plain tokens as columns, as a worker has them."""
+    plain = [out for out in outs if out == TokenOut(out.req_id, Token(out.token.id))]
+    if len({out.req_id for out in outs}) < len(outs):  # forced tokens follow others
+        plain = []
+    return StepResult(
+        [out for out in outs if out not in plain],
+        failed,
+        plain_req_ids=int64s([out.req_id for out in plain]),
+        plain_token_ids=int32s([out.token.id for out in plain]),
+    )
 
 
 class Router:
@@ -135,7 +149,7 @@ class Router:
 
     @property
     def outs(self) -> list[TokenIdOut]:
-        return [out for batch in self.batches for out in batch.outs]
+        return [out for batch in self.batches for out in batch.tokens]
 
     def tokens_of(self, req_id: int) -> list[int]:
         return [out.token.id for out in self.outs if out.req_id == req_id]
@@ -227,7 +241,7 @@ def test_the_tokens_of_a_step_are_sent_in_one_message(tmp_path: Path) -> None:
 
         await router.until(lambda: router.has_finished(*range(6)))
 
-        assert max(len(batch.outs) for batch in router.batches) == 6
+        assert max(len(batch.tokens) for batch in router.batches) == 6
 
     check(scenario, tmp_path)
 
@@ -504,7 +518,7 @@ def test_forced_tokens_carry_the_state_of_the_request_after_each(tmp_path: Path)
         assert router.tokens_of(1) == [101, 102, 103, 104, 105, 106]
         assert [out.finish_reason for out in router.outs] == [None] * 5 + [FinishReason.LENGTH]
         assert [out.admission is not None for out in router.outs] == [True] + [False] * 5
-        assert [len(batch.outs) for batch in router.batches if batch.outs] == [4, 2]
+        assert [len(batch.tokens) for batch in router.batches if batch.tokens] == [4, 2]
         assert router.manager.metrics.values["generation_tokens_total"] == 6
         assert router.manager.metrics.values["forced_tokens_total"] == 4
 

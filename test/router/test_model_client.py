@@ -17,13 +17,15 @@ from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConf
 from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import GrammarSpec, NewReq, SamplingParams, Step, StepResult, StepRow, Token, TokenOut
 from lightserve.router.model_client import RpycModelClient
+from lightserve.utils.codec import encode
+from lightserve.utils.int_arrays import int32s
 from lightserve.utils.process import ChildConfig
-from lightserve.worker.rpc import CompileGrammar, Launch, ModelRpc, StepServer, ignore_grammar
+from lightserve.worker.rpc import CompileGrammar, Launch, ModelRpc, StepServer, decode_step, ignore_grammar
 from test.waiting import DEADLINE_S, until
 
 
 def echo(step: Step) -> StepResult:
-    outs = [TokenOut(row.req_id, Token(row.slots[0], logprob=-0.5, top_logprobs=[(1, -1.0)])) for row in step.rows]
+    outs = [TokenOut(row.req_id, Token(int(row.slots[0]), logprob=-0.5, top_logprobs=[(1, -1.0)])) for row in step.rows]
     return StepResult(outs)
 
 
@@ -59,7 +61,7 @@ def within_deadline(work: Coroutine[Any, Any, None]) -> None:
 def test_a_step_and_its_tokens_cross_whole(tmp_path: Path) -> None:
     new = NewReq(
         1 << 50,
-        [1, 2, 3],
+        int32s([1, 2, 3]),
         SamplingParams(temperature=0.5, grammar=GrammarSpec("regex", "é\0"), logit_bias={7: 1.5}),
         2**63 - 1,
         (4,),
@@ -72,11 +74,11 @@ def test_a_step_and_its_tokens_cross_whole(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         client = client_of(served(tmp_path, run))
-        step = Step([StepRow(1 << 50, [9, 8])], [new], [3])
+        step = Step([StepRow(1 << 50, int32s([9, 8]))], [new], [3])
 
         outs = await client.run(step)
 
-        assert seen == [step]
+        assert [encode(one) for one in seen] == [encode(step)]
         assert outs.tokens == [TokenOut(1 << 50, Token(9, logprob=-0.5, top_logprobs=[(1, -1.0)]))]
         client.close()
 
@@ -89,7 +91,7 @@ def test_several_steps_are_in_flight_and_run_in_order(tmp_path: Path) -> None:
 
     def run(step: Step) -> StepResult:
         may_run.wait(DEADLINE_S)
-        order.append(step.rows[0].slots[0])
+        order.append(int(step.rows[0].slots[0]))
         return echo(step)
 
     async def scenario() -> None:
@@ -173,7 +175,7 @@ def test_a_step_that_no_socket_holds_is_sent_while_the_worker_launches_another(t
         outs = await asyncio.gather(*futures)
 
         assert not is_lost
-        assert seen == steps
+        assert [encode(step) for step in seen] == [encode(decode_step(encode(step))) for step in steps]
         assert [out.tokens[0].token.id for out in outs] == [0, 1, 2]
         client.close()
 

@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lightserve.config import RouterConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import FinishReason, GenerationParams, Step, StepLimits, Token, TokenOut, WindowedKv
+from lightserve.io_struct import FinishReason, GenerationParams, Int32s, Step, StepLimits, Token, TokenOut, WindowedKv
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import POLICIES, make_policy
 from lightserve.router.radix_cache import RadixNode
@@ -42,7 +43,7 @@ def num_forced(prefix: int, seed: int) -> int:
     return hash((prefix, seed, 2)) % 7 if seed % 2 and hash((prefix, seed, 3)) % 2 else 0
 
 
-def truth(prompt: list[int], seed: int, max_new_tokens: int) -> list[int]:
+def truth(prompt: Iterable[int], seed: int, max_new_tokens: int) -> list[int]:
     """The output of a server with one request and unlimited memory."""
     prefix = ROOT
     for token_id in prompt:
@@ -125,7 +126,7 @@ class KvWorker:
             for slot in step.windowed_slots:
                 self._windowed_kv[slot] = None
 
-    def _write(self, req: KvReq, slots: list[int]) -> None:
+    def _write(self, req: KvReq, slots: Iterable[int]) -> None:
         for slot in slots:
             self._kv[slot] = req.prefixes[len(req.slots)]
             req.slots.append(slot)
@@ -198,9 +199,11 @@ class Server:
             self.peak_used = max(self.peak_used, pool.used)
             assert pool.slots.num_used + pool.slots.num_free == pool.size
             self._check_windowed()
+            self._check_kept_counts()
         if not self._in_flight:
             return False
         self.scheduler.process_tokens(self._in_flight.popleft()[1])
+        self._check_kept_counts()
         return True
 
     @property
@@ -238,6 +241,20 @@ class Server:
             assert scheduler.pool.windowed.used == 0
         assert not self.worker.reqs
 
+    def _check_kept_counts(self) -> None:
+        """What the batch keeps up to date is what its requests add up to."""
+        batch = self.scheduler._batch
+        reqs = list(batch)
+        assert batch.max_tokens == sum(len(req.prompt_ids) + req.max_new_tokens for req in reqs)
+        assert batch.rows.tolist() == [req.row for req in reqs]
+        assert batch.at(batch.rows) == reqs
+        assert batch.unplanned().tolist() == [req.unplanned for req in reqs]
+        assert batch.has_in_flight() == any(req.in_flight for req in reqs)
+        tails = batch.columns.slots._lens, batch.columns.outputs._lens  # a look at the arrays would empty them
+        assert all(req.planned_len == len(req._slots) + tails[0][req.row] for req in reqs)
+        assert all(req.output_len == len(req._outputs) + tails[1][req.row] for req in reqs)
+        assert sorted(batch.rows.tolist() + batch._free_rows) == list(range(self.scheduler.limits.max_running))
+
     def _check_windowed(self) -> None:
         """Every used slot of the windowed pool is held by requests or cached, and is counted as that."""
         windowed = self.scheduler.pool.windowed
@@ -274,7 +291,7 @@ def beside_a_stream(num_slots: int, batch_max_tokens: int, chunk_size: int) -> t
     return scheduler, server
 
 
-def make_req(req_id: int, prompt: list[int], max_new_tokens: int = 8, seed: int | None = None, **fields: object) -> Req:
+def make_req(req_id: int, prompt: Int32s, max_new_tokens: int = 8, seed: int | None = None, **fields: object) -> Req:
     params = GenerationParams.of(max_new_tokens=max_new_tokens, seed=req_id if seed is None else seed)
     return Req(req_id, prompt, params, max_new_tokens, (EOS,), arrived_s=float(req_id), **fields)  # type: ignore[arg-type]
 
@@ -926,7 +943,7 @@ def test_a_crash_while_idle_isolates_no_request() -> None:
 
 
 def pooled_req(req_id: int, length: int, shares_prefix: bool) -> Req:
-    ids = list(range(1, length + 1))
+    ids = np.arange(1, length + 1, dtype=np.int32)
     return Req(req_id, ids, GenerationParams(), 1, (), keeps_kv_cached=shares_prefix, shares_prefix=shares_prefix)
 
 

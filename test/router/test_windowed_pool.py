@@ -201,7 +201,7 @@ def test_the_slots_that_were_let_go_first_are_evicted_first() -> None:
     slots = pool.alloc(6)
     pool.add_cached(np.arange(6, dtype=np.int32), slots)
     for slot in (slots[3], slots[0], slots[5]):
-        pool.let_go([slot])
+        pool.let_go(run_of(slot))
     pool.hold(run_of(0))
 
     assert pool.alloc(1) == [slots[3]]
@@ -213,12 +213,12 @@ def test_the_slots_that_were_let_go_first_are_evicted_first() -> None:
 def test_a_slot_is_free_when_its_last_request_lets_it_go_unless_it_is_cached() -> None:
     pool = WindowedPool(WindowedKv(4, 2, 2), num_tokens=20)
     private, cached = pool.alloc(2)
-    pool.add_cached(run_of(7), [cached])
+    pool.add_cached(run_of(7), run_of(cached))
     pool.hold(run_of(7))
 
-    pool.let_go([private, cached])
+    pool.let_go(run_of(private, cached))
     assert (pool.slots.num_free, pool.cached_slots) == (3, 0)
-    pool.let_go([cached])
+    pool.let_go(run_of(cached))
     assert (pool.slots.num_free, pool.cached_slots) == (3, 1)
     pool.remove_cached(run_of(7))
     assert (pool.slots.num_free, pool.cached_slots) == (4, 0)
@@ -227,10 +227,10 @@ def test_a_slot_is_free_when_its_last_request_lets_it_go_unless_it_is_cached() -
 def test_two_requests_may_let_the_same_slot_go_in_one_step() -> None:
     pool = WindowedPool(WindowedKv(4, 2, 2), num_tokens=20)
     (slot,) = pool.alloc(1)
-    pool.add_cached(run_of(7), [slot])
+    pool.add_cached(run_of(7), run_of(slot))
     pool.hold(run_of(7))
 
-    pool.let_go([slot, slot])
+    pool.let_go(run_of(slot, slot))
 
     assert (pool.cached_slots, pool.used) == (1, 0)
 

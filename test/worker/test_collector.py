@@ -6,8 +6,9 @@ import pytest
 
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
-from lightserve.io_struct import GrammarSpec, NewReq, SamplingParams, Step, StepResult, StepRow
+from lightserve.io_struct import GrammarSpec, NewReq, SamplingParams, Step, StepRow
 from lightserve.model_files.source import resolve
+from lightserve.utils.int_arrays import Int64Array
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.sampling.grammar import GrammarOutput
 from lightserve.worker.worker import ModelWorker
@@ -38,7 +39,7 @@ def test_tokens_reach_a_request_in_the_order_of_the_steps_whichever_is_collected
     (req,) = worker._batch._reqs.values()
     worker.launch(Step([]))  # applies them
 
-    assert req.token_ids == [*PROMPT, *(out.token.id for out in tokens)]
+    assert req.token_ids.tolist() == [*PROMPT, *(out.token.id for out in tokens)]
     assert tokens[0].token.id != tokens[1].token.id  # else the order would not show
 
 
@@ -55,7 +56,7 @@ def test_a_request_changes_only_when_a_step_is_launched(folder: str) -> None:
     worker.launch(Step([]))
 
     assert before == (PROMPT, 6)
-    assert req.token_ids == [*PROMPT, collect().tokens[0].token.id]
+    assert req.token_ids.tolist() == [*PROMPT, collect().tokens[0].token.id]
     assert req.total_len == 6
 
 
@@ -87,7 +88,8 @@ def test_a_step_waits_for_the_tokens_that_end_a_prefix(small_folder: str, monkey
     (req,) = worker._batch._reqs.values()
 
     assert [out.is_forced for out in first().tokens][:2] == [False, True]
-    assert second() == StepResult()  # it computed the sampled token, and the forced tokens follow that one
+    assert not second().tokens  # it computed the sampled token, and the forced tokens follow that one
+    assert not second().failed
     assert not req.has_token_in_flight
 
 
@@ -100,7 +102,7 @@ def test_a_step_that_fails_raises_for_the_thread_that_waits_for_it(
     token_ids = PendingStep.token_ids
     failing = worker._collector._pending[0]
 
-    def fail_once(step: PendingStep) -> list[int]:
+    def fail_once(step: PendingStep) -> Int64Array:
         if step is failing:
             raise RuntimeError("out of memory")
         return token_ids(step)

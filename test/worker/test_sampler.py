@@ -15,7 +15,8 @@ from torch import Tensor
 import lightserve.common.triton_kernel  # noqa: F401  registers the backend
 from lightserve.common import ops
 from lightserve.io_struct import GenerationParams, SamplingParams
-from lightserve.worker.infer_batch import InferReq
+from lightserve.utils.int_arrays import GrowingArray, int32s
+from lightserve.worker.infer_req import InferReq
 from lightserve.worker.sampling.req_rules import NgramBans
 from lightserve.worker.sampling.sampler import NONE_ALLOWED, Sampler, SamplingPlan, make_plan
 from lightserve.worker.sampling.token_history import SeenTokens
@@ -31,14 +32,14 @@ def req_of(
     row: int = 0, *, seed: int = 0, prompt: list[int] | None = None, output: Any = OUTPUT, **params: Any
 ) -> InferReq:
     prompt = PROMPT if prompt is None else prompt
-    token_ids = [*prompt, *output]
+    known = GrowingArray([*prompt, *output])
     params.setdefault("max_new_tokens", 100)
     wanted = GenerationParams.of(**params)
-    return InferReq(row, row, token_ids, len(prompt), wanted.sampling, seed, (EOS,), wanted.stopping)
+    return InferReq(row, row, known, len(prompt), wanted.sampling, seed, (EOS,), wanted.stopping)
 
 
 def append(req: InferReq, token: int) -> None:
-    req.token_ids.append(token)
+    req.add_known([token])
     req.total_len += 1
 
 
@@ -48,7 +49,7 @@ def logits_of(batch: int, device: str = "cpu", seed: int = 0) -> Tensor:
 
 def oracle_scores(logits: Tensor, req: InferReq) -> Tensor:
     """The logits ``[1, vocab]`` of one row after transformers' processors, and plain Python for what it lacks."""
-    ids = torch.tensor([req.token_ids], device=logits.device)
+    ids = torch.tensor([req.token_ids.tolist()], device=logits.device)
     scores = decayed(penalised(biased(logits, req, ids), req, ids), req, ids)
     for warper in warpers_of(req.sampling):
         scores = warper(ids, scores)
@@ -72,7 +73,7 @@ def biased(logits: Tensor, req: InferReq, ids: Tensor) -> Tensor:
         bias = {(token,): float(value) for token, value in params.logit_bias.items()}
         scores = transformers.SequenceBiasLogitsProcessor(bias)(ids, scores)
     if params.watermark:
-        scores[:, [token for token in range(VOCAB) if is_green(req.token_ids[-1], token)]] += 2.0
+        scores[:, [token for token in range(VOCAB) if is_green(int(req.token_ids[-1]), token)]] += 2.0
     return scores
 
 
@@ -94,7 +95,7 @@ def others(token_ids: tuple[int, ...]) -> list[int]:
 
 def penalised(logits: Tensor, req: InferReq, ids: Tensor) -> Tensor:
     scores: Tensor = transformers.RepetitionPenaltyLogitsProcessor(req.sampling.repetition_penalty)(ids, logits)
-    output = req.token_ids[req.prompt_len :]
+    output = req.token_ids[req.prompt_len :].tolist()
     for token in set(output):
         scores[:, token] -= req.sampling.presence_penalty + req.sampling.frequency_penalty * output.count(token)
     return scores
@@ -317,7 +318,7 @@ def test_a_token_that_only_the_device_knows_is_counted_once(feature: str) -> Non
         expected = oracle_token(logits_of(1, seed=step + 9), late)
 
         assert sample(logits_of(1, seed=step + 9), [early], sampler) == [expected]
-        early.token_ids.append(token)  # it is known now
+        early.add_known([token])  # it is known now
 
 
 def test_a_request_that_skipped_some_steps_has_all_its_tokens_counted() -> None:
@@ -363,7 +364,7 @@ def test_an_ngram_is_completed_once_like_in_transformers(size: int) -> None:
         for _ in range(5):
             scores = processor(torch.tensor([token_ids]), torch.zeros(1, VOCAB))
 
-            assert bans.banned_after(token_ids) == scores[0].isneginf().nonzero()[:, 0].tolist()
+            assert bans.banned_after(int32s(token_ids)) == scores[0].isneginf().nonzero()[:, 0].tolist()
 
             token_ids = [*token_ids, *(rng.randrange(4) for _ in range(3))]
 

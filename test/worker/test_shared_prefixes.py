@@ -173,12 +173,12 @@ def test_a_decode_step_names_its_groups_and_puts_their_rows_side_by_side() -> No
     batch = make_batch()
     batch.add(new(0, 6))
     batch.add(new(1, 6, [90]))
-    batch.pack([StepRow(0, [0, 1, 2, 3, 4, 5]), StepRow(1, [60, 61, 62, 63, 64])], as_it_is)
+    batch.pack(Step([StepRow(0, [0, 1, 2, 3, 4, 5]), StepRow(1, [60, 61, 62, 63, 64])]), as_it_is)
     batch.add(new(2, 6, [0, 1, 2, 3, 4]))
     batch.add(new(3, 9, [0, 1, 2, 3, 4, 5]))
-    mixed = batch.pack([StepRow(0, [6]), StepRow(1, [7]), StepRow(2, [8]), StepRow(3, [9, 10])], as_it_is)
+    mixed = batch.pack(Step([StepRow(0, [6]), StepRow(1, [7]), StepRow(2, [8]), StepRow(3, [9, 10])]), as_it_is)
 
-    packed = batch.pack([StepRow(1, [11]), StepRow(2, [12]), StepRow(0, [13]), StepRow(3, [14])], as_it_is)
+    packed = batch.pack(Step([StepRow(1, [11]), StepRow(2, [12]), StepRow(0, [13]), StepRow(3, [14])]), as_it_is)
     columns = columns_of(packed.inputs, packed.shape)
 
     assert not mixed.shape.has_shared
@@ -194,12 +194,12 @@ def test_a_request_that_enters_again_has_other_slots() -> None:
     for req_id in range(3):
         batch.add(new(req_id, 4, [0, 1, 2]))
     steps = iter(range(10, 90))
-    first = batch.pack([StepRow(req_id, [next(steps)]) for req_id in range(3)], as_it_is)
+    first = batch.pack(Step([StepRow(req_id, [next(steps)]) for req_id in range(3)]), as_it_is)
     batch.remove(1)
     batch.add(new(1, 5, [70]))
-    batch.pack([StepRow(1, [next(steps) for _ in range(4)])], as_it_is)
+    batch.pack(Step([StepRow(1, [next(steps) for _ in range(4)])]), as_it_is)
 
-    packed = batch.pack([StepRow(req_id, [next(steps)]) for req_id in range(3)], as_it_is)
+    packed = batch.pack(Step([StepRow(req_id, [next(steps)]) for req_id in range(3)]), as_it_is)
 
     groups = [columns_of(step.inputs, step.shape).groups for step in (first, packed)]
     assert [group[0].tolist() for group in groups] == [[0, 3, 3, 0], [0, 2, 3, 0]]
@@ -213,9 +213,9 @@ def test_a_batch_that_is_to_share_nothing_keeps_its_order() -> None:
     batch = make_batch(shares_prefixes=False)
     for req_id in range(3):
         batch.add(new(req_id, 4, [0, 1, 2] if req_id != 1 else [5]))
-    batch.pack([StepRow(1, [6, 7])], as_it_is)
+    batch.pack(Step([StepRow(1, [6, 7])]), as_it_is)
 
-    packed = batch.pack([StepRow(req_id, [20 + req_id]) for req_id in range(3)], as_it_is)
+    packed = batch.pack(Step([StepRow(req_id, [20 + req_id]) for req_id in range(3)]), as_it_is)
 
     assert [req.req_id for req in packed.reqs] == [0, 1, 2]
     assert not packed.shape.has_shared

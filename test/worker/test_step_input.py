@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from lightserve.common.kv.req_manager import ReqManager
-from lightserve.io_struct import NewReq, SamplingParams, StepRow
+from lightserve.io_struct import NewReq, SamplingParams, Step, StepRow
 from lightserve.worker import step_input
-from lightserve.worker.infer_batch import InferBatch, InferReq
+from lightserve.worker.infer_batch import InferBatch
+from lightserve.worker.infer_req import InferReq
 from lightserve.worker.step_input import Column, Padding, StepShape, columns_of, padded_input
 from test.worker.test_step_runner import Driver, make
 
@@ -37,7 +38,7 @@ def test_a_declared_column_has_the_values_of_requests_and_the_default_of_padding
     for req_id, length in ((3, 4), (5, 1)):
         batch.add(new(req_id, length))
 
-    packed = batch.pack([StepRow(3, [0, 1, 2, 3]), StepRow(5, [4])], lambda _: MIXED)
+    packed = batch.pack(Step([StepRow(3, [0, 1, 2, 3]), StepRow(5, [4])]), lambda _: MIXED)
     columns = columns_of(torch.from_numpy(packed.inputs) if as_tensor else packed.inputs, packed.shape)
 
     assert columns.reqs["adapter_row"].tolist() == [3 + (1 << 40), 5 + (1 << 40), *[-7] * 6]

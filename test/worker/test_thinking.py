@@ -9,7 +9,8 @@ import torch
 
 from lightserve.io_struct import FinishReason, GenerationParams, GrammarSpec, ThinkingLimit
 from lightserve.llm import LLM, Generation
-from lightserve.worker.infer_batch import InferReq
+from lightserve.utils.int_arrays import GrowingArray
+from lightserve.worker.infer_req import InferReq
 from lightserve.worker.sampling.sampler import make_plan
 from lightserve.worker.sampling.thinking import ThinkingBudget
 from lightserve.worker.worker import ModelWorker
@@ -146,7 +147,7 @@ def test_a_grammar_that_lets_thinking_end_is_followed(llm: LLM) -> None:
 def test_no_step_waits_for_tokens_before_the_limit_or_after_the_end() -> None:
     def waits(known: list[int], in_flight: int) -> bool:
         sampling = params().sampling
-        req = InferReq(0, 0, [*PROMPT, *known], len(PROMPT), sampling, 0, ())
+        req = InferReq(0, 0, GrowingArray([*PROMPT, *known]), len(PROMPT), sampling, 0, ())
         req.thinking = ThinkingBudget(limit_of(), TOKENIZER.decoder.token_bytes)
         req.forced_next()
         req.total_len = req.cache_len = len(req.token_ids) + in_flight

@@ -35,11 +35,11 @@ class AdmissionControl:
         """Move requests from the queue into the batch. They hold their cached tokens from now on."""
         if not len(self._queue) or self._is_full or self._batch.isolation.isolated:
             return []  # most steps end here, without ordering the queue
-        unplanned = [(req, req.unplanned) for req in self._batch]
-        prefilling = [req for req, count in unplanned if count > 1]
-        budget = self._chunking.budget(prefilling, sum(count == 1 for _, count in unplanned), len(self._queue))
+        unplanned = self._batch.unplanned()
+        prefilling = self._batch.at(self._batch.rows[unplanned > 1])
+        budget = self._chunking.budget(prefilling, int((unplanned == 1).sum()), len(self._queue))
         reserved = self._chunking.reserved(budget)
-        budget -= sum(min(count, reserved) for _, count in unplanned if count > 1)
+        budget -= int(np.minimum(unplanned[unplanned > 1], reserved).sum())
         if budget <= 0:
             return []
         return self._admit_candidates(prefilling, budget, reserved, now_s)
@@ -79,39 +79,55 @@ class AdmissionControl:
         if not others or req.needs_prompt_computed:
             return False
         enough = self._pool.cached_len(req) + MIN_PENDING_PREFIX_TOKENS
-        return any(common_len(req.prompt, other.prompt) >= enough for other in others)
+        return any(common_len(req.prompt_ids, other.prompt_ids) >= enough for other in others)
 
     def _fits(self, req: Req) -> bool:
         """Whether the peak with this request fits the pool. If so, the request holds its cached tokens."""
-        pool = self._pool
-        if not req.shares_prefix:  # a text that is pooled: it holds its own tokens, and no output follows
-            tokens = sum(len(one.prompt_ids) for one in self._batch) + len(req.prompt_ids)
-            return (tokens <= pool.size and self._fits_windowed([*self._batch, req])) or not len(self._batch)
-        pool.attach_prefix(req)
-        reqs = [*self._batch, req]
-        generated = np.array([one.planned_outputs for one in reqs])
-        max_new_tokens = np.array([one.max_new_tokens for one in reqs])
-        is_tight = pool.used >= self._limits.token_ratio * pool.size
-        remaining = max_new_tokens - generated if is_tight else self._estimate.remaining(generated, max_new_tokens)
-        held = generated + np.array([len(one.prompt_ids) - one.shared_len for one in reqs])  # once prompts are computed
-        fits = pool.shared_tokens + peak_tokens(held, remaining) <= pool.size and self._fits_windowed(reqs)
-        if fits or len(reqs) == 1:
+        if not req.shares_prefix:
+            return not len(self._batch) or (self._fits_without_output(req) and self._fits_windowed(req))
+        self._pool.attach_prefix(req)
+        if not len(self._batch) or (
+            (self._fits_at_longest(req) or self._fits_at_peak(req)) and self._fits_windowed(req)
+        ):
             return True
-        pool.release(req)
+        self._pool.release(req)
         return False
 
-    def _fits_windowed(self, reqs: list[Req]) -> bool:
-        """Whether the windowed pool has the slots that these requests may hold, and those of a step's new tokens."""
+    def _fits_without_output(self, req: Req) -> bool:
+        """Whether the tokens of all prompts fit. A text that is pooled holds its own tokens, and no output follows."""
+        prompt_len = self._batch.columns.prompt_len[self._batch.rows]
+        return int(prompt_len.sum()) + len(req.prompt_ids) <= self._pool.size
+
+    def _fits_at_longest(self, req: Req) -> bool:
+        """Whether all outputs could have their longest lengths at once. No request is looked at: the sum is kept."""
+        return self._batch.max_tokens + len(req.prompt_ids) + req.max_new_tokens <= self._pool.size
+
+    def _fits_at_peak(self, req: Req) -> bool:
+        pool = self._pool
+        own = req.columns.values[:, [req.row]]
+        numbers = np.concatenate((self._batch.columns.values[:, self._batch.rows], own), axis=1)
+        prompt_len, max_new_tokens, shared_len, _, _, generated, *_ = numbers
+        is_tight = pool.used >= self._limits.token_ratio * pool.size
+        remaining = max_new_tokens - generated if is_tight else self._estimate.remaining(generated, max_new_tokens)
+        held = generated + prompt_len - shared_len  # once prompts are computed
+        return pool.shared_tokens + peak_tokens(held, remaining) <= pool.size
+
+    def _fits_windowed(self, req: Req) -> bool:
+        """Whether the windowed pool has the slots that all requests may hold, and those of a step's new tokens."""
         windowed = self._pool.windowed
         if windowed is None:
             return True
-        held = sum(min(len(req.prompt_ids) + req.max_new_tokens, windowed.kept + 1) for req in reqs)
+        columns, rows = self._batch.columns, self._batch.rows
+        lengths = np.append(
+            columns.prompt_len[rows] + columns.max_new_tokens[rows], len(req.prompt_ids) + req.max_new_tokens
+        )
+        held = int(np.minimum(lengths, windowed.kept + 1).sum())
         return held + min(self._limits.batch_max_tokens, windowed.size // 2) <= windowed.size
 
     def _start(self, req: Req, now_s: float) -> None:
         self._queue.remove(req)
         req.begin()
-        if not req.output_ids:
+        if not req.output_len:
             req.admitted_s = now_s
             req.cached_len = req.planned_len
         if req.timeline is not None:

@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import repeat
+
+import numpy as np
+import numpy.typing as npt
 
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
+from lightserve.router.req_columns import ReqColumns
 from lightserve.router.scheduler.lora_slots import LoraSlots
+from lightserve.utils.int_arrays import NO_INT32, NO_INT64, Int32Array, Int64Array
 
 
 class RunningBatch:
-    """Admitted requests in the order of admission, and the requests that the workers hold."""
+    """Admitted requests in the order of admission, and the requests that the workers hold.
 
-    def __init__(self, pool: KvPool, isolation: CrashIsolation, loras: LoraSlots) -> None:
+    What every step needs of all requests is in ``columns``. ``rows`` are the rows of the requests, in their order.
+    """
+
+    def __init__(self, pool: KvPool, isolation: CrashIsolation, loras: LoraSlots, max_running: int) -> None:
         self.pool = pool
         self.loras = loras
         self.isolation = isolation
+        self.columns = ReqColumns(max_running)
+        self.rows: Int64Array = NO_INT64
+        self.max_tokens = 0  # prompts and longest outputs of all requests
+        self._num_admitted = 0
+        self._eos_ids: set[int] = set()  # of all requests so far: the model has few
+        self._ends = NO_INT32  # the same
+        self._free_rows = list(range(max_running - 1, -1, -1))
+        self._at: list[Req | None] = [None] * max_running  # by row
         self._in_workers: set[int] = set()  # requests that have a row in the workers after the last planned step
         self._released: dict[int, None] = {}  # requests that left since then, in order
         self._reqs: dict[int, Req] = {}
+        self._row_of: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -33,17 +51,69 @@ class RunningBatch:
     def find(self, req_id: int) -> Req | None:
         return self._reqs.get(req_id)
 
+    def at(self, rows: Int64Array) -> list[Req]:
+        """The requests in these rows."""
+        found = [self._at[row] for row in rows.tolist()]
+        return [req for req in found if req is not None]
+
+    def rows_of(self, req_ids: Int64Array) -> Int64Array:
+        """The rows of requests by their ids; -1 of those that do not run."""
+        rows = map(self._row_of.get, req_ids.tolist(), repeat(-1))
+        return np.fromiter(rows, dtype=np.int64, count=len(req_ids))
+
+    def req_ids(self, rows: Int64Array) -> Int64Array:
+        return np.array([req.req_id for req in self.at(rows)], dtype=np.int64)
+
+    def unplanned(self) -> Int64Array:
+        """Req.unplanned of each request."""
+        return self.columns.unplanned(self.rows)
+
+    def has_in_flight(self) -> bool:
+        """Whether a step in flight will return a token of some request."""
+        return bool((self.columns.planned_outputs[self.rows] > self.columns.output_len[self.rows]).any())
+
     def add(self, req: Req) -> None:
-        self._reqs[req.req_id] = req
+        row = self._free_rows.pop()
+        req.move_to(self.columns, row)
+        self._num_admitted += 1
+        self.columns.admission[row] = self._num_admitted
+        self._at[row] = self._reqs[req.req_id] = req
+        self._row_of[req.req_id] = row
+        self.rows = np.append(self.rows, row)
+        self.max_tokens += len(req.prompt_ids) + req.max_new_tokens
+        if not self._eos_ids.issuperset(req.eos_ids):
+            self._eos_ids.update(req.eos_ids)
+            self._ends = np.array(sorted(self._eos_ids), dtype=np.int32)
         self.loras.acquire(req)
+
+    def may_end(self, token_ids: Int32Array) -> npt.NDArray[np.bool_]:
+        """Which of these tokens are end tokens. A request may ignore them."""
+        return np.isin(token_ids, self._ends)
 
     def release(self, req: Req) -> None:
         """Remove a request from the workers and free its KV."""
         self.isolation.release(req)
-        del self._reqs[req.req_id]
         self.pool.release(req)
+        self._remove(req)
         self.loras.release(req)
         self._released[req.req_id] = None
+
+    def plan_decodes(self, rows: Int64Array, slots: Int32Array) -> None:
+        """The next step computes one more token of each of these requests, and samples the next."""
+        for req in self.at(np.array(self.columns.slots.full(rows), dtype=np.int64)):
+            req.flush()
+        self.columns.slots.append(rows, slots)
+        self.columns.planned_len[rows] += 1
+        self.columns.planned_outputs[rows] += 1
+
+    def add_outputs(self, rows: Int64Array, token_ids: Int32Array) -> None:
+        """Each of these requests has got one more token, which does not end it."""
+        for req in self.at(np.array(self.columns.outputs.full(rows), dtype=np.int64)):
+            req.flush()
+        columns = self.columns
+        columns.outputs.append(rows, token_ids)
+        columns.output_len[rows] += 1
+        columns.planned_outputs[rows] = np.maximum(columns.planned_outputs[rows], columns.output_len[rows])
 
     @property
     def has_rows_to_free(self) -> bool:
@@ -65,8 +135,19 @@ class RunningBatch:
     def clear(self) -> list[Req]:
         """The workers hold no requests any more. Returns the requests that ran; they keep what they hold."""
         reqs = list(self)
+        for req in reqs:
+            self._remove(req)
         self.loras.clear()
-        self._reqs.clear()
         self._released.clear()
         self._in_workers.clear()
         return reqs
+
+    def _remove(self, req: Req) -> None:
+        row = req.row
+        del self._reqs[req.req_id], self._row_of[req.req_id]
+        self.columns.admission[row] = 0
+        req.move_to(ReqColumns(1), 0)
+        self._at[row] = None
+        self._free_rows.append(row)
+        self.rows = self.rows[self.rows != row]
+        self.max_tokens -= len(req.prompt_ids) + req.max_new_tokens

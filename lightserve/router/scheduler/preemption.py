@@ -21,8 +21,7 @@ class Preemption:
         """Preempt until every decoding request can have its next token. A single request always can."""
         available = self._batch.pool.available
         while len(self._batch) > max(1, available):  # decodes are counted only if memory is short
-            decoding = sum(req.unplanned == 1 for req in self._batch)
-            if decoding <= available:
+            if (self._batch.unplanned() == 1).sum() <= available:
                 return
             self.preempt_newest()
             available = self._batch.pool.available
@@ -30,7 +29,7 @@ class Preemption:
     def is_stuck(self) -> bool:
         """Whether no request has memory to continue, and no request in flight can end and free some."""
         batch = self._batch
-        return len(batch) > 1 and any(req.unplanned for req in batch) and not any(req.in_flight for req in batch)
+        return len(batch) > 1 and bool(batch.unplanned().any()) and not batch.has_in_flight()
 
     def preempt_newest(self) -> None:
         """Preempt the request with the lowest priority; of these the latest arrival."""
@@ -42,4 +41,4 @@ class Preemption:
         self._queue.add_preempted(req)
         self.count += 1
         if req.timeline is not None:
-            req.timeline.paused("preempted", len(req.output_ids))
+            req.timeline.paused("preempted", req.output_len)

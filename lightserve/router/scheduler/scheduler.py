@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import NamedTuple
 
-from lightserve.io_struct import FinishReason, ReqFailed, Step, StepRow, TokenOut
+import numpy as np
+import numpy.typing as npt
+
+from lightserve.common.kv.token_slots import Slots
+from lightserve.io_struct import FinishReason, LoraPlace, NewReq, ReqFailed, Step, StepRow, Token, TokenOut
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import Fifo, Policy
@@ -21,19 +25,42 @@ from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.preemption import Preemption
 from lightserve.router.timeline import Timeline
 from lightserve.router.token_budget import OutputEstimate
+from lightserve.utils.int_arrays import NO_INT32, Int32Array, Int64Array
 
 PrefillChunk = tuple[Timeline, int]  # of a request that is recorded: how many tokens a step computes
-PlannedRow = tuple[Req, int, int]  # the request, which of its admissions, its planned_len after the step
 
 
 class PlannedStep(NamedTuple):
-    """A step in flight."""
+    """A step in flight. The arrays have one number per request, unless they say otherwise."""
 
-    rows: list[StepRow]
-    windowed_slots: list[int]
-    planned: list[PlannedRow]
+    num_decodes: int  # the first requests compute one token each
+    req_ids: Int64Array
+    rows: Int64Array  # of RunningBatch
+    admissions: Int64Array
+    counts: Int64Array  # tokens to compute
+    planned_len: Int64Array  # after the step
+    slots: Slots  # of all tokens
+    windowed_slots: Slots
     prefills: list[PrefillChunk]
     loras: list[int]  # adapters that it copies to the device
+
+    def as_step(self, new: list[NewReq], free: list[int], loras: list[LoraPlace]) -> Step:
+        ends = np.cumsum(self.counts)[self.num_decodes :].tolist()
+        chunks = [
+            StepRow(req_id, self.slots[end - count : end])
+            for req_id, count, end in zip(
+                self.req_ids[self.num_decodes :].tolist(), self.counts[self.num_decodes :].tolist(), ends, strict=True
+            )
+        ]
+        return Step(
+            chunks,
+            new,
+            free,
+            windowed_slots=self.windowed_slots,
+            decode_ids=self.req_ids[: self.num_decodes],
+            decode_slots=self.slots[: self.num_decodes],
+            loras=loras,
+        )
 
 
 class Scheduler:
@@ -51,7 +78,7 @@ class Scheduler:
         policy = policy or Fifo()
         self._queue = ReqQueue(policy)
         self._isolation = CrashIsolation()
-        self._batch = RunningBatch(pool, self._isolation, self.loras)
+        self._batch = RunningBatch(pool, self._isolation, self.loras, limits.max_running)
         self._estimate = estimate or OutputEstimate()
         self._chunking = Chunking(limits, policy, pool.max_chunk)
         self._preemption = Preemption(self._batch, self._queue, policy)
@@ -114,29 +141,63 @@ class Scheduler:
         self._preemption.make_room()
         admitted = {req: req.as_new() for req in self._admission.admit(now_s)}
         planned = self._plan_rows()
-        is_empty = not planned.rows and not any(req in self._batch for req in admitted)
+        is_empty = not len(planned.rows) and not any(req in self._batch for req in admitted)
         if is_empty and (len(self._batch) or not self._batch.has_rows_to_free):
             return None  # freed rows can wait for the next step, unless there will be none
         new, free = self._batch.take_new_and_freed(admitted)
         self._in_flight.append(planned)
         loras = self.loras.take_copies()
         planned.loras.extend(place.lora_id for place in loras)
-        entering = [admitted[req] for req in new]
-        return Step(planned.rows, entering, free, windowed_slots=planned.windowed_slots, loras=loras)
+        return planned.as_step([admitted[req] for req in new], free, loras)
 
     def complete_step(self) -> list[PrefillChunk]:
         """The oldest step in flight is back: the KV that it computed is certain. Returns its prompt chunks."""
         step = self._in_flight.popleft()
-        for req, admission, end in step.planned:
-            if req.num_admissions == admission:
-                req.certain_len = end
+        columns = self._batch.columns
+        runs_on = columns.admission[step.rows] == step.admissions  # it has not left since
+        columns.certain_len[step.rows[runs_on]] = step.planned_len[runs_on]
         return step.prefills
 
     def process_tokens(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
         """Complete the oldest step in flight, and give every token to its request."""
         self.complete_step()
-        processed = [(self.process_token(out), out) for out in outs]
+        outs = list(outs)
+        req_ids = np.array([out.req_id for out in outs], dtype=np.int64)
+        is_known = np.zeros(len(outs), dtype=np.bool_)
+        if len(set(req_ids.tolist())) == len(outs):  # as in StepResult's columns
+            is_plain = np.array([out == TokenOut(out.req_id, Token(out.token.id)) for out in outs], dtype=np.bool_)
+            token_ids = np.array([out.token.id for out in outs], dtype=np.int32)
+            is_known[is_plain] = self.process_plain(req_ids[is_plain], token_ids[is_plain])
+        processed = [
+            (self._batch.find(out.req_id) if known else self.process_token(out), out)
+            for out, known in zip(outs, is_known.tolist(), strict=True)
+        ]
         return [(req, out) for req, out in processed if req is not None]
+
+    def process_plain(self, req_ids: Int64Array, token_ids: Int32Array) -> npt.NDArray[np.bool_]:
+        """Give a token to each of these requests, which differ, if it is neither the first nor perhaps the last.
+
+        Returns which of them have got theirs. ``process_token`` takes the others.
+        """
+        columns = self._batch.columns
+        found = self._batch.rows_of(req_ids)
+        rows = np.maximum(found, 0)
+        count = columns.output_len[rows]
+        is_inside = (count > 0) & (count + 1 < columns.max_new_tokens[rows]) & (count < columns.planned_outputs[rows])
+        is_known: npt.NDArray[np.bool_] = (
+            (found >= 0) & (columns.is_plain[rows] > 0) & is_inside & ~self._batch.may_end(token_ids)
+        )
+        if self._isolation.is_active:
+            is_known[:] = False
+        self._batch.add_outputs(rows[is_known], token_ids[is_known])
+        return is_known
+
+    def observe_gaps(self, req_ids: Int64Array, now: float) -> tuple[list[float], list[int]]:
+        """These requests, which run, have got a token now. Returns the times since their last ones, and how often."""
+        columns, rows = self._batch.columns, self._batch.rows_of(req_ids)
+        last_s, counts = np.unique(columns.last_token_s[rows], return_counts=True)
+        columns.last_token_s[rows] = now
+        return (now - last_s).tolist(), counts.tolist()
 
     def process_token(self, out: TokenOut) -> Req | None:
         """Give a token to its request, and release the request if it is finished. None if it has ended before."""
@@ -148,7 +209,7 @@ class Scheduler:
             self._isolation.clear(req)
         if req.finish_reason is not None:
             if req.max_new_tokens > 1:  # a beam search makes requests of one token: they would spoil the estimate
-                self._estimate.observe(len(req.output_ids))
+                self._estimate.observe(req.output_len)
             self._drop(req)
         return req
 
@@ -199,8 +260,9 @@ class Scheduler:
         for req in self._batch:
             req.roll_back()
         self._drop_all(lambda req: True)
-        slots = [slot for step in self._in_flight for row in step.rows for slot in row.slots]
-        self.pool.roll_back(slots, [slot for step in self._in_flight for slot in step.windowed_slots])
+        slots = np.concatenate([NO_INT32, *(step.slots for step in self._in_flight)])
+        windowed_slots = np.concatenate([NO_INT32, *(step.windowed_slots for step in self._in_flight)])
+        self.pool.roll_back(slots, windowed_slots)
         self._in_flight.clear()
         self._batch.clear()
 
@@ -217,16 +279,16 @@ class Scheduler:
 
         Returns the crashing request if it is known; it is dropped.
         """
-        in_flight = {req for step in self._in_flight for req, _, _ in step.planned}
+        in_flight = {req_id for step in self._in_flight for req_id in step.req_ids.tolist()}
         self._in_flight.clear()
         self.pool.reset()
         for req in self._batch.clear():
             self._queue.add_preempted(req)
             if req.timeline is not None:
-                req.timeline.paused("workers_lost", len(req.output_ids))
+                req.timeline.paused("workers_lost", req.output_len)
         for req in self._queue:
             req.reset_kv()
-        crashing_request = self._isolation.record_crash([req for req in self._queue if req in in_flight])
+        crashing_request = self._isolation.record_crash([req for req in self._queue if req.req_id in in_flight])
         if crashing_request is not None:
             self._drop(crashing_request)
         return crashing_request
@@ -248,40 +310,61 @@ class Scheduler:
 
     def _plan_rows(self) -> PlannedStep:
         """Allocate KV slots for the tokens of the next step."""
-        chunks = self._chunks()
-        while not chunks and self._preemption.is_stuck():
+        decodes, chunks = self._chunks()
+        while not (len(decodes) or chunks) and self._preemption.is_stuck():
             self._preemption.preempt_newest()
-            chunks = self._chunks()
-        slots = self.pool.alloc(sum(count for _, count in chunks))
-        windowed_slots = self.pool.alloc_windowed(chunks)
-        rows: list[StepRow] = []
-        planned: list[PlannedRow] = []
-        prefills: list[PrefillChunk] = []
-        begin = 0
+            decodes, chunks = self._chunks()
+        batch, columns = self._batch, self._batch.columns
+        counts = np.array([1] * len(decodes) + [count for _, count in chunks], dtype=np.int64)
+        slots = self.pool.alloc(int(counts.sum()))
+        of_prompts = batch.at(decodes[columns.planned_len[decodes] < columns.prompt_len[decodes]])
+        windowed_slots = self._alloc_windowed(decodes, chunks)
+        batch.plan_decodes(decodes, slots[: len(decodes)])
+        prefills = [entry for req in of_prompts for entry in self._cache_prompt(req, 1)]
+        begin = len(decodes)
         for req, count in chunks:
-            own = slots[begin : begin + count]
-            begin += count
             is_prompt = req.planned_len < len(req.prompt_ids)
-            req.plan(own)
+            req.plan(slots[begin : begin + count])
+            begin += count
             if is_prompt:
-                self.pool.cache_prompt(req)
-                if req.timeline is not None:
-                    prefills.append((req.timeline, count))
-            rows.append(StepRow(req.req_id, own))
-            planned.append((req, req.num_admissions, req.planned_len))
-        self.pool.let_go_behind_windows(req for req, _ in chunks)
-        return PlannedStep(rows, windowed_slots, planned, prefills + _recomputed_outputs(chunks), [])
+                prefills += self._cache_prompt(req, count)
+        rows = np.append(decodes, np.array([req.row for req, _ in chunks], dtype=np.int64))
+        if self.pool.windowed is not None:
+            self.pool.let_go_behind_windows(batch.at(rows))
+        return PlannedStep(
+            len(decodes),
+            batch.req_ids(rows),
+            rows,
+            columns.admission[rows],
+            counts,
+            columns.planned_len[rows],
+            slots,
+            windowed_slots,
+            prefills + _recomputed_outputs(chunks),
+            [],
+        )
 
-    def _chunks(self) -> list[Chunk]:
-        """How many tokens of each request the next step computes: one of each decode, then prompt tokens."""
+    def _cache_prompt(self, req: Req, count: int) -> list[PrefillChunk]:
+        """``count`` more tokens of its prompt are planned."""
+        self.pool.cache_prompt(req)
+        return [] if req.timeline is None else [(req.timeline, count)]
+
+    def _alloc_windowed(self, decodes: Int64Array, chunks: list[Chunk]) -> Slots:
+        if self.pool.windowed is None:
+            return NO_INT32
+        return self.pool.alloc_windowed([*((req, 1) for req in self._batch.at(decodes)), *chunks])
+
+    def _chunks(self) -> tuple[Int64Array, list[Chunk]]:
+        """The requests of which the next step computes one token, as rows of the batch, and the chunks of prompts."""
         isolated = self._isolation.isolated
-        unplanned = [(req, req.unplanned) for req in ([isolated] if isolated else self._batch)]
-        chunks = [(req, count) for req, count in unplanned if count == 1]
-        prompts = [req for req, count in unplanned if count > 1]
-        if prompts:
-            decodes = len(chunks)
-            chunks += self._chunking.divide(prompts, decodes, len(self._queue), self.pool.available - decodes)
-        return chunks
+        rows = np.array([isolated.row], dtype=np.int64) if isolated else self._batch.rows
+        unplanned = self._batch.columns.unplanned(rows)
+        decodes = rows[unplanned == 1]
+        prompts = self._batch.at(rows[unplanned > 1])
+        if not prompts:
+            return decodes, []
+        available = self.pool.available - len(decodes)
+        return decodes, self._chunking.divide(prompts, len(decodes), len(self._queue), available)
 
 
 def _recomputed_outputs(chunks: list[Chunk]) -> list[PrefillChunk]:

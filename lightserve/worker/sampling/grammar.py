@@ -20,6 +20,7 @@ from lightserve.io_struct import GrammarSpec, NewReq
 from lightserve.model_files.source import ModelSource
 from lightserve.model_files.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightserve.utils.cpu import available_cores
+from lightserve.utils.int_arrays import GrowingArray, int32s
 from lightserve.worker.sampling.req_rules import ReqRules
 
 MAX_THREADS = 8  # for the masks of a step: 32 of one JSON schema take 1.1 ms of a slow core, one after the other
@@ -93,7 +94,7 @@ class GrammarOutput:
         sampling = new.sampling
         self._grammar = grammar
         self._rules = ReqRules(sampling, new.stopping, new.eos_ids)  # not shared: it keeps what n-grams it has seen
-        self._token_ids = list(new.token_ids)
+        self._tokens = GrowingArray(new.token_ids)
         self._may_force = sampling.logprobs is None and sampling.thinking is None  # both need a step for each token
 
     @property
@@ -104,7 +105,7 @@ class GrammarOutput:
     def add(self, token_id: int) -> tuple[bool, str | None]:
         """Append a sampled token. Returns whether it completes the grammar, and why it is not allowed, if so."""
         self._grammar.advance(token_id)
-        self._token_ids.append(token_id)
+        self._tokens.extend((token_id,))
         return self._grammar.is_complete, self._grammar.error
 
     def forced(self) -> Iterator[tuple[int, bool]]:
@@ -113,7 +114,7 @@ class GrammarOutput:
         It stops before a token that another rule forbids. The next step then samples, and finds that no token is left.
         """
         for token_id in self._grammar.forced() if self._may_force else ():
-            if self.is_unconstrained or not self._rules.permits(token_id, self._token_ids):
+            if self.is_unconstrained or not self._rules.permits(token_id, self._tokens.view):
                 break
             is_complete, _ = self.add(token_id)
             yield token_id, is_complete
@@ -159,7 +160,7 @@ class GrammarManager:
         sampling = new.sampling
         if sampling.grammar is None:
             return None
-        output_ids = new.token_ids[len(new.token_ids) - new.output_len :]
+        output_ids: list[int] = int32s(new.token_ids[len(new.token_ids) - new.output_len :]).tolist()
         lane = self._started // LANE_REQS % self._lanes
         self._started += 1
         compiled = self._start_thread.submit(self._matcher_after, sampling.grammar, new.eos_ids, output_ids, lane)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
 
 from lightserve.io_struct import SamplingParams, StoppingParams
+from lightserve.utils.int_arrays import Int32Array
 
 MAX_DECAY = 1e20  # end tokens are raised by at most this many times their logit; a temperature may divide it by 1e-5
 BadWordEnds = dict[int, list[tuple[list[int], int]]]
@@ -89,16 +89,16 @@ class ReqRules:
         late = max(output_len - start, 0)
         return min(math.expm1(min(late * math.log(factor), 100.0)), MAX_DECAY)
 
-    def forbidden_after(self, token_ids: list[int], output_len: int) -> list[int]:
+    def forbidden_after(self, token_ids: Int32Array, output_len: int) -> list[int]:
         """The tokens that may not follow: early ends, and the last token of a bad word or of a repeated n-gram."""
-        candidates = self._bad_word_ends.get(token_ids[-1], ())
-        forbidden = [last for head, last in candidates if token_ids[-len(head) :] == head]
+        candidates = self._bad_word_ends.get(int(token_ids[-1]), ())
+        forbidden = [last for head, last in candidates if np.array_equal(token_ids[-len(head) :], head)]
         if self._ngrams is not None:
             forbidden += self._ngrams.banned_after(token_ids)
         is_too_early = output_len < self._min_new_tokens and not self._ends_by_grammar
         return self._ends + forbidden if is_too_early else forbidden
 
-    def permits(self, token_id: int, token_ids: list[int]) -> bool:
+    def permits(self, token_id: int, token_ids: Int32Array) -> bool:
         """Whether ``token_id`` may follow ``token_ids``, the last of which is output. Early ends are permitted."""
         if not self.needs_sampler:
             return True
@@ -123,7 +123,7 @@ class NgramBans:
         self._ids = np.empty(0, dtype=np.int32)
         self._len = 0
 
-    def banned_after(self, token_ids: Sequence[int]) -> list[int]:
+    def banned_after(self, token_ids: Int32Array) -> list[int]:
         """``token_ids``: those of the previous call, and more."""
         self._read(token_ids)
         ids, head = self._ids[: self._len], self._size - 1
@@ -136,7 +136,7 @@ class NgramBans:
             starts = starts[ids[starts + head - back] == ids[-back]]
         return _unique(ids[starts + head])
 
-    def _read(self, token_ids: Sequence[int]) -> None:
+    def _read(self, token_ids: Int32Array) -> None:
         if len(token_ids) > len(self._ids):
             grown = np.empty(2 * len(token_ids), dtype=np.int32)
             grown[: self._len] = self._ids[: self._len]

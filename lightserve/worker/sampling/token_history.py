@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common.device import to_device
-from lightserve.worker.infer_batch import InferReq
+from lightserve.worker.infer_req import InferReq
 
 IN_PROMPT = 1  # once, however often the prompt has the token
 IN_OUTPUT = 2  # for each occurrence
@@ -34,7 +34,7 @@ class TokenHistory:
 
     def record_last(self, watermarked: Sequence[InferReq]) -> None:
         device = self._last_ids.device
-        known = [-1 if req.has_token_in_flight else req.token_ids[-1] for req in watermarked]
+        known = [-1 if req.has_token_in_flight else int(req.token_ids[-1]) for req in watermarked]
         host = to_device(np.array(known, dtype=np.int64), device)
         rows = to_device(np.array([req.row for req in watermarked], dtype=np.int64), device)
         self.last_tokens = torch.where(host < 0, self._last_ids[rows], host)
@@ -61,7 +61,7 @@ class SeenTokens:
             if req.counted_len == 0:
                 self._count_prompt(req)
             known = req.token_ids[req.counted_len :]
-            entries += [req.row * vocab + token for token in known]
+            entries += [req.row * vocab + token for token in known.tolist()]
             req.counted_len += len(known)
             if req.counted_len < req.total_len:
                 in_flight.append(req.row)
@@ -82,7 +82,7 @@ class SeenTokens:
             self.table = torch.cat((self.table, more))
 
     def _count_prompt(self, req: InferReq) -> None:
-        prompt = np.array(req.token_ids[: req.prompt_len])
+        prompt = req.token_ids[: req.prompt_len].astype(np.int64)
         known = to_device(prompt[prompt < self.table.shape[1]], self.table.device)
         self.table[req.row] = 0
         self.table[req.row, known] = IN_PROMPT

@@ -1,0 +1,94 @@
+"""Arrays of token ids and KV slots: compact in memory, and bytes on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+NO_INT32 = np.empty(0, dtype=np.int32)
+NO_INT64 = np.empty(0, dtype=np.int64)
+NO_INT32.flags.writeable = NO_INT64.flags.writeable = False
+
+MIN_ROOM = 64  # values that are added to the capacity at least
+ROOM_SHARE = 4  # and this part of the length: appending stays cheap, and a long array wastes little
+BLOCK = 64  # values that wait in a row of Tails before they are appended to the array of a request
+
+
+def int32s(values: Int32Array | Sequence[int]) -> Int32Array:
+    """Without a copy if it is such an array already."""
+    return np.asarray(values, dtype=np.int32)
+
+
+def int64s(values: Int64Array | Sequence[int]) -> Int64Array:
+    """The same of 64 bits."""
+    return np.asarray(values, dtype=np.int64)
+
+
+class GrowingArray:
+    """An int32 array to which values are appended, in amortised constant time each."""
+
+    __slots__ = ("_len", "_room")
+
+    def __init__(self, values: Int32Array | Sequence[int] = NO_INT32) -> None:
+        """``values`` are not copied before something is appended."""
+        self._room = int32s(values)
+        self._len = len(self._room)
+
+    def __len__(self) -> int:
+        return self._len
+
+    @property
+    def view(self) -> Int32Array:
+        """The values so far. They do not change when more are appended."""
+        return self._room[: self._len]
+
+    def item(self, at: int) -> int:
+        number: int = self._room.item(at)
+        return number
+
+    def append(self, value: int) -> None:
+        if self._len == len(self._room):
+            self.extend((value,))
+            return
+        self._room[self._len] = value
+        self._len += 1
+
+    def extend(self, values: Int32Array | Sequence[int]) -> None:
+        end = self._len + len(values)
+        if end > len(self._room):
+            room = np.empty(end + max(MIN_ROOM, end // ROOM_SHARE), dtype=np.int32)
+            room[: self._len] = self.view
+            self._room = room
+        self._room[self._len : end] = values
+        self._len = end
+
+
+class Tails:
+    """The last values of one growing array per row, so that many arrays get one more value in one call."""
+
+    def __init__(self, rows: int) -> None:
+        self._values: Int32Array = np.empty((rows, BLOCK), dtype=np.int32)
+        self._lens = np.zeros(rows, dtype=np.int64)
+        self._limits = BLOCK - np.arange(rows) % (BLOCK // 2)  # so that not all rows are full at once
+
+    def full(self, rows: Int64Array) -> list[int]:
+        """Those of ``rows`` that must be taken before another value is appended."""
+        full: list[int] = rows[self._lens[rows] >= self._limits[rows]].tolist()
+        return full
+
+    def append(self, rows: Int64Array, values: Int32Array) -> None:
+        """One value to each of ``rows``, which differ."""
+        at = self._lens[rows]
+        self._values[rows, at] = values
+        self._lens[rows] = at + 1
+
+    def take(self, row: int) -> Int32Array:
+        """The values of a row, which is empty afterwards. They are valid until the next call."""
+        count, self._lens[row] = int(self._lens[row]), 0
+        values: Int32Array = self._values[row, :count]
+        return values
