@@ -29,6 +29,7 @@ CONFIG = {
 DEVICES = [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
 LENGTH = 200
 OUTPUT_LEN = 200
+CONTINUED = 8  # tokens after a cut: other bits of the prompt's keys show in the first
 GREEDY = GenerationParams.of(max_new_tokens=8, temperature=0.0, logprobs=5, ignore_eos=True)
 WITH_PROMPT = GenerationParams.of(max_new_tokens=8, temperature=0.0, logprobs=5, prompt_logprobs=2, ignore_eos=True)
 OTHER = GenerationParams.of(max_new_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
@@ -66,10 +67,10 @@ def test_a_request_continues_from_any_of_its_tokens_in_the_same_way(tmp_path: Pa
     decoded = decoding.generate(prompts, GREEDY.replace(max_new_tokens=OUTPUT_LEN))
 
     for given, whole, cut in zip(prompts, decoded, cuts, strict=True):
-        rest = replaced.generate([given + whole.token_ids[:cut]], GREEDY.replace(max_new_tokens=OUTPUT_LEN - cut))[0]
+        rest = replaced.generate([given + whole.token_ids[:cut]], GREEDY.replace(max_new_tokens=CONTINUED))[0]
 
-        assert rest.token_ids == whole.token_ids[cut:]
-        assert rest.logprobs == whole.logprobs[cut:]
+        assert rest.token_ids == whole.token_ids[cut : cut + CONTINUED]
+        assert rest.logprobs == whole.logprobs[cut : cut + CONTINUED]
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from lightserve.common.parallel import Parallel, ParallelSizes, RankGroup, connect_ranks
+from test.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -74,7 +74,7 @@ def _run_rank(rank: int, sizes: ParallelSizes, folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [ParallelSizes(tp=2), ParallelSizes(tp=2, dp=2, ep=4)], ids=["two", "four"])
 def test_collectives_reach_the_ranks_of_their_group_only(sizes: ParallelSizes, tmp_path: Path) -> None:
-    spawn(_run_rank, args=(sizes, str(tmp_path)), nprocs=sizes.world)  # type: ignore[no-untyped-call]
+    run_ranks(_run_rank, sizes.world, sizes, str(tmp_path))
 
     for rank in range(sizes.world):
         results = torch.load(tmp_path / f"{rank}.pt", weights_only=True)

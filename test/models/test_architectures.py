@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from lightserve.common import (
     cpu_kernel,  # noqa: F401  registers its backend
@@ -23,6 +22,7 @@ from test.models.architectures.case import MAX_LEN, Tiny, build, hf_logits
 from test.models.architectures.cases import CASES
 from test.models.session import Session
 from test.models.tiny import build_model
+from test.ranks import run_ranks
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -114,7 +114,7 @@ def test_two_ranks_give_the_logits_of_transformers(tmp_path: Path) -> None:
         expected[name] = expected_logits(tiny)
         torch.save((tiny.config_json, tiny.tensors), tmp_path / f"{name}.pt")
 
-    spawn(_run_rank, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(_run_rank, 2, str(tmp_path))
 
     for name in SPLIT_CASES:
         for rank in range(2):

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, Parallel, RankGroup, TpPartBaseModel
@@ -23,6 +22,7 @@ from test.models.architectures.cases import CASES
 from test.models.eight_bit_files import FILES, fp8_channel, int8_channel, is_quantized, quantized, unpack
 from test.models.session import Session
 from test.models.tiny import build_model, build_ours
+from test.ranks import run_ranks
 
 PROMPTS = {0: [5, 17, 3, 99, 42, 8, 1], 1: [77, 2, 130]}
 ONE_RANK = RankGroup()
@@ -113,7 +113,7 @@ def _run_rank(rank: int, size: int, folder: str) -> None:
 @pytest.mark.tp
 @pytest.mark.slow
 def test_ranks_split_every_format(tmp_path: Path) -> None:
-    spawn(_run_rank, args=(2, str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(_run_rank, 2, 2, str(tmp_path))
 
     for name in FILES:
         hf = wide_llama()

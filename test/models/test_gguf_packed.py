@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 from transformers import LlamaConfig
 
 from lightserve.common.basemodel import ModelArgs, ModelConfig, Parallel, RankGroup, TpPartBaseModel
@@ -36,6 +35,7 @@ from test.models.architectures.case import Case, build
 from test.models.gguf_cases import GGUF_CASES
 from test.models.gguf_converter import save
 from test.models.session import Session
+from test.ranks import run_ranks
 
 PROMPTS = {0: [5, 17, 3, 99, 42, 8, 1], 1: [77, 2, 130], 2: [64]}
 ONE_RANK = RankGroup()
@@ -184,7 +184,7 @@ def _run_rank(rank: int, size: int, folder: str) -> None:
 def test_ranks_split_blocks_of_256_into_groups(tmp_path: Path) -> None:
     source = save_llama(tmp_path / "model.gguf", mixed, is_tied=False)
 
-    spawn(_run_rank, args=(2, str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(_run_rank, 2, 2, str(tmp_path))
 
     for rank in range(2):
         assert_same_logits(source, torch.load(tmp_path / f"{rank}.pt", weights_only=True))

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from lightserve.common import ops
 from lightserve.common.basemodel import CheckpointTensor, LayerSpec, ModelArgs, ModelConfig, Parallel, RankGroup
@@ -20,6 +19,7 @@ from lightserve.models.llama.model import LlamaTpPartModel
 from test.models.session import Session
 from test.models.test_parity import ON_GPU, assert_same
 from test.models.tiny import build_hf, checkpoint_of, hf_logits
+from test.ranks import run_ranks
 
 KV_HEADS = [8, 2]  # of the two layers; all layers of the model in transformers have 8
 DIM = 8
@@ -86,7 +86,7 @@ def _run_rank(rank: int, size: int, folder: str) -> None:
 @pytest.mark.tp
 @pytest.mark.slow
 def test_ranks_split_every_layer_by_its_own_heads(tmp_path: Path) -> None:
-    spawn(_run_rank, args=(4, str(tmp_path)), nprocs=4)  # type: ignore[no-untyped-call]
+    run_ranks(_run_rank, 4, 4, str(tmp_path))
 
     hf, _ = build_pair()
     for rank in range(4):

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, Parallel, RankGroup, TpPartBaseModel
 from lightserve.common.ops import Int8Weight, QuantizedWeight
@@ -24,6 +23,7 @@ from lightserve.model_files.quantization.quant_config import PARSERS
 from lightserve.models.registry import get_model_class
 from test.models.session import Session
 from test.models.tiny import build_hf, build_ours, checkpoint_of
+from test.ranks import run_ranks
 
 NAME = "toy_int8"
 MODELS = ["llama-biased", "qwen2-one-kv-head"]
@@ -123,7 +123,7 @@ def _run_rank(rank: int, size: int, folder: str) -> None:
 @pytest.mark.tp
 @pytest.mark.slow
 def test_ranks_split_codes_and_scales(tmp_path: Path) -> None:
-    spawn(_run_rank, args=(2, str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(_run_rank, 2, 2, str(tmp_path))
 
     for name in MODELS:
         hf = build_hf(name)

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, CohereConfig, GPT2Config, Phi3Config
 
 from lightserve.common import (
@@ -30,6 +29,7 @@ from lightserve.worker.lora import write_groups
 from test.lora_files import LLAMA_TARGETS, add_to, linear_sizes, save_adapter, write_adapter
 from test.models.session import Session
 from test.models.tiny import HF_CONFIGS, MAX_LEN, NUM_SLOTS, SMALL, build_hf, checkpoint_of, hf_logits
+from test.ranks import run_ranks
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 1, 77, 23], [77, 2, 130, 6], [64], [5, 17, 3, 99, 42, 8, 1, 77, 23]]
 NEXT = [[11], [12, 13], [14, 15, 16], [17]]
@@ -205,7 +205,7 @@ def test_two_ranks_give_the_logits_of_merged_models(tmp_path: Path) -> None:
     bases = {name: build_base(name) for name in names}
     folders = {name: write_two(hf, name, tmp_path / name) for name, hf in bases.items()}
 
-    spawn(_run_rank, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(_run_rank, 2, str(tmp_path / "store"), str(tmp_path))
 
     for name, hf in bases.items():
         theirs = expected_logits(hf, folders[name], name)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lightserve.common.ops import Mxfp4Weight
@@ -24,6 +23,7 @@ from test.models.architectures.case import Case, Tiny, build, hf_logits
 from test.models.architectures.moe import CASES
 from test.models.session import Session
 from test.models.tiny import build_model
+from test.ranks import run_ranks
 
 PROMPT = [5, 17, 3, 99, 42, 8, 1, 77, 2]
 # as in the config.json of gpt-oss
@@ -101,7 +101,7 @@ def test_two_ranks_give_the_logits_of_transformers(tmp_path: Path) -> None:
     tiny = build_mxfp4()
     torch.save((tiny.config_json, tiny.tensors), tmp_path / "tiny.pt")
 
-    spawn(_run_rank, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(_run_rank, 2, str(tmp_path))
 
     for rank in range(2):
         assert_same(torch.load(tmp_path / f"{rank}.pt", weights_only=True), tiny.hf)

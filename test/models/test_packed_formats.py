@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM
 
 from lightserve.common.basemodel import CheckpointTensor, ModelArgs, ModelConfig, Parallel, RankGroup, TpPartBaseModel
@@ -26,6 +25,7 @@ from lightserve.models.registry import get_model_class
 from test.models import packers
 from test.models.session import Session
 from test.models.tiny import LLAMA, build_ours, checkpoint_of
+from test.ranks import run_ranks
 
 ONE_RANK = RankGroup()
 PROMPTS = [[5, 17, 3, 99, 42, 8, 1], [77, 2, 130], [64]]
@@ -213,7 +213,7 @@ def _run_rank(rank: int, size: int, folder: str) -> None:
 @pytest.mark.tp
 @pytest.mark.slow
 def test_two_ranks_split_every_format(tmp_path: Path) -> None:
-    spawn(_run_rank, args=(2, str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(_run_rank, 2, 2, str(tmp_path))
 
     for name in ON_TWO_RANKS:
         hf = build_hf()

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from lightserve.common.device import device_named
 from lightserve.common.parallel import ParallelSizes, RankGroup, connect_ranks
 from lightserve.errors import ModelFilesError
 from test.models.session import Session
 from test.models.tiny import HF_CONFIGS, build_hf, build_ours, build_with_kv, hf_logits
+from test.ranks import run_ranks
 
 KV_DTYPES = ("fp8", "int8")
 KV_SCALES = {"model.layers.1.self_attn.k_scale": torch.tensor([0.3, 0.02])}  # of two KV heads
@@ -42,7 +42,7 @@ def _run_rank(rank: int, size: int, store: str, folder: str) -> None:
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """The logits of every model on every rank, as files. The ranks start once for all models."""
     folder = tmp_path_factory.mktemp(f"tp{request.param}")
-    spawn(_run_rank, args=(request.param, str(folder / "store"), str(folder)), nprocs=request.param)  # type: ignore[no-untyped-call]
+    run_ranks(_run_rank, request.param, request.param, str(folder / "store"), str(folder))
     return request.param, folder
 
 
