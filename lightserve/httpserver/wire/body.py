@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 import orjson
@@ -83,9 +84,14 @@ def validate(model: type[B], value: dict[str, Any]) -> B:
 
 def openapi_body(*models: type[Body]) -> dict[str, Any]:
     """What /openapi.json says about a body that is one of ``models``."""
-    schemas = [_without_references(model.model_json_schema()) for model in models]
+    schemas = [_schema_of(model) for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+@cache  # several endpoints have the same body
+def _schema_of(model: type[Body]) -> Any:
+    return _without_references(model.model_json_schema())
 
 
 def _without_references(schema: dict[str, Any]) -> Any:
