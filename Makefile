@@ -13,8 +13,11 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 serve: $(VENV)/.serve
 	$(PY) -m lightserve.server.api_server $(ARGS)
 
-test: lint types
-	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+# Many tests wait for servers, so three processes keep two cores busy. Types are checked beside them.
+test: lint
+	@$(PY) -m mypy > $(VENV)/types.log 2>&1 & types=$$!; \
+	$(PY) -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS); tests=$$?; \
+	wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests | types))
 
 chaos: $(VENV)/.test
 	$(PY) -m test.faults --seed $(SEED) $(ARGS)

@@ -15,10 +15,11 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 FUZZ_EXAMPLES, FUZZ_EXAMPLES_LONG = 15, 3000
-INTERPRETED_SHARE = 3  # all of them took 10 of CI's 20 minutes
+INTERPRETED_SHARE = 6  # all of them would take minutes
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # another process tests beside this one
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # and the servers that it starts
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing before this line does
@@ -57,6 +58,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: --long runs it"))
+    _put_slow_files_first(items)
+
+
+def _put_slow_files_first(items: list[pytest.Item]) -> None:
+    """A file that takes minutes and comes last would keep one process busy while the others have ended."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def _keep_backend(backend: str, config: pytest.Config, items: list[pytest.Item]) -> None:
