@@ -18,18 +18,22 @@ STEPS = 12
 
 
 def train(folder: Path, prompt_ids: list[int], answer_ids: list[int]) -> None:
-    """An adapter of the last layers of SmolLM2 that continues the prompt with the answer."""
+    """An adapter of the last layers of SmolLM2 that continues the prompt with the answer.
+
+    The model is that of other tests too, so its hooks are removed.
+    """
     model = transformers_smollm2()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     matrices: dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
+    hooks = []
     for name, module in model.named_modules():
         if name.endswith(("down_proj", "v_proj")) and int(name.split(".")[2]) >= 24:
             generator = torch.Generator().manual_seed(len(matrices))
             a = torch.nn.Parameter(torch.randn(4, module.in_features, generator=generator) * module.in_features**-0.5)
             b = torch.nn.Parameter(torch.zeros(module.out_features, 4))
             matrices[name] = (a, b)
-            module.register_forward_hook(lambda _, x, out, a=a, b=b: out + 2.0 * (x[0] @ a.T) @ b.T)
+            hooks.append(module.register_forward_hook(lambda _, x, out, a=a, b=b: out + 2.0 * (x[0] @ a.T) @ b.T))
     optimizer = torch.optim.Adam([one for pair in matrices.values() for one in pair], lr=2e-2)
     ids = torch.tensor([prompt_ids + answer_ids])
     labels = torch.tensor([[-100] * len(prompt_ids) + answer_ids])
@@ -38,6 +42,8 @@ def train(folder: Path, prompt_ids: list[int], answer_ids: list[int]) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    for hook in hooks:
+        hook.remove()
     tensors = {}
     for name, (a, b) in matrices.items():
         tensors[f"base_model.model.{name}.lora_A.weight"] = a.detach()
