@@ -36,7 +36,7 @@ PROMPTS = [
     LONG[600:1800],
     LONG[1800:3900],
 ]
-GOLDEN_TOKENS = 24
+GOLDEN_TOKENS = 12
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def transformers_smollm2() -> Any:
 def golden_ids() -> list[list[int]]:
     """What transformers makes of each of PROMPTS: exactly GOLDEN_TOKENS tokens, greedily.
 
-    It takes half a minute, so the processes of a run share it.
+    It takes some ten seconds, so the processes of a run share it.
     """
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if run is None:

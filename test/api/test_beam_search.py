@@ -22,7 +22,7 @@ TEXTS = [
     PROMPTS[1],
     "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
 ]
-PARAMS = BeamParams(num_beams=4, n=4, max_new_tokens=16)
+PARAMS = BeamParams(num_beams=4, n=4, max_new_tokens=10)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def texts_of(beams: Sequence[BeamResult]) -> list[str]:
 
 
 def test_completions_are_the_beams_of_transformers(server: ServerProcess, golden: list[list[BeamResult]]) -> None:
-    body = {"prompt": TEXTS, "use_beam_search": True, "best_of": 4, "n": 4, "max_tokens": 16}
+    body = {"prompt": TEXTS, "use_beam_search": True, "best_of": 4, "n": 4, "max_tokens": 10}
 
     status, response = server.post("/v1/completions", body)
 
@@ -52,7 +52,7 @@ def test_completions_are_the_beams_of_transformers(server: ServerProcess, golden
 
 @pytest.mark.parametrize("index", range(len(TEXTS)))
 def test_generate_gives_the_best_beams(server: ServerProcess, golden: list[list[BeamResult]], index: int) -> None:
-    body = {"inputs": TEXTS[index], "parameters": {"num_beams": 4, "n": 2, "max_new_tokens": 16}}
+    body = {"inputs": TEXTS[index], "parameters": {"num_beams": 4, "n": 2, "max_new_tokens": 10}}
 
     status, response = server.post("/generate", body)
 

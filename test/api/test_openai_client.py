@@ -60,7 +60,7 @@ def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("messages", [QUESTION, EMOJI], ids=["plain", "emoji"])
 @pytest.mark.parametrize("stop", [None, ["Paris", "漢"]], ids=["no stop", "stop"])
 def test_a_joined_chat_stream_equals_the_response(client: openai.OpenAI, messages: Any, stop: list[str] | None) -> None:
-    options: dict[str, Any] = {"model": MODEL, "messages": messages, "n": 3, "seed": 7, "max_tokens": 40, "stop": stop}
+    options: dict[str, Any] = {"model": MODEL, "messages": messages, "n": 3, "seed": 7, "max_tokens": 24, "stop": stop}
 
     whole = client.chat.completions.create(**options)
     texts, reasons = ["", "", ""], ["", "", ""]

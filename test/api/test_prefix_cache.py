@@ -19,11 +19,6 @@ QUESTIONS = [
     "And a fruit of that colour?",
     "What does it taste like?",
     "Where does it grow?",
-    "Is it warm there?",
-    "What do people eat there?",
-    "And what do they drink?",
-    "Would you go there?",
-    "Thank you, goodbye.",
 ]
 
 
@@ -54,13 +49,13 @@ def test_each_turn_of_a_chat_computes_only_its_new_tokens(server: ServerProcess)
         assert cached(usage) == max(known - 1, 0), messages  # the KV of an answer's last token is never computed
         known = usage["total_tokens"]
         messages.append(response["choices"][0]["message"])
-    assert known > 200
+    assert known > 100
 
 
 def test_a_system_prompt_of_concurrent_requests_is_computed_once(server: ServerProcess) -> None:
-    system = {"role": "system", "content": LONG[:5100]}
+    system = {"role": "system", "content": LONG[:2600]}
     shared = ask(server, "/tokenize", messages=[system], add_generation_prompt=False)["count"]
-    users = [{"role": "user", "content": f"{i} is a number. Why?"} for i in range(32)]
+    users = [{"role": "user", "content": f"{i} is a number. Why?"} for i in range(16)]
     bodies = [{"messages": [system, user], "max_tokens": 1, "cache_salt": "at once"} for user in users]
 
     responses = asyncio.run(at_once(server, CHAT, bodies))
@@ -68,9 +63,9 @@ def test_a_system_prompt_of_concurrent_requests_is_computed_once(server: ServerP
     usages = [response["usage"] for response in responses]
     own = [usage["prompt_tokens"] - shared for usage in usages]
     computed = sum(usage["prompt_tokens"] - cached(usage) for usage in usages)
-    assert 900 < shared < 1100
+    assert 400 < shared < 600
     assert shared < computed <= shared + sum(own)
-    assert sum(cached(usage) >= shared for usage in usages) == 31
+    assert sum(cached(usage) >= shared for usage in usages) == 15
 
 
 def test_choices_of_one_prompt_share_its_prefill(server: ServerProcess) -> None:

@@ -1,9 +1,13 @@
-"""Every architecture gives the logits of transformers over prompts of more than 150 tokens."""
+"""Every architecture gives the logits of transformers over prompts of more than 150 tokens.
+
+Of half precision and of two ranks, prompts are shorter: what they may break shows in every token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -29,9 +33,19 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 # relative to the largest logit
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 MOST_ROWS = 0.97  # rounding changes the experts of a token that is between two of them
-PROMPT = [(37 * i + i * i // 7) % 131 for i in range(170)]
-OTHER = [(11 * i + 3) % 131 for i in range(40)]
-PREFIX = 90  # tokens of PROMPT that a second request shares
+
+
+class Prompts(NamedTuple):
+    first: list[int]
+    chunk: int  # tokens of ``first`` in its first chunk
+    prefix: int  # tokens of ``first`` that a second request shares
+    other: list[int]
+
+
+LONG = Prompts([(37 * i + i * i // 7) % 131 for i in range(170)], 70, 90, [(11 * i + 3) % 131 for i in range(40)])
+PROMPT = LONG.first
+# each longer than the context of 32 tokens behind which longrope uses other factors
+SHORT = Prompts(PROMPT[:50], 20, 30, LONG.other)
 ONE_RANK = RankGroup()
 SPLIT_CASES = {name: case for name, case in CASES.items() if case.divides_among_ranks}
 
@@ -43,28 +57,32 @@ def backend(request: pytest.FixtureRequest) -> Iterator[None]:
     ops.use_backend(ops.REFERENCE)
 
 
-def all_logits(tiny: Tiny, tp: RankGroup = ONE_RANK, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Of PROMPT in chunks beside OTHER, of a request that shares a prefix, and of decode steps.
+def all_logits(
+    tiny: Tiny, prompts: Prompts, tp: RankGroup = ONE_RANK, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Of a prompt in chunks beside another, of a request that shares a prefix, and of decode steps.
 
     Two of the steps are observed: a norm and the linear behind it are then not fused.
     """
     model = build_model(tiny.config_json, tiny.checkpoint(), tp, dtype, DEVICE, max_len=MAX_LEN)
     session = Session(model)
-    first = session.step({0: PROMPT[:70]}, logit_rows=LogitRows.ALL)
-    second = session.step({1: OTHER, 0: PROMPT[70:]}, logit_rows=LogitRows.ALL)
-    session.share_prefix(0, 2, length=PREFIX)
+    whole, chunk, prefix, other = prompts
+    first = session.step({0: whole[:chunk]}, logit_rows=LogitRows.ALL)
+    second = session.step({1: other, 0: whole[chunk:]}, logit_rows=LogitRows.ALL)
+    session.share_prefix(0, 2, length=prefix)
     with recorded(model, "logits"):
-        shared = session.step({2: OTHER}, logit_rows=LogitRows.ALL)
+        shared = session.step({2: other}, logit_rows=LogitRows.ALL)
         decoded = [session.step({0: [5], 1: [6], 2: [7]})]
     decoded += [session.step({0: [6 + i], 1: [7 + i], 2: [8 + i]}) for i in range(2)]
-    return [torch.cat([first, second[len(OTHER) :]]), second[: len(OTHER)], shared, *decoded]
+    return [torch.cat([first, second[len(other) :]]), second[: len(other)], shared, *decoded]
 
 
-def expected_logits(tiny: Tiny) -> list[Tensor]:
-    grown = [[*ids, *range(5 + i, 8 + i)] for i, ids in enumerate([PROMPT, OTHER, PROMPT[:PREFIX] + OTHER])]
+def expected_logits(tiny: Tiny, prompts: Prompts) -> list[Tensor]:
+    whole, _, prefix, other = prompts
+    grown = [[*ids, *range(5 + i, 8 + i)] for i, ids in enumerate([whole, other, whole[:prefix] + other])]
     logits = [hf_logits(tiny.hf, ids) for ids in grown]
     decoded = [torch.stack([one[-3 + i] for one in logits]) for i in range(3)]
-    return [logits[0][:-3], logits[1][:-3], logits[2][PREFIX:-3], *decoded]
+    return [logits[0][:-3], logits[1][:-3], logits[2][prefix:-3], *decoded]
 
 
 def assert_same(
@@ -81,7 +99,7 @@ def assert_same(
 def test_chunks_cached_prefixes_and_decode_give_the_logits_of_transformers(name: str) -> None:
     tiny = build(CASES[name])
 
-    assert_same(all_logits(tiny), expected_logits(tiny))
+    assert_same(all_logits(tiny, LONG), expected_logits(tiny, LONG))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16] if ON_GPU else [torch.float16])
@@ -90,7 +108,8 @@ def test_half_precision_stays_within_its_tolerance(name: str, dtype: torch.dtype
     tiny = build(CASES[name], dtype)
 
     has_experts = "num_experts_per_tok" in tiny.config_json
-    assert_same(all_logits(tiny, dtype=dtype), expected_logits(tiny), dtype, MOST_ROWS if has_experts else 1.0)
+    ours, theirs = all_logits(tiny, SHORT, dtype=dtype), expected_logits(tiny, SHORT)
+    assert_same(ours, theirs, dtype, MOST_ROWS if has_experts else 1.0)
 
 
 def _run_rank(rank: int, folder: str) -> None:
@@ -99,7 +118,7 @@ def _run_rank(rank: int, folder: str) -> None:
     tp = connect_ranks(rank, ParallelSizes(tp=2), f"file://{folder}/store", "gloo").tp
     for name in SPLIT_CASES:
         tiny = Tiny(None, *torch.load(f"{folder}/{name}.pt", weights_only=True))
-        torch.save(all_logits(tiny, tp), f"{folder}/{name}.{rank}.pt")
+        torch.save(all_logits(tiny, SHORT, tp), f"{folder}/{name}.{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -111,7 +130,7 @@ def test_two_ranks_give_the_logits_of_transformers(tmp_path: Path) -> None:
     expected = {}
     for name, case in SPLIT_CASES.items():
         tiny = build(case)
-        expected[name] = expected_logits(tiny)
+        expected[name] = expected_logits(tiny, SHORT)
         torch.save((tiny.config_json, tiny.tensors), tmp_path / f"{name}.pt")
 
     run_ranks(_run_rank, 2, str(tmp_path))

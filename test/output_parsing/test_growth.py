@@ -15,7 +15,7 @@ from test.cpu_time import cpu_seconds, growth
 from test.output_parsing.corpus import CORPUS, TOOLS, call, new_parser, tagged
 
 TOKENS = [" the", " value", ",", " a", "b", " 日本", " of", "ing"]
-N_TOKENS = 80_000
+N_TOKENS = 40_000
 MAX_GROWTH = 7.0  # of four times the work: 4 is linear, 16 quadratic; the first version of the parsers had 10
 
 

@@ -200,7 +200,7 @@ def assert_same(ours: list[BeamResult], theirs: list[BeamResult]) -> None:
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("length_penalty", [-1.0, 1.0, 2.0])
 def test_beams_are_the_sequences_of_transformers(tiny: Tiny, length_penalty: float, early_stopping: Any) -> None:
     reasons = set()
     for num_ends, prompt in itertools.product((1, 3), IDS):
