@@ -51,9 +51,12 @@ def smollm2_tokenizer() -> Tokenizer:
 
 @functools.cache
 def transformers_smollm2() -> Any:
-    from lightserve.tools.oracle import load_transformers  # torch begins here
+    import torch
 
-    return load_transformers(smollm2())
+    from lightserve.tools.oracle import load_transformers
+
+    with torch.inference_mode(False):  # the first caller may be in it; another trains an adapter
+        return load_transformers(smollm2())
 
 
 @functools.cache
