@@ -56,7 +56,7 @@ def texts_of(model: Path, folder: Path, names: list[str]) -> dict[str, list[str]
     llm = LLM(str(model), load_format="dummy", deterministic=True, max_loras=1, max_total_token_num=512)
     options: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
     return {
-        name: [llm.generate([ids], lora=str(folder / name) if name else None, **options)[0].text for ids in PROMPTS]
+        name: [one.text for one in llm.generate([*PROMPTS], lora=str(folder / name) if name else None, **options)]
         for name in ["", *names]
     }
 
