@@ -22,6 +22,7 @@ class ReqQueue:
         self._waiting: list[tuple[float, int, Req]] = []  # sorted by rank, then by arrival
         self._preempted: list[Req] = []  # sorted by arrival
         self._held: dict[int, Req] = {}  # by id
+        self.num_changes = 0  # how often a request has come, gone, or been held or released
         self._arrivals = itertools.count()
 
     def __len__(self) -> int:
@@ -35,6 +36,7 @@ class ReqQueue:
         return len(self._held)
 
     def add(self, req: Req) -> None:
+        self.num_changes += 1
         if req.output_len:  # it has begun in another engine
             self.add_preempted(req)
             return
@@ -58,12 +60,15 @@ class ReqQueue:
         self._preempted = [req for req in self._preempted if not is_meant(req)]
         self._waiting = [entry for entry in self._waiting if not is_meant(entry[2])]
         self._held |= {req.req_id: req for req in held}
+        self.num_changes += 1
         return held
 
     def add_preempted(self, req: Req) -> None:
+        self.num_changes += 1
         bisect.insort(self._preempted, req, key=lambda one: one.arrived_s)
 
     def clear(self) -> None:
+        self.num_changes += 1
         self._waiting.clear()
         self._preempted.clear()
         self._held.clear()
@@ -74,6 +79,7 @@ class ReqQueue:
         return self._preempted + self._policy.order(first, cached_len)
 
     def remove(self, req: Req) -> None:
+        self.num_changes += 1
         if self._held.pop(req.req_id, None) is not None:
             return
         if req in self._preempted:
