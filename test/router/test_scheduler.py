@@ -253,6 +253,7 @@ class Server:
         batch = self.scheduler._batch
         reqs = list(batch)
         assert batch.max_tokens == sum(len(req.prompt_ids) + req.max_new_tokens for req in reqs)
+        assert self.scheduler.num_waiting_tokens == sum(len(req.prompt_ids) for req in self.scheduler._queue)
         assert batch.rows.tolist() == [req.row for req in reqs]
         assert batch.at(batch.rows) == reqs
         assert batch.unplanned().tolist() == [req.unplanned for req in reqs]
