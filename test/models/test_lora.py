@@ -173,6 +173,25 @@ def test_a_step_without_adapters_gives_the_base_models_logits(tmp_path: Path) ->
     assert_same(session.step(dict(enumerate(PROMPTS))), hf_logits(hf, PROMPTS))
 
 
+def test_a_norm_and_the_linear_with_adapters_behind_it_are_one_op(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = build_base("llama-gqa")
+    session = LoraSession(build(hf, write_two(hf, "llama-gqa", tmp_path)))
+    with_norm: list[int] = []
+    reference = ops.add_rms_norm_lora_linear.impls[ops.REFERENCE]
+
+    def counting(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, layer: ops.LoraLinear) -> Any:
+        with_norm.append(layer.lora.num_parts)
+        return reference(x, residual, norm_weight, eps, layer)
+
+    monkeypatch.setattr(ops.add_rms_norm_lora_linear, "_active", counting)
+
+    session.run({0: PROMPTS[0]}, SLOTS)
+
+    assert with_norm == [2, 3, 2]  # gate, up; q, k, v; gate, up: the first norm of a model has nothing to add
+
+
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "w4"])
 def test_adapters_add_to_a_quantised_base(scheme: str, tmp_path: Path) -> None:
     """The same as on the unquantised model, but for what the base's rounding changes."""
