@@ -40,6 +40,7 @@ from lightserve.common.ops.latent_attention import (
 )
 from lightserve.common.ops.linear import linear, linear_float32
 from lightserve.common.ops.lora import (
+    MIN_LORA_RANK,
     NO_LORA,
     LoraLinear,
     LoraRows,
@@ -103,6 +104,7 @@ __all__ = [
     "FP8_MAX",
     "INT4_GROUPS",
     "MAX_EXPERTS",
+    "MIN_LORA_RANK",
     "NO_EXPERT",
     "NO_LORA",
     "NO_TOKEN",

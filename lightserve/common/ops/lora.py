@@ -15,6 +15,7 @@ from lightserve.common.ops.norm import add_rms_norm
 from lightserve.common.ops.registry import op
 
 NO_LORA = -1  # the slot of a row without an adapter
+MIN_LORA_RANK = 16  # of a slot: the shortest sum of a matmul on tensor cores
 
 
 @dataclass(frozen=True, slots=True, eq=False)

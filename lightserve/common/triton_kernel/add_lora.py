@@ -20,8 +20,8 @@ from lightserve.common import ops
 from lightserve.common.triton_kernel import _gpu
 from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous, rows_in_place
+from lightserve.common.triton_kernel.linear import MIN_BLOCK_K
 
-MIN_RANK = 16  # the shortest sum that tl.dot takes
 INVARIANT_SPLITS = 8
 INVARIANT_ROWS = 16
 MAX_PARTS = 3  # q, k and v
@@ -164,7 +164,7 @@ def shrink(
     ``block_m``: rows of a program, which divides the size of a group. ``hidden``: memory for the result.
     """
     n_groups, n_rows, in_size = lora_rows.groups.shape[1], len(lora_rows.rows), x.shape[1]
-    block_k = min(config.tile_bytes // x.element_size(), max(next_power_of_2(in_size), MIN_RANK))
+    block_k = min(config.tile_bytes // x.element_size(), max(next_power_of_2(in_size), MIN_BLOCK_K))
     split_size = cdiv(cdiv(in_size, splits), block_k) * block_k
     if hidden is None:
         hidden = new_hidden(splits, n_rows, weights)
@@ -230,9 +230,9 @@ def expand(
 
 def check_lora(op: str, weights: ops.LoraWeights, lora_rows: ops.LoraRows) -> None:
     check_last_contiguous(op, a=weights.a, b=weights.b, rows=lora_rows.rows, groups=lora_rows.groups)
-    if weights.num_parts > MAX_PARTS or weights.rank < MIN_RANK:
+    if weights.num_parts > MAX_PARTS or weights.rank < ops.MIN_LORA_RANK:
         found = f"{weights.num_parts} parts of rank {weights.rank}"
-        raise ValueError(f"{op}: {found}; the limits are {MAX_PARTS} parts of rank {MIN_RANK} or more")
+        raise ValueError(f"{op}: {found}; the limits are {MAX_PARTS} parts of rank {ops.MIN_LORA_RANK} or more")
 
 
 def add(
