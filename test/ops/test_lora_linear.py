@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -88,29 +90,41 @@ def test_the_kernel_norms_the_sum_before_both_products(
     assert torch.equal(residual, before)  # other programs read it
 
 
+class Calls(list[str]):
+    """Which implementations were called, and with how many outputs."""
+
+    def replacing(self, name: str, result: Callable[[Tensor], Any]) -> Callable[..., Any]:
+        def call(x: Tensor, *args: Any) -> Any:
+            layer = next(arg for arg in args if isinstance(arg, ops.LoraLinear))
+            self.append(f"{name} {len(x)} {len(layer.weight)}")
+            return result(x)
+
+        return call
+
+
 def test_a_kernel_computes_few_rows_and_cublas_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[str] = []
-    monkeypatch.setattr(kernels, "multiply", lambda x, *_: used.append("fused") or (x, x))
-    monkeypatch.setattr(kernels, "multiply_beside", lambda x, _: used.append("beside") or x)
-    monkeypatch.setitem(ops.lora_linear.impls, ops.REFERENCE, lambda x, _: used.append("apart") or x)
+    calls = Calls()
+    monkeypatch.setattr(kernels, "multiply", calls.replacing("fused", lambda x: (x, x)))
+    monkeypatch.setattr(kernels, "multiply_beside", calls.replacing("beside", lambda x: x))
+    monkeypatch.setitem(ops.lora_linear.impls, ops.REFERENCE, calls.replacing("apart", lambda x: x))
 
     for rows in (1, 8, 9, 64, 513):
         x, layer = lora_linear_args(rows, 16, (4096,), torch.float16, device_of("triton"))
         ops.lora_linear.impls["triton"](x, layer)
 
-    assert used == ["fused", "fused", "beside", "beside", "apart"]
+    assert calls == ["fused 1 4096", "fused 8 4096", "beside 9 4096", "beside 64 4096", "apart 513 4096"]
 
 
 def test_one_row_in_bfloat16_has_its_norm_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[int] = []
-    monkeypatch.setattr(kernels, "multiply", lambda x, layer, *_: used.append(len(layer.weight)) or (x, x))
-    monkeypatch.setitem(ops.add_rms_norm_lora_linear.impls, ops.REFERENCE, lambda x, *_: used.append(0) or (x, x))
+    calls, op = Calls(), ops.add_rms_norm_lora_linear
+    monkeypatch.setattr(kernels, "multiply", calls.replacing("fused", lambda x: (x, x)))
+    monkeypatch.setitem(op.impls, ops.REFERENCE, calls.replacing("apart", lambda x: (x, x)))
 
-    for dtype, rows, out_size in ((torch.bfloat16, 1, 6144), (torch.bfloat16, 1, 28672), (torch.bfloat16, 3, 6144)):
-        x, layer = lora_linear_args(rows, 16, (out_size,), dtype, device_of("triton"))
-        ops.add_rms_norm_lora_linear.impls["triton"](x, x, x[0], EPS, layer)
+    for rows, out_size in ((1, 6144), (1, 28672), (3, 6144)):
+        x, layer = lora_linear_args(rows, 16, (out_size,), torch.bfloat16, device_of("triton"))
+        op.impls["triton"](x, x, x[0], EPS, layer)
 
-    assert used == [6144, 28672, 0]
+    assert calls == ["fused 1 6144", "fused 1 28672", "apart 3 6144"]
 
 
 def test_a_rank_below_the_kernels_limit_is_refused() -> None:

@@ -200,7 +200,7 @@ def multiply(x: Tensor, layer: ops.LoraLinear, config: Config, norm: Norm | None
 
 @cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)
 
 
 def multiply_beside(x: Tensor, layer: ops.LoraLinear) -> Tensor:
