@@ -738,6 +738,11 @@ class PoolingLimits(msgspec.Struct, frozen=True):
     has_kv: bool  # False: a step computes whole texts
     summary: str = ""  # for the banner: "embed (mean of the tokens, 384 numbers)"
 
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether texts may use cached prefixes."""
+        return self.has_kv and not self.needs_whole_prompt
+
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """A worker is ready. The launcher passes it on to the router and the HTTP processes."""

@@ -139,7 +139,7 @@ class PoolingMethods:
         ids = self._texts.truncate(ids, limit) if truncate else ids
         if len(ids) > limit:
             raise TextTooLongError(len(ids), limit)
-        shares_prefix = limits is not None and limits.has_kv and not limits.needs_whole_prompt
+        shares_prefix = limits is not None and limits.shares_prefix
         return Req(
             next(self._ids),
             int32s(ids),

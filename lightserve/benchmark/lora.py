@@ -1,11 +1,13 @@
 """How long LoRA adapters take in a layer, beside the least time for the memory that they read.
 
-    python -m lightserve.benchmark.lora [--tokens 1 64 2048] [--adapters 8] [--rank 16] [--configs]
+    python -m lightserve.benchmark.lora [--tokens 1 64 2048] [--adapters 8] [--rank 16] [--linears | --configs]
 
 The products are those of Llama-3-8B; the rows use the adapters in turn. Calls are replayed as a CUDA graph, each with
-other weights, so that none is in the cache. "step ms" is what all layers of a step take. --configs times shrink and
-expand with other tiles: the constants of triton_kernel/add_lora.py follow from that table. On a CPU (--device cpu) the
-shapes are tiny, to try the program.
+other weights, so that none is in the cache. "step ms" is what all layers of a step take. --linears times each linear of
+a layer, with the norm before it and the activation behind it: without adapters, with add_lora behind the product, and
+with shrink in or beside the product, as the model computes it. --configs times shrink and expand with other tiles: the
+constants of triton_kernel/add_lora.py follow from that table. On a CPU (--device cpu) the shapes are tiny, to try the
+program.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +40,8 @@ LARGE = {
     "down": (14336, (4096,)),
 }
 SMALL = {"qkv": (64, (64, 32, 32)), "down": (96, (64,))}
+HAS_NORM = ("qkv", "gate_up")
+EPS = 1e-5
 SHRINK_CONFIGS = tuple(product((256, 512, 1024), (4, 8, 16), (2, 4, 8)))  # bytes of a tile's row, splits, warps
 EXPAND_CONFIGS = tuple(product((32, 64, 128, 256), (2, 4, 8)))  # columns, warps
 
@@ -94,6 +99,73 @@ def print_products(
             print(f"{row} {total * 1e3:8.3f}", flush=True)
 
 
+class Layer(NamedTuple):
+    """A linear of a layer and its input."""
+
+    x: Tensor
+    residual: Tensor
+    norm_weight: Tensor
+    linear: ops.LoraLinear
+
+
+def layer_of(load: Load, factory: InputFactory) -> Layer:
+    _, x, weights, rows = load.inputs(factory)
+    weight = factory.randn(sum(load.parts), load.in_size)
+    residual, norm_weight = factory.randn(load.tokens, load.in_size), factory.randn(load.in_size)
+    return Layer(x, residual, norm_weight, ops.LoraLinear(weight, None, weights, rows))
+
+
+def without_adapters(name: str, layer: Layer) -> None:
+    x, residual, norm_weight, linear = layer
+    if name not in HAS_NORM:
+        ops.linear(x, linear.weight)
+    elif name == "gate_up":
+        ops.add_rms_norm_gate_up(x, residual, norm_weight, EPS, linear.weight)
+    else:
+        ops.add_rms_norm_linear(x, residual, norm_weight, EPS, linear.weight)
+
+
+def with_add_lora(name: str, layer: Layer) -> None:
+    x, residual, norm_weight, linear = layer
+    if name in HAS_NORM:
+        x = ops.add_rms_norm(x, residual, norm_weight, EPS)
+    out = ops.linear(x, linear.weight)
+    ops.add_lora(out, x, linear.lora, linear.rows)
+    if name == "gate_up":
+        ops.silu_and_mul(out)
+
+
+def with_lora_linear(name: str, layer: Layer) -> None:
+    x, residual, norm_weight, linear = layer
+    if name not in HAS_NORM:
+        ops.lora_linear(x, linear)
+        return
+    out, _ = ops.add_rms_norm_lora_linear(x, residual, norm_weight, EPS, linear)
+    if name == "gate_up":
+        ops.silu_and_mul(out)
+
+
+def print_linears(
+    shapes: dict[str, tuple[int, tuple[int, ...]]], args: argparse.Namespace, factory: InputFactory
+) -> None:
+    print(f"{'tokens':>8} {'linear':>8} {'none us':>9} {'add_lora':>9} {'now':>9}   ms that adapters add to a step")
+    copies = ROTATED if factory.device.type != "cpu" else 2
+    for tokens in args.tokens:
+        added = [0.0, 0.0]
+        for name, (in_size, parts) in shapes.items():
+            load = Load(in_size, parts, tokens, args.adapters, args.rank)
+            layers = [layer_of(load, factory) for _ in range(copies)]
+            none_s, apart_s, now_s = (
+                seconds_per_call([partial(call, name, layer) for layer in layers], factory.device)
+                for call in (without_adapters, with_add_lora, with_lora_linear)
+            )
+            added = [
+                total + LAYERS * (taken_s - none_s) for total, taken_s in zip(added, (apart_s, now_s), strict=True)
+            ]
+            row = f"{tokens:8} {name:>8} {none_s * 1e6:9.1f} {apart_s * 1e6:9.1f} {now_s * 1e6:9.1f}"
+            print(f"{row}   {added[0] * 1e3:.3f} before, {added[1] * 1e3:.3f} now", flush=True)
+
+
 def print_configs(
     shapes: dict[str, tuple[int, tuple[int, ...]]], args: argparse.Namespace, factory: InputFactory
 ) -> None:
@@ -128,7 +200,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="rows of a step")
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--configs", action="store_true", help="compare tiles")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--linears", action="store_true", help="compare whole linears with and without adapters")
+    modes.add_argument("--configs", action="store_true", help="compare tiles")
     args = parser.parse_args(argv)
     kind = pick_device(args.device)
     if kind.name == "cpu" and (args.device is None or args.configs):
@@ -143,6 +217,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     if args.configs:
         print_configs(shapes, args, factory)
+    elif args.linears:
+        print_linears(shapes, args, factory)
     else:
         print_products(shapes, args, factory, ceilings)
 

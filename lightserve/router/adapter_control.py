@@ -86,15 +86,11 @@ class AdapterControl:
     def _add(self, message: LoadAdapter) -> None:
         """The reply comes when the workers have loaded it. Until then requests use what the name stood for before."""
         loader = self._check_enabled()
-        before = next((one for one in self._registry if one.name == message.name), None)
-        adapter = self._registry.add(message.name, message.path, message.replaces)
-        self._registry.forget(adapter)
-        if before is not None:
-            self._registry.restore(before)
+        adapter = self._registry.prepare(message.name, message.path, message.replaces)
 
         def reply(done: asyncio.Future[str]) -> None:
             if not done.result():
-                self._registry.restore(adapter)
+                self._registry.put(adapter)
             loader.release(adapter.lora_id)
             self._replies.send(AdapterReply(message.query_id, 400 if done.result() else 200, done.result()))
 

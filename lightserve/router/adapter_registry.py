@@ -44,7 +44,7 @@ class AdapterRegistry:
         self._ids = itertools.count()
         self._by_name: dict[str, RegisteredAdapter] = {}
         for name, path in map(parse_module, modules):
-            self._register(name, Path(path).resolve())
+            self.put(self._new(name, Path(path).resolve()))
 
     def __iter__(self) -> itertools.chain[RegisteredAdapter]:
         return itertools.chain(self._by_name.values())
@@ -57,10 +57,12 @@ class AdapterRegistry:
         folder = None if self._root is None else self._folder_of(self._root, name)
         if folder is None:
             raise not_found(name)
-        return self._register(name, folder, is_on_demand=True)
+        adapter = self._new(name, folder, is_on_demand=True)
+        self.put(adapter)
+        return adapter
 
-    def add(self, name: str, path: str, replaces: bool) -> RegisteredAdapter:
-        """Register the folder ``path`` below --lora_dir under a name."""
+    def prepare(self, name: str, path: str, replaces: bool) -> RegisteredAdapter:
+        """The adapter in the folder ``path`` below --lora_dir. Requests cannot name it before ``put``."""
         check_name(name)
         if self._root is None:
             raise AdapterError("this server loads no adapters while it runs; start it with --lora_dir FOLDER")
@@ -69,7 +71,11 @@ class AdapterRegistry:
         folder = folder_below(self._root, path)
         if not has_adapter(folder):
             raise AdapterError(f"{path[:SHOWN]!r}: there is no adapter_config.json in this folder of {self._root}")
-        return self._register(name, folder)
+        return self._new(name, folder)
+
+    def put(self, adapter: RegisteredAdapter) -> None:
+        """Let requests use the adapter. It replaces one of the same name."""
+        self._by_name[adapter.name] = adapter
 
     def remove(self, name: str) -> RegisteredAdapter:
         if name not in self._by_name:
@@ -81,14 +87,8 @@ class AdapterRegistry:
         if self._by_name.get(adapter.name) is adapter:
             del self._by_name[adapter.name]
 
-    def restore(self, adapter: RegisteredAdapter) -> None:
-        """Undo the replacement of an adapter."""
-        self._by_name[adapter.name] = adapter
-
-    def _register(self, name: str, folder: Path, is_on_demand: bool = False) -> RegisteredAdapter:
-        adapter = RegisteredAdapter(next(self._ids), name, folder, versions(folder), is_on_demand)
-        self._by_name[name] = adapter
-        return adapter
+    def _new(self, name: str, folder: Path, is_on_demand: bool = False) -> RegisteredAdapter:
+        return RegisteredAdapter(next(self._ids), name, folder, versions(folder), is_on_demand)
 
     @staticmethod
     def _folder_of(root: str, name: str) -> Path | None:

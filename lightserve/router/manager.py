@@ -206,8 +206,7 @@ class RouterManager:
         lora = "" if adapter is None else f"lora {adapter.lora_id} "  # an adapter's KV differs from the base model's
         timeout_s = scheduling.timeout_s or self._config.request_timeout or None
         uses_cache = scheduling.use_cache and not self._config.disable_dynamic_prompt_cache
-        pooling = self._pooling
-        shares_prefix = pooling is None or (pooling.has_kv and not pooling.needs_whole_prompt)
+        shares_prefix = self._pooling is None or self._pooling.shares_prefix
         return Req(
             message.req_id,
             message.prompt_ids,

@@ -17,6 +17,7 @@ from lightserve.model_files.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.lora.adapter import check_rank, read_adapter
 from lightserve.model_files.lora.paths import parse_module
 from lightserve.model_files.model_config import ModelConfig
+from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
 from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
@@ -53,9 +54,12 @@ def check(config: ServerConfig) -> ModelInfo:
     tokenizer = load_tokenizer_or_none(source, config.http.chat_template)
     if not config.launch.null_worker:
         _check_model(source, config, tokenizer)
+    pooling = pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling)
+    if pooling is not None and not config.launch.null_worker:
+        _check_pooling(pooling, config)
     if not is_weightless:
         require_weights(source)  # after the checks, because a download may take long
-    if pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling) is None:
+    if pooling is None:
         _warn_about_missing_parts(source, config, tokenizer)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]
     defaults = read_sampling_defaults(source, config.http.generation_config)
@@ -121,16 +125,18 @@ def check_adapters(config: ServerConfig) -> None:
         read_adapter(Path(worker.merge_lora))
 
 
+def _check_pooling(pooling: PoolingConfig, config: ServerConfig) -> None:
+    if config.cluster.dp > 1:
+        raise ServerError("--dp: several engines serve text models only; use --dp 1, or start several servers")
+    if config.worker.deterministic:
+        pooling.check_deterministic()
+
+
 def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
     worker = config.worker
     model = _model_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
     model.check_tp(worker.tp)
     model.request_len(worker.max_req_total_len)
-    pooling = pooling_of(source, worker.model_type, worker.task, worker.pooling)
-    if pooling is not None and config.cluster.dp > 1:
-        raise ServerError("--dp: several engines serve text models only; use --dp 1, or start several servers")
-    if pooling is not None and not pooling.is_causal and worker.deterministic:
-        raise ServerError("--deterministic is not supported for a model without a KV cache; leave it out")
     resolve_kv_dtype(worker.kv_dtype, model)
     if (worker.max_total_token_num or math.inf) < (worker.max_req_total_len or 2):
         raise ServerError(

@@ -22,12 +22,10 @@ from lightserve.utils.logger import init_logger
 
 logger = init_logger(__name__)
 
-MIN_RANK = 16  # the shortest sum of a matmul on tensor cores
-
 
 def slot_rank(max_lora_rank: int) -> int:
     """The rank of a slot: a power of 2, for the kernels."""
-    return max(1 << (max_lora_rank - 1).bit_length(), MIN_RANK)
+    return max(1 << (max_lora_rank - 1).bit_length(), ops.MIN_LORA_RANK)
 
 
 def lora_args(config: WorkerConfig) -> LoraArgs | None:

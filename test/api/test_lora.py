@@ -17,6 +17,7 @@ from lightserve.benchmark.models import TINY, save_model
 from lightserve.llm import LLM
 from test.api.server import ServerProcess, running_server
 from test.api.test_restart import kill_worker
+from test.held_adapter import held_load, write_held
 from test.lora_files import write_adapter as write_random
 from test.waiting import wait_until
 
@@ -95,6 +96,27 @@ def test_200_adapters_cycle_through_8_places_with_loads_unloads_and_a_killed_wor
 
     assert wrong == []
     assert server.log.count("died (signal 9); restarting the workers") == 1
+
+
+def test_no_step_waits_while_an_adapter_is_loaded(served: Served) -> None:
+    """The load does not end before everything else is done, however long that takes."""
+    server, folder, expected = served
+    names = [f"a{number}" for number in range(40, 40 + PLACES + 1)]  # one more than the device holds
+    for name in names:
+        complete(server, name, PROMPTS[0])
+    pipe = write_held(folder / "held")
+
+    with ThreadPoolExecutor(2) as threads:
+        held = threads.submit(complete, server, "held", PROMPTS[0])
+        with held_load(pipe):
+            queued = threads.submit(complete, server, "a60", PROMPTS[1])
+            during = {name: complete(server, name or "base", PROMPTS[1]) for name in ["", *names]}
+            is_held = not held.done() and not queued.done()
+
+        assert during == {name: (200, expected[name][1]) for name in ["", *names]}  # copied to the device again
+        assert is_held
+        assert held.result()[0] == 400
+        assert queued.result() == (200, expected["a60"][1])
 
 
 def test_adapters_are_models_with_a_parent(served: Served) -> None:

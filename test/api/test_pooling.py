@@ -6,6 +6,7 @@ import base64
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,14 @@ def encoder() -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, encoder: Any) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("bert")
-    save(encoder, folder)
+def folder(tmp_path_factory: pytest.TempPathFactory, encoder: Any) -> Path:
+    folder = save(encoder, tmp_path_factory.mktemp("bert"))
     add_sentence_transformers(folder, "pooling_mode_mean_tokens")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[ServerProcess]:
     flags = ("--model_dir", str(folder), "--model_name", "tiny", "--device", "cpu", "--httpserver_workers", "2")
     with running_server(tmp_path_factory.mktemp("server") / "log", *flags) as running:
         yield running
@@ -97,3 +102,15 @@ def test_requests_survive_the_death_of_the_worker(server: ServerProcess, encoder
     expected = hidden_of(encoder, [CLS, *[5] * 80, SEP]).mean(0).numpy()[:8]
     for one in found["data"]:
         np.testing.assert_allclose(one["embedding"], expected, atol=1e-4)
+
+
+@pytest.mark.tp
+def test_two_ranks_give_the_embeddings_of_transformers(folder: Path, encoder: Any, tmp_path: Path) -> None:
+    with running_server(tmp_path / "log", "--model_dir", str(folder), "--device", "cpu", "--tp", "2") as server:
+        status, response = server.post("/v1/embeddings", {"input": ["w5 w6", "w7", [CLS, 8, 9, SEP]]})
+
+        assert status == 200
+        expected = [hidden_of(encoder, ids).mean(0) for ids in ([CLS, 5, 6, SEP], [CLS, 7, SEP], [CLS, 8, 9, SEP])]
+        for one, vector in zip(response["data"], expected, strict=True):
+            assert_parallel(np.array(one["embedding"], dtype=np.float32), vector.numpy())
+        assert sum(len(group) for name, group in server.processes().items() if "worker" in name) == 2

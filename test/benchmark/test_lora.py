@@ -11,8 +11,11 @@ from lightserve.model_files.lora.adapter import check_base, read_adapter
 from test.benchmark.test_static import TINY
 
 
-def test_the_table_has_a_row_for_each_product_and_number_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    lora.main(["--device", "cpu", "--tokens", "1", "20"])
+@pytest.mark.parametrize("mode", [[], ["--linears"]])
+def test_the_table_has_a_row_for_each_product_and_number_of_tokens(
+    mode: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora.main(["--device", "cpu", "--tokens", "1", "20", *mode])
 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("float32 on cpu; copy ")

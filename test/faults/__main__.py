@@ -12,13 +12,15 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from test.faults.case import Case, Outcome
-from test.faults.cases import CASES, CORE, CORE_STARTS, START_CASES
+from test.faults.cases import ADAPTER_CASES, CASES, CORE, CORE_STARTS, START_CASES, adapters
 from test.faults.resource_snapshot import HAS_GPU
 from test.faults.server_pool import NULL_WORKER, ServerPool
 from test.faults.start_case import StartCase
@@ -51,15 +53,22 @@ def gpu_column(outcome: Outcome) -> str:
     return f"{gpu.before_server} > {gpu.before_fault} > {gpu.peak} > {gpu.after}" if HAS_GPU else ""
 
 
+def run_cases(cases: Sequence[Case], worker: Sequence[str], args: argparse.Namespace) -> list[bool]:
+    with ServerPool(worker) as pool:
+        return [
+            attempt(case.name, case.reaction.words, partial(run_case, case, pool, args.seed, args.slack))
+            for case in cases
+            if args.only in case.name
+        ]
+
+
 def run_all(args: argparse.Namespace) -> list[bool]:
     worker = (*args.worker, "--deterministic") if args.worker else NULL_WORKER
     cases, starts = (CORE, CORE_STARTS) if args.core else (CASES, START_CASES)
-    outcomes = []
-    with ServerPool(worker) as pool:
-        for case in cases:
-            if args.only in case.name:
-                run = partial(run_case, case, pool, args.seed, args.slack)
-                outcomes.append(attempt(case.name, case.reaction.words, run))
+    outcomes = run_cases(cases, worker, args)
+    if not args.core:
+        with tempfile.TemporaryDirectory() as base:
+            outcomes += run_cases(ADAPTER_CASES, adapters.worker_flags(Path(base)), args)
     for start in starts:
         if args.only in start.name:
             outcomes.append(attempt(start.name, start.reaction, partial(run_start, start, worker, args.slack)))

@@ -37,6 +37,7 @@ class ServerUnderTest:
     """A server with its own TMPDIR, which identifies its processes and files."""
 
     def __init__(self, program: str, flags: Sequence[str]) -> None:
+        self.flags = tuple(flags)
         self.gpu_mib_before = gpu_mib()
         self.restarts = 0  # of its worker, caused by cases
         self._exits = ExitStack()

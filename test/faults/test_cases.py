@@ -10,7 +10,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from test.faults.case import Case
-from test.faults.cases import CASES, CORE, START_CASES
+from test.faults.cases import ADAPTER_CASES, CASES, CORE, START_CASES, adapters
 from test.faults.server_pool import ServerPool
 from test.faults.start_case import StartCase
 
@@ -40,6 +40,12 @@ def model_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
         yield pool
 
 
+@pytest.fixture(scope="module")
+def adapter_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    with ServerPool(adapters.worker_flags(tmp_path_factory.mktemp("adapters"))) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("case", [param(case) for case in CASES])
 def test_a_fault_causes_its_reaction_and_leaves_nothing_behind(pool: ServerPool, case: Case) -> None:
     case.run(pool, SEED, SLACK)
@@ -49,6 +55,11 @@ def test_a_fault_causes_its_reaction_and_leaves_nothing_behind(pool: ServerPool,
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CORE])
 def test_a_fault_causes_its_reaction_with_a_model_too(model_server_pool: ServerPool, case: Case) -> None:
     case.run(model_server_pool, SEED, SLACK)
+
+
+@pytest.mark.parametrize("case", [param(case) for case in ADAPTER_CASES])
+def test_a_fault_of_adapters_causes_its_reaction(adapter_server_pool: ServerPool, case: Case) -> None:
+    case.run(adapter_server_pool, SEED, SLACK)
 
 
 @pytest.mark.parametrize("case", [param(case) for case in START_CASES])

@@ -80,6 +80,8 @@ class FakeEngine:
         self.aborted: list[int] = []
         self.profile_messages: list[StartProfile | StopProfile] = []
         self.profile_reply = ProfileReply(0)  # to every one of them
+        self.adapter_queries: list[AdapterQuery] = []
+        self.adapter_reply = AdapterReply(0)  # to every one of them
         self.queries: list[GetTimelines] = []
         self.timelines: list[RequestTimeline] = []  # the reply to every query
         self.hold = asyncio.Event()  # cleared: tokens after the first of a request wait
@@ -102,7 +104,8 @@ class FakeEngine:
                 self.profile_messages.append(message)
                 self._outbox.send(msgspec.structs.replace(self.profile_reply, query_id=message.query_id))
             elif isinstance(message, AdapterQuery):
-                self._outbox.send(AdapterReply(message.query_id))
+                self.adapter_queries.append(message)
+                self._outbox.send(msgspec.structs.replace(self.adapter_reply, query_id=message.query_id))
             elif isinstance(message, GenerateReq):
                 self.received.append(msgspec.structs.replace(message, prompt_ids=message.prompt_ids.tolist()))
                 task = asyncio.create_task(self._respond(self.received[-1]))

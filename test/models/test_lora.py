@@ -27,6 +27,7 @@ from lightserve.model_files.lora.adapter import read_adapter
 from lightserve.models.registry import get_model_class, read_model_config
 from lightserve.worker.lora import write_groups
 from test.lora_files import LLAMA_TARGETS, add_to, linear_sizes, save_adapter, write_adapter
+from test.models import test_packed_formats
 from test.models.session import Session
 from test.models.tiny import HF_CONFIGS, MAX_LEN, NUM_SLOTS, SMALL, build_hf, checkpoint_of, hf_logits
 from test.ranks import run_ranks
@@ -173,6 +174,25 @@ def test_a_step_without_adapters_gives_the_base_models_logits(tmp_path: Path) ->
     assert_same(session.step(dict(enumerate(PROMPTS))), hf_logits(hf, PROMPTS))
 
 
+def test_a_norm_and_the_linear_with_adapters_behind_it_are_one_op(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = build_base("llama-gqa")
+    session = LoraSession(build(hf, write_two(hf, "llama-gqa", tmp_path)))
+    with_norm: list[int] = []
+    reference = ops.add_rms_norm_lora_linear.impls[ops.REFERENCE]
+
+    def counting(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, layer: ops.LoraLinear) -> Any:
+        with_norm.append(layer.lora.num_parts)
+        return reference(x, residual, norm_weight, eps, layer)
+
+    monkeypatch.setattr(ops.add_rms_norm_lora_linear, "_active", counting)
+
+    session.run({0: PROMPTS[0]}, SLOTS)
+
+    assert with_norm == [2, 3, 2]  # gate, up; q, k, v; gate, up: the first norm of a model has nothing to add
+
+
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "w4"])
 def test_adapters_add_to_a_quantised_base(scheme: str, tmp_path: Path) -> None:
     """The same as on the unquantised model, but for what the base's rounding changes."""
@@ -185,6 +205,22 @@ def test_adapters_add_to_a_quantised_base(scheme: str, tmp_path: Path) -> None:
     similarity = torch.nn.functional.cosine_similarity
     assert similarity(ours, expected_logits(hf, folders, "llama-gqa")).min() > 0.98
     assert similarity(ours[:1], hf_logits(hf, PROMPTS[:1])).min() < 0.9
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-act-order", "gptq-dynamic", "pack-quantized", "nf4", "bnb-int8"])
+def test_adapters_on_a_quantised_checkpoint_equal_models_merged_with_what_its_codes_stand_for(
+    name: str, tmp_path: Path
+) -> None:
+    hf, case = test_packed_formats.build_hf(), test_packed_formats.CASES[name]
+    checkpoint = test_packed_formats.pack(hf, case)
+    folders = write_two(hf, name, tmp_path)
+    config = ModelConfig.from_hf({**hf.config.to_dict(), "quantization_config": case.config})
+
+    ours = our_logits(build(hf, folders, config=config, checkpoint=checkpoint))
+
+    theirs = expected_logits(hf, folders, name)
+    assert_same(ours, theirs)
+    assert (hf_logits(hf, PROMPTS[:1]) - theirs[:1]).abs().max() > 0.05 * theirs.abs().max()  # the adapters matter
 
 
 def _run_rank(rank: int, store: str, folder: str) -> None:

@@ -516,6 +516,28 @@ def _lora_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return out, x, lora_weights(40, (40, 16, 16), dtype, device), lora_rows(slots, device)
 
 
+def lora_linear_args(
+    tokens: int, in_size: int, parts: tuple[int, ...], dtype: torch.dtype, device: str, *, rank: int = 16
+) -> tuple[Tensor, ops.LoraLinear]:
+    """With a bias. Rows use one of two adapters or none."""
+    slots = [(2, ops.NO_LORA, 0)[i % 3] for i in range(tokens)]
+    weight = randn(sum(parts), in_size, dtype=dtype, device=device, seed=3) * in_size**-0.5
+    bias = randn(sum(parts), dtype=dtype, device=device, seed=4)
+    lora = lora_weights(in_size, parts, dtype, device, rank=rank)
+    layer = ops.LoraLinear(weight, bias, lora, lora_rows(slots, device))
+    return randn(tokens, in_size, dtype=dtype, device=device, seed=1), layer
+
+
+def _lora_linear_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return lora_linear_args(tokens, 40, (40, 16, 16), dtype, device)
+
+
+def _norm_lora_linear_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    x, layer = lora_linear_args(tokens, 40, (40, 16, 16), dtype, device)
+    residual, norm_weight = (randn(*shape, dtype=dtype, device=device, seed=5) for shape in ((tokens, 40), (40,)))
+    return x, residual, norm_weight, EPS, layer
+
+
 def _watermark_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     b_last = ints([40_000 * i for i in range(tokens)], device, torch.int64)
     return _logits(tokens, device), ints(list(range(tokens))[::-1], device), b_last
@@ -527,6 +549,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "add_rms_norm": _norm_args("rows", "rows", "param"),
     "add_rms_norm_gate_up": _norm_linear_args,
     "add_rms_norm_linear": _norm_linear_args,
+    "add_rms_norm_lora_linear": _norm_lora_linear_args,
     "add_rms_norm_quantize": _norm_quantize_args,
     "add_watermark": _watermark_args,
     "apply_penalties": _penalties_args,
@@ -549,6 +572,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "linear_int8": _linear_int8_args,
     "linear_mxfp4": _linear_mxfp4_args,
     "linear_quantized_rows": _linear_quantized_rows_args,
+    "lora_linear": _lora_linear_args,
     "linear_int4": _linear_int4_args,
     "mask_logits": _mask_args,
     "norm_rotary_write_kv": _norm_rotary_write_kv_args,

@@ -33,6 +33,7 @@ from lightserve.common.triton_kernel import (
     experts,
     linear,
     linear_int4,
+    lora_linear,
     norm_linear,
 )
 from lightserve.common.triton_kernel._attention import MAX_HEAD_DIM
@@ -51,6 +52,7 @@ from test.ops.cases import (
     int4_weight_with_zero_points,
     latent_args,
     latent_context_args,
+    lora_linear_args,
     share_prefixes,
     with_alibi,
     with_options,
@@ -120,6 +122,7 @@ def compile_heavy(dtype: torch.dtype, head_dims: Sequence[int]) -> None:
         compile_latent_attention(dtype)
     compile_linear(dtype)
     compile_norm_linear(dtype)
+    compile_lora_linear(dtype)
     compile_experts(dtype)
     compile_eight_bit(dtype)
     compile_linear_int4(dtype)
@@ -200,6 +203,14 @@ def compile_norm_linear(dtype: torch.dtype) -> None:
     for rows, config, is_gated in ((1, norm_linear.NARROW, True), (2, norm_linear.NARROW, False)):
         x = torch.ones(rows, 2048, dtype=dtype)
         norm_linear.multiply(x, x, norm_weight, 1e-5, weight, None, config=config, is_gated=is_gated)
+
+
+def compile_lora_linear(dtype: torch.dtype) -> None:
+    """In every dtype, though the wrapper takes few of them with a norm."""
+    for rows, config, has_norm in ((1, norm_linear.NARROW, True), (8, linear.NARROW, False), (8, linear.WIDE, False)):
+        x, layer = lora_linear_args(rows, 2048, (64, 32, 32), dtype, "cpu")
+        norm = lora_linear.Norm(x, torch.ones(2048, dtype=dtype), 1e-5) if has_norm else None
+        lora_linear.multiply(x, layer, config, norm)
 
 
 def compile_experts(dtype: torch.dtype) -> None:

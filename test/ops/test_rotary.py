@@ -45,6 +45,13 @@ def test_rotary_turns_its_part_of_a_fused_qkv_and_nothing_else(backend: str, dty
     assert torch.equal(qkv[:, 6:], values_before)
 
 
+def test_more_angles_than_a_head_has_pairs_are_refused() -> None:
+    q = randn(2, 1, 8, device=device_of("triton"))
+
+    with pytest.raises(ValueError, match="rotary: 5 angles, heads of q of 8 and of k of 8 do not match"):
+        ops.rotary.impls["triton"](q, q, *angles(2, 5, device_of("triton")))
+
+
 @each_backend_and_dtype(ops.rotary_write_kv)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (3, 1), (5, 5)])
 @pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 40), (80, 10), (2, 1), (96, 24)])

@@ -8,12 +8,13 @@ import socket
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 from lightserve.server import api_server
 from lightserve.server.args import parse_server
 from lightserve.server.checks import check
 from lightserve.server.keys import with_keys
+from test.pooling.files import new_model, save
 from test.server.launcher_process import TINY, start_launcher, tiny_model
 
 TLS = Path(__file__).parent.parent / "api" / "tls"
@@ -158,3 +159,19 @@ def test_a_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setenv("LIGHTSERVE_API_KEY", "")
     assert with_keys(parse_server([])).http.api_key == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        (["--deterministic"], "--deterministic is not supported for a model without a KV cache; leave it out"),
+        (["--dp", "2"], "--dp: several engines serve text models only; use --dp 1, or start several servers"),
+    ],
+)
+def test_flags_that_an_encoder_does_not_support_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: list[str], message: str
+) -> None:
+    save(new_model(AutoModel, "bert"), tmp_path)
+    capsys.readouterr()  # transformers shows its progress
+
+    assert message in refusal(capsys, "--model_dir", str(tmp_path), "--port", "0", *flag)

@@ -47,14 +47,11 @@ class LinearLora:
         self.weights: ops.LoraWeights | None = None  # None: the pool is not allocated
 
     @property
-    def is_active(self) -> bool:
-        """Whether some rows of the step that is computed use adapters."""
-        return self._pool.rows is not None
-
-    def add(self, out: Tensor, x: Tensor) -> None:
-        """Add to ``out``, in place, what the adapters of the step make of ``x``."""
-        if self._pool.rows is not None and self.weights is not None:
-            ops.add_lora(out, x, self.weights, self._pool.rows)
+    def active(self) -> tuple[ops.LoraWeights, ops.LoraRows] | None:
+        """The adapters of the step that is computed, and the rows that use them; None: no row does."""
+        if self._pool.rows is None or self.weights is None:
+            return None
+        return self.weights, self._pool.rows
 
     def allocate(self, slots: Tensor) -> None:
         ends = [own.stop for _, own in self.spec.parts_with_rows()]

@@ -39,7 +39,18 @@ from lightserve.common.ops.latent_attention import (
     write_latent,
 )
 from lightserve.common.ops.linear import linear, linear_float32
-from lightserve.common.ops.lora import NO_LORA, LoraRows, LoraWeights, add_lora, lora_group_rows, max_lora_groups
+from lightserve.common.ops.lora import (
+    MIN_LORA_RANK,
+    NO_LORA,
+    LoraLinear,
+    LoraRows,
+    LoraWeights,
+    add_lora,
+    add_rms_norm_lora_linear,
+    lora_group_rows,
+    lora_linear,
+    max_lora_groups,
+)
 from lightserve.common.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lightserve.common.ops.norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
 from lightserve.common.ops.quantized_linear import (
@@ -93,6 +104,7 @@ __all__ = [
     "FP8_MAX",
     "INT4_GROUPS",
     "MAX_EXPERTS",
+    "MIN_LORA_RANK",
     "NO_EXPERT",
     "NO_LORA",
     "NO_TOKEN",
@@ -114,6 +126,7 @@ __all__ = [
     "KvCache",
     "LatentNorm",
     "LatentSizes",
+    "LoraLinear",
     "LoraRows",
     "LoraWeights",
     "Mxfp4Weight",
@@ -131,6 +144,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_gate_up",
     "add_rms_norm_linear",
+    "add_rms_norm_lora_linear",
     "add_rms_norm_quantize",
     "add_watermark",
     "apply_penalties",
@@ -156,6 +170,7 @@ __all__ = [
     "linear_mxfp4",
     "linear_quantized_rows",
     "lora_group_rows",
+    "lora_linear",
     "mask_logits",
     "max_lora_groups",
     "norm_rotary_write_kv",

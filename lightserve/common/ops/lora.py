@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightserve.common.ops.linear import linear
+from lightserve.common.ops.norm import add_rms_norm
 from lightserve.common.ops.registry import op
 
 NO_LORA = -1  # the slot of a row without an adapter
+MIN_LORA_RANK = 16  # of a slot: the shortest sum of a matmul on tensor cores
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +52,16 @@ class LoraRows:
     max_group: int  # the most rows of a group, a power of 2
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraLinear:
+    """A linear with the adapters of a step."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+    lora: LoraWeights
+    rows: LoraRows
+
+
 def lora_group_rows(tokens: int) -> int:
     """The most rows of a group, for a step of so many tokens: it depends on the shape of the step alone.
 
@@ -81,3 +94,23 @@ def add_lora(out: Tensor, x: Tensor, weights: LoraWeights, lora_rows: LoraRows) 
             own = hidden[:, part * rank : (part + 1) * rank]
             sums[:, columns] += own @ weights.b[slot, columns].float().T
         out[rows] = sums.to(out.dtype)
+
+
+@op
+def lora_linear(x: Tensor, layer: LoraLinear) -> Tensor:
+    """``linear`` of ``x`` ``[tokens, in]``, with what the adapters of its rows add."""
+    out = linear(x, layer.weight, layer.bias)
+    add_lora(out, x, layer.lora, layer.rows)
+    return out
+
+
+@op
+def add_rms_norm_lora_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, layer: LoraLinear
+) -> tuple[Tensor, Tensor]:
+    """``lora_linear`` of ``add_rms_norm``, and the sum, which is the new residual.
+
+    The sum may be in the memory of ``residual`` or elsewhere. Do not read ``residual`` afterwards.
+    """
+    normed = add_rms_norm(x, residual, norm_weight, eps)
+    return lora_linear(normed, layer), residual

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lightserve.common import ops
 from lightserve.common.checkpoint.piece import Piece, StoredSize, size_of_pieces
 
 
@@ -104,6 +105,18 @@ class LinearMethod(ABC):
 
     def add_rms_norm_gate_up(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor] | None:
         """Gated SiLU of ``add_rms_norm_mm``, for a linear whose parts are gate and up; and the sum."""
+        return None
+
+    def mm_lora(self, x: Tensor, lora: ops.LoraWeights, rows: ops.LoraRows) -> Tensor:
+        """``mm`` with what the adapters of ``rows`` add."""
+        out = self.mm(x)
+        ops.add_lora(out, x, lora, rows)
+        return out
+
+    def add_rms_norm_mm_lora(
+        self, x: Tensor, residual: Tensor, norm: RmsNorm, lora: ops.LoraWeights, rows: ops.LoraRows
+    ) -> tuple[Tensor, Tensor] | None:
+        """``mm_lora`` of the norm of ``residual + x``, and that sum; ``residual`` is not valid afterwards."""
         return None
 
     @property

@@ -64,6 +64,15 @@ class UnquantizedLinear(LinearMethod):
     def add_rms_norm_gate_up(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
         return ops.add_rms_norm_gate_up(x, residual, norm.weight, norm.eps, self.weight, self.bias)
 
+    def mm_lora(self, x: Tensor, lora: ops.LoraWeights, rows: ops.LoraRows) -> Tensor:
+        return ops.lora_linear(x, ops.LoraLinear(self.weight, self.bias, lora, rows))
+
+    def add_rms_norm_mm_lora(
+        self, x: Tensor, residual: Tensor, norm: RmsNorm, lora: ops.LoraWeights, rows: ops.LoraRows
+    ) -> tuple[Tensor, Tensor]:
+        layer = ops.LoraLinear(self.weight, self.bias, lora, rows)
+        return ops.add_rms_norm_lora_linear(x, residual, norm.weight, norm.eps, layer)
+
 
 def bias_pieces(spec: LinearSpec, bias: Tensor | None) -> Iterator[Piece]:
     """``bias`` is None if another rank adds it."""

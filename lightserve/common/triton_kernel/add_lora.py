@@ -20,8 +20,8 @@ from lightserve.common import ops
 from lightserve.common.triton_kernel import _gpu
 from lightserve.common.triton_kernel._blocks import cdiv, next_power_of_2
 from lightserve.common.triton_kernel._check import check_last_contiguous, rows_in_place
+from lightserve.common.triton_kernel.linear import MIN_BLOCK_K
 
-MIN_RANK = 16  # the shortest sum that tl.dot takes
 INVARIANT_SPLITS = 8
 INVARIANT_ROWS = 16
 MAX_PARTS = 3  # q, k and v
@@ -144,6 +144,12 @@ def splits_of(groups: int, parts: int, in_size: int, config: Config = CONFIG) ->
     return 1 << (max(most, 1).bit_length() - 1)
 
 
+def new_hidden(splits: int, n_rows: int, weights: ops.LoraWeights) -> Tensor:
+    """Memory for the result of ``shrink``."""
+    width = weights.num_parts * weights.rank
+    return torch.empty((splits, n_rows, width), dtype=torch.float32, device=weights.a.device)
+
+
 def shrink(
     x: Tensor,
     weights: ops.LoraWeights,
@@ -151,16 +157,17 @@ def shrink(
     splits: int,
     block_m: int,
     config: Config = CONFIG,
+    hidden: Tensor | None = None,
 ) -> Tensor:
     """``[splits, rows, parts * rank]`` float32, in the order of ``lora_rows.rows``; rows of no group have no value.
 
-    ``block_m``: rows of a program, which divides the size of a group.
+    ``block_m``: rows of a program, which divides the size of a group. ``hidden``: memory for the result.
     """
     n_groups, n_rows, in_size = lora_rows.groups.shape[1], len(lora_rows.rows), x.shape[1]
-    block_k = min(config.tile_bytes // x.element_size(), max(next_power_of_2(in_size), MIN_RANK))
+    block_k = min(config.tile_bytes // x.element_size(), max(next_power_of_2(in_size), MIN_BLOCK_K))
     split_size = cdiv(cdiv(in_size, splits), block_k) * block_k
-    width = weights.num_parts * weights.rank
-    hidden = torch.empty((splits, n_rows, width), dtype=torch.float32, device=x.device)
+    if hidden is None:
+        hidden = new_hidden(splits, n_rows, weights)
     tile_bytes, blocks = (weights.rank + block_m) * block_k * x.element_size(), lora_rows.max_group // block_m
     _lora_shrink_kernel[(n_groups * blocks, weights.num_parts, splits)](
         x,
@@ -221,6 +228,13 @@ def expand(
     )
 
 
+def check_lora(op: str, weights: ops.LoraWeights, lora_rows: ops.LoraRows) -> None:
+    check_last_contiguous(op, a=weights.a, b=weights.b, rows=lora_rows.rows, groups=lora_rows.groups)
+    if weights.num_parts > MAX_PARTS or weights.rank < ops.MIN_LORA_RANK:
+        found = f"{weights.num_parts} parts of rank {weights.rank}"
+        raise ValueError(f"{op}: {found}; the limits are {MAX_PARTS} parts of rank {ops.MIN_LORA_RANK} or more")
+
+
 def add(
     out: Tensor,
     x: Tensor,
@@ -230,11 +244,8 @@ def add(
     block_m: int | None = None,
 ) -> None:
     """``splits`` and ``block_m`` are chosen by the shape of the step, if they are None."""
-    check_last_contiguous("add_lora", out=out, x=x, a=weights.a, b=weights.b)
-    check_last_contiguous("add_lora", rows=lora_rows.rows, groups=lora_rows.groups)
-    if weights.num_parts > MAX_PARTS or weights.rank < MIN_RANK:
-        found = f"{weights.num_parts} parts of rank {weights.rank}"
-        raise ValueError(f"add_lora: {found}; the limits are {MAX_PARTS} parts of rank {MIN_RANK} or more")
+    check_last_contiguous("add_lora", out=out, x=x)
+    check_lora("add_lora", weights, lora_rows)
     rows, n_groups = rows_in_place("add_lora", "out", out), lora_rows.groups.shape[1]
     if not n_groups:
         return

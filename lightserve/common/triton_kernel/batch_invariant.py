@@ -53,8 +53,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Non
     out.copy_(few_rows.multiply(x, weight, bias, LINEAR, LINEAR_ROWS))
 
 
-# Their definitions call the norm, which is computed row by row, and the matmul above.
-for _op in (ops.add_rms_norm_linear, ops.add_rms_norm_gate_up):
+# Their definitions call the norm, which is computed row by row, the matmul above, and add_lora.
+for _name in ("add_rms_norm_linear", "add_rms_norm_gate_up", "lora_linear", "add_rms_norm_lora_linear"):
+    _op = ops.OPS[_name]
     _op.impl(BACKEND)(_op.impls[ops.REFERENCE])
 
 

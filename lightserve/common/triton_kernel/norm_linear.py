@@ -29,7 +29,7 @@ DTYPES = (torch.bfloat16,)  # unscaled rows exceed the range of float16
 
 
 @triton.jit
-def _repeat_rows(x, ROWS: tl.constexpr):
+def repeat_rows(x, ROWS: tl.constexpr):
     """Repeat each row ``ROWS // len(x)`` times: the GPU multiplies at least ``ROWS`` rows, but fewer are computed."""
     repeated = tl.broadcast_to(x[:, None, :], (x.shape[0], ROWS // x.shape[0], x.shape[1]))
     return repeated.reshape(ROWS, x.shape[1])
@@ -84,9 +84,9 @@ def _norm_linear_kernel(
         summed = rounded.to(tl.float32)
         squares += tl.sum(summed * summed, axis=1, keep_dims=True)
         unscaled = (summed * norm_weight).to(weight.dtype)
-        acc = tl.dot(weight, _repeat_rows(unscaled, BLOCK_M).T, acc=acc, input_precision="ieee")
+        acc = tl.dot(weight, repeat_rows(unscaled, BLOCK_M).T, acc=acc, input_precision="ieee")
 
-    acc *= _repeat_rows(tl.rsqrt(squares / in_size + eps), BLOCK_M).T
+    acc *= repeat_rows(tl.rsqrt(squares / in_size + eps), BLOCK_M).T
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + weight_rows, mask=is_weight_row, other=0.0).to(tl.float32)[:, None]
     if IS_GATED:
@@ -144,10 +144,14 @@ def multiply(
     return out, new_residual
 
 
+def takes(x: Tensor, residual: Tensor, weight: Tensor) -> bool:
+    """Whether the fused kernel can compute with them."""
+    return x.dim() == 2 and x.numel() > 0 and x.dtype in DTYPES and x.dtype == residual.dtype == weight.dtype
+
+
 def config_of(x: Tensor, residual: Tensor, weight: Tensor, rules: tuple[Rule, ...]) -> Config | None:
     """The configuration of the fused kernel; None: norm and product are separate ops."""
-    is_fit = x.dim() == 2 and x.numel() > 0 and x.dtype in DTYPES and x.dtype == residual.dtype == weight.dtype
-    return first_fit(rules, len(x), *weight.shape) if is_fit else None
+    return first_fit(rules, len(x), *weight.shape) if takes(x, residual, weight) else None
 
 
 @ops.add_rms_norm_linear.impl("triton")

@@ -16,7 +16,7 @@ from lightserve.common.triton_kernel._kv_codes import parts_of, write_codes
 
 
 @triton.jit
-def _rotate(
+def rotate(
     x_ptr,
     cache_ptr,
     norm_weight_ptr,
@@ -115,13 +115,13 @@ def _rotary_write_kv_kernel(
     cos = tl.load(cos_ptr + token * cos_token_stride + cols, mask=cols < HALF, other=0.0)
     sin = tl.load(sin_ptr + token * sin_token_stride + cols, mask=cols < HALF, other=0.0)
 
-    _rotate(q_row, None, q_norm_ptr, eps, cos, sin, cols, Q_HEADS, DIM, HALF)
+    rotate(q_row, None, q_norm_ptr, eps, cos, sin, cols, Q_HEADS, DIM, HALF)
     if scales_ptr is not None:
-        _rotate(k_row, None, k_norm_ptr, eps, cos, sin, cols, KV_HEADS, DIM, HALF)
+        rotate(k_row, None, k_norm_ptr, eps, cos, sin, cols, KV_HEADS, DIM, HALF)
         tl.debug_barrier()  # other threads have rotated the elements
         write_codes(k_row, k_cache, scales_ptr, slot, scale_stride, 2 * KV_HEADS, DIM)
         return
-    _rotate(k_row, k_cache, k_norm_ptr, eps, cos, sin, cols, KV_HEADS, DIM, HALF)
+    rotate(k_row, k_cache, k_norm_ptr, eps, cos, sin, cols, KV_HEADS, DIM, HALF)
     if 2 * HALF < DIM:
         tl.debug_barrier()  # other threads may have normalised the elements
         _copy(k_row, k_cache, KV_HEADS, DIM, 2 * HALF)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from test.faults.case import SERVER, Case
 from test.faults.cases import (
+    adapters,
     clocks,
     connections,
     engines,
@@ -38,6 +39,7 @@ CASES: list[Case] = sorted(
     ],
     key=lambda case: (case.program, case.flags, case.reaction.ends_server),
 )
+ADAPTER_CASES: list[Case] = adapters.CASES  # on a server with adapters.worker_flags
 START_CASES: list[StartCase] = [*hosts.CASES, *observability.START_CASES, *quantization.START_CASES]
 
 

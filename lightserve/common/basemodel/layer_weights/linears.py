@@ -22,16 +22,14 @@ class LinearWeight(Weight):
         self.lora = context.linear_lora(spec) if takes_lora else None
 
     @property
-    def uses_lora(self) -> bool:
-        """Whether rows of this step use adapters. They read the input of the linear, so it may not be fused away."""
-        return self.lora is not None and self.lora.is_active
+    def _active_lora(self) -> tuple[ops.LoraWeights, ops.LoraRows] | None:
+        """The adapters that rows of this step use; None: no row does."""
+        return None if self.lora is None else self.lora.active
 
     def _mm(self, x: Tensor) -> Tensor:
         """The product of this rank, with what the adapters of the step add."""
-        out = self.method.mm(x)
-        if self.lora is not None:
-            self.lora.add(out, x)
-        return out
+        active = self._active_lora
+        return self.method.mm(x) if active is None else self.method.mm_lora(x, *active)
 
     def pieces(self) -> Iterator[Piece]:
         return self.method.pieces()
@@ -116,15 +114,17 @@ class ColumnWeight(LinearWeight):
 
         ``residual`` is not valid afterwards.
         """
-        rms_norm = None if self.uses_lora else norm.as_rms_norm()
-        fused = None if rms_norm is None else self.method.add_rms_norm_mm(x, residual, rms_norm)
-        if fused is not None:
-            return fused
-        return self.mm(norm.add_norm(x, residual)), residual
+        rms_norm, active = norm.as_rms_norm(), self._active_lora
+        fused = None
+        if rms_norm is not None and active is None:
+            fused = self.method.add_rms_norm_mm(x, residual, rms_norm)
+        elif rms_norm is not None and active is not None:
+            fused = self.method.add_rms_norm_mm_lora(x, residual, rms_norm, *active)
+        return fused or (self.mm(norm.add_norm(x, residual)), residual)
 
     def add_norm_gate_up(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         """Gated SiLU of ``add_norm_mm``, for blocks that are gate and up; and the new residual."""
-        rms_norm = None if self.uses_lora else norm.as_rms_norm()
+        rms_norm = norm.as_rms_norm() if self._active_lora is None else None  # adapters add to gate and up
         fused = None if rms_norm is None else self.method.add_rms_norm_gate_up(x, residual, rms_norm)
         if fused is not None:
             return fused
@@ -158,7 +158,7 @@ class RowWeight(LinearWeight):
 
     def silu_and_mul_mm(self, gate_up: Tensor) -> Tensor:
         """``mm`` of the gated SiLU of ``gate_up``, if the method fuses it."""
-        if self.uses_lora:
+        if self._active_lora is not None:  # adapters read the input, so it is not rounded in the product
             return self.mm(ops.silu_and_mul(gate_up))
         return self._tp.all_reduce(self.method.silu_and_mul_mm(gate_up))
 
