@@ -205,6 +205,9 @@ class RouterConfig:
     max_queue_size: int = option(
         2048, "maximum number of waiting requests; further ones get status 429", "max_queued_requests"
     )
+    max_queue_tokens: int = option(
+        256 * 1024 * 1024, "maximum prompt tokens of all waiting requests; further requests get status 429"
+    )
     eos_id: list[int] = option([], "token ids that end a response; default: from the model's files")
     debug_requests: int = option(
         256, "number of requests whose timeline GET /debug/requests shows, the latest ones; 0: none"
@@ -212,7 +215,7 @@ class RouterConfig:
     log_stats_interval: float = option(10.0, "seconds between throughput log lines while requests run; 0: none")
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "max_queue_size", "chunked_prefill_size")
+        _at_least(self, 1, "max_queue_size", "max_queue_tokens", "chunked_prefill_size")
         _at_least(self, 0, "debug_requests", "log_stats_interval", "request_timeout", "router_token_ratio")
         if self.debug_requests > MAX_DEBUG_REQUESTS:
             raise OptionError(f"debug_requests={self.debug_requests}: must be at most {MAX_DEBUG_REQUESTS}")

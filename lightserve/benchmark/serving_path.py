@@ -2,12 +2,15 @@
 
     python -m lightserve.benchmark.serving_path --streams 64 --http 1 2
 
+    python -m lightserve.benchmark.serving_path --hops 200
+
     python -m lightserve.benchmark.serving_path --api chat messages responses --tools --tool_call_parser hermes
 
 A null worker returns made-up tokens at once, so HTTP, routing, detokenizing and this client take all the time.
 Tokens then come faster than they can be written one by one, and several events share a write. --step_ms avoids that.
 Flags that this program does not know go to the server: with --reasoning_parser, or with --tools and --tool_call_parser,
-the output of a chat is parsed.
+the output of a chat is parsed. --hops sends single requests after the load, and prints how long each hop on their way
+between the processes takes.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from lightserve.benchmark.request_hops import print_hops
 from lightserve.benchmark.server import Server
 from lightserve.benchmark.stream_client import StreamClient, finish, post
 
@@ -122,7 +127,7 @@ async def drive(load: Load, url: str) -> Result:
     return result
 
 
-def measure(http_workers: int, load: Load, flags: list[str]) -> str:
+def measure(http_workers: int, load: Load, flags: list[str], hops: int = 0) -> str:
     import uvloop
 
     server = Server(["--null_worker", "--httpserver_workers", str(http_workers), *flags])
@@ -133,6 +138,8 @@ def measure(http_workers: int, load: Load, flags: list[str]) -> str:
         result = uvloop.run(drive(load, url))
         own = time.process_time() - own_before
         after = server.cpu_s()
+        if hops:
+            print_hops(url, partial(request_of, replace(load, tokens=2)), APIS[load.api].event, hops)
     finally:
         server.stop()
     tokens = load.streams * load.rounds * load.tokens
@@ -150,13 +157,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--tools", action="store_true", help="requests offer a tool; set --tool_call_parser too")
     parser.add_argument("--http", type=int, nargs="+", default=[1, 2], help="HTTP processes")
+    parser.add_argument("--hops", type=int, default=0, metavar="N", help="time the hops of N single requests too")
     parser.add_argument("--step_ms", type=float, default=0.0, help="how long a step of the null worker takes")
     args, flags = parser.parse_known_args()
     flags += ["--null_step_ms", str(args.step_ms)]
     for api in args.api:
         for http_workers in args.http:
             load = Load(api, args.streams, args.rounds, args.tokens, args.tools)
-            print(measure(http_workers, load, flags), flush=True)
+            print(measure(http_workers, load, flags, args.hops), flush=True)
 
 
 if __name__ == "__main__":

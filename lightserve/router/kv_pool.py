@@ -26,6 +26,7 @@ class KvPool:
     def __init__(self, size: int, windowed: WindowedKv | None = None) -> None:
         """``windowed``: the figures of the second pool; None: there is none."""
         self.num_evicted = 0  # tokens that the cache has evicted to make room
+        self.num_cached_chunks = 0  # of prompts, while they were computed
         self.blocks: CachedBlocks | None = None  # set by ``track_blocks``
         self._figures = size, windowed
         self.reset()
@@ -139,6 +140,7 @@ class KvPool:
             self._cache.lock(grown)
             self._cache.unlock(req.node)
             req.node, req.shared_len = grown, end
+            self.num_cached_chunks += 1
             if self.blocks is not None:
                 self.blocks.add(req, begin, end)
         self._cache_windowed(req, req.prompt_ids[:end], begin)

@@ -142,10 +142,9 @@ class RouterManager:
     def _accept(self, message: GenerateReq, dispatched: DispatchedReq | None = None) -> None:
         timeline = self.timelines.start(message)
         is_moved = dispatched is not None and dispatched.is_moved
-        limit, waiting = self._config.max_queue_size, self._scheduler.num_waiting + self._scheduler.num_held
-        if waiting >= limit and not is_moved:
-            found = f"the queue is full: {waiting} requests wait, the limit is {limit} (--max_queue_size); retry later"
-            self._refuse(message, timeline, found, 429)
+        full = "" if is_moved else self._why_full(len(message.prompt_ids))
+        if full:
+            self._refuse(message, timeline, f"the queue is full: {full}; retry later", 429)
             return
         try:
             adapter = self.adapters.find(message.scheduling.lora)
@@ -161,6 +160,19 @@ class RouterManager:
         if timeline is not None:
             timeline.queued()
         self._queue(req, adapter)
+
+    def _why_full(self, prompt_len: int) -> str:
+        """Why a request with such a prompt may not wait; empty: it may. One request may always wait."""
+        config, waiting = self._config, self._scheduler.num_waiting + self._scheduler.num_held
+        if waiting >= config.max_queue_size:
+            return f"{waiting} requests wait, the limit is {config.max_queue_size} (--max_queue_size)"
+        tokens = self._scheduler.num_waiting_tokens
+        if waiting and tokens + prompt_len > config.max_queue_tokens:
+            return (
+                f"the prompts of {waiting} waiting requests have {tokens} tokens, and this one has {prompt_len}; "
+                f"the limit is {config.max_queue_tokens} (--max_queue_tokens)"
+            )
+        return ""
 
     def _refuse(self, message: GenerateReq, timeline: Timeline | None, reason: str, status: int) -> None:
         self._reporter.refuse(message.req_id, reason, status)

@@ -22,6 +22,8 @@ class ReqQueue:
         self._waiting: list[tuple[float, int, Req]] = []  # sorted by rank, then by arrival
         self._preempted: list[Req] = []  # sorted by arrival
         self._held: dict[int, Req] = {}  # by id
+        self.num_tokens = 0  # prompt tokens of all requests, also of held ones
+        self.num_changes = 0  # how often a request has come, gone, or been held or released
         self._arrivals = itertools.count()
 
     def __len__(self) -> int:
@@ -38,15 +40,18 @@ class ReqQueue:
         if req.output_len:  # it has begun in another engine
             self.add_preempted(req)
             return
+        self._count(req)
         bisect.insort(self._waiting, (self._policy.rank(req), next(self._arrivals), req), key=lambda entry: entry[:2])
 
     def hold(self, req: Req) -> None:
+        self._count(req)
         self._held[req.req_id] = req
 
     def release(self, req: Req) -> None:
         """Let a held request be admitted. It may have ended meanwhile."""
         if self._held.pop(req.req_id, None) is None:
             return
+        self.num_tokens -= len(req.prompt_ids)
         if req.num_admissions:  # it was preempted
             self.add_preempted(req)
         else:
@@ -58,12 +63,16 @@ class ReqQueue:
         self._preempted = [req for req in self._preempted if not is_meant(req)]
         self._waiting = [entry for entry in self._waiting if not is_meant(entry[2])]
         self._held |= {req.req_id: req for req in held}
+        self.num_changes += 1
         return held
 
     def add_preempted(self, req: Req) -> None:
+        self._count(req)
         bisect.insort(self._preempted, req, key=lambda one: one.arrived_s)
 
     def clear(self) -> None:
+        self.num_changes += 1
+        self.num_tokens = 0
         self._waiting.clear()
         self._preempted.clear()
         self._held.clear()
@@ -74,6 +83,8 @@ class ReqQueue:
         return self._preempted + self._policy.order(first, cached_len)
 
     def remove(self, req: Req) -> None:
+        self.num_changes += 1
+        self.num_tokens -= len(req.prompt_ids)
         if self._held.pop(req.req_id, None) is not None:
             return
         if req in self._preempted:
@@ -89,3 +100,7 @@ class ReqQueue:
 
     def find_preempted(self, req_id: int) -> Req | None:
         return next((req for req in self._preempted if req.req_id == req_id), None)
+
+    def _count(self, req: Req) -> None:
+        self.num_changes += 1
+        self.num_tokens += len(req.prompt_ids)

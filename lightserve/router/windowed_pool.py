@@ -92,8 +92,11 @@ class WindowedPool:
         self.slots.free(unheld)
 
     def invalidate(self, slots: Slots) -> None:
-        """Cached tokens lose these slots: the steps that should compute them have failed."""
-        tokens = self._token[slots]
+        """Cached tokens lose these slots: the steps that should compute them have failed.
+
+        A slot may be given twice: a step can take one that the step before it filled.
+        """
+        tokens = self._token[np.unique(slots)]
         self.remove_cached(tokens[tokens != NONE])
 
     def usable_len(self, tokens: Slots) -> int:

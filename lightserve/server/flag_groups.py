@@ -65,6 +65,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "router_token_ratio",
         "default_max_tokens",
         "max_queue_size",
+        "max_queue_tokens",
         "request_timeout",
     ),
     "HTTP": (

@@ -174,6 +174,7 @@ class Router:
         run_dir: Path,
         depth: int = 1,
         max_queue_size: int = 100,
+        max_queue_tokens: int = 10_000,
         end_after: int | None = None,
         step_timeout_s: float = 0.0,
     ) -> AsyncIterator[Router]:
@@ -181,7 +182,7 @@ class Router:
         from_router: Receiver[ToDetokenization] = Receiver(f"ipc://{run_dir}/detok", ToDetokenization)
         outbox: Sender[ToDetokenization] = Sender(f"ipc://{run_dir}/detok")
         engine = EngineReady(200, 100, 1000, depth, (EOS,), step_timeout_s=step_timeout_s)
-        config = RouterConfig(max_queue_size=max_queue_size)
+        config = RouterConfig(max_queue_size=max_queue_size, max_queue_tokens=max_queue_tokens)
         limits = SchedulerLimits(max_running=8, batch_max_tokens=64, chunk_size=64)
         scheduler, model = Scheduler(KvPool(200), limits), FakeModel(end_after)
         manager = RouterManager(scheduler, model, engine, inbox, outbox, config)
@@ -358,6 +359,31 @@ def test_the_first_token_carries_the_admission(tmp_path: Path) -> None:
         assert [req.text.stop for batch in router.batches for req in batch.new] == [("x",)]
 
     check(scenario, tmp_path)
+
+
+def test_the_prompts_of_waiting_requests_have_a_limit_and_a_freed_place_is_used(tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        router.model.may_run.clear()
+        router.send(request(0, prompt_len=60))
+        await until(lambda: router.scheduler.num_running == 1)
+        for req_id, prompt_len in ((1, 90), (2, 10), (3, 1)):
+            router.send(request(req_id, prompt_len=prompt_len))
+        await router.until(lambda: len(refused(router)) == 1)
+        assert router.scheduler.num_waiting_tokens == 91
+
+        router.send(AbortReq(1))
+        await until(lambda: router.scheduler.num_waiting_tokens == 1)
+        router.send(request(4, prompt_len=60))
+        router.model.may_run.set()
+        await router.until(lambda: router.has_finished(4) and router.has_finished(3))
+
+        assert [(failure.req_id, failure.status) for failure in refused(router)] == [(2, 429)]
+        assert "have 90 tokens, and this one has 10; the limit is 95 (--max_queue_tokens)" in refused(router)[0].message
+        assert router.scheduler.num_waiting_tokens == 0
+        router.send(request(5, prompt_len=96))  # one may always wait
+        await router.until(lambda: router.has_finished(5))
+
+    check(scenario, tmp_path, max_queue_tokens=95)
 
 
 def test_an_abort_frees_the_memory_of_the_request_and_is_forwarded(tmp_path: Path) -> None:

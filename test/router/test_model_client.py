@@ -15,12 +15,24 @@ from rpyc.core import Channel, SocketStream
 
 from lightserve.config import HttpConfig, LaunchConfig, RouterConfig, ServerConfig, WorkerConfig
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import GrammarSpec, NewReq, SamplingParams, Step, StepResult, StepRow, Token, TokenOut
+from lightserve.io_struct import (
+    GrammarSpec,
+    LoraLoad,
+    LoraLoaded,
+    NewReq,
+    SamplingParams,
+    Step,
+    StepResult,
+    StepRow,
+    Token,
+    TokenOut,
+)
+from lightserve.router.lora_client import FAILED
 from lightserve.router.model_client import RpycModelClient
 from lightserve.utils.codec import encode
 from lightserve.utils.int_arrays import int32s
 from lightserve.utils.process import ChildConfig
-from lightserve.worker.rpc import CompileGrammar, Launch, ModelRpc, StepServer, decode_step, ignore_grammar
+from lightserve.worker.rpc import CompileGrammar, Launch, LoadLora, ModelRpc, StepServer, decode_step, ignore_grammar
 from test.waiting import DEADLINE_S, until
 
 
@@ -48,6 +60,17 @@ def served(tmp_path: Path, *runs: Callable[[Step], StepResult]) -> list[str]:
 def client_of(paths: list[str], restart_requests: list[tuple[str, bool]] | None = None) -> RpycModelClient:
     requests = [] if restart_requests is None else restart_requests
     return RpycModelClient(paths, lambda reason, caused_by_request: requests.append((reason, caused_by_request)))
+
+
+def loading(tmp_path: Path, *loads: LoadLora) -> list[str]:
+    """Ranks that run steps at once; each loads adapters in its own way."""
+    paths = []
+    for rank, load_lora in enumerate(loads):
+        path = str(tmp_path / f"worker-{rank}")
+        args = (StepServer(path).serve, in_order(echo), 1, ignore_grammar, None, load_lora)
+        threading.Thread(target=args[0], args=args[1:], daemon=True).start()
+        paths.append(path)
+    return paths
 
 
 def within_deadline(work: Coroutine[Any, Any, None]) -> None:
@@ -477,13 +500,36 @@ def test_a_grammar_in_preparation_resolves_when_the_workers_are_given_up(tmp_pat
         if how == "closed":
             client.close()
         else:
-            for connection in client._grammars._connections:
+            for connection in client._grammars._calls._connections:
                 connection._channel.stream.sock.shutdown(socket.SHUT_RDWR)
 
         await compiled
         if how != "closed":
             await client.compile_grammar(DIGITS, ())
         may_end.set()
+        client.close()
+
+    within_deadline(scenario())
+
+
+def test_an_adapter_is_loaded_when_every_rank_has_it_and_the_first_error_counts(tmp_path: Path) -> None:
+    def rank_0(command: LoraLoad) -> LoraLoaded:
+        return LoraLoaded("wrong shape" if command.path == "/misshapen" else "")
+
+    def rank_1(command: LoraLoad) -> LoraLoaded:
+        if command.path == "/unreadable":
+            raise OSError("an error that no rank expects")
+        return LoraLoaded()
+
+    async def scenario() -> None:
+        client = RpycModelClient(loading(tmp_path, rank_0, rank_1), lambda reason, caused_by_request: None, True)
+
+        assert await client.load_lora(LoraLoad(1, "/good")) == LoraLoaded()
+        assert await client.load_lora(LoraLoad(2, "/misshapen")) == LoraLoaded("wrong shape")
+        assert await client.load_lora(LoraLoad(3, "/unreadable")) == LoraLoaded(FAILED)
+        assert await client.load_lora(LoraLoad(4, "/good")) == LoraLoaded()
+
+        assert not client.is_lost
         client.close()
 
     within_deadline(scenario())

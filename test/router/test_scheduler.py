@@ -187,7 +187,7 @@ class Server:
 
     def step(self) -> bool:
         """Whether anything was done."""
-        while len(self._in_flight) < self.depth and (step := self.scheduler.next_step()):
+        while len(self._in_flight) < self.depth and (step := self._next_step()):
             self.order += [new.req_id for new in step.new if new.req_id not in self.order]
             self.steps.append({row.req_id for row in step.rows})
             try:
@@ -205,6 +205,13 @@ class Server:
         self.scheduler.process_tokens(self._in_flight.popleft()[1])
         self._check_kept_counts()
         return True
+
+    def _next_step(self) -> Step | None:
+        admission = self.scheduler._admission
+        if admission.is_blocked:  # then no request would be admitted
+            admission._blocked = None
+            assert not admission.admit(0.0)
+        return self.scheduler.next_step()
 
     @property
     def depth(self) -> int:
@@ -246,6 +253,7 @@ class Server:
         batch = self.scheduler._batch
         reqs = list(batch)
         assert batch.max_tokens == sum(len(req.prompt_ids) + req.max_new_tokens for req in reqs)
+        assert self.scheduler.num_waiting_tokens == sum(len(req.prompt_ids) for req in self.scheduler._queue)
         assert batch.rows.tolist() == [req.row for req in reqs]
         assert batch.at(batch.rows) == reqs
         assert batch.unplanned().tolist() == [req.unplanned for req in reqs]
@@ -450,6 +458,26 @@ def test_only_what_steps_in_flight_were_to_compute_is_taken_back() -> None:
     server.run([again := make_req(1, req.prompt_ids, 5)])
     assert again.cached_len == 64
     server.assert_idle()
+
+
+def test_a_request_that_does_not_fit_is_looked_at_again_only_after_a_change() -> None:
+    scheduler = make(200)
+    server = Server(scheduler)
+    running = make_req(0, [1, 2, 3], 100)
+    running.eos_ids = ()
+    scheduler.add(running)
+    server.step()
+    scheduler.add(waiting := make_req(1, list(range(1000, 1150)), 40))
+    scheduler.next_step()
+    looked_at = scheduler.pool._cache._now  # counts what was looked up
+
+    assert scheduler._admission.is_blocked
+    for _ in range(5):
+        scheduler.next_step()
+    assert scheduler.pool._cache._now == looked_at
+    scheduler.abort(0)
+    scheduler.next_step()
+    assert waiting in scheduler._batch
 
 
 @pytest.mark.parametrize("forces", [False, True])

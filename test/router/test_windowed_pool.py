@@ -131,6 +131,23 @@ def test_slots_that_a_failed_step_was_to_fill_are_not_used_by_cached_tokens() ->
     assert req.cached_len == 0
 
 
+def test_a_slot_that_two_failed_steps_were_to_fill_is_freed_once() -> None:
+    """Both compute tokens again that are cached. The second takes slots of the first that no window reaches."""
+    server = Server(make(1000, windowed=windowed(2 * KEPT), batch_max_tokens=KEPT), depth=4)
+    server.run([make_req(0, prompt(100), 1)])
+    server.run([make_req(1, prompt(100, 5000), 1)])
+    server.scheduler.add(make_req(2, prompt(100), 50))
+    server.step()
+    slots = [slot for step, _ in server._in_flight for slot in step.windowed_slots.tolist()]
+    assert len(set(slots)) < len(slots)
+
+    server.fail_steps()
+
+    server.assert_idle()
+    server.run([again := make_req(3, prompt(100), 5)])
+    assert again.output_ids == truth(again.prompt_ids, 3, 5)
+
+
 def test_cached_tokens_lose_the_slots_of_a_request_that_failed_with_nan() -> None:
     server = Server(make(1000, windowed=windowed(200)))
     other, failing = make_req(0, prompt(60), 40), make_req(1, [*prompt(60), 1], 40)

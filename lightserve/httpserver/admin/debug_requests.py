@@ -62,7 +62,7 @@ def summary(timeline: RequestTimeline) -> dict[str, Any]:
         "request_id": timeline.request_id,
         "sequence": timeline.req_id,
         "state": state,
-        "arrived": round(unix_s(timeline.arrived_s), 3),
+        "arrived": round(unix_s(timeline.arrived_s), 6),
         "prompt_tokens": timeline.prompt_tokens,
         "cached_tokens": None if admitted is None else admitted.tokens,
         "output_tokens": last.tokens if is_ended else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from lightserve.router.radix_cache import common_len
@@ -13,6 +15,15 @@ from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.token_budget import OutputEstimate, peak_tokens
 
 MIN_PENDING_PREFIX_TOKENS = 32  # a request waits for a prefix of so many tokens that another one computes now
+
+
+class BlockedReq(NamedTuple):
+    """The first request of the queue, which did not fit. To find its cached prefix again would find the same."""
+
+    req: Req
+    shared_len: int  # of its prefix
+    locked: int  # so many of those tokens no running request uses
+    num_changes: tuple[int, int, int]
 
 
 class AdmissionControl:
@@ -30,10 +41,11 @@ class AdmissionControl:
         self._chunking = chunking
         self._limits = limits
         self._estimate = estimate
+        self._blocked: BlockedReq | None = None
 
     def admit(self, now_s: float) -> list[Req]:
         """Move requests from the queue into the batch. They hold their cached tokens from now on."""
-        if not len(self._queue) or self._is_full or self._batch.isolation.isolated:
+        if not len(self._queue) or self._is_full or self._batch.isolation.isolated or self.is_blocked:
             return []  # most steps end here, without ordering the queue
         unplanned = self._batch.unplanned()
         prefilling = self._batch.at(self._batch.rows[unplanned > 1])
@@ -45,6 +57,19 @@ class AdmissionControl:
         return self._admit_candidates(prefilling, budget, reserved, now_s)
 
     @property
+    def is_blocked(self) -> bool:
+        """Whether the first request of the queue did not fit, and does not now. No prefix is looked up."""
+        blocked = self._blocked
+        if blocked is None or blocked.num_changes != self._num_changes:
+            return False
+        return not self._fits_at_peak(blocked.req, blocked.shared_len, self._pool.used, blocked.locked)
+
+    @property
+    def _num_changes(self) -> tuple[int, int, int]:
+        """Equal to an earlier one: the same requests run and wait, and no more of a prompt is cached."""
+        return self._batch.num_changes, self._queue.num_changes, self._pool.num_cached_chunks
+
+    @property
     def _is_full(self) -> bool:
         return len(self._batch) >= self._limits.max_running
 
@@ -52,17 +77,23 @@ class AdmissionControl:
         """In the order of the queue, until a request does not fit: if smaller ones passed it, it would starve."""
         isolation, loras = self._batch.isolation, self._batch.loras
         admitted: list[Req] = []
+        is_first = True  # no request was passed over that may be admitted at any time
         is_starving = False  # a request waits for a slot for its adapter, and has been passed over too often
         for req in self._queue.candidates(self._pool.cached_len):
             if self._is_full or budget <= 0 or isolation.isolated:
                 break
             if req.in_flight or self._is_being_computed(req, prefilling) or (is_starving and req.lora_id is not None):
+                is_first = False
                 continue
             if not loras.has_room(req):
-                is_starving = loras.is_starving(req)
+                is_starving, is_first = loras.is_starving(req), False
                 continue
             runs_alone = isolation.needs_isolation(req)
-            if (runs_alone and admitted) or not self._fits(req):
+            if runs_alone and admitted:
+                break
+            if not self._fits(req):
+                if not is_first:
+                    self._blocked = None
                 break
             self._start(req, now_s)
             admitted.append(req)
@@ -85,12 +116,17 @@ class AdmissionControl:
         """Whether the peak with this request fits the pool. If so, the request holds its cached tokens."""
         if not req.shares_prefix:
             return not len(self._batch) or (self._fits_without_output(req) and self._fits_windowed(req))
-        self._pool.attach_prefix(req)
-        if not len(self._batch) or (
-            (self._fits_at_longest(req) or self._fits_at_peak(req)) and self._fits_windowed(req)
-        ):
+        pool = self._pool
+        used, shared_tokens = pool.used, pool.shared_tokens
+        pool.attach_prefix(req)
+        if not len(self._batch):
             return True
-        self._pool.release(req)
+        fits_all = self._fits_at_longest(req) or self._fits_at_peak(req, req.shared_len, used)
+        if fits_all and self._fits_windowed(req):
+            return True
+        locked = pool.shared_tokens - shared_tokens
+        self._blocked = None if fits_all else BlockedReq(req, req.shared_len, locked, self._num_changes)
+        pool.release(req)
         return False
 
     def _fits_without_output(self, req: Req) -> bool:
@@ -102,15 +138,17 @@ class AdmissionControl:
         """Whether all outputs could have their longest lengths at once. No request is looked at: the sum is kept."""
         return self._batch.max_tokens + len(req.prompt_ids) + req.max_new_tokens <= self._pool.size
 
-    def _fits_at_peak(self, req: Req) -> bool:
+    def _fits_at_peak(self, req: Req, shared_len: int, used: int, to_lock: int = 0) -> bool:
+        """``used``: tokens that running requests hold. ``to_lock``: tokens of its prefix that it does not hold yet."""
         pool = self._pool
         own = req.columns.values[:, [req.row]]
         numbers = np.concatenate((self._batch.columns.values[:, self._batch.rows], own), axis=1)
-        prompt_len, max_new_tokens, shared_len, _, _, generated, *_ = numbers
-        is_tight = pool.used >= self._limits.token_ratio * pool.size
+        prompt_len, max_new_tokens, shared, _, _, generated, *_ = numbers
+        shared[-1] = shared_len
+        is_tight = used >= self._limits.token_ratio * pool.size
         remaining = max_new_tokens - generated if is_tight else self._estimate.remaining(generated, max_new_tokens)
-        held = generated + prompt_len - shared_len  # once prompts are computed
-        return pool.shared_tokens + peak_tokens(held, remaining) <= pool.size
+        held = generated + prompt_len - shared  # once prompts are computed
+        return pool.shared_tokens + to_lock + peak_tokens(held, remaining) <= pool.size
 
     def _fits_windowed(self, req: Req) -> bool:
         """Whether the windowed pool has the slots that all requests may hold, and those of a step's new tokens."""

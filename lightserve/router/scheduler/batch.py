@@ -29,6 +29,7 @@ class RunningBatch:
         self.columns = ReqColumns(max_running)
         self.rows: Int64Array = NO_INT64
         self.max_tokens = 0  # prompts and longest outputs of all requests
+        self.num_changes = 0  # how often a request has entered or left
         self._num_admitted = 0
         self._eos_ids: set[int] = set()  # of all requests so far: the model has few
         self._ends = NO_INT32  # the same
@@ -75,6 +76,7 @@ class RunningBatch:
     def add(self, req: Req) -> None:
         row = self._free_rows.pop()
         req.move_to(self.columns, row)
+        self.num_changes += 1
         self._num_admitted += 1
         self.columns.admission[row] = self._num_admitted
         self._at[row] = self._reqs[req.req_id] = req
@@ -143,6 +145,7 @@ class RunningBatch:
         return reqs
 
     def _remove(self, req: Req) -> None:
+        self.num_changes += 1
         row = req.row
         del self._reqs[req.req_id], self._row_of[req.req_id]
         self.columns.admission[row] = 0

@@ -96,6 +96,11 @@ class Scheduler:
         return self._queue.num_held
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of the requests that wait for room or are held."""
+        return self._queue.num_tokens
+
+    @property
     def num_running(self) -> int:
         return len(self._batch)
 
