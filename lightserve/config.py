@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from lightserve.errors import OptionError
 from lightserve.utils.cpu import available_cores
 from lightserve.utils.logger import LogFormat
+from lightserve.utils.net import parse_tcp
 
 Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
@@ -361,14 +362,71 @@ class ClusterConfig:
         "data_parallel_size",
         "dp_size",
     )
-    cluster_policy: str = option("prefix", "which engine gets a request, with --dp", "dp_policy")
+    cluster_policy: str = option("prefix", "which engine gets a request, with --dp or --engines", "dp_policy")
+    engines: list[str] = option(
+        [],
+        "addresses of engines on other machines that compute for this server, tcp://HOST:PORT, separated by commas; "
+        "needs --cluster_keys, but no device and no weights",
+    )
+    listen: str | None = option(
+        None,
+        "be an engine without HTTP: the address where servers with --engines connect, such as tcp://10.0.0.2:9000; "
+        "needs --cluster_keys",
+    )
+    cluster_keys: str | None = option(
+        None, "folder with the keys of engines and gateways; `lightserve cluster keygen DIR` makes them"
+    )
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "dp")
         if self.dp > MAX_ENGINES:
             raise OptionError(f"dp={self.dp}: must be at most {MAX_ENGINES}")
-        if self.dp == 1 and self.cluster_policy != "prefix":
+        self._check_remote()
+        if self.dp == 1 and not self.engines and self.cluster_policy != "prefix":
             raise OptionError(f"cluster_policy={self.cluster_policy}: there is one engine; set --dp to 2 or more")
+
+    def _check_remote(self) -> None:
+        flags = [f"--{name}" for name in ("engines", "listen") if getattr(self, name)]
+        if len(flags) == 2:
+            raise OptionError("engines and listen exclude each other: a process is a gateway or an engine")
+        if self.cluster_keys is not None and not flags:
+            raise OptionError("cluster_keys: there is no link to another machine; set --engines or --listen too")
+        for flag in flags:
+            if self.dp > 1:
+                raise OptionError(f"dp={self.dp}: not with {flag}; start one engine for each of {self.dp} ports")
+            if self.cluster_keys is None:
+                raise OptionError(f"{flag} needs --cluster_keys DIR; `lightserve cluster keygen DIR` makes the keys")
+        self._check_addresses()
+
+    def _check_addresses(self) -> None:
+        addresses = self.engine_addresses
+        if self.engines and not addresses:
+            raise OptionError("engines: name at least one address, such as tcp://10.0.0.2:9000")
+        for name, text in [
+            *(("engines", one) for one in addresses),
+            *([("listen", self.listen)] if self.listen else []),
+        ]:
+            try:
+                parse_tcp(text)
+            except ValueError as error:
+                raise OptionError(f"{name}={text!r}: {error}; an address is tcp://HOST:PORT") from error
+        if twice := next((one for one in addresses if addresses.count(one) > 1), None):
+            raise OptionError(f"engines: {twice} is there twice")
+        if len(addresses) > MAX_ENGINES:
+            raise OptionError(f"engines: {len(addresses)} addresses; there may be {MAX_ENGINES}")
+
+    @property
+    def engine_addresses(self) -> list[str]:
+        return [one.strip() for text in self.engines for one in text.split(",") if one.strip()]
+
+    @property
+    def num_engines(self) -> int:
+        """Engines behind the dispatcher; 1: there is no dispatcher, unless the engine is remote."""
+        return len(self.engine_addresses) or self.dp
+
+    @property
+    def has_dispatcher(self) -> bool:
+        return self.dp > 1 or bool(self.engines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

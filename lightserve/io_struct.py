@@ -11,6 +11,11 @@ With --dp, a dispatcher stands where the router stands, and speaks to the router
 
     dispatcher ──DispatchedReq, AbortReq, MovedReqs──▶ router ──BatchTokenIdOut, RouterStats, KvNews──▶ dispatcher
 
+With --engines, the dispatcher is in a gateway, and the routers are on other machines. The same messages cross TCP. The
+two introduce themselves first, and both send heartbeats:
+
+    gateway ──GatewayHello, Heartbeat──▶ engine ──EngineHello, LinkRefused, Heartbeat──▶ gateway
+
 A Step names the requests that enter, the KV slots that each row fills, and the requests that leave. A worker knows the
 tokens of its requests, so prefill, a chunk of a prompt and decode are the same message: compute the next len(slots)
 tokens of a request. A request may get several tokens back, in their order: the sampled one and those that its grammar
@@ -818,3 +823,41 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 FromChild = StartupPhase | StartupProgress | Ready | EngineReady | ChildFailed | Drained | WorkersLost | Pong
 ToChild = EngineReady | NewWorkers | EngineJoined | EngineLost | Drain | EngineDied | Ping
+
+
+# gateway <-> engine over TCP, besides ToEngine and FromEngine
+
+LINK_PROTOCOL = 1  # increase it when a message between gateways and engines changes
+
+
+class GatewayHello(msgspec.Struct, frozen=True, tag=True):
+    """The first message of a gateway. Its fields stay as they are in all versions, so that every engine can read it."""
+
+    protocol: int
+    gateway: str  # a random name, for as long as the process runs
+    model_digest: str  # of config and tokenizer: see cluster/tcp/digest.py
+
+
+class EngineHello(msgspec.Struct, frozen=True, tag=True):
+    """The reply to GatewayHello: the engine accepts requests."""
+
+    protocol: int
+    engine_id: str  # a random name, for as long as the engine's launcher runs
+    epoch: int  # how many times the router was replaced
+    model_digest: str
+    weights_digest: str  # all engines of a gateway must compute with the same weights
+    ready: EngineReady
+
+
+class LinkRefused(msgspec.Struct, frozen=True, tag=True):
+    """The engine accepts no requests from this gateway, or does not know it any more."""
+
+    reason: str
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Both sides send it twice a second."""
+
+
+GatewayToEngine = ToEngine | GatewayHello | Heartbeat
+EngineToGateway = FromEngine | EngineHello | LinkRefused | Heartbeat

@@ -18,10 +18,11 @@ START_S = 60.0
 class Server:
     """A real server in its own processes. Its log goes to a temporary file."""
 
-    def __init__(self, flags: list[str]) -> None:
+    def __init__(self, flags: list[str], has_http: bool = True) -> None:
         self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115  closed in stop
-        command = [sys.executable, "-m", "lightserve.server.api_server", "--port", "0", "--disable_log_requests"]
-        command += flags
+        command = [sys.executable, "-m", "lightserve.server.api_server", *flags]
+        if has_http:  # an engine of a cluster has none
+            command += ["--port", "0", "--disable_log_requests"]
         self._process = subprocess.Popen(command, stderr=self._log)
 
     def wait_until_ready(self, timeout_s: float = START_S) -> str:

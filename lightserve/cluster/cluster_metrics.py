@@ -22,18 +22,28 @@ class ClusterMetrics:
     def __init__(self) -> None:
         self._own = Recorder()
         self.values = self._own.values  # what the dispatcher itself counts
-        self._ended: list[MetricsSnapshot] = [self._own.snapshot()]  # sum of the counters of routers that died
+        self._ended = self._own.snapshot()  # sum of the counters of routers that died
+        self._left: dict[int, tuple[str, MetricsSnapshot]] = {}  # by engine: of a router that died or is disconnected
 
-    def retire(self, engine: Engine) -> None:
-        """Keep what a router that died has counted: counters never decrease."""
+    def engine_left(self, engine: Engine) -> None:
+        """Keep what a router has counted: counters never decrease."""
         if engine.stats is not None:
-            self._ended = [_sum([*self._ended, _without_gauges(engine.stats.metrics)])]
+            self._retire(engine.number)
+            self._left[engine.number] = engine.link.instance, _without_gauges(engine.stats.metrics)
+
+    def _retire(self, number: int) -> None:
+        if number in self._left:
+            self._ended = _sum([self._ended, self._left.pop(number)[1]])
 
     def snapshot(self, engines: Iterable[Engine], numbers: Iterable[int], num_unplaced: int) -> MetricsSnapshot:
         """``numbers`` are those of all engines, also of those that are down."""
         found = {engine.number: engine for engine in engines}
         stats = {number: engine.stats.metrics for number, engine in found.items() if engine.stats is not None}
-        total = _sum([self._own.snapshot(), *self._ended, *stats.values()])
+        for number in stats:
+            if number in self._left and self._left[number][0] == found[number].link.instance:
+                del self._left[number]  # the same router is connected again, and counts on
+        left = [metrics for _, metrics in self._left.values()]
+        total = _sum([self._own.snapshot(), self._ended, *left, *stats.values()])
         for name in MEANS:
             total.values[name] /= max(len(stats), 1)
         total.values["num_requests_waiting"] += num_unplaced

@@ -49,7 +49,7 @@ TICK_S = 0.25
 SILENT_TICKS = 20  # an engine sends a message every second; ticks, because a dispatcher that was stopped counts none
 MAX_CRASHES = 3  # engines that die while they have a request, without a token of it in between
 CRASHED = f"{MAX_CRASHES} engines died while they had this request; it is not tried again"
-NO_ADAPTERS = "several engines (--dp) do not serve LoRA adapters; start the server with --dp 1"
+NO_ADAPTERS = "several engines (--dp, --engines) do not serve LoRA adapters; start a server with one engine"
 
 
 class Dispatcher:
@@ -89,13 +89,13 @@ class Dispatcher:
         self._place_all()
 
     def leave(self, number: int) -> None:
-        """The router of an engine died."""
+        """The router of an engine died, or cannot be reached."""
         engine = self._placement.leave(number)
         if engine is None:
             return
         self._readers.pop(number).cancel()
         engine.link.close()
-        self.metrics.retire(engine)
+        self.metrics.engine_left(engine)
         self.metrics.values["dp_engine_restarts_total"] += 1
         for reply in self._queries.engine_left(number):
             self._to_detokenization.send(reply)
@@ -288,8 +288,8 @@ class Dispatcher:
                 if req.deadline_s is not None and req.deadline_s <= now_s:
                     timeout_s = round(req.deadline_s - req.request.arrived_s, 3)
                     self.metrics.values["request_failed_total"] += 1
-                    found = f"the request exceeded its timeout of {timeout_s:g} s (timeout or --request_timeout)"
-                    self._fail(req, 504, found)
+                    found = f"no engine could take the request within its timeout of {timeout_s:g} s; retry later"
+                    self._fail(req, 503, found)
             for reply in self._queries.tick():
                 self._to_detokenization.send(reply)
 

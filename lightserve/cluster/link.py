@@ -1,7 +1,8 @@
 """The link between the dispatcher and one engine: typed messages both ways, in order.
 
 A link belongs to one epoch of an engine. The router that replaces a dead one gets a new link, so no message of one
-epoch is read in another. On one machine the link is two ZMQ sockets over ipc, in the server's run directory.
+epoch is read in another. On one machine the link is two ZMQ sockets over ipc, in the server's run directory. To another
+machine it is one socket over TCP: see tcp/gateway_link.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from lightserve.utils.channel import Receiver, Sender
 
 
 class EngineLink(Protocol):
+    instance: str  # the same for two links exactly if they lead to the same router process
+
     def send(self, message: ToEngine) -> None:
         """Never blocks."""
 
@@ -26,6 +29,7 @@ class EngineLink(Protocol):
 
 class IpcLink:
     def __init__(self, to_engine: str, from_engine: str) -> None:
+        self.instance = to_engine
         self._sender: Sender[ToEngine] = Sender(to_engine)
         self._receiver: Receiver[FromEngine] = Receiver(from_engine, FromEngine)
 

@@ -1,4 +1,4 @@
-"""The dispatcher process of --dp."""
+"""The dispatcher process of --dp and --engines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import gc
 from lightserve.cluster.dispatcher import Dispatcher
 from lightserve.cluster.link import IpcLink
 from lightserve.cluster.placement import Placement
+from lightserve.cluster.remote_engines import RemoteEngines
 from lightserve.cluster.routing import make_policy
+from lightserve.cluster.tcp.digest import model_digest
+from lightserve.cluster.tcp.keys import read_gateway_keys
 from lightserve.io_struct import EngineJoined, EngineLost, Ready, ToDetokenization, ToRouter
+from lightserve.model_files.source import resolve
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 
@@ -19,12 +23,24 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     inbox: Receiver[ToRouter] = Receiver(child_config.address("router"), ToRouter)
     to_detokenization: Sender[ToDetokenization] = Sender(child_config.address("detokenization"))
     placement = Placement(make_policy(config.cluster.cluster_policy))
-    dispatcher = Dispatcher(placement, inbox, to_detokenization, config.router, config.cluster.dp)
-    launcher.send(Ready())
+    dispatcher = Dispatcher(placement, inbox, to_detokenization, config.router, config.cluster.num_engines)
+    remote = _remote_engines(child_config, dispatcher, launcher) if config.cluster.engines else None
+    if remote is None:
+        launcher.send(Ready())  # else the first engine that joins says what the server can do
     gc.freeze()  # what exists now is never freed, so no collection has to visit it
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(dispatcher.run())
+        await asyncio.sleep(0)  # engines join a dispatcher that runs
         tasks.create_task(_handle_launcher(child_config, launcher, dispatcher))
+        if remote is not None:
+            tasks.create_task(remote.run())
+
+
+def _remote_engines(child_config: ChildConfig, dispatcher: Dispatcher, launcher: LauncherConnection) -> RemoteEngines:
+    worker, cluster = child_config.config.worker, child_config.config.cluster
+    source = resolve(worker.model_dir, needs_weights=False, trusts_code=worker.trust_remote_code)
+    keys = read_gateway_keys(cluster.cluster_keys or "")
+    return RemoteEngines(dispatcher, cluster.engine_addresses, keys, model_digest(source), launcher.send)
 
 
 async def _handle_launcher(child_config: ChildConfig, launcher: LauncherConnection, dispatcher: Dispatcher) -> None:

@@ -55,6 +55,10 @@ def open_request(message: GenerateReq, uses_cache: bool, timeout_s: float | None
     hashes: Hashes = block_hashes(message.prompt_ids, salt)
     timeout_s = message.scheduling.timeout_s or timeout_s
     deadline_s = None if timeout_s is None else message.arrived_s + timeout_s
+    if timeout_s != message.scheduling.timeout_s:  # --request_timeout of a gateway counts in its engines too
+        message = msgspec.structs.replace(
+            message, scheduling=msgspec.structs.replace(message.scheduling, timeout_s=timeout_s)
+        )
     return OpenRequest(with_seed(message), hashes.tolist(), hashes.tobytes(), deadline_s)
 
 

@@ -79,6 +79,7 @@ class HttpServerManager:
     ) -> None:
         self.state = EngineState.LOADING
         self.stats: RouterStats | None = None
+        self.no_workers_reason = "the model worker died; another one is starting, and requests wait for it"
         self._limits: EngineReady | None = None
         self._unavailable_reason = "the model is loading"
         self._to_router = to_router
@@ -142,7 +143,7 @@ class HttpServerManager:
         if time.monotonic() - self._last_heartbeat_s > HEARTBEAT_TIMEOUT_S:
             return "the engine does not answer"
         if self.stats is not None and not self.stats.has_workers:
-            return "the model worker died; another one is starting, and requests wait for it"
+            return self.no_workers_reason
         timeout_s = self.limits.step_timeout_s
         if self.stats is not None and timeout_s and self.stats.step_age_s > SLOW_STEP_SHARE * timeout_s:
             return f"a step has been running for {self.stats.step_age_s:.0f} s"

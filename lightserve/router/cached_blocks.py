@@ -1,4 +1,4 @@
-"""Which blocks of tokens are in the prefix cache, for the dispatcher that routes by them (--dp).
+"""Which blocks of tokens are in the prefix cache, for the dispatcher that routes by them (--dp, --engines).
 
 A block is cached as long as the cache owns the slot of its last token: prefixes lose their ends first. So one number
 for each slot is enough to know which blocks go when slots are freed.
@@ -47,6 +47,10 @@ class CachedBlocks:
         self._hash_of_slot[:] = 0
         self._changes.clear()
         self._epoch += 1
+
+    def all_blocks(self) -> KvNews:
+        """For a dispatcher that knows nothing yet. It may get some of them again with the next news."""
+        return KvNews(self._epoch, np.unique(self._hash_of_slot[self._hash_of_slot != 0]).tobytes(), b"")
 
     def take_news(self) -> KvNews | None:
         """What has changed since the last call; None: nothing."""

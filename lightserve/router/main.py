@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+from lightserve.cluster.tcp.endpoint import EngineEndpoint
 from lightserve.io_struct import EngineReady, NewWorkers, Ready, ToEngine, ToRouter, WorkersLost
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
@@ -24,12 +25,15 @@ logger = init_logger(__name__)
 
 async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     config = child_config.config
-    has_dispatcher = config.cluster.dp > 1
-    inbox, outbox = _channels(child_config, has_dispatcher)
+    has_dispatcher = config.cluster.dp > 1 or config.cluster.listen is not None
     policy = make_policy(config.router.router_policy)  # a wrong name fails the start before the weights are loaded
     engine = await launcher.recv()
     if not isinstance(engine, EngineReady):
         raise TypeError(f"the first message must be EngineReady, not {engine!r}")
+    server = None if config.cluster.listen is None else EngineEndpoint(child_config, engine)
+    inbox: Any
+    outbox: Any
+    inbox, outbox = _channels(child_config, has_dispatcher) if server is None else (server.link, server.link)
     limits = make_limits(config.worker, config.router, engine.step_limits, engine.pooling)
     loras = LoraSlots(engine.lora_slots)
     scheduler = Scheduler(KvPool(engine.max_total_token_num, engine.windowed), limits, policy, loras=loras)
@@ -48,6 +52,8 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         manager.adapters.enable(config.worker, workers)
     if has_dispatcher:
         manager.report_cached_blocks(outbox.send)
+    if server is not None:
+        server.link.on_join = manager.cached_blocks
     profiled = _ProfiledWorkers(child_config, manager)
     profiled.connect(child_config.generation)
     launcher.send(Ready())
@@ -55,9 +61,11 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(manager.run(ThroughputLog(manager.metrics, config.router.log_stats_interval)))
         tasks.create_task(_use_new_workers(launcher, manager, connect, profiled))
+        if server is not None:
+            tasks.create_task(server.run())
 
 
-def _channels(child_config: ChildConfig, has_dispatcher: bool) -> tuple[Receiver[Any], Sender[Any]]:
+def _channels(child_config: ChildConfig, has_dispatcher: bool) -> tuple[Any, Any]:
     """To this router, and from it to the detokenizer, or to the dispatcher if there are several engines."""
     if not has_dispatcher:
         return Receiver(child_config.address("router"), ToRouter), Sender(child_config.address("detokenization"))

@@ -122,6 +122,11 @@ class RouterManager:
         self._scheduler.pool.track_blocks()
         self._reporter.send_news = send
 
+    def cached_blocks(self) -> KvNews | None:
+        """All that the prefix cache holds."""
+        blocks = self._scheduler.pool.blocks
+        return None if blocks is None else blocks.all_blocks()
+
     def _handle_dispatcher(self, message: DispatchedReq | MovedReqs) -> None:
         if isinstance(message, DispatchedReq):
             arrived_s = time.monotonic() - message.age_s

@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None, modules: Modules | None = None, prog
         model = check(config)
         config = with_local_files(config, model)
         net.raise_fd_limit()
-        sockets = net.listen(config.http.host, config.http.port, config.http.num_processes)
+        is_engine = config.cluster.listen is not None  # it has no HTTP
+        sockets = [] if is_engine else net.listen(config.http.host, config.http.port, config.http.num_processes)
         return asyncio.run(launch(config, model, sockets, modules or Modules(), begin_s))
     except LightserveError as error:
         print_error(error_line(error))
@@ -84,7 +85,8 @@ class Launcher:
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(self._handle_signals())]
-                url = net.url_of(sockets[0], is_https=self._config.http.ssl_certfile is not None)
+                is_https = self._config.http.ssl_certfile is not None
+                url = self._config.cluster.listen or net.url_of(sockets[0], is_https)
                 await self._processes.start(sockets)
                 background += [tasks.create_task(work) for work in self._supervision()]
                 await self._wait_ready(url, begin_s, started_s=time.monotonic())
@@ -123,7 +125,7 @@ class Launcher:
         own = [StartupPhase("checks", started_s - begin_s), StartupPhase("total", time.monotonic() - begin_s)]
         config = self._config
         phases = {child.role: child.phases for child in self._processes.children} | {"start": own}
-        print_banner(url, banner(url, self._model, engine, config.http, phases, config.cluster.dp))
+        print_banner(url, banner(url, self._model, engine, config.http, phases, config.cluster))
 
 
 if __name__ == "__main__":

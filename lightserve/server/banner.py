@@ -7,13 +7,15 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 
-from lightserve.config import HttpConfig
+from lightserve.config import ClusterConfig, HttpConfig
 from lightserve.io_struct import EngineReady, StartupPhase
 from lightserve.server.checks import ModelInfo
 from lightserve.utils.logger import fields, init_logger, is_json
 from lightserve.utils.terminal import CLEAR_LINE, Style
 
 logger = init_logger("lightserve.launcher")
+
+ONE_ENGINE = ClusterConfig()
 
 
 def print_line(message: object, level: int = logging.INFO) -> None:
@@ -54,10 +56,10 @@ def banner(
     engine: EngineReady,
     http: HttpConfig,
     phases: Mapping[str, Sequence[StartupPhase]],
-    num_engines: int = 1,
+    cluster: ClusterConfig = ONE_ENGINE,
 ) -> dict[str, str]:
     """What runs, by name, for a server that is ready. ``phases`` are the start-up times of each process."""
-    has_chat = not http.no_web and engine.pooling is None
+    has_chat = not http.no_web and engine.pooling is None and cluster.listen is None
     rows = {"chat page": f"{url}/"} if has_chat else {}
     rows |= {
         "model": model.name,
@@ -66,8 +68,13 @@ def banner(
         "KV pool": f"{engine.max_total_token_num:,} tokens",
         "HTTP processes": str(http.num_processes),
     }
-    if num_engines > 1:
-        rows["KV pool"] += f" in {num_engines} engines"
+    if cluster.listen is not None:
+        del rows["HTTP processes"]
+    if cluster.engines:
+        rows["KV pool"] += " in each engine"
+        rows["engines"] = ", ".join(cluster.engine_addresses)
+    elif cluster.dp > 1:
+        rows["KV pool"] += f" in {cluster.dp} engines"
     if engine.pooling is not None:
         rows["task"] = engine.pooling.summary
         if not engine.pooling.has_kv:

@@ -22,6 +22,7 @@ from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
 from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import read_model_config
+from lightserve.server.cluster_checks import check_cluster
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
 from lightserve.utils.tls import server_context
@@ -43,12 +44,14 @@ class ModelInfo:
 
 def check(config: ServerConfig) -> ModelInfo:
     """Raise a LightserveError that says what the operator must change. Download the model if it is not there."""
-    net.bind(config.http.host, config.http.port).close()
-    _check_access(config.http)
+    check_cluster(config)
+    if config.cluster.listen is None:
+        net.bind(config.http.host, config.http.port).close()
+        _check_access(config.http)
     check_otlp(config.http)
     check_profile_dir(config.launch.profile_dir)
     check_adapters(config)
-    is_weightless = config.launch.null_worker or config.worker.load_format == "dummy"
+    is_weightless = config.launch.null_worker or config.worker.load_format == "dummy" or bool(config.cluster.engines)
     trusts_code = config.worker.trust_remote_code
     source = resolve(config.worker.model_dir, needs_weights=False, trusts_code=trusts_code)
     tokenizer = load_tokenizer_or_none(source, config.http.chat_template)
@@ -126,8 +129,9 @@ def check_adapters(config: ServerConfig) -> None:
 
 
 def _check_pooling(pooling: PoolingConfig, config: ServerConfig) -> None:
-    if config.cluster.dp > 1:
-        raise ServerError("--dp: several engines serve text models only; use --dp 1, or start several servers")
+    if config.cluster.has_dispatcher or config.cluster.listen is not None:
+        found = "several engines (--dp, --engines, --listen) serve text models only"
+        raise ServerError(f"{found}; start a server with one engine, or several of them")
     if config.worker.deterministic:
         pooling.check_deterministic()
 

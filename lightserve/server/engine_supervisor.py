@@ -1,8 +1,8 @@
 """Keeps the engines of a server running.
 
 With one engine, the death of its router ends the server. With several (--dp), the requests of the dead engine go on in
-the others, and the launcher starts a new router and new workers in its place. An engine that fails again and again is
-given up. The server ends when no engine is left.
+the others, and the launcher starts a new router and new workers in its place. So it does for an engine of another
+server (--listen). An engine that fails again and again is given up. The server ends when no engine is left.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightserve.server.worker_supervisor import MAX_FAILED_RESTARTS, MIN_UPTIME_
 
 
 async def supervise_engines(processes: ProcessGroup, config: LaunchConfig) -> None:
-    """Raise the ChildDiedError that must end the server."""
+    """Raise the ChildDiedError that must end the server. A gateway has no engine to supervise."""
     supervisors = [EngineSupervisor(processes, engine, config) for engine in processes.engines]
     running = {asyncio.create_task(supervisor.run()) for supervisor in supervisors}
     try:
-        while True:
+        while running:
             ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 died = task.result()
@@ -39,7 +39,7 @@ class EngineSupervisor:
     def __init__(self, processes: ProcessGroup, engine: EngineProcesses, config: LaunchConfig) -> None:
         self._processes = processes
         self._engine = engine
-        self._may_restart = config.restart_worker == "on" and processes.dispatcher is not None
+        self._may_restart = config.restart_worker == "on" and processes.survives_routers
         self._workers = WorkerSupervisor(engine, config)
         self._failed_restarts = 0
 

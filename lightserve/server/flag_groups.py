@@ -54,8 +54,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_cpu_loras",
         "merge_lora",
     ),
-    "Scheduling": (
+    "Several machines": (
+        "engines",
+        "listen",
+        "cluster_keys",
         "cluster_policy",
+    ),
+    "Scheduling": (
         "router_policy",
         "router_token_ratio",
         "default_max_tokens",

@@ -47,7 +47,8 @@ def joined_ready(engines: Sequence[EngineReady]) -> EngineReady:
 class ProcessGroup:
     def __init__(self, config: ServerConfig, run_dir: str, modules: Modules) -> None:
         self.children: list[ChildProcess] = []  # every process started so far, except workers that were replaced
-        self.engines = [EngineProcesses(self, config, run_dir, index) for index in range(config.cluster.dp)]
+        num_engines = 0 if config.cluster.engines else config.cluster.dp  # a gateway has none of its own
+        self.engines = [EngineProcesses(self, config, run_dir, index) for index in range(num_engines)]
         self.dispatcher: ChildProcess | None = None  # None: there is one engine
         self.is_ready = False  # all processes were ready
         self.show_progress = StartDisplay().show
@@ -55,6 +56,11 @@ class ProcessGroup:
         self._config = config
         self._run_dir = run_dir
         self._modules = modules
+
+    @property
+    def survives_routers(self) -> bool:
+        """Whether requests go on elsewhere when a router dies."""
+        return self.dispatcher is not None or self._config.cluster.listen is not None
 
     @property
     def worker_module(self) -> str:
@@ -69,8 +75,9 @@ class ProcessGroup:
         modules = self._modules
         for engine in self.engines:
             await engine.start_workers()
-        await self.start_child("detokenizer", modules.detokenizer, self._child_config())
-        if len(self.engines) > 1:
+        if self._config.cluster.listen is None:  # an engine has no text
+            await self.start_child("detokenizer", modules.detokenizer, self._child_config())
+        if self._config.cluster.has_dispatcher:
             self.dispatcher = await self.start_child("dispatcher", modules.dispatcher, self._child_config())
         for engine in self.engines:
             await engine.start_router()
@@ -88,12 +95,18 @@ class ProcessGroup:
         for engine, ready in zip(self.engines, found, strict=True):
             engine.engine, engine.ready_s = ready, time.monotonic()
             self.announce(engine)
-        ready = joined_ready(found)
+        ready = joined_ready(found) if found else self._remote_ready()
         self._send_httpservers(ready)
         for child in self._httpservers:
             await child.wait_processed()  # otherwise a client that sees "ready" might still get "the model is loading"
         self.is_ready = True
         return ready
+
+    def _remote_ready(self) -> EngineReady:
+        """Of the first remote engine that has joined."""
+        if self.dispatcher is None or self.dispatcher.engine is None:
+            raise TypeError("the dispatcher of a gateway must send EngineReady, not Ready")
+        return self.dispatcher.engine
 
     def announce(self, engine: EngineProcesses) -> None:
         """The engine is ready for requests."""

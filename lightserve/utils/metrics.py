@@ -88,15 +88,20 @@ METRICS = (
     _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
     _counter("prefix_cache_evicted_tokens_total", "Tokens evicted from the prefix cache to free slots of the KV pool."),
-    _engine_gauge("dp_engine_serving", "With --dp: 1 if the engine generates tokens now, else 0."),
-    _engine_gauge("dp_requests_running", "With --dp: requests that are running in the engine."),
-    _engine_gauge("dp_requests_waiting", "With --dp: requests that are waiting in the queue of the engine."),
-    _engine_gauge("dp_kv_cache_usage_perc", "With --dp: share of the engine's KV pool in use; 1 is all."),
-    _counter("dp_requests_moved_total", "With --dp: requests that another engine continued."),
-    _counter("dp_engine_restarts_total", "With --dp: number of times that the router of an engine was restarted."),
+    _engine_gauge("dp_engine_serving", "With --dp or --engines: 1 if the engine generates tokens now, else 0."),
+    _engine_gauge("dp_requests_running", "With --dp or --engines: requests that are running in the engine."),
+    _engine_gauge(
+        "dp_requests_waiting", "With --dp or --engines: requests that are waiting in the queue of the engine."
+    ),
+    _engine_gauge("dp_kv_cache_usage_perc", "With --dp or --engines: share of the engine's KV pool in use; 1 is all."),
+    _counter("dp_requests_moved_total", "With --dp or --engines: requests that another engine continued."),
+    _counter(
+        "dp_engine_restarts_total",
+        "With --dp or --engines: number of times that the router of an engine died, or its link ended.",
+    ),
     _counter(
         "dp_prefix_missed_tokens_total",
-        "With --dp: prompt tokens for which a request was sent to an engine that did not have them cached after all.",
+        "With --dp or --engines: prompt tokens for which an engine was chosen that did not have them cached after all.",
     ),
     _counter("otlp_spans_exported_total", "Spans sent to the collector of --otlp_endpoint."),
     _counter("otlp_spans_dropped_total", "Spans dropped because the collector was slow or did not respond."),

@@ -1,4 +1,4 @@
-"""The port that the server listens on."""
+"""Ports that the server listens on, and addresses that it connects to."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from lightserve.errors import ServerError
 
@@ -46,6 +47,22 @@ def url_of(sock: socket.socket, is_https: bool = False) -> str:
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     scheme = "https" if is_https else "http"
     return f"{scheme}://[{here}]:{port}" if ":" in here else f"{scheme}://{here}:{port}"
+
+
+def parse_tcp(text: str) -> tuple[str, int]:
+    """Host and port of ``tcp://HOST:PORT``, or ValueError."""
+    url = urlsplit(text)
+    if url.scheme != "tcp" or not url.hostname or url.username is not None or url.path or url.query or url.fragment:
+        raise ValueError("not tcp://HOST:PORT")
+    if not url.port:  # it raises ValueError for one above 65535
+        raise ValueError("the port must be from 1 to 65535")
+    return url.hostname, url.port
+
+
+def numeric_tcp(host: str, port: int) -> str:
+    """``tcp://IP:PORT`` of a host name. ZMQ resolves names only where it connects, not where it listens."""
+    _, address = _resolve(host, port)
+    return f"tcp://[{address[0]}]:{port}" if ":" in address[0] else f"tcp://{address[0]}:{port}"
 
 
 def is_local(host: str) -> bool:

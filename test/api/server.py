@@ -80,14 +80,17 @@ class ServerProcess:
 
     def metrics(self) -> dict[str, float]:
         """The metrics of at most a second ago, without the prefix; distinguishing labels follow a slash."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=RESPONSE_S, context=self.tls) as response:
-            text = response.read().decode()
         found = {}
-        for family in text_string_to_metric_families(text):
+        for family in text_string_to_metric_families(self.metrics_text()):
             for sample in family.samples:
                 labels = [f"/{sample.labels[name]}" for name in ("finished_reason", "le") if name in sample.labels]
                 found["".join([sample.name.removeprefix("lightserve_"), *labels])] = sample.value
         return found
+
+    def metrics_text(self) -> str:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=RESPONSE_S, context=self.tls) as response:
+            text: str = response.read().decode()
+            return text
 
     def settled_metrics(self) -> dict[str, float]:
         """The metrics once they have not changed for longer than the sampling interval: they are up to date."""

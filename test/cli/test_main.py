@@ -62,7 +62,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     ("argv", "message"),
     [
         (["srve"], "unknown command 'srve'; did you mean serve?"),
-        (["xyzzy"], "unknown command 'xyzzy'; known: serve, chat,"),
+        (["xyzzy"], "unknown command 'xyzzy'; known: serve, engine, chat,"),
         (["serve", "--prot", "1"], "unknown argument --prot; did you mean --port?"),
         (["serve", "--port"], "--port: expected one argument"),
         (["--port", "8000"], "--port is a flag of the server: lightserve serve --port"),

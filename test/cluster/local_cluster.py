@@ -58,6 +58,7 @@ class Link:
     def __init__(self, to_engine: Channel, from_engine: Channel) -> None:
         self.send = to_engine.send
         self.recv = from_engine.recv
+        self.instance = f"router {id(to_engine)}"
         self.is_closed = False
 
     def close(self) -> None:

@@ -114,7 +114,7 @@ def test_requests_wait_for_an_engine_if_none_is_left() -> None:
         cluster.send(1, [5], 4, seed=2)
         cluster.send(2, [5], 4, scheduling=SchedulingParams(timeout_s=0.05))
         await cluster.until(lambda: cluster.has_ended(2))
-        assert cluster.failed[2].status == 504
+        assert cluster.failed[2].status == 503
         await cluster.until(lambda: cluster.stats is not None and not cluster.stats.has_workers)
 
         cluster.start(1)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from lightserve.config import HttpConfig
+from lightserve.config import ClusterConfig, HttpConfig
 from lightserve.io_struct import EngineReady
 from lightserve.server.banner import banner, print_banner, print_error
 from lightserve.server.checks import ModelInfo
@@ -33,7 +33,7 @@ def test_the_banner_has_the_address_of_the_chat_page(no_web: bool, capsys: pytes
 def test_a_program_reads_the_banner_as_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     records = json_records(monkeypatch)
 
-    print_banner(URL, banner(URL, MODEL, ENGINE, HttpConfig(), {}, num_engines=2))
+    print_banner(URL, banner(URL, MODEL, ENGINE, HttpConfig(), {}, ClusterConfig(dp=2)))
     print_error("it died")
 
     ready, died = (json.loads(line) for line in records.getvalue().splitlines())

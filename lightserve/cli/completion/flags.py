@@ -35,7 +35,7 @@ class CommandFlags:
 
 
 def all_commands() -> list[CommandFlags]:
-    words = {"bench": tuple(BENCHMARKS), "completion": SHELLS}
+    words = {"bench": tuple(BENCHMARKS), "cluster": ("keygen",), "completion": SHELLS}
     found = [
         CommandFlags(name, command.help, _flags_of(f"{command.module}:arguments"), words.get(name, ()))
         for name, command in COMMANDS.items()

@@ -1,0 +1,29 @@
+"""``lightserve cluster keygen DIR``: the keys with which gateways and engines on several machines know each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightserve.server.args import Parser
+
+
+def arguments() -> Parser:
+    parser = Parser(
+        prog="lightserve cluster",
+        description="Make the keys of a cluster. Give DIR to engines and gateways as --cluster_keys.",
+    )
+    parser.add_argument("action", choices=["keygen"], help="keygen: write a key pair for engines and one for gateways")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder for the keys; it is created")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    args = arguments().parse(argv)
+    from lightserve.cluster.tcp import keys  # here, because it imports zmq
+
+    for path in keys.generate(args.folder):
+        print(path)
+    print(f"engines need {keys.ENGINE_SECRET} and {keys.ALLOWED_GATEWAYS}")
+    print(f"gateways need {keys.GATEWAY_SECRET} and {keys.ALLOWED_ENGINES}")
+    return 0

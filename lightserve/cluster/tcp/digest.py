@@ -1,0 +1,54 @@
+"""What gateway and engines must have in common, as short texts that both can compare.
+
+A gateway has no weights. So there are two: one of what decides about token ids, and one of what decides about tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from pathlib import Path
+
+from lightserve.config import ServerConfig
+from lightserve.model_files.source import ModelSource
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json")
+UNIMPORTANT = ("_name_or_path", "transformers_version")  # keys of config.json that say where it comes from
+SAMPLE_BYTES = 1 << 20  # of each end of a file of weights: to read all of it takes as long as to load it
+NUMERIC_OPTIONS = ("load_format", "data_type", "kv_dtype", "quantization", "model_type")
+
+
+def model_digest(source: ModelSource) -> str:
+    """Of config and tokenizer."""
+    config = {key: value for key, value in source.hf_config().items() if key not in UNIMPORTANT}
+    digest = blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=8)
+    if source.path.is_file():  # GGUF: the tokenizer is in the same file
+        digest.update(_sample(source.path))
+    for name in TOKENIZER_FILES:
+        if (source.path / name).is_file():
+            digest.update(name.encode() + (source.path / name).read_bytes())
+    return digest.hexdigest()
+
+
+def weights_digest(source: ModelSource, config: ServerConfig) -> str:
+    """Of the weights' files, by their sizes and a sample, and of the options that change what is computed."""
+    worker = config.worker
+    options = {name: getattr(worker, name) for name in NUMERIC_OPTIONS} | {"null_worker": config.launch.null_worker}
+    digest = blake2b(json.dumps(options, sort_keys=True).encode(), digest_size=8)
+    has_weights = worker.load_format == "auto" and not config.launch.null_worker
+    files = source.weight_files() if has_weights else []
+    if worker.quantization_config is not None:
+        files = [*files, Path(worker.quantization_config)]
+    if worker.merge_lora is not None:
+        files = [*files, *sorted(Path(worker.merge_lora).glob("*.safetensors"))]
+    for path in files:
+        digest.update(path.name.encode() + _sample(path))
+    return digest.hexdigest()
+
+
+def _sample(path: Path) -> bytes:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        begin = file.read(SAMPLE_BYTES)
+        file.seek(max(size - SAMPLE_BYTES, 0))
+        return f" {size} ".encode() + begin + file.read(SAMPLE_BYTES)

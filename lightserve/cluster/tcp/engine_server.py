@@ -1,0 +1,201 @@
+"""The engine's end of its links to gateways. For the router it is both inbox and outbox.
+
+A session is one connection of one gateway, from its hello until it sends nothing for ``SILENT_TICKS`` or cannot be
+reached. Then its requests are aborted: the gateway has given them to another engine, or is gone. A gateway that
+connects again gets a new session, and no message of the old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from msgspec.structs import replace
+
+from lightserve.cluster.tcp.curve import MAX_MESSAGE_BYTES, AsyncSocket, SeldomLog, try_send
+from lightserve.cluster.tcp.request_ids import MAX_SESSIONS, engine_id
+from lightserve.cluster.tcp.translation import for_engine, for_gateways, for_other_clock, own_timelines
+from lightserve.io_struct import (
+    LINK_PROTOCOL,
+    AbortReq,
+    BatchTokenIdOut,
+    DispatchedReq,
+    EngineHello,
+    EngineToGateway,
+    FromEngine,
+    GatewayHello,
+    GatewayToEngine,
+    Heartbeat,
+    LinkRefused,
+    MovedReqs,
+    ReqFailed,
+    Timelines,
+    ToEngine,
+)
+from lightserve.utils.channel import MessageError, make_decoder
+from lightserve.utils.codec import encode
+from lightserve.utils.logger import init_logger
+
+logger = init_logger(__name__)
+
+TICK_S = 0.25
+HEARTBEAT_TICKS = 2
+SILENT_TICKS = 8  # 2 s; ticks, because a process that was stopped counts none
+MAX_PAST_SESSIONS = 64  # of a gateway whose timelines it may see
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    number: int
+    peer: bytes  # ZMQ's name of the connection
+    gateway: str
+    silent_ticks: int = 0
+    requests: set[int] = field(default_factory=set)  # open ones, by the engine's ids
+
+
+class EngineServer:
+    def __init__(self, socket: AsyncSocket, hello: EngineHello) -> None:
+        self.on_join: Callable[[], FromEngine | None] = lambda: None  # what a new gateway must know
+        self._socket = socket
+        self._hello = hello
+        self._decode = make_decoder(GatewayToEngine)
+        self._inbox: asyncio.Queue[ToEngine] = asyncio.Queue()
+        self._sessions: dict[int, Session] = {}
+        self._by_peer: dict[bytes, Session] = {}
+        self._numbers = itertools.count()
+        self._past: dict[str, list[int]] = {}  # sessions of each gateway that is connected
+        self._log = SeldomLog(logger)
+
+    async def recv(self) -> ToEngine:
+        return await self._inbox.get()
+
+    def send(self, message: FromEngine) -> None:
+        """Never blocks. What nobody waits for any more is dropped."""
+        for number, part in for_gateways(message, self._sessions.keys()):
+            session = self._sessions[number]
+            if isinstance(part, BatchTokenIdOut):
+                self._forget_ended(session, part)
+            elif isinstance(part, Timelines):
+                part = for_other_clock(own_timelines(part, set(self._past[session.gateway])))
+            self._deliver(session, part)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read())
+            tasks.create_task(self._watch())
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+    # from gateways
+
+    async def _read(self) -> None:
+        while True:
+            peer, *frames = await self._socket.recv_multipart()
+            try:
+                if len(frames) != 1:
+                    raise MessageError(f"received {len(frames)} frames instead of one")
+                self._handle(peer, self._decode(frames[0]))
+            except (MessageError, ValueError) as error:
+                self._refuse(peer, str(error))
+
+    def _handle(self, peer: bytes, message: GatewayToEngine) -> None:
+        if isinstance(message, GatewayHello):
+            self._open(peer, message)
+            return
+        session = self._by_peer.get(peer)
+        if session is None:  # it was silent for too long
+            self._refuse(peer, "this engine does not know the connection any more; connect again")
+            return
+        session.silent_ticks = 0
+        if not isinstance(message, Heartbeat):
+            translated = for_engine(session.number, message)
+            if isinstance(translated, DispatchedReq):
+                if translated.request.req_id in session.requests:
+                    raise MessageError("a request has an id that is in use")
+                session.requests.add(translated.request.req_id)
+            elif isinstance(translated, AbortReq):
+                session.requests.discard(translated.req_id)
+            self._inbox.put_nowait(translated)
+
+    def _open(self, peer: bytes, hello: GatewayHello) -> None:
+        own = self._hello
+        if hello.protocol != LINK_PROTOCOL:
+            found = f"the gateway speaks protocol {hello.protocol}, this engine {LINK_PROTOCOL}"
+            self._refuse(peer, f"{found}; install the same version of LightServe on both")
+            return
+        if hello.model_digest != own.model_digest:
+            found = f"the gateway has another model ({hello.model_digest}) than this engine ({own.model_digest})"
+            self._refuse(peer, f"{found}: config.json or tokenizer differ; use the same files on both")
+            return
+        for old in [one for one in self._sessions.values() if one.gateway == hello.gateway or one.peer == peer]:
+            self._end(old, "connected again")
+        number = next(one for one in (count % MAX_SESSIONS for count in self._numbers) if one not in self._sessions)
+        session = self._sessions[number] = self._by_peer[peer] = Session(number, peer, hello.gateway)
+        self._past[hello.gateway] = [*self._past.get(hello.gateway, []), number][-MAX_PAST_SESSIONS:]
+        logger.info("gateway %s connected (session %d)", hello.gateway, number)
+        first = self.on_join()
+        for message in (own, *([] if first is None else [first])):
+            self._deliver(session, message)
+
+    def _refuse(self, peer: bytes, reason: str) -> None:
+        self._log.warning(f"refused a message of a gateway: {reason}")
+        session = self._by_peer.get(peer)
+        if session is not None:
+            self._end(session, "sent an invalid message")
+        self._send(peer, encode(LinkRefused(reason)))
+
+    # to gateways
+
+    def _deliver(self, session: Session, message: EngineToGateway) -> None:
+        raw = encode(message)
+        if len(raw) > MAX_MESSAGE_BYTES and isinstance(message, BatchTokenIdOut) and message.outs:
+            self._deliver_parts(session, message)
+        elif not self._send(session.peer, raw):
+            self._end(session, "cannot be reached")
+
+    def _deliver_parts(self, session: Session, batch: BatchTokenIdOut) -> None:
+        """Log-probabilities of long prompts do not fit into one message."""
+        *others, last = batch.outs
+        if others or encode(BatchTokenIdOut()) != encode(replace(batch, outs=[])):
+            self._deliver(session, replace(batch, outs=others))
+            self._deliver(session, BatchTokenIdOut([last]))
+            return
+        found = f"prompt_logprobs take more than {MAX_MESSAGE_BYTES >> 20} MB; ask for fewer top log-probabilities"
+        self._deliver(session, BatchTokenIdOut(failed=[ReqFailed(last.req_id, 413, found)]))
+        self._inbox.put_nowait(AbortReq(engine_id(session.number, last.req_id)))
+
+    def _send(self, peer: bytes, raw: bytes) -> bool:
+        """Whether the gateway can be reached."""
+        return try_send(self._socket, [peer, raw])
+
+    def _forget_ended(self, session: Session, batch: BatchTokenIdOut) -> None:
+        ended = [out.req_id for out in batch.outs if out.finish_reason is not None]
+        ended += [failure.req_id for failure in batch.failed] + [one.req_id for one in batch.embeddings] + batch.aborted
+        session.requests.difference_update(map(partial(engine_id, session.number), ended))
+
+    # time
+
+    async def _watch(self) -> None:
+        for tick in itertools.count():
+            await asyncio.sleep(TICK_S)
+            for session in list(self._sessions.values()):
+                session.silent_ticks += 1
+                if session.silent_ticks > SILENT_TICKS:
+                    self._end(session, f"sent nothing for {SILENT_TICKS * TICK_S:g} s")
+                elif tick % HEARTBEAT_TICKS == 0:
+                    self._deliver(session, Heartbeat())
+
+    def _end(self, session: Session, reason: str) -> None:
+        if self._sessions.pop(session.number, None) is None:
+            return
+        del self._by_peer[session.peer]
+        if session.requests:
+            self._inbox.put_nowait(MovedReqs(sorted(session.requests)))
+        logger.info("gateway %s %s: %d requests aborted", session.gateway, reason, len(session.requests))
+        is_connected = any(one.gateway == session.gateway for one in self._sessions.values())
+        if not is_connected and len(self._past) > MAX_PAST_SESSIONS:
+            del self._past[session.gateway]

@@ -1,0 +1,100 @@
+"""Messages of one gateway in the ids of the engine, and messages of the engine in the ids of each gateway."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from lightserve.cluster.tcp.request_ids import engine_id, gateway_id, gateway_ids, session_of
+from lightserve.io_struct import (
+    REQ_ID_BITS,
+    AbortReq,
+    BatchTokenIdOut,
+    DispatchedReq,
+    FromEngine,
+    KvNews,
+    MovedReqs,
+    RequestTimeline,
+    RouterStats,
+    Timelines,
+    ToEngine,
+)
+from lightserve.utils.int_arrays import int32s, int64s
+
+replace = msgspec.structs.replace
+
+
+def for_engine(session: int, message: ToEngine) -> ToEngine:
+    """Raises ValueError for an id that no gateway uses."""
+    if isinstance(message, DispatchedReq):
+        request = message.request
+        ids = {"req_id": engine_id(session, request.req_id), "group": engine_id(session, request.group)}
+        return replace(message, request=replace(request, **ids))
+    if isinstance(message, AbortReq):
+        return replace(message, req_id=engine_id(session, message.req_id))
+    if isinstance(message, MovedReqs):
+        return MovedReqs([engine_id(session, one) for one in message.req_ids])
+    return replace(message, query_id=engine_id(session, message.query_id))
+
+
+def for_gateways(message: FromEngine, sessions: Iterable[int]) -> list[tuple[int, FromEngine]]:
+    """The messages for these sessions. The parts for other ones are dropped."""
+    if isinstance(message, BatchTokenIdOut):
+        return [(session, part) for session, part in _split(message).items() if session in sessions]
+    if isinstance(message, RouterStats):
+        return [(session, _stats_for(message, session)) for session in sessions]
+    if isinstance(message, KvNews):
+        return [(session, message) for session in sessions]
+    session = session_of(message.query_id)
+    if session not in sessions:
+        return []
+    return [(session, replace(message, query_id=gateway_id(message.query_id)))]
+
+
+def _stats_for(stats: RouterStats, session: int) -> RouterStats:
+    if not stats.crash_suspects:
+        return stats
+    return replace(
+        stats, crash_suspects=[gateway_id(one) for one in stats.crash_suspects if session_of(one) == session]
+    )
+
+
+def _split(batch: BatchTokenIdOut) -> dict[int, BatchTokenIdOut]:
+    found: dict[int, BatchTokenIdOut] = defaultdict(lambda: BatchTokenIdOut([], [], [], [], embeddings=[]))
+    for out in batch.outs:
+        found[session_of(out.req_id)].outs.append(replace(out, req_id=gateway_id(out.req_id)))
+    for failure in batch.failed:
+        found[session_of(failure.req_id)].failed.append(replace(failure, req_id=gateway_id(failure.req_id)))
+    for req_id in batch.aborted:
+        found[session_of(req_id)].aborted.append(gateway_id(req_id))
+    for embedding in batch.embeddings:
+        found[session_of(embedding.req_id)].embeddings.append(replace(embedding, req_id=gateway_id(embedding.req_id)))
+    plain_ids, plain_tokens = int64s(batch.plain_req_ids), int32s(batch.plain_token_ids)
+    if len(plain_ids):
+        sessions = plain_ids >> REQ_ID_BITS
+        for session in np.unique(sessions).tolist():
+            is_own = sessions == session
+            columns = {"plain_req_ids": gateway_ids(plain_ids[is_own]), "plain_token_ids": plain_tokens[is_own]}
+            found[session] = replace(found[session], **columns)
+    return found
+
+
+def for_other_clock(timelines: Timelines) -> Timelines:
+    """Moments as ages, or ages as moments: the monotonic clocks of two machines have nothing in common."""
+    now_s = time.monotonic()
+    return replace(timelines, timelines=[_for_other_clock(one, now_s) for one in timelines.timelines])
+
+
+def _for_other_clock(timeline: RequestTimeline, now_s: float) -> RequestTimeline:
+    events = [replace(event, at_s=now_s - event.at_s) for event in timeline.events]
+    return replace(timeline, arrived_s=now_s - timeline.arrived_s, events=events)
+
+
+def own_timelines(timelines: Timelines, sessions: set[int]) -> Timelines:
+    """Those of a gateway: it had these sessions, one after the other."""
+    own = [one for one in timelines.timelines if session_of(one.req_id) in sessions]
+    return replace(timelines, timelines=[replace(one, req_id=gateway_id(one.req_id)) for one in own])

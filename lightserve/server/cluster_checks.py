@@ -1,0 +1,62 @@
+"""Checks of a gateway (--engines) and of an engine (--listen): each has a part of a server's flags."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+from lightserve.cluster.tcp.keys import read_engine_keys, read_gateway_keys
+from lightserve.cluster.tcp.request_ids import PROCESS_BITS
+from lightserve.config import ServerConfig
+from lightserve.errors import OptionError, ServerError
+from lightserve.utils import net
+
+# what both need, besides flags of the own part
+GATEWAY_WORKER = {"model_dir", "model_type", "task", "pooling", "trust_remote_code"}
+GATEWAY_ROUTER = {"request_timeout", "max_queue_size", "disable_dynamic_prompt_cache"}
+GATEWAY_LAUNCH = {"drain_timeout", "process_timeout", "log_format"}
+ENGINE_HTTP = {"model_name"}  # for the banner
+
+
+def check_cluster(config: ServerConfig) -> None:
+    if config.cluster.engines:
+        _check_gateway(config)
+    elif config.cluster.listen is not None:
+        _check_engine(config)
+
+
+def _check_gateway(config: ServerConfig) -> None:
+    remedy = "a gateway does not compute; set it on the engines"
+    for part, allowed in (
+        (config.worker, GATEWAY_WORKER),
+        (config.router, GATEWAY_ROUTER),
+        (config.launch, GATEWAY_LAUNCH),
+    ):
+        _refuse_others(part, allowed, f"not with --engines: {remedy}")
+    if config.http.num_processes > 1 << PROCESS_BITS:
+        raise OptionError(
+            f"httpserver_workers={config.http.num_processes}: must be at most {1 << PROCESS_BITS} with --engines"
+        )
+    keys = read_gateway_keys(config.cluster.cluster_keys or "")
+    for address in config.cluster.engine_addresses:
+        if keys.key_of(address) is None:
+            raise OptionError(f"engines: {config.cluster.cluster_keys}/engines.allowed has no key for {address}")
+
+
+def _check_engine(config: ServerConfig) -> None:
+    _refuse_others(config.http, ENGINE_HTTP, "not with --listen: an engine has no HTTP; set it on the gateways")
+    if config.worker.num_loras:
+        raise OptionError("listen: engines of a gateway do not serve LoRA adapters yet; --merge_lora serves one")
+    read_engine_keys(config.cluster.cluster_keys or "")
+    try:
+        net.bind(*net.parse_tcp(config.cluster.listen or "")).close()
+    except ServerError as error:
+        cause = getattr(error.__cause__, "strerror", None) or error
+        raise OptionError(f"listen={config.cluster.listen}: this engine cannot listen there ({cause})") from error
+
+
+def _refuse_others(part: Any, allowed: set[str], reason: str) -> None:
+    for field in fields(part):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name not in allowed and getattr(part, field.name) != default:
+            raise OptionError(f"{field.name}={getattr(part, field.name)}: {reason}")

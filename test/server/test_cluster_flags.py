@@ -1,0 +1,84 @@
+"""Flags of gateways and engines: what does not fit is refused in one line, before anything starts."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from lightserve.cli.main import main
+from lightserve.cluster.tcp.keys import generate
+from lightserve.errors import OptionError
+from lightserve.server.args import parse_server
+from lightserve.server.cluster_checks import check_cluster
+
+LISTEN = "--listen=tcp://127.0.0.1:9000"
+ENGINES = "--engines=tcp://a:1,tcp://b:1"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    generate(tmp_path / "keys")
+    return f"--cluster_keys={tmp_path / 'keys'}"
+
+
+def refusal(*flags: str) -> str:
+    with pytest.raises(OptionError) as error:
+        check_cluster(parse_server(flags))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ((ENGINES, LISTEN), "engines and listen exclude each other"),
+        ((ENGINES, "--dp=2"), "dp=2: not with --engines; start one engine for each of 2 ports"),
+        ((LISTEN, "--dp=2"), "dp=2: not with --listen"),
+        (("--engines=tcp://a:1,tcp://a:1",), "engines: tcp://a:1 is there twice"),
+        (("--engines=,",), "engines: name at least one address"),
+        (("--engines=a:1",), "engines='a:1': not tcp://HOST:PORT; an address is tcp://HOST:PORT"),
+        (("--engines=tcp://a",), "engines='tcp://a': the port must be from 1 to 65535"),
+        (("--engines=tcp://a:70000",), "engines='tcp://a:70000': "),
+        (("--listen=tcp://127.0.0.1:0",), "listen='tcp://127.0.0.1:0': the port must be from 1 to 65535"),
+        (("--listen=ipc:///tmp/x",), "listen='ipc:///tmp/x': not tcp://HOST:PORT"),
+        ((",".join([ENGINES, *(f"tcp://c:{port}" for port in range(1, 64))]),), "65 addresses; there may be 64"),
+        ((ENGINES, "--tp=2"), "tp=2: not with --engines: a gateway does not compute; set it on the engines"),
+        ((ENGINES, "--eos_id", "7"), "eos_id=[7]: not with --engines"),
+        ((ENGINES, "--null_worker"), "null_worker=True: not with --engines"),
+        ((ENGINES, "--httpserver_workers=300"), "httpserver_workers=300: must be at most 256"),
+        ((LISTEN, "--port=80"), "port=80: not with --listen: an engine has no HTTP; set it on the gateways"),
+        ((LISTEN, "--max_loras=2"), "listen: engines of a gateway do not serve LoRA adapters yet"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused_by_name(keys: str, flags: tuple[str, ...], found: str) -> None:
+    assert refusal(keys, *flags).startswith(found) or found in refusal(keys, *flags)
+
+
+def test_keys_are_needed_and_read_before_anything_starts(keys: str, tmp_path: Path) -> None:
+    assert refusal(ENGINES) == "--engines needs --cluster_keys DIR; `lightserve cluster keygen DIR` makes the keys"
+    assert refusal(LISTEN).startswith("--listen needs --cluster_keys DIR")
+    assert refusal(keys).startswith("cluster_keys: there is no link to another machine")
+    assert "cannot read" in refusal(LISTEN, f"--cluster_keys={tmp_path}")
+    public = (tmp_path / "keys" / "engines.allowed").read_text().strip()
+    (tmp_path / "keys" / "engines.allowed").write_text(f"{public} tcp://a:1\n")
+    assert "engines.allowed has no key for tcp://b:1" in refusal(keys, ENGINES)
+
+
+def test_a_port_in_use_is_refused(keys: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        assert refusal(keys, f"--listen={address}").startswith(f"listen={address}: this engine cannot listen there (")
+
+
+def test_what_fits_is_accepted(keys: str) -> None:
+    for flags in (
+        (ENGINES, "--port=80", "--cluster_policy=session", "--request_timeout=9"),
+        ("--listen=tcp://[::1]:9009",),
+    ):
+        check_cluster(parse_server([keys, *flags]))
+
+
+def test_an_engine_needs_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engine", "some/model"]) == 2
+    assert "--listen is missing" in capsys.readouterr().err
