@@ -17,8 +17,9 @@ from lightserve.router.policy import POLICIES
 from lightserve.router.scheduler import SchedulerLimits
 from lightserve.router.token_budget import QUANTILE
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed
+from lightserve.simulate.replica import LIMITS, Setup
 from lightserve.simulate.report import header, legend, plot, row_of
-from lightserve.simulate.simulation import LIMITS, Setup, simulate
+from lightserve.simulate.simulation import simulate
 
 
 def setups(args: argparse.Namespace) -> Iterator[Setup]:
