@@ -118,7 +118,7 @@ LAYERS: dict[str, set[str]] = {
     "cluster.routing": {"errors"},
     "cluster": GROUND,
     "server": {*GROUND, "cluster.routing", "model_files", "models.registry", "router"},
-    "simulate": {*GROUND, "router"},
+    "simulate": {*GROUND, "router", "cluster"},
     "llm": {
         *GROUND,
         "common.parallel",

@@ -1,10 +1,11 @@
-"""A load on simulated servers, on a virtual clock that steps and arrivals advance."""
+"""A load on one simulated server, on a virtual clock that steps and arrivals advance."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import time
+from collections.abc import Sequence
 
 from lightserve.io_struct import GenerationParams
 from lightserve.router.req import Req
@@ -14,27 +15,79 @@ from lightserve.simulate.replica import EndedStep, Replica, Setup
 from lightserve.simulate.result import Result
 from lightserve.utils.int_arrays import int32s
 
+NewRequest = tuple[Req, int]  # with the tokens that the model will generate
+
+
+class Client:
+    """Sends the requests of a load, and records what becomes of them."""
+
+    def __init__(self, load: Load, result: Result) -> None:
+        self._result = result
+        self._requests = load.requests()
+        self._arrivals = load.arrivals()
+        self.next_s = next(self._arrivals, math.inf)  # of the next arrival that does not depend on an answer
+        self._is_closed = load.rate is None  # a client sends its next request when the last one ends
+        self._ids = itertools.count()
+        self._params = GenerationParams.of(max_new_tokens=load.max_new_tokens, seed=0)
+
+    def arrived(self, now: float) -> list[NewRequest]:
+        """The requests that have arrived since the last call."""
+        requests: list[NewRequest] = []
+        while self.next_s <= now:
+            requests += self._next(self.next_s)
+            self.next_s = next(self._arrivals, math.inf)
+        return requests
+
+    def record(self, ended: EndedStep, now: float) -> list[Req]:
+        """Returns the requests that are finished."""
+        result = self._result
+        result.gaps.extend(ended.gaps)
+        result.gap_counts.extend(ended.gap_counts)
+        for req in ended.others:
+            if req.first_token_s:
+                result.gaps.append(now - req.last_token_s)
+                result.gap_counts.append(1)
+            else:
+                req.first_token_s = now
+            req.last_token_s = now
+        finished = [req for req in ended.others if req.finish_reason is not None]
+        for req in finished:
+            result.requests += 1
+            result.output_tokens += req.output_len
+            result.prompt_tokens += len(req.prompt_ids)
+            result.cached_tokens += req.cached_len
+            ttft = req.first_token_s - req.arrived_s
+            (result.urgent_ttft if req.priority == URGENT else result.ttft).append(ttft)
+        return finished
+
+    def follow_up(self, finished: Sequence[Req], now: float) -> list[NewRequest]:
+        """What the streams of these requests send next."""
+        return [request for _ in finished for request in self._next(now)] if self._is_closed else []
+
+    def _next(self, now: float) -> list[NewRequest]:
+        request = next(self._requests, None)
+        if request is None:
+            return []
+        most = self._params.stopping.max_new_tokens
+        req = Req(next(self._ids), int32s(request.prompt_ids), self._params, most, (EOS,), now, request.priority)
+        return [(req, request.output_len)]
+
 
 class Simulation:
     def __init__(self, setup: Setup, load: Load) -> None:
         self.replica = Replica(setup)
         self.result = Result()
-        self._requests = load.requests()
-        self._arrivals = load.arrivals()
-        self._next_s = next(self._arrivals, math.inf)
-        self._is_closed = load.rate is None  # a client sends its next request when the last one ends
-        self._ids = itertools.count()
-        self._params = GenerationParams.of(max_new_tokens=load.max_new_tokens, seed=0)
+        self._client = Client(load, self.result)
 
     def run(self) -> Result:
         begin = time.thread_time()
-        now = last_s = 0.0
-        replica, result = self.replica, self.result
-        while (now := min(self._next_s, replica.due_s)) < math.inf:
+        last_s = 0.0
+        replica, result, client = self.replica, self.result, self._client
+        while (now := min(client.next_s, replica.due_s)) < math.inf:
             if (ended := replica.end_step(now)) is not None:
                 last_s = now
-                self._process(ended, now)
-            self._arrive(now)
+                self._add(client.follow_up(client.record(ended, now), now))
+            self._add(client.arrived(now))
             replica.run(now)
         if replica.scheduler.num_waiting or replica.scheduler.num_running:
             raise RuntimeError("the scheduler has requests but plans no step")
@@ -43,42 +96,9 @@ class Simulation:
         result.cpu_s = time.thread_time() - begin
         return result
 
-    def _arrive(self, now: float) -> None:
-        while self._next_s <= now:
-            self._send(self._next_s)
-            self._next_s = next(self._arrivals, math.inf)
-
-    def _send(self, now: float) -> None:
-        request = next(self._requests, None)
-        if request is None:
-            return
-        most = self._params.stopping.max_new_tokens
-        req = Req(next(self._ids), int32s(request.prompt_ids), self._params, most, (EOS,), now, request.priority)
-        self.replica.add(req, request.output_len)
-
-    def _process(self, ended: EndedStep, now: float) -> None:
-        self.result.gaps.extend(ended.gaps)
-        self.result.gap_counts.extend(ended.gap_counts)
-        for req in ended.others:
-            if req.first_token_s:
-                self.result.gaps.append(now - req.last_token_s)
-                self.result.gap_counts.append(1)
-            else:
-                req.first_token_s = now
-            req.last_token_s = now
-            if req.finish_reason is not None:
-                self._record_finished(req, now)
-
-    def _record_finished(self, req: Req, now: float) -> None:
-        result = self.result
-        result.requests += 1
-        result.output_tokens += req.output_len
-        result.prompt_tokens += len(req.prompt_ids)
-        result.cached_tokens += req.cached_len
-        ttft = req.first_token_s - req.arrived_s
-        (result.urgent_ttft if req.priority == URGENT else result.ttft).append(ttft)
-        if self._is_closed:
-            self._send(now)
+    def _add(self, requests: Sequence[NewRequest]) -> None:
+        for req, output_len in requests:
+            self.replica.add(req, output_len)
 
 
 def simulate(setup: Setup, load: Load) -> Result:
