@@ -119,7 +119,7 @@ LAYERS: dict[str, set[str]] = {
     "cluster.tcp": {*GROUND, "model_files"},
     "cluster": {*GROUND, "cluster.tcp", "model_files"},
     "server": {*GROUND, "cluster.routing", "cluster.tcp", "model_files", "models.registry", "router"},
-    "simulate": {*GROUND, "router"},
+    "simulate": {*GROUND, "router", "cluster"},
     "llm": {
         *GROUND,
         "common.parallel",

@@ -193,7 +193,6 @@ class Dispatcher:
             self._to_detokenization.send(BatchTokenIdOut(outs, failed=failed))
         for req_id in batch.aborted:
             self._confirm_left(engine, req_id)
-        engine.check_idle()
 
     def _has_failed(self, engine: Engine, failure: ReqFailed) -> bool:
         """Whether the request ends. If the queue of the engine is full, another engine may take it."""

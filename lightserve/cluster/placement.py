@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightserve.cluster.engine import Engine, SharedRates
+from lightserve.cluster.engine import Engine
 from lightserve.cluster.link import EngineLink
+from lightserve.cluster.measured_load import SharedRates
 from lightserve.cluster.open_request import OpenRequest
 from lightserve.cluster.prefix_index import PrefixIndex
 from lightserve.cluster.rates import OutputLength

@@ -1,6 +1,8 @@
 """Run the real scheduler against a cost model of a GPU on a virtual clock, to compare policies and limits.
 
 python -m lightserve.simulate --load shared --policies fifo cache_aware --batch_max_tokens 512 2048
+
+python -m lightserve.simulate --load shared --policies fifo --rate 60 --replicas 4 8 --cluster_policy prefix session
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightserve.cluster import routing as cluster_routing
 from lightserve.router.policy import POLICIES
 from lightserve.router.scheduler import SchedulerLimits
 from lightserve.router.token_budget import QUANTILE
+from lightserve.simulate.cluster import Failure, simulate_cluster
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed
+from lightserve.simulate.replica import LIMITS, Setup
 from lightserve.simulate.report import header, legend, plot, row_of
-from lightserve.simulate.simulation import LIMITS, Setup, simulate
+from lightserve.simulate.simulation import simulate
 
 
 def setups(args: argparse.Namespace) -> Iterator[Setup]:
@@ -28,6 +33,20 @@ def setups(args: argparse.Namespace) -> Iterator[Setup]:
             args.max_running, batch, None if chunk < 0 else chunk or batch, tuple(args.sizes), ratio
         )
         yield Setup(policy, limits, share, args.pool, args.depth)
+
+
+def clusters(args: argparse.Namespace) -> Iterator[tuple[int, str]]:
+    """Numbers of replicas, and policies between them. One replica needs no policy."""
+    for replicas, policy in itertools.product(args.replicas, args.cluster_policy):
+        if replicas > 1 or policy == args.cluster_policy[0]:
+            yield replicas, policy if replicas > 1 else ""
+
+
+def failure(text: str) -> Failure:
+    at_s, replica, down_s = text.split(":")
+    if float(down_s) <= 0:
+        raise ValueError
+    return Failure(float(at_s), int(replica), float(down_s))
 
 
 def load_of(args: argparse.Namespace) -> Load:
@@ -89,6 +108,16 @@ def arguments() -> argparse.ArgumentParser:
     add("--max_running", type=int, default=256, help="running_max_req_size")
     add("--pool", type=int, default=900_000, help="max_total_token_num")
     add("--depth", type=int, default=2, help="steps in flight at once")
+    add("--replicas", type=int, nargs="+", default=[1], help="servers behind one gateway")
+    add("--cluster_policy", nargs="+", choices=cluster_routing.POLICIES, default=[cluster_routing.DEFAULT_POLICY])
+    add(
+        "--fail",
+        type=failure,
+        nargs="+",
+        default=[],
+        metavar="AT:REPLICA:DOWN",
+        help="a replica dies at this second, and serves again so many seconds later",
+    )
     add("--plots", type=Path, metavar="DIR", help="write ttft.png and itl.png there")
     return parser
 
@@ -96,6 +125,12 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     parser = arguments()
     args = parser.parse_args()
+    if min(args.replicas) < 1:
+        parser.error("--replicas: must be at least 1")
+    if any(not 0 <= one.replica < min(args.replicas) for one in args.fail):
+        parser.error(f"--fail: the replicas are 0 to {min(args.replicas) - 1}")
+    if args.fail and min(args.replicas) == 1:
+        parser.error("--fail: needs at least 2 replicas")
     figures = None
     if args.plots:
         try:
@@ -106,8 +141,14 @@ def main() -> None:
     print(header())
     runs = []
     for setup in setups(args):
-        runs.append((setup, simulate(setup, load)))
-        print(row_of(*runs[-1]), flush=True)
+        for replicas, policy in clusters(args):
+            if replicas == 1:
+                result = simulate(setup, load)
+            else:
+                result = simulate_cluster(setup, load, replicas, policy, args.fail)
+            runs.append((setup, result))
+            name = f"  {replicas} replicas, {policy}" if replicas > 1 else ""
+            print(row_of(setup, result) + name, flush=True)
     print(f"\ncolumns:\n{legend()}")
     if args.plots:
         plot(args.plots, figures, runs)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from lightserve.io_struct import Step, Token, TokenOut
+import numpy as np
+
+from lightserve.io_struct import Step
+from lightserve.utils.int_arrays import NO_INT64, Int32Array, Int64Array, int64s
 
 EOS, OTHER = 0, 1  # token ids that the simulated model returns
+MIN_IDS = 1024  # requests that arrays are made for at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,46 +53,51 @@ class CostModel:
 H200 = CostModel()
 
 
-class Sequence:
-    """A request in the simulated worker."""
+class StepTokens(NamedTuple):
+    """The tokens that a step returns, one of each request."""
 
-    __slots__ = ("computed", "end", "left", "todo", "token")
-
-    def __init__(self, req_id: int, output_len: int) -> None:
-        self.token, self.end = TokenOut(req_id, Token(OTHER)), TokenOut(req_id, Token(EOS))  # the same in all steps
-        self.left = output_len  # output tokens to come
-        self.computed = 0
-        self.todo = 0  # known tokens without KV
+    req_ids: Int64Array
+    token_ids: Int32Array
 
 
 class Worker:
-    """Runs steps like a model worker, and returns how long each takes."""
+    """Runs steps like a model worker, and returns how long each takes. Its arrays have one number per request id."""
 
     def __init__(self, cost: CostModel) -> None:
-        self.seqs: dict[int, Sequence] = {}  # all requests that have not ended; they stay while preempted
         self._cost = cost
+        self._left = NO_INT64  # output tokens to come
+        self._computed = NO_INT64  # tokens with KV
+        self._todo = NO_INT64  # known tokens without KV
 
-    def run(self, step: Step) -> tuple[float, list[TokenOut]]:
+    def add(self, req_id: int, output_len: int) -> None:
+        """A request that will generate so many tokens."""
+        if req_id >= len(self._left):
+            more = np.zeros(max(req_id + 1 - len(self._left), len(self._left), MIN_IDS), dtype=np.int64)
+            arrays = (np.concatenate((old, more)) for old in (self._left, self._computed, self._todo))
+            self._left, self._computed, self._todo = arrays
+        self._left[req_id] = output_len
+
+    def run(self, step: Step) -> tuple[float, StepTokens]:
         for new in step.new:
-            seq = self.seqs[new.req_id]
-            seq.computed = len(new.cached_slots)
-            seq.todo = len(new.token_ids) - seq.computed
-        tokens = kv_read = 0
-        pairs = 0.0
-        outs = []
-        for row in step.rows:
-            seq = self.seqs[row.req_id]
-            count = len(row.slots)
+            self._computed[new.req_id] = len(new.cached_slots)
+            self._todo[new.req_id] = len(new.token_ids) - len(new.cached_slots)
+        decode_ids = int64s(step.decode_ids)  # their last known token is computed
+        kv_read = int(self._computed[decode_ids].sum())
+        self._computed[decode_ids] += 1
+        tokens, pairs, ended = len(decode_ids), 0.0, []
+        for row in step.chunks:
+            count, computed = len(row.slots), int(self._computed[row.req_id])
             tokens += count
             if count == 1:
-                kv_read += seq.computed
+                kv_read += computed
             else:
-                pairs += count * (seq.computed + count / 2)
-            seq.computed += count
-            if seq.todo > count:
-                seq.todo -= count
-                continue
-            seq.todo = 1
-            seq.left -= 1
-            outs.append(seq.token if seq.left > 0 else seq.end)
-        return self._cost.step_s(tokens, kv_read, pairs), outs
+                pairs += count * (computed + count / 2)
+            self._computed[row.req_id] = computed + count
+            self._todo[row.req_id] -= count
+            if self._todo[row.req_id] <= 0:
+                ended.append(row.req_id)
+        req_ids = np.concatenate((decode_ids, np.array(ended, dtype=np.int64)))
+        self._todo[req_ids] = 1
+        self._left[req_ids] -= 1
+        token_ids = np.where(self._left[req_ids] > 0, OTHER, EOS).astype(np.int32)
+        return self._cost.step_s(tokens, kv_read, pairs), StepTokens(req_ids, token_ids)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lightserve.simulate.simulation import Result, Setup
+from lightserve.simulate.replica import Setup
+from lightserve.simulate.result import Result
 
 # name, width, meaning
 SETTINGS = (

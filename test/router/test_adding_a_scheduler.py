@@ -14,7 +14,8 @@ from lightserve.router.policy import POLICIES, Policy
 from lightserve.router.scheduler import SchedulerLimits
 from lightserve.simulate.__main__ import main
 from lightserve.simulate.load import Load, fixed, mixed
-from lightserve.simulate.simulation import Setup, simulate
+from lightserve.simulate.replica import Setup
+from lightserve.simulate.simulation import simulate
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_scheduler.md"
 

@@ -14,8 +14,10 @@ from lightserve.router.scheduler import SchedulerLimits
 from lightserve.simulate.__main__ import main
 from lightserve.simulate.gpu import CostModel
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed, lognormal
+from lightserve.simulate.replica import Setup
 from lightserve.simulate.report import header, legend, plot
-from lightserve.simulate.simulation import Result, Setup, Simulation, quantile, simulate
+from lightserve.simulate.result import Result, quantile
+from lightserve.simulate.simulation import Simulation, simulate
 
 FLAT = CostModel(matmul_ms=((1, 10.0), (1000, 10.0)), bytes_per_s=float("inf"), pairs_per_s=float("inf"), rest_s=(0, 0))
 SMALL = Load(lognormal(20, 1.0, 200), lognormal(15, 0.8, 100), count=80, streams=20, max_new_tokens=100)
@@ -42,7 +44,7 @@ def test_every_request_ends_with_all_its_tokens(policy: str, rate: float | None)
     assert sum(result.gap_counts) == result.output_tokens - result.requests
     assert result.preemptions > 0 or rate is not None
     assert 0 < result.peak_used <= TIGHT.pool_size
-    assert simulation.scheduler.pool.used == 0
+    assert simulation.replica.scheduler.pool.used == 0
 
 
 def test_streams_that_continue_at_once_get_one_token_each_a_step() -> None:

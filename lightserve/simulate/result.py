@@ -1,0 +1,43 @@
+"""What a simulation measures."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(slots=True)
+class Result:
+    seconds: float = 0.0  # simulated
+    cpu_s: float = 0.0  # real time that the simulation took
+    steps: int = 0
+    requests: int = 0  # finished requests
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens that were in the prefix cache
+    peak_used: int = 0
+    preemptions: int = 0
+    ttft: array[float] = field(default_factory=lambda: array("d"))
+    urgent_ttft: array[float] = field(default_factory=lambda: array("d"))
+    gaps: array[float] = field(default_factory=lambda: array("d"))  # seconds between two tokens of a request
+    gap_counts: array[int] = field(default_factory=lambda: array("q"))  # requests with that gap
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / max(self.prompt_tokens, 1)
+
+    def itl(self, share: float) -> float:
+        """The inter-token latency that ``share`` of the gaps do not exceed."""
+        return quantile(np.array(self.gaps), np.array(self.gap_counts), share)
+
+
+def quantile(values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64], share: float) -> float:
+    """The smallest of the values, which occur ``counts`` times, that ``share`` of them do not exceed; 0 if empty."""
+    if not len(values):
+        return 0.0
+    order = np.argsort(values)
+    reached = np.cumsum(counts[order])
+    return float(values[order][np.searchsorted(reached, share * reached[-1])])

@@ -1,0 +1,113 @@
+"""Several simulated servers: the routing is the dispatcher's, and no failure loses a token."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from lightserve.cluster.routing import POLICIES
+from lightserve.router.scheduler import SchedulerLimits
+from lightserve.simulate.__main__ import main
+from lightserve.simulate.cluster import ClusterSimulation, Failure, simulate_cluster
+from lightserve.simulate.load import Load, fixed, lognormal
+from lightserve.simulate.replica import Setup
+from lightserve.simulate.simulation import simulate
+
+SHARED = Load(
+    lognormal(20, 1.0, 200), lognormal(10, 0.8, 40), count=120, streams=24, max_new_tokens=40, num_prefixes=8,
+    prefix_len=256,
+)  # fmt: skip
+SMALL = Setup(limits=SchedulerLimits(16, 512, 256), pool_size=3000)
+
+
+@pytest.mark.parametrize("rate", [None, 200.0])
+def test_one_replica_behind_a_gateway_is_a_single_server(rate: float | None) -> None:
+    load = replace(SHARED, rate=rate)
+
+    single, behind = simulate(SMALL, load), simulate_cluster(SMALL, load, 1)
+
+    assert behind.seconds == single.seconds
+    assert (behind.steps, behind.cached_tokens, behind.ttft) == (single.steps, single.cached_tokens, single.ttft)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_replicas_share_the_load(policy: str) -> None:
+    one, four = simulate(SMALL, SHARED), simulate_cluster(SMALL, SHARED, 4, policy)
+
+    assert (four.requests, four.output_tokens) == (one.requests, one.output_tokens)
+    assert four.seconds < 0.8 * one.seconds  # steps with few tokens take as long
+
+
+def test_requests_go_where_their_prefix_is_cached() -> None:
+    """A replica has room for 3 of the 8 prefixes: 4 replicas have room for all, if each prefix has its place."""
+    load = replace(SHARED, count=200, rate=60.0)
+    setup = replace(SMALL, pool_size=1000)
+
+    hits = {policy: simulate_cluster(setup, load, 4, policy).hit_rate for policy in ("prefix", "round_robin")}
+
+    assert hits["prefix"] > hits["round_robin"] + 0.1
+
+
+@settings(max_examples=12, deadline=None, derandomize=False, database=None, print_blob=True)
+@given(
+    failures=st.lists(
+        st.builds(Failure, st.floats(0, 1.5), st.integers(0, 2), st.floats(0.01, 1.0)), min_size=1, max_size=6
+    ),
+    rate=st.sampled_from([None, 100.0]),
+)
+def test_no_failure_loses_a_token(failures: list[Failure], rate: float | None) -> None:
+    """All replicas may be down at once."""
+    load = replace(SHARED, rate=rate)
+    requests = list(load.requests())
+
+    result = simulate_cluster(SMALL, load, 3, "prefix", failures)
+
+    assert result.requests == len(result.ttft) == len(requests)
+    assert result.output_tokens == sum(one.output_len for one in requests)
+    assert sum(result.gap_counts) == result.output_tokens - result.requests
+
+
+def test_a_dead_replica_costs_its_streams_a_pause_and_the_others_nothing() -> None:
+    load = Load(fixed(64), fixed(200), count=8, streams=8, max_new_tokens=200)
+
+    whole = simulate_cluster(SMALL, load, 2, "round_robin")
+    failed = simulate_cluster(SMALL, load, 2, "round_robin", [Failure(0.3, 0, 60.0)])
+
+    assert whole.itl(1.0) < 0.03
+    assert sum(count for gap, count in zip(failed.gaps, failed.gap_counts, strict=True) if gap > 0.03) <= 4
+    assert failed.output_tokens == whole.output_tokens
+
+
+def test_a_request_that_cannot_end_is_reported() -> None:
+    simulation = ClusterSimulation(SMALL, SHARED, 1)
+    simulation._replicas.clear()
+    simulation._gateway._loads.clear()
+
+    with pytest.raises(RuntimeError, match="24 requests have not ended"):
+        simulation.run()
+
+
+def test_clusters_run_from_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--load fixed --requests 12 --policies fifo --replicas 1 2 --cluster_policy prefix session"
+    monkeypatch.setattr(sys, "argv", ["simulate", *flags.split()])
+    main()
+    rows = capsys.readouterr().out.splitlines()
+
+    assert [row.partition("  2 replicas, ")[2] for row in rows[1:4]] == ["", "prefix", "session"]
+
+
+@pytest.mark.parametrize(
+    "flags", ["--fail 1:2:3", "--replicas 2 --fail 1:2:3", "--replicas 2 --fail 1:0:0", "--replicas 0"]
+)
+def test_wrong_figures_are_refused(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["simulate", *flags.split()])
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+
+    assert ended.value.code == 2
