@@ -1,6 +1,6 @@
 """Where the time of a request goes on its way through the processes of a server on this machine.
 
-The client notes when it has written a request and when it reads the first and the last event. GET /debug/requests
+The client notes when it writes a request and when it reads the first and the last event. GET /debug/requests
 knows the rest: all processes of a machine share the monotonic clock.
 """
 
@@ -38,8 +38,8 @@ class TimedClient(StreamClient):
     sent_s = first_read_s = last_read_s = 0.0
 
     def connection_made(self, transport: Any) -> None:
+        self.sent_s = unix_s(time.monotonic())  # afterwards the server may have it already
         super().connection_made(transport)
-        self.sent_s = unix_s(time.monotonic())
 
     def data_received(self, data: bytes) -> None:
         had_events = self.events
