@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lightserve.config import ClusterConfig
 from lightserve.server.banner import print_line
 from lightserve.server.child_process import ChildDiedError
 from lightserve.server.process_group import Modules, ProcessGroup
@@ -334,7 +335,7 @@ def test_a_killed_process_is_reported_before_those_that_failed_because_of_it() -
         return SimpleNamespace(role=role, exit_code=exit_code, exit_message=message)
 
     def root_cause(died: Any, *others: Any) -> str:
-        config: Any = SimpleNamespace(cluster=SimpleNamespace(dp=1))
+        config: Any = SimpleNamespace(cluster=ClusterConfig())
         processes = ProcessGroup(config, run_dir="", modules=Modules())
         processes.children = [child("detokenizer", None), *others, died]
         return str(asyncio.run(processes.root_cause(ChildDiedError(died, died.exit_code))))

@@ -165,7 +165,7 @@ def test_a_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     ("flag", "message"),
     [
         (["--deterministic"], "--deterministic is not supported for a model without a KV cache; leave it out"),
-        (["--dp", "2"], "--dp: several engines serve text models only; use --dp 1, or start several servers"),
+        (["--dp", "2"], "several engines (--dp, --engines, --listen) serve text models only"),
     ],
 )
 def test_flags_that_an_encoder_does_not_support_are_refused(
