@@ -44,11 +44,9 @@ class TimedClient(StreamClient):
     def data_received(self, data: bytes) -> None:
         had_events = self.events
         super().data_received(data)
-        now_s = unix_s(time.monotonic())
-        if self.events > had_events and not had_events:
-            self.first_read_s = now_s
         if self.events > had_events:
-            self.last_read_s = now_s
+            self.last_read_s = unix_s(time.monotonic())
+            self.first_read_s = self.first_read_s or self.last_read_s
 
 
 async def measure_hops(url: str, request: bytes, event: bytes, count: int) -> list[dict[str, float]]:

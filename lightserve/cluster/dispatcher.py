@@ -13,8 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-import numpy as np
-
 from lightserve.cluster.cluster_metrics import ClusterMetrics
 from lightserve.cluster.engine import Engine
 from lightserve.cluster.link import EngineLink
@@ -167,8 +165,7 @@ class Dispatcher:
         if isinstance(message, BatchTokenIdOut):
             self._handle_batch(engine, message)
         elif isinstance(message, KvNews):
-            added, evicted = (np.frombuffer(part, dtype="<i8").tolist() for part in (message.added, message.evicted))
-            self._placement.index.update(engine.number, message.epoch, added, evicted)
+            self._placement.index.apply(engine.number, message)
         elif isinstance(message, RouterStats):
             self._handle_stats(engine, message)
         else:

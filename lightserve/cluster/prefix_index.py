@@ -13,6 +13,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
+from lightserve.io_struct import KvNews
 from lightserve.utils.block_hash import BLOCK_TOKENS
 
 
@@ -44,6 +47,10 @@ class PrefixIndex:
     def num_blocks(self, engine: int) -> int:
         blocks = self._engines.get(engine)
         return 0 if blocks is None else len(blocks.cached | blocks.presumed.keys())
+
+    def apply(self, engine: int, news: KvNews) -> None:
+        added, evicted = (np.frombuffer(part, dtype="<i8").tolist() for part in (news.added, news.evicted))
+        self.update(engine, news.epoch, added, evicted)
 
     def update(self, engine: int, epoch: int, added: Sequence[int], evicted: Sequence[int]) -> None:
         """What the engine says about its cache. News of an epoch that is over are ignored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,8 +47,8 @@ class AdapterRegistry:
         for name, path in map(parse_module, modules):
             self.put(self._new(name, Path(path).resolve()))
 
-    def __iter__(self) -> itertools.chain[RegisteredAdapter]:
-        return itertools.chain(self._by_name.values())
+    def __iter__(self) -> Iterator[RegisteredAdapter]:
+        return iter(self._by_name.values())
 
     def find(self, name: str) -> RegisteredAdapter:
         """The adapter that a request names. Raises ModelNotFoundError."""

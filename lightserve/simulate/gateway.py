@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from lightserve.cluster.measured_load import MeasuredLoad, SharedRates
 from lightserve.cluster.prefix_index import PrefixIndex
 from lightserve.cluster.rates import OutputLength
@@ -74,7 +72,8 @@ class Gateway:
 
     def observe(self, number: int, replica: Replica, ended: EndedStep, now: float) -> None:
         """A step of the replica ended: what the dispatcher would see of it."""
-        self._update_index(number, replica)
+        if (blocks := replica.scheduler.pool.blocks) is not None and (news := blocks.take_news()) is not None:
+            self._index.apply(number, news)
         load = self._loads[number]
         prefilled, begun_s = 0, now
         for req in ended.others:
@@ -91,10 +90,3 @@ class Gateway:
                 self._output_length.observe(req.output_len)
                 self._index.end_presumption(number, self._sent.pop(req.req_id).hashes)
                 load.remove()
-
-    def _update_index(self, number: int, replica: Replica) -> None:
-        blocks = replica.scheduler.pool.blocks
-        news = None if blocks is None else blocks.take_news()
-        if news is not None:
-            added, evicted = (np.frombuffer(part, dtype="<i8").tolist() for part in (news.added, news.evicted))
-            self._index.update(number, news.epoch, added, evicted)

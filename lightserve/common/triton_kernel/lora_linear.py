@@ -25,7 +25,7 @@ from lightserve.common.triton_kernel.linear import MIN_BLOCK_K, MIN_ROWS, Config
 from lightserve.common.triton_kernel.norm_linear import repeat_rows
 
 # Norm and product of one row are one kernel for any size: gate and up are not multiplied in it, as adapters add to them
-# first. Reckoned from the times in norm_linear.py, not measured.
+# first. Estimated from the times in norm_linear.py, not measured.
 NORM_RULES = (*norm_linear.RULES, *norm_linear.GATED_RULES)
 # With more rows the product fills the GPU, and there is nothing to gain beside it. Not measured.
 MAX_ROWS_BESIDE = 512
