@@ -19,11 +19,10 @@ from lightserve.cluster import routing as cluster_routing
 from lightserve.router.policy import POLICIES
 from lightserve.router.scheduler import SchedulerLimits
 from lightserve.router.token_budget import QUANTILE
-from lightserve.simulate.cluster import Failure, simulate_cluster
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed
 from lightserve.simulate.replica import LIMITS, Setup
 from lightserve.simulate.report import header, legend, plot, row_of
-from lightserve.simulate.simulation import simulate
+from lightserve.simulate.simulation import Failure, simulate
 
 
 def setups(args: argparse.Namespace) -> Iterator[Setup]:
@@ -35,11 +34,11 @@ def setups(args: argparse.Namespace) -> Iterator[Setup]:
         yield Setup(policy, limits, share, args.pool, args.depth)
 
 
-def clusters(args: argparse.Namespace) -> Iterator[tuple[int, str]]:
+def clusters(args: argparse.Namespace) -> Iterator[tuple[int, str | None]]:
     """Numbers of replicas, and policies between them. One replica needs no policy."""
     for replicas, policy in itertools.product(args.replicas, args.cluster_policy):
         if replicas > 1 or policy == args.cluster_policy[0]:
-            yield replicas, policy if replicas > 1 else ""
+            yield replicas, policy if replicas > 1 else None
 
 
 def failure(text: str) -> Failure:
@@ -142,12 +141,9 @@ def main() -> None:
     runs = []
     for setup in setups(args):
         for replicas, policy in clusters(args):
-            if replicas == 1:
-                result = simulate(setup, load)
-            else:
-                result = simulate_cluster(setup, load, replicas, policy, args.fail)
+            result = simulate(setup, load, replicas, policy, args.fail)
             runs.append((setup, result))
-            name = f"  {replicas} replicas, {policy}" if replicas > 1 else ""
+            name = "" if policy is None else f"  {replicas} replicas, {policy}"
             print(row_of(setup, result) + name, flush=True)
     print(f"\ncolumns:\n{legend()}")
     if args.plots:

@@ -49,10 +49,6 @@ class Gateway:
             del self._sent[req_id]
         return lost
 
-    @property
-    def has_replicas(self) -> bool:
-        return bool(self._loads)
-
     def choose(self, req: Req, now: float) -> int:
         """The replica that gets the request."""
         if not len(req.block_hashes):

@@ -1,105 +1,168 @@
-"""A load on one simulated server, on a virtual clock that steps and arrivals advance."""
+"""A load on simulated servers, on a virtual clock that steps and arrivals advance.
+
+Several servers have a gateway before them. Some may die and come back.
+"""
 
 from __future__ import annotations
 
-import itertools
+import heapq
 import math
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from lightserve.io_struct import GenerationParams
 from lightserve.router.req import Req
-from lightserve.simulate.gpu import EOS
-from lightserve.simulate.load import URGENT, Load
-from lightserve.simulate.replica import EndedStep, Replica, Setup
+from lightserve.simulate.client import Client, NewRequest
+from lightserve.simulate.gateway import Gateway
+from lightserve.simulate.load import Load
+from lightserve.simulate.replica import Replica, Setup
 from lightserve.simulate.result import Result
-from lightserve.utils.int_arrays import int32s
-
-NewRequest = tuple[Req, int]  # with the tokens that the model will generate
 
 
-class Client:
-    """Sends the requests of a load, and records what becomes of them."""
+class Failure(NamedTuple):
+    """A replica dies, and another one takes its place later, with nothing in its cache."""
 
-    def __init__(self, load: Load, result: Result) -> None:
-        self._result = result
-        self._requests = load.requests()
-        self._arrivals = load.arrivals()
-        self.next_s = next(self._arrivals, math.inf)  # of the next arrival that does not depend on an answer
-        self._is_closed = load.rate is None  # a client sends its next request when the last one ends
-        self._ids = itertools.count()
-        self._params = GenerationParams.of(max_new_tokens=load.max_new_tokens, seed=0)
-
-    def arrived(self, now: float) -> list[NewRequest]:
-        """The requests that have arrived since the last call."""
-        requests: list[NewRequest] = []
-        while self.next_s <= now:
-            requests += self._next(self.next_s)
-            self.next_s = next(self._arrivals, math.inf)
-        return requests
-
-    def record(self, ended: EndedStep, now: float) -> list[Req]:
-        """Returns the requests that are finished."""
-        result = self._result
-        result.gaps.extend(ended.gaps)
-        result.gap_counts.extend(ended.gap_counts)
-        for req in ended.others:
-            if req.first_token_s:
-                result.gaps.append(now - req.last_token_s)
-                result.gap_counts.append(1)
-            else:
-                req.first_token_s = now
-            req.last_token_s = now
-        finished = [req for req in ended.others if req.finish_reason is not None]
-        for req in finished:
-            result.requests += 1
-            result.output_tokens += req.output_len
-            result.prompt_tokens += len(req.prompt_ids)
-            result.cached_tokens += req.cached_len
-            ttft = req.first_token_s - req.arrived_s
-            (result.urgent_ttft if req.priority == URGENT else result.ttft).append(ttft)
-        return finished
-
-    def follow_up(self, finished: Sequence[Req], now: float) -> list[NewRequest]:
-        """What the streams of these requests send next."""
-        return [request for _ in finished for request in self._next(now)] if self._is_closed else []
-
-    def _next(self, now: float) -> list[NewRequest]:
-        request = next(self._requests, None)
-        if request is None:
-            return []
-        most = self._params.stopping.max_new_tokens
-        req = Req(next(self._ids), int32s(request.prompt_ids), self._params, most, (EOS,), now, request.priority)
-        return [(req, request.output_len)]
+    at_s: float
+    replica: int
+    down_s: float
 
 
 class Simulation:
-    def __init__(self, setup: Setup, load: Load) -> None:
-        self.replica = Replica(setup)
+    """``policy``: of the gateway; None: there is one server, and no gateway."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        load: Load,
+        replicas: int = 1,
+        policy: str | None = None,
+        failures: Sequence[Failure] = (),
+    ) -> None:
+        if policy is None and (replicas > 1 or failures):
+            raise ValueError("several servers, or servers that die, need a gateway with a policy")
         self.result = Result()
+        self._setup = setup
         self._client = Client(load, self.result)
+        self._gateway = None if policy is None else Gateway(policy)
+        self.replicas: dict[int, Replica] = {}  # those that serve
+        self._dead: list[Replica] = []
+        self._reqs: dict[int, tuple[Req, int]] = {}  # that have not ended, and their output lengths
+        self._waiting: list[int] = []  # requests that no replica can take now
+        self._due: list[tuple[float, int]] = []  # a heap; an entry is void if its replica has another time now
+        self._changes = list(failures)  # a heap; those with a down_s of 0 are starts
+        heapq.heapify(self._changes)
+        for number in range(replicas):
+            self._start(number)
 
     def run(self) -> Result:
         begin = time.thread_time()
         last_s = 0.0
-        replica, result, client = self.replica, self.result, self._client
-        while (now := min(client.next_s, replica.due_s)) < math.inf:
-            if (ended := replica.end_step(now)) is not None:
+        while (now := min(self._client.next_s, self._next_due_s(), self._next_change_s())) < math.inf:
+            touched = set()
+            while self._changes and self._changes[0][0] <= now:
+                touched |= self._change(*heapq.heappop(self._changes))
+            while self._next_due_s() <= now:
+                number = heapq.heappop(self._due)[1]
+                touched |= self._end_step(number, now)
                 last_s = now
-                self._add(client.follow_up(client.record(ended, now), now))
-            self._add(client.arrived(now))
-            replica.run(now)
-        if replica.scheduler.num_waiting or replica.scheduler.num_running:
-            raise RuntimeError("the scheduler has requests but plans no step")
-        result.seconds, result.preemptions = last_s, replica.scheduler.num_preemptions
-        result.steps, result.peak_used = replica.steps, replica.peak_used
-        result.cpu_s = time.thread_time() - begin
-        return result
+            touched |= self._send(self._client.arrived(now), now)
+            for number in sorted(touched):
+                self._run(number, now)
+        if self._reqs:
+            raise RuntimeError(f"{len(self._reqs)} requests have not ended, and nothing will happen")
+        self._sum_up(last_s, time.thread_time() - begin)
+        return self.result
 
-    def _add(self, requests: Sequence[NewRequest]) -> None:
+    def _sum_up(self, seconds: float, cpu_s: float) -> None:
+        result, replicas = self.result, [*self._dead, *self.replicas.values()]
+        result.seconds, result.cpu_s = seconds, cpu_s
+        result.steps = sum(replica.steps for replica in replicas)
+        result.preemptions = sum(replica.scheduler.num_preemptions for replica in replicas)
+        result.peak_used = max(replica.peak_used for replica in replicas)
+
+    def _next_due_s(self) -> float:
+        while self._due:
+            due_s, number = self._due[0]
+            replica = self.replicas.get(number)
+            if replica is not None and replica.due_s == due_s:
+                return due_s
+            heapq.heappop(self._due)
+        return math.inf
+
+    def _next_change_s(self) -> float:
+        return self._changes[0][0] if self._changes else math.inf
+
+    def _run(self, number: int, now: float) -> None:
+        replica = self.replicas.get(number)
+        if replica is None:
+            return
+        replica.run(now)
+        if replica.due_s < math.inf:
+            heapq.heappush(self._due, (replica.due_s, number))
+
+    def _end_step(self, number: int, now: float) -> set[int]:
+        """Returns the replicas that have something to plan."""
+        replica = self.replicas[number]
+        ended = replica.end_step(now)
+        if ended is None:
+            return {number}
+        if self._gateway is not None:
+            self._gateway.observe(number, replica, ended, now)
+        finished = self._client.record(ended, now)
+        for req in finished:
+            del self._reqs[req.req_id]
+        return {number} | self._send(self._client.follow_up(finished, now), now)
+
+    def _send(self, requests: Sequence[NewRequest], now: float) -> set[int]:
         for req, output_len in requests:
-            self.replica.add(req, output_len)
+            self._reqs[req.req_id] = req, output_len
+        return {number for req, _ in requests for number in self._place(req.req_id, now)}
+
+    def _place(self, req_id: int, now: float) -> set[int]:
+        if not self.replicas:
+            self._waiting.append(req_id)
+            return set()
+        req, output_len = self._reqs[req_id]
+        number = 0 if self._gateway is None else self._gateway.choose(req, now)
+        self.replicas[number].add(req, output_len - req.output_len)
+        return {number}
+
+    def _change(self, now: float, number: int, down_s: float) -> set[int]:
+        """A replica dies, or starts if ``down_s`` is 0. Returns the replicas that have something to plan."""
+        if not down_s:
+            self._start(number)
+            waiting, self._waiting = self._waiting, []
+            return {chosen for req_id in waiting for chosen in self._place(req_id, now)}
+        if number not in self.replicas:
+            return set()
+        self._dead.append(self.replicas.pop(number))
+        heapq.heappush(self._changes, Failure(now + down_s, number, 0.0))
+        lost = [] if self._gateway is None else self._gateway.leave(number)
+        for req_id in lost:
+            req, output_len = self._reqs[req_id]
+            self._reqs[req_id] = _continued(req), output_len
+        return {chosen for req_id in lost for chosen in self._place(req_id, now)}
+
+    def _start(self, number: int) -> None:
+        replica = self.replicas[number] = Replica(self._setup)
+        if self._gateway is not None:
+            self._gateway.join(number, replica)
 
 
-def simulate(setup: Setup, load: Load) -> Result:
-    return Simulation(setup, load).run()
+def _continued(req: Req) -> Req:
+    """The request as another replica gets it: with its tokens, and without KV."""
+    moved = Req(
+        req.req_id, req.prompt_ids, req.params, req.max_new_tokens, req.eos_ids, req.arrived_s, req.priority,
+        salt=req.salt, block_hashes=req.block_hashes,
+    )  # fmt: skip
+    if req.output_len:
+        moved.continue_from(req.output_ids, req.last_token_s)
+        moved.first_token_s = req.first_token_s
+    moved.cached_len = req.cached_len
+    return moved
+
+
+def simulate(
+    setup: Setup, load: Load, replicas: int = 1, policy: str | None = None, failures: Sequence[Failure] = ()
+) -> Result:
+    return Simulation(setup, load, replicas, policy, failures).run()

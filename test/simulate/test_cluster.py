@@ -11,10 +11,9 @@ from hypothesis import given, settings, strategies as st
 from lightserve.cluster.routing import POLICIES
 from lightserve.router.scheduler import SchedulerLimits
 from lightserve.simulate.__main__ import main
-from lightserve.simulate.cluster import ClusterSimulation, Failure, simulate_cluster
 from lightserve.simulate.load import Load, fixed, lognormal
 from lightserve.simulate.replica import Setup
-from lightserve.simulate.simulation import simulate
+from lightserve.simulate.simulation import Failure, Simulation, simulate
 
 SHARED = Load(
     lognormal(20, 1.0, 200), lognormal(10, 0.8, 40), count=120, streams=24, max_new_tokens=40, num_prefixes=8,
@@ -27,7 +26,7 @@ SMALL = Setup(limits=SchedulerLimits(16, 512, 256), pool_size=3000)
 def test_one_replica_behind_a_gateway_is_a_single_server(rate: float | None) -> None:
     load = replace(SHARED, rate=rate)
 
-    single, behind = simulate(SMALL, load), simulate_cluster(SMALL, load, 1)
+    single, behind = simulate(SMALL, load), simulate(SMALL, load, 1, "prefix")
 
     assert behind.seconds == single.seconds
     assert (behind.steps, behind.cached_tokens, behind.ttft) == (single.steps, single.cached_tokens, single.ttft)
@@ -35,7 +34,7 @@ def test_one_replica_behind_a_gateway_is_a_single_server(rate: float | None) -> 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replicas_share_the_load(policy: str) -> None:
-    one, four = simulate(SMALL, SHARED), simulate_cluster(SMALL, SHARED, 4, policy)
+    one, four = simulate(SMALL, SHARED), simulate(SMALL, SHARED, 4, policy)
 
     assert (four.requests, four.output_tokens) == (one.requests, one.output_tokens)
     assert four.seconds < 0.8 * one.seconds  # steps with few tokens take as long
@@ -46,7 +45,7 @@ def test_requests_go_where_their_prefix_is_cached() -> None:
     load = replace(SHARED, count=200, rate=60.0)
     setup = replace(SMALL, pool_size=1000)
 
-    hits = {policy: simulate_cluster(setup, load, 4, policy).hit_rate for policy in ("prefix", "round_robin")}
+    hits = {policy: simulate(setup, load, 4, policy).hit_rate for policy in ("prefix", "round_robin")}
 
     assert hits["prefix"] > hits["round_robin"] + 0.1
 
@@ -63,7 +62,7 @@ def test_no_failure_loses_a_token(failures: list[Failure], rate: float | None) -
     load = replace(SHARED, rate=rate)
     requests = list(load.requests())
 
-    result = simulate_cluster(SMALL, load, 3, "prefix", failures)
+    result = simulate(SMALL, load, 3, "prefix", failures)
 
     assert result.requests == len(result.ttft) == len(requests)
     assert result.output_tokens == sum(one.output_len for one in requests)
@@ -73,8 +72,8 @@ def test_no_failure_loses_a_token(failures: list[Failure], rate: float | None) -
 def test_a_dead_replica_costs_its_streams_a_pause_and_the_others_nothing() -> None:
     load = Load(fixed(64), fixed(200), count=8, streams=8, max_new_tokens=200)
 
-    whole = simulate_cluster(SMALL, load, 2, "round_robin")
-    failed = simulate_cluster(SMALL, load, 2, "round_robin", [Failure(0.3, 0, 60.0)])
+    whole = simulate(SMALL, load, 2, "round_robin")
+    failed = simulate(SMALL, load, 2, "round_robin", [Failure(0.3, 0, 60.0)])
 
     assert whole.itl(1.0) < 0.03
     assert sum(count for gap, count in zip(failed.gaps, failed.gap_counts, strict=True) if gap > 0.03) <= 4
@@ -82,9 +81,8 @@ def test_a_dead_replica_costs_its_streams_a_pause_and_the_others_nothing() -> No
 
 
 def test_a_request_that_cannot_end_is_reported() -> None:
-    simulation = ClusterSimulation(SMALL, SHARED, 1)
-    simulation._replicas.clear()
-    simulation._gateway._loads.clear()
+    simulation = Simulation(SMALL, SHARED)
+    simulation.replicas.clear()
 
     with pytest.raises(RuntimeError, match="24 requests have not ended"):
         simulation.run()
