@@ -197,6 +197,11 @@ class RouterConfig:
         "default: depends on the device",
         "long_prefill_token_threshold",
     )
+    itl_target_ms: float | None = option(
+        None,
+        "longest time between two tokens of a stream while prompts are computed; prompts have their first token sooner "
+        "if it is long; default: depends on the device and the number of streams",
+    )
     disable_chunked_prefill: bool = option(False, "compute every prompt in a single step")
     disable_dynamic_prompt_cache: bool = option(
         False, "disable the prefix cache: requests share no prefixes", "no_enable_prefix_caching"
@@ -217,6 +222,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         _at_least(self, 1, "max_queue_size", "max_queue_tokens", "chunked_prefill_size")
         _at_least(self, 0, "debug_requests", "log_stats_interval", "request_timeout", "router_token_ratio")
+        _at_least(self, 1, "itl_target_ms")
         if self.debug_requests > MAX_DEBUG_REQUESTS:
             raise OptionError(f"debug_requests={self.debug_requests}: must be at most {MAX_DEBUG_REQUESTS}")
 

@@ -725,6 +725,7 @@ class StepLimits(msgspec.Struct, frozen=True):
     batch_max_tokens: int  # of all requests
     chunked_prefill_size: int | None = None  # prompt tokens while others decode; None: no limit of its own
     preferred_step_tokens: tuple[int, ...] = ()  # efficient sizes of a step with prompts and decodes; empty: any
+    long_prompt_step_s: float = 0.0  # what a step with a long prompt may take beside few decodes; 0: a usual chunk
 
 
 class WindowedKv(msgspec.Struct, frozen=True):

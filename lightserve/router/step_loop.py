@@ -130,8 +130,8 @@ class StepLoop:
             return self._model.is_lost
         self._in_flight.popleft()
         now = time.monotonic()
-        self.pacer.record(first.kind, first.sent_s, now)
-        for timeline, tokens in self._scheduler.complete_step():
+        seconds = self.pacer.record(first.kind, first.sent_s, now)
+        for timeline, tokens in self._scheduler.complete_step(seconds):
             timeline.prefill(first.sent_s, now, tokens)
         self._reporter.report(first.result.result())
         if self.recorder is not None:

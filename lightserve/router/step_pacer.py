@@ -35,8 +35,9 @@ class StepPacer:
             return 0.0
         return max(sent_s, self._last_end_s) + min(recent_s) * (1 - MARGIN) - self._lead_s
 
-    def record(self, kind: StepKind, sent_s: float, end_s: float) -> None:
-        """A step ended. It ran since it was sent, or since the step before it ended."""
-        recent_s = self._recent_s.setdefault(kind, deque(maxlen=MAX_RECENT))
-        recent_s.append(end_s - max(sent_s, self._last_end_s))
+    def record(self, kind: StepKind, sent_s: float, end_s: float) -> float:
+        """A step ended. Returns how long it ran: since it was sent, or since the step before it ended."""
+        seconds = end_s - max(sent_s, self._last_end_s)
+        self._recent_s.setdefault(kind, deque(maxlen=MAX_RECENT)).append(seconds)
         self._last_end_s = end_s
+        return seconds

@@ -42,6 +42,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_windowed_token_num",
         "batch_max_tokens",
         "chunked_prefill_size",
+        "itl_target_ms",
         "disable_chunked_prefill",
         "disable_dynamic_prompt_cache",
         "deterministic",

@@ -16,7 +16,12 @@ from lightserve.router.token_budget import QUANTILE, OutputEstimate
 from lightserve.simulate.gpu import H200, CostModel, StepTokens, Worker
 
 LIMITS = SchedulerLimits(  # on a GPU
-    256, 8192, 256, preferred_step_tokens=(256, 384, 512, 768, 1024, 1280, 1536), token_ratio=0.85
+    256,
+    8192,
+    256,
+    preferred_step_tokens=(256, 384, 512, 768, 1024, 1280, 1536),
+    token_ratio=0.85,
+    long_prompt_step_s=20e-3,
 )
 
 
@@ -56,7 +61,7 @@ class Replica:
         self._worker = Worker(setup.cost)
         self._depth = setup.depth
         self._lead_s = setup.lead_s
-        self._in_flight: deque[tuple[float, StepTokens]] = deque()  # the end of each step, and its tokens
+        self._in_flight: deque[tuple[float, float, StepTokens]] = deque()  # end of each step, duration and tokens
         self._free_s = 0.0  # when the worker finishes its last step
         self._was_full = False
 
@@ -69,8 +74,8 @@ class Replica:
         """Give the tokens of the step that ends now to their requests; None: no step does."""
         if not self._in_flight or self._in_flight[0][0] != now:
             return None
-        _, (req_ids, token_ids) = self._in_flight.popleft()
-        self.scheduler.complete_step()
+        _, seconds, (req_ids, token_ids) = self._in_flight.popleft()
+        self.scheduler.complete_step(seconds)
         is_known = self.scheduler.process_plain(req_ids, token_ids)
         gaps = self.scheduler.observe_gaps(req_ids[is_known], now)
         others = zip(req_ids[~is_known].tolist(), token_ids[~is_known].tolist(), strict=True)
@@ -85,7 +90,7 @@ class Replica:
                 break
             seconds, outs = self._worker.run(step)
             self._free_s = max(now, self._free_s) + seconds
-            self._in_flight.append((self._free_s, outs))
+            self._in_flight.append((self._free_s, seconds, outs))
             self._was_full = self.scheduler.num_waiting > 0
             self.steps += 1
             self.peak_used = max(self.peak_used, self.scheduler.pool.used)

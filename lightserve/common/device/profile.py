@@ -57,7 +57,10 @@ class ModelTraits:
 # The step sizes are those of an 8B model. A decode step takes 5 ms, and 10 ms with 384 tokens, prompt tokens included.
 # Its matmuls take longer for 448 tokens than for 512, and for 1,088 a fifth longer than for 1,024.
 H200_LIMITS = StepLimits(
-    batch_max_tokens=8192, chunked_prefill_size=256, preferred_step_tokens=(256, 384, 512, 768, 1024, 1280, 1536)
+    batch_max_tokens=8192,
+    chunked_prefill_size=256,
+    preferred_step_tokens=(256, 384, 512, 768, 1024, 1280, 1536),
+    long_prompt_step_s=20e-3,
 )
 H200_GRAPHS = GraphRanges(
     # A step of few rows costs what reading the weights costs, so the steps between these are padded.
@@ -105,7 +108,7 @@ def gpu_profile(name: str, multiprocessors: int, shared_bytes: int) -> Profile:
         name=name,
         multiprocessors=multiprocessors,
         shared_bytes=shared_bytes,
-        step_limits=StepLimits(limits.batch_max_tokens, chunk, sizes),
+        step_limits=StepLimits(limits.batch_max_tokens, chunk, sizes, limits.long_prompt_step_s),
         graphs=replace(
             graphs,
             tokens=tuple(sorted({*graphs.tokens[:2], *sizes})),  # the scheduler's sizes, and two for short prompts

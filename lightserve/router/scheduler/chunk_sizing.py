@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightserve.router.scheduler.limits import SchedulerLimits
+from lightserve.router.scheduler.step_cost import StepCost
 
 TOKENS_PER_DECODE = 2  # a step with prompts grows by so many tokens per decoding request
 # It grows by more per decode beyond MANY_DECODES: such a step is long anyway. Otherwise prompts arrive faster than they
@@ -20,6 +21,8 @@ LONG_CONTEXT, CONTEXT_OF_EQUAL_COST = 9_000, 27_000
 MIN_CHUNK = 1 / 8  # of the chunk size, after any context
 MIN_SHARE = 1 / 16  # of batch_max_tokens, with any number of decodes
 TOO_SMALL = 3 / 4  # of the smallest preferred size: smaller steps are not rounded
+# Long prompts make steps longer beside up to FEW_STREAMS, not beside MANY_STREAMS, and in between partly.
+FEW_STREAMS, MANY_STREAMS = 6, 16
 
 
 def prompt_tokens(limits: SchedulerLimits, decodes: int, waiting: int, context: float = 0.0) -> int:
@@ -41,6 +44,39 @@ def prompt_tokens(limits: SchedulerLimits, decodes: int, waiting: int, context: 
             limits.preferred_step_tokens, round(max(shrunk, limits.chunk_size * MIN_CHUNK, 1)), decodes
         )
     return max(min(room, tokens), 1)
+
+
+def long_prompt_tokens(limits: SchedulerLimits, cost: StepCost, decodes: int, context: float, usual: int) -> int:
+    """Prompt tokens of a step with a long prompt: as many as ``long_prompt_step_s`` allows, ``usual`` at least.
+
+    Small chunks are inefficient, and a long prompt has many of them. Few streams do not mind if their steps are longer
+    for a while: it ends sooner. Many would wait longer in sum than the prompt gains.
+    """
+    share = min(max((MANY_STREAMS - decodes) / (MANY_STREAMS - FEW_STREAMS), 0), 1)
+    tokens = cost.tokens_within(limits.long_prompt_step_s, context)
+    if not decodes or not share or tokens is None:
+        return usual
+    longer = _size_within(limits, round(usual + (tokens - decodes - usual) * share) + decodes) - decodes
+    return max(usual, min(longer, limits.batch_max_tokens - decodes))
+
+
+def bounded_tokens(limits: SchedulerLimits, cost: StepCost, decodes: int, context: float, tokens: int) -> int:
+    """At most ``tokens`` prompt tokens: as many as ``max_step_s`` allows beside decodes, and a few in any case."""
+    if limits.max_step_s is None or limits.chunk_size is None or not decodes:
+        return tokens
+    most = cost.tokens_within(limits.max_step_s, context)
+    least = max(round(limits.chunk_size * MIN_CHUNK), 1)
+    return tokens if most is None else min(tokens, max(most - decodes, least))
+
+
+def _size_within(limits: SchedulerLimits, total: int) -> int:
+    """The largest size that the device computes efficiently and that is not above ``total``."""
+    sizes = limits.preferred_step_tokens
+    if not sizes or total < sizes[0]:
+        return total
+    if total > sizes[-1]:
+        return total // sizes[0] * sizes[0]
+    return max(size for size in sizes if size <= total)
 
 
 def _beside_decodes(limits: SchedulerLimits, chunk_size: int, decodes: int, waiting: int, context: float) -> int:

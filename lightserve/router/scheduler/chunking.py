@@ -6,8 +6,9 @@ import math
 
 from lightserve.router.policy import Policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler.chunk_sizing import prompt_tokens
+from lightserve.router.scheduler.chunk_sizing import bounded_tokens, long_prompt_tokens, prompt_tokens
 from lightserve.router.scheduler.limits import SchedulerLimits
+from lightserve.router.scheduler.step_cost import StepCost
 
 SHARE_OF_OLDEST = 0.25  # of a step's prompt tokens: a long prompt continues beside any number of short ones
 # Prompts with at most so many tokens left are computed in the order of arrival, before all others. Shortest first would
@@ -20,6 +21,7 @@ Chunk = tuple[Req, int]  # the request, and how many of its next tokens to compu
 class Chunking:
     def __init__(self, limits: SchedulerLimits, policy: Policy, max_chunk: int) -> None:
         """``max_chunk``: tokens; a longer prompt is computed in chunks in any case, because of the KV pool."""
+        self.cost = StepCost()
         self._limits = limits
         self._policy = policy
         self._max_chunk = max_chunk
@@ -27,10 +29,13 @@ class Chunking:
     def budget(self, prompts: list[Req], decodes: int, num_waiting: int, context: float = 0.0) -> int:
         """Prompt tokens of the next step, in which ``prompts`` prefill beside ``decodes`` others.
 
-        Waiting requests make a step longer. A long prompt does not, because it would do so for a long time.
+        Waiting requests make a step longer. A long prompt does so only beside few streams, because it takes long.
         """
         short = sum(req.unplanned <= SHORT_PROMPT for req in prompts)
-        return prompt_tokens(self._limits, decodes, max(short + num_waiting, 1), context)
+        tokens = prompt_tokens(self._limits, decodes, max(short + num_waiting, 1), context)
+        if self._limits.long_prompt_step_s and short < len(prompts):
+            tokens = long_prompt_tokens(self._limits, self.cost, decodes, context, tokens)
+        return bounded_tokens(self._limits, self.cost, decodes, context, tokens)
 
     def reserved(self, budget: int) -> int:
         """How much of the budget one prompt is sure to get, so that admission counts it as taken."""

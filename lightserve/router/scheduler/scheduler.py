@@ -44,6 +44,11 @@ class PlannedStep(NamedTuple):
     prefills: list[PrefillChunk]
     loras: list[int]  # adapters that it copies to the device
 
+    def work(self) -> tuple[int, float]:
+        """Its tokens, and pairs of a prompt token and a token that it attends to."""
+        counts, planned_len = self.counts[self.num_decodes :], self.planned_len[self.num_decodes :]
+        return int(self.counts.sum()), float((counts * (planned_len - counts / 2)).sum())
+
     def as_step(self, new: list[NewReq], free: list[int], loras: list[LoraPlace]) -> Step:
         ends = np.cumsum(self.counts)[self.num_decodes :].tolist()
         chunks = [
@@ -155,9 +160,14 @@ class Scheduler:
         planned.loras.extend(place.lora_id for place in loras)
         return planned.as_step([admitted[req] for req in new], free, loras)
 
-    def complete_step(self) -> list[PrefillChunk]:
-        """The oldest step in flight is back: the KV that it computed is certain. Returns its prompt chunks."""
+    def complete_step(self, seconds: float | None = None) -> list[PrefillChunk]:
+        """The oldest step in flight is back: the KV that it computed is certain. Returns its prompt chunks.
+
+        ``seconds``: how long it took, if that is known.
+        """
         step = self._in_flight.popleft()
+        if seconds is not None and len(step.counts) > step.num_decodes:
+            self._chunking.cost.observe(*step.work(), seconds)
         columns = self._batch.columns
         runs_on = columns.admission[step.rows] == step.admissions  # it has not left since
         columns.certain_len[step.rows[runs_on]] = step.planned_len[runs_on]
