@@ -41,6 +41,11 @@ class SharedRows(NamedTuple):
     requests: int
     shared: int  # tokens
 
+    @property
+    def saved(self) -> int:
+        """How many tokens attention does not have to read."""
+        return (self.requests - 1) * self.shared
+
 
 class Arrangement(NamedTuple):
     order: list[int]  # indexes of the requests to arrange

@@ -15,9 +15,10 @@ from lightserve.common import ops
 from lightserve.common.basemodel import HiddenStates, ModelInput, TpPartBaseModel, WindowedInput
 from lightserve.common.device import Device, GraphRanges, Graphs, pinned, to_device
 from lightserve.utils.progress import Progress
-from lightserve.worker.infer_batch import MIN_SHARING, InferBatch
+from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.sampling.logprobs import StepPromptLogprobs
 from lightserve.worker.sampling.step_masks import StepMasks
+from lightserve.worker.shared_prefixes import MIN_MEMBERS
 from lightserve.worker.step_input import StepColumns, StepShape, columns_of
 
 
@@ -169,7 +170,7 @@ def graph_shapes(max_reqs: int, ranges: GraphRanges, shares_prefixes: bool = Tru
     for count in ranges.decodes:
         if count <= most:
             yield StepShape(count, count, has_decodes=True, has_prompts=False)
-        if shares_prefixes and MIN_SHARING <= count <= most:
+        if shares_prefixes and MIN_MEMBERS <= count <= most:
             yield StepShape(count, count, has_decodes=True, has_prompts=False, has_shared=True)
     for tokens in ranges.tokens:
         is_launch_bound = tokens <= ranges.max_launch_bound_tokens

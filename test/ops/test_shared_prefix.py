@@ -38,6 +38,7 @@ BATCHES: dict[str, tuple[list[tuple[int, int]], Groups]] = {
     "several groups, and rows in none": (decodes(100, 7, 140, 150, 90, 80, 70, 1), [(2, 2, 130), (4, 3, 66)]),
     "more rows than a tile": (decodes(*range(66, 84)), [(0, 18, 65)]),
     "a prefix of several parts": (decodes(400, 350), [(0, 2, 330)]),
+    "a prefix of more parts than are merged at once": (decodes(1400, 1350), [(0, 2, 1330)]),
     "a prefix of less than a block": (decodes(30, 40), [(0, 2, 9)]),
     "no groups": (decodes(150, 3), []),
 }
@@ -147,18 +148,23 @@ def test_items_cover_every_row_and_shared_key_once(sizes: list[tuple[int, int, i
     seen: set[tuple[int, int]] = set()  # request, block of keys
     blocks = 0
     tables = batch.b_req_idx.tolist()
-    b_splits = plan.b_splits.tolist()
-    for req_idx, first, members, begin, end, part, *_ in plan.items.tolist():
+    b_partials = plan.b_partials.tolist()
+    places = [{first + i * step for i in range(count)} for first, step, count in b_partials]
+    num_written = 0
+    for item, (req_idx, first, members, begin, end, *_) in enumerate(plan.items.tolist()):
         if members == 0:
             continue
+        tile = plan.partials.shape[1]
+        assert all(item * tile + i in places[first + i] for i in range(members))
+        num_written += members
         group = next(group for group in groups if group[0] <= first < group[0] + group[1])
         assert req_idx == tables[group[0]]
-        assert 0 <= part < b_splits[first] <= _shared_prefix.MAX_SPLITS.value
         assert begin < end
         assert begin % keys == end % keys == 0
         found = {(r, key) for r in range(first, first + members) for key in range(begin, end, keys)}
         seen |= found
         blocks += len(found)
+    assert num_written == sum(len(of_request) for of_request in places), "a partial result was never written"
     expected = [tokens // keys * keys for _, _, tokens in groups]
     assert len(seen) == blocks
     assert seen == {

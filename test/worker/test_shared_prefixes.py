@@ -38,7 +38,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes and groups of a size that brute force can count."""
     monkeypatch.setattr(shared_prefixes, "MIN_SHARED", 2)
     monkeypatch.setattr(shared_prefixes, "MIN_MEMBERS", 2)
-    monkeypatch.setattr(infer_batch, "MIN_SHARING", 2)
+    monkeypatch.setattr(infer_batch, "MIN_MEMBERS", 2)
+    monkeypatch.setattr(infer_batch, "MIN_SAVED_BY_FEW", 0)
 
 
 def common_len(prefixes: Sequence[tuple[int, ...]]) -> int:
@@ -209,6 +210,20 @@ def test_a_request_that_enters_again_has_other_slots() -> None:
     assert not batch._prefixes._reqs
 
 
+@pytest.mark.parametrize(("most_not_worth_it", "shares"), [(6, False), (5, True)])
+def test_few_requests_share_a_prefix_only_if_that_saves_much(
+    most_not_worth_it: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infer_batch, "MIN_SAVED_BY_FEW", most_not_worth_it + 1)
+    batch = make_batch()
+    for req_id in range(3):
+        batch.add(new(req_id, 4, [0, 1, 2]))
+
+    packed = batch.pack(Step([StepRow(req_id, [20 + req_id]) for req_id in range(3)]), as_it_is)
+
+    assert packed.shape.has_shared == shares
+
+
 def test_a_batch_that_is_to_share_nothing_keeps_its_order() -> None:
     batch = make_batch(shares_prefixes=False)
     for req_id in range(3):
@@ -224,7 +239,7 @@ def test_a_batch_that_is_to_share_nothing_keeps_its_order() -> None:
 def test_only_decode_steps_of_some_size_are_captured_for_groups() -> None:
     shared = [shape for shape in graph_shapes(100, H200_GRAPHS) if shape.has_shared]
 
-    assert {shape.requests for shape in shared} == {2, 4, 8, 16, 24, 32, 48, 64, 96, 128} - {2, 4, 8}
+    assert {shape.requests for shape in shared} == {4, 8, 16, 24, 32, 48, 64, 96, 128}
     assert not any(shape.has_prompts for shape in shared)
     assert not any(shape.has_shared for shape in graph_shapes(100, H200_GRAPHS, shares_prefixes=False))
     assert graph_shape_for(StepShape(17, 17, True, False, has_shared=True), H200_GRAPHS) == StepShape(
@@ -336,7 +351,7 @@ def test_attention_that_reads_prefixes_once_changes_no_token(folder: str, monkey
 
 @pytest.mark.gpu
 def test_captured_steps_with_groups_change_no_token(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_runner, "MIN_SHARING", 2)
+    monkeypatch.setattr(step_runner, "MIN_MEMBERS", 2)
     worker = make(folder, "cuda")
     worker.capture()
 

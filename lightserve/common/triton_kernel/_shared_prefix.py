@@ -2,7 +2,8 @@
 
 A program attends with a tile of query rows, the heads of several requests, to one split of the shared keys. It writes a
 partial result for each request, which ``token_attention`` merges with those of the request's own keys. The work list of
-a step is made on the device; each item is a tile and a split. The grid depends on shapes alone.
+a step is made on the device; each item is a tile and a split. The grid depends on shapes alone. A prefix has as many
+splits as keep the GPU busy, so the partial results lie in the order of the items, not of the requests.
 """
 
 from __future__ import annotations
@@ -26,15 +27,13 @@ from lightserve.common.triton_kernel._online_softmax import attend_cached_blocks
 # per multiprocessor, and 33 us with one. A minimum of 64 or 256 keys per split gives the same times.
 PROGRAMS_PER_MULTIPROCESSOR = 2
 MIN_SPLIT = 128  # keys
-MAX_SPLITS = tl.constexpr(8)  # of a prefix; the merge of token_attention takes as many at once
 
 REQ_IDX = tl.constexpr(0)  # fields of a work item: the row of req_to_token that holds the prefix
 FIRST = tl.constexpr(1)  # first request of the tile
 MEMBERS = tl.constexpr(2)  # requests in the tile; 0: the item is empty
 BEGIN = tl.constexpr(3)  # first key of the split
 END = tl.constexpr(4)
-SPLIT = tl.constexpr(5)  # its number in the prefix
-WORK_FIELDS = tl.constexpr(8)  # int32 each, the last two unused
+WORK_FIELDS = tl.constexpr(8)  # int32 each, the last three unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +42,9 @@ class SharedPrefixPlan:
 
     items: Tensor  # [max items, WORK_FIELDS] int32
     b_shared_len: Tensor  # [batch] int32: of the request's keys, those that the partial results cover
-    b_splits: Tensor  # [batch] int32: partial results of the request
-    partials: Tensor  # [batch, MAX_SPLITS, heads, dim] float32
-    log_sums: Tensor  # [batch, MAX_SPLITS, heads] float32, base 2
+    b_partials: Tensor  # [batch, 3] int32: the request's first partial result, how far apart they are, how many
+    partials: Tensor  # [max items, requests of a tile, heads, dim] float32
+    log_sums: Tensor  # [max items, requests of a tile, heads] float32, base 2
 
 
 @triton.jit(do_not_specialize=["requests", "max_items", "wanted", "min_split"])
@@ -54,7 +53,7 @@ def _shared_prefix_plan_kernel(
     b_req_idx_ptr,
     items_ptr,
     b_shared_len_ptr,
-    b_splits_ptr,
+    b_partials_ptr,
     requests,
     max_items,
     wanted,
@@ -77,14 +76,14 @@ def _shared_prefix_plan_kernel(
     reqs = tl.arange(0, BLOCK_REQS)
     item_members = tl.zeros([BLOCK_ITEMS], tl.int32)
     shared_len = tl.zeros([BLOCK_REQS], tl.int32)
-    b_splits = tl.zeros([BLOCK_REQS], tl.int32)
+    first_part, part_step, num_parts = shared_len, shared_len, shared_len
     listed = 0
     for group in tl.static_range(GROUPS):
         first = tl.load(groups_ptr + group * GROUP_FIELDS)
         members = tl.load(groups_ptr + group * GROUP_FIELDS + 1)
         # Whole blocks, so that no key needs a mask; the rest of the prefix is left to each request.
         tokens = tl.load(groups_ptr + group * GROUP_FIELDS + 2) // BLOCK_N * BLOCK_N
-        parts = tl.maximum(tl.minimum(tl.cdiv(tokens, longest), MAX_SPLITS), 1)
+        parts = tl.maximum(tl.cdiv(tokens, longest), 1)
         split_len = tl.maximum(tl.cdiv(tl.cdiv(tokens, parts), BLOCK_N), 1) * BLOCK_N
         parts = tl.cdiv(tokens, split_len)
 
@@ -99,15 +98,18 @@ def _shared_prefix_plan_kernel(
         item_members = tl.where(is_item, tl.minimum(members - member, TILE), item_members)
         tl.store(fields + BEGIN, split * split_len, mask=is_item)
         tl.store(fields + END, tl.minimum((split + 1) * split_len, tokens), mask=is_item)
-        tl.store(fields + SPLIT, split, mask=is_item)
-        listed += tiles * parts
 
         is_member = (reqs >= first) & (reqs < first + members)
         shared_len = tl.where(is_member, tokens, shared_len)
-        b_splits = tl.where(is_member, parts, b_splits)
+        first_part = tl.where(is_member, listed * TILE + reqs - first, first_part)
+        part_step = tl.where(is_member, tiles * TILE, part_step)
+        num_parts = tl.where(is_member, parts, num_parts)
+        listed += tiles * parts
     tl.store(items_ptr + items * WORK_FIELDS + MEMBERS, item_members, mask=items < max_items)
     tl.store(b_shared_len_ptr + reqs, shared_len, mask=reqs < requests)
-    tl.store(b_splits_ptr + reqs, b_splits, mask=reqs < requests)
+    tl.store(b_partials_ptr + reqs * 3, first_part, mask=reqs < requests)
+    tl.store(b_partials_ptr + reqs * 3 + 1, part_step, mask=reqs < requests)
+    tl.store(b_partials_ptr + reqs * 3 + 2, num_parts, mask=reqs < requests)
 
 
 @triton.jit
@@ -139,14 +141,14 @@ def _shared_prefix_kernel(
     BLOCK_D: tl.constexpr,
 ):
     first_head = tl.program_id(0) * PACKED
-    fields = items_ptr + tl.program_id(1) * WORK_FIELDS
+    item = tl.program_id(1)
+    fields = items_ptr + item * WORK_FIELDS
     members = tl.load(fields + MEMBERS)
     if members == 0:
         return
     req_idx = tl.load(fields + REQ_IDX).to(tl.int64)
     first = tl.load(fields + FIRST)
     begin, end = tl.load(fields + BEGIN), tl.load(fields + END)
-    split = tl.load(fields + SPLIT)
 
     rows = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_D)
@@ -171,7 +173,7 @@ def _shared_prefix_kernel(
     )
     acc = scale_values(acc, cache)
 
-    parts = (reqs.to(tl.int64) * MAX_SPLITS + split) * HEADS + heads
+    parts = (item.to(tl.int64) * (BLOCK_M // PACKED) + rows // PACKED) * HEADS + heads
     mask = is_row[:, None] & (cols < DIM)[None, :]
     tl.store(partial_ptr + parts[:, None] * DIM + cols[None, :], acc / total[:, None], mask=mask)
     tl.store(log_sum_ptr + parts, peak + tl.log2(total), mask=is_row)
@@ -190,16 +192,16 @@ def plan_shared_prefix(batch: ops.AttnBatch, q: Tensor, kv_heads: int, groups: T
     found = SharedPrefixPlan(
         items=new((max_items, WORK_FIELDS.value)),
         b_shared_len=new(requests),
-        b_splits=new(requests),
-        partials=new((requests, MAX_SPLITS.value, heads, dim), dtype=torch.float32),
-        log_sums=new((requests, MAX_SPLITS.value, heads), dtype=torch.float32),
+        b_partials=new((requests, 3)),
+        partials=new((max_items, tile, heads, dim), dtype=torch.float32),
+        log_sums=new((max_items, tile, heads), dtype=torch.float32),
     )
     _shared_prefix_plan_kernel[(1,)](
         groups,
         batch.b_req_idx,
         found.items,
         found.b_shared_len,
-        found.b_splits,
+        found.b_partials,
         requests,
         max_items,
         wanted,

@@ -35,12 +35,7 @@ from lightserve.common.triton_kernel._kv_codes import (
     score_factor,
     weights_of_codes,
 )
-from lightserve.common.triton_kernel._shared_prefix import (
-    MAX_SPLITS,
-    SharedPrefixPlan,
-    launch_shared_prefix,
-    plan_shared_prefix,
-)
+from lightserve.common.triton_kernel._shared_prefix import SharedPrefixPlan, launch_shared_prefix, plan_shared_prefix
 from lightserve.common.triton_kernel._token_splits import SPLIT_FIELDS, SplitPlan, plan_splits
 
 
@@ -115,22 +110,24 @@ def _attend(
 
 
 @triton.jit
-def _merge_partials(softmax, partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP: tl.constexpr, DIM):
-    """Merge ``count`` partial results, eight at a time in their order, into the softmax ``[M, D]`` of ``GROUP`` heads.
+def _merge_partials(softmax, partial_ptr, log_sum_ptr, parts, heads, first_head, GROUP: tl.constexpr, DIM):
+    """Merge partial results, eight at a time in their order, into the softmax ``[M, D]`` of ``GROUP`` heads.
 
-    The loads bypass the L1 cache, which does not see what other programs have written.
+    ``parts``: the first one, how far they are apart, and how many there are. The loads bypass the L1 cache, which does
+    not see what other programs have written.
     """
     AT_ONCE: tl.constexpr = 8
     acc, peak, total = softmax
+    first, step, count = parts
     members = tl.arange(0, acc.shape[0])
     cols = tl.arange(0, acc.shape[1])
     for begin in range(0, count, AT_ONCE):
         splits = begin + tl.arange(0, AT_ONCE)
         is_part = (splits[:, None] < count) & (members[None, :] < GROUP)
-        parts = (first + splits).to(tl.int64)[:, None] * heads + first_head + members[None, :]
-        log_sums = tl.load(log_sum_ptr + parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        places = (first + splits * step).to(tl.int64)[:, None] * heads + first_head + members[None, :]
+        log_sums = tl.load(log_sum_ptr + places, mask=is_part, other=float("-inf"), cache_modifier=".cg")
         mask = is_part[:, :, None] & (cols < DIM)[None, None, :]
-        partials = tl.load(partial_ptr + parts[:, :, None] * DIM + cols, mask=mask, other=0.0, cache_modifier=".cg")
+        partials = tl.load(partial_ptr + places[:, :, None] * DIM + cols, mask=mask, other=0.0, cache_modifier=".cg")
 
         # Heads past the group have nothing but -inf, and -inf - -inf is NaN.
         new_peak = tl.maximum(tl.maximum(peak, tl.max(log_sums, axis=0)), -1e38)
@@ -148,19 +145,21 @@ def _merge_splits(
 ):
     """The result ``[M, D]`` of ``GROUP`` heads, merged from ``count`` splits and from the shared prefix, if any.
 
-    ``own``: pointers to the partial results of splits and their log-sums. ``shared``: a pointer to the number of prefix
-    splits of each request, and the same two. ``shared_req``: the request's place in the batch, or -1.
+    ``own``: pointers to the partial results of splits and their log-sums. ``shared``: a pointer to where the partial
+    results of each request's prefix are, and the same two. ``shared_req``: the request's place in the batch, or -1.
     """
     partial_ptr, log_sum_ptr = own
     acc = tl.zeros([M, D], tl.float32)
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    softmax = _merge_partials((acc, peak, total), partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP, DIM)
-    b_splits_ptr, partial_ptr, log_sum_ptr = shared
-    if b_splits_ptr is not None:
-        count = tl.load(b_splits_ptr + shared_req, mask=shared_req >= 0, other=0)
-        first = shared_req * MAX_SPLITS
-        softmax = _merge_partials(softmax, partial_ptr, log_sum_ptr, first, count, heads, first_head, GROUP, DIM)
+    splits = (first, 1, count)
+    softmax = _merge_partials((acc, peak, total), partial_ptr, log_sum_ptr, splits, heads, first_head, GROUP, DIM)
+    b_partials_ptr, partial_ptr, log_sum_ptr = shared
+    if b_partials_ptr is not None:
+        at = b_partials_ptr + shared_req * 3
+        first, step = tl.load(at, mask=shared_req >= 0, other=0), tl.load(at + 1, mask=shared_req >= 0, other=0)
+        splits = (first, step, tl.load(at + 2, mask=shared_req >= 0, other=0))
+        softmax = _merge_partials(softmax, partial_ptr, log_sum_ptr, splits, heads, first_head, GROUP, DIM)
     acc, peak, total = softmax
     if sinks_ptr is not None:
         total += _sink_weights(sinks_ptr + first_head, peak, GROUP)
@@ -188,7 +187,7 @@ def _token_attention_kernel(
     done_counts_ptr,
     partial_ptr,
     log_sum_ptr,
-    b_splits_ptr,
+    b_partials_ptr,
     shared_partial_ptr,
     shared_log_sum_ptr,
     q_token_stride,
@@ -217,7 +216,7 @@ def _token_attention_kernel(
     query_row, req_idx = tl.load(split_ptr).to(tl.int64), tl.load(split_ptr + 1).to(tl.int64)
     begin, end, seq_len = tl.load(split_ptr + 2), tl.load(split_ptr + 3), tl.load(split_ptr + 4)
     first, count = tl.load(split_ptr + 5), tl.load(split_ptr + 6)
-    shared_req = -1 if b_splits_ptr is None else tl.load(split_ptr + 7)
+    shared_req = -1 if b_partials_ptr is None else tl.load(split_ptr + 7)
     if count == 0:
         return
     slots_ptr = req_to_token_ptr + req_idx * req_stride
@@ -239,7 +238,7 @@ def _token_attention_kernel(
     if sinks_ptr is not None:  # it joins the softmax once: here, or when the splits are merged
         total += tl.where(is_alone, _sink_weights(sinks_ptr + first_head, peak, GROUP), 0.0)
     acc /= (
-        total[:, None] if b_splits_ptr is None else tl.where(total > 0, total, 1.0)[:, None]
+        total[:, None] if b_partials_ptr is None else tl.where(total > 0, total, 1.0)[:, None]
     )  # a split may have no keys
 
     out_ptr += query_row * out_token_stride + first_head * out_head_stride
@@ -254,7 +253,7 @@ def _token_attention_kernel(
     if tl.atomic_add(done_counts_ptr, 1, sem="acq_rel") != count - 1:
         return
     tl.store(done_counts_ptr, 0)  # for the next layer
-    shared = (b_splits_ptr, shared_partial_ptr, shared_log_sum_ptr)
+    shared = (b_partials_ptr, shared_partial_ptr, shared_log_sum_ptr)
     merged = _merge_splits(
         (partial_ptr, log_sum_ptr),
         shared,
@@ -353,7 +352,7 @@ def launch(q: Tensor, kv_cache: ops.KvCache, batch: ops.AttnBatch, options: ops.
         found.done_counts,
         found.partials,
         found.log_sums,
-        None if shared is None else shared.b_splits,
+        None if shared is None else shared.b_partials,
         None if shared is None else shared.partials,
         None if shared is None else shared.log_sums,
         q.stride(0),
