@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from lightserve.io_struct import Embedding, EngineReady, PoolingLimits, Step, StepResult, Token, TokenOut
+from lightserve.io_struct import Embedding, EngineReady, PoolingLimits, Step, StepResult
 from lightserve.model_files.source import ModelSource, pooling_of, resolve
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker.profiler import WorkerProfiler
@@ -40,8 +40,7 @@ class NullWorker:
         for new in step.new:
             self._missing[new.req_id] = len(new.token_ids) - len(new.cached_slots)
             self._last[new.req_id] = int(new.token_ids[-1])
-        outs = []
-        embeddings = []
+        req_ids, token_ids, embeddings = [], [], []
         time.sleep(self._step_s)
         for row in step.rows:
             self._missing[row.req_id] -= len(row.slots)
@@ -51,8 +50,13 @@ class NullWorker:
             elif self._missing[row.req_id] == 0:
                 self._missing[row.req_id] = 1
                 self._last[row.req_id] = self._after(self._last[row.req_id])
-                outs.append(TokenOut(row.req_id, Token(self._last[row.req_id])))
-        return StepResult(outs, embeddings=embeddings)
+                req_ids.append(row.req_id)
+                token_ids.append(self._last[row.req_id])
+        return StepResult(
+            embeddings=embeddings,
+            plain_req_ids=np.array(req_ids, dtype=np.int64),
+            plain_token_ids=np.array(token_ids, dtype=np.int32),
+        )
 
     def _after(self, token_id: int) -> int:
         return token_id + 1 if self._first_id <= token_id + 1 < self._vocab_size else self._first_id
