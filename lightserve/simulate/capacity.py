@@ -1,0 +1,169 @@
+"""How many cards a load needs, if first tokens and gaps between tokens may take so long.
+
+python -m lightserve.simulate.capacity --shape llama3-70b --rate 40 --ttft_ms 1000 --itl_ms 25 50 100 --tp 2 4 8
+
+Finds the highest rate that one simulated server keeps up with, then simulates as many servers as the whole load needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lightserve.cluster import routing as cluster_routing
+from lightserve.simulate.load import LOADS, Load
+from lightserve.simulate.replica import LIMITS, Setup
+from lightserve.simulate.result import Result
+from lightserve.simulate.shapes import SHAPES, Shape
+from lightserve.simulate.simulation import simulate
+
+PRECISION = 1.15  # of a rate: the next one that is tried is so many times as high
+MIN_RATE = 1 / 8  # requests per second: a server that does not keep up with it is of no use
+MIN_REQUESTS = 20  # of a simulation
+MAX_CARDS = 64
+
+
+class Slo(NamedTuple):
+    """What 99 of 100 must not exceed."""
+
+    ttft_s: float
+    itl_s: float
+
+    def is_met(self, result: Result) -> bool:
+        return float(np.percentile(result.ttft, 99)) <= self.ttft_s and result.itl(0.99) <= self.itl_s
+
+
+class Plan(NamedTuple):
+    tp: int
+    slo: Slo
+    rate: float  # that one server keeps up with; 0: none
+    servers: int  # that the whole load needs; 0: no number of them suffices
+    result: Result | None  # of all servers
+
+    @property
+    def cards(self) -> int:
+        return self.tp * self.servers
+
+
+def setup_of(shape: Shape, tp: int, itl_s: float) -> Setup:
+    """A server with ``--tp`` and ``--itl_target_ms``."""
+    limits = replace(LIMITS, long_prompt_step_s=itl_s, max_step_s=itl_s)
+    return Setup("priority", limits, pool_size=shape.pool_size(tp), cost=shape.cost(tp))
+
+
+def load_of(load: Load, rate: float, seconds: float) -> Load:
+    """The load at this rate for so long, and a few requests at least."""
+    return replace(load, rate=rate, count=max(math.ceil(rate * seconds), MIN_REQUESTS))
+
+
+def highest_rate(setup: Setup, load: Load, slo: Slo, seconds: float) -> float:
+    """Requests per second, by bisection between powers of 2; 0: not even MIN_RATE."""
+
+    def keeps_up(rate: float) -> bool:
+        return slo.is_met(simulate(setup, load_of(load, rate, seconds)))
+
+    high = MIN_RATE
+    while keeps_up(high):
+        high *= 2
+    if high == MIN_RATE:
+        return 0.0
+    low = high / 2
+    while high / low > PRECISION:
+        middle = math.sqrt(low * high)
+        if keeps_up(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def plan(shape: Shape, tp: int, slo: Slo, load: Load, rate: float, seconds: float) -> Plan:
+    """As many servers as ``rate`` needs; more if they do not keep up, because they share the load unevenly."""
+    setup = setup_of(shape, tp, slo.itl_s)
+    if not setup.pool_size or not (of_one := highest_rate(setup, load, slo, seconds)):
+        return Plan(tp, slo, 0.0, 0, None)
+    servers = math.ceil(rate / of_one)
+    while servers * tp <= MAX_CARDS:
+        policy = cluster_routing.DEFAULT_POLICY if servers > 1 else None
+        result = simulate(setup, load_of(load, rate, seconds), servers, policy)
+        if slo.is_met(result):
+            return Plan(tp, slo, of_one, servers, result)
+        servers += 1
+    return Plan(tp, slo, of_one, 0, None)
+
+
+def row_of(plan: Plan) -> str:
+    row = f"{plan.tp:3} {plan.slo.ttft_s * 1e3:8.0f} {plan.slo.itl_s * 1e3:7.0f} | {plan.rate:13.2f}"
+    if plan.result is None:
+        return f"{row}   none, with up to {MAX_CARDS} cards"
+    result = plan.result
+    hours = plan.cards * result.seconds / 3600 / result.output_tokens * 1e6
+    ttft_ms = float(np.percentile(result.ttft, 99)) * 1e3
+    return f"{row} {plan.servers:7} {plan.cards:5} {ttft_ms:8.0f} {result.itl(0.99) * 1e3:7.1f} {hours:19.2f}"
+
+
+HEADER = " tp  TTFT ms  ITL ms | req/s a server servers cards TTFT p99 ITL p99 card hours / M tok."
+
+
+def plot(path: Path, figures: Any, plans: Sequence[Plan], title: str) -> None:
+    """Cards against the time between two tokens, a line for each tp."""
+    figure = figures.Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for tp in sorted({plan.tp for plan in plans}):
+        points = [(plan.slo.itl_s * 1e3, plan.cards) for plan in plans if plan.tp == tp and plan.cards]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=f"--tp {tp}")
+    axes.set(xlabel="ITL p99, ms", ylabel="cards", title=title, ylim=(0, MAX_CARDS))
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightserve.simulate.capacity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="llama3-70b")
+    add("--load", choices=LOADS, default="sharegpt")
+    add("--rate", type=float, default=20.0, help="requests per second of the whole load")
+    add("--ttft_ms", type=float, default=1000.0, help="99 of 100 first tokens come within this time")
+    add("--itl_ms", type=float, nargs="+", default=[50.0], help="99 of 100 further tokens come so long after the last")
+    add("--tp", type=int, nargs="+", default=[1, 2, 4, 8], help="cards of a server")
+    add("--seconds", type=float, default=30.0, help="simulated time in which requests arrive")
+    add("--plot", type=Path, metavar="FILE", help="write cards against ITL as a picture")
+    return parser
+
+
+def main() -> None:
+    parser = arguments()
+    args = parser.parse_args()
+    figures = None
+    if args.plot:
+        try:
+            figures = importlib.import_module("matplotlib.figure")
+        except ImportError:
+            parser.error("--plot needs matplotlib: pip install matplotlib")
+    shape = SHAPES[args.shape]
+    print(HEADER)
+    plans = []
+    for tp in args.tp:
+        for itl_ms in args.itl_ms:
+            found = plan(shape, tp, Slo(args.ttft_ms / 1e3, itl_ms / 1e3), LOADS[args.load], args.rate, args.seconds)
+            print(row_of(found), flush=True)
+            plans.append(found)
+    if args.plot:
+        plot(args.plot, figures, plans, f"{args.shape}, {args.rate:g} requests/s, TTFT p99 {args.ttft_ms:g} ms")
+
+
+if __name__ == "__main__":
+    main()
