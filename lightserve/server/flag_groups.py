@@ -14,6 +14,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "api_key",
         "device",
         "tp",
+        "pp",
         "dp",
         "data_type",
         "quantization",
