@@ -15,6 +15,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "device",
         "tp",
         "pp",
+        "ep",
         "dp",
         "data_type",
         "quantization",

@@ -10,6 +10,8 @@ from lightserve.model_files.model_config import ModelConfig
 def check_pipeline(config: ServerConfig, has_pooling: bool) -> None:
     """Refuse what pipeline stages do not compute. ``has_pooling``: the model computes embeddings or scores."""
     worker = config.worker
+    if config.launch.null_worker and worker.ep > 1:
+        raise OptionError(f"ep={worker.ep}: the null worker has no experts to divide; leave out one of the flags")
     if worker.pp == 1:
         return
     if config.launch.null_worker:
@@ -27,3 +29,10 @@ def check_ranks(worker: WorkerConfig, model: ModelConfig) -> None:
     model.check_tp(worker.tp)
     if worker.pp > model.num_layers:
         raise OptionError(f"pp={worker.pp}: the model has {model.num_layers} layers, and each stage needs one")
+    if worker.ep == 1:
+        return
+    if model.experts_name is None:
+        raise OptionError(f"ep={worker.ep}: a {model.model_type} model has no experts; use --tp alone")
+    experts = model.count(model.experts_name)
+    if experts % worker.ep:
+        raise OptionError(f"ep={worker.ep}: it does not divide the {experts} experts of the model")

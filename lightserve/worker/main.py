@@ -37,7 +37,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             needs_weights = config.load_format == "auto"
             source = resolve(config.model_dir, needs_weights=needs_weights, trusts_code=config.trust_remote_code)
             store = f"file://{child_config.engine_path('tp')}"
-            sizes = ParallelSizes(tp=config.tp, pp=config.pp)
+            sizes = ParallelSizes(tp=config.tp, pp=config.pp, ep=config.ep)
             parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend)
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
         link = worker.model.hidden_state_link

@@ -69,7 +69,7 @@ def _logits(model: TpPartBaseModel) -> Tensor:
     return torch.cat(parts)
 
 
-def _run_rank(rank: int, sizes: ParallelSizes, folder: str) -> None:
+def run_rank(rank: int, sizes: ParallelSizes, folder: str) -> None:
     torch.set_num_threads(1)
     ops.use_backend("cpu")
     parallel = connect_ranks(rank, sizes, f"file://{folder}/store", "gloo")
@@ -81,7 +81,7 @@ def _run_rank(rank: int, sizes: ParallelSizes, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _save(folder: Path, names: list[str]) -> dict[str, Tensor]:
+def save_models(folder: Path, names: list[str]) -> dict[str, Tensor]:
     """Write models for the ranks, and return their logits on one rank."""
     expected = {}
     for name in names:
@@ -97,9 +97,9 @@ def _save(folder: Path, names: list[str]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("names", [KINDS, pytest.param(list(CASES), marks=pytest.mark.long)], ids=["some", "all"])
 def test_two_stages_give_the_logits_of_one_rank(names: list[str], tmp_path: Path) -> None:
     """Many architectures in one test, because the processes take longer to start than to compute."""
-    expected = _save(tmp_path, [*names, f"{QUANTIZED}@int8"])
+    expected = save_models(tmp_path, [*names, f"{QUANTIZED}@int8"])
 
-    run_ranks(_run_rank, 2, ParallelSizes(pp=2), str(tmp_path))
+    run_ranks(run_rank, 2, ParallelSizes(pp=2), str(tmp_path))
 
     found = {name: torch.load(tmp_path / f"{name}.model.0", weights_only=True) for name in expected}
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
@@ -108,9 +108,9 @@ def test_two_stages_give_the_logits_of_one_rank(names: list[str], tmp_path: Path
 @pytest.mark.tp
 @pytest.mark.slow
 def test_stages_of_two_ranks_give_the_logits_of_one_rank(tmp_path: Path) -> None:
-    (expected,) = _save(tmp_path, [QUANTIZED]).values()
+    (expected,) = save_models(tmp_path, [QUANTIZED]).values()
 
-    run_ranks(_run_rank, 4, ParallelSizes(tp=2, pp=2), str(tmp_path))
+    run_ranks(run_rank, 4, ParallelSizes(tp=2, pp=2), str(tmp_path))
 
     for rank in range(2):
         found = torch.load(tmp_path / f"{QUANTIZED}.model.{rank}", weights_only=True)
