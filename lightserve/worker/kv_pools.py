@@ -83,8 +83,9 @@ class WindowedSizing:
         if self.wanted == 0:
             return single
         if self.wanted is not None:
-            left = max(budget - self.wanted * windowed_bytes, 0)
-            most = left // other_bytes if other_bytes else round(self.wanted / self._share)
+            most = tokens_in(max(budget - self.wanted * windowed_bytes, 0), other_bytes)
+            if self.layout.bytes_per_token == self.layout.windowed_bytes_per_token:  # all layers have a window
+                most = round(self.wanted / self._share)
             return self._checked(min(self.least(most), max_tokens), self.wanted)
         shared_bytes = other_bytes + windowed_bytes * self._share
         tokens = min(self.least(int(budget / shared_bytes) if shared_bytes else ANY_NUMBER), max_tokens)
