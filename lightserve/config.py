@@ -90,6 +90,19 @@ class WorkerConfig:
     )
     device: str | None = option(None, "cpu or cuda; default: cuda if there is a GPU, else cpu")
     tp: int = option(1, "number of tensor-parallel ranks; each is one process with one device", "tensor_parallel_size")
+    pp: int = option(
+        1,
+        "number of pipeline stages, each with a part of the layers on --tp devices of its own",
+        "pipeline_parallel_size",
+        "pp_size",
+    )
+    ep: int = option(
+        1,
+        "number of ranks over which the experts of a model are divided, each with some experts as a whole: 1 or --tp; "
+        "1: every rank has a part of each expert",
+        "expert_parallel_size",
+        "ep_size",
+    )
     max_total_token_num: int | None = option(None, "size of the KV pool in tokens; default: what fits into memory")
     max_windowed_token_num: int | None = option(
         None,
@@ -147,11 +160,14 @@ class WorkerConfig:
                 raise OptionError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
         if self.quantization is not None and self.quantization_config is not None:
             raise OptionError("quantization and quantization_config exclude each other; put the first into the file")
-        _at_least(self, 1, "tp", "running_max_req_size", "batch_max_tokens", "max_req_total_len", "max_total_token_num")
+        _at_least(self, 1, "tp", "pp", "ep", "running_max_req_size", "batch_max_tokens")
+        _at_least(self, 1, "max_req_total_len", "max_total_token_num")
         _at_least(self, 0, "step_timeout", "max_windowed_token_num", "max_loras")
         self._check_lora()
         if not 0 < self.mem_fraction <= 1:
             raise OptionError(f"mem_fraction={self.mem_fraction}: must be above 0 and at most 1")
+        if self.ep not in (1, self.tp):
+            raise OptionError(f"ep={self.ep}: the tensor-parallel ranks divide the experts; set --tp {self.ep} too")
         if self.deterministic and self.tp > 2:  # the sum of two values does not depend on their order
             raise OptionError(
                 f"deterministic needs tp 1 or 2, not {self.tp}: the sum over more ranks has no fixed order"
@@ -169,6 +185,16 @@ class WorkerConfig:
         names = [text.partition("=")[0] for text in self.lora_modules]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise OptionError(f"lora_modules: {twice!r} is there twice")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one engine that compute the model. Their order: see ParallelSizes."""
+        return self.tp * self.pp
+
+    @property
+    def answering_rank(self) -> int:
+        """The rank that returns the tokens of a step: the first one of the last stage."""
+        return (self.pp - 1) * self.tp
 
     @property
     def num_loras(self) -> int:
@@ -442,6 +468,11 @@ class ServerConfig:
     http: HttpConfig
     launch: LaunchConfig
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def num_cpu_parts(self) -> int:
+        """Engines and pipeline stages that compute at the same time, and share the cores and the RAM of a CPU."""
+        return self.cluster.dp * self.worker.pp
 
 
 @functools.lru_cache(maxsize=4)

@@ -265,6 +265,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     decode_ids: Int64s = NO_INT64  # requests of which it computes one token
     decode_slots: Int32s = NO_INT32  # of these tokens
     loras: list[LoraPlace] = []
+    token_ids: Int32s = NO_INT32  # of all tokens of the rows, in their order, if the first stage does not sample them
 
     @property
     def num_rows(self) -> int:

@@ -69,8 +69,8 @@ class LLM(PoolingMethods):
 
     def __init__(self, model_dir: str | None = None, generation_config: str = "auto", **options: Any) -> None:
         self.config = WorkerConfig(model_dir=model_dir, **options)
-        if self.config.tp != 1:
-            raise ServerError("LLM runs a single rank; tp > 1 is for the server")
+        if self.config.num_ranks != 1:
+            raise ServerError("LLM runs a single rank; tp > 1 and pp > 1 are for the server")
         is_dummy = self.config.load_format == "dummy"
         source = resolve(model_dir, needs_weights=not is_dummy, trusts_code=self.config.trust_remote_code)
         self._sampling_defaults = read_sampling_defaults(source, generation_config)

@@ -19,6 +19,7 @@ MAX_LAYERS = 10_000
 MAX_SIZE = 2**24  # rows and columns: the largest vocabularies have 2**18
 MAX_POSITION = 2**30
 MAX_NUMBER = 1e15
+EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")  # of experts, in config.json
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # values of layer_types
 _OPTIONAL_ROPE = (
     "low_freq_factor",
@@ -236,6 +237,11 @@ class ModelConfig:
                 f"max_req_total_len={wanted}, but the model supports {self.longest_position} tokens; lower it"
             )
         return wanted or self.max_position
+
+    @property
+    def experts_name(self) -> str | None:
+        """The name of the field that says how many experts there are; None: there are none."""
+        return next((name for name in EXPERT_COUNT_NAMES if self.hf.get(name)), None)
 
     def check_tp(self, size: int) -> None:
         """Check that the ranks can split the shapes that every model has."""

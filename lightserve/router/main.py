@@ -39,12 +39,13 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     scheduler = Scheduler(KvPool(engine.max_total_token_num, engine.windowed), limits, policy, loras=loras)
 
     def connect(generation: int) -> RpycModelClient:
-        paths = [child_config.worker_path(rank, generation) for rank in range(config.worker.tp)]
+        paths = [child_config.worker_path(rank, generation) for rank in range(config.worker.num_ranks)]
 
         def report_lost(reason: str, caused_by_request: bool) -> None:
             launcher.send(WorkersLost(generation, reason, caused_by_request))
 
-        return RpycModelClient(paths, report_lost, has_adapters=engine.lora_slots > 0)
+        rank = config.worker.answering_rank
+        return RpycModelClient(paths, report_lost, has_adapters=engine.lora_slots > 0, answering_rank=rank)
 
     workers = connect(child_config.generation)
     manager = RouterManager(scheduler, workers, engine, inbox, outbox, config.router)
@@ -92,7 +93,7 @@ class _ProfiledWorkers:
             folder = f"{folder}/engine-{self._child_config.engine}"
         if self._client is not None:
             self._client.close()
-        paths = [self._child_config.worker_path(rank, generation) for rank in range(config.worker.tp)]
+        paths = [self._child_config.worker_path(rank, generation) for rank in range(config.worker.num_ranks)]
         self._client = ProfileClient(paths)
         self._manager.profiles.enable(folder, self._client)
 

@@ -41,7 +41,7 @@ class ModelClient(Protocol):
 
 
 class RpycModelClient:
-    """All ranks of one model behind rpyc: every rank runs every step, and rank 0 returns the tokens.
+    """All ranks of one model behind rpyc: every rank runs every step, and one of the last stage returns the tokens.
 
     Steps and tokens cross as bytes: rpyc would send an object as a proxy, with one round trip per field. The event
     loop reads a reply when the socket has it, so a step in flight blocks nothing. ``on_restart`` gets the arguments of
@@ -49,9 +49,14 @@ class RpycModelClient:
     """
 
     def __init__(
-        self, socket_paths: Sequence[str], on_restart: Callable[[str, bool], None], has_adapters: bool = False
+        self,
+        socket_paths: Sequence[str],
+        on_restart: Callable[[str, bool], None],
+        has_adapters: bool = False,
+        answering_rank: int = 0,
     ) -> None:
         self.is_lost = False
+        self._answering_rank = answering_rank
         self._on_restart = on_restart
         self._loop = asyncio.get_running_loop()
         self._in_flight: set[asyncio.Future[StepResult]] = set()
@@ -87,7 +92,7 @@ class RpycModelClient:
                 self._loop.remove_reader(self._filenos[rank])
                 self._mark_lost(f"model worker {rank} closed its connection")
                 break
-            if rank == 0:
+            if rank == self._answering_rank:
                 reply.add_callback(partial(self._on_reply, future))
         return future
 
@@ -112,7 +117,7 @@ class RpycModelClient:
             self._mark_lost(f"model worker {rank} closed its connection")
 
     def _on_reply(self, future: asyncio.Future[StepResult], reply: Any) -> None:
-        """Rank 0 finished a step. Replies may overtake each other."""
+        """The answering rank finished a step. Replies may overtake each other."""
         self._in_flight.discard(future)
         if not future.done():
             future.set_result(decode_result(reply.value))

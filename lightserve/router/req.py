@@ -115,6 +115,14 @@ class Req(ReqProgress):
     def token_ids(self) -> Int32Array:
         return np.concatenate((self.prompt_ids, self.outputs)) if self.output_len else self.prompt_ids
 
+    def tokens_between(self, begin: int, end: int) -> Int32Array:
+        """Of prompt and output. All of them are known."""
+        prompt_len = len(self.prompt_ids)
+        prompt = self.prompt_ids[begin:end]
+        if end <= prompt_len:
+            return prompt
+        return np.concatenate((prompt, self.outputs[max(begin - prompt_len, 0) : end - prompt_len]))
+
     @property
     def last_token_s(self) -> float:
         return self.columns.last_token_s.item(self.row)

@@ -21,6 +21,7 @@ FIELDS = (
     "output_len",  # output tokens that are known
     "is_plain",  # 1: only its length or an end token of the model ends it
     "admission",  # number of its admission; 0: it does not run
+    "planned_step",  # number of the last step that computes some of its tokens
 )
 
 
@@ -37,6 +38,7 @@ class ReqColumns:
             self.output_len,
             self.is_plain,
             self.admission,
+            self.planned_step,
         ) = self.values
         self.last_token_s: npt.NDArray[np.float64] = np.zeros(rows)
         self.slots = Tails(rows)  # of KV
@@ -50,6 +52,10 @@ class ReqColumns:
         values = self.values[:, rows]
         prompt_len, max_new_tokens, _, planned_len, _, planned_outputs, *_ = values
         return np.where(planned_outputs >= max_new_tokens, 0, prompt_len + planned_outputs - planned_len)
+
+    def in_flight(self, rows: Int64Array) -> Int64Array:
+        """Output tokens that steps in flight will return."""
+        return self.planned_outputs[rows] - self.output_len[rows]
 
     def copy_row(self, row: int, source: ReqColumns, source_row: int) -> None:
         """The tails of both rows are empty."""

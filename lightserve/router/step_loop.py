@@ -84,7 +84,7 @@ class StepLoop:
         depth = 1 if self._scheduler.is_isolating_crash else self._engine.pipeline_depth
         while self.has_workers and len(self._in_flight) < depth:
             now = time.monotonic()
-            if self._in_flight and not self._was_full and self._is_early(self._in_flight[-1], now):
+            if self._may_wait and self._is_early(self._in_flight[-1], now):
                 return
             step = self._plan(now)
             if step is None:
@@ -95,6 +95,11 @@ class StepLoop:
             if self.recorder is not None:
                 self.recorder.add("plan", now, planned_s, new=len(step.new), freed=len(step.free))
                 self.recorder.add("send", planned_s, time.monotonic(), requests=step.num_rows)
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether the next step need not be sent at once. The first stage of a pipeline would be idle."""
+        return bool(self._in_flight) and not self._was_full and self._scheduler.limits.num_stages == 1
 
     def _is_early(self, last: InFlightStep, now: float) -> bool:
         """Whether it is too early for the next step. If so, a timer wakes the loop when the step is due."""

@@ -23,6 +23,7 @@ from lightserve.model_files.source import ModelSource, pooling_of, require_weigh
 from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import read_model_config
 from lightserve.server.cluster_checks import check_cluster
+from lightserve.server.parallel_checks import check_pipeline, check_ranks
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
 from lightserve.utils.tls import server_context
@@ -58,6 +59,7 @@ def check(config: ServerConfig) -> ModelInfo:
     if not config.launch.null_worker:
         _check_model(source, config, tokenizer)
     pooling = pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling)
+    check_pipeline(config, pooling is not None)
     if pooling is not None and not config.launch.null_worker:
         _check_pooling(pooling, config)
     if not is_weightless:
@@ -139,7 +141,7 @@ def _check_pooling(pooling: PoolingConfig, config: ServerConfig) -> None:
 def _check_model(source: ModelSource, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
     worker = config.worker
     model = _model_config(stored_as(source, worker.quantization, packed_by_default=False), worker)
-    model.check_tp(worker.tp)
+    check_ranks(worker, model)
     model.request_len(worker.max_req_total_len)
     resolve_kv_dtype(worker.kv_dtype, model)
     if (worker.max_total_token_num or math.inf) < (worker.max_req_total_len or 2):

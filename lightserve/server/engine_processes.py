@@ -54,7 +54,7 @@ class EngineProcesses:
             worker = replace(config.worker, max_total_token_num=size, max_windowed_token_num=windowed_size)
             config = replace(config, worker=worker)
         module = self._group.worker_module
-        for rank in range(config.worker.tp):
+        for rank in range(config.worker.num_ranks):
             child_config = msgspec.structs.replace(self._child_config(), config=config, index=rank)
             role = self._role(f"model worker {rank}")
             self.workers.append(await self._group.start_child(role, module, child_config, self._worker_env()))
@@ -140,9 +140,9 @@ class EngineProcesses:
         return f"{role} of engine {self.index}" if self._config.cluster.dp > 1 else role
 
     def _worker_env(self) -> dict[str, str]:
-        """Engines share the cores: threads of all of them at once would wait for one another."""
-        dp = self._config.cluster.dp
-        return WORKER_ENV | ({"OMP_NUM_THREADS": str(max(available_cores() // dp, 1))} if dp > 1 else {})
+        """Engines and stages share the cores: threads of all of them at once would wait for one another."""
+        parts = self._config.num_cpu_parts
+        return WORKER_ENV | ({"OMP_NUM_THREADS": str(max(available_cores() // parts, 1))} if parts > 1 else {})
 
     def _child_config(self) -> ChildConfig:
         return ChildConfig(self._config, self._run_dir, generation=self.generation, engine=self.index, epoch=self.epoch)

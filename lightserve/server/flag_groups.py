@@ -14,6 +14,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "api_key",
         "device",
         "tp",
+        "pp",
+        "ep",
         "dp",
         "data_type",
         "quantization",

@@ -53,7 +53,7 @@ class ChildConfig(msgspec.Struct, frozen=True):
     @property
     def device(self) -> int:
         """Number of a worker's device: its rank, after the ranks of the engines before it."""
-        return self.engine * self.config.worker.tp + self.index
+        return self.engine * self.config.worker.num_ranks + self.index
 
     def path(self, name: str) -> str:
         return f"{self.run_dir}/{name}"

@@ -71,11 +71,14 @@ class StepRows(NamedTuple):
     q_len: Int64Array  # tokens that the step computes
     slots: Int32Array  # of all tokens
     windowed_slots: Int32Array  # the same in the windowed pool; empty if there is none
+    token_ids: Int32Array  # the same, if the router knows them; otherwise empty
 
     def arranged(self, order: Sequence[int]) -> StepRows:
         """In another order. Every request has one token."""
-        windowed_slots = self.windowed_slots[order] if len(self.windowed_slots) else self.windowed_slots
-        return StepRows(self.rows[order], self.q_len, self.slots[order], windowed_slots)
+        windowed_slots, token_ids = (
+            values[order] if len(values) else values for values in (self.windowed_slots, self.token_ids)
+        )
+        return StepRows(self.rows[order], self.q_len, self.slots[order], windowed_slots, token_ids)
 
 
 class PromptTargets(NamedTuple):
@@ -302,7 +305,7 @@ class InferBatch:
         q_len = np.ones(len(req_ids), dtype=np.int64)
         q_len[len(req_ids) - len(chunks) :] = [len(chunk.slots) for chunk in chunks]
         slots = np.concatenate((NO_INT32, int32s(step.decode_slots), *(int32s(chunk.slots) for chunk in chunks)))
-        return StepRows(rows, q_len, slots, int32s(step.windowed_slots))
+        return StepRows(rows, q_len, slots, int32s(step.windowed_slots), int32s(step.token_ids))
 
     def _reqs_at(self, rows: Int64Array) -> list[InferReq]:
         return list(map(self._at.__getitem__, rows.tolist()))
@@ -326,8 +329,10 @@ class InferBatch:
                 found.append(PromptTargets(req, int(start[place]), targets))
         return found
 
-    def _token_ids(self, taken: StepRows, start: Int64Array) -> Int64Array:
+    def _token_ids(self, taken: StepRows, start: Int64Array) -> Int32Array | Int64Array:
         """The ids of the tokens to compute. The last one of a request may be in flight."""
+        if len(taken.token_ids):
+            return taken.token_ids
         columns, rows = self.columns, taken.rows
         ids = np.full(len(taken.slots), LAST_SAMPLED, dtype=np.int64)
         ready = columns.cache_len[rows]

@@ -9,6 +9,7 @@ average. A smaller share leaves more memory for long contexts, and less room for
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,18 @@ from lightserve.errors import ServerError
 
 MIN_SHARE = 1 / 8  # contexts of 8 windows: 4 k tokens with Gemma 3 1B, 8 k with Gemma 3 27B, 1.5 k with gpt-oss
 LENGTHS_PER_CONTEXT = 4  # contexts are a quarter of the longest request or shorter
+ANY_NUMBER = 2**62
 MIN_GAIN = 1.2  # a second pool must hold so many times the tokens of a single one
+
+
+def tokens_in(num_bytes: int, bytes_per_token: int) -> int:
+    """How many tokens fit; as many as can be counted if a token takes no bytes, in layers without attention."""
+    return num_bytes // bytes_per_token if bytes_per_token else ANY_NUMBER
+
+
+def _own_least(value: int) -> int:
+    """Of a single rank."""
+    return value
 
 
 class KvSizes(NamedTuple):
@@ -37,12 +49,17 @@ def kept_tokens(window: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WindowedSizing:
-    """For a layout with windows. ``wanted``: the operator's size of the windowed pool; 0: a single pool."""
+    """For a layout with windows. ``wanted``: the operator's size of the windowed pool; 0: a single pool.
 
-    layout: KvLayout
+    All ranks of an engine get the same sizes, though a pipeline stage has its own layers and its own memory.
+    """
+
+    layout: KvLayout  # of the whole model
     max_len: int  # of a request
     step_tokens: int
     wanted: int | None = None
+    own_layout: KvLayout | None = None  # of this rank's pipeline stage; None: of the whole model
+    least: Callable[[int], int] = _own_least  # the smallest value of all ranks
 
     @property
     def kept(self) -> int:
@@ -59,17 +76,20 @@ class WindowedSizing:
 
     def for_budget(self, budget: int, max_tokens: int) -> KvSizes:
         """``budget``: bytes for KV; ``max_tokens``: the largest pool that is supported."""
-        single = KvSizes(min(budget // self.layout.bytes_per_token, max_tokens))
-        windowed_bytes = self.layout.windowed_bytes_per_token
-        other_bytes = self.layout.bytes_per_token - windowed_bytes
+        own = self.own_layout or self.layout
+        single = KvSizes(min(self.least(tokens_in(budget, own.bytes_per_token)), max_tokens))
+        windowed_bytes = own.windowed_bytes_per_token
+        other_bytes = own.bytes_per_token - windowed_bytes
         if self.wanted == 0:
             return single
         if self.wanted is not None:
-            left = max(budget - self.wanted * windowed_bytes, 0)
-            most = left // other_bytes if other_bytes else round(self.wanted / self._share)
-            return self._checked(min(most, max_tokens), self.wanted)
-        tokens = min(int(budget / (other_bytes + windowed_bytes * self._share)), max_tokens)
-        windowed = min((budget - tokens * other_bytes) // windowed_bytes, tokens)
+            most = tokens_in(max(budget - self.wanted * windowed_bytes, 0), other_bytes)
+            if self.layout.bytes_per_token == self.layout.windowed_bytes_per_token:  # all layers have a window
+                most = round(self.wanted / self._share)
+            return self._checked(min(self.least(most), max_tokens), self.wanted)
+        shared_bytes = other_bytes + windowed_bytes * self._share
+        tokens = min(self.least(int(budget / shared_bytes) if shared_bytes else ANY_NUMBER), max_tokens)
+        windowed = min(self.least(tokens_in(budget - tokens * other_bytes, windowed_bytes)), tokens)
         if windowed < self._smallest or tokens < MIN_GAIN * single.tokens:
             return single
         return KvSizes(tokens, windowed)

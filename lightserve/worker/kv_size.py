@@ -10,7 +10,7 @@ from lightserve.common.device import Device
 from lightserve.config import WorkerConfig
 from lightserve.errors import ServerError
 from lightserve.worker.infer_batch import InferBatch
-from lightserve.worker.kv_pools import KvSizes, WindowedSizing
+from lightserve.worker.kv_pools import KvSizes, WindowedSizing, tokens_in
 from lightserve.worker.step_input import StepShape
 from lightserve.worker.step_runner import StepRunner
 
@@ -49,11 +49,13 @@ def kv_size(
     platform.compile_kernels(model.device, launch_all)
     peak = platform.peak_bytes(model.device, largest_step)
     logits = COPIES_OF_LOGITS * FLOAT32_BYTES * max_reqs * model.config.vocab_size
-    peak += logits if peak and model.spec.has_lm_head else 0
+    peak += logits if peak and model.spec.has_lm_head and model.pp.is_last else 0
     budget = max(platform.kv_budget(model.device, config.mem_fraction) - peak, 0)
-    budget = model.tp.min_of_ranks(budget, model.device)
-    single = KvSizes(min(budget // model.kv_layout.bytes_per_token, MAX_SLOTS))
-    sizes = single if sizing is None else sizing.for_budget(budget, MAX_SLOTS)
+    if sizing is None:
+        fits = model.args.parallel.min_of_engine(tokens_in(budget, model.kv_layout.bytes_per_token), model.device)
+        sizes = KvSizes(min(fits, MAX_SLOTS))
+    else:
+        sizes = sizing.for_budget(budget, MAX_SLOTS)
     fits = sizes.tokens
     if fits < max_len:
         remedy = f"set max_req_total_len to {fits} or less" if fits else "use a smaller model or more ranks"
@@ -65,9 +67,15 @@ def kv_size(
 
 def _windowed_sizing(config: WorkerConfig, model: TpPartBaseModel, platform: Device) -> WindowedSizing | None:
     """None if no layer has a window."""
-    if model.kv_layout.window is not None:
-        tokens = _step_tokens(config, model, platform)
-        return WindowedSizing(model.kv_layout, model.req_manager.max_len, tokens, config.max_windowed_token_num)
+    if model.model_kv_layout.window is not None:
+        return WindowedSizing(
+            model.model_kv_layout,
+            model.req_manager.max_len,
+            _step_tokens(config, model, platform),
+            config.max_windowed_token_num,
+            own_layout=model.kv_layout,
+            least=partial(model.args.parallel.min_of_engine, device=model.device),
+        )
     if config.max_windowed_token_num:
         raise ServerError(
             f"max_windowed_token_num={config.max_windowed_token_num}, but no layer of this model has a sliding window; "
@@ -87,7 +95,9 @@ def _largest_step(config: WorkerConfig, model: TpPartBaseModel, platform: Device
     decodes = model.req_manager.max_reqs - 1
     shape = StepShape(tokens + decodes, decodes + 1, has_decodes=True, has_prompts=True)
     runner = StepRunner(model, batch, platform)
-    if model.spec.pooling is None:
+    if not model.pp.is_last:
+        runner.run_stage(batch.padding(shape), shape)
+    elif model.spec.pooling is None:
         runner.run(batch.padding(shape), shape)
     else:
         model.final_states(runner.hidden_states(batch.padding(shape), shape))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -28,20 +28,20 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     with _compilers(config.device, compilers_path):
         with _phase(launcher, "import torch"):
             from lightserve.common.device import pick_device
-            from lightserve.common.device.cpu import CpuDevice
             from lightserve.common.parallel import ParallelSizes, connect_ranks
             from lightserve.worker.select import worker_class
         server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
         platform = pick_device(config.device)
-        if isinstance(platform, CpuDevice):
-            platform.num_engines = child_config.config.cluster.dp
+        platform.num_parts = child_config.config.num_cpu_parts
         with _phase(launcher, "load and compile"):
             needs_weights = config.load_format == "auto"
             source = resolve(config.model_dir, needs_weights=needs_weights, trusts_code=config.trust_remote_code)
             store = f"file://{child_config.engine_path('tp')}"
-            parallel = connect_ranks(child_config.index, ParallelSizes(tp=config.tp), store, platform.comm_backend)
+            sizes = ParallelSizes(tp=config.tp, pp=config.pp, ep=config.ep)
+            parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend)
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
-        run_profile = _profiler(child_config)
+        link = worker.model.hidden_state_link
+        run_profile = _profiler(child_config, lambda: link.received_s)
         with _phase(launcher, "warm up"):
             worker.warm_up()
     vocab_size = worker.model_config.vocab_size
@@ -65,7 +65,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     server.serve(worker.launch, worker.pipeline_depth, worker.compile_grammar, run_profile, load_lora)
 
 
-def _profiler(child_config: ChildConfig) -> RunProfile | None:
+def _profiler(child_config: ChildConfig, last_wait: Callable[[], tuple[float, float] | None]) -> RunProfile | None:
     """None without --profile_dir: then nothing of the profiler is imported."""
     if child_config.config.launch.profile_dir is None:
         return None
@@ -74,7 +74,7 @@ def _profiler(child_config: ChildConfig) -> RunProfile | None:
 
     trace = TorchTrace()
     trace.prepare()
-    return WorkerProfiler(child_config.index, trace).run
+    return WorkerProfiler(child_config.index, trace, last_wait).run
 
 
 def _compilers(device: str | None, path: str) -> AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from lightserve.io_struct import ProfileCommand, ProfileResult, Step, StepResult
@@ -11,6 +12,8 @@ from lightserve.utils.trace_recorder import TraceRecorder
 from lightserve.worker.rpc import GetResult, Launch, ModelRpc
 
 logger = init_logger(__name__)
+
+LastWait = Callable[[], tuple[float, float] | None]  # begin and end
 
 
 class DeviceTrace(Protocol):
@@ -25,7 +28,9 @@ class DeviceTrace(Protocol):
 class WorkerProfiler:
     """Only one thread calls ``run``. While no profile runs, steps are launched as if it did not exist."""
 
-    def __init__(self, rank: int, device_trace: DeviceTrace | None = None) -> None:
+    def __init__(self, rank: int, device_trace: DeviceTrace | None = None, last_wait: LastWait = lambda: None) -> None:
+        """``last_wait``: when the last launch waited for the pipeline stage before."""
+        self._last_wait = last_wait
         self._name = f"model worker {rank}"
         self._rank = rank
         self._device_trace = device_trace
@@ -43,7 +48,7 @@ class WorkerProfiler:
         if self._device_trace is not None:
             self._device_trace.start()
         self._recorder = TraceRecorder(self._name)
-        rpc.launch = _recorded(rpc.launch, self._recorder)
+        rpc.launch = _recorded(rpc.launch, self._recorder, self._last_wait)
         return ProfileResult()
 
     def _stop(self, rpc: ModelRpc, prefix: str) -> ProfileResult:
@@ -63,7 +68,7 @@ class WorkerProfiler:
         return recorder
 
 
-def _recorded(launch: Launch, recorder: TraceRecorder) -> Launch:
+def _recorded(launch: Launch, recorder: TraceRecorder, last_wait: LastWait) -> Launch:
     """The same function, which records its steps."""
 
     def launch_step(step: Step) -> GetResult:
@@ -71,6 +76,9 @@ def _recorded(launch: Launch, recorder: TraceRecorder) -> Launch:
         collect = launch(step)
         tokens = step.num_tokens
         recorder.add("launch", begin_s, time.monotonic(), requests=step.num_rows, tokens=tokens, new=len(step.new))
+        waited_s = last_wait()
+        if waited_s is not None and waited_s[0] >= begin_s:
+            recorder.add("wait for hidden states", *waited_s)
 
         def collect_step() -> StepResult:
             begin_s = time.monotonic()

@@ -33,7 +33,9 @@ class StepRunner:
         self._model = model
         self._batch = batch
         self._ranges = device.profile(model.device).graphs
-        self._graphs: Graphs[StepShape, StepOut] | None = None if self._ranges is None else device.graphs(self._compute)
+        self._graphs: Graphs[StepShape, StepOut] | None = None
+        if self._ranges is not None and model.pp.size == 1:  # a graph would wait for the other stages inside
+            self._graphs = device.graphs(self._compute)
 
     def launch_every_shape(self) -> None:
         """Launch every kernel of the steps that ``capture`` will capture, and those of masks."""
@@ -99,6 +101,10 @@ class StepRunner:
         if prompts is not None:
             prompts.compute(partial(self._model.logits, hidden), self._model.config.vocab_size)
         return self._model.logits(hidden), columns
+
+    def run_stage(self, inputs: np.ndarray, shape: StepShape) -> None:
+        """Compute the layers of a pipeline stage that is not the last one."""
+        self._model.send_to_next_stage(self.hidden_states(inputs, shape))
 
     def hidden_states(self, inputs: np.ndarray, shape: StepShape) -> HiddenStates:
         """Of all tokens of a step, for a model that computes no text."""

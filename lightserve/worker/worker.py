@@ -15,7 +15,7 @@ from lightserve.common.device.profile import ModelTraits, for_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
-from lightserve.io_struct import GrammarSpec, KvCopy, PoolingLimits, Step, StepLimits, StepResult, WindowedKv
+from lightserve.io_struct import GrammarSpec, KvCopy, NewReq, PoolingLimits, Step, StepLimits, StepResult, WindowedKv
 from lightserve.model_files.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
@@ -49,7 +49,8 @@ class ModelWorker:
         """``device_index`` among the machine's devices; None: the rank."""
         tp = parallel.tp
         self._platform = pick_device(config.device)
-        self._device = self._platform.torch_device(tp.rank if device_index is None else device_index)
+        rank = parallel.pp.rank * tp.size + tp.rank
+        self._device = self._platform.torch_device(rank if device_index is None else device_index)
         self._platform.bind(self._device, config.deterministic)
         is_packed = self._platform.keeps_gguf_packed and config.quantization_config is None
         source = stored_as(source, config.quantization, packed_by_default=is_packed)
@@ -62,7 +63,8 @@ class ModelWorker:
         dtype = _dtype(config, self.model_config, self._platform)
         self._kv_dtype = resolve_kv_dtype(config.kv_dtype, self.model_config)
         self._platform.check_kv_dtype(self._kv_dtype, self._device)
-        ranks = f", {tp.size} ranks" if tp.size > 1 else ""
+        num_ranks = tp.size * parallel.pp.size
+        ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
         self.dtype_and_device = f"{self._computed_how(dtype)} on {self._platform.name}{ranks}"
         self.model = self._load_model(config, source, parallel, dtype)
         self._batch = InferBatch(
@@ -144,7 +146,7 @@ class ModelWorker:
     @property
     def windowed(self) -> WindowedKv | None:
         """The second KV pool, if there is one."""
-        size, window = self.model.mem_manager.windowed_size, self.model.kv_layout.window
+        size, window = self.model.mem_manager.windowed_size, self.model.model_kv_layout.window
         if size is None or window is None:
             return None
         return WindowedKv(size, window, kept_tokens(window))
@@ -156,8 +158,9 @@ class ModelWorker:
 
     @property
     def pipeline_depth(self) -> int:
-        """How many steps should be in flight at once."""
-        return self._platform.pipeline_depth
+        """How many steps should be in flight at once: one for every stage of a pipeline."""
+        stages = self.model.pp.size
+        return self._platform.pipeline_depth if stages == 1 else stages
 
     @property
     def longest_request(self) -> int:
@@ -208,6 +211,9 @@ class ModelWorker:
         if not step.num_rows:
             return StepResult
         packed = self._batch.pack(step, self._runner.captured_shape)
+        if not self.model.pp.is_last:
+            self._runner.run_stage(packed.inputs, packed.shape)
+            return StepResult  # the last stage has the tokens
         plan = self._sampler.prepare(packed.reqs)
         masks = self._masks.build(plan.constrained, self._wait_for_tokens)
         out = self._runner.run(packed.inputs, packed.shape, packed.prompt_logprobs(self._device), masks)
@@ -217,6 +223,8 @@ class ModelWorker:
 
     def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
         """Compile a grammar before a request with it enters. From any thread."""
+        if not self.model.pp.is_last:
+            return  # only the last stage samples
         with suppress(InvalidRequestError):  # the request fails with the error when it enters
             self._grammars.compile_grammar(grammar, eos_ids)
 
@@ -224,13 +232,19 @@ class ModelWorker:
         for req_id in step.free:
             self._batch.remove(req_id)
         for new in step.new:
-            limit = new.sampling.thinking
-            thinking = None if limit is None else ThinkingBudget(limit, self._grammars.token_bytes)
-            self._batch.add(new, self._grammars.start(new), thinking)
+            self._add(new)
         if step.loras and self.loras is not None:
             self.loras.place(step.loras)
         for copy in step.copies:
             self._copy_kv(copy)
+
+    def _add(self, new: NewReq) -> None:
+        if not self.model.pp.is_last:
+            self._batch.add(new)  # only the last stage samples
+            return
+        limit = new.sampling.thinking
+        thinking = None if limit is None else ThinkingBudget(limit, self._grammars.token_bytes)
+        self._batch.add(new, self._grammars.start(new), thinking)
 
     @torch.inference_mode()
     def _copy_kv(self, copy: KvCopy) -> None:

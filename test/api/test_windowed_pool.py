@@ -1,4 +1,7 @@
-"""A model with sliding windows and two KV pools through the server: two ranks, a worker that dies, and the metrics."""
+"""A model with sliding windows and two KV pools through the server: two ranks, a worker that dies, and the metrics.
+
+A stage of the pipeline may have no layer with a window, or only such layers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ def body(ids: list[int]) -> dict[str, Any]:
     return {"prompt": ids, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
-def test_two_ranks_with_two_pools_give_the_text_of_one_pool_also_if_a_worker_dies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["--tp", "--pp"])
+def test_two_ranks_with_two_pools_give_the_text_of_one_pool_also_if_a_worker_dies(kind: str, tmp_path: Path) -> None:
     folder = save_model("gemma3_text", tmp_path)
     one_pool = make(folder, 0)
     prompts = [prompt(150, seed=n % 2) + prompt(20, seed=n) for n in range(6)]
@@ -29,7 +33,7 @@ def test_two_ranks_with_two_pools_give_the_text_of_one_pool_also_if_a_worker_die
         folder,
         "--device",
         "cpu",
-        "--tp",
+        kind,
         "2",
         "--dtype",
         "float32",

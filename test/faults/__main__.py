@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from test.faults.case import Case, Outcome
-from test.faults.cases import ADAPTER_CASES, CASES, CORE, CORE_STARTS, START_CASES, adapters
+from test.faults.cases import ADAPTER_CASES, CASES, CORE, CORE_STARTS, STAGE_CASES, START_CASES, adapters, stages
 from test.faults.resource_snapshot import HAS_GPU
 from test.faults.server_pool import NULL_WORKER, ServerPool
 from test.faults.start_case import StartCase
@@ -69,6 +69,8 @@ def run_all(args: argparse.Namespace) -> list[bool]:
     if not args.core:
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(ADAPTER_CASES, adapters.worker_flags(Path(base)), args)
+        with tempfile.TemporaryDirectory() as base:
+            outcomes += run_cases(STAGE_CASES, stages.worker_flags(Path(base)), args)
     for start in starts:
         if args.only in start.name:
             outcomes.append(attempt(start.name, start.reaction, partial(run_start, start, worker, args.slack)))

@@ -10,7 +10,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from test.faults.case import Case
-from test.faults.cases import ADAPTER_CASES, CASES, CORE, START_CASES, adapters
+from test.faults.cases import ADAPTER_CASES, CASES, CORE, STAGE_CASES, START_CASES, adapters, stages
 from test.faults.server_pool import ServerPool
 from test.faults.start_case import StartCase
 
@@ -41,6 +41,12 @@ def model_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
 
 
 @pytest.fixture(scope="module")
+def stage_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    with ServerPool(stages.worker_flags(tmp_path_factory.mktemp("stages"))) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
 def adapter_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     with ServerPool(adapters.worker_flags(tmp_path_factory.mktemp("adapters"))) as pool:
         yield pool
@@ -60,6 +66,11 @@ def test_a_fault_causes_its_reaction_with_a_model_too(model_server_pool: ServerP
 @pytest.mark.parametrize("case", [param(case) for case in ADAPTER_CASES])
 def test_a_fault_of_adapters_causes_its_reaction(adapter_server_pool: ServerPool, case: Case) -> None:
     case.run(adapter_server_pool, SEED, SLACK)
+
+
+@pytest.mark.parametrize("case", [param(case) for case in STAGE_CASES])
+def test_a_fault_of_a_pipeline_stage_causes_its_reaction(stage_server_pool: ServerPool, case: Case) -> None:
+    case.run(stage_server_pool, SEED, SLACK)
 
 
 @pytest.mark.parametrize("case", [param(case) for case in START_CASES])

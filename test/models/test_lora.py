@@ -271,6 +271,22 @@ def test_an_adapter_is_merged_while_the_weights_are_loaded(name: str, tmp_path: 
     assert_same(Session(model).step(dict(enumerate(PROMPTS))), hf_logits(merged_model(hf, folder, name), PROMPTS))
 
 
+def test_a_pipeline_stage_merges_an_adapter_into_its_own_layers(tmp_path: Path) -> None:
+    hf = build_base("llama-gqa")
+    adapter = read_adapter(write_two(hf, "llama-gqa", tmp_path)[1])
+    whole = _weights(build(hf, [], lora=None, merged_adapter=adapter))
+
+    for rank in range(2):
+        stage = build(hf, [], lora=None, merged_adapter=adapter, parallel=Parallel(pp=RankGroup(rank, 2)))
+        for name, tensor in _weights(stage).items():
+            assert torch.equal(tensor, whole[name]), name
+
+
+def _weights(model: TpPartBaseModel) -> dict[str, torch.Tensor]:
+    pieces = (piece for layer in (model.pre_post_weight, *model.layer_weights) for piece in layer.pieces())
+    return {piece.name: piece.into for piece in pieces if piece.into is not None}
+
+
 def test_adapters_of_the_head_and_the_embedding_are_merged(tmp_path: Path) -> None:
     hf = build_base("llama-gqa")
     a, b = torch.randn(2, 131), torch.randn(64, 2)

@@ -85,11 +85,11 @@ def build_with_kv(
     """Ours with a quantised KV cache; ``scales`` are tensors of the checkpoint beside those of ``hf``."""
     tensors = [*checkpoint_of(hf), *(CheckpointTensor(name, tensor, "memory") for name, tensor in scales.items())]
     metadata = [one._replace(tensor=one.tensor.to("meta")) for one in tensors]
-    args = _args(hf.config.to_dict(), tensors, tp)
+    args = model_args(hf.config.to_dict(), tensors, tp)
     return get_model_class(args.config.model_type)(replace(args, kv_dtype=kv_dtype, tensor_metadata=metadata))
 
 
-def _args(hf_config: dict[str, Any], checkpoint: Iterable[CheckpointTensor] | None, tp: RankGroup) -> ModelArgs:
+def model_args(hf_config: dict[str, Any], checkpoint: Iterable[CheckpointTensor] | None, tp: RankGroup) -> ModelArgs:
     return ModelArgs(
         config=ModelConfig.from_hf(hf_config),
         dtype=torch.float32,
@@ -110,7 +110,7 @@ def build_model(
     device: str = "cpu",
     max_len: int = MAX_LEN,
 ) -> TpPartBaseModel:
-    args = _args(hf_config, checkpoint, tp)
+    args = model_args(hf_config, checkpoint, tp)
     args = replace(args, dtype=dtype, device=torch.device(device), max_req_total_len=max_len)
     return get_model_class(args.config.model_type)(args)
 

@@ -86,6 +86,7 @@ class KvWorker:
     ) -> None:
         self._num_rows = scheduler.limits.max_running  # a request has a row of the table until it is freed
         self._forces = forces
+        self._num_stages = scheduler.limits.num_stages
         self.computed = 0  # tokens
         self._poison = poison  # requests that crash it
         self.reqs: dict[int, KvReq] = {}
@@ -109,6 +110,7 @@ class KvWorker:
         assert len(set(written)) == len(written), "a slot is written twice in a step"
         assert len(step.windowed_slots) == (0 if self._windowed is None else len(written))
         assert len(set(step.windowed_slots)) == len(step.windowed_slots), "a windowed slot is written twice in a step"
+        self._check_token_ids(step)
         left = iter(step.windowed_slots)
         for row in step.rows:
             self._write_windowed(self.reqs[row.req_id], list(itertools.islice(left, len(row.slots))))
@@ -116,6 +118,12 @@ class KvWorker:
         for row in step.rows:
             self._read_windows(self.reqs[row.req_id], len(row.slots))
         return [out for row in step.rows for out in self._read(row.req_id)]
+
+    def _check_token_ids(self, step: Step) -> None:
+        """The first stage of a pipeline does not know the tokens that the last one has sampled."""
+        reqs = [(self.reqs[row.req_id], len(row.slots)) for row in step.rows]
+        expected = [id for req, count in reqs for id in req.ids[len(req.slots) :][:count]]
+        assert list(step.token_ids) == (expected if self._num_stages > 1 else [])
 
     def fail(self, steps: Iterable[Step]) -> None:
         """As if these steps had not been computed; their requests are freed."""
@@ -190,6 +198,7 @@ class Server:
         while len(self._in_flight) < self.depth and (step := self._next_step()):
             self.order += [new.req_id for new in step.new if new.req_id not in self.order]
             self.steps.append({row.req_id for row in step.rows})
+            self._check_no_token_is_in_flight(step)
             try:
                 self._in_flight.append((step, self.worker.run(step)))
             except WorkerDiedError:
@@ -205,6 +214,11 @@ class Server:
         self.scheduler.process_tokens(self._in_flight.popleft()[1])
         self._check_kept_counts()
         return True
+
+    def _check_no_token_is_in_flight(self, step: Step) -> None:
+        """The first stage of a pipeline cannot begin with a token that the last one has not sampled."""
+        in_flight = {out.req_id for _, outs in self._in_flight for out in outs}
+        assert self.scheduler.limits.num_stages == 1 or in_flight.isdisjoint(row.req_id for row in step.rows)
 
     def _next_step(self) -> Step | None:
         admission = self.scheduler._admission
@@ -304,6 +318,13 @@ def make_req(req_id: int, prompt: Int32s, max_new_tokens: int = 8, seed: int | N
     return Req(req_id, prompt, params, max_new_tokens, (EOS,), arrived_s=float(req_id), **fields)  # type: ignore[arg-type]
 
 
+def endless(req_id: int) -> Req:
+    """A request that decodes for longer than the test lasts."""
+    req = make_req(req_id, [1, 2, req_id], 500)
+    req.eos_ids = ()
+    return req
+
+
 prompts = st.builds(
     lambda shared, own: [100 + i for i in range(shared)] + own,
     st.integers(0, 40),
@@ -329,6 +350,7 @@ def servers(draw: st.DrawFn, num_slots: st.SearchStrategy[int]) -> Server:
         batch_max_tokens=batch_max_tokens,
         chunk_size=draw(st.sampled_from([batch_max_tokens, batch_max_tokens // 2, None])),
         token_ratio=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        num_stages=draw(st.sampled_from([1, 1, 1, 2, 3])),  # steps of several are smaller, so a run takes longer
     )
     for length in draw(st.sampled_from([[], [1] * MIN_HISTORY, [5] * MIN_HISTORY, [3, 20] * MIN_HISTORY])):
         scheduler._estimate.observe(length)  # too short for most requests
@@ -369,6 +391,40 @@ fresh_histories = settings(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_stages_of_a_pipeline_get_equal_shares_of_the_requests(num_stages: int) -> None:
+    server = Server(make(10_000, num_stages=num_stages), depth=num_stages)
+    for req_id in range(6):
+        server.scheduler.add(endless(req_id))
+    for _ in range(20):
+        server.step()
+
+    last = server.steps[-num_stages:]
+
+    assert [len(step) for step in last] == [6 // num_stages] * num_stages
+    assert set.union(*last) == set(range(6))
+
+
+def test_no_request_of_a_pipeline_waits_for_others_that_decode() -> None:
+    """With one step in flight, as while a crash is isolated, half of the requests would always go first."""
+    server = Server(make(10_000, num_stages=2), depth=1)
+    for req_id in range(4):
+        server.scheduler.add(endless(req_id))
+    for _ in range(8):
+        server.step()
+
+    assert set.union(*server.steps[-2:]) == set(range(4))
+
+
+def test_chunks_of_a_prompt_are_in_flight_together_in_a_pipeline() -> None:
+    scheduler = make(num_stages=2, batch_max_tokens=16, chunk_size=16)
+    scheduler.add(make_req(0, list(range(40))))
+
+    steps = [scheduler.next_step() for _ in range(4)]
+
+    assert [0 if step is None else step.num_tokens for step in steps] == [16, 16, 8, 0]
 
 
 @fresh_histories

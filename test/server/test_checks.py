@@ -51,6 +51,13 @@ def test_a_port_in_use_is_named_with_its_holder_before_a_process_starts(tmp_path
         (["--port", "many"], "lightserve: --port: invalid int value: 'many'"),
         (["--port", "70000"], "port=70000: must be between 0 and 65535"),
         (["--tp", "0"], "tp=0: must be at least 1"),
+        (["--pp", "0"], "pp=0: must be at least 1"),
+        (["--pp", "2", "--null_worker"], "pp=2: the null worker has no layers to divide"),
+        (["--pp", "2", "--max_loras", "2"], "pp=2: pipeline stages do not serve LoRA adapters yet; use --tp"),
+        (["--ep", "2"], "ep=2: the tensor-parallel ranks divide the experts; set --tp 2 too"),
+        (["--tp", "2", "--ep", "2", "--null_worker"], "ep=2: the null worker has no experts to divide"),
+        (["--tp", "3", "--ep", "3"], "ep=3: a llama model has no experts; use --tp alone"),
+        (["--pp", "31"], "pp=31: the model has 30 layers, and each stage needs one"),
         (["--model_dir", "/no/such"], "/no/such: no such folder or .gguf file"),
         (["--host", "203.0.113.1"], "is not an address of this machine"),
         (["--api_key_file", "/no/such"], "--api_key_file: cannot read /no/such"),
@@ -166,6 +173,7 @@ def test_a_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     [
         (["--deterministic"], "--deterministic is not supported for a model without a KV cache; leave it out"),
         (["--dp", "2"], "several engines (--dp, --engines, --listen) serve text models only"),
+        (["--pp", "2"], "pp=2: pipeline stages serve text models only; use --tp"),
     ],
 )
 def test_flags_that_an_encoder_does_not_support_are_refused(

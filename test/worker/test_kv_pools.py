@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -113,3 +116,50 @@ def test_a_windowed_pool_that_cannot_work_is_refused(wanted: int) -> None:
 
     with pytest.raises(ServerError, match=f"max_windowed_token_num={wanted}: it must be above 1087"):
         sizing.for_tokens(100_000)
+
+
+class Stages:
+    """Two pipeline stages that compare numbers, each in a thread."""
+
+    def __init__(self) -> None:
+        self._values: list[int] = []
+        self._lock = threading.Lock()
+        self._is_full = threading.Barrier(2, timeout=60)
+        self._is_read = threading.Barrier(2, timeout=60)
+
+    def least(self, value: int) -> int:
+        with self._lock:
+            self._values.append(value)
+        self._is_full.wait()
+        least = min(self._values)
+        if self._is_read.wait() == 0:
+            self._values = []
+        self._is_full.wait()
+        return least
+
+
+@pytest.mark.parametrize("first", [4, 8, 20], ids=["windows in both", "no window in the second", "more layers"])
+@pytest.mark.parametrize("wanted", [None, 0, 20_000])
+def test_stages_with_other_layers_and_memory_have_the_same_sizes(first: int, wanted: int | None) -> None:
+    """The layers with windows come first."""
+    whole = KvLayout(
+        (
+            KvGroup(tuple(range(8)), 8, 128, 128, torch.bfloat16, window=1024),
+            KvGroup(tuple(range(8, 24)), 8, 128, 128, torch.bfloat16),
+        )
+    )
+    layouts = [whole.of_layers(range(first)), whole.of_layers(range(first, 24))]
+    budgets = [20 * GB, 30 * GB]
+    stages = Stages()
+
+    def size(number: int) -> KvSizes:
+        sizing = WindowedSizing(whole, 131_072, 2048, wanted, layouts[number], stages.least)
+        return sizing.for_budget(budgets[number], MOST)
+
+    with ThreadPoolExecutor(2) as threads:
+        sizes, other = threads.map(size, range(2))
+
+    assert sizes == other
+    assert wanted is None or sizes.windowed == (wanted or None)
+    used = [bytes_of(layout, sizes) / budget for layout, budget in zip(layouts, budgets, strict=True)]
+    assert 0.95 <= max(used) <= 1

@@ -27,6 +27,7 @@ from lightserve.common.basemodel.layer_weights.loader import check_weights, fill
 from lightserve.common.basemodel.layer_weights.weight import WeightContext
 from lightserve.common.basemodel.lora import LoraArgs, LoraPool, uses_adapters, without_prefix
 from lightserve.common.basemodel.merge_lora import check_merge, merged
+from lightserve.common.basemodel.pipeline import HiddenStateLink, ReceivePreLayerInfer, layers_of_stage, states_after
 from lightserve.common.basemodel.pooling import with_outer_prefix
 from lightserve.common.basemodel.rotary import query_scale_tables, rotary_tables
 from lightserve.common.basemodel.spec import LayerSpec, ModelSpec, activation_of
@@ -35,7 +36,7 @@ from lightserve.common.checkpoint.reader import CheckpointTensor
 from lightserve.common.kv.layout import KvGroup, KvLayout, kv_storage
 from lightserve.common.kv.mem_manager import MemoryManager
 from lightserve.common.kv.req_manager import ReqManager
-from lightserve.common.parallel import Parallel
+from lightserve.common.parallel import Parallel, RankGroup
 from lightserve.common.quantization import experts_method_factory, linear_method_factory
 from lightserve.errors import ModelFilesError, ServerError
 from lightserve.model_files.lora.adapter import Adapter, LinearSize, check_base
@@ -117,6 +118,7 @@ class TpPartBaseModel:
         """Everything that needs no memory."""
         self.args = args
         self.tp = args.parallel.tp
+        self.pp = args.parallel.pp
         self.device = args.device
         self._init_config()
         self._init_specs()
@@ -149,6 +151,8 @@ class TpPartBaseModel:
         if pooling is not None:
             self.spec = replace(self.spec, pooling=pooling, has_lm_head=pooling.answers is not None)
             self.layer_specs = [replace(spec, is_causal=pooling.is_causal) for spec in self.layer_specs]
+        own = layers_of_stage(self.config.num_layers, self.pp)
+        self.own_layer_specs = self.layer_specs[own.start : own.stop]  # those of this pipeline stage
 
     def layer_spec(self, layer_num: int) -> LayerSpec:
         """How a layer is built. A model that is not a Llama replaces the values in which it differs."""
@@ -220,10 +224,10 @@ class TpPartBaseModel:
             fill_dummy(layers)
         else:
             checkpoint = scales.removed_from(self.merged_checkpoint(self.args.checkpoint))
-            load_weights(layers, checkpoint, self.config.num_layers)
+            load_weights(layers, checkpoint, self.config.num_layers, self._names_of_all_stages())
         if self.args.kv_dtype == "fp8":
             warn_of_large_keys(self.layer_weights)
-            for spec, weight in zip(self.layer_specs, self.layer_weights, strict=True):
+            for spec, weight in zip(self.own_layer_specs, self.layer_weights, strict=True):
                 weight.kv_scales = scales.of_layer(spec, self.tp).to(self.device)
         if self.lora is not None:
             self.lora.allocate()
@@ -241,7 +245,7 @@ class TpPartBaseModel:
         if not (lora and lora.checked) and merged_adapter is None:
             return
         pool = LoraPool(LoraArgs(0, 0), self.args.dtype, torch.device("meta"))
-        layers = self._new_weights(pool.device, pool)
+        layers = self._new_weights(pool.device, pool, of_all_stages=True)
         if merged_adapter is not None:
             check_merge(self.own_names(merged_adapter), pool.sizes(), self.spec)
         for adapter in lora.checked if lora else ():
@@ -266,17 +270,27 @@ class TpPartBaseModel:
         return KvScales(self.layer_specs, is_fp8=self.args.kv_dtype == "fp8")
 
     def _new_weights(
-        self, device: torch.device, lora: LoraPool | None = None
+        self, device: torch.device, lora: LoraPool | None = None, of_all_stages: bool = False
     ) -> tuple[PreAndPostLayerWeight, list[TransformerLayerWeight]]:
         methods = linear_method_factory(self.config), experts_method_factory(self.config)
         quantizes_kv = self.args.kv_dtype is not None
-        context = WeightContext(self.args.parallel, self.args.dtype, device, *methods, quantizes_kv, lora)
-        layers = [self.transformer_weight_class(spec, context) for spec in self.layer_specs]
+        parallel, specs = self.args.parallel, self.own_layer_specs
+        if of_all_stages:
+            parallel, specs = replace(parallel, pp=RankGroup()), self.layer_specs
+        context = WeightContext(parallel, self.args.dtype, device, *methods, quantizes_kv, lora)
+        layers = [self.transformer_weight_class(spec, context) for spec in specs]
         pre_post = self.pre_and_post_weight_class(self.spec, context)
-        if self.config.quantization is not None:
+        if self.config.quantization is not None and parallel.pp.size == 1:
             pieces = (piece for layer in (pre_post, *layers) for piece in layer.pieces())
             self.config.quantization.check_modules(dict.fromkeys(piece.name.rpartition(".")[0] for piece in pieces))
         return pre_post, layers
+
+    def _names_of_all_stages(self) -> set[str]:
+        """The tensors of the checkpoint that some pipeline stage uses. Empty: there is one stage."""
+        if self.pp.size == 1:
+            return set()
+        pre_post, layers = self._new_weights(torch.device("meta"), of_all_stages=True)
+        return {piece.name for layer in (pre_post, *layers) for piece in layer.pieces()}
 
     def _check_metadata(self) -> list[str]:
         """Check the checkpoint against weights on the meta device: a wrong config.json may need too much memory.
@@ -286,7 +300,7 @@ class TpPartBaseModel:
         tensor_metadata = list(self.args.tensor_metadata)
         if not tensor_metadata:
             return []
-        pre_post, layers = self._new_weights(torch.device("meta"))
+        pre_post, layers = self._new_weights(torch.device("meta"), of_all_stages=True)
         checkpoint = self._kv_scales().removed_from(self._adapted(tensor_metadata))
         return check_weights([pre_post, *layers], checkpoint, self.config.num_layers)
 
@@ -329,7 +343,8 @@ class TpPartBaseModel:
                 yield CheckpointTensor(name, tensor, file)
 
     def _init_mem_manager(self) -> None:
-        self.kv_layout = self._kv_layout()
+        self.model_kv_layout = self._kv_layout()  # of all pipeline stages
+        self.kv_layout = self.model_kv_layout.of_layers(spec.layer_num for spec in self.own_layer_specs)
         self.set_kv_size(self.args.max_total_token_num)
         self.req_manager = ReqManager(self.args.max_reqs, self.args.max_req_total_len, self.device)
 
@@ -357,14 +372,18 @@ class TpPartBaseModel:
 
     def _init_infer_layer(self) -> None:
         self.pre_infer = self.pre_layer_infer_class(self.spec, self.tp)
-        self.layers_infer = [self.transformer_layer_infer_class(spec, self.tp) for spec in self.layer_specs]
+        self.hidden_state_link = HiddenStateLink(self.pp, self.args.dtype, self.device)
+        if not self.pp.is_first:
+            before = states_after(self.layer_specs[: self.own_layer_specs[0].layer_num])
+            self.pre_infer = ReceivePreLayerInfer(self.spec, self.tp, self.hidden_state_link, before)
+        self.layers_infer = [self.transformer_layer_infer_class(spec, self.tp) for spec in self.own_layer_specs]
         self.post_infer = self.post_layer_infer_class(self.spec, self.tp)
 
     def _init_some_value(self) -> None:
         """Create the tables that every step reads."""
-        tables = rotary_tables(self.layer_specs, self.req_manager.max_len)
+        tables = rotary_tables(self.own_layer_specs, self.req_manager.max_len)
         self.rotary_tables = {key: (cos.to(self.device), sin.to(self.device)) for key, (cos, sin) in tables.items()}
-        scales = query_scale_tables(self.layer_specs, self.req_manager.max_len)
+        scales = query_scale_tables(self.own_layer_specs, self.req_manager.max_len)
         self.query_scale_tables = {key: table.to(self.device, self.args.dtype) for key, table in scales.items()}
 
     def _init_custom(self) -> None:
@@ -395,13 +414,18 @@ class TpPartBaseModel:
 
     @torch.inference_mode()
     def hidden_states(self, step: ModelInput) -> HiddenStates:
-        """Run all layers. ``logits`` does the rest."""
+        """Run all layers of this pipeline stage. ``logits`` or ``send_to_next_stage`` does the rest."""
         infer_state = self.infer_state_class(step, self.mem_manager)
         infer_state.observer = self.observer
         infer_state.init_some_extra_state(self, step.input_ids)
         forward = self._context_forward if step.is_prefill else self._token_forward
         with uses_adapters(self.lora, step.lora):
             return HiddenStates(forward(step.input_ids, infer_state), infer_state)
+
+    def send_to_next_stage(self, hidden: HiddenStates) -> None:
+        """Let the next pipeline stage continue with these hidden states. It does not wait until they are there."""
+        residual = hidden.infer_state.residual
+        self.hidden_state_link.send(torch.stack([hidden.output] if residual is None else [hidden.output, residual]))
 
     @property
     def has_kv(self) -> bool:

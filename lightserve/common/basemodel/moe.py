@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from lightserve.common.ops import GatedSilu, RouteSpec
 from lightserve.common.quantization import ExpertNames, ExpertsLayout
 from lightserve.errors import ModelFilesError
-from lightserve.model_files.model_config import ModelConfig
-
-COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")  # of experts, in config.json
+from lightserve.model_files.model_config import EXPERT_COUNT_NAMES, ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +63,7 @@ class MoeSpec:
 
 
 def num_experts_of(config: ModelConfig) -> int:
-    return config.count(next((name for name in COUNT_NAMES if config.hf.get(name) is not None), COUNT_NAMES[0]))
+    return config.count(config.experts_name or EXPERT_COUNT_NAMES[0])
 
 
 def top_k_of(config: ModelConfig) -> int:

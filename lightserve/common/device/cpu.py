@@ -31,7 +31,6 @@ class CpuDevice(Device):
     dtypes = (torch.float32,)
     pipeline_depth = 1
     launches_async = False
-    num_engines = 1  # of this server, which share the RAM
     step_timeout_s = 600.0  # 2048 tokens of a model of 8 billion weights on two cores take minutes
 
     def unavailable_reason(self) -> str | None:
@@ -70,7 +69,7 @@ class CpuDevice(Device):
 
     def kv_budget(self, device: torch.device, mem_fraction: float) -> int:
         """A share of the free RAM, whatever ``mem_fraction`` is."""
-        return int(free_ram() * KV_SHARE / self.num_engines)
+        return int(free_ram() * KV_SHARE / self.num_parts)
 
     def to_device(self, array: np.ndarray, device: torch.device) -> Tensor:
         return torch.from_numpy(array)

@@ -41,7 +41,7 @@ class CudaDevice(Device):
     def torch_device(self, index: int) -> torch.device:
         found = torch.cuda.device_count()
         if index >= found:
-            raise ServerError(f"rank {index} has no GPU of its own: {found} found; tp x dp may be at most {found}")
+            raise ServerError(f"rank {index} has no GPU of its own: {found} found; tp x pp x dp may be at most {found}")
         return torch.device(self.torch_type, index)
 
     def profile(self, device: torch.device) -> Profile:

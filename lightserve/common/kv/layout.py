@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -86,6 +86,12 @@ class KvLayout:
     def uniform(cls, num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> KvLayout:
         """Keys and values of the same heads in every layer."""
         return cls((KvGroup(tuple(range(num_layers)), num_heads, head_dim, head_dim, dtype),))
+
+    def of_layers(self, layers: Iterable[int]) -> KvLayout:
+        """Only these layers."""
+        kept = set(layers)
+        parts = ((group, tuple(layer for layer in group.layers if layer in kept)) for group in self.groups)
+        return KvLayout(tuple(replace(group, layers=own) for group, own in parts if own))
 
     @property
     def num_layers(self) -> int:

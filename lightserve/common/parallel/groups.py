@@ -21,6 +21,14 @@ class RankGroup:
     size: int = 1
     process_group: dist.ProcessGroup | None = None
 
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
     def part_of(self, count: int) -> slice:
         """This rank's part of ``count`` heads or rows. With fewer of them than ranks, neighbouring ranks share one."""
         if count >= self.size:
@@ -42,6 +50,14 @@ class RankGroup:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self._connected())
         return torch.cat(parts, dim=-1)
+
+    def send_to_next(self, x: Tensor) -> dist.Work | None:
+        """Start to send ``x`` to the next rank. Keep ``x`` as it is until the work is done."""
+        return dist.isend(x, group=self._connected(), group_dst=self.rank + 1)
+
+    def receive_from_previous(self, into: Tensor) -> None:
+        """Wait for what the rank before this one sends; on a GPU, the present stream waits."""
+        dist.recv(into, group=self._connected(), group_src=self.rank - 1)
 
     def min_of_ranks(self, value: int, device: torch.device) -> int:
         if self.size == 1:
@@ -68,6 +84,10 @@ class Parallel:
     pp: RankGroup = ONE_RANK  # pipeline parallel: ranks that hold different layers
     dp: RankGroup = ONE_RANK  # data parallel: ranks that compute different requests
     ep: RankGroup = ONE_RANK  # expert parallel: ranks that hold different experts
+
+    def min_of_engine(self, value: int, device: torch.device) -> int:
+        """The least of all ranks that compute the same requests."""
+        return self.pp.min_of_ranks(self.tp.min_of_ranks(value, device), device)
 
 
 @dataclass(frozen=True, slots=True)

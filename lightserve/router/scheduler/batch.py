@@ -71,7 +71,7 @@ class RunningBatch:
 
     def has_in_flight(self) -> bool:
         """Whether a step in flight will return a token of some request."""
-        return bool((self.columns.planned_outputs[self.rows] > self.columns.output_len[self.rows]).any())
+        return bool((self.columns.in_flight(self.rows) > 0).any())
 
     def add(self, req: Req) -> None:
         row = self._free_rows.pop()

@@ -14,6 +14,7 @@ class SchedulerLimits:
     batch_max_tokens: int  # tokens of a step
     chunk_size: int | None  # prompt tokens of a step with decodes, scaled by chunk_sizing.py; None: whole prompts
     preferred_step_tokens: tuple[int, ...] = ()  # step sizes that the device computes efficiently; (): any
+    num_stages: int = 1  # of the pipeline; if several, steps in flight compute different requests
     token_ratio: float = 0.0  # share of the pool up to which output lengths are estimated; above it the maximum counts
     long_prompt_step_s: float = 0.0  # what a step with a long prompt may take beside few decodes; 0: a usual chunk
     max_step_s: float | None = None  # what a step with prompts and decodes may take; None: chunk_size decides
@@ -31,6 +32,7 @@ def make_limits(
         batch_max_tokens=batch_max_tokens,
         chunk_size=None if computes_whole_prompts else min(chunk_size, batch_max_tokens),
         preferred_step_tokens=device.preferred_step_tokens,
+        num_stages=worker.pp,
         token_ratio=router.router_token_ratio,
         long_prompt_step_s=_long_prompt_step_s(router, device),
         max_step_s=None if router.itl_target_ms is None else router.itl_target_ms / 1000,

@@ -43,6 +43,7 @@ class PlannedStep(NamedTuple):
     windowed_slots: Slots
     prefills: list[PrefillChunk]
     loras: list[int]  # adapters that it copies to the device
+    token_ids: Int32Array = NO_INT32  # of all tokens, if the model is a pipeline
 
     def work(self) -> tuple[int, float]:
         """Its tokens, and pairs of a prompt token and a token that it attends to."""
@@ -65,6 +66,7 @@ class PlannedStep(NamedTuple):
             decode_ids=self.req_ids[: self.num_decodes],
             decode_slots=self.slots[: self.num_decodes],
             loras=loras,
+            token_ids=self.token_ids,
         )
 
 
@@ -88,6 +90,7 @@ class Scheduler:
         self._chunking = Chunking(limits, policy, pool.max_chunk)
         self._preemption = Preemption(self._batch, self._queue, policy)
         self._in_flight: deque[PlannedStep] = deque()  # oldest first
+        self._num_planned = 0  # steps so far
         self._admission = AdmissionControl(self._queue, self._batch, self._chunking, limits, self._estimate)
 
     @property
@@ -346,6 +349,8 @@ class Scheduler:
         rows = np.append(decodes, np.array([req.row for req, _ in chunks], dtype=np.int64))
         if self.pool.windowed is not None:
             self.pool.let_go_behind_windows(batch.at(rows))
+        self._num_planned += 1
+        columns.planned_step[rows] = self._num_planned
         return PlannedStep(
             len(decodes),
             batch.req_ids(rows),
@@ -357,6 +362,19 @@ class Scheduler:
             windowed_slots,
             prefills + _recomputed_outputs(chunks),
             [],
+            self._token_ids(rows, counts),
+        )
+
+    def _token_ids(self, rows: Int64Array, counts: Int64Array) -> Int32Array:
+        """Of the tokens that a step computes. Only the last stage of a pipeline samples tokens, so the first gets them.
+
+        The tokens are known: see ``_without_in_flight``.
+        """
+        if self.limits.num_stages == 1:
+            return NO_INT32
+        planned = zip(self._batch.at(rows), counts.tolist(), strict=True)
+        return np.concatenate(
+            [NO_INT32, *(req.tokens_between(req.planned_len - count, req.planned_len) for req, count in planned)]
         )
 
     def _cache_prompt(self, req: Req, count: int) -> list[PrefillChunk]:
@@ -373,13 +391,32 @@ class Scheduler:
         """The requests of which the next step computes one token, as rows of the batch, and the chunks of prompts."""
         isolated = self._isolation.isolated
         rows = np.array([isolated.row], dtype=np.int64) if isolated else self._batch.rows
+        rows = self._without_in_flight(rows)
         unplanned = self._batch.columns.unplanned(rows)
-        decodes = rows[unplanned == 1]
+        decodes = self._share_of_step(rows[unplanned == 1])
         prompts = self._batch.at(rows[unplanned > 1])
         if not prompts:
             return decodes, []
         available = self.pool.available - len(decodes)
         return decodes, self._chunking.divide(prompts, len(decodes), len(self._queue), available)
+
+    def _without_in_flight(self, rows: Int64Array) -> Int64Array:
+        """The first stage of a pipeline needs the token of a request's last step, which the last stage samples.
+
+        So steps in flight have different requests. Chunks of one prompt may be in flight together.
+        """
+        return rows if self.limits.num_stages == 1 else rows[self._batch.columns.in_flight(rows) == 0]
+
+    def _share_of_step(self, decodes: Int64Array) -> Int64Array:
+        """Of these requests, those that the next step computes: every stage of a pipeline should have its share.
+
+        Those that have waited longest go first.
+        """
+        share = -(-len(self._batch) // self.limits.num_stages)
+        if len(decodes) <= share:
+            return decodes
+        oldest = np.argsort(self._batch.columns.planned_step[decodes], kind="stable")[:share]
+        return decodes[np.sort(oldest)]
 
 
 def _recomputed_outputs(chunks: list[Chunk]) -> list[PrefillChunk]:

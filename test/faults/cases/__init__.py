@@ -21,6 +21,7 @@ from test.faults.cases import (
     processes,
     quantization,
     scheduling,
+    stages,
 )
 from test.faults.cases.processes import FAILING_SERVER, STEP
 from test.faults.harness import PREFILL_FLAGS
@@ -40,6 +41,7 @@ CASES: list[Case] = sorted(
     key=lambda case: (case.program, case.flags, case.reaction.ends_server),
 )
 ADAPTER_CASES: list[Case] = adapters.CASES  # on a server with adapters.worker_flags
+STAGE_CASES: list[Case] = stages.CASES  # on a server with stages.worker_flags
 START_CASES: list[StartCase] = [*hosts.CASES, *observability.START_CASES, *quantization.START_CASES]
 
 

@@ -24,17 +24,33 @@ from lightserve.common.checkpoint.piece import Piece
 
 
 class DecoderPreAndPostWeight(PreAndPostLayerWeight):
-    """Embedding, final norm and head. A model that computes no logits lacks ``lm_head``."""
+    """Embedding, final norm and head. A model that computes no logits lacks ``lm_head``.
+
+    The first stage of a pipeline has what is before the layers, the last one what is behind them.
+    """
 
     def __init__(self, spec: ModelSpec, context: WeightContext) -> None:
+        pp = context.parallel.pp
+        if pp.is_first:
+            self._init_pre(spec, context)
+        if pp.is_last:
+            self._init_post(spec, context)
+
+    def _init_pre(self, spec: ModelSpec, context: WeightContext) -> None:
         config, names = spec.config, spec.names
-        vocab = (config.vocab_size, config.hidden_size, context)
         norm = (config.hidden_size, spec.norm_eps, context)
-        self.embedding = VocabWeight(names.embedding, *vocab)
+        self.embedding = VocabWeight(names.embedding, config.vocab_size, config.hidden_size, context)
         self.positions = PositionWeight(names.positions, spec, context) if names.positions else None
         self.token_types = TokenTypeWeight(names.token_types, spec, context) if names.token_types else None
         self.embedding_norm = norm_weight(spec.norm, names.embedding_norm, *norm) if names.embedding_norm else None
+
+    def _init_post(self, spec: ModelSpec, context: WeightContext) -> None:
+        config, names = spec.config, spec.names
+        vocab = (config.vocab_size, config.hidden_size, context)
+        norm = (config.hidden_size, spec.norm_eps, context)
         self.final_norm = norm_weight(spec.norm, names.final_norm, *norm) if names.final_norm else None
+        if spec.is_tied and not hasattr(self, "embedding"):
+            self.embedding = VocabWeight(names.embedding, *vocab)
         if spec.has_lm_head:
             self.lm_head = self.embedding if spec.is_tied else VocabWeight(names.lm_head, *vocab, bias=spec.head_bias)
         self.pooling_head = PoolingHeadWeight(spec.pooling.head if spec.pooling else (), context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -21,16 +21,27 @@ logger = init_logger(__name__)
 SHOWN = 8  # names in a message; a wrong config misses hundreds
 
 
-def load_weights(layers: Sequence[LayerWeight], checkpoint: Iterable[CheckpointTensor], num_layers: int) -> None:
-    """Fill the layers' weights. Tensors that no layer declared are logged, unless they are layers of the model."""
+def load_weights(
+    layers: Sequence[LayerWeight],
+    checkpoint: Iterable[CheckpointTensor],
+    num_layers: int,
+    used_elsewhere: Collection[str] = (),
+) -> None:
+    """Fill the layers' weights. Tensors that no layer declared are logged, unless they are layers of the model.
+
+    ``used_elsewhere``: names of tensors that other pipeline stages load.
+    """
     wanted = _pieces_by_name(layers)
-    used = set(wanted)
+    used = {*wanted, *used_elsewhere}
+    others = used - set(wanted)
     unused: dict[str, str] = {}
     with Upload() as upload:
         for name, tensor, file in checkpoint:
             if name in wanted:
                 for piece in wanted.pop(name):
                     _fill(piece, tensor, file, upload)
+            elif name in others:
+                others.discard(name)
             elif name in used:
                 raise CheckpointError(f"{file}: the tensor {name} occurs a second time")
             else:

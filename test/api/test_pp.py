@@ -1,0 +1,113 @@
+"""Pipeline stages through the server give the same text as one rank, also when a stage dies, and work at once."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test.api.server import ServerProcess, running_server
+from test.api.test_restart import clients_of, kill_worker, restarted, sixteen
+from test.test_numerics import save_spoilt_model
+from test.waiting import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.tp]
+
+FLAGS = ("--device", "cpu", "--max_total_token_num", "4096")
+Interval = tuple[float, float]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_spoilt_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What one rank answers."""
+    with running_server(tmp_path_factory.mktemp("one") / "log", *FLAGS, "--model_dir", model_dir) as server:
+        return answers(server)
+
+
+@pytest.fixture(scope="module")
+def two_stages(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("pp")
+    flags = (*FLAGS, "--model_dir", model_dir, "--pp", "2", "--profile_dir", str(folder / "profiles"))
+    with running_server(folder / "log", *flags) as server:
+        yield server
+
+
+def answers(server: ServerProcess) -> list[Any]:
+    with clients_of(server) as clients:
+        return [response.result() for response in clients.ask(sixteen())]
+
+
+def answers_although_killed(server: ServerProcess, worker: str) -> list[Any]:
+    with clients_of(server) as clients:
+        responses = clients.ask(sixteen())
+        wait_until(lambda: clients.events > 100)
+        kill_worker(server, worker)
+        return [response.result() for response in responses]
+
+
+def test_two_stages_give_the_text_of_one_rank(two_stages: ServerProcess, of_one_rank: list[Any]) -> None:
+    assert answers(two_stages) == of_one_rank
+    assert "2 ranks" in two_stages.log
+
+
+@pytest.mark.parametrize(("worker", "times"), [("ls-worker", 1), ("ls-worker-1", 2)])
+def test_a_stage_that_dies_is_replaced_with_the_others_and_no_text_changes(
+    two_stages: ServerProcess, of_one_rank: list[Any], worker: str, times: int
+) -> None:
+    assert answers_although_killed(two_stages, worker) == of_one_rank
+
+    wait_until(restarted(two_stages, times))
+    assert f"model worker {times - 1} died (signal 9); restarting the workers" in two_stages.log
+    wait_until(lambda: two_stages.metrics()["kv_used_tokens"] == 0)
+
+
+def test_a_profile_shows_both_stages_at_work_at_once(two_stages: ServerProcess) -> None:
+    two_stages.post("/start_profile", {"max_seconds": 60})
+    with clients_of(two_stages) as clients:
+        _ = [response.result() for response in clients.ask(sixteen()[:4])]
+    _, profile = two_stages.post("/stop_profile", {})
+    events = json.loads(gzip.decompress(Path(profile["path"]).read_bytes()))["traceEvents"]
+
+    first, last = (busy_intervals(events, f"model worker {rank}") for rank in range(2))
+
+    together = sum(overlap(one, other) for one in first for other in last)
+    assert len(first) == len(last) > 50
+    assert together > 0.1 * sum(end - begin for begin, end in last)
+
+
+def busy_intervals(events: list[dict[str, Any]], process: str) -> list[Interval]:
+    """When a worker computed steps, without waiting for the stage before it."""
+    (pid,) = {one["pid"] for one in events if one["name"] == "process_name" and one["args"]["name"] == process}
+    waits = {one["ts"]: one["dur"] for one in spans(events, pid, "wait for hidden states")}
+    intervals = []
+    for launch in spans(events, pid, "launch"):
+        begin, end = launch["ts"], launch["ts"] + launch["dur"]
+        begin = max([begin, *(ts + dur for ts, dur in waits.items() if begin <= ts <= end)])
+        intervals.append((begin, end))
+    return intervals
+
+
+def spans(events: list[dict[str, Any]], pid: int, name: str) -> list[dict[str, Any]]:
+    return [one for one in events if one["pid"] == pid and one["name"] == name and one.get("ph") == "X"]
+
+
+def overlap(one: Interval, other: Interval) -> float:
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
+@pytest.mark.long
+def test_stages_of_two_ranks_give_the_text_of_one_rank(model_dir: str, of_one_rank: list[Any], tmp_path: Path) -> None:
+    with running_server(tmp_path / "log", *FLAGS, "--model_dir", model_dir, "--tp", "2", "--pp", "2") as server:
+        assert answers(server) == of_one_rank
+        for worker in ("ls-worker-1", "ls-worker-2"):  # of each stage
+            assert answers_although_killed(server, worker) == of_one_rank
+        assert server.stop() == 0
