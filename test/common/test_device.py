@@ -55,7 +55,7 @@ def test_more_ranks_than_gpus_are_refused_with_the_number_that_fits(monkeypatch:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
     assert device_named("cuda").torch_device(1).index == 1
-    with pytest.raises(ServerError, match="rank 2 has no GPU of its own: 2 found; tp x dp may be at most 2"):
+    with pytest.raises(ServerError, match="rank 2 has no GPU of its own: 2 found; tp x pp x dp may be at most 2"):
         device_named("cuda").torch_device(2)
 
 
@@ -163,7 +163,7 @@ def test_another_error_is_passed_on() -> None:
 
 def test_engines_on_one_cpu_share_its_memory() -> None:
     one, four = CpuDevice(), CpuDevice()
-    four.num_engines = 4
+    four.num_parts = 4
     cpu = one.torch_device(0)
 
     assert 3 < one.kv_budget(cpu, 0.9) / four.kv_budget(cpu, 0.9) < 5  # other programs run
