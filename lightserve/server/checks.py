@@ -23,7 +23,7 @@ from lightserve.model_files.source import ModelSource, pooling_of, require_weigh
 from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import read_model_config
 from lightserve.server.cluster_checks import check_cluster
-from lightserve.server.parallel_checks import check_pipeline, check_ranks
+from lightserve.server.parallel_checks import check_rank_flags, check_ranks
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
 from lightserve.utils.tls import server_context
@@ -59,7 +59,7 @@ def check(config: ServerConfig) -> ModelInfo:
     if not config.launch.null_worker:
         _check_model(source, config, tokenizer)
     pooling = pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling)
-    check_pipeline(config, pooling is not None)
+    check_rank_flags(config, pooling is not None)
     if pooling is not None and not config.launch.null_worker:
         _check_pooling(pooling, config)
     if not is_weightless:

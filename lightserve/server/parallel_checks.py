@@ -7,8 +7,8 @@ from lightserve.errors import OptionError
 from lightserve.model_files.model_config import ModelConfig
 
 
-def check_pipeline(config: ServerConfig, has_pooling: bool) -> None:
-    """Refuse what pipeline stages do not compute. ``has_pooling``: the model computes embeddings or scores."""
+def check_rank_flags(config: ServerConfig, has_pooling: bool) -> None:
+    """Refuse what several ranks cannot do yet. ``has_pooling``: the model computes embeddings or scores."""
     worker = config.worker
     if config.launch.null_worker and worker.ep > 1:
         raise OptionError(f"ep={worker.ep}: the null worker has no experts to divide; leave out one of the flags")

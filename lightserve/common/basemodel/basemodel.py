@@ -280,7 +280,7 @@ class TpPartBaseModel:
         context = WeightContext(parallel, self.args.dtype, device, *methods, quantizes_kv, lora)
         layers = [self.transformer_weight_class(spec, context) for spec in specs]
         pre_post = self.pre_and_post_weight_class(self.spec, context)
-        if self.config.quantization is not None and parallel.pp.size == 1:
+        if self.config.quantization is not None and parallel.pp.size == 1:  # a stage lacks modules of others
             pieces = (piece for layer in (pre_post, *layers) for piece in layer.pieces())
             self.config.quantization.check_modules(dict.fromkeys(piece.name.rpartition(".")[0] for piece in pieces))
         return pre_post, layers
