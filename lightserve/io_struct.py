@@ -913,7 +913,7 @@ ToChild = EngineReady | NewWorkers | EngineJoined | EngineLost | Drain | EngineD
 
 # gateway <-> engine over TCP, besides ToEngine and FromEngine
 
-LINK_PROTOCOL = 1  # increase it when a message between gateways and engines changes
+LINK_PROTOCOL = 2  # increase it when a message between gateways and engines changes
 
 
 class GatewayHello(msgspec.Struct, frozen=True, tag=True):

@@ -65,7 +65,7 @@ class Connection:
     def read_exactly(self, into: memoryview) -> None:
         done = 0
         while done < len(into):
-            count = self._file.readinto(into[done:])  # type: ignore[attr-defined]  # typeshed's BufferedReader has it
+            count = self._file.readinto(into[done:])
             if not count:
                 raise OSError("the connection ended")
             done += count
