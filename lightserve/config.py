@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from lightserve.errors import OptionError
 from lightserve.utils.cpu import available_cores
 from lightserve.utils.logger import LogFormat
-from lightserve.utils.net import parse_tcp
+from lightserve.utils.net import parse_redis, parse_tcp
 
 Switch = Literal["on", "off"]
 LoadFormat = Literal["auto", "dummy"]
@@ -109,6 +109,20 @@ class WorkerConfig:
         "size in tokens of the second KV pool, of layers with a sliding window; 0: one pool for all layers; "
         "default: a share of the KV pool, if that saves memory",
     )
+    kv_ram_gb: float = option(
+        0.0,
+        "GiB of host memory for prefixes that the prefix cache evicts; a prompt that has one loads it, if that is "
+        "faster than computing it; 0: none",
+    )
+    kv_disk_gb: float = option(
+        0.0, "GiB of --kv_disk_dir for prefixes, below --kv_ram_gb; they survive a restart; 0: none"
+    )
+    kv_disk_dir: str | None = option(None, "folder of --kv_disk_gb, which the server fills and clears")
+    kv_remote: str | None = option(
+        None,
+        "Redis or Valkey server that several servers share for prefixes, below --kv_ram_gb and --kv_disk_gb, such as "
+        "redis://10.0.0.5:6379/0",
+    )
     mem_fraction: float = option(
         0.9, "share of a GPU's memory for weights and KV, above 0 and at most 1", "gpu_memory_utilization"
     )
@@ -162,8 +176,9 @@ class WorkerConfig:
             raise OptionError("quantization and quantization_config exclude each other; put the first into the file")
         _at_least(self, 1, "tp", "pp", "ep", "running_max_req_size", "batch_max_tokens")
         _at_least(self, 1, "max_req_total_len", "max_total_token_num")
-        _at_least(self, 0, "step_timeout", "max_windowed_token_num", "max_loras")
+        _at_least(self, 0, "step_timeout", "max_windowed_token_num", "max_loras", "kv_ram_gb", "kv_disk_gb")
         self._check_lora()
+        self._check_tiers()
         if not 0 < self.mem_fraction <= 1:
             raise OptionError(f"mem_fraction={self.mem_fraction}: must be above 0 and at most 1")
         if self.ep not in (1, self.tp):
@@ -172,6 +187,22 @@ class WorkerConfig:
             raise OptionError(
                 f"deterministic needs tp 1 or 2, not {self.tp}: the sum over more ranks has no fixed order"
             )
+
+    def _check_tiers(self) -> None:
+        if bool(self.kv_disk_gb) != (self.kv_disk_dir is not None):
+            raise OptionError("kv_disk_gb and kv_disk_dir need each other: a size and a folder")
+        if self.kv_remote is not None:
+            try:
+                parse_redis(self.kv_remote)
+            except ValueError as error:
+                raise OptionError(f"kv_remote: {error}") from error  # without the address: it may have a password
+        if self.lower_tiers and not self.kv_ram_gb:
+            raise OptionError(f"the KV tier {self.lower_tiers[0]} needs --kv_ram_gb: its KV passes through host memory")
+
+    @property
+    def lower_tiers(self) -> tuple[str, ...]:
+        """KV tiers below host memory, the first one first."""
+        return (*(["disk"] if self.kv_disk_gb else []), *(["remote"] if self.kv_remote is not None else []))
 
     def _check_lora(self) -> None:
         if not 1 <= self.max_lora_rank <= MAX_LORA_RANK:
@@ -468,6 +499,12 @@ class ServerConfig:
     http: HttpConfig
     launch: LaunchConfig
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    def __post_init__(self) -> None:
+        if self.worker.kv_ram_gb and self.router.disable_dynamic_prompt_cache:
+            raise OptionError(
+                "kv_ram_gb keeps prefixes that the prefix cache evicts: not with disable_dynamic_prompt_cache"
+            )
 
     @property
     def num_cpu_parts(self) -> int:

@@ -244,6 +244,22 @@ class KvCopy(msgspec.Struct, frozen=True, array_like=True):
     target: list[int]
 
 
+class KvStore(msgspec.Struct, frozen=True, array_like=True):
+    """Copy blocks of tokens from the KV pool to host memory."""
+
+    slots: Int32s  # of all tokens, block after block
+    blocks: Int32s  # of host memory
+    store_id: int = 0  # they count up
+
+
+class KvLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Copy blocks of tokens from host memory to the KV pool, beside the steps that follow."""
+
+    load_id: int
+    blocks: Int32s  # of host memory
+    slots: Int32s  # of all tokens, block after block; no step uses them before the load has ended
+
+
 class LoraPlace(msgspec.Struct, frozen=True, array_like=True):
     """Copy an adapter that is in the worker's host memory into a slot on the device."""
 
@@ -253,6 +269,8 @@ class LoraPlace(msgspec.Struct, frozen=True, array_like=True):
 
 class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """One forward pass. The worker frees requests, adds new ones, copies adapters and KV, then computes the rows.
+
+    It stores KV in host memory before it computes anything. It only starts loads: see KvLoaded.
 
     Requests that compute one token are columns, because there may be thousands: they come before ``chunks``.
     """
@@ -265,6 +283,8 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     decode_ids: Int64s = NO_INT64  # requests of which it computes one token
     decode_slots: Int32s = NO_INT32  # of these tokens
     loras: list[LoraPlace] = []
+    stores: list[KvStore] = []
+    loads: list[KvLoad] = []
     token_ids: Int32s = NO_INT32  # of all tokens of the rows, in their order, if the first stage does not sample them
 
     @property
@@ -303,6 +323,61 @@ class LoraLoaded(msgspec.Struct, frozen=True):
     """The reply to a LoraLoad."""
 
     error: str = ""  # why the adapter cannot be used
+
+
+LOWER_TIER_METHODS = ("lookup", "fetch", "flush")  # of a worker; each has a connection of its own
+
+
+class KvLookup(msgspec.Struct, frozen=True):
+    """Which of these blocks are in a tier below host memory?"""
+
+    keys: list[bytes]
+
+
+class KvFetch(msgspec.Struct, frozen=True):
+    """Read blocks of a tier below into host memory, after the KvStore ``after``.
+
+    The router knows that one rank has made it; others may be behind.
+    """
+
+    after: int
+    store: int
+    keys: list[bytes]
+    blocks: list[int]
+
+
+class KvFetched(msgspec.Struct, frozen=True):
+    """The reply to a KvFetch."""
+
+    are_valid: list[bool]  # those that are now in host memory
+    seconds: float = 0.0
+
+
+class KvFlush(msgspec.Struct, frozen=True):
+    """Write blocks of host memory to the tiers below, after the KvStore ``after``, as for KvFetch.
+
+    Blocks that may be wrong are removed there first.
+    """
+
+    after: int
+    keys: list[bytes]
+    blocks: list[int]
+    removed: list[bytes] = []
+
+
+class KvFlushed(msgspec.Struct, frozen=True):
+    """The reply to a KvFlush: a number for each tier."""
+
+    written: list[int]
+    errors: list[int]
+    used_bytes: list[int]
+
+
+class KvLoaded(msgspec.Struct, frozen=True):
+    """A KvLoad has ended."""
+
+    seconds: float  # that copying took
+    is_valid: bool = True  # if not, the slots hold anything
 
 
 class ProfileResult(msgspec.Struct, frozen=True):
@@ -751,6 +826,14 @@ class PoolingLimits(msgspec.Struct, frozen=True):
         return self.has_kv and not self.needs_whole_prompt
 
 
+class HostKvSize(msgspec.Struct, frozen=True):
+    """The host memory for evicted KV."""
+
+    num_blocks: int
+    block_bytes: int  # of all ranks
+    lower_tiers: tuple[str, ...] = ()  # below it
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """A worker is ready. The launcher passes it on to the router and the HTTP processes."""
 
@@ -766,6 +849,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     windowed: WindowedKv | None = None  # None: all layers keep the KV of all tokens of max_total_token_num
     pooling: PoolingLimits | None = None  # None: the model generates text
     lora_slots: int = 0  # adapters that fit on the device at once; 0: requests cannot use adapters
+    host_kv: HostKvSize | None = None  # None: evicted KV is not kept in host memory
 
 
 class ChildFailed(msgspec.Struct, frozen=True, tag=True):
@@ -829,7 +913,7 @@ ToChild = EngineReady | NewWorkers | EngineJoined | EngineLost | Drain | EngineD
 
 # gateway <-> engine over TCP, besides ToEngine and FromEngine
 
-LINK_PROTOCOL = 1  # increase it when a message between gateways and engines changes
+LINK_PROTOCOL = 2  # increase it when a message between gateways and engines changes
 
 
 class GatewayHello(msgspec.Struct, frozen=True, tag=True):

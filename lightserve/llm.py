@@ -69,6 +69,8 @@ class LLM(PoolingMethods):
 
     def __init__(self, model_dir: str | None = None, generation_config: str = "auto", **options: Any) -> None:
         self.config = WorkerConfig(model_dir=model_dir, **options)
+        if self.config.kv_ram_gb:
+            raise ServerError("kv_ram_gb: an LLM in this process has the KV pool only; KV tiers are for the server")
         if self.config.num_ranks != 1:
             raise ServerError("LLM runs a single rank; tp > 1 and pp > 1 are for the server")
         is_dummy = self.config.load_format == "dummy"

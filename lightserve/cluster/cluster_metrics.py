@@ -76,4 +76,5 @@ def _sum_histograms(histograms: list[HistogramCounts]) -> HistogramCounts:
 
 def _without_gauges(snapshot: MetricsSnapshot) -> MetricsSnapshot:
     values = {name: 0.0 if name in GAUGES else value for name, value in snapshot.values.items()}
-    return MetricsSnapshot(values, snapshot.labelled, snapshot.histograms)
+    labelled = {name: {} if name in GAUGES else counts for name, counts in snapshot.labelled.items()}
+    return MetricsSnapshot(values, labelled, snapshot.histograms)

@@ -10,16 +10,31 @@ A model with sliding windows may have a second pool: see windowed_pool.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from lightserve.common.kv.token_slots import Slots, TokenSlots
 from lightserve.io_struct import WindowedKv
 from lightserve.router.cached_blocks import CachedBlocks
-from lightserve.router.radix_cache import Ids, RadixCache
+from lightserve.router.kv_tiers.stored_blocks import StoredBlocks
+from lightserve.router.radix_cache import Ids, RadixCache, RadixNode
 from lightserve.router.req import Req
 from lightserve.router.windowed_pool import NONE, WindowedPool
+from lightserve.utils.block_hash import BLOCK_TOKENS
 from lightserve.utils.int_arrays import NO_INT32, GrowingArray
+
+
+class PrefixLoad(NamedTuple):
+    """A part of a prefix that comes from a lower tier."""
+
+    ids: Ids  # from the beginning to the end of the part
+    salt: str
+    node: RadixNode  # locked: the end of the tokens before the part
+    cached: Slots  # of the tokens before
+    slots: Slots  # of the part
+    keys: list[bytes]  # of all blocks of ``ids``
+    is_local: bool  # see PoolBlock
 
 
 class KvPool:
@@ -28,6 +43,7 @@ class KvPool:
         self.num_evicted = 0  # tokens that the cache has evicted to make room
         self.num_cached_chunks = 0  # of prompts, while they were computed
         self.blocks: CachedBlocks | None = None  # set by ``track_blocks``
+        self.stored: StoredBlocks | None = None  # set by ``store_evicted``
         self._figures = size, windowed
         self.reset()
 
@@ -39,6 +55,12 @@ class KvPool:
         self._cache = RadixCache()
         if self.blocks is not None:
             self.blocks.clear()
+        if self.stored is not None:
+            self.stored.clear()
+
+    def store_evicted(self, stored: StoredBlocks) -> None:
+        """From now on, ``stored`` keeps whole blocks of tokens that the cache evicts."""
+        self.stored = stored
 
     def track_blocks(self) -> None:
         """From now on, ``blocks`` knows which blocks of tokens are cached."""
@@ -79,6 +101,8 @@ class KvPool:
         if short > 0:
             evicted = self._cache.evict(short)
             self.num_evicted += len(evicted)
+            if self.stored is not None:
+                self.stored.evict(evicted)
             self._free(evicted)
         return self.slots.alloc(count)
 
@@ -107,7 +131,39 @@ class KvPool:
             self.windowed.let_go(np.concatenate(released))
 
     def cached_len(self, req: Req) -> int:
-        return self._usable_len(_cacheable(req), req.salt)
+        return self._usable_len(cacheable(req), req.salt)
+
+    def start_load(self, req: Req, begin: int, end: int) -> PrefixLoad:
+        """Slots for tokens of the request from ``begin`` to ``end``, before which all are cached.
+
+        The tokens before stay cached until ``finish_load``. The caller has checked that ``end`` tokens are available.
+        """
+        ids = cacheable(req)[:end].copy()
+        node, cached = self._cache.match(ids[:begin], req.salt)
+        self._cache.lock(node)
+        return PrefixLoad(
+            ids,
+            req.salt,
+            node,
+            cached,
+            self.alloc(end - begin),
+            req.kv_keys[: end // BLOCK_TOKENS],
+            req.lora_id is not None,
+        )
+
+    def finish_load(self, load: PrefixLoad, is_valid: bool) -> None:
+        """The slots of the load hold the KV of their tokens, if it ``is_valid``. From now on requests can share it."""
+        self._cache.unlock(load.node)
+        if not is_valid:
+            self._free(load.slots)
+            return
+        slots = np.concatenate((load.cached, load.slots))
+        _, spare = self._cache.insert(load.ids, slots, load.salt)
+        if self.stored is not None:
+            cached = self._cache.find_slots(load.ids, load.salt)[len(load.cached) :]
+            self.stored.add(load.keys[len(load.cached) // BLOCK_TOKENS :], cached, load.is_local)
+        self.num_cached_chunks += 1
+        self._free(spare)
 
     def attach_prefix(self, req: Req) -> None:
         """Give a request the slots of its cached prefix, and lock them.
@@ -116,7 +172,7 @@ class KvPool:
         """
         if not req.shares_prefix:
             return
-        ids = _cacheable(req)
+        ids = cacheable(req)
         if self.windowed is not None:
             ids = ids[: self._usable_len(ids, req.salt)]
         node, slots = self._cache.match(ids, req.salt)
@@ -143,6 +199,8 @@ class KvPool:
             self.num_cached_chunks += 1
             if self.blocks is not None:
                 self.blocks.add(req, begin, end)
+            if self.stored is not None:
+                self.stored.add_req(req, req.slots, begin, end)
         self._cache_windowed(req, req.prompt_ids[:end], begin)
 
     def release(self, req: Req) -> None:
@@ -155,6 +213,8 @@ class KvPool:
             self._cache_windowed(req, ids, kept)
             if self.blocks is not None:
                 self.blocks.add(req, kept, known, spare)
+            if self.stored is not None:
+                self.stored.add_req(req, self._cache.find_slots(ids, req.salt), kept, known)
             self._free(spare)
             kept = known
         self._free(req.slots[kept:])
@@ -171,6 +231,8 @@ class KvPool:
 
         Their KV may contain numbers that are not finite. It may have computed the windowed KV of shared tokens again.
         """
+        if self.stored is not None:
+            self.stored.discard(req)
         node, slots = self._cache.match(req.token_ids, req.salt)
         if self.windowed is not None:
             self.windowed.remove_cached(slots)
@@ -178,6 +240,8 @@ class KvPool:
 
     def roll_back(self, slots: Slots, windowed_slots: Slots) -> None:
         """Remove tokens from the cache whose KV is in these slots: the steps that should compute it have failed."""
+        if self.stored is not None:  # it may contain what the steps should have computed
+            self.stored.clear()
         self._free(self._cache.drop_slots(slots))
         if self.windowed is not None:
             self.windowed.invalidate(windowed_slots)
@@ -207,10 +271,12 @@ class KvPool:
             self.windowed.remove_cached(slots)
         if self.blocks is not None:
             self.blocks.remove(slots)
+        if self.stored is not None:
+            self.stored.forget(slots)
         self.slots.free(slots)
 
 
-def _cacheable(req: Req) -> Ids:
+def cacheable(req: Req) -> Ids:
     """The tokens whose KV the request may take from the cache."""
     if req.needs_prompt_computed:
         return req.prompt_ids[:0]

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightserve.cluster.tcp.endpoint import EngineEndpoint
 from lightserve.io_struct import EngineReady, NewWorkers, Ready, ToEngine, ToRouter, WorkersLost
+from lightserve.router.kv_identity import kv_identity
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
 from lightserve.router.model_client import RpycModelClient
@@ -37,6 +38,8 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     limits = make_limits(config.worker, config.router, engine.step_limits, engine.pooling)
     loras = LoraSlots(engine.lora_slots)
     scheduler = Scheduler(KvPool(engine.max_total_token_num, engine.windowed), limits, policy, loras=loras)
+    if engine.host_kv is not None:
+        scheduler.use_tiers(engine.host_kv, await kv_identity(config, engine))
 
     def connect(generation: int) -> RpycModelClient:
         paths = [child_config.worker_path(rank, generation) for rank in range(config.worker.num_ranks)]
@@ -45,7 +48,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             launcher.send(WorkersLost(generation, reason, caused_by_request))
 
         rank = config.worker.answering_rank
-        return RpycModelClient(paths, report_lost, has_adapters=engine.lora_slots > 0, answering_rank=rank)
+        return RpycModelClient(paths, report_lost, engine.lora_slots > 0, engine.host_kv, rank)
 
     workers = connect(child_config.generation)
     manager = RouterManager(scheduler, workers, engine, inbox, outbox, config.router)

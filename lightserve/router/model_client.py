@@ -10,10 +10,13 @@ from typing import Any, Protocol
 import rpyc
 
 from lightserve.errors import WorkerDiedError
-from lightserve.io_struct import GrammarSpec, LoraLoad, LoraLoaded, Step, StepResult
+from lightserve.io_struct import GrammarSpec, HostKvSize, KvLoaded, LoraLoad, LoraLoaded, Step, StepResult
 from lightserve.router.connection import close_all, connect
 from lightserve.router.grammar_client import GrammarClient
+from lightserve.router.kv_load_client import KvLoadClient
+from lightserve.router.kv_tiers.lower import LowerTierClient
 from lightserve.router.lora_client import LoraClient
+from lightserve.router.lower_tier_client import RpycLowerTierClient
 from lightserve.utils.codec import encode, make_decode
 
 decode_result = make_decode(StepResult)
@@ -30,6 +33,13 @@ class ModelClient(Protocol):
         """Have all ranks compile a grammar. The future resolves in any case, also if the grammar is wrong."""
 
     def run(self, step: Step) -> asyncio.Future[StepResult]: ...
+
+    def wait_for_load(self, load_id: int) -> asyncio.Future[KvLoaded | None]:
+        """Resolves when all ranks have ended a load that a step has started; None: the workers are lost."""
+
+    @property
+    def lower_tiers(self) -> LowerTierClient | None:
+        """None: there are no KV tiers below host memory."""
 
     def request_restart(self, reason: str, caused_by_request: bool) -> None:
         """Close the connections and have the workers replaced: they are lost, or a step does not end.
@@ -53,6 +63,7 @@ class RpycModelClient:
         socket_paths: Sequence[str],
         on_restart: Callable[[str, bool], None],
         has_adapters: bool = False,
+        host_kv: HostKvSize | None = None,
         answering_rank: int = 0,
     ) -> None:
         self.is_lost = False
@@ -67,6 +78,9 @@ class RpycModelClient:
             self._loop.add_reader(fileno, self._read, rank)
         self._grammars = GrammarClient(socket_paths)
         self._loras = LoraClient(socket_paths) if has_adapters else None
+        self._kv_loads = None if host_kv is None else KvLoadClient(socket_paths)
+        has_lower = host_kv is not None and bool(host_kv.lower_tiers)
+        self.lower_tiers = RpycLowerTierClient(socket_paths) if has_lower else None
 
     def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
         """Have all ranks compile a grammar, so that the first step of a request with it does not wait.
@@ -80,6 +94,11 @@ class RpycModelClient:
         if self._loras is None:
             raise TypeError("these workers take no adapters")
         return self._loras.load(command)
+
+    def wait_for_load(self, load_id: int) -> asyncio.Future[KvLoaded | None]:
+        if self._kv_loads is None:
+            raise TypeError("these workers keep no KV in host memory")
+        return self._kv_loads.wait(load_id)
 
     def run(self, step: Step) -> asyncio.Future[StepResult]:
         future: asyncio.Future[StepResult] = self._loop.create_future()
@@ -106,6 +125,10 @@ class RpycModelClient:
         self._grammars.close()
         if self._loras is not None:
             self._loras.close()
+        if self._kv_loads is not None:
+            self._kv_loads.close()
+        if self.lower_tiers is not None:
+            self.lower_tiers.close()
 
     def _read(self, rank: int) -> None:
         connection = self._connections[rank]

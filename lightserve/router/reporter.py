@@ -92,6 +92,9 @@ class Reporter:
         self.metrics.set_load(scheduler.num_running, waiting, pool.used, pool.size)
         if windowed is not None:
             self.metrics.set_windowed_load(windowed.used, windowed.size)
+        if scheduler.tiers is not None:
+            for tier, values in scheduler.tiers.metrics().items():
+                self.metrics.set_tier(tier, values)
         self._send_news()
         suspects = [] if has_workers else scheduler.crash_suspects
         stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers, suspects)

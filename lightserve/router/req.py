@@ -78,6 +78,8 @@ class Req(ReqProgress):
     first_token_s: float = 0.0
     timeline: Timeline | None = None  # None: it is not recorded
     block_hashes: Hashes = field(default_factory=lambda: NO_HASHES)  # of its first blocks, if a dispatcher wants them
+    kv_keys: list[bytes] = field(default_factory=list)  # of its first blocks, if evicted KV is stored
+    loads_checked: int = -1  # ``num_admissions`` when the last load of its prefix was considered
 
     def __post_init__(self) -> None:
         self.prompt_ids = int32s(self.prompt_ids)

@@ -108,6 +108,11 @@ class RouterMetrics:
         self.values["kv_windowed_used_tokens"] = used_tokens
         self.values["kv_cache_usage_perc"] = max(self.values["kv_cache_usage_perc"], used_tokens / total_tokens)
 
+    def set_tier(self, tier: str, values: dict[str, float]) -> None:
+        """Present values of the metrics ``kv_tier_...`` of one tier."""
+        for name, value in values.items():
+            self._recorder.labelled[f"kv_tier_{name}"][tier] = value
+
     def snapshot(self) -> MetricsSnapshot:
         return self._recorder.snapshot()
 

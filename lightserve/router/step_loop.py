@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from functools import partial
 from typing import NamedTuple
 
-from lightserve.io_struct import EngineReady, GrammarSpec, Step, StepResult
+from lightserve.io_struct import EngineReady, GrammarSpec, KvLoaded, Step, StepResult
 from lightserve.router.model_client import ModelClient
 from lightserve.router.reporter import Reporter
 from lightserve.router.scheduler import Scheduler
@@ -23,6 +24,7 @@ class InFlightStep(NamedTuple):
     sent_s: float
     kind: StepKind
     result: asyncio.Future[StepResult]
+    prompt_tokens: int  # in chunks of prompts
 
 
 class StepLoop:
@@ -39,6 +41,11 @@ class StepLoop:
         self.recorder: TraceRecorder | None = None  # while a profile runs
         self._num_recorded = 0
         self._was_full = False  # requests were left waiting after the last planned step
+        self._connect_tiers()
+
+    def _connect_tiers(self) -> None:
+        if self._scheduler.tiers is not None:
+            self._scheduler.tiers.connect(self._model.lower_tiers, self.wake)
 
     async def run(self) -> None:
         """Keep up to ``pipeline_depth`` steps in flight, so that the workers never wait."""
@@ -58,6 +65,7 @@ class StepLoop:
         """Continue with new workers, which hold no KV and no requests."""
         self._on_workers_lost("they were replaced")
         self._model = model
+        self._connect_tiers()
         self.has_workers = True
         self.wake()
 
@@ -117,14 +125,25 @@ class StepLoop:
         step = scheduler.next_step(now)
         metrics.preempted(scheduler.num_preemptions - preemptions)
         metrics.evicted(scheduler.pool.num_evicted - evicted)
+        deadline_s = None if scheduler.tiers is None else scheduler.tiers.next_deadline_s()
+        if deadline_s is not None and deadline_s > now:  # requests that wait for loads compute from then on
+            asyncio.get_running_loop().call_later(deadline_s - now, self.wake)
         return step
 
     def _send(self, step: Step, now: float) -> None:
         count = step.num_tokens
         result = self._model.run(step)
         result.add_done_callback(lambda _: self.wake())
-        self._in_flight.append(InFlightStep(now, kind_of(count, step.num_rows), result))
+        prompt_tokens = count - len(step.decode_ids)
+        self._in_flight.append(InFlightStep(now, kind_of(count, step.num_rows), result, prompt_tokens))
         self._reporter.metrics.step(count)
+        for load in step.loads:
+            self._model.wait_for_load(load.load_id).add_done_callback(partial(self._on_loaded, load.load_id))
+
+    def _on_loaded(self, load_id: int, reply: asyncio.Future[KvLoaded | None]) -> None:
+        if self._scheduler.tiers is not None:
+            self._scheduler.tiers.finish(load_id, reply.result())
+            self.wake()
 
     def _process_result(self) -> bool:
         """Process the result of the oldest step in flight. Returns False if it is not back."""
@@ -136,6 +155,8 @@ class StepLoop:
         self._in_flight.popleft()
         now = time.monotonic()
         seconds = self.pacer.record(first.kind, first.sent_s, now)
+        if self._scheduler.tiers is not None:
+            self._scheduler.tiers.gate.observe_step(first.prompt_tokens, seconds)
         for timeline, tokens in self._scheduler.complete_step(seconds):
             timeline.prefill(first.sent_s, now, tokens)
         self._reporter.report(first.result.result())

@@ -21,8 +21,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "quantization",
         "max_req_total_len",
         "mem_fraction",
-        "running_max_req_size",
-        "log_format",
     ),
     "Model files": (
         "model_type",
@@ -42,6 +40,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv_dtype",
         "max_total_token_num",
         "max_windowed_token_num",
+        "kv_ram_gb",
+        "kv_disk_gb",
+        "kv_disk_dir",
+        "kv_remote",
         "batch_max_tokens",
         "chunked_prefill_size",
         "itl_target_ms",
@@ -64,6 +66,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "cluster_policy",
     ),
     "Scheduling": (
+        "running_max_req_size",
         "router_policy",
         "router_token_ratio",
         "default_max_tokens",
@@ -92,6 +95,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "ssl_ca_certs",
     ),
     "Logs and metrics": (
+        "log_format",
         "disable_log_requests",
         "log_stats_interval",
         "metrics_compat",

@@ -18,6 +18,7 @@ _BLOCK_BYTES = BLOCK_TOKENS * 4
 
 Hashes = npt.NDArray[np.int64]
 NO_HASHES: Hashes = np.empty(0, dtype="<i8")
+KEY_BYTES = 32  # of a key: nobody can make two prefixes that have the same one
 
 
 def block_hashes(ids: Sequence[int] | npt.NDArray[np.int32], salt: str, known: Hashes = NO_HASHES) -> Hashes:
@@ -32,3 +33,17 @@ def block_hashes(ids: Sequence[int] | npt.NDArray[np.int32], salt: str, known: H
         last = blake2b(last + data[begin : begin + _BLOCK_BYTES], digest_size=_HASH_BYTES).digest()
         digests.append(last)
     return np.frombuffer(b"".join(digests), dtype="<i8")
+
+
+def block_keys(ids: npt.NDArray[np.int32], salt: str, known: list[bytes]) -> list[bytes]:
+    """A key for each whole block of ``ids``, like ``block_hashes``. KV is found by it, so a collision would be wrong.
+
+    ``known``: the keys of the first blocks.
+    """
+    last = known[-1] if known else blake2b(salt.encode(), digest_size=KEY_BYTES).digest()
+    data = np.asarray(ids[len(known) * BLOCK_TOKENS :], dtype="<i4").tobytes()
+    keys = known.copy()
+    for begin in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
+        last = blake2b(last + data[begin : begin + _BLOCK_BYTES], digest_size=KEY_BYTES).digest()
+        keys.append(last)
+    return keys

@@ -60,6 +60,8 @@ _REQUEST_S = (
 _REQUEST_TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
 _STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 16)))
 
+KV_TIERS = ("ram", "disk", "remote")
+
 METRICS = (
     _gauge("num_requests_running", "Requests that are running."),
     _gauge("num_requests_waiting", "Requests that are waiting in the queue."),
@@ -88,6 +90,30 @@ METRICS = (
     _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
     _counter("prefix_cache_evicted_tokens_total", "Tokens evicted from the prefix cache to free slots of the KV pool."),
+    *(
+        Metric(name, kind, help, label="tier", label_values=KV_TIERS)
+        for name, kind, help in (
+            ("kv_tier_stored_tokens_total", Kind.COUNTER, "Evicted tokens that were stored in this tier."),
+            ("kv_tier_hits_total", Kind.COUNTER, "Prompt tokens that were loaded from this tier."),
+            (
+                "kv_tier_gated_tokens_total",
+                Kind.COUNTER,
+                "Prompt tokens that were in this tier, and computed because that is faster than to load them.",
+            ),
+            (
+                "kv_tier_late_total",
+                Kind.COUNTER,
+                "Requests that computed tokens of this tier because their load took longer than that.",
+            ),
+            (
+                "kv_tier_errors_total",
+                Kind.COUNTER,
+                "Blocks of this tier that could not be written, or were found damaged or missing and computed again.",
+            ),
+            ("kv_tier_used_bytes", Kind.GAUGE, "Bytes of this tier in use."),
+            ("kv_tier_load_bytes_per_second", Kind.GAUGE, "Measured speed of loads from this tier; 0: none yet."),
+        )
+    ),
     _engine_gauge("dp_engine_serving", "With --dp or --engines: 1 if the engine generates tokens now, else 0."),
     _engine_gauge("dp_requests_running", "With --dp or --engines: requests that are running in the engine."),
     _engine_gauge(

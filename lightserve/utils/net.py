@@ -10,8 +10,8 @@ import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 from lightserve.errors import ServerError
 
@@ -19,6 +19,7 @@ BACKLOG = 2048  # connections that wait to be accepted; the kernel refuses a bur
 # A client whose machine lost power closes nothing. These settings detect it after a minute: by keep-alive probes while
 # we wait for it, by missing acknowledgements while we send. The defaults are two hours and 15 minutes.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
+REDIS_PORT = 6379
 _LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
@@ -147,3 +148,25 @@ def _inodes_of(port: int) -> Iterator[str]:
             fields = line.split()  # slot, local address, remote address, state, ..., inode at 9
             if fields[3] == _LISTEN and int(fields[1].rsplit(":", 1)[1], 16) == port:
                 yield fields[9]
+
+
+class RedisAddress(NamedTuple):
+    host: str
+    port: int = REDIS_PORT
+    db: int = 0
+    user: str | None = None
+    password: str | None = None
+    has_tls: bool = False
+
+
+def parse_redis(url: str) -> RedisAddress:
+    """``redis://[user:password@]host[:port][/db]``; rediss: with TLS. Raises ValueError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError("must be redis://[user:password@]host[:port][/db], or rediss:// for TLS")
+    db = parts.path.strip("/")
+    if db and not db.isdigit():
+        raise ValueError(f"the database {db!r} must be a number")
+    user, password = (None if one is None else unquote(one) for one in (parts.username, parts.password))
+    port = REDIS_PORT if parts.port is None else parts.port
+    return RedisAddress(parts.hostname, port, int(db or 0), user or None, password, parts.scheme == "rediss")

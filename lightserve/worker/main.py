@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
+from typing import Any
 
 from lightserve.common.compile.cache import use_writable_cache
 from lightserve.common.compile.client import compile_server
-from lightserve.io_struct import EngineReady, StartupPhase, StartupProgress
+from lightserve.io_struct import LOWER_TIER_METHODS, EngineReady, StartupPhase, StartupProgress
 from lightserve.model_files.source import resolve
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
-from lightserve.worker.rpc import RunProfile, StepServer
+from lightserve.worker.rpc import KvLoadRpc, LowerTierRpc, RunProfile, StepServer
 
 GPU = "/dev/nvidiactl"  # a check with torch would take seconds
 
@@ -40,6 +41,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             sizes = ParallelSizes(tp=config.tp, pp=config.pp, ep=config.ep)
             parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend)
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
+            worker.add_host_tier(config, child_config.config.cluster.dp)
         link = worker.model.hidden_state_link
         run_profile = _profiler(child_config, lambda: link.received_s)
         with _phase(launcher, "warm up"):
@@ -59,10 +61,14 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             launch_lead_s=worker.launch_lead_s,
             step_timeout_s=worker.step_timeout_s if config.step_timeout is None else config.step_timeout,
             lora_slots=config.num_loras,
+            host_kv=worker.host_kv,
         )
     )
     load_lora = None if worker.loras is None else worker.loras.load
-    server.serve(worker.launch, worker.pipeline_depth, worker.compile_grammar, run_profile, load_lora)
+    others: list[Any] = [] if worker.host_tier is None else [KvLoadRpc(worker.host_tier.wait)]
+    if worker.lower_tiers is not None:
+        others += [LowerTierRpc(worker.lower_tiers) for _ in LOWER_TIER_METHODS]
+    server.serve(worker.launch, worker.pipeline_depth, worker.compile_grammar, run_profile, load_lora, others)
 
 
 def _profiler(child_config: ChildConfig, last_wait: Callable[[], tuple[float, float] | None]) -> RunProfile | None:

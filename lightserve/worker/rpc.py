@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import rpyc
 from rpyc.core import Channel, SocketStream
 
-from lightserve.io_struct import GrammarSpec, LoraLoad, LoraLoaded, ProfileCommand, ProfileResult, Step, StepResult
+from lightserve.io_struct import (
+    GrammarSpec,
+    KvFetch,
+    KvFetched,
+    KvFlush,
+    KvFlushed,
+    KvLoaded,
+    KvLookup,
+    LoraLoad,
+    LoraLoaded,
+    ProfileCommand,
+    ProfileResult,
+    Step,
+    StepResult,
+)
 from lightserve.utils.codec import encode, make_decode
 
 RPYC_CONFIG = {"allow_pickle": False, "sync_request_timeout": None, "log_exceptions": False}
@@ -20,11 +34,24 @@ GetResult = Callable[[], StepResult]
 Launch = Callable[[Step], GetResult]  # starts a step, and returns a function that waits for its result
 CompileGrammar = Callable[[GrammarSpec, tuple[int, ...]], None]  # compiles a grammar, for these end tokens
 LoadLora = Callable[[LoraLoad], LoraLoaded]  # reads an adapter into host memory
+WaitForLoad = Callable[[int], KvLoaded]  # waits for the end of a load of KV
+
+
+class LowerTierCalls(Protocol):
+    def lookup(self, command: KvLookup) -> list[int]: ...
+
+    def fetch(self, command: KvFetch) -> KvFetched: ...
+
+    def flush(self, command: KvFlush) -> KvFlushed: ...
+
+
 RunProfile = Callable[["ModelRpc", ProfileCommand], ProfileResult]  # starts or ends a profile of these steps
 
 decode_step = make_decode(Step)
 _decode_profile = make_decode(ProfileCommand)
 _decode_lora = make_decode(LoraLoad)
+_decode_load_id = make_decode(int)
+_decode_lookup, _decode_fetch, _decode_flush = make_decode(KvLookup), make_decode(KvFetch), make_decode(KvFlush)
 _decode_grammar = make_decode(tuple[GrammarSpec, tuple[int, ...]])
 
 
@@ -94,6 +121,32 @@ class LoraRpc(rpyc.Service):  # type: ignore[misc]
         return encode(self._load_lora(_decode_lora(command)))
 
 
+class KvLoadRpc(rpyc.Service):  # type: ignore[misc]
+    """Serves the connection for loads of KV, if there is one."""
+
+    def __init__(self, wait_for_load: WaitForLoad) -> None:
+        self._wait_for_load = wait_for_load
+
+    def exposed_wait_for_load(self, load_id: bytes) -> bytes:
+        return encode(self._wait_for_load(_decode_load_id(load_id)))
+
+
+class LowerTierRpc(rpyc.Service):  # type: ignore[misc]
+    """Serves a connection for the KV tiers below host memory. There is one for each method, so that none waits."""
+
+    def __init__(self, tiers: LowerTierCalls) -> None:
+        self._tiers = tiers
+
+    def exposed_lookup(self, command: bytes) -> bytes:
+        return encode(self._tiers.lookup(_decode_lookup(command)))
+
+    def exposed_fetch(self, command: bytes) -> bytes:
+        return encode(self._tiers.fetch(_decode_fetch(command)))
+
+    def exposed_flush(self, command: bytes) -> bytes:
+        return encode(self._tiers.flush(_decode_flush(command)))
+
+
 class ProfileRpc(rpyc.Service):  # type: ignore[misc]
     """Serves the connection for profiles, if there is one."""
 
@@ -112,8 +165,8 @@ def ignore_grammar(grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> None:
 class StepServer:
     """Listens on a unix socket for the only router.
 
-    Its first connection is for steps, its second for grammars, the next ones for adapters and for profiles, if the
-    server has them.
+    Its first connection is for steps, its second for grammars, the next ones for adapters, for loads of KV and for
+    profiles, if the server has them.
     """
 
     def __init__(self, path: str) -> None:
@@ -128,8 +181,12 @@ class StepServer:
         compile_grammar: CompileGrammar = ignore_grammar,
         run_profile: RunProfile | None = None,
         load_lora: LoadLora | None = None,
+        others: Sequence[rpyc.Service] = (),
     ) -> None:
-        """Run the router's steps, up to ``depth`` in flight, until it closes the connection or a step fails."""
+        """Run the router's steps, up to ``depth`` in flight, until it closes the connection or a step fails.
+
+        ``others`` have a connection and a thread each, in this order, between those for adapters and for profiles.
+        """
         connected, _ = self._listener.accept()
         rpc = ModelRpc(launch)
         rpc._connect(Channel(SocketStream(connected), compress=False), RPYC_CONFIG)
@@ -137,10 +194,11 @@ class StepServer:
         services: list[rpyc.Service] = [GrammarRpc(compile_grammar)]
         if load_lora is not None:
             services.append(LoraRpc(load_lora))
+        services += others
         if run_profile is not None:
             services.append(ProfileRpc(run_profile, rpc))
-        others = threading.Thread(target=self._serve_others, args=(services,), daemon=True)
-        for thread in (*threads, others):
+        accepting = threading.Thread(target=self._serve_others, args=(services,), daemon=True)
+        for thread in (*threads, accepting):
             thread.start()
         rpc.serve()
         for thread in threads:

@@ -15,17 +15,29 @@ from lightserve.common.device.profile import ModelTraits, for_model
 from lightserve.common.parallel import Parallel
 from lightserve.config import WorkerConfig
 from lightserve.errors import InvalidRequestError, ServerError
-from lightserve.io_struct import GrammarSpec, KvCopy, NewReq, PoolingLimits, Step, StepLimits, StepResult, WindowedKv
+from lightserve.io_struct import (
+    GrammarSpec,
+    HostKvSize,
+    KvCopy,
+    NewReq,
+    PoolingLimits,
+    Step,
+    StepLimits,
+    StepResult,
+    WindowedKv,
+)
 from lightserve.model_files.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
 from lightserve.models.registry import get_model_class, read_model_config
 from lightserve.utils.progress import Progress
 from lightserve.worker.collector import PendingStep, StepCollector
+from lightserve.worker.host_tier import HostTier, make_host_tier
 from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.kv_pools import kept_tokens
 from lightserve.worker.kv_size import kv_size
 from lightserve.worker.lora import LoraCache, lora_args, merged_adapter
+from lightserve.worker.lower_tiers import LowerTiers, make_lower_tiers
 from lightserve.worker.rpc import GetResult
 from lightserve.worker.sampling.grammar import GrammarManager
 from lightserve.worker.sampling.logits import int64s
@@ -81,6 +93,26 @@ class ModelWorker:
         self.loras = LoraCache(self.model, config.max_lora_rank) if config.num_loras else None
         self._init_steps(source)
         self._resize_kv_pool(config)
+        self._parallel = parallel
+        self.host_tier: HostTier | None = None
+        self.lower_tiers: LowerTiers | None = None
+
+    def add_host_tier(self, config: WorkerConfig, num_engines: int) -> None:
+        """Keep evicted KV in host memory, if the operator wants it. ``num_engines`` share --kv_ram_gb."""
+        if config.kv_ram_gb and self.pooling is not None:
+            raise ServerError("kv_ram_gb: this model does not generate text, so no prefix is cached; leave it out")
+        with explain_out_of_memory("lower kv_ram_gb"):
+            self.host_tier = make_host_tier(config, self.model.mem_manager, self._platform, self._parallel, num_engines)
+
+        layout, rank = self.model.mem_manager.layout, self._parallel.pp.rank * config.tp + self._parallel.tp.rank
+        self.lower_tiers = make_lower_tiers(config, self.host_tier, layout, rank, num_engines)
+
+    @property
+    def host_kv(self) -> HostKvSize | None:
+        if self.host_tier is None:
+            return None
+        names = () if self.lower_tiers is None else self.lower_tiers.names
+        return self.host_tier.size(self._parallel.tp.size * self._parallel.pp.size, names)
 
     def _init_steps(self, source: ModelSource) -> None:
         """Create the parts that a step passes after the batch."""
@@ -237,6 +269,11 @@ class ModelWorker:
             self.loras.place(step.loras)
         for copy in step.copies:
             self._copy_kv(copy)
+        if self.host_tier is not None:
+            for store in step.stores:
+                self.host_tier.store(store)
+            for load in step.loads:
+                self.host_tier.start_load(load)
 
     def _add(self, new: NewReq) -> None:
         if not self.model.pp.is_last:

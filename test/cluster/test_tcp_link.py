@@ -292,7 +292,9 @@ def test_a_gateway_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         cluster.start(0)
         place = cluster.addresses[0], cluster.gateway_keys
 
-        assert "the gateway speaks protocol 99, this engine 1" in await refusal(*place, GatewayHello(99, "a", DIGEST))
+        assert f"the gateway speaks protocol 99, this engine {LINK_PROTOCOL}" in await refusal(
+            *place, GatewayHello(99, "a", DIGEST)
+        )
         assert "another model (other) than this engine (a model)" in await refusal(
             *place, GatewayHello(LINK_PROTOCOL, "a", "other")
         )

@@ -20,7 +20,18 @@ from functools import partial
 from pathlib import Path
 
 from test.faults.case import Case, Outcome
-from test.faults.cases import ADAPTER_CASES, CASES, CORE, CORE_STARTS, STAGE_CASES, START_CASES, adapters, stages
+from test.faults.cases import (
+    ADAPTER_CASES,
+    CASES,
+    CORE,
+    CORE_STARTS,
+    STAGE_CASES,
+    START_CASES,
+    TIER_CASES,
+    adapters,
+    kv_tiers,
+    stages,
+)
 from test.faults.resource_snapshot import HAS_GPU
 from test.faults.server_pool import NULL_WORKER, ServerPool
 from test.faults.start_case import StartCase
@@ -71,6 +82,8 @@ def run_all(args: argparse.Namespace) -> list[bool]:
             outcomes += run_cases(ADAPTER_CASES, adapters.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(STAGE_CASES, stages.worker_flags(Path(base)), args)
+        with tempfile.TemporaryDirectory() as base:
+            outcomes += run_cases(TIER_CASES, kv_tiers.worker_flags(Path(base)), args)
     for start in starts:
         if args.only in start.name:
             outcomes.append(attempt(start.name, start.reaction, partial(run_start, start, worker, args.slack)))

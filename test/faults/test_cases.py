@@ -10,7 +10,17 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from test.faults.case import Case
-from test.faults.cases import ADAPTER_CASES, CASES, CORE, STAGE_CASES, START_CASES, adapters, stages
+from test.faults.cases import (
+    ADAPTER_CASES,
+    CASES,
+    CORE,
+    STAGE_CASES,
+    START_CASES,
+    TIER_CASES,
+    adapters,
+    kv_tiers,
+    stages,
+)
 from test.faults.server_pool import ServerPool
 from test.faults.start_case import StartCase
 
@@ -52,6 +62,12 @@ def adapter_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield pool
 
 
+@pytest.fixture(scope="module")
+def tier_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    with ServerPool(kv_tiers.worker_flags(tmp_path_factory.mktemp("tiers"))) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("case", [param(case) for case in CASES])
 def test_a_fault_causes_its_reaction_and_leaves_nothing_behind(pool: ServerPool, case: Case) -> None:
     case.run(pool, SEED, SLACK)
@@ -66,6 +82,11 @@ def test_a_fault_causes_its_reaction_with_a_model_too(model_server_pool: ServerP
 @pytest.mark.parametrize("case", [param(case) for case in ADAPTER_CASES])
 def test_a_fault_of_adapters_causes_its_reaction(adapter_server_pool: ServerPool, case: Case) -> None:
     case.run(adapter_server_pool, SEED, SLACK)
+
+
+@pytest.mark.parametrize("case", [param(case) for case in TIER_CASES])
+def test_a_fault_of_kv_tiers_causes_its_reaction(tier_server_pool: ServerPool, case: Case) -> None:
+    case.run(tier_server_pool, SEED, SLACK)
 
 
 @pytest.mark.parametrize("case", [param(case) for case in STAGE_CASES])

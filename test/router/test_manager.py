@@ -21,6 +21,7 @@ from lightserve.io_struct import (
     GenerateReq,
     GenerationParams,
     GrammarSpec,
+    KvLoaded,
     ReqFailed,
     RouterStats,
     SchedulingParams,
@@ -76,6 +77,11 @@ class FakeModel:
     def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
         self.compiled.append(asyncio.get_running_loop().create_future())
         return self.compiled[-1]
+
+    lower_tiers = None
+
+    def wait_for_load(self, load_id: int) -> asyncio.Future[KvLoaded | None]:
+        raise AssertionError("there are no KV tiers")
 
     def close(self) -> None: ...
 

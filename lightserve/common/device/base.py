@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from importlib import import_module
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -25,6 +26,25 @@ class HostCopy(Protocol):
 
     def tensors(self) -> list[Tensor]:
         """Wait for the copies, and return them."""
+
+
+class SideCopies(Protocol):
+    """Copies between device and host memory, beside the steps. Copies down and up happen in the order of the calls."""
+
+    def down(self, host: Tensor, gather: Callable[[Tensor], None]) -> None:
+        """Copy what ``gather`` writes into a tensor like ``host`` on the device. It reads before the next step writes.
+
+        The content of ``host`` is there for ``up``, and for the host itself after ``finish_down``.
+        """
+
+    def finish_down(self) -> None:
+        """Wait until the content of all copies down so far is in host memory. From any thread."""
+
+    def up(self, hosts: Sequence[Tensor], scatter: Callable[[int, Tensor], None]) -> Future[float]:
+        """Call ``scatter`` with the number of each of ``hosts`` and its copy on the device, after the steps so far.
+
+        The result is the time in seconds that it took, when it is done.
+        """
 
 
 class Graphs(Protocol[Key, Result]):
@@ -142,3 +162,7 @@ class Device(ABC):
     @abstractmethod
     def copy_to_host(self, *tensors: Tensor) -> HostCopy:
         """Start to copy ``tensors``, which are of this device."""
+
+    @abstractmethod
+    def side_copies(self, device: torch.device) -> SideCopies:
+        """Copies that do not delay steps."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from typing import ClassVar
 
@@ -80,6 +82,9 @@ class CpuDevice(Device):
     def copy_to_host(self, *tensors: Tensor) -> CpuHostCopy:
         return CpuHostCopy(tensors)
 
+    def side_copies(self, device: torch.device) -> CpuSideCopies:
+        return CpuSideCopies()
+
 
 class CpuHostCopy:
     """The tensors themselves: they are in host memory already."""
@@ -89,3 +94,27 @@ class CpuHostCopy:
 
     def tensors(self) -> list[Tensor]:
         return self._tensors
+
+
+class CpuSideCopies:
+    """Copies up are made by a thread. A step computes when it is launched, so copies down are made at once."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "kv-copies")
+
+    def down(self, host: Tensor, gather: Callable[[Tensor], None]) -> None:
+        gather(host)
+
+    def finish_down(self) -> None:
+        """Nothing to do: they are made at once."""
+
+    def up(self, hosts: Sequence[Tensor], scatter: Callable[[int, Tensor], None]) -> Future[float]:
+        return self._thread.submit(self._copy, hosts, scatter)
+
+    @staticmethod
+    @torch.inference_mode()
+    def _copy(hosts: Sequence[Tensor], scatter: Callable[[int, Tensor], None]) -> float:
+        begin = time.monotonic()
+        for number, host in enumerate(hosts):
+            scatter(number, host)
+        return time.monotonic() - begin

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightserve.common.device.base import Device, Graphs, Out
 from lightserve.common.device.cuda_graph import CudaGraphs
+from lightserve.common.device.cuda_side_copies import CudaSideCopies
 from lightserve.common.device.memory import pinned
 from lightserve.common.device.profile import Profile, gpu_profile
 from lightserve.errors import ServerError
@@ -98,6 +99,9 @@ class CudaDevice(Device):
 
     def copy_to_host(self, *tensors: Tensor) -> CudaHostCopy:
         return CudaHostCopy(tensors)
+
+    def side_copies(self, device: torch.device) -> CudaSideCopies:
+        return CudaSideCopies(device)
 
 
 @lru_cache

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.radix_cache import common_len
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue
@@ -42,6 +43,7 @@ class AdmissionControl:
         self._limits = limits
         self._estimate = estimate
         self._blocked: BlockedReq | None = None
+        self.tiers: KvTiers | None = None  # set if evicted KV is stored
 
     def admit(self, now_s: float) -> list[Req]:
         """Move requests from the queue into the batch. They hold their cached tokens from now on."""
@@ -82,7 +84,7 @@ class AdmissionControl:
         for req in self._queue.candidates(self._pool.cached_len):
             if self._is_full or budget <= 0 or isolation.isolated:
                 break
-            if req.in_flight or self._is_being_computed(req, prefilling) or (is_starving and req.lora_id is not None):
+            if req.in_flight or (is_starving and req.lora_id is not None) or self._is_coming(req, prefilling, now_s):
                 is_first = False
                 continue
             if not loras.has_room(req):
@@ -103,6 +105,12 @@ class AdmissionControl:
             if runs_alone:
                 isolation.isolated = req
         return admitted
+
+    def _is_coming(self, req: Req, prefilling: list[Req], now_s: float) -> bool:
+        """Whether a part of this prompt will be in the cache soon."""
+        if self._is_being_computed(req, prefilling):
+            return True
+        return self.tiers is not None and self.tiers.must_wait(req, len(self._batch), now_s)
 
     def _is_being_computed(self, req: Req, prefilling: list[Req]) -> bool:
         """Whether another request computes a long part of this prompt now, which will be in the cache soon."""

@@ -7,13 +7,26 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from lightserve.common.kv.token_slots import Slots
-from lightserve.io_struct import FinishReason, LoraPlace, NewReq, ReqFailed, Step, StepRow, Token, TokenOut
+from lightserve.io_struct import (
+    FinishReason,
+    HostKvSize,
+    KvStore,
+    LoraPlace,
+    NewReq,
+    ReqFailed,
+    Step,
+    StepRow,
+    Token,
+    TokenOut,
+)
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
+from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.policy import Fifo, Policy
 from lightserve.router.req import Req
 from lightserve.router.req_queue import ReqQueue
@@ -43,6 +56,7 @@ class PlannedStep(NamedTuple):
     windowed_slots: Slots
     prefills: list[PrefillChunk]
     loras: list[int]  # adapters that it copies to the device
+    stores: list[KvStore]  # that it makes
     token_ids: Int32Array = NO_INT32  # of all tokens, if the model is a pipeline
 
     def work(self) -> tuple[int, float]:
@@ -92,6 +106,12 @@ class Scheduler:
         self._in_flight: deque[PlannedStep] = deque()  # oldest first
         self._num_planned = 0  # steps so far
         self._admission = AdmissionControl(self._queue, self._batch, self._chunking, limits, self._estimate)
+        self.tiers: KvTiers | None = None  # set by ``use_tiers``
+
+    def use_tiers(self, size: HostKvSize, identity: str = "") -> KvTiers:
+        """Store evicted KV in the host memory of the workers, and load it from there."""
+        self.tiers = self._admission.tiers = KvTiers(self.pool, size, identity)
+        return self.tiers
 
     @property
     def num_waiting(self) -> int:
@@ -155,13 +175,21 @@ class Scheduler:
         admitted = {req: req.as_new() for req in self._admission.admit(now_s)}
         planned = self._plan_rows()
         is_empty = not len(planned.rows) and not any(req in self._batch for req in admitted)
-        if is_empty and (len(self._batch) or not self._batch.has_rows_to_free):
+        if self.tiers is not None and not len(self._batch) and not len(self._queue):
+            self.tiers.stored.store_idle()
+        has_copies = self.tiers is not None and self.tiers.has_copies
+        if is_empty and not has_copies and (len(self._batch) or not self._batch.has_rows_to_free):
             return None  # freed rows can wait for the next step, unless there will be none
         new, free = self._batch.take_new_and_freed(admitted)
         self._in_flight.append(planned)
         loras = self.loras.take_copies()
         planned.loras.extend(place.lora_id for place in loras)
-        return planned.as_step([admitted[req] for req in new], free, loras)
+        step = planned.as_step([admitted[req] for req in new], free, loras)
+        if not has_copies or self.tiers is None:
+            return step
+        stores, loads = self.tiers.take_copies()
+        planned.stores.extend(stores)
+        return msgspec.structs.replace(step, stores=stores, loads=loads)
 
     def complete_step(self, seconds: float | None = None) -> list[PrefillChunk]:
         """The oldest step in flight is back: the KV that it computed is certain. Returns its prompt chunks.
@@ -174,6 +202,8 @@ class Scheduler:
         columns = self._batch.columns
         runs_on = columns.admission[step.rows] == step.admissions  # it has not left since
         columns.certain_len[step.rows[runs_on]] = step.planned_len[runs_on]
+        if step.stores and self.tiers is not None:
+            self.tiers.stored.finish_stores(step.stores)
         return step.prefills
 
     def process_tokens(self, outs: Iterable[TokenOut]) -> list[tuple[Req, TokenOut]]:
@@ -362,6 +392,7 @@ class Scheduler:
             windowed_slots,
             prefills + _recomputed_outputs(chunks),
             [],
+            [],
             self._token_ids(rows, counts),
         )
 
@@ -395,6 +426,8 @@ class Scheduler:
         unplanned = self._batch.columns.unplanned(rows)
         decodes = self._share_of_step(rows[unplanned == 1])
         prompts = self._batch.at(rows[unplanned > 1])
+        if self.tiers is not None and self.tiers.is_loading:  # loads hold slots that no preemption frees
+            decodes = decodes[: self.pool.available]
         if not prompts:
             return decodes, []
         available = self.pool.available - len(decodes)

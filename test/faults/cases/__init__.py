@@ -15,6 +15,7 @@ from test.faults.cases import (
     connections,
     engines,
     hosts,
+    kv_tiers,
     observability,
     ollama,
     pooling,
@@ -41,6 +42,7 @@ CASES: list[Case] = sorted(
     key=lambda case: (case.program, case.flags, case.reaction.ends_server),
 )
 ADAPTER_CASES: list[Case] = adapters.CASES  # on a server with adapters.worker_flags
+TIER_CASES: list[Case] = kv_tiers.CASES  # on a server with kv_tiers.worker_flags
 STAGE_CASES: list[Case] = stages.CASES  # on a server with stages.worker_flags
 START_CASES: list[StartCase] = [*hosts.CASES, *observability.START_CASES, *quantization.START_CASES]
 

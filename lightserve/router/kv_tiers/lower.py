@@ -1,0 +1,258 @@
+"""The tiers below host memory: prefixes are written there from host memory, and read back into it.
+
+A request first asks whether its next blocks are there (lookup). They are read into host memory (fetch) if that is
+faster than computing, and from there they are loaded like others. It waits for each for a limited time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from lightserve.io_struct import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
+from lightserve.router.kv_tiers.gate import LoadGate, Rate
+from lightserve.router.kv_tiers.host_blocks import HostBlocks
+from lightserve.router.req import Req
+from lightserve.utils.block_hash import BLOCK_TOKENS
+
+MAX_FLUSH = 16  # blocks of one command
+MAX_WAITING = 65_536  # blocks that wait to be written; more are not
+LOOKUP_S = 1.0  # a request does not wait longer for a lookup
+MAX_SAVED = 1 << 20  # keys that are remembered as written
+
+
+class LowerTierClient(Protocol):
+    """A future resolves to None if the workers are lost."""
+
+    def lookup(self, command: KvLookup) -> asyncio.Future[list[int] | None]: ...
+
+    def fetch(self, command: KvFetch) -> asyncio.Future[KvFetched | None]: ...
+
+    def flush(self, command: KvFlush) -> asyncio.Future[KvFlushed | None]: ...
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """Of one request, or of several for the same fetch."""
+
+    deadline_s: float
+    is_pending: bool = True
+    is_over: bool = False  # nothing more is to be found
+
+
+@dataclass(slots=True, eq=False)
+class Tier:
+    """One of the tiers, and what is counted of it."""
+
+    name: str
+    gate: LoadGate
+    num_stored: int = 0  # tokens
+    num_fetched: int = 0
+    num_gated: int = 0
+    num_late: int = 0
+    num_errors: int = 0
+    used_bytes: int = 0
+    queued: int = 0  # tokens that are being fetched
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "stored_tokens_total": self.num_stored,
+            "hits_total": self.num_fetched,
+            "gated_tokens_total": self.num_gated,
+            "late_total": self.num_late,
+            "errors_total": self.num_errors,
+            "used_bytes": self.used_bytes,
+            "load_bytes_per_second": self.gate.bytes_per_second,
+        }
+
+
+@dataclass(slots=True, eq=False)
+class LowerTiers:
+    names: Sequence[str]
+    host: HostBlocks
+    block_bytes: int
+    computing: Rate
+    wake: Callable[[], None] = lambda: None  # something has changed for waiting requests
+    client: LowerTierClient | None = None  # None: the workers are lost
+    tiers: list[Tier] = field(init=False)
+    last_store: int = 0  # that is known to be made by a rank
+    _waits: dict[int, Wait] = field(default_factory=dict)  # by request
+    _fetching: dict[bytes, Wait] = field(default_factory=dict)  # by key
+    _unsaved: dict[bytes, bool] = field(default_factory=dict)  # keys to write, in order; whether the pool has them too
+    _saved: set[bytes] = field(default_factory=set)
+    _removed: list[bytes] = field(default_factory=list)  # keys to remove
+    _discarded: set[bytes] = field(default_factory=set)  # keys that are being fetched, and may be wrong
+    _is_flushing: bool = False
+    _epoch: int = 0
+
+    def __post_init__(self) -> None:
+        per_token = self.block_bytes // BLOCK_TOKENS
+        self.tiers = [Tier(name, LoadGate(per_token, self.computing)) for name in self.names]
+
+    def clear(self) -> None:
+        """The workers are lost, and host memory with them. What was written is still there."""
+        self._epoch += 1
+        self.client = None
+        self.last_store = 0
+        self._is_flushing = False
+        self._waits.clear()
+        self._fetching.clear()
+        self._unsaved.clear()
+        self._discarded.clear()
+        for tier in self.tiers:
+            tier.queued = 0
+
+    def must_wait(self, req: Req, missing: Callable[[], list[bytes]], now_s: float) -> bool:
+        """Whether a request waits for a lookup or a fetch of its ``missing`` blocks, which may begin now."""
+        wait = self._waits.get(req.req_id)
+        if wait is not None and wait.is_pending and now_s < wait.deadline_s:
+            return True
+        if wait is not None and wait.is_pending:
+            self.tiers[0].num_late += 1
+        if wait is None or not (wait.is_pending or wait.is_over):
+            wait = self._begin(missing(), now_s)
+            if wait is not None:
+                self._waits[req.req_id] = wait
+                return True
+        self._waits.pop(req.req_id, None)
+        return False
+
+    def next_deadline_s(self) -> float | None:
+        return min((wait.deadline_s for wait in self._waits.values() if wait.is_pending), default=None)
+
+    def _begin(self, keys: list[bytes], now_s: float) -> Wait | None:
+        """The wait for these keys; None: there is nothing to wait for."""
+        if not keys or self.client is None:
+            return None
+        if keys[0] in self._fetching:
+            return self._fetching[keys[0]]
+        wait = Wait(now_s + LOOKUP_S)
+        reply = self.client.lookup(KvLookup(keys))
+        reply.add_done_callback(partial(self._on_lookup, self._epoch, wait, keys))
+        return wait
+
+    def _on_lookup(self, epoch: int, wait: Wait, keys: list[bytes], reply: asyncio.Future[list[int] | None]) -> None:
+        found = reply.result()
+        if epoch != self._epoch or found is None or self.client is None:
+            return
+        wanted = list(itertools.takewhile(self._is_missing, keys[: len(found)]))
+        count = next((i for i, store in enumerate(found) if store != found[0]), len(found))
+        is_fetched = bool(wanted) and wait.is_pending and self._start_fetch(wait, found[0], wanted[:count])
+        if not is_fetched:
+            wait.is_pending, wait.is_over = False, not found or bool(wanted)  # if not, another request fetches them
+            self.wake()
+
+    def _is_missing(self, key: bytes) -> bool:
+        return key not in self.host and key not in self._fetching
+
+    def _start_fetch(self, wait: Wait, store: int, keys: list[bytes]) -> bool:
+        tier, now_s = self.tiers[store], time.monotonic()
+        tokens = len(keys) * BLOCK_TOKENS
+        if not tier.gate.allows(tokens, tier.queued, now_s):
+            tier.num_gated += tokens
+            return False
+        blocks = self.host.reserve(len(keys))
+        keys = keys[: len(blocks)]
+        if not keys or self.client is None:
+            return False
+        wait.deadline_s = tier.gate.deadline_s(tokens, now_s)
+        self._fetching |= dict.fromkeys(keys, wait)
+        tier.queued += len(keys) * BLOCK_TOKENS
+        command = KvFetch(self.last_store, store, keys, blocks)
+        reply = self.client.fetch(command)
+        reply.add_done_callback(partial(self._on_fetched, self._epoch, wait, command))
+        return True
+
+    def _on_fetched(self, epoch: int, wait: Wait, command: KvFetch, reply: asyncio.Future[KvFetched | None]) -> None:
+        fetched = reply.result()
+        if epoch != self._epoch or fetched is None:
+            return
+        are_valid = fetched.are_valid or [False] * len(command.keys)  # all ranks failed
+        tier, count = self.tiers[command.store], sum(are_valid)
+        tier.queued -= len(command.keys) * BLOCK_TOKENS
+        tier.num_errors += len(command.keys) - count
+        tier.num_fetched += count * BLOCK_TOKENS
+        tier.gate.observe_load(len(command.keys) * BLOCK_TOKENS, fetched.seconds, time.monotonic())
+        for key, block, is_valid in zip(command.keys, command.blocks, are_valid, strict=True):
+            del self._fetching[key]
+            is_wanted = is_valid and key not in self._discarded
+            self._discarded.discard(key)
+            self.host.fill(block, key if is_wanted else None)
+            if is_wanted:
+                self._remember(key)
+        wait.is_pending, wait.is_over = False, not all(are_valid)
+        self.wake()
+
+    @property
+    def is_flushing(self) -> bool:
+        return self._is_flushing or bool(self._unsaved)
+
+    def is_saved(self, key: bytes) -> bool:
+        return key in self._saved or key in self._unsaved
+
+    def save(self, key: bytes, is_in_pool: bool = False) -> None:
+        """Write a block that is in host memory now. If the KV pool has it too, host memory need not keep it."""
+        if len(self._unsaved) < MAX_WAITING:
+            self._unsaved.setdefault(key, is_in_pool)
+            self._flush_next()
+
+    def discard(self, keys: list[bytes]) -> None:
+        """These blocks may be wrong: remove them if they were written."""
+        self._saved.difference_update(keys)
+        for key in keys:
+            self._unsaved.pop(key, None)
+            if key in self._fetching:
+                self._discarded.add(key)
+        self._removed += keys
+        self._flush_next()
+
+    def _flush_next(self) -> None:
+        if self._is_flushing or self.client is None:
+            return
+        while self._unsaved or self._removed:
+            first = list(self._unsaved)[:MAX_FLUSH]
+            are_in_pool = {key: self._unsaved.pop(key) for key in first}
+            keys = [key for key in first if key in self.host]  # others have made room already
+            if not keys and not self._removed:
+                continue
+            self._is_flushing = True
+            command = KvFlush(self.last_store, keys, self.host.pin(keys), self._removed)
+            self._removed = []
+            reply = self.client.flush(command)
+            reply.add_done_callback(partial(self._on_flushed, self._epoch, command, are_in_pool))
+            return
+
+    def _on_flushed(
+        self, epoch: int, command: KvFlush, are_in_pool: dict[bytes, bool], reply: asyncio.Future[KvFlushed | None]
+    ) -> None:
+        flushed = reply.result()
+        if epoch != self._epoch or flushed is None:
+            return
+        self._is_flushing = False
+        self.host.unpin(command.blocks)
+        for key in command.keys:
+            if key in self._removed:  # discarded meanwhile
+                continue
+            self._remember(key)
+            if are_in_pool[key]:
+                self.host.remove(key)
+        if not flushed.written:  # a rank failed
+            self.tiers[0].num_errors += len(command.keys)
+        for tier, written, errors, used in zip(
+            self.tiers, flushed.written, flushed.errors, flushed.used_bytes, strict=False
+        ):
+            tier.num_stored += written * BLOCK_TOKENS
+            tier.num_errors += errors
+            tier.used_bytes = used
+        self._flush_next()
+        self.wake()
+
+    def _remember(self, key: bytes) -> None:
+        if len(self._saved) >= MAX_SAVED:
+            self._saved.clear()
+        self._saved.add(key)

@@ -1,0 +1,138 @@
+"""Blocks of tokens that leave the prefix cache: they are stored in host memory on their way out."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from lightserve.common.kv.token_slots import Slots
+from lightserve.io_struct import KvStore
+from lightserve.router.kv_tiers.host_blocks import HostBlocks
+from lightserve.router.kv_tiers.lower import MAX_FLUSH, LowerTiers
+from lightserve.router.kv_tiers.pool_blocks import PoolBlock, PoolBlocks
+from lightserve.router.req import Req
+from lightserve.utils.block_hash import BLOCK_TOKENS, block_keys
+
+
+class Leaving(NamedTuple):
+    """A block that a step stores."""
+
+    block: PoolBlock
+    place: int  # of host memory
+    stays_in_pool: bool = False
+
+
+class StoredBlocks:
+    def __init__(self, num_slots: int, host: HostBlocks, identity: str = "", lower: LowerTiers | None = None) -> None:
+        """``identity``: of everything that the KV depends on, besides tokens, salt and adapter."""
+        self.host = host
+        self.num_stored = 0  # tokens
+        self.num_clears = 0
+        self._num_stores = 0
+        self._identity = identity
+        self._lower = lower
+        self._pool = PoolBlocks(num_slots)
+        self._leaving: list[Leaving] = []  # blocks that the next step stores
+        self._storing: dict[int, Leaving] = {}  # that steps in flight store, by place
+        self._new: deque[int] = deque(maxlen=2 * num_slots // BLOCK_TOKENS + 1)  # blocks by their last slots
+
+    @property
+    def has_stores(self) -> bool:
+        return bool(self._leaving)
+
+    def keys_of(self, req: Req, end: int) -> list[bytes]:
+        """The keys of all whole blocks before ``end``."""
+        count = end // BLOCK_TOKENS
+        if count > len(req.kv_keys):
+            ids = req.token_ids[: count * BLOCK_TOKENS]
+            req.kv_keys = block_keys(ids, f"{self._identity} {req.salt}", req.kv_keys)
+        return req.kv_keys[:count]
+
+    def add_req(self, req: Req, slots: Slots, begin: int, end: int) -> None:
+        """The cache owns ``slots``, those of the request's first tokens; new are those from ``begin`` to ``end``."""
+        first, last = begin // BLOCK_TOKENS, end // BLOCK_TOKENS
+        if req.keeps_kv_cached and last > first:
+            whole = slots[first * BLOCK_TOKENS : last * BLOCK_TOKENS]
+            self.add(self.keys_of(req, end)[first:], whole, req.lora_id is not None)
+
+    def add(self, keys: list[bytes], slots: Slots, is_local: bool) -> None:
+        """The cache owns these slots, block after block."""
+        self._new += self._pool.add(keys, np.array(slots, dtype=np.int32), is_local)
+
+    def evict(self, slots: Slots) -> None:
+        """The cache evicts these slots. Blocks that end in them are stored by the next step, before it writes any."""
+        for block in reversed(self._pool.take(slots)):  # ends come first: the beginning of a prefix is used last
+            if block.key in self.host:
+                self.host.touch(block.key)
+            else:
+                self._store(block)
+
+    def store_idle(self) -> None:
+        """Store some blocks that stay in the pool, for the tiers below: they would be lost with the worker."""
+        lower = self._lower
+        if lower is None or lower.client is None or lower.is_flushing or self._storing:
+            return
+        while self._new and len(self._leaving) < MAX_FLUSH:
+            block = self._pool.get(self._new.popleft())
+            if block is None or block.is_local or lower.is_saved(block.key):
+                continue
+            if block.key in self.host:
+                lower.save(block.key)
+            else:
+                self._store(block, stays_in_pool=True)
+
+    def _store(self, block: PoolBlock, stays_in_pool: bool = False) -> None:
+        place = self.host.put(block.key)
+        if place is None:
+            return
+        self.host.pin([block.key])  # until the step is back: nothing else may use the place before
+        self._leaving.append(Leaving(block, place, stays_in_pool))
+        self.num_stored += BLOCK_TOKENS
+
+    def take_stores(self) -> list[KvStore]:
+        """What the next step stores."""
+        leaving, self._leaving = self._leaving, []
+        if not leaving:
+            return []
+        self._storing |= {one.place: one for one in leaving}
+        slots = np.concatenate([one.block.slots for one in leaving])
+        self._num_stores += 1
+        return [KvStore(slots, np.array([one.place for one in leaving], dtype=np.int32), self._num_stores)]
+
+    def finish_stores(self, stores: list[KvStore]) -> None:
+        """The step that stores these is back."""
+        if self._lower is not None and self._storing:
+            self._lower.last_store = max(store.store_id for store in stores)
+        for place in (place for store in stores for place in store.blocks.tolist()):
+            stored = self._storing.pop(place, None)
+            if stored is None:  # all KV was lost meanwhile
+                continue
+            key = stored.block.key
+            self.host.unpin([place])
+            if self._lower is not None and not stored.block.is_local and self.host.get(key) == place:
+                self._lower.save(key, stored.stays_in_pool)
+
+    def forget(self, slots: Slots) -> None:
+        """The cache does not own these slots any more, if it ever did."""
+        self._pool.take(slots)
+
+    def discard(self, req: Req) -> None:
+        """The KV of the request may be wrong."""
+        keys = self.keys_of(req, req.total_len)
+        for key in keys:
+            self.host.remove(key)
+        if self._lower is not None and req.lora_id is None:
+            self._lower.discard(keys)
+
+    def clear(self) -> None:
+        """All KV is lost."""
+        self.num_clears += 1
+        self.host.clear()
+        self._pool.clear()
+        self._leaving.clear()
+        self._storing.clear()
+        self._new.clear()
+        if self._lower is not None:
+            self._lower.clear()

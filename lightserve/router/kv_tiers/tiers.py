@@ -1,0 +1,186 @@
+"""Loads the prefixes of waiting requests from host memory, if that is faster than computing them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightserve.io_struct import HostKvSize, KvLoad, KvLoaded, KvStore
+from lightserve.router.kv_pool import KvPool, PrefixLoad, cacheable
+from lightserve.router.kv_tiers.gate import LoadGate, Rate
+from lightserve.router.kv_tiers.host_blocks import HostBlocks
+from lightserve.router.kv_tiers.lower import LowerTierClient, LowerTiers
+from lightserve.router.kv_tiers.stored_blocks import StoredBlocks
+from lightserve.router.req import Req
+from lightserve.utils.block_hash import BLOCK_TOKENS
+
+MIN_TOKENS = 32  # of a load: fewer are computed beside other tokens in no time
+ROOM_PER_REQ = 64  # slots that a load leaves to each running request
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    prefix: PrefixLoad
+    keys: list[bytes]  # of the blocks that it loads
+    blocks: list[int]  # of host memory
+    tokens: int  # that a request need not compute
+    deadline_s: float
+
+
+class KvTiers:
+    """A request that waits for admission also waits for its load, up to the time that computing would take.
+
+    The slots of a load belong to no request. When it ends, they enter the prefix cache, where requests find them.
+    """
+
+    def __init__(self, pool: KvPool, size: HostKvSize, identity: str = "") -> None:
+        """``identity``: of everything that the KV depends on, besides tokens, salt and adapter."""
+        computing, host = Rate(), HostBlocks(size.num_blocks)
+        self.gate = LoadGate(size.block_bytes // BLOCK_TOKENS, computing)
+        self.lower: LowerTiers | None = None
+        if size.lower_tiers:
+            self.lower = LowerTiers(size.lower_tiers, host, size.block_bytes, computing)
+        self.stored = StoredBlocks(pool.size, host, identity, self.lower)
+        self.num_loaded = 0  # tokens
+        self.num_gated = 0  # tokens that were found, and computed because that is faster
+        self.num_late = 0  # requests that did not wait until the end of their loads
+        self._pool = pool
+        self._block_bytes = size.block_bytes
+        self._ids = itertools.count()
+        self._loads: dict[int, Load] = {}
+        self._waiting: dict[int, Load] = {}  # by request
+        self._started: list[KvLoad] = []  # that the next step begins
+        self._num_clears = 0
+        pool.store_evicted(self.stored)
+
+    def connect(self, client: LowerTierClient | None, wake: Callable[[], None]) -> None:
+        """The workers that copy to and from lower tiers. ``wake``: something has changed for waiting requests."""
+        if self.lower is not None:
+            self.lower.client, self.lower.wake = client, wake
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._loads)
+
+    @property
+    def has_copies(self) -> bool:
+        self._notice_clear()
+        return bool(self._started) or self.stored.has_stores
+
+    def take_copies(self) -> tuple[list[KvStore], list[KvLoad]]:
+        """What the next step stores, and then loads."""
+        self._notice_clear()
+        started, self._started = self._started, []
+        return self.stored.take_stores(), started
+
+    def must_wait(self, req: Req, num_running: int, now_s: float) -> bool:
+        """Whether a request may not be admitted yet, because a load of its prefix runs or has been started now."""
+        self._notice_clear()
+        load = self._waiting.get(req.req_id)
+        if load is None:
+            if req.loads_checked == req.num_admissions or not req.keeps_kv_cached:
+                return False
+            if self._waits_for_lower(req, now_s):
+                return True
+            load = self._find_load(req, num_running, now_s)
+            if load is None:
+                return False
+            self._waiting[req.req_id] = load
+        if now_s < load.deadline_s:
+            return True
+        del self._waiting[req.req_id]
+        req.loads_checked = req.num_admissions
+        self.num_late += 1
+        return False
+
+    def next_deadline_s(self) -> float | None:
+        """When to look at the waiting requests again, though no load has ended."""
+        deadlines = [load.deadline_s for load in self._waiting.values()]
+        lower = None if self.lower is None else self.lower.next_deadline_s()
+        return min(deadlines if lower is None else [*deadlines, lower], default=None)
+
+    def finish(self, load_id: int, reply: KvLoaded | None) -> None:
+        """A load has ended; None: the workers are lost."""
+        self._notice_clear()
+        if reply is None or load_id not in self._loads:
+            return
+        load = self._loads.pop(load_id)
+        if reply.is_valid:
+            self.gate.observe_load(len(load.prefix.slots), reply.seconds, time.monotonic())
+        self._waiting = {req_id: other for req_id, other in self._waiting.items() if other is not load}
+        host = self.stored.host
+        is_kept = [host.get(key) for key in load.keys] == load.blocks  # if not, it was discarded meanwhile
+        is_valid = reply.is_valid and is_kept
+        host.unpin(load.blocks)
+        self._pool.finish_load(load.prefix, is_valid)
+        self.num_loaded += load.tokens if is_valid else 0
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """By tier."""
+        ram = {
+            "stored_tokens_total": self.stored.num_stored,
+            "hits_total": self.num_loaded,
+            "gated_tokens_total": self.num_gated,
+            "late_total": self.num_late,
+            "used_bytes": len(self.stored.host) * self._block_bytes,
+            "load_bytes_per_second": self.gate.bytes_per_second,
+        }
+        return {"ram": ram} | {tier.name: tier.metrics() for tier in (self.lower.tiers if self.lower else ())}
+
+    def _find_load(self, req: Req, num_running: int, now_s: float) -> Load | None:
+        """The load that brings the next tokens of a request, which may be another's; None: it is to compute them."""
+        cached = self._pool.cached_len(req)
+        keys = self._keys_after(req, cached)
+        for load in self._loads.values():
+            if keys and keys[0] in load.keys:
+                return load
+        req.loads_checked = req.num_admissions
+        found = list(itertools.takewhile(self.stored.host.__contains__, keys))
+        begin = cached // BLOCK_TOKENS * BLOCK_TOKENS
+        end = begin + len(found) * BLOCK_TOKENS
+        if end - cached < MIN_TOKENS or self._pool.available - end < ROOM_PER_REQ * num_running:
+            return None
+        if not self.gate.allows(end - cached, self._queued_tokens, now_s):
+            self.num_gated += end - cached
+            return None
+        return self._start(req, found, begin, cached, now_s)
+
+    def _keys_after(self, req: Req, cached: int) -> list[bytes]:
+        """Of the blocks of a request that are not in the pool, if so many tokens are."""
+        return self.stored.keys_of(req, len(cacheable(req)))[cached // BLOCK_TOKENS :]
+
+    def _waits_for_lower(self, req: Req, now_s: float) -> bool:
+        if self.lower is None or req.lora_id is not None:
+            return False
+
+        def missing() -> list[bytes]:
+            keys = self._keys_after(req, self._pool.cached_len(req))
+            return list(itertools.dropwhile(self.stored.host.__contains__, keys))
+
+        return self.lower.must_wait(req, missing, now_s)
+
+    @property
+    def _queued_tokens(self) -> int:
+        return sum(len(load.prefix.slots) for load in self._loads.values())
+
+    def _start(self, req: Req, found: list[bytes], begin: int, cached: int, now_s: float) -> Load:
+        end = begin + len(found) * BLOCK_TOKENS
+        blocks = self.stored.host.pin(found)  # first: the slots may come from an eviction, which needs host memory
+        prefix = self._pool.start_load(req, begin, end)
+        load = Load(prefix, found, blocks, end - cached, self.gate.deadline_s(end - cached, now_s))
+        load_id = next(self._ids)
+        self._loads[load_id] = load
+        self._started.append(KvLoad(load_id, np.array(blocks, dtype=np.int32), prefix.slots))
+        return load
+
+    def _notice_clear(self) -> None:
+        """After all KV was lost, no load is left."""
+        if self._num_clears != self.stored.num_clears:
+            self._num_clears = self.stored.num_clears
+            self._loads.clear()
+            self._waiting.clear()
+            self._started.clear()

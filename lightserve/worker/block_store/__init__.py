@@ -1,0 +1,1 @@
+"""Places for blocks of KV below host memory: a folder on a disk, and Redis. No torch."""

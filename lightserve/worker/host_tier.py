@@ -1,0 +1,111 @@
+"""The worker's part of the host memory tier: it copies blocks of KV as the router's steps say."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightserve.common.device import Device, to_device
+from lightserve.common.kv.host_kv import HostKv, block_bytes
+from lightserve.common.kv.mem_manager import MemoryManager
+from lightserve.common.parallel import Parallel
+from lightserve.config import WorkerConfig
+from lightserve.errors import ServerError
+from lightserve.io_struct import HostKvSize, Int32s, KvLoad, KvLoaded, KvStore
+from lightserve.utils.block_hash import BLOCK_TOKENS
+from lightserve.utils.int_arrays import int32s
+from lightserve.utils.logger import init_logger
+from lightserve.utils.memory import free_ram
+
+logger = init_logger(__name__)
+
+MAX_SHARE = 0.9  # of the free RAM
+
+
+class HostTier:
+    """One thread runs steps, and so stores and starts loads. Another waits for loads."""
+
+    def __init__(self, memory: MemoryManager, num_blocks: int, platform: Device, device: torch.device) -> None:
+        self._device = device
+        self._copies = platform.side_copies(device)
+        self._kv = HostKv(memory, num_blocks, BLOCK_TOKENS, lambda size: platform.host_memory((size,), torch.uint8))
+        self._loads: dict[int, Future[float]] = {}
+        self._last_store = 0
+        self._has_changed = threading.Condition()
+
+    def size(self, ranks: int, lower_tiers: tuple[str, ...] = ()) -> HostKvSize:
+        return HostKvSize(len(self._kv), self._kv.block_bytes * ranks, lower_tiers)
+
+    def data(self, block: int) -> memoryview:
+        """The bytes of a block that no copy is using."""
+        return self._kv[block].numpy().data
+
+    def finish_stores(self, last: int) -> None:
+        """Wait until this store and those before it are in host memory."""
+        with self._has_changed:
+            self._has_changed.wait_for(lambda: self._last_store >= last)
+        self._copies.finish_down()
+
+    @torch.inference_mode()
+    def store(self, command: KvStore) -> None:
+        for number, slots in zip(int32s(command.blocks).tolist(), self._by_block(command.slots), strict=True):
+            self._copies.down(self._kv[number], partial(self._kv.gather, slots))
+        with self._has_changed:
+            self._last_store = command.store_id
+            self._has_changed.notify_all()
+
+    @torch.inference_mode()
+    def start_load(self, command: KvLoad) -> None:
+        hosts = [self._kv[number] for number in int32s(command.blocks).tolist()]
+        slots = self._by_block(command.slots)
+        load = self._copies.up(hosts, lambda i, block: self._kv.scatter(block, slots[i]))
+        with self._has_changed:
+            self._loads[command.load_id] = load
+            self._has_changed.notify_all()
+
+    def wait(self, load_id: int) -> KvLoaded:
+        """The router sends the step that starts the load first, but another thread receives it."""
+        with self._has_changed:
+            self._has_changed.wait_for(lambda: load_id in self._loads)
+            load = self._loads.pop(load_id)
+        try:
+            return KvLoaded(load.result())
+        except RuntimeError as error:
+            logger.warning("KV cannot be loaded from host memory: %s", error)
+            return KvLoaded(0.0, is_valid=False)
+
+    def _by_block(self, slots: Int32s) -> Sequence[Tensor]:
+        return to_device(int32s(slots), self._device).long().view(-1, BLOCK_TOKENS).unbind()
+
+
+def make_host_tier(
+    config: WorkerConfig, memory: MemoryManager, platform: Device, parallel: Parallel, num_engines: int
+) -> HostTier | None:
+    """None without --kv_ram_gb."""
+    if not config.kv_ram_gb:
+        return None
+    if memory.windowed_size is not None:
+        raise ServerError(
+            "kv_ram_gb: this model has a second KV pool for layers with a sliding window, whose KV cannot be kept in "
+            "host memory; add --max_windowed_token_num 0, or leave out --kv_ram_gb"
+        )
+    device = memory.buffers[0].device
+    own_bytes = int(config.kv_ram_gb * 2**30 / num_engines / config.num_ranks)
+    num_blocks = own_bytes // block_bytes(memory.layout, BLOCK_TOKENS)
+    num_blocks = parallel.min_of_engine(num_blocks, device)
+    if not num_blocks:
+        wanted = block_bytes(memory.layout, BLOCK_TOKENS) * config.num_ranks * num_engines / 2**30
+        raise ServerError(
+            f"kv_ram_gb={config.kv_ram_gb:g} holds no block of {BLOCK_TOKENS} tokens: {wanted:.3g} at least"
+        )
+    if own_bytes > free_ram() * MAX_SHARE:
+        raise ServerError(
+            f"kv_ram_gb={config.kv_ram_gb:g}: this rank needs {own_bytes / 2**30:.1f} GiB of host memory, and "
+            f"{free_ram() / 2**30:.1f} GiB are free; lower it"
+        )
+    return HostTier(memory, num_blocks, platform, device)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lightserve.router.kv_identity import CACHE, file_hashes
+
+
+def test_any_changed_byte_of_the_weights_changes_the_hash(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(1000))
+    before = file_hashes([weights], None)
+
+    weights.write_bytes(bytes(500) + b"\1" + bytes(499))
+
+    assert file_hashes([weights], None) != before
+
+
+def test_hashes_of_files_that_have_not_changed_are_kept(tmp_path: Path) -> None:
+    weights, cache = tmp_path / "model.safetensors", tmp_path / CACHE
+    weights.write_bytes(bytes(1000))
+    stat = weights.stat()
+    before = file_hashes([weights], cache)
+    cache.write_text(cache.read_text().replace(before[0], "kept"))
+
+    assert file_hashes([weights], cache) == ["kept"]
+
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert file_hashes([weights], cache) == before
+
+
+def test_a_damaged_file_of_hashes_is_ignored(tmp_path: Path) -> None:
+    weights, cache = tmp_path / "model.safetensors", tmp_path / CACHE
+    weights.write_bytes(bytes(1000))
+    for text in ("{", "[]", '{"a": 1}'):
+        cache.write_text(text)
+
+        assert file_hashes([weights], cache) == file_hashes([weights], None)
