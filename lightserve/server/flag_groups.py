@@ -15,7 +15,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "device",
         "tp",
         "pp",
-        "ep",
         "dp",
         "data_type",
         "quantization",
@@ -37,6 +36,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "eos_id",
     ),
     "Memory and computation": (
+        "ep",
         "kv_dtype",
         "max_total_token_num",
         "max_windowed_token_num",
