@@ -91,11 +91,11 @@ class ModelWorker:
         self._profile = for_model(self._platform.profile(self._device), traits)
         self._batch.lora_slots = config.num_loras
         self.loras = LoraCache(self.model, config.max_lora_rank) if config.num_loras else None
-        self._init_steps(source)
-        self._resize_kv_pool(config)
         self._parallel = parallel
         self.host_tier: HostTier | None = None
         self.lower_tiers: LowerTiers | None = None
+        self._init_steps(source)
+        self._resize_kv_pool(config)  # it may run steps
 
     def add_host_tier(self, config: WorkerConfig, num_engines: int) -> None:
         """Keep evicted KV in host memory, if the operator wants it. ``num_engines`` share --kv_ram_gb."""
