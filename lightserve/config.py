@@ -450,8 +450,6 @@ class ClusterConfig:
         if self.dp > MAX_ENGINES:
             raise OptionError(f"dp={self.dp}: must be at most {MAX_ENGINES}")
         self._check_remote()
-        if self.dp == 1 and not self.is_gateway and self.cluster_policy != "prefix":
-            raise OptionError(f"cluster_policy={self.cluster_policy}: there is one engine; set --dp to 2 or more")
 
     def _check_remote(self) -> None:
         flags = [f"--{name}" for name in ("engines", "engines_file", "listen") if getattr(self, name)]

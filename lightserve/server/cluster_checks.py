@@ -20,6 +20,9 @@ ENGINE_HTTP = {"model_name"}  # for the banner
 
 
 def check_cluster(config: ServerConfig) -> None:
+    cluster = config.cluster
+    if not cluster.has_dispatcher and cluster.cluster_policy != "prefix":
+        raise OptionError(f"cluster_policy={cluster.cluster_policy}: there is one engine; set --dp to 2 or more")
     if config.cluster.is_gateway:
         _check_gateway(config)
     elif config.cluster.listen is not None:
