@@ -74,9 +74,16 @@ def main(argv: Sequence[str]) -> int:
     if own.dry_run:
         print("\n".join(client.dry_run(nodes, deployment)))
         return 0
-    client.apply(deployment)
+    if warning := cluster.warning(nodes):
+        _show(warning)
+    is_new = client.apply(deployment)
     if own.wait_s:
-        found = client.wait_until_serving(own.name, own.wait_s, _show)
+        try:
+            found = client.wait_until_serving(own.name, own.wait_s, _show)
+        except client.CannotStartError:
+            if is_new:  # with these flags it would fail for ever
+                client.undeploy(own.name, timeout_s=0.0)
+            raise
         print(
             f"{found.gateway.process.address} serves with {found.wanted} replicas ({time.monotonic() - begin_s:.1f} s)"
         )

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lightserve.cluster.tcp.engines_file import write_engines_file
 from lightserve.ray.kept_process import KeptProcess
-from lightserve.ray.messages import Deployment, GatewayStatus, Load, pack, unpack
+from lightserve.ray.messages import Deployment, GatewayStatus, Kept, Load, pack, unpack
 from lightserve.ray.node_folder import free_port, make_folder, tcp_address, write_flags, write_keys
 
 METRICS_S = 5.0  # until /metrics must have answered
@@ -44,12 +44,11 @@ class ReplicaActor:
 
 class GatewayActor:
     def __init__(self, raw: bytes) -> None:
-        self._raw = raw
         deployment = unpack(raw, Deployment)
+        self._kept = Kept(deployment)
         self._flags = deployment.gateway_flags
         self._folder = make_folder()
         self._engines_file: Path = self._folder / "engines"
-        self._addresses: list[str] = []
         write_engines_file(self._engines_file, [])
         write_keys(self._folder, deployment.keys)
         write_flags(self._folder / "gateway.yaml", deployment.gateway_flags)
@@ -59,17 +58,15 @@ class GatewayActor:
         flags = ["--config", str(self._folder / "gateway.yaml"), "--cluster_keys", str(self._folder)]
         return ["serve", *flags, "--engines_file", str(self._engines_file)]
 
-    def set_engines(self, addresses: list[str]) -> None:
-        if addresses != self._addresses:
-            write_engines_file(self._engines_file, addresses)
-            self._addresses = addresses
-
-    def keep(self, raw: bytes) -> None:
-        """The newest Deployment, for a controller that is restarted."""
-        self._raw = raw
+    def use(self, raw: bytes) -> None:
+        """Use these engines, and keep all of it for a controller that is restarted."""
+        kept = unpack(raw, Kept)
+        if kept.engines != self._kept.engines:
+            write_engines_file(self._engines_file, list(kept.engines.values()))
+        self._kept = kept
 
     def kept(self) -> bytes:
-        return self._raw
+        return pack(self._kept)
 
     def status(self) -> bytes:
         process = self._process.status()

@@ -32,6 +32,10 @@ SAME_IN_ALL = (
 )
 
 
+class CannotStartError(ServerError):
+    """The operator must change a flag, a file or a port."""
+
+
 def controller_of(name: str) -> Any:
     found = cluster.get_actor(f"{name}/controller")
     if found is None:
@@ -45,16 +49,22 @@ def status(name: str) -> DeploymentStatus:
     return unpack(cluster.call(controller_of(name).status.remote()), DeploymentStatus)
 
 
-def apply(deployment: Deployment) -> None:
-    """Make a new deployment, or change the one of this name."""
+def owner_of(name: str) -> str | None:
+    found = cluster.get_actor(f"{name}/controller")
+    return None if found is None else unpack(cluster.call(found.deployment.remote()), Deployment).owner
+
+
+def apply(deployment: Deployment) -> bool:
+    """Make a new deployment, or change the one of this name. Returns whether it is new."""
     found = cluster.get_actor(f"{deployment.name}/controller")
     if found is None:
         made = msgspec.structs.replace(deployment, keys=_new_keys())
         cluster.call(cluster.start_controller(Controller, made.name, pack(made)).status.remote())
-        return
+        return True
     old = unpack(cluster.call(found.deployment.remote()), Deployment)
     check_change(old, deployment)
     cluster.call(found.apply.remote(pack(new_version(old, deployment))))
+    return False
 
 
 def check_change(old: Deployment, new: Deployment) -> None:
@@ -89,9 +99,9 @@ def wait_until_serving(name: str, timeout_s: float, show: Callable[[str], None])
             return found
         failed = [one.process for one in current if one.process.state == "failed"]
         if not serving and any(one.exit_code == EXIT_CONFIG_ERROR for one in failed):
-            raise ServerError(f"replicas do not start: {failed[0].reason}")
+            raise CannotStartError(f"replicas do not start: {failed[0].reason}")
         if found.gateway.process.exit_code == EXIT_CONFIG_ERROR and found.gateway.process.state == "failed":
-            raise ServerError(f"the gateway does not start: {found.gateway.process.reason}")
+            raise CannotStartError(f"the gateway does not start: {found.gateway.process.reason}")
         line = f"{serving} of {found.wanted} replicas serve"
         if line != shown:
             show(line)

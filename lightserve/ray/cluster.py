@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightserve.errors import OptionError, ServerError
@@ -10,6 +11,7 @@ from lightserve.ray.placement import Node
 
 try:
     import ray
+    from ray.util.placement_group import PlacementGroup
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise OptionError("this command needs Ray; install it with: pip install 'lightserve[ray]'") from error
@@ -30,6 +32,13 @@ def connect(address: str) -> None:
         raise ServerError(
             f"no Ray cluster at {address!r} ({found}); start one with `ray start --head`, or set --ray_address"
         ) from error
+
+
+def warning(found: Sequence[Node]) -> str:
+    """What the operator of several machines should know; "": nothing."""
+    if os.environ.get("RAY_AUTH_MODE") == "token" or len({node.name for node in found}) < 2:
+        return ""
+    return "who reaches Ray's ports can run code on all nodes; set RAY_AUTH_MODE=token, and see SECURITY.md"
 
 
 def nodes(without: Iterable[str] = ()) -> list[Node]:
@@ -80,10 +89,9 @@ def start_replica(replica: type, name: str, raw: bytes, bundle: dict[str, float]
 
 def end_replica(name: str, actor: Any) -> None:
     ray.kill(actor)
-    try:
-        ray.util.remove_placement_group(ray.util.get_placement_group(name))
-    except ValueError:  # it was removed before
-        return
+    for group_id, group in ray.util.placement_group_table().items():  # by name Ray finds those of one namespace only
+        if group["name"] == name and group["state"] != "REMOVED":
+            ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id))))
 
 
 def call(ref: Any, timeout_s: float = CALL_S) -> Any:

@@ -23,6 +23,7 @@ from lightserve.ray.messages import (
     Deployment,
     DeploymentStatus,
     GatewayStatus,
+    Kept,
     ProcessStatus,
     ReplicaStatus,
     pack,
@@ -74,7 +75,6 @@ class Controller:
         with self._lock:
             self._deployment = unpack(raw, Deployment)
             self._autoscaler.change(self._deployment)
-            self._gateway.actor.keep.remote(raw)
 
     def deployment(self) -> bytes:
         return pack(self._deployment)
@@ -109,12 +109,11 @@ class Controller:
             found_nodes = [node.id for node in cluster.nodes() if target in (node.id, node.id[: len(target)])]
             if not by_name and len(found_nodes) != 1:
                 return -1
-            leaving = by_name or [one for one in self._replicas.values() if one.node == found_nodes[0]]
+            for replica in by_name:
+                replica.must_leave = True
             if not by_name:
                 self._drained_nodes.add(found_nodes[0])
-            for replica in leaving:
-                replica.must_leave = True
-            return len(leaving)
+            return len(by_name) or sum(one.node == found_nodes[0] for one in self._replicas.values())
 
     def resume(self, node: str) -> bool:
         """Use a drained node again."""
@@ -132,17 +131,20 @@ class Controller:
     # the loop
 
     def _find_actors(self, raw: bytes) -> None:
-        """At the first start there are none. After a restart the gateway knows the newest Deployment."""
+        """At the first start there are none. After a restart, the gateway's actor has kept what the last one knew."""
         name = self._deployment.name
         gateway = cluster.get_actor(f"{name}/gateway")
+        engines: dict[str, str] = {}
         if gateway is not None:
-            self._deployment = unpack(cluster.call(gateway.kept.remote()), Deployment)
+            kept = unpack(cluster.call(gateway.kept.remote()), Kept)
+            self._deployment, engines, self._drained_nodes = kept.deployment, kept.engines, set(kept.drained_nodes)
         self._gateway = PolledActor(gateway or cluster.start_gateway(GatewayActor, name, raw))
         for found in cluster.actor_names(f"{name}/replica-"):
             actor = cluster.get_actor(found)
             version, number = map(int, found.rpartition("-v")[2].split("."))
             if actor is not None:
-                self._replicas[found] = _Replica(found, version, PolledActor(actor))
+                process = ProcessStatus("starting", engines.get(found, ""))
+                self._replicas[found] = _Replica(found, version, PolledActor(actor), process=process)
                 self._next_number = max(self._next_number, number + 1)
 
     def _run(self) -> None:
@@ -160,8 +162,8 @@ class Controller:
         if self._is_ending:
             self._end_step()
             return
-        addresses = [_address(one) for one in self._replicas.values() if _address(one)]
-        self._gateway.actor.set_engines.remote(addresses)
+        engines = {one.name: _address(one) for one in self._replicas.values() if _address(one)}
+        self._gateway.actor.use.remote(pack(Kept(self._deployment, engines, sorted(self._drained_nodes))))
         self._remove_ended()
         wanted = self._autoscaler.update(self._gateway_status.load, now_s)
         self._change(wanted)
@@ -173,8 +175,8 @@ class Controller:
         for replica in self._replicas.values():
             answer = replica.polled.poll()
             if answer is not None:
-                replica.node, process = answer[0], unpack(answer[1], ProcessStatus)
-                replica.process = process
+                replica.node, replica.process = answer[0], unpack(answer[1], ProcessStatus)
+                replica.is_draining |= replica.process.state in ("draining", "stopped")
 
     def _remove_ended(self) -> None:
         for replica in list(self._replicas.values()):
@@ -199,7 +201,8 @@ class Controller:
             logger.info("%s drains", self._replicas[name].short_name)
 
     def _view(self, replica: _Replica, taking: set[str]) -> ReplicaView:
-        is_current = replica.version == self._deployment.version and not replica.must_leave
+        must_leave = replica.must_leave or replica.node in self._drained_nodes
+        is_current = replica.version == self._deployment.version and not must_leave
         return ReplicaView(replica.name, is_current, _address(replica) in taking, replica.is_draining)
 
     def _start(self, node: str | None) -> None:

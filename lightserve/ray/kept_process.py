@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from lightserve.ray.messages import ProcessStatus, State
+from lightserve.utils.process import EXIT_CRASH
 
 READY = re.compile(r'ready at ([^\s"]+)')
 FIRST_RETRY_S, LAST_RETRY_S = 0.5, 30.0  # the time between two starts doubles
@@ -76,19 +77,24 @@ class KeptProcess:
 
     def _run(self) -> tuple[int, str]:
         """One life of the process. Returns its exit code and its last line."""
-        command = [sys.executable, "-m", "lightserve.cli.child", str(os.getpid()), *self._command()]
         with self._lock:
             if self._stop_requested.is_set():
                 return 0, ""
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            self._process = process
             self._starts += 1
+            try:
+                process = self._process = self._start()
+            except OSError as error:  # no memory, no port
+                return EXIT_CRASH, str(error)
         lines: deque[str] = deque(maxlen=KEPT_LINES)
         reader = threading.Thread(target=self._read, args=(process, lines), name="its log", daemon=True)
         reader.start()
         code = process.wait()
         reader.join(timeout=1.0)  # a child of it may keep the pipe open
         return code, next((line for line in reversed(lines) if line.strip()), "")
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "lightserve.cli.child", str(os.getpid()), *self._command()]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def _read(self, process: subprocess.Popen[str], lines: deque[str]) -> None:
         """Its log becomes a part of this process's log, which Ray collects."""

@@ -23,6 +23,15 @@ class Deployment(msgspec.Struct, frozen=True):
     max_replicas: int
     target_queue: float = 4.0  # requests that may wait for each replica before one is added
     scale_down_s: float = 300.0  # that the load must fit into fewer replicas before one is drained
+    owner: str = ""  # the application of Ray Serve that made it
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What the gateway's actor keeps for a controller that is restarted."""
+
+    deployment: Deployment
+    engines: dict[str, str] = {}  # address by replica
+    drained_nodes: list[str] = []
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
