@@ -17,7 +17,7 @@ from lightserve.ray import client
 from lightserve.ray.messages import DeploymentStatus
 from test.waiting import wait_until
 
-COMMAND_S = 300.0
+COMMAND_S = 900.0  # a rolling update waits for the streams
 CHANGE_S = 180.0  # for replicas to start or end on a loaded machine
 CLI = (sys.executable, "-m", "lightserve.cli.main")
 
