@@ -94,6 +94,12 @@ def end_replica(name: str, actor: Any) -> None:
             ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id))))
 
 
+def is_placed(name: str) -> bool:
+    """Whether the placement group of a replica has its resources."""
+    groups = ray.util.placement_group_table().values()
+    return any(group["name"] == name and group["state"] == "CREATED" for group in groups)
+
+
 def call(ref: Any, timeout_s: float = CALL_S) -> Any:
     """The result of an actor's method. Raises a ServerError if it does not come."""
     try:

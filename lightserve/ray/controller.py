@@ -37,6 +37,7 @@ from lightserve.utils.logger import init_logger
 logger = init_logger(__name__)
 
 TICK_S = 0.5
+STUCK_S = 10.0  # without a place, although Ray knew all that was free
 STARTING = ProcessStatus("starting")
 
 
@@ -49,6 +50,7 @@ class _Replica:
     process: ProcessStatus = field(default=STARTING)
     is_draining: bool = False
     must_leave: bool = False  # the operator has drained it
+    waits_since_s: float = 0.0  # for a node
 
     @property
     def short_name(self) -> str:
@@ -184,6 +186,8 @@ class Controller:
                 cluster.end_replica(replica.name, replica.polled.actor)
                 del self._replicas[replica.name]
                 logger.info("%s has ended", replica.short_name)
+                for other in self._replicas.values():
+                    other.waits_since_s = time.monotonic()
 
     def _change(self, wanted: int) -> None:
         nodes = cluster.nodes(without=self._drained_nodes)
@@ -203,14 +207,16 @@ class Controller:
     def _view(self, replica: _Replica, taking: set[str]) -> ReplicaView:
         must_leave = replica.must_leave or replica.node in self._drained_nodes
         is_current = replica.version == self._deployment.version and not must_leave
-        return ReplicaView(replica.name, is_current, _address(replica) in taking, replica.is_draining)
+        is_late = not replica.node and time.monotonic() - replica.waits_since_s > STUCK_S
+        is_stuck = is_late and not cluster.is_placed(replica.name)
+        return ReplicaView(replica.name, is_current, _address(replica) in taking, replica.is_draining, is_stuck)
 
     def _start(self, node: str | None) -> None:
         deployment = self._deployment
         name = f"{deployment.name}/replica-v{deployment.version}.{self._next_number}"
         self._next_number += 1
         actor = cluster.start_replica(ReplicaActor, name, pack(deployment), deployment.bundle, node)
-        self._replicas[name] = _Replica(name, deployment.version, PolledActor(actor))
+        self._replicas[name] = _Replica(name, deployment.version, PolledActor(actor), waits_since_s=time.monotonic())
         logger.info("%s starts", name)
 
     def _end_step(self) -> None:

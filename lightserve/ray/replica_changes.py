@@ -12,6 +12,7 @@ class ReplicaView:
     is_current: bool  # False: it must be replaced, because its flags are old or its node is drained
     takes_requests: bool
     is_draining: bool
+    is_stuck: bool = False  # no node has had room for it for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,13 @@ def next_changes(replicas: Sequence[ReplicaView], wanted: int, has_room: bool) -
         extra = sorted(newest_first, key=lambda one: one.takes_requests)[: len(active) - wanted]
         return Changes(drain=tuple(one.replica for one in extra))
     idle = [one for one in old if not one.takes_requests]
-    serving = sum(one.takes_requests for one in active)
     if idle:  # it costs nothing to replace it
         return Changes(drain=(idle[0].replica,))
-    if len(active) > wanted:
-        return Changes(drain=(old[0].replica,)) if serving > wanted else Changes()
-    if has_room:
+    is_draining = len(active) < len(replicas)
+    starting = [one for one in active if not one.takes_requests]
+    if starting:  # a second one could take the place that the first one waits for
+        makes_room = any(one.is_stuck for one in starting) and not is_draining
+        return Changes(drain=(old[0].replica,)) if makes_room else Changes()
+    if has_room and len(active) == wanted:
         return Changes(start=1)
-    return Changes(drain=(old[0].replica,)) if len(active) == len(replicas) and serving == len(active) else Changes()
+    return Changes() if is_draining else Changes(drain=(old[0].replica,))

@@ -58,6 +58,7 @@ def test_a_successor_takes_requests_before_an_old_replica_is_drained_if_there_is
 
     assert next_changes(old, 2, True) == Changes(start=1)
     assert next_changes([*old, view("c", takes=False)], 2, True) == Changes()
+    assert next_changes([old[0], view("c", takes=False)], 2, True) == Changes()  # "c" may need that room
     assert next_changes([*old, view("c")], 2, False) == Changes(drain=("a",))
 
 
@@ -69,6 +70,13 @@ def test_without_room_one_old_replica_is_drained_at_a_time() -> None:
     waiting = [view("a", is_old=True, drains=True), old[1], view("c", takes=False)]
     assert next_changes(waiting, 2, False) == Changes()
     assert next_changes([old[1], view("c")], 2, False) == Changes(drain=("b",))
+
+
+def test_a_successor_that_finds_no_place_gets_that_of_an_old_replica() -> None:
+    replicas = [view("a", is_old=True), view("b", is_old=True), ReplicaView("c", True, False, False, is_stuck=True)]
+
+    assert next_changes(replicas, 2, False) == Changes(drain=("a",))
+    assert next_changes([view("a", is_old=True, drains=True), *replicas[1:]], 2, False) == Changes()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -85,6 +93,7 @@ def test_every_rolling_update_ends_with_new_replicas_only_and_keeps_all_but_one_
         for _ in range(changes.start):
             replicas.append(view(f"new{started}", takes=False))
             started += 1
+        assert sum(one.is_current and not one.takes_requests for one in replicas) <= 1  # they could take one place
         placed = replicas[: wanted + room]  # others wait until Ray has room
         for index, one in enumerate(replicas):
             if one.is_current and not one.takes_requests and one in placed and choice.random() < 0.3:
