@@ -92,6 +92,7 @@ setup(
         "docs": ["mkdocs>=1.6,<2"],
         "gpu": ["triton>=3.6"],
         "otlp": ["opentelemetry-proto>=1.27"],  # traces: --otlp_endpoint
+        "ray": ["ray[serve]>=2.60,<2.62"],  # lightserve deploy
         "hf": ["transformers>=5.17"],  # tokenizers in a folder's own Python: --trust_remote_code
         "test": [
             "accelerate",

@@ -431,6 +431,11 @@ class ClusterConfig:
         "addresses of engines on other machines that compute for this server, tcp://HOST:PORT, separated by commas; "
         "needs --cluster_keys, but no device and no weights",
     )
+    engines_file: str | None = option(
+        None,
+        "instead of --engines: file with one address per line, which is read again when it changes; an engine whose "
+        "line is removed finishes its requests and gets no new ones",
+    )
     listen: str | None = option(
         None,
         "be an engine without HTTP: the address where servers with --engines connect, such as tcp://10.0.0.2:9000; "
@@ -445,13 +450,14 @@ class ClusterConfig:
         if self.dp > MAX_ENGINES:
             raise OptionError(f"dp={self.dp}: must be at most {MAX_ENGINES}")
         self._check_remote()
-        if self.dp == 1 and not self.engines and self.cluster_policy != "prefix":
-            raise OptionError(f"cluster_policy={self.cluster_policy}: there is one engine; set --dp to 2 or more")
 
     def _check_remote(self) -> None:
-        flags = [f"--{name}" for name in ("engines", "listen") if getattr(self, name)]
-        if len(flags) == 2:
-            raise OptionError("engines and listen exclude each other: a process is a gateway or an engine")
+        flags = [f"--{name}" for name in ("engines", "engines_file", "listen") if getattr(self, name)]
+        if flags == ["--engines", "--engines_file"]:
+            raise OptionError("engines and engines_file exclude each other: write all addresses into the file")
+        if len(flags) > 1:
+            name = flags[0].lstrip("-")
+            raise OptionError(f"{name} and listen exclude each other: a process is a gateway or an engine")
         if self.cluster_keys is not None and not flags:
             raise OptionError("cluster_keys: there is no link to another machine; set --engines or --listen too")
         for flag in flags:
@@ -465,18 +471,9 @@ class ClusterConfig:
         addresses = self.engine_addresses
         if self.engines and not addresses:
             raise OptionError("engines: name at least one address, such as tcp://10.0.0.2:9000")
-        for name, text in [
-            *(("engines", one) for one in addresses),
-            *([("listen", self.listen)] if self.listen else []),
-        ]:
-            try:
-                parse_tcp(text)
-            except ValueError as error:
-                raise OptionError(f"{name}={text!r}: {error}; an address is tcp://HOST:PORT") from error
-        if twice := next((one for one in addresses if addresses.count(one) > 1), None):
-            raise OptionError(f"engines: {twice} is there twice")
-        if len(addresses) > MAX_ENGINES:
-            raise OptionError(f"engines: {len(addresses)} addresses; there may be {MAX_ENGINES}")
+        if self.listen:
+            _check_address("listen=", self.listen)
+        check_addresses("engines", addresses)
 
     @property
     def engine_addresses(self) -> list[str]:
@@ -484,12 +481,17 @@ class ClusterConfig:
 
     @property
     def num_engines(self) -> int:
-        """Engines behind the dispatcher; 1: there is no dispatcher, unless the engine is remote."""
-        return len(self.engine_addresses) or self.dp
+        """Engines behind the dispatcher from the start; 1: there is no dispatcher, unless the engine is remote."""
+        return 0 if self.engines_file is not None else len(self.engine_addresses) or self.dp
+
+    @property
+    def is_gateway(self) -> bool:
+        """Whether the engines are on other machines."""
+        return bool(self.engines) or self.engines_file is not None
 
     @property
     def has_dispatcher(self) -> bool:
-        return self.dp > 1 or bool(self.engines)
+        return self.dp > 1 or self.is_gateway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -521,6 +523,23 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise OptionError(f"{name}={text!r}: must be a JSON object")
     return value
+
+
+def check_addresses(source: str, addresses: list[str]) -> None:
+    """Raise an OptionError if these are no engines of one gateway. ``source``: the flag or the file."""
+    for text in addresses:
+        _check_address(f"{source}=", text)
+    if twice := next((one for one in addresses if addresses.count(one) > 1), None):
+        raise OptionError(f"{source}: {twice} is there twice")
+    if len(addresses) > MAX_ENGINES:
+        raise OptionError(f"{source}: {len(addresses)} addresses; there may be {MAX_ENGINES}")
+
+
+def _check_address(source: str, text: str) -> None:
+    try:
+        parse_tcp(text)
+    except ValueError as error:
+        raise OptionError(f"{source}{text!r}: {error}; an address is tcp://HOST:PORT") from error
 
 
 def _is_http_url(text: str) -> bool:

@@ -14,7 +14,7 @@ With --dp, a dispatcher stands where the router stands, and speaks to the router
 With --engines, the dispatcher is in a gateway, and the routers are on other machines. The same messages cross TCP. The
 two introduce themselves first, and both send heartbeats:
 
-    gateway ──GatewayHello, Heartbeat──▶ engine ──EngineHello, LinkRefused, Heartbeat──▶ gateway
+    gateway ──GatewayHello, Heartbeat──▶ engine ──EngineHello, LinkRefused, Heartbeat, EngineDraining──▶ gateway
 
 A Step names the requests that enter, the KV slots that each row fills, and the requests that leave. A worker knows the
 tokens of its requests, so prefill, a chunk of a prompt and decode are the same message: compute the next len(slots)
@@ -743,7 +743,11 @@ class KvNews(msgspec.Struct, frozen=True, tag=True):
     evicted: bytes  # [n] int64
 
 
-FromEngine = BatchTokenIdOut | RouterStats | QueryReply | KvNews
+class EngineDraining(msgspec.Struct, frozen=True, tag=True):
+    """The engine ends when its requests have: send it no new ones."""
+
+
+FromEngine = BatchTokenIdOut | RouterStats | QueryReply | KvNews | EngineDraining
 
 
 # detokenization -> httpserver
@@ -859,7 +863,7 @@ class ChildFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
-    """No request is left in this HTTP process."""
+    """No request is left in this HTTP process, or in the router of --listen."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
@@ -913,7 +917,7 @@ ToChild = EngineReady | NewWorkers | EngineJoined | EngineLost | Drain | EngineD
 
 # gateway <-> engine over TCP, besides ToEngine and FromEngine
 
-LINK_PROTOCOL = 2  # increase it when a message between gateways and engines changes
+LINK_PROTOCOL = 3  # increase it when a message between gateways and engines changes
 
 
 class GatewayHello(msgspec.Struct, frozen=True, tag=True):

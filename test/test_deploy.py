@@ -17,7 +17,9 @@ import pytest
 import yaml
 from fastapi.routing import APIRoute
 
+from lightserve.cli.deploy import arguments as deploy_arguments
 from lightserve.config import LaunchConfig, ServerConfig
+from lightserve.ray.flags import parse_replicas
 from lightserve.server.args import parse_server
 from lightserve.utils.process import EXIT_CONFIG_ERROR
 from test.httpserver.app_client import served
@@ -269,3 +271,46 @@ def test_flags_volumes_and_secrets_of_the_pod_agree(objects: dict[str, dict[str,
     )
     assert [mounts["cache"]] == texts(DOCKERFILES[1], "VOLUME")
     assert mounts["tmp"] == "/tmp"  # the sockets between the processes: the root file system is read-only
+
+
+# KubeRay: no schema of its kinds is here, so the parts that depend on each other are compared
+
+
+@pytest.fixture(scope="module")
+def ray_objects() -> dict[str, dict[str, Any]]:
+    return {one["kind"]: one for one in yaml.safe_load_all((ROOT / "deploy" / "kuberay.yaml").read_text())}
+
+
+def test_the_job_of_kuberay_deploys_with_flags_that_exist_and_fit_its_pods(
+    ray_objects: dict[str, dict[str, Any]],
+) -> None:
+    job = ray_objects["RayJob"]["spec"]
+    program, command, *flags = job["entrypoint"].split()
+    [workers] = job["rayClusterSpec"]["workerGroupSpecs"]
+    [worker] = workers["template"]["spec"]["containers"]
+    [head] = job["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+
+    args = deploy_arguments().parse(flags)
+
+    assert (program, command) == ("lightserve", "deploy")
+    assert parse_replicas(args.replicas) == (workers["minReplicas"], workers["maxReplicas"])
+    assert int(worker["resources"]["limits"]["nvidia.com/gpu"]) == args.tp
+    assert args.api_key_file.startswith(head["volumeMounts"][1]["mountPath"])
+    assert args.host == "0.0.0.0"
+    assert not job["shutdownAfterJobFinishes"]
+    found = re.search(r'"(ray\[serve\].*)"', (ROOT / "deploy" / "kuberay.yaml").read_text())
+    assert found is not None
+    assert found[1] in (ROOT / "setup.py").read_text()
+
+
+def test_the_service_of_kuberay_leads_to_the_gateway_and_only_its_port_is_open(
+    ray_objects: dict[str, dict[str, Any]],
+) -> None:
+    [head] = ray_objects["RayJob"]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    [port] = head["ports"]
+    [service_port] = ray_objects["Service"]["spec"]["ports"]
+    *_, for_all = ray_objects["NetworkPolicy"]["spec"]["ingress"]
+
+    assert service_port["targetPort"] == port["name"]
+    assert port["containerPort"] == deploy_arguments().parse(["m"]).port
+    assert for_all == {"ports": [{"port": port["containerPort"]}]}

@@ -47,12 +47,14 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT /
 DATED = {"log.md"}  # a record of past runs: its flags may no longer exist
 # flags of pytest, benchmarks, test/faults, docker, kubectl and systemctl
 OTHER_TOOLS = {
+    "--address",  # of ray start
     "--backend",
     "--beside_sentence_transformers",
     "--clients",
     "--configs",
     "--core",
     "--curve",
+    "--head",  # of ray start
     "--examples",
     "--from-literal",
     "--gpus",

@@ -134,7 +134,8 @@ LAYERS: dict[str, set[str]] = {
     },
     "llm_pooling": {"errors", "io_struct", "model_files", "router", "utils", "worker"},
     "generate": {*GROUND, "llm", "server"},
-    "cli": {*GROUND, "cluster.tcp", "common.cpu_kernel", "model_files", "models.registry", "server"},
+    "ray": {*GROUND, "cluster.tcp", "server"},
+    "cli": {*GROUND, "cluster.tcp", "common.cpu_kernel", "model_files", "models.registry", "ray", "server"},
     "tools": {*GROUND, "common", "model_files", "models.registry", "worker"},
     "benchmark": {
         *GROUND,
@@ -286,6 +287,14 @@ for name in {TORCH_FREE!r}:
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT.parent, capture_output=True, text=True)
 
     assert run.returncode == 0, run.stderr
+
+
+def test_only_one_package_imports_ray() -> None:
+    """Ray places and watches; nothing on the path of a request may need it."""
+    importing = [path for path in modules() if any(name.split(".")[0] == "ray" for name in imports(path))]
+
+    assert importing
+    assert {path.parent for path in importing} == {ROOT / "ray"}
 
 
 def test_nothing_pickles() -> None:

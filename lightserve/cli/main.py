@@ -31,6 +31,10 @@ COMMANDS = {
     "models": Command("list supported models, and those on this machine", "", "lightserve.cli.models"),
     "doctor": Command("report what this machine has, and what is missing", "", "lightserve.cli.doctor"),
     "cluster": Command("make the keys of a cluster", "keygen DIR", "lightserve.cli.cluster"),
+    "deploy": Command("serve replicas on a Ray cluster", "[MODEL] --replicas N", "lightserve.cli.deploy"),
+    "status": Command("show the replicas on a Ray cluster", "", "lightserve.cli.status"),
+    "drain": Command("replace a replica, or those of a node", "REPLICA|NODE", "lightserve.cli.drain"),
+    "undeploy": Command("end the replicas on a Ray cluster", "", "lightserve.cli.undeploy"),
     "completion": Command("print a completion script for a shell", "bash|zsh|fish", "lightserve.cli.completion.main"),
 }
 

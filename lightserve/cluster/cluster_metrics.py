@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from lightserve.cluster.engine import Engine
 from lightserve.io_struct import HistogramCounts, MetricsSnapshot
@@ -35,8 +35,8 @@ class ClusterMetrics:
         if number in self._left:
             self._ended = _sum([self._ended, self._left.pop(number)[1]])
 
-    def snapshot(self, engines: Iterable[Engine], numbers: Iterable[int], num_unplaced: int) -> MetricsSnapshot:
-        """``numbers`` are those of all engines, also of those that are down."""
+    def snapshot(self, engines: Iterable[Engine], addresses: Mapping[int, str], num_unplaced: int) -> MetricsSnapshot:
+        """``addresses`` are those of all engines by number, also of engines that are down."""
         found = {engine.number: engine for engine in engines}
         stats = {number: engine.stats.metrics for number, engine in found.items() if engine.stats is not None}
         for number in stats:
@@ -50,7 +50,12 @@ class ClusterMetrics:
         for name, metric in BY_ENGINE.items():
             total.labelled[name] = {str(number): one.values[metric] for number, one in stats.items()}
         total.labelled["dp_engine_serving"] = {
-            str(number): float(number in found and found[number].is_serving) for number in numbers
+            str(number): float(number in found and found[number].is_serving) for number in addresses
+        }
+        total.labelled["engine_takes_requests"] = {
+            address: float(number in found and found[number].takes_requests)
+            for number, address in addresses.items()
+            if address
         }
         return total
 

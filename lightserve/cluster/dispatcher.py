@@ -26,6 +26,7 @@ from lightserve.io_struct import (
     AdapterQuery,
     AdapterReply,
     BatchTokenIdOut,
+    EngineDraining,
     FromEngine,
     GenerateReq,
     KvNews,
@@ -64,7 +65,7 @@ class Dispatcher:
         self._inbox = inbox
         self._to_detokenization = to_detokenization
         self._config = config
-        self._num_engines = num_engines
+        self.addresses = dict.fromkeys(range(num_engines), "")  # of all engines, by number; "": on this machine
         self._queries = ClusterQueries()
         self._requests: dict[int, OpenRequest] = {}
         self._unplaced: dict[int, OpenRequest] = {}  # of these, the requests that no engine can take now
@@ -94,15 +95,27 @@ class Dispatcher:
         self._readers.pop(number).cancel()
         engine.link.close()
         self.metrics.engine_left(engine)
-        self.metrics.values["dp_engine_restarts_total"] += 1
+        self.metrics.values["dp_engine_restarts_total"] += not engine.is_draining
         for reply in self._queries.engine_left(number):
             self._to_detokenization.send(reply)
         for req in self._requests.values():
             req.leaving.discard(number)
             req.refused_by.discard(number)
-        self._recover(list(engine.requests.values()))
+        self._recover(engine)
         self._place_all()
         self._send_heartbeat()
+
+    def drain(self, number: int) -> None:
+        """The engine gets no new requests, and finishes those that it has."""
+        engine = self._placement.get(number)
+        if engine is not None:
+            engine.is_draining = True
+            self._send_heartbeat()
+
+    def num_requests(self, number: int) -> int:
+        """Requests that the engine has."""
+        engine = self._placement.get(number)
+        return 0 if engine is None else len(engine.requests)
 
     # from HTTP processes and the detokenizer
 
@@ -168,6 +181,9 @@ class Dispatcher:
             self._placement.index.apply(engine.number, message)
         elif isinstance(message, RouterStats):
             self._handle_stats(engine, message)
+        elif isinstance(message, EngineDraining):
+            logger.info("engine %d drains: %d requests finish there", engine.number, len(engine.requests))
+            self.drain(engine.number)
         else:
             reply = self._queries.add_reply(engine.number, message)
             if reply is not None:
@@ -228,7 +244,7 @@ class Dispatcher:
     def _place_all(self) -> None:
         """The set of serving engines has changed: place requests that wait, and those of engines that do not serve."""
         for engine in self._placement:
-            if not engine.is_serving and self._placement.serving():
+            if not engine.is_serving and self._placement.accepting():
                 self._move_from(engine)
         for req_id, req in list(self._unplaced.items()):
             if self._placement.place(req):
@@ -245,10 +261,10 @@ class Dispatcher:
             self._move(req)
         logger.warning("engine %d generates no tokens: %d requests go on in other engines", engine.number, len(reqs))
 
-    def _recover(self, reqs: list[OpenRequest]) -> None:
+    def _recover(self, engine: Engine) -> None:
         """Continue the requests of an engine that died. One that always kills its engine must not kill all."""
-        for req in reqs:
-            req.crashes += 1
+        for req in list(engine.requests.values()):
+            req.crashes += not engine.is_draining  # one that drains was asked to end
             if req.crashes < MAX_CRASHES:
                 self._move(req)
                 continue
@@ -308,6 +324,6 @@ class Dispatcher:
         if engines and all(engine.is_silent for engine in engines):
             return
         ages = [0.0 if engine.stats is None else engine.stats.step_age_s for engine in serving]
-        snapshot = self.metrics.snapshot(engines, range(self._num_engines), len(self._unplaced))
+        snapshot = self.metrics.snapshot(engines, self.addresses, len(self._unplaced))
         stats = RouterStats(min(ages, default=0.0), snapshot, has_workers=bool(serving))
         self._to_detokenization.send(stats)

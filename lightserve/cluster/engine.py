@@ -21,11 +21,16 @@ class Engine:
         self.has_workers = True
         self.silent_ticks = 0  # checks since its last message
         self.is_silent = False  # it has sent nothing for too long
+        self.is_draining = False  # it gets no new requests
         self._load = MeasuredLoad(number, rates)
 
     @property
     def is_serving(self) -> bool:
         return self.has_workers and not self.is_silent
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.is_serving and not self.is_draining
 
     @property
     def load(self) -> EngineLoad:

@@ -11,6 +11,7 @@ from lightserve.cluster.placement import Placement
 from lightserve.cluster.remote_engines import RemoteEngines
 from lightserve.cluster.routing import make_policy
 from lightserve.cluster.tcp.digest import model_digest
+from lightserve.cluster.tcp.engines_file import EnginesFile
 from lightserve.cluster.tcp.keys import read_gateway_keys
 from lightserve.io_struct import EngineJoined, EngineLost, Ready, ToDetokenization, ToRouter
 from lightserve.model_files.source import resolve
@@ -24,7 +25,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     to_detokenization: Sender[ToDetokenization] = Sender(child_config.address("detokenization"))
     placement = Placement(make_policy(config.cluster.cluster_policy))
     dispatcher = Dispatcher(placement, inbox, to_detokenization, config.router, config.cluster.num_engines)
-    remote = _remote_engines(child_config, dispatcher, launcher) if config.cluster.engines else None
+    remote = _remote_engines(child_config, dispatcher, launcher) if config.cluster.is_gateway else None
     if remote is None:
         launcher.send(Ready())  # else the first engine that joins says what the server can do
     gc.freeze()  # what exists now is never freed, so no collection has to visit it
@@ -40,7 +41,8 @@ def _remote_engines(child_config: ChildConfig, dispatcher: Dispatcher, launcher:
     worker, cluster = child_config.config.worker, child_config.config.cluster
     source = resolve(worker.model_dir, needs_weights=False, trusts_code=worker.trust_remote_code)
     keys = read_gateway_keys(cluster.cluster_keys or "")
-    return RemoteEngines(dispatcher, cluster.engine_addresses, keys, model_digest(source), launcher.send)
+    addresses = list(cluster.engine_addresses) if cluster.engines_file is None else EnginesFile(cluster.engines_file)
+    return RemoteEngines(dispatcher, addresses, keys, model_digest(source), launcher.send)
 
 
 async def _handle_launcher(child_config: ChildConfig, launcher: LauncherConnection, dispatcher: Dispatcher) -> None:

@@ -40,12 +40,19 @@ class Placement:
     def engine_of(self, req_id: int) -> Engine | None:
         return self._engine_of.get(req_id)
 
+    def get(self, number: int) -> Engine | None:
+        return self._engines.get(number)
+
     def serving(self) -> list[Engine]:
         return [engine for engine in self._engines.values() if engine.is_serving]
 
+    def accepting(self) -> list[Engine]:
+        return [engine for engine in self._engines.values() if engine.takes_requests]
+
     def place(self, req: OpenRequest) -> bool:
         """Send the request to the best engine. Returns False if no engine can take it now."""
-        engines = [one for one in self.serving() if one.number not in req.refused_by and one.number not in req.leaving]
+        excluded = req.refused_by | req.leaving
+        engines = [engine for engine in self.accepting() if engine.number not in excluded]
         if not engines:
             return False
         cached = {engine.number: self.index.cached_tokens(engine.number, req.hashes) for engine in engines}

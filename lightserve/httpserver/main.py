@@ -44,8 +44,9 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     )
     to_router: Sender[ToRouter] = Sender(child_config.address("router"))
     manager = HttpServerManager(child_config.index, to_router, from_detokenization)
-    if config.cluster.engines:
-        manager.no_workers_reason = "no engine of --engines can be reached; requests wait for one"
+    if config.cluster.is_gateway:
+        flag = "--engines" if config.cluster.engines else "--engines_file"
+        manager.no_workers_reason = f"no engine of {flag} can be reached; requests wait for one"
     source = resolve(config.worker.model_dir, needs_weights=False, trusts_code=config.worker.trust_remote_code)
     name = config.http.first_model_name(source.name)
     exporter = start_exporter(config.http.otlp_endpoint, name, child_config.index)

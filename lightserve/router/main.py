@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightserve.cluster.tcp.endpoint import EngineEndpoint
-from lightserve.io_struct import EngineReady, NewWorkers, Ready, ToEngine, ToRouter, WorkersLost
+from lightserve.io_struct import Drain, Drained, EngineReady, NewWorkers, Ready, ToEngine, ToRouter, WorkersLost
 from lightserve.router.kv_identity import kv_identity
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
@@ -64,7 +64,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     gc.freeze()  # what exists now is never freed, so no collection has to visit it
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(manager.run(ThroughputLog(manager.metrics, config.router.log_stats_interval)))
-        tasks.create_task(_use_new_workers(launcher, manager, connect, profiled))
+        tasks.create_task(_handle_launcher(launcher, manager, connect, profiled, server))
         if server is not None:
             tasks.create_task(server.run())
 
@@ -101,16 +101,20 @@ class _ProfiledWorkers:
         self._manager.profiles.enable(folder, self._client)
 
 
-async def _use_new_workers(
+async def _handle_launcher(
     launcher: LauncherConnection,
     manager: RouterManager,
     connect: Callable[[int], RpycModelClient],
     profiled: _ProfiledWorkers,
+    server: EngineEndpoint | None,
 ) -> None:
-    """Connect whenever the launcher has replaced lost workers."""
+    """Connect whenever the launcher has replaced lost workers, and end with all requests when it drains the engine."""
+    draining: list[asyncio.Task[None]] = []
     while True:
         message = await launcher.recv()
-        if isinstance(message, NewWorkers):
+        if isinstance(message, Drain) and server is not None:
+            draining.append(asyncio.create_task(_drain(server, launcher)))
+        elif isinstance(message, NewWorkers):
             try:
                 workers = connect(message.generation)
                 manager.use_workers(workers)
@@ -120,6 +124,11 @@ async def _use_new_workers(
                 logger.warning(
                     "the new workers of generation %d died before the router connected: %s", message.generation, error
                 )
+
+
+async def _drain(server: EngineEndpoint, launcher: LauncherConnection) -> None:
+    await server.link.drain()
+    launcher.send(Drained())
 
 
 if __name__ == "__main__":

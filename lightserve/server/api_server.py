@@ -32,7 +32,7 @@ from lightserve.server.engine_supervisor import supervise_engines
 from lightserve.server.keys import with_keys
 from lightserve.server.process_group import Modules, ProcessGroup
 from lightserve.server.run_directory import run_directory
-from lightserve.server.shutdown import SIGNAL_EXIT_BASE, StopNowError, drain, report_failure, stop_signals
+from lightserve.server.shutdown import SIGNAL_EXIT_BASE, StopNowError, drain, drain_engine, report_failure, stop_signals
 from lightserve.server.watchdog import watch_heartbeats
 from lightserve.utils import net
 from lightserve.utils.logger import set_log_format
@@ -91,7 +91,8 @@ class Launcher:
                 background += [tasks.create_task(work) for work in self._supervision()]
                 await self._wait_ready(url, begin_s, started_s=time.monotonic())
                 await self._stop_requested.wait()
-                await drain(self._processes, self._config.launch.drain_timeout)
+                end = drain if self._config.cluster.listen is None else drain_engine
+                await end(self._processes, self._config.launch.drain_timeout)
                 for task in background:
                     task.cancel()
             return 0

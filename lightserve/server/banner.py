@@ -70,9 +70,9 @@ def banner(
     }
     if cluster.listen is not None:
         del rows["HTTP processes"]
-    if cluster.engines:
+    if cluster.is_gateway:
         rows["KV pool"] += " in each engine"
-        rows["engines"] = ", ".join(cluster.engine_addresses)
+        rows["engines"] = cluster.engines_file or ", ".join(cluster.engine_addresses)
     elif cluster.dp > 1:
         rows["KV pool"] += f" in {cluster.dp} engines"
     if engine.pooling is not None:

@@ -52,7 +52,7 @@ def check(config: ServerConfig) -> ModelInfo:
     check_otlp(config.http)
     check_profile_dir(config.launch.profile_dir)
     check_adapters(config)
-    is_weightless = config.launch.null_worker or config.worker.load_format == "dummy" or bool(config.cluster.engines)
+    is_weightless = config.launch.null_worker or config.worker.load_format == "dummy" or config.cluster.is_gateway
     trusts_code = config.worker.trust_remote_code
     source = resolve(config.worker.model_dir, needs_weights=False, trusts_code=trusts_code)
     tokenizer = load_tokenizer_or_none(source, config.http.chat_template)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
+from lightserve.cluster.tcp.engines_file import read_engines_file
 from lightserve.cluster.tcp.keys import read_engine_keys, read_gateway_keys
 from lightserve.cluster.tcp.request_ids import PROCESS_BITS
 from lightserve.config import ServerConfig
@@ -19,7 +20,10 @@ ENGINE_HTTP = {"model_name"}  # for the banner
 
 
 def check_cluster(config: ServerConfig) -> None:
-    if config.cluster.engines:
+    cluster = config.cluster
+    if not cluster.has_dispatcher and cluster.cluster_policy != "prefix":
+        raise OptionError(f"cluster_policy={cluster.cluster_policy}: there is one engine; set --dp to 2 or more")
+    if config.cluster.is_gateway:
         _check_gateway(config)
     elif config.cluster.listen is not None:
         _check_engine(config)
@@ -32,15 +36,20 @@ def _check_gateway(config: ServerConfig) -> None:
         (config.router, GATEWAY_ROUTER),
         (config.launch, GATEWAY_LAUNCH),
     ):
-        _refuse_others(part, allowed, f"not with --engines: {remedy}")
+        _refuse_others(part, allowed, f"not with {_flag(config)}: {remedy}")
     if config.http.num_processes > 1 << PROCESS_BITS:
         raise OptionError(
-            f"httpserver_workers={config.http.num_processes}: must be at most {1 << PROCESS_BITS} with --engines"
+            f"httpserver_workers={config.http.num_processes}: must be at most {1 << PROCESS_BITS} with {_flag(config)}"
         )
     keys = read_gateway_keys(config.cluster.cluster_keys or "")
-    for address in config.cluster.engine_addresses:
+    path = config.cluster.engines_file
+    for address in config.cluster.engine_addresses if path is None else read_engines_file(path):
         if keys.key_of(address) is None:
             raise OptionError(f"engines: {config.cluster.cluster_keys}/engines.allowed has no key for {address}")
+
+
+def _flag(config: ServerConfig) -> str:
+    return "--engines" if config.cluster.engines else "--engines_file"
 
 
 def _check_engine(config: ServerConfig) -> None:

@@ -61,6 +61,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Several machines": (
         "engines",
+        "engines_file",
         "listen",
         "cluster_keys",
         "cluster_policy",

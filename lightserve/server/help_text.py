@@ -69,4 +69,4 @@ def _width() -> int:
 
 
 def _names(actions: Iterable[argparse.Action]) -> str:
-    return " ".join(action.option_strings[0] for action in actions)
+    return " ".join(action.option_strings[0] for action in actions if action.option_strings)

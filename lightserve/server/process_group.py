@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from lightserve.config import ServerConfig
-from lightserve.io_struct import EngineJoined, EngineLost, EngineReady, ToChild
+from lightserve.io_struct import Drain, EngineJoined, EngineLost, EngineReady, ToChild
 from lightserve.server.child_process import ChildDiedError, ChildProcess
 from lightserve.server.engine_processes import EngineProcesses
 from lightserve.server.start_display import StartDisplay
@@ -35,6 +35,18 @@ class Modules:
     dispatcher: str = "lightserve.cluster.main"
 
 
+async def _wait_drained(children: Sequence[ChildProcess], timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            for child in children:
+                if child.exit_code is None:
+                    await child.drained.wait()
+    except TimeoutError:
+        return False
+    await asyncio.sleep(FLUSH_S)
+    return True
+
+
 def joined_ready(engines: Sequence[EngineReady]) -> EngineReady:
     """The limits of several engines as one: any of them can take the longest request."""
     return msgspec.structs.replace(
@@ -47,7 +59,7 @@ def joined_ready(engines: Sequence[EngineReady]) -> EngineReady:
 class ProcessGroup:
     def __init__(self, config: ServerConfig, run_dir: str, modules: Modules) -> None:
         self.children: list[ChildProcess] = []  # every process started so far, except workers that were replaced
-        num_engines = 0 if config.cluster.engines else config.cluster.dp  # a gateway has none of its own
+        num_engines = 0 if config.cluster.is_gateway else config.cluster.dp  # a gateway has none of its own
         self.engines = [EngineProcesses(self, config, run_dir, index) for index in range(num_engines)]
         self.dispatcher: ChildProcess | None = None  # None: there is one engine
         self.is_ready = False  # all processes were ready
@@ -130,15 +142,14 @@ class ProcessGroup:
     async def drain_httpservers(self, *messages: ToChild, timeout_s: float) -> bool:
         """Send ``messages`` to the HTTP processes. Return whether all of them drained in time."""
         self._send_httpservers(*messages)
-        try:
-            async with asyncio.timeout(timeout_s):
-                for child in self._httpservers:
-                    if child.exit_code is None:
-                        await child.drained.wait()
-        except TimeoutError:
-            return False
-        await asyncio.sleep(FLUSH_S)
-        return True
+        return await _wait_drained(self._httpservers, timeout_s)
+
+    async def drain_engines(self, timeout_s: float) -> bool:
+        """Let the routers of --listen finish what gateways have sent. Return whether they did in time."""
+        routers = [engine.router for engine in self.engines if engine.router.exit_code is None]
+        for router in routers:
+            router.send(Drain())
+        return await _wait_drained(routers, timeout_s)
 
     async def kill_all(self) -> list[ChildProcess]:
         """Kill every process. Return those that did not exit."""

@@ -32,6 +32,12 @@ def stop_signals() -> asyncio.Queue[signal.Signals]:
     return signals
 
 
+async def drain_engine(processes: ProcessGroup, timeout_s: float) -> None:
+    """Let the requests of gateways finish. After ``timeout_s`` the link ends, and they go on in other engines."""
+    if not await processes.drain_engines(timeout_s):
+        print_line(f"some requests did not finish within {timeout_s:g} s (--drain_timeout); gateways move them")
+
+
 async def drain(processes: ProcessGroup, timeout_s: float) -> None:
     """Refuse new requests and let the running ones finish; after ``timeout_s`` they end with an error."""
     if not await processes.drain_httpservers(Drain(), timeout_s=timeout_s):

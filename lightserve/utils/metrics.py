@@ -115,6 +115,12 @@ METRICS = (
         )
     ),
     _engine_gauge("dp_engine_serving", "With --dp or --engines: 1 if the engine generates tokens now, else 0."),
+    Metric(
+        "engine_takes_requests",
+        Kind.GAUGE,
+        "With --engines or --engines_file: 1 if new requests are sent to the engine at this address, else 0.",
+        label="address",
+    ),
     _engine_gauge("dp_requests_running", "With --dp or --engines: requests that are running in the engine."),
     _engine_gauge(
         "dp_requests_waiting", "With --dp or --engines: requests that are waiting in the queue of the engine."

@@ -163,10 +163,16 @@ def _prepare(role: str, index: int) -> None:
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    end_with_parent()
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends this process even when Python no longer runs
         libc.prctl(_PR_SET_NAME, process_name(role, index).encode())
+
+
+def end_with_parent() -> None:
+    """The kernel kills this process when the thread that started it ends, even when Python no longer runs."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def process_name(role: str, index: int) -> str:

@@ -65,7 +65,8 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     for file in model.iterdir():
         if file.is_file() and file.suffix != ".safetensors":
             (without_weights / file.name).write_bytes(file.read_bytes())
-    flags = ["--engines", ",".join(addresses), "--cluster_keys", str(folder / "keys"), "--port", "0"]
+    (folder / "engines").write_text("\n".join(addresses))
+    flags = ["--engines_file", str(folder / "engines"), "--cluster_keys", str(folder / "keys"), "--port", "0"]
     gateway = start_server(folder / "gateway.log", [*CLI, "serve", str(without_weights), *flags])
     cluster = Cluster(folder, model, addresses, [], gateway)
     try:
@@ -149,6 +150,19 @@ def test_the_streams_of_a_stopped_engine_go_on_after_two_seconds_without_a_heart
     wait_until(lambda: "requests aborted" in cluster.engines[1].log)
 
 
+def test_an_engine_that_gets_sigterm_finishes_its_streams_and_then_ends(cluster: Cluster, expected: list[Any]) -> None:
+    before = moved(cluster.gateway)
+
+    found = ask_while(cluster.gateway, lambda _: cluster.engines[1].process.terminate())
+
+    assert found == expected
+    assert cluster.engines[1].process.wait(STOP_S) == 0
+    assert moved(cluster.gateway) == before
+    assert "engine 1 drains" in cluster.gateway.log
+    cluster.engines[1] = cluster.start_engine(1)
+    cluster.wait_until_all_serve()
+
+
 def test_a_gateway_with_other_keys_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     generate(tmp_path / "keys")
     (tmp_path / "keys" / "engines.allowed").write_bytes((cluster.folder / "keys" / "engines.allowed").read_bytes())
@@ -174,5 +188,5 @@ def test_without_engines_requests_wait_until_their_deadline(cluster: Cluster) ->
 
     assert status == 503
     assert "no engine could take the request within its timeout of 0.5 s" in response["error"]["message"]
-    assert "no engine of --engines can be reached" in get(cluster.gateway, "/get_server_info")["unhealthy_reason"]
+    assert "no engine of --engines_file can be reached" in get(cluster.gateway, "/get_server_info")["unhealthy_reason"]
     assert cluster.gateway.stop() == 0

@@ -56,7 +56,7 @@ def test_a_script_knows_every_command_and_every_flag(shell: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "replies"),
     [
-        (["lightserve", "s"], {"serve"}),
+        (["lightserve", "s"], {"serve", "status"}),
         (["lightserve", ""], {*COMMANDS, "--help", "--version"}),
         (["lightserve", "serve", "--por"], {"--port"}),
         (["lightserve", "serve", "--max_re"], {"--max_req_total_len"}),

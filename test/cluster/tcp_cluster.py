@@ -12,6 +12,7 @@ from typing import Any
 from lightserve.cluster.remote_engines import RemoteEngines
 from lightserve.cluster.tcp.curve import AllowedKeys, SeldomLog, engine_socket, log_failed_handshakes
 from lightserve.cluster.tcp.engine_server import EngineServer
+from lightserve.cluster.tcp.engines_file import EnginesFile
 from lightserve.cluster.tcp.keys import EngineKeys, GatewayKeys, generate, read_engine_keys, read_gateway_keys
 from lightserve.config import RouterConfig
 from lightserve.io_struct import LINK_PROTOCOL, EngineHello, EngineReady
@@ -83,7 +84,7 @@ class TcpCluster:
     def kill(self, number: int) -> None:
         self.engines.pop(number).kill()
 
-    async def gateway(self, digest: str = DIGEST, addresses: list[str] | None = None) -> LocalCluster:
+    async def gateway(self, digest: str = DIGEST, addresses: list[str] | EnginesFile | None = None) -> LocalCluster:
         """One more dispatcher with its clients."""
         gateway = LocalCluster("prefix", self.config, 2, POOL)
         self.tasks.append(asyncio.create_task(gateway.dispatcher.run()))

@@ -21,6 +21,7 @@ from lightserve.cluster.open_request import open_request
 from lightserve.cluster.tcp import engine_server, gateway_link
 from lightserve.cluster.tcp.curve import MAX_MESSAGE_BYTES, SeldomLog, engine_socket
 from lightserve.cluster.tcp.engine_server import EngineServer
+from lightserve.cluster.tcp.engines_file import EnginesFile, write_engines_file
 from lightserve.cluster.tcp.gateway_link import GatewayLink, LinkLostError
 from lightserve.cluster.tcp.keys import GatewayKeys
 from lightserve.cluster.tcp.request_ids import engine_id, gateway_id, session_of
@@ -292,9 +293,8 @@ def test_a_gateway_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         cluster.start(0)
         place = cluster.addresses[0], cluster.gateway_keys
 
-        assert f"the gateway speaks protocol 99, this engine {LINK_PROTOCOL}" in await refusal(
-            *place, GatewayHello(99, "a", DIGEST)
-        )
+        found = f"the gateway speaks protocol 99, this engine {LINK_PROTOCOL}"
+        assert found in await refusal(*place, GatewayHello(99, "a", DIGEST))
         assert "another model (other) than this engine (a model)" in await refusal(
             *place, GatewayHello(LINK_PROTOCOL, "a", "other")
         )
@@ -510,3 +510,85 @@ def test_a_link_without_heartbeats_is_lost(tmp_path: Path, monkeypatch: pytest.M
         engine.close(linger=0)
 
     check(tmp_path, scenario)
+
+
+def test_an_engine_that_drains_finishes_its_requests_and_gets_no_new_ones(tmp_path: Path) -> None:
+    async def scenario(cluster: TcpCluster) -> None:
+        gateway = await gateway_with_two_engines(cluster)
+        gateway.send(0, [5], LONG, seed=1)
+        await gateway.until(lambda: len(gateway.tokens[0]) > 3)
+        placed = gateway.placement.engine_of(0)
+        assert placed is not None
+
+        draining = asyncio.create_task(cluster.engines[placed.number].link.drain())
+        await until(lambda: placed.is_draining)
+        for req_id in range(1, 4):
+            gateway.send(req_id, [5], LONG, seed=req_id)
+        await gateway.until(lambda: all(gateway.tokens[req_id] for req_id in range(4)))
+        assert list(placed.requests) == [0]
+        assert not draining.done()
+        await gateway.until(lambda: gateway.has_ended(*range(4)))
+        await draining
+
+        assert [gateway.tokens[0], gateway.tokens[3]] == [tokens(1, LONG), tokens(3, LONG)]
+        assert gateway.dispatcher.metrics.values["dp_requests_moved_total"] == 0
+        reason = await refusal(cluster.addresses[placed.number], cluster.gateway_keys)
+        assert reason == "this engine is about to end"
+
+    check(tmp_path, scenario)
+
+
+def test_a_request_of_an_engine_that_ends_before_it_is_drained_goes_on_elsewhere(tmp_path: Path) -> None:
+    async def scenario(cluster: TcpCluster) -> None:
+        gateway = await gateway_with_two_engines(cluster)
+        gateway.send(0, [5], LONG, seed=1)
+        await gateway.until(lambda: len(gateway.tokens[0]) > 3)
+        placed = gateway.placement.engine_of(0)
+        assert placed is not None
+
+        draining = asyncio.create_task(cluster.engines[placed.number].link.drain())
+        await until(lambda: placed.is_draining)
+        cluster.kill(placed.number)
+        draining.cancel()
+        await gateway.until(lambda: gateway.has_ended(0))
+
+        assert gateway.tokens[0] == tokens(1, LONG)
+        assert gateway.dispatcher.metrics.values["dp_requests_moved_total"] == 1
+        assert gateway.dispatcher.metrics.values["dp_engine_restarts_total"] == 0
+
+    check(tmp_path, scenario)
+
+
+def test_engines_come_and_go_with_the_lines_of_the_file(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "engines"
+
+    async def scenario(cluster: TcpCluster) -> None:
+        one, two = cluster.addresses
+        write_engines_file(path, [])
+        gateway = await cluster.gateway(addresses=EnginesFile(str(path)))
+        for number in range(2):
+            cluster.start(number)
+        gateway.send(0, [5], LONG, seed=1)
+        write_engines_file(path, [one])
+        await gateway.until(lambda: len(gateway.tokens[0]) > 3)
+        write_engines_file(path, [one, two])
+        await until(lambda: num_engines(gateway) == 2)
+
+        path.write_text(f"# engine one is replaced\n\n{two}\n")
+        await until(lambda: len(gateway.placement.accepting()) == 1)
+        for req_id in range(1, 4):
+            gateway.send(req_id, [6], LONG, seed=req_id)
+        await gateway.until(lambda: all(gateway.tokens[req_id] for req_id in range(4)))
+        assert [gateway.placement.engine_of(req_id).number for req_id in range(4)] == [0, 1, 1, 1]  # type: ignore[union-attr]
+        await gateway.until(lambda: gateway.has_ended(*range(4)))
+        assert gateway.tokens[0] == tokens(1, LONG)
+        assert gateway.dispatcher.metrics.values["dp_requests_moved_total"] == 0
+        await until(lambda: num_engines(gateway) == 1 and gateway.dispatcher.addresses == {1: two})
+
+        path.write_text("an address\n")
+        await until(lambda: "the engines stay as they are" in log.text)
+        assert num_engines(gateway) == 1
+        write_engines_file(path, [one, two])
+        await until(lambda: num_engines(gateway) == 2)
+
+    check(tmp_path / "keys", scenario)

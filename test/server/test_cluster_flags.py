@@ -33,6 +33,10 @@ def refusal(*flags: str) -> str:
     ("flags", "found"),
     [
         ((ENGINES, LISTEN), "engines and listen exclude each other"),
+        ((ENGINES, "--engines_file=f"), "engines and engines_file exclude each other"),
+        (("--engines_file=f", LISTEN), "engines_file and listen exclude each other"),
+        (("--engines_file=/no/file",), "--engines_file: cannot read /no/file"),
+        (("--engines_file=/dev/null", "--tp=2"), "tp=2: not with --engines_file: a gateway does not compute"),
         ((ENGINES, "--dp=2"), "dp=2: not with --engines; start one engine for each of 2 ports"),
         ((LISTEN, "--dp=2"), "dp=2: not with --listen"),
         (("--engines=tcp://a:1,tcp://a:1",), "engines: tcp://a:1 is there twice"),
@@ -75,6 +79,7 @@ def test_what_fits_is_accepted(keys: str) -> None:
     for flags in (
         (ENGINES, "--port=80", "--cluster_policy=session", "--request_timeout=9"),
         ("--listen=tcp://[::1]:9009",),
+        ("--engines_file=/dev/null", "--port=80"),
     ):
         check_cluster(parse_server([keys, *flags]))
 

@@ -23,6 +23,7 @@ from lightserve.io_struct import (
     AbortReq,
     BatchTokenIdOut,
     DispatchedReq,
+    EngineDraining,
     EngineHello,
     EngineToGateway,
     FromEngine,
@@ -66,6 +67,7 @@ class EngineServer:
         self._sessions: dict[int, Session] = {}
         self._by_peer: dict[bytes, Session] = {}
         self._numbers = itertools.count()
+        self._is_draining = False
         self._past: dict[str, list[int]] = {}  # sessions of each gateway that is connected
         self._log = SeldomLog(logger)
 
@@ -86,6 +88,13 @@ class EngineServer:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read())
             tasks.create_task(self._watch())
+
+    async def drain(self) -> None:
+        """Ask the gateways for no more requests, and wait until those that are here have ended."""
+        self._is_draining = True
+        self.send(EngineDraining())
+        while any(session.requests for session in self._sessions.values()):  # noqa: ASYNC110  they end in many places
+            await asyncio.sleep(TICK_S)
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -130,6 +139,9 @@ class EngineServer:
         if hello.model_digest != own.model_digest:
             found = f"the gateway has another model ({hello.model_digest}) than this engine ({own.model_digest})"
             self._refuse(peer, f"{found}: config.json or tokenizer differ; use the same files on both")
+            return
+        if self._is_draining:
+            self._refuse(peer, "this engine is about to end")
             return
         for old in [one for one in self._sessions.values() if one.gateway == hello.gateway or one.peer == peer]:
             self._end(old, "connected again")

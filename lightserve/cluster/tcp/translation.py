@@ -15,6 +15,7 @@ from lightserve.io_struct import (
     AbortReq,
     BatchTokenIdOut,
     DispatchedReq,
+    EngineDraining,
     FromEngine,
     KvNews,
     MovedReqs,
@@ -47,7 +48,7 @@ def for_gateways(message: FromEngine, sessions: Iterable[int]) -> list[tuple[int
         return [(session, part) for session, part in _split(message).items() if session in sessions]
     if isinstance(message, RouterStats):
         return [(session, _stats_for(message, session)) for session in sessions]
-    if isinstance(message, KvNews):
+    if isinstance(message, KvNews | EngineDraining):
         return [(session, message) for session in sessions]
     session = session_of(message.query_id)
     if session not in sessions:

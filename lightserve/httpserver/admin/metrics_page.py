@@ -44,6 +44,7 @@ _NOT_IN_VLLM = {
     "kv_tier_used_bytes",
     "kv_tier_load_bytes_per_second",
     "dp_engine_serving",
+    "engine_takes_requests",
     "dp_requests_running",
     "dp_requests_waiting",
     "dp_kv_cache_usage_perc",

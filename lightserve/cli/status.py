@@ -1,0 +1,47 @@
+"""``lightserve status``: the replicas of a deployment in a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightserve.cli.ray_flags import add_cluster_flags
+from lightserve.server.args import Parser
+
+if TYPE_CHECKING:
+    from lightserve.ray.messages import DeploymentStatus
+
+COLUMNS = "{:16} {:10} {:28} {:9} {:>8}  {}"
+
+
+def arguments() -> Parser:
+    parser = Parser(prog="lightserve status", description="Show the replicas of a deployment in a Ray cluster.")
+    add_cluster_flags(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    args = arguments().parse(argv)
+    from lightserve.ray import client, cluster  # here, because Ray is an extra
+
+    cluster.connect(args.ray_address)
+    print("\n".join(lines(client.status(args.name))))
+    return 0
+
+
+def lines(status: DeploymentStatus) -> list[str]:
+    gateway, load = status.gateway.process, status.gateway.load
+    serving = sum(one.takes_requests for one in status.replicas)
+    limits = "" if status.min_replicas == status.max_replicas else f" ({status.min_replicas}:{status.max_replicas})"
+    found = [
+        f"{status.name}: {serving} of {status.wanted}{limits} replicas serve, version {status.version}",
+        f"gateway {gateway.state} at {gateway.address or '-'} {gateway.reason}".rstrip(),
+        f"requests: {load.running:g} running, {load.waiting:g} waiting; KV {load.kv_usage:.0%}",
+        COLUMNS.format("replica", "node", "address", "state", "restarts", "").rstrip(),
+    ]
+    for one in status.replicas:
+        state = "serving" if one.takes_requests else "joining" if one.process.state == "serving" else one.process.state
+        row = one.replica, one.node[:8] or "-", one.process.address or "-", state, one.process.restarts
+        found.append(COLUMNS.format(*row, one.process.reason).rstrip())
+    found += [f"node {node[:8]} is drained" for node in status.drained_nodes]
+    return found

@@ -1,0 +1,246 @@
+"""The controller of a deployment: an actor that keeps the wanted number of replicas, and the gateway's list of them.
+
+    operator ──Deployment──▶ controller ──▶ replica actors ──▶ lightserve engine
+                                  └───────▶ gateway actor  ──▶ lightserve serve --engines_file
+
+It is not on the path of a request: while it is away, the gateway serves with the engines that it has. Ray restarts it,
+and it finds the actors again by their names.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from lightserve.ray import cluster
+from lightserve.ray.actors import GatewayActor, ReplicaActor
+from lightserve.ray.autoscaling import Autoscaler
+from lightserve.ray.messages import (
+    Deployment,
+    DeploymentStatus,
+    GatewayStatus,
+    Kept,
+    ProcessStatus,
+    ReplicaStatus,
+    pack,
+    unpack,
+)
+from lightserve.ray.placement import place
+from lightserve.ray.polled_actor import PolledActor
+from lightserve.ray.replica_changes import ReplicaView, next_changes
+from lightserve.utils.logger import init_logger
+
+logger = init_logger(__name__)
+
+TICK_S = 0.5
+STUCK_S = 10.0  # without a place, although Ray knew all that was free
+STARTING = ProcessStatus("starting")
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    name: str  # of its actor
+    version: int
+    polled: PolledActor
+    node: str = ""
+    process: ProcessStatus = field(default=STARTING)
+    is_draining: bool = False
+    must_leave: bool = False  # the operator has drained it
+    waits_since_s: float = 0.0  # for a node
+
+    @property
+    def short_name(self) -> str:
+        return self.name.rpartition("/")[2]
+
+
+class Controller:
+    def __init__(self, raw: bytes) -> None:
+        self._lock = threading.RLock()  # calls of Ray and the thread
+        self._deployment = unpack(raw, Deployment)
+        self._replicas: dict[str, _Replica] = {}
+        self._gateway_status = GatewayStatus(STARTING)
+        self._drained_nodes: set[str] = set()
+        self._is_ending = False
+        self._next_number = 0
+        self._find_actors(raw)
+        self._autoscaler = Autoscaler(self._deployment, len(self._replicas))
+        threading.Thread(target=self._run, name="controller", daemon=True).start()
+
+    # from operators
+
+    def apply(self, raw: bytes) -> None:
+        """Use another Deployment. Replicas with older flags are replaced one by one."""
+        with self._lock:
+            self._deployment = unpack(raw, Deployment)
+            self._autoscaler.change(self._deployment)
+
+    def deployment(self) -> bytes:
+        return pack(self._deployment)
+
+    def status(self) -> bytes:
+        with self._lock:
+            taking = set(self._gateway_status.taking)
+            replicas = [
+                ReplicaStatus(
+                    one.short_name, one.version, one.node, _shown(one), _address(one) in taking and not one.is_draining
+                )
+                for one in self._replicas.values()
+            ]
+            wanted = self._deployment
+            return pack(
+                DeploymentStatus(
+                    wanted.name,
+                    wanted.version,
+                    self._autoscaler.wanted,
+                    wanted.min_replicas,
+                    wanted.max_replicas,
+                    self._gateway_status,
+                    replicas,
+                    sorted(self._drained_nodes),
+                )
+            )
+
+    def drain(self, target: str) -> int:
+        """Replace a replica, or all replicas of a node, which gets no new ones. Returns how many."""
+        with self._lock:
+            by_name = [one for one in self._replicas.values() if one.short_name == target]
+            found_nodes = [node.id for node in cluster.nodes() if target in (node.id, node.id[: len(target)])]
+            if not by_name and len(found_nodes) != 1:
+                return -1
+            for replica in by_name:
+                replica.must_leave = True
+            if not by_name:
+                self._drained_nodes.add(found_nodes[0])
+            return len(by_name) or sum(one.node == found_nodes[0] for one in self._replicas.values())
+
+    def resume(self, node: str) -> bool:
+        """Use a drained node again."""
+        with self._lock:
+            found = [one for one in self._drained_nodes if one.startswith(node)]
+            self._drained_nodes.difference_update(found)
+            return bool(found)
+
+    def end(self) -> None:
+        """Drain the gateway, then end everything but this actor. ``status`` shows when nothing is left."""
+        with self._lock:
+            self._is_ending = True
+            self._gateway.actor.drain.remote()
+
+    # the loop
+
+    def _find_actors(self, raw: bytes) -> None:
+        """At the first start there are none. After a restart, the gateway's actor has kept what the last one knew."""
+        name = self._deployment.name
+        gateway = cluster.get_actor(f"{name}/gateway")
+        engines: dict[str, str] = {}
+        if gateway is not None:
+            kept = unpack(cluster.call(gateway.kept.remote()), Kept)
+            self._deployment, engines, self._drained_nodes = kept.deployment, kept.engines, set(kept.drained_nodes)
+        self._gateway = PolledActor(gateway or cluster.start_gateway(GatewayActor, name, raw))
+        for found in cluster.actor_names(f"{name}/replica-"):
+            actor = cluster.get_actor(found)
+            version, number = map(int, found.rpartition("-v")[2].split("."))
+            if actor is not None:
+                process = ProcessStatus("starting", engines.get(found, ""))
+                self._replicas[found] = _Replica(found, version, PolledActor(actor), process=process)
+                self._next_number = max(self._next_number, number + 1)
+
+    def _run(self) -> None:
+        while True:
+            begin_s = time.monotonic()
+            try:
+                with self._lock:
+                    self._tick(begin_s)
+            except Exception:  # of Ray, whose head may be away: the next tick tries again
+                logger.exception("the controller failed to look after its replicas")
+            time.sleep(TICK_S)
+
+    def _tick(self, now_s: float) -> None:
+        self._poll()
+        if self._is_ending:
+            self._end_step()
+            return
+        engines = {one.name: _address(one) for one in self._replicas.values() if _address(one)}
+        self._gateway.actor.use.remote(pack(Kept(self._deployment, engines, sorted(self._drained_nodes))))
+        self._remove_ended()
+        wanted = self._autoscaler.update(self._gateway_status.load, now_s)
+        self._change(wanted)
+
+    def _poll(self) -> None:
+        raw = self._gateway.poll()
+        if raw is not None:
+            self._gateway_status = unpack(raw, GatewayStatus)
+        for replica in self._replicas.values():
+            answer = replica.polled.poll()
+            if answer is not None:
+                replica.node, replica.process = answer[0], unpack(answer[1], ProcessStatus)
+                replica.is_draining |= replica.process.state in ("draining", "stopped")
+
+    def _remove_ended(self) -> None:
+        for replica in list(self._replicas.values()):
+            if replica.is_draining and (replica.process.state == "stopped" or replica.polled.is_lost):
+                cluster.end_replica(replica.name, replica.polled.actor)
+                del self._replicas[replica.name]
+                logger.info("%s has ended", replica.short_name)
+                for other in self._replicas.values():
+                    other.waits_since_s = time.monotonic()
+
+    def _change(self, wanted: int) -> None:
+        nodes = cluster.nodes(without=self._drained_nodes)
+        used = [one.node for one in self._replicas.values()]
+        taking = set(self._gateway_status.taking)
+        views = [self._view(one, taking) for one in self._replicas.values()]
+        has_room = place(nodes, self._deployment.bundle, 1, used) != [None]
+        changes = next_changes(views, wanted, has_room)
+        for node in place(nodes, self._deployment.bundle, changes.start, used):
+            if node is not None or not self._drained_nodes:  # Ray could choose a drained node
+                self._start(node)
+        for name in changes.drain:
+            self._replicas[name].is_draining = True
+            self._replicas[name].polled.actor.drain.remote()
+            logger.info("%s drains", self._replicas[name].short_name)
+
+    def _view(self, replica: _Replica, taking: set[str]) -> ReplicaView:
+        must_leave = replica.must_leave or replica.node in self._drained_nodes
+        is_current = replica.version == self._deployment.version and not must_leave
+        is_late = not replica.node and time.monotonic() - replica.waits_since_s > STUCK_S
+        is_stuck = is_late and not cluster.is_placed(replica.name)
+        return ReplicaView(replica.name, is_current, _address(replica) in taking, replica.is_draining, is_stuck)
+
+    def _start(self, node: str | None) -> None:
+        deployment = self._deployment
+        name = f"{deployment.name}/replica-v{deployment.version}.{self._next_number}"
+        self._next_number += 1
+        actor = cluster.start_replica(ReplicaActor, name, pack(deployment), deployment.bundle, node)
+        self._replicas[name] = _Replica(name, deployment.version, PolledActor(actor), waits_since_s=time.monotonic())
+        logger.info("%s starts", name)
+
+    def _end_step(self) -> None:
+        """Replicas end after the gateway: it finishes its requests."""
+        if self._gateway_status.process.state != "stopped" and not self._gateway.is_lost:
+            return
+        for replica in self._replicas.values():
+            cluster.end_replica(replica.name, replica.polled.actor)
+        self._replicas.clear()
+
+
+def _address(replica: _Replica) -> str:
+    """Where its engine listens. A lost one may still serve: the gateway itself knows better than Ray."""
+    return replica.process.address if replica.process.state != "stopped" else ""
+
+
+def _shown(replica: _Replica) -> ProcessStatus:
+    if replica.polled.is_lost:
+        return msgspec.structs.replace(replica.process, state="lost", reason="Ray restarts it")
+    return replica.process
+
+
+def new_version(old: Deployment, new: Deployment) -> Deployment:
+    """Keeps the keys. The version changes with what replicas are made of."""
+    same: tuple[Any, Any] = (old.engine_flags, old.bundle)
+    is_same = same == (new.engine_flags, new.bundle)
+    return msgspec.structs.replace(new, keys=old.keys, version=old.version if is_same else old.version + 1)

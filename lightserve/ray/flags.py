@@ -1,0 +1,92 @@
+"""The flags of ``lightserve deploy``: its own, those of engines and those of the gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+import msgspec
+
+from lightserve.config import ServerConfig
+from lightserve.errors import OptionError
+from lightserve.ray.messages import Deployment
+from lightserve.ray.placement import Node
+from lightserve.server.cluster_checks import ENGINE_HTTP, GATEWAY_LAUNCH, GATEWAY_ROUTER, GATEWAY_WORKER
+from lightserve.server.keys import with_keys
+
+OF_DEPLOY = ("dp", "engines", "engines_file", "listen", "cluster_keys")
+KEY_FILES = ("api_key_file", "admin_key_file")  # their keys go to the gateway's node, not the files
+
+
+def parse_replicas(text: str) -> tuple[int, int]:
+    """``3`` or ``MIN:MAX``."""
+    parts = text.split(":")
+    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
+        raise OptionError(f"replicas={text!r}: must be a number, or MIN:MAX as 2:8")
+    least, most = int(parts[0]), int(parts[-1])
+    if not 1 <= least <= most:
+        raise OptionError(f"replicas={text!r}: must be at least 1, and MIN not above MAX")
+    return least, most
+
+
+def engine_flags(config: ServerConfig) -> dict[str, Any]:
+    return {**_set(config.worker), **_set(config.router), **_set(config.launch), **_set(config.http, ENGINE_HTTP)}
+
+
+def gateway_flags(config: ServerConfig) -> dict[str, Any]:
+    """With the API keys of this machine's files and environment."""
+    http = {name: value for name, value in _set(with_keys(config).http).items() if name not in KEY_FILES}
+    return {
+        **http,
+        **_set(config.worker, GATEWAY_WORKER),
+        **_set(config.router, GATEWAY_ROUTER),
+        **_set(config.launch, GATEWAY_LAUNCH),
+        **_set(config.cluster, ("cluster_policy",)),
+    }
+
+
+def _set(part: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """The options that differ from their defaults, of ``names`` only."""
+    found = {}
+    for field in fields(part):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        value = getattr(part, field.name)
+        if value != default and (names is None or field.name in names):
+            found[field.name] = value
+    return found
+
+
+def check(config: ServerConfig) -> None:
+    for name in OF_DEPLOY:
+        if name in _set(config.cluster):
+            raise OptionError(f"{name}: not with lightserve deploy, which sets it; use --replicas")
+    if config.http.ssl_ca_certs is not None:
+        raise OptionError("ssl_ca_certs: lightserve deploy has no client certificate for the gateway's metrics")
+
+
+def bundle_of(config: ServerConfig, nodes: Sequence[Node], cpus: float | None) -> dict[str, float]:
+    """The resources of a replica. It computes on GPUs if the cluster has any and --device does not say cpu."""
+    ranks = config.worker.tp * getattr(config.worker, "pp", 1)
+    has_gpus = any(node.total.get("GPU") for node in nodes) and config.worker.device != "cpu"
+    if has_gpus:
+        return {"GPU": float(ranks), "CPU": 1.0 if cpus is None else cpus}
+    return {"CPU": float(ranks) if cpus is None else cpus}
+
+
+def make_deployment(config: ServerConfig, name: str, replicas: str) -> Deployment:
+    check(config)
+    if not name or "/" in name:
+        raise OptionError(f"name={name!r}: must not be empty and must not have a /")
+    least, most = parse_replicas(replicas)
+    return Deployment(name, 1, engine_flags(config), gateway_flags(config), {}, {}, least, most)
+
+
+def with_resources(deployment: Deployment, bundle: dict[str, float]) -> Deployment:
+    return msgspec.structs.replace(deployment, bundle=bundle)
+
+
+def with_scaling(deployment: Deployment, target_queue: float, scale_down_s: float) -> Deployment:
+    if target_queue <= 0 or scale_down_s < 0:
+        raise OptionError("target_queue must be above 0, and scale_down_s at least 0")
+    return msgspec.structs.replace(deployment, target_queue=target_queue, scale_down_s=scale_down_s)

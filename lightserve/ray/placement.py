@@ -1,0 +1,68 @@
+"""On which node each replica goes. Pure: ``lightserve deploy --dry_run`` and the controller ask the same function."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    id: str
+    name: str  # its address
+    free: Mapping[str, float]
+    total: Mapping[str, float]
+
+
+def place(nodes: Sequence[Node], bundle: Mapping[str, float], count: int, used: Iterable[str] = ()) -> list[str | None]:
+    """The node of each of ``count`` replicas; None: there is no room. ``used``: the nodes of those that run already.
+
+    Replicas are spread: a node that is lost takes as few of them as possible with it.
+    """
+    free = {node.id: dict(node.free) for node in nodes}
+    replicas = Counter(used)
+    found: list[str | None] = []
+    for _ in range(count):
+        fitting = [node.id for node in nodes if fits(bundle, free[node.id])]
+        if not fitting:
+            found.append(None)
+            continue
+        best = min(fitting, key=lambda one: (replicas[one], -_room(bundle, free[one])))
+        replicas[best] += 1
+        for resource, amount in bundle.items():
+            free[best][resource] -= amount
+        found.append(best)
+    return found
+
+
+def fits(bundle: Mapping[str, float], free: Mapping[str, float]) -> bool:
+    return all(free.get(resource, 0.0) >= amount for resource, amount in bundle.items())
+
+
+def _room(bundle: Mapping[str, float], free: Mapping[str, float]) -> float:
+    """How many such replicas would fit."""
+    return min((free.get(resource, 0.0) / amount for resource, amount in bundle.items() if amount), default=0.0)
+
+
+def why_no_room(nodes: Sequence[Node], bundle: Mapping[str, float]) -> str:
+    wanted = describe(bundle)
+    if any(fits(bundle, node.total) for node in nodes):
+        return f"no node has {wanted} free now"
+    most = {resource: max((node.total.get(resource, 0.0) for node in nodes), default=0.0) for resource in bundle}
+    return f"no node has {wanted}: a replica runs on one node, and the largest ones have {describe(most)}"
+
+
+def describe(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {resource}" for resource, amount in resources.items())
+
+
+def plan_lines(nodes: Sequence[Node], bundle: Mapping[str, float], count: int) -> list[str]:
+    """The placement, for people."""
+    names = {node.id: f"node {node.id[:8]} ({node.name})" for node in nodes}
+    found = place(nodes, bundle, count)
+    lines = [f"replica {index}: {names[node]}" for index, node in enumerate(found) if node is not None]
+    if missing := found.count(None):
+        replicas = "1 replica has" if missing == 1 else f"{missing} replicas have"
+        lines.append(f"{replicas} no place: {why_no_room(nodes, bundle)}")
+    return lines

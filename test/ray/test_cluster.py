@@ -1,0 +1,274 @@
+"""Replicas on three simulated Ray nodes: deploy, kill a replica, kill a node, and always the same text."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("ray", reason="the extra lightserve[ray] is not installed")
+
+import ray
+from ray import serve
+
+from lightserve.ray import app, cluster as ray_cluster
+from test.api.server import ServerProcess
+from test.api.test_dp import COMPLETE, bodies, expected, model, one
+from test.api.test_restart import Clients
+from test.cluster.tcp_cluster import free_port
+from test.ray.ray_nodes import CHANGE_S, RayNodes, is_up, ray_nodes, status, wait_serving
+from test.waiting import wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+__all__ = ["expected", "model", "one"]  # fixtures
+STREAMS, STREAMS_LONG = 30, 200
+FLAGS = ("--deterministic", "--max_total_token_num", "8192", "--port", "0", "--device", "cpu", "--drain_timeout", "300")
+NEW_FLAGS = (*FLAGS, "--running_max_req_size", "4")
+PREFIXES, PER_PREFIX, PREFIX_LEN, SUFFIX_LEN = 12, 12, 512, 8  # round_robin finds 82 % of one server's hits
+
+
+class Gateway(ServerProcess):
+    """The server at a URL, whose process belongs to Ray."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, ray_nodes(Path(folder), 3) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def deployed(nodes: RayNodes, model: Path) -> Iterator[Gateway]:
+    printed = nodes.run("deploy", str(model), "--replicas", "3", *FLAGS)
+    yield Gateway(printed.split()[0])
+    nodes.run("undeploy")
+    assert not ray_cluster.actor_names("lightserve/")
+
+
+@pytest.fixture
+def streams(request: pytest.FixtureRequest) -> int:
+    return STREAMS_LONG if request.config.getoption("--long") else STREAMS
+
+
+def ask_while(gateway: Gateway, streams: int, break_it: Callable[[], Any]) -> list[Any]:
+    """The answers to many requests at once. Something breaks in the middle of them."""
+    kinds = bodies()
+    with ThreadPoolExecutor(streams) as threads:
+        clients = Clients(gateway, threads)
+        asked = clients.ask([kinds[index % len(kinds)] for index in range(streams)])
+        wait_until(lambda: clients.events > 10 * streams, CHANGE_S)
+        break_it()
+        return [answer.result() for answer in asked]
+
+
+def repeated(expected: list[Any], count: int) -> list[Any]:
+    return [expected[index % len(expected)] for index in range(count)]
+
+
+def moved(gateway: Gateway) -> float:
+    return gateway.metrics()["dp_requests_moved_total"]
+
+
+def test_deploy_places_a_replica_on_each_node_and_all_serve_the_same_text(
+    nodes: RayNodes, deployed: Gateway, expected: list[Any], streams: int
+) -> None:
+    found = status()
+
+    assert len({one.node for one in found.replicas}) == 3
+    assert found.gateway.process.address == deployed.url
+    assert ask_while(deployed, streams, lambda: None) == repeated(expected, streams)
+    shown = nodes.run("status")
+    assert "3 of 3 replicas serve" in shown
+    assert shown.count(" serving ") == 3 + 1
+    wrong = nodes.run("deploy", "/no/such/model", "--name", "wrong", *FLAGS, code=2)
+    assert "the gateway does not start: exit code 2: lightserve: " in wrong
+    assert "no/such/model" in wrong
+    assert not ray_cluster.actor_names("wrong/")
+    assert "no deployment 'wrong'" in nodes.run("status", "--name", "wrong", code=2)
+
+
+def test_a_killed_replica_loses_no_stream_and_ray_restarts_it(
+    deployed: Gateway, expected: list[Any], streams: int
+) -> None:
+    before, (first, *_) = moved(deployed), status().replicas
+
+    def kill() -> None:
+        ray.kill(ray_cluster.get_actor(f"lightserve/{first.replica}"), no_restart=False)
+        wait_until(lambda: moved(deployed) > before)
+
+    found = ask_while(deployed, streams, kill)
+
+    assert found == repeated(expected, streams)
+    wait_until(lambda: status().replicas[0].process.address != first.process.address, CHANGE_S)
+    assert status().replicas[0].replica == first.replica
+    wait_serving(3)
+
+
+def test_a_killed_node_loses_no_stream_and_a_new_node_takes_its_replica(
+    nodes: RayNodes, deployed: Gateway, expected: list[Any], streams: int
+) -> None:
+    before, lost = moved(deployed), status().replicas[1]
+
+    def kill() -> None:
+        nodes.kill(lost.node)
+        wait_until(lambda: moved(deployed) > before)
+
+    found = ask_while(deployed, streams, kill)
+
+    assert found == repeated(expected, streams)
+    nodes.add()
+    wait_until(lambda: status().replicas[1].node not in ("", lost.node), CHANGE_S)
+    wait_serving(3)
+
+
+def prefix_hits(server: ServerProcess) -> float:
+    """The share of prompt tokens that were cached: several clients at once, each with a prefix of its own."""
+    choice = random.Random(5)
+    prefixes = [[choice.randrange(40) for _ in range(PREFIX_LEN)] for _ in range(PREFIXES)]
+    suffixes = [[choice.randrange(40) for _ in range(SUFFIX_LEN)] for _ in range(PER_PREFIX)]
+
+    def ask(prefix: list[int]) -> set[int]:
+        bodies = [{"prompt": prefix + suffix, "max_tokens": 8, "cache_salt": "hits"} for suffix in suffixes]
+        return {server.post(COMPLETE, body)[0] for body in bodies}
+
+    before = server.settled_metrics()
+    with ThreadPoolExecutor(PREFIXES) as threads:
+        assert set().union(*threads.map(ask, prefixes)) == {200}
+    after = server.settled_metrics()
+    hits, queries = (after[name] - before[name] for name in ("prefix_cache_hits_total", "prefix_cache_queries_total"))
+    return hits / queries
+
+
+def test_three_replicas_find_nearly_as_many_prefixes_cached_as_one_server(
+    deployed: Gateway, one: ServerProcess
+) -> None:
+    alone, together = prefix_hits(one), prefix_hits(deployed)
+
+    assert alone > 0.8
+    assert together >= 0.9 * alone
+
+
+def test_a_drained_node_loses_no_stream_and_gets_no_replica_until_it_is_used_again(
+    nodes: RayNodes, deployed: Gateway, expected: list[Any], streams: int
+) -> None:
+    before, drained = moved(deployed), status().replicas[0]
+
+    found = ask_while(deployed, streams, lambda: nodes.run("drain", drained.node[:12]))
+
+    assert found == repeated(expected, streams)
+    wait_serving(2)
+    assert moved(deployed) == before
+    assert "is drained" in nodes.run("status")
+    assert drained.node not in {replica.node for replica in status().replicas}
+    nodes.run("drain", drained.node, "--undo")
+    assert drained.node in {replica.node for replica in wait_serving(3).replicas}
+    assert "neither a replica nor" in nodes.run("drain", "zzz", code=2)
+
+
+def test_new_flags_replace_every_replica_and_no_stream_notices(
+    nodes: RayNodes, deployed: Gateway, model: Path, expected: list[Any], streams: int
+) -> None:
+    before, old = moved(deployed), {replica.replica for replica in status().replicas}
+
+    found = ask_while(deployed, streams, lambda: nodes.run("deploy", str(model), "--replicas", "3", *NEW_FLAGS))
+
+    assert found == repeated(expected, streams)
+    assert moved(deployed) == before
+    now = wait_serving(3)
+    assert now.version == 2
+    assert not old & {replica.replica for replica in now.replicas}
+    other = nodes.run("deploy", str(model), "--replicas", "3", *NEW_FLAGS, "--data_type", "bfloat16", code=2)
+    assert "data_type=None, not bfloat16: replicas of both cannot serve together" in other
+    other = nodes.run("deploy", str(model), "--replicas", "3", *NEW_FLAGS, "--no_web", code=2)
+    assert "no_web: these belong to the gateway" in other
+
+
+def test_a_killed_controller_finds_its_replicas_again(deployed: Gateway) -> None:
+    before, joined = status(), deployed.metrics()["dp_engine_restarts_total"]
+    controller: Any = ray_cluster.get_actor("lightserve/controller")
+
+    old = controllers()
+
+    ray.kill(controller, no_restart=False)
+    wait_until(lambda: bool(controllers()) and not old & controllers() and _answers(controller), CHANGE_S)
+
+    after = wait_serving(3)
+    assert after.version == before.version
+    assert {one.process.address for one in after.replicas} == {one.process.address for one in before.replicas}
+    assert is_up(deployed.url)
+    assert deployed.metrics()["dp_engine_restarts_total"] == joined
+
+
+def controllers() -> set[int]:
+    """Processes. Ray writes what an actor is into its command line."""
+    return {one.pid for one in psutil.process_iter() if "ray::Controller" in " ".join(one.cmdline() or [one.name()])}
+
+
+def _answers(actor: Any) -> bool:
+    try:
+        ray.get(actor.status.remote(), timeout=10)
+    except (ray.exceptions.RayError, TimeoutError):
+        return False
+    return True
+
+
+def test_replicas_come_with_the_load_and_go_without_it(nodes: RayNodes, deployed: Gateway, model: Path) -> None:
+    limits = ("--replicas", "1:3", "--target_queue", "1", "--scale_down_s", "1", "--wait_s", "0")
+    nodes.run("deploy", str(model), *limits, *NEW_FLAGS)
+    wait_serving(1)  # there is no load
+
+    def ask(seed: int) -> int:
+        body = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True, "seed": seed}
+        while not is_full.is_set():
+            code, answer = deployed.post(COMPLETE, body)
+            assert (code, answer["usage"]["completion_tokens"]) == (200, 200)
+        return 1
+
+    is_full = threading.Event()
+    with ThreadPoolExecutor(24) as threads:
+        asked = [threads.submit(ask, seed) for seed in range(24)]
+        try:
+            wait_serving(3)
+        finally:
+            is_full.set()
+        assert sum(one.result() for one in asked) == 24
+
+    wait_serving(1)
+
+
+def test_ray_serve_makes_a_deployment_and_ends_it(nodes: RayNodes, deployed: Gateway, model: Path) -> None:
+    """Its port shows the state, and sends clients to the gateway."""
+    flags = {"model_dir": str(model), "max_total_token_num": "2048", "port": "0", "device": "cpu", "name": "served"}
+    port = free_port()
+    serve.start(http_options={"port": port})
+    try:
+        serve.run(app(flags | {"replicas": "1"}), name="served")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/") as response:
+            found = json.load(response)
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models")
+        with urllib.request.urlopen(request) as response:  # urllib follows the redirect
+            url, listed = response.url, json.load(response)
+        assert [one["takes_requests"] for one in found["replicas"]] == [True]
+        assert url == found["gateway"]["process"]["address"] + "/v1/models"
+        assert url != deployed.url + "/v1/models"
+        assert listed["data"]
+    finally:
+        serve.shutdown()
+    wait_until(lambda: not ray_cluster.actor_names("served/"), CHANGE_S)

@@ -1,0 +1,150 @@
+"""What the controller decides, without Ray: where replicas go, which are replaced, how many there are."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lightserve.ray.autoscaling import Autoscaler, replicas_for
+from lightserve.ray.messages import Deployment, Load, pack, unpack
+from lightserve.ray.placement import Node, place, plan_lines
+from lightserve.ray.replica_changes import Changes, ReplicaView, next_changes
+
+GPU_NODE = {"GPU": 4.0, "CPU": 8.0}
+BUNDLE = {"GPU": 2.0, "CPU": 1.0}
+
+
+def node(name: str, **free: float) -> Node:
+    return Node(name, f"10.0.0.{name}", free, GPU_NODE)
+
+
+def view(name: str, *, is_old: bool = False, takes: bool = True, drains: bool = False) -> ReplicaView:
+    return ReplicaView(name, not is_old, takes, drains)
+
+
+def deployment(least: int = 1, most: int = 4) -> Deployment:
+    return Deployment("d", 1, {}, {}, {}, {"CPU": 1.0}, least, most, target_queue=4.0, scale_down_s=60.0)
+
+
+def test_replicas_are_spread_over_the_nodes_that_have_room() -> None:
+    nodes = [node("1", GPU=4, CPU=8), node("2", GPU=2, CPU=8), node("3", GPU=1, CPU=8), node("4", GPU=4, CPU=0)]
+
+    assert place(nodes, BUNDLE, 4) == ["1", "2", "1", None]
+    assert place(nodes, BUNDLE, 1, used=["1"]) == ["2"]
+    assert place([], BUNDLE, 1) == [None]
+
+
+def test_the_plan_says_why_a_replica_has_no_place() -> None:
+    busy = plan_lines([node("1", GPU=2, CPU=8)], BUNDLE, 2)
+    too_large = plan_lines([node("1", GPU=2, CPU=8)], {"GPU": 8.0, "CPU": 1.0}, 1)
+
+    assert busy == ["replica 0: node 1 (10.0.0.1)", "1 replica has no place: no node has 2 GPU, 1 CPU free now"]
+    assert too_large[0].endswith("a replica runs on one node, and the largest ones have 4 GPU, 8 CPU")
+
+
+def test_replicas_are_started_until_there_are_enough_and_drained_when_there_are_too_many() -> None:
+    three = [view("a"), view("b", takes=False), view("c")]
+
+    assert next_changes([], 3, True) == Changes(start=3)
+    assert next_changes([view("a"), view("b", drains=True)], 2, False) == Changes(start=1)
+    assert next_changes(three, 3, True) == Changes()
+    assert next_changes(three, 2, True) == Changes(drain=("b",))
+    assert next_changes(three, 1, True) == Changes(drain=("b", "c"))
+
+
+def test_a_successor_takes_requests_before_an_old_replica_is_drained_if_there_is_room() -> None:
+    old = [view("a", is_old=True), view("b", is_old=True)]
+
+    assert next_changes(old, 2, True) == Changes(start=1)
+    assert next_changes([*old, view("c", takes=False)], 2, True) == Changes()
+    assert next_changes([old[0], view("c", takes=False)], 2, True) == Changes()  # "c" may need that room
+    assert next_changes([*old, view("c")], 2, False) == Changes(drain=("a",))
+
+
+def test_without_room_one_old_replica_is_drained_at_a_time() -> None:
+    old = [view("a", is_old=True), view("b", is_old=True)]
+
+    assert next_changes(old, 2, False) == Changes(drain=("a",))
+    assert next_changes([view("a", is_old=True, drains=True), old[1]], 2, False) == Changes(start=1)
+    waiting = [view("a", is_old=True, drains=True), old[1], view("c", takes=False)]
+    assert next_changes(waiting, 2, False) == Changes()
+    assert next_changes([old[1], view("c")], 2, False) == Changes(drain=("b",))
+
+
+def test_a_successor_that_finds_no_place_gets_that_of_an_old_replica() -> None:
+    replicas = [view("a", is_old=True), view("b", is_old=True), ReplicaView("c", True, False, False, is_stuck=True)]
+
+    assert next_changes(replicas, 2, False) == Changes(drain=("a",))
+    assert next_changes([view("a", is_old=True, drains=True), *replicas[1:]], 2, False) == Changes()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_rolling_update_ends_with_new_replicas_only_and_keeps_all_but_one_serving(seed: int) -> None:
+    choice = random.Random(seed)
+    wanted, room = choice.randint(1, 4), choice.randint(0, 2)
+    replicas = [view(f"old{index}", is_old=True) for index in range(wanted)]
+    started = 0
+    for _ in range(200):
+        free = wanted + room - len(replicas)
+        changes = next_changes(replicas, wanted, free > 0)
+        replicas = [view(one.replica, is_old=not one.is_current, takes=one.takes_requests, drains=True)
+                    if one.replica in changes.drain else one for one in replicas]  # fmt: skip
+        for _ in range(changes.start):
+            replicas.append(view(f"new{started}", takes=False))
+            started += 1
+        assert sum(one.is_current and not one.takes_requests for one in replicas) <= 1  # they could take one place
+        placed = replicas[: wanted + room]  # others wait until Ray has room
+        for index, one in enumerate(replicas):
+            if one.is_current and not one.takes_requests and one in placed and choice.random() < 0.3:
+                replicas[index] = view(one.replica)
+        serving = sum(one.takes_requests and not one.is_draining for one in replicas)
+        assert serving >= wanted - 1
+        assert serving >= wanted or not room
+        if any(one.is_draining for one in replicas) and choice.random() < 0.3:
+            replicas.remove(next(one for one in replicas if one.is_draining))
+
+    assert [(one.is_current, one.takes_requests) for one in replicas] == [(True, True)] * wanted
+    assert started == wanted
+
+
+@pytest.mark.parametrize(
+    ("load", "replicas", "needed"),
+    [
+        (Load(), 3, 0),
+        (Load(running=2, waiting=0, kv_usage=0.1), 3, 1),
+        (Load(running=9, waiting=0, kv_usage=0.6), 3, 3),
+        (Load(running=9, waiting=3, kv_usage=0.1), 3, 3),
+        (Load(running=9, waiting=13, kv_usage=0.1), 3, 4),
+        (Load(running=9, waiting=400, kv_usage=0.1), 3, 6),
+        (Load(running=9, waiting=0, kv_usage=0.95), 3, 4),
+    ],
+)
+def test_the_load_decides_how_many_replicas_it_needs(load: Load, replicas: int, needed: int) -> None:
+    assert replicas_for(load, replicas, target_queue=4.0) == needed
+
+
+def test_replicas_are_added_at_once_and_removed_one_by_one_after_a_while() -> None:
+    scaler = Autoscaler(deployment(), running=0)
+    busy, idle = Load(running=8, waiting=20), Load()
+
+    assert [scaler.update(busy, now_s) for now_s in (0.0, 1.0, 2.0)] == [2, 4, 4]
+    assert scaler.update(idle, 10.0) == 4
+    assert scaler.update(idle, 69.0) == 4
+    assert scaler.update(Load(running=8, waiting=1), 69.5) == 4  # the time begins again
+    assert [scaler.update(idle, now_s) for now_s in (70.0, 129.0, 130.0, 131.0, 191.0)] == [4, 4, 3, 3, 2]
+    assert [scaler.update(idle, float(now_s)) for now_s in range(192, 400)][-1] == 1
+
+
+def test_new_limits_count_at_once() -> None:
+    scaler = Autoscaler(deployment(1, 4), running=2)
+    scaler.change(deployment(3, 5))
+    assert scaler.wanted == 3
+    scaler.change(deployment(1, 2))
+    assert scaler.wanted == 2
+
+
+def test_a_deployment_is_the_same_after_its_way_through_ray() -> None:
+    sent = Deployment("d", 2, {"tp": 2, "model_dir": "m"}, {"api_key": ["k"]}, {"a": b"\xff"}, {"GPU": 2.0}, 1, 2)
+
+    assert unpack(pack(sent), Deployment) == sent

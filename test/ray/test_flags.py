@@ -1,0 +1,113 @@
+"""The flags of lightserve deploy: each goes to the engines, to the gateway or to both."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightserve.cli.main import main
+from lightserve.errors import OptionError
+from lightserve.ray.flags import bundle_of, make_deployment, parse_replicas
+from lightserve.ray.kept_process import KeptProcess
+from lightserve.ray.node_folder import make_folder, write_flags
+from lightserve.ray.placement import Node
+from lightserve.server.args import parse_server
+from test.waiting import wait_until
+
+GPUS = [Node("1", "a", {}, {"GPU": 8.0, "CPU": 16.0})]
+CPUS = [Node("1", "a", {}, {"CPU": 16.0})]
+
+
+def test_each_flag_goes_where_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTSERVE_API_KEY", "from the environment")
+    (tmp_path / "keys").write_text("in a file\n")
+    flags = ["m", "--tp=2", "--port=80", f"--api_key_file={tmp_path / 'keys'}", "--max_queue_size=9", "--no_web"]
+    made = make_deployment(parse_server([*flags, "--cluster_policy=session", "--drain_timeout=5"]), "d", "2:8")
+
+    assert made.engine_flags == {"model_dir": "m", "tp": 2, "max_queue_size": 9, "drain_timeout": 5.0}
+    assert made.gateway_flags == {
+        "model_dir": "m",
+        "port": 80,
+        "api_key": ["in a file", "from the environment"],
+        "no_web": True,
+        "max_queue_size": 9,
+        "drain_timeout": 5.0,
+        "cluster_policy": "session",
+    }
+    assert (made.min_replicas, made.max_replicas) == (2, 8)
+
+
+def test_flags_come_back_from_the_file_that_a_process_reads(tmp_path: Path) -> None:
+    flags = ["m", "--tp=2", "--eos_id", "3", "4", "--mem_fraction=0.5", "--quantization=int8", "--deterministic"]
+    made = make_deployment(parse_server(flags), "d", "1")
+    write_flags(tmp_path / "flags", made.engine_flags)
+
+    read = parse_server([f"--config={tmp_path / 'flags'}"])
+
+    assert read.worker == parse_server(flags).worker
+    assert (tmp_path / "flags").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("text", ["", "0", "3:2", "a", "1:2:3", "-1", ":2"])
+def test_wrong_numbers_of_replicas_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=r"^replicas="):
+        parse_replicas(text)
+
+
+def test_what_deploy_sets_itself_is_refused() -> None:
+    for flags, name in ((["--dp=2"], "dp"), (["--cluster_keys=k", "--listen=tcp://a:1"], "listen")):
+        with pytest.raises(OptionError, match=f"^{name}: not with lightserve deploy"):
+            make_deployment(parse_server(flags), "d", "1")
+    with pytest.raises(OptionError, match=r"^name='a/b'"):
+        make_deployment(parse_server([]), "a/b", "1")
+
+
+def test_a_replica_takes_a_gpu_for_each_rank_or_cpus_where_there_are_none() -> None:
+    two = parse_server(["--tp=2"])
+
+    assert bundle_of(two, GPUS, None) == {"GPU": 2.0, "CPU": 1.0}
+    assert bundle_of(two, GPUS, 4.0) == {"GPU": 2.0, "CPU": 4.0}
+    assert bundle_of(two, CPUS, None) == {"CPU": 2.0}
+    assert bundle_of(parse_server(["--device=cpu"]), GPUS, None) == {"CPU": 1.0}
+
+
+def test_a_command_without_ray_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in [one for one in sys.modules if one in ("lightserve.ray.cluster", "lightserve.ray.client")]:
+        monkeypatch.delitem(sys.modules, name)
+
+    assert main(["status"]) == 2
+    assert "this command needs Ray; install it with: pip install 'lightserve[ray]'" in capsys.readouterr().err
+
+
+def test_a_process_that_fails_is_started_again_until_it_is_drained() -> None:
+    kept = KeptProcess(lambda: ["engine", "/no/model"])  # without --listen
+
+    wait_until(lambda: kept.status().restarts > 0)
+    found = kept.status()
+    kept.drain()
+
+    assert found.exit_code == 2
+    assert "--listen is missing" in kept.status().reason
+    assert kept.wait(30.0)
+    assert kept.status().state == "stopped"
+
+
+def test_folders_of_processes_that_were_killed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / f"lightserve-ray-{2**22 + 1}-x"  # no process has such a number
+    left.mkdir()
+    (left / "engine.secret").write_text("key")
+
+    own = make_folder()
+
+    assert not left.exists()
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert make_folder() != own
+    assert own.exists()
+    assert own.name.startswith(f"lightserve-ray-{os.getpid()}-")
