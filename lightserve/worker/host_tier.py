@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,8 +51,9 @@ class HostTier:
 
     @torch.inference_mode()
     def store(self, command: KvStore) -> None:
-        for number, slots in zip(int32s(command.blocks).tolist(), self._by_block(command.slots), strict=True):
-            self._copies.down(self._kv[number], partial(self._kv.gather, slots))
+        slots = self._by_block(command.slots)
+        hosts = [self._kv[number] for number in int32s(command.blocks).tolist()]
+        self._copies.down(hosts, lambda part, blocks: self._kv.gather(slots[part], blocks))
         with self._has_changed:
             self._last_store = command.store_id
             self._has_changed.notify_all()
@@ -63,7 +62,7 @@ class HostTier:
     def start_load(self, command: KvLoad) -> None:
         hosts = [self._kv[number] for number in int32s(command.blocks).tolist()]
         slots = self._by_block(command.slots)
-        load = self._copies.up(hosts, lambda i, block: self._kv.scatter(block, slots[i]))
+        load = self._copies.up(hosts, lambda part, blocks: self._kv.scatter(blocks, slots[part]))
         with self._has_changed:
             self._loads[command.load_id] = load
             self._has_changed.notify_all()
@@ -79,8 +78,8 @@ class HostTier:
             logger.warning("KV cannot be loaded from host memory: %s", error)
             return KvLoaded(0.0, is_valid=False)
 
-    def _by_block(self, slots: Int32s) -> Sequence[Tensor]:
-        return to_device(int32s(slots), self._device).long().view(-1, BLOCK_TOKENS).unbind()
+    def _by_block(self, slots: Int32s) -> Tensor:
+        return to_device(int32s(slots), self._device).long().view(-1, BLOCK_TOKENS)
 
 
 def make_host_tier(

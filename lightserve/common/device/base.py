@@ -28,20 +28,24 @@ class HostCopy(Protocol):
         """Wait for the copies, and return them."""
 
 
+CopyPart = Callable[[slice, Tensor], None]  # which of the tensors in host memory, and so many on the device
+
+
 class SideCopies(Protocol):
     """Copies between device and host memory, beside the steps. Copies down and up happen in the order of the calls."""
 
-    def down(self, host: Tensor, gather: Callable[[Tensor], None]) -> None:
-        """Copy what ``gather`` writes into a tensor like ``host`` on the device. It reads before the next step writes.
+    def down(self, hosts: Sequence[Tensor], gather: CopyPart) -> None:
+        """Copy what ``gather`` writes for some of ``hosts``, which are of one shape, into one tensor on the device.
 
-        The content of ``host`` is there for ``up``, and for the host itself after ``finish_down``.
+        It reads before the next step writes. The content of ``hosts`` is there for ``up``, and for the host itself
+        after ``finish_down``.
         """
 
     def finish_down(self) -> None:
         """Wait until the content of all copies down so far is in host memory. From any thread."""
 
-    def up(self, hosts: Sequence[Tensor], scatter: Callable[[int, Tensor], None]) -> Future[float]:
-        """Call ``scatter`` with the number of each of ``hosts`` and its copy on the device, after the steps so far.
+    def up(self, hosts: Sequence[Tensor], scatter: CopyPart) -> Future[float]:
+        """Call ``scatter`` with copies of some of ``hosts`` on the device until it has had all, after the steps so far.
 
         The result is the time in seconds that it took, when it is done.
         """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.device.base import Device
+from lightserve.common.device.base import CopyPart, Device
 from lightserve.common.device.profile import Profile
 from lightserve.io_struct import StepLimits
 from lightserve.utils.memory import free_ram
@@ -102,19 +102,20 @@ class CpuSideCopies:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "kv-copies")
 
-    def down(self, host: Tensor, gather: Callable[[Tensor], None]) -> None:
-        gather(host)
+    def down(self, hosts: Sequence[Tensor], gather: CopyPart) -> None:
+        for i, host in enumerate(hosts):
+            gather(slice(i, i + 1), host[None])
 
     def finish_down(self) -> None:
         """Nothing to do: they are made at once."""
 
-    def up(self, hosts: Sequence[Tensor], scatter: Callable[[int, Tensor], None]) -> Future[float]:
+    def up(self, hosts: Sequence[Tensor], scatter: CopyPart) -> Future[float]:
         return self._thread.submit(self._copy, hosts, scatter)
 
     @staticmethod
     @torch.inference_mode()
-    def _copy(hosts: Sequence[Tensor], scatter: Callable[[int, Tensor], None]) -> float:
+    def _copy(hosts: Sequence[Tensor], scatter: CopyPart) -> float:
         begin = time.monotonic()
-        for number, host in enumerate(hosts):
-            scatter(number, host)
+        for i, host in enumerate(hosts):
+            scatter(slice(i, i + 1), host[None])
         return time.monotonic() - begin

@@ -1,16 +1,19 @@
-"""Copies between a GPU and pinned host memory on a stream of their own, beside the steps."""
+"""Copies between a GPU and pinned host memory on streams of their own, beside the steps."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
-RING_BYTES = 2**30  # of the GPU's memory, and
-RING_SHARE = 1 / 128  # of all of it: blocks that wait for their copy down. Steps wait if there are more
+from lightserve.common.device.base import CopyPart
+
+BATCH_BYTES = 2**27  # gathered or scattered at once: a launch for every block would take longer than its copy
+RING = 8  # batches whose copy down may be under way; steps wait for the oldest if there are more
+RING_SHARE = 1 / 128  # of the GPU's memory, at most
 
 
 class CudaSideCopies:
@@ -27,49 +30,60 @@ class CudaSideCopies:
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(1, "kv-copies")
         self._ring: list[tuple[Tensor, torch.cuda.Event]] = []  # with an event: its data has left
-        self._num_down = 0
+        self._num_batches = 0  # that went down
         self._arrived: dict[int, torch.cuda.Event] = {}  # in host memory, by its address
+        total = torch.cuda.get_device_properties(device).total_memory
+        self._batch_bytes = min(BATCH_BYTES, int(total * RING_SHARE) // RING)
 
-    def down(self, host: Tensor, gather: Callable[[Tensor], None]) -> None:
-        place, has_left = self._place(host)
+    def down(self, hosts: Sequence[Tensor], gather: CopyPart) -> None:
         steps = torch.cuda.current_stream(self._device)
-        steps.wait_event(has_left)
-        gather(place)
-        self._down.wait_stream(steps)
-        with torch.cuda.stream(self._down):
-            host.copy_(place, non_blocking=True)
-        has_left.record(self._down)
-        arrived = self._arrived.setdefault(host.data_ptr(), torch.cuda.Event())  # type: ignore[no-untyped-call]
-        arrived.record(self._down)
+        for part in self._parts(hosts):
+            place, has_left = self._place(hosts[0])
+            steps.wait_event(has_left)
+            gather(part, place[: part.stop - part.start])
+            self._down.wait_stream(steps)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._down):
+                for host, block in zip(hosts[part], place, strict=False):
+                    host.copy_(block, non_blocking=True)
+                    self._arrived[host.data_ptr()] = arrived
+            has_left.record(self._down)
+            arrived.record(self._down)
 
     def finish_down(self) -> None:
         self._down.synchronize()
 
-    def up(self, hosts: Sequence[Tensor], scatter: Callable[[int, Tensor], None]) -> Future[float]:
+    def up(self, hosts: Sequence[Tensor], scatter: CopyPart) -> Future[float]:
         launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
         launched.record(torch.cuda.current_stream(self._device))
-        arrived = [self._arrived[host.data_ptr()] for host in hosts if host.data_ptr() in self._arrived]
+        arrived = {self._arrived[host.data_ptr()] for host in hosts if host.data_ptr() in self._arrived}
         return self._thread.submit(self._copy, [launched, *arrived], hosts, scatter)
 
+    def _parts(self, hosts: Sequence[Tensor]) -> Iterator[slice]:
+        size = self._batch_size(hosts[0]) if hosts else 1
+        return (slice(begin, min(begin + size, len(hosts))) for begin in range(0, len(hosts), size))
+
+    def _batch_size(self, host: Tensor) -> int:
+        return max(self._batch_bytes // host.nbytes, 1)
+
     def _place(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        total = torch.cuda.get_device_properties(self._device).total_memory
-        most = max(int(min(RING_BYTES, total * RING_SHARE)) // host.nbytes, 2)
-        if len(self._ring) < most:
-            self._ring.append((torch.empty_like(host, device=self._device), torch.cuda.Event()))  # type: ignore[no-untyped-call]
-            return self._ring[-1]
-        self._num_down += 1
-        return self._ring[(self._num_down - 1) % len(self._ring)]
+        if len(self._ring) < RING:
+            place = host.new_empty((self._batch_size(host), *host.shape), device=self._device)
+            self._ring.append((place, torch.cuda.Event()))  # type: ignore[no-untyped-call]
+        self._num_batches += 1
+        return self._ring[(self._num_batches - 1) % RING]
 
     @torch.inference_mode()
-    def _copy(
-        self, before: Sequence[torch.cuda.Event], hosts: Sequence[Tensor], scatter: Callable[[int, Tensor], None]
-    ) -> float:
+    def _copy(self, before: Sequence[torch.cuda.Event], hosts: Sequence[Tensor], scatter: CopyPart) -> float:
         torch.cuda.set_device(self._device)
         for event in before:
             event.synchronize()  # else the time would be that of the steps before, too
         begin = time.monotonic()
         with torch.cuda.stream(self._up):
-            for number, host in enumerate(hosts):
-                scatter(number, host.to(self._device, non_blocking=True))
+            for part in self._parts(hosts):
+                blocks = hosts[0].new_empty((part.stop - part.start, *hosts[0].shape), device=self._device)
+                for host, block in zip(hosts[part], blocks, strict=True):
+                    block.copy_(host, non_blocking=True)
+                scatter(part, blocks)
         self._up.synchronize()
         return time.monotonic() - begin

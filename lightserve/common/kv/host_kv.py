@@ -24,10 +24,11 @@ class Section(NamedTuple):
     begin: int  # bytes
     end: int
 
-    def of(self, block: Tensor, tokens: int) -> Tensor:
-        """Its view of a block: [layers, tokens, words]."""
+    def of(self, blocks: Tensor, tokens: int) -> Tensor:
+        """Its view of blocks ``[n, bytes]``: [layers, n, tokens, words]."""
         layers, _, words = self.cache.shape
-        return block[self.begin : self.end].view(self.cache.dtype).view(layers, tokens, words)
+        own = blocks[:, self.begin : self.end].view(self.cache.dtype)
+        return own.view(len(blocks), layers, tokens, words).transpose(0, 1)
 
 
 def _words(buffer: Tensor) -> Tensor:
@@ -72,15 +73,16 @@ class HostKv:
     def __getitem__(self, number: int) -> Tensor:
         return self._blocks[number]
 
-    def gather(self, slots: Tensor, block: Tensor) -> None:
-        """Copy the KV of these tokens into a block, which is on the device of the pool."""
+    def gather(self, slots: Tensor, blocks: Tensor) -> None:
+        """Copy the KV of tokens ``[n, block_tokens]`` into blocks ``[n, bytes]`` on the device of the pool."""
         for section in self._sections:
-            torch.index_select(section.cache, 1, slots, out=section.of(block, len(slots)))
+            section.of(blocks, self.block_tokens).copy_(section.cache[:, slots])
 
-    def scatter(self, block: Tensor, slots: Tensor) -> None:
+    def scatter(self, blocks: Tensor, slots: Tensor) -> None:
         """The reverse."""
         for section in self._sections:
-            section.cache.index_copy_(1, slots, section.of(block, len(slots)))
+            own = section.of(blocks, self.block_tokens)
+            section.cache.index_copy_(1, slots.flatten(), own.flatten(1, 2))
 
     def _make_sections(self, memory: MemoryManager) -> list[Section]:
         sections: list[Section] = []
