@@ -107,6 +107,13 @@ def test_flags_count_before_the_device(flags: dict[str, float], long_s: float, m
     assert (limits.long_prompt_step_s, limits.max_step_s) == (long_s, max_s)
 
 
+def test_the_steps_of_a_pipeline_share_the_time_between_two_tokens() -> None:
+    worker, device = WorkerConfig(model_dir="m", pp=2), StepLimits(8192, 256, long_prompt_step_s=0.02)
+
+    assert make_limits(worker, RouterConfig(), device).long_prompt_step_s == 0.01
+    assert make_limits(worker, RouterConfig(itl_target_ms=50.0), device).max_step_s == 0.025
+
+
 LONG_PROMPTS = Load(fixed(10_000), fixed(150), 18, streams=6)
 
 

@@ -23,7 +23,10 @@ class SchedulerLimits:
 def make_limits(
     worker: WorkerConfig, router: RouterConfig, device: StepLimits, pooling: PoolingLimits | None = None
 ) -> SchedulerLimits:
-    """The operator's values. ``device`` has the defaults. Without a KV cache, texts are not computed in chunks."""
+    """The operator's values. ``device`` has the defaults. Without a KV cache, texts are not computed in chunks.
+
+    A stream of a pipeline gets a token from one step of ``pp``, so each of them may take a part of the time.
+    """
     batch_max_tokens = worker.batch_max_tokens or device.batch_max_tokens
     chunk_size = router.chunked_prefill_size or device.chunked_prefill_size or batch_max_tokens
     computes_whole_prompts = router.disable_chunked_prefill or (pooling is not None and not pooling.has_kv)
@@ -34,8 +37,8 @@ def make_limits(
         preferred_step_tokens=device.preferred_step_tokens,
         num_stages=worker.pp,
         token_ratio=router.router_token_ratio,
-        long_prompt_step_s=_long_prompt_step_s(router, device),
-        max_step_s=None if router.itl_target_ms is None else router.itl_target_ms / 1000,
+        long_prompt_step_s=_long_prompt_step_s(router, device) / worker.pp,
+        max_step_s=None if router.itl_target_ms is None else router.itl_target_ms / 1000 / worker.pp,
     )
 
 
