@@ -1,4 +1,4 @@
-"""What steps of other models cost on several H200, reckoned from the measured cost of Llama-3-8B on one."""
+"""What steps of other models cost on several H200, estimated from the measured cost of Llama-3-8B on one."""
 
 from __future__ import annotations
 

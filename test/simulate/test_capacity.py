@@ -1,4 +1,4 @@
-"""How many cards a load needs, against what can be reckoned by hand."""
+"""How many cards a load needs, against what can be computed by hand."""
 
 from __future__ import annotations
 

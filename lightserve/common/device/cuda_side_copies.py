@@ -12,7 +12,7 @@ from torch import Tensor
 from lightserve.common.device.base import CopyPart
 
 BATCH_BYTES = 2**27  # gathered or scattered at once: a launch for every block would take longer than its copy
-RING = 8  # batches whose copy down may be under way; steps wait for the oldest if there are more
+RING = 8  # batches whose copy down has not ended; steps wait for the oldest if there are more
 RING_SHARE = 1 / 128  # of the GPU's memory, at most
 
 
