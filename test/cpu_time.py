@@ -19,5 +19,9 @@ def _once(work: Callable[[], object]) -> float:
 
 
 def growth(work: Callable[[int], object], size: int) -> float:
-    """How many times longer four times the work takes: about 4 if time is linear, about 16 if it is quadratic."""
-    return cpu_seconds(lambda: work(size)) / cpu_seconds(lambda: work(size // 4))
+    """How many times longer four times the work takes: about 4 if time is linear, about 16 if it is quadratic.
+
+    Both are measured in turn: a neighbour that slows the caches down for a while then slows both.
+    """
+    pairs = [(_once(lambda: work(size)), _once(lambda: work(size // 4))) for _ in range(REPEATS + 2)]
+    return min(whole for whole, _ in pairs) / min(quarter for _, quarter in pairs)

@@ -36,7 +36,7 @@ def test_kernels_are_compiled_and_not_launched() -> None:
     assert found["compiled"] == 2  # widths that are multiples of 16 share one
     assert found["zero"]
     assert found["entered"] >= 1
-    assert found["stderr"].startswith("kernels: 100 % of 2 in ")
+    assert found["stderr"].splitlines()[-1].startswith("kernels: 100 % of 2 in ")  # a slow machine shows 50 % too
 
 
 @pytest.mark.slow

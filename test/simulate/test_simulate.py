@@ -169,7 +169,8 @@ def test_the_legend_has_every_column() -> None:
 def test_plots_without_matplotlib_say_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    for name in ("matplotlib", "matplotlib.figure"):  # as if it were not installed
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(sys, "argv", ["simulate", "--plots", str(tmp_path)])
 
     with pytest.raises(SystemExit):
