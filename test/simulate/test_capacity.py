@@ -67,7 +67,7 @@ def test_the_command_prints_and_plots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "plots" / "cards.png"
-    flags = f"--shape llama3-70b --tp 1 8 --rate 0.25 --itl_ms 60 --seconds 4 --plot {picture}"
+    flags = f"--shape llama3-70b --tp 1 8 --rate 0.25 --itl_ms 60 --seconds 1 --plot {picture}"
     monkeypatch.setattr(sys, "argv", ["capacity", *flags.split()])
     monkeypatch.setattr(capacity, "PRECISION", 4.0)
     monkeypatch.setattr(capacity, "MIN_RATE", 1.0)
