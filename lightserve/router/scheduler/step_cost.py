@@ -20,7 +20,7 @@ class StepCost:
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._products = np.eye(2) * RIDGE  # of the observed tokens and pairs
+        self._products = np.zeros((2, 2))  # of the observed tokens and pairs
         self._with_seconds = np.zeros(2)  # the same, times seconds
         self._cost: npt.NDArray[np.float64] | None = None  # seconds for a unit of tokens and of pairs
 
