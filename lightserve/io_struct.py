@@ -444,6 +444,7 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     embeddings: list[Embedding] = []
     plain_req_ids: Int64s = NO_INT64
     plain_token_ids: Int32s = NO_INT32
+    launch_s: float = 0.0  # how long the worker took to launch it
 
     @property
     def tokens(self) -> list[TokenOut]:

@@ -25,6 +25,7 @@ class InFlightStep(NamedTuple):
     kind: StepKind
     result: asyncio.Future[StepResult]
     prompt_tokens: int  # in chunks of prompts
+    sending_s: float  # how long planning and sending took
 
 
 class StepLoop:
@@ -135,7 +136,8 @@ class StepLoop:
         result = self._model.run(step)
         result.add_done_callback(lambda _: self.wake())
         prompt_tokens = count - len(step.decode_ids)
-        self._in_flight.append(InFlightStep(now, kind_of(count, step.num_rows), result, prompt_tokens))
+        sending_s = time.monotonic() - now
+        self._in_flight.append(InFlightStep(now, kind_of(count, step.num_rows), result, prompt_tokens, sending_s))
         self._reporter.metrics.step(count)
         for load in step.loads:
             self._model.wait_for_load(load.load_id).add_done_callback(partial(self._on_loaded, load.load_id))
@@ -159,7 +161,9 @@ class StepLoop:
             self._scheduler.tiers.gate.observe_step(first.prompt_tokens, seconds)
         for timeline, tokens in self._scheduler.complete_step(seconds):
             timeline.prefill(first.sent_s, now, tokens)
-        self._reporter.report(first.result.result())
+        result = first.result.result()
+        self.pacer.record_lead(first.kind, first.sending_s + result.launch_s)
+        self._reporter.report(result)
         if self.recorder is not None:
             self._record(self.recorder, first, now)
         return True

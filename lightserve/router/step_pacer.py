@@ -11,6 +11,9 @@ from collections import deque
 
 MARGIN = 0.1  # share of a step's duration: it may be shorter than earlier steps of its kind
 MAX_RECENT = 8  # durations that are kept of a kind of step; the shortest counts
+MAX_RECENT_LEADS = 20  # leads that are kept of a kind of step
+LEAD_SHARE = 0.9  # of the recent leads are not longer than the one that counts
+TRANSIT_S = 0.3e-3  # part of a lead that nobody measures: the step's way to the worker
 
 StepKind = tuple[bool, int]
 
@@ -23,8 +26,9 @@ def kind_of(tokens: int, requests: int) -> StepKind:
 
 class StepPacer:
     def __init__(self, lead_s: float) -> None:
-        """``lead_s``: the time that planning, sending and launching a step takes."""
+        """``lead_s``: how long planning, sending and launching a step takes, until it was measured; 0: it has no lead."""
         self._lead_s = lead_s
+        self._recent_leads_s: dict[StepKind, deque[float]] = {}
         self._recent_s: dict[StepKind, deque[float]] = {}  # durations
         self._last_end_s = 0.0
 
@@ -33,7 +37,7 @@ class StepPacer:
         recent_s = self._recent_s.get(kind)
         if not recent_s:
             return 0.0
-        return max(sent_s, self._last_end_s) + min(recent_s) * (1 - MARGIN) - self._lead_s
+        return max(sent_s, self._last_end_s) + min(recent_s) * (1 - MARGIN) - self._lead_of(kind)
 
     def record(self, kind: StepKind, sent_s: float, end_s: float) -> float:
         """A step ended. Returns how long it ran: since it was sent, or since the step before it ended."""
@@ -41,3 +45,15 @@ class StepPacer:
         self._recent_s.setdefault(kind, deque(maxlen=MAX_RECENT)).append(seconds)
         self._last_end_s = end_s
         return seconds
+
+    def record_lead(self, kind: StepKind, lead_s: float) -> None:
+        """Planning, sending and launching a step took so long, its way to the worker excluded."""
+        if self._lead_s:
+            self._recent_leads_s.setdefault(kind, deque(maxlen=MAX_RECENT_LEADS)).append(lead_s + TRANSIT_S)
+
+    def _lead_of(self, kind: StepKind) -> float:
+        """The step after one of this kind is probably of this kind, too."""
+        recent_s = self._recent_leads_s.get(kind, ())
+        if len(recent_s) < MAX_RECENT_LEADS:
+            return self._lead_s
+        return sorted(recent_s)[int(LEAD_SHARE * MAX_RECENT_LEADS) - 1]

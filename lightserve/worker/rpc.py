@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+import msgspec
 import rpyc
 from rpyc.core import Channel, SocketStream
 
@@ -74,9 +76,11 @@ class ModelRpc(rpyc.Service):  # type: ignore[misc]  # rpyc is untyped
 
     def exposed_run(self, command: bytes) -> bytes:
         try:
+            began_s = time.monotonic()
             collect = self.launch(decode_step(command))
+            launch_s = time.monotonic() - began_s
             self._let_others_launch()
-            return encode(collect())
+            return encode(msgspec.structs.replace(collect(), launch_s=launch_s))
         except BaseException as error:  # this process reports it; rpyc would raise it in the router
             self.failure = self.failure or error
             self._connection.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightserve.router.step_pacer import MARGIN, MAX_RECENT, StepPacer, kind_of
+from lightserve.router.step_pacer import MARGIN, MAX_RECENT, MAX_RECENT_LEADS, TRANSIT_S, StepPacer, kind_of
 
 LEAD_S = 3e-3
 DECODES, PROMPTS = kind_of(tokens=3, requests=3), kind_of(tokens=401, requests=2)
@@ -40,3 +40,33 @@ def test_the_shortest_recent_duration_counts() -> None:
             assert pacer.send_at(DECODES, 20.0) == pytest.approx(20.0 + due_s(0.01))
 
     assert pacer.send_at(DECODES, 20.0) == pytest.approx(20.0 + due_s(0.03))
+
+
+def test_a_measured_lead_replaces_the_one_of_the_device() -> None:
+    pacer = StepPacer(LEAD_S)
+    pacer.record(DECODES, 1.0, 1.01)
+    pacer.record(PROMPTS, 1.01, 1.05)
+    for number in range(MAX_RECENT_LEADS):
+        assert pacer.send_at(DECODES, 2.0) == pytest.approx(2.0 + due_s(0.01))
+        pacer.record_lead(DECODES, 1e-3 if number else 0.5)  # one was held up
+
+    assert pacer.send_at(DECODES, 2.0) == pytest.approx(2.0 + 0.01 * (1 - MARGIN) - 1e-3 - TRANSIT_S)
+    assert pacer.send_at(PROMPTS, 2.0) == pytest.approx(2.0 + due_s(0.04)), "the lead of another kind of step"
+
+
+def test_a_lead_that_has_grown_is_noticed() -> None:
+    pacer = StepPacer(LEAD_S)
+    pacer.record(DECODES, 1.0, 1.05)
+    for lead_s in (*[1e-3] * MAX_RECENT_LEADS, *[8e-3] * 3):
+        pacer.record_lead(DECODES, lead_s)
+
+    assert pacer.send_at(DECODES, 2.0) == pytest.approx(2.0 + 0.05 * (1 - MARGIN) - 8e-3 - TRANSIT_S)
+
+
+def test_a_device_that_launches_nothing_ahead_has_no_lead() -> None:
+    pacer = StepPacer(0.0)
+    pacer.record(DECODES, 1.0, 1.01)
+    for _ in range(MAX_RECENT_LEADS):
+        pacer.record_lead(DECODES, 9e-3)  # launching is computing there
+
+    assert pacer.send_at(DECODES, 2.0) == pytest.approx(2.0 + 0.01 * (1 - MARGIN))
