@@ -73,12 +73,17 @@ class StepRows(NamedTuple):
     windowed_slots: Int32Array  # the same in the windowed pool; empty if there is none
     token_ids: Int32Array  # the same, if the router knows them; otherwise empty
 
-    def arranged(self, order: Sequence[int]) -> StepRows:
-        """In another order. Every request has one token."""
-        windowed_slots, token_ids = (
-            values[order] if len(values) else values for values in (self.windowed_slots, self.token_ids)
+    def arranged(self, first: Int64Array) -> StepRows:
+        """In another order: these requests, which have one token each, come before the others."""
+        is_other = np.ones(len(self.rows), dtype=bool)
+        is_other[first] = False
+        order = np.concatenate((first, np.flatnonzero(is_other)))
+        own = (np.cumsum(self.q_len) - self.q_len)[first]
+        tokens = np.concatenate((own, np.flatnonzero(np.repeat(is_other, self.q_len))))
+        slots, windowed_slots, token_ids = (
+            values[tokens] if len(values) else values for values in (self.slots, self.windowed_slots, self.token_ids)
         )
-        return StepRows(self.rows[order], self.q_len, self.slots[order], windowed_slots, token_ids)
+        return StepRows(self.rows[order], self.q_len[order], slots, windowed_slots, token_ids)
 
 
 class PromptTargets(NamedTuple):
@@ -287,7 +292,7 @@ class InferBatch:
             "seed": self.columns.seed[rows],
         }
         pack(columns, tokens, reqs, computed)
-        if groups:
+        if columns.groups is not None:  # the captured shape may have none
             columns.groups[: len(groups), : len(SharedRows._fields)] = groups
         if columns.lora_groups is not None:
             lora_slots = np.repeat(self.columns.lora_slot[rows], q_len)
@@ -362,15 +367,16 @@ class InferBatch:
                 self._prefixes.add(req, req.leading_slots)
 
     def _arrange(self, taken: StepRows) -> tuple[StepRows, list[SharedRows]]:
-        """The rows of a decode step, with requests that share a prefix next to each other, and their groups."""
-        if not self.shares_prefixes or len(taken.rows) < MIN_MEMBERS or (taken.q_len != 1).any():
-            return taken, []
-        if self._has_lora(taken.rows):
+        """The rows of a step, with decodes that share a prefix next to each other and in front, and their groups."""
+        if not self.shares_prefixes or not self._prefixes.may_have_groups or self._has_lora(taken.rows):
             return taken, []  # no captured step has both adapters and shared prefixes
-        order, groups = self._prefixes.arrange(self._reqs_at(taken.rows))
-        if len(taken.rows) < FEW_REQUESTS and sum(group.saved for group in groups) < MIN_SAVED_BY_FEW:
+        places = np.flatnonzero(taken.q_len == 1)
+        if len(places) < MIN_MEMBERS:
             return taken, []
-        return (taken.arranged(order), groups) if groups else (taken, groups)
+        order, groups = self._prefixes.arrange(self._reqs_at(taken.rows[places]))
+        if len(places) < FEW_REQUESTS and sum(group.saved for group in groups) < MIN_SAVED_BY_FEW:
+            return taken, []
+        return (taken.arranged(places[order]), groups) if groups else (taken, groups)
 
     def padding(self, shape: StepShape) -> np.ndarray:
         """The input of a step that computes only padding."""

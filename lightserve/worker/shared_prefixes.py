@@ -1,4 +1,4 @@
-"""Finds the requests of a decode step that begin with the same KV slots, so that attention reads those slots once.
+"""Finds the decodes of a step that begin with the same KV slots, so that attention reads those slots once.
 
 The prefix cache gives requests with a common prefix the same first slots, so a worker only has to compare slots. Sorted
 by their slots, requests that share a prefix are adjacent, and the common lengths of adjacent requests give the common
@@ -59,7 +59,13 @@ class SharedPrefixes(Generic[Key]):
         self._reqs: list[Key] = []
         self._keys: list[bytes] = []  # the slots of each, big-endian: bytes compare like the numbers
         self._common: list[int] = []  # how many slots each shares with the one before it
+        self._num_common = 0  # of those that share enough
         self._last: tuple[list[Key], Arrangement] | None = None
+
+    @property
+    def may_have_groups(self) -> bool:
+        """Whether enough requests share enough to form a group. It takes no time if none do."""
+        return self._num_common + 1 >= MIN_MEMBERS
 
     def add(self, req: Key, slots: np.ndarray) -> None:
         """``slots``: int32, of all tokens that other requests may share."""
@@ -69,9 +75,10 @@ class SharedPrefixes(Generic[Key]):
         at = bisect(self._keys, key)
         self._reqs.insert(at, req)
         self._keys.insert(at, key)
-        self._common.insert(at, self._common_before(at))
+        self._common.insert(at, 0)
+        self._set_common(at, self._common_before(at))
         if at + 1 < len(self._reqs):
-            self._common[at + 1] = self._common_before(at + 1)
+            self._set_common(at + 1, self._common_before(at + 1))
         self._last = None
 
     def discard(self, req: Key) -> None:
@@ -79,9 +86,11 @@ class SharedPrefixes(Generic[Key]):
             return
         at = self._reqs.index(req)
         del self._reqs[at], self._keys[at]
-        common = self._common.pop(at)
+        common = self._common[at]
+        self._set_common(at, 0)
+        del self._common[at]
         if at < len(self._reqs):
-            self._common[at] = min(common, self._common[at])
+            self._set_common(at, min(common, self._common[at]))
         self._last = None
 
     def arrange(self, reqs: list[Key]) -> Arrangement:
@@ -102,6 +111,10 @@ class SharedPrefixes(Generic[Key]):
                 common.append(int(least))
                 least = math.inf
         return _side_by_side(len(reqs), present, best_groups(common))
+
+    def _set_common(self, at: int, shared: int) -> None:
+        self._num_common += (shared >= MIN_SHARED) - (self._common[at] >= MIN_SHARED)
+        self._common[at] = shared
 
     def _common_before(self, at: int) -> int:
         if at == 0:

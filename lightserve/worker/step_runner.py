@@ -72,8 +72,11 @@ class StepRunner:
         """The captured shape to pad this one to, or this shape if there is none."""
         if self._graphs is None or self._ranges is None:
             return shape
-        larger = graph_shape_for(shape, self._ranges)
-        return shape if larger is None or larger not in self._graphs else larger
+        for wanted in (shape, shape._replace(has_shared=False)):  # a graph saves more than reading a prefix once
+            larger = graph_shape_for(wanted, self._ranges)
+            if larger is not None and larger in self._graphs:
+                return larger
+        return shape
 
     @torch.inference_mode()
     def run(
@@ -186,6 +189,8 @@ def graph_shapes(max_reqs: int, ranges: GraphRanges, shares_prefixes: bool = Tru
             is_launch_slow = requests > ranges.slow_launch_requests
             if requests < min(tokens, most + ranges.prefill_requests + 1) and (is_launch_bound or is_launch_slow):
                 yield StepShape(tokens, requests, has_decodes=True, has_prompts=True)
+                if shares_prefixes and tokens <= ranges.max_shared_tokens:
+                    yield StepShape(tokens, requests, has_decodes=True, has_prompts=True, has_shared=True)
 
 
 def graph_shape_for(shape: StepShape, ranges: GraphRanges) -> StepShape | None:
@@ -202,7 +207,7 @@ def graph_shape_for(shape: StepShape, ranges: GraphRanges) -> StepShape | None:
     if requests is None or requests >= ranges.tokens[-1]:
         return None
     tokens = max(tokens, _next_size(requests + 1, ranges.tokens) or tokens)
-    return StepShape(tokens, requests, has_decodes=True, has_prompts=True, lora_slots=shape.lora_slots)
+    return shape._replace(tokens=tokens, requests=requests, has_decodes=True)
 
 
 def _next_size(count: int, sizes: Sequence[int]) -> int | None:

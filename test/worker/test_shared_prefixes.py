@@ -170,19 +170,52 @@ def make_batch(**options: bool) -> InferBatch:
     return InferBatch(ReqManager(8, 40, torch.device("cpu")), 99, torch.device("cpu"), **options)
 
 
-def test_a_decode_step_names_its_groups_and_puts_their_rows_side_by_side() -> None:
+def chatting_batch() -> InferBatch:
+    """Requests 0 and 2 decode after the same 5 slots, and 1 after others; of request 3, which shares them, 3 are new."""
     batch = make_batch()
     batch.add(new(0, 6))
     batch.add(new(1, 6, [90]))
     batch.pack(Step([StepRow(0, [0, 1, 2, 3, 4, 5]), StepRow(1, [60, 61, 62, 63, 64])]), as_it_is)
     batch.add(new(2, 6, [0, 1, 2, 3, 4]))
+    batch.pack(Step([StepRow(2, [8])]), as_it_is)
     batch.add(new(3, 9, [0, 1, 2, 3, 4, 5]))
-    mixed = batch.pack(Step([StepRow(0, [6]), StepRow(1, [7]), StepRow(2, [8]), StepRow(3, [9, 10])]), as_it_is)
+    return batch
+
+
+def test_a_step_with_prompts_puts_the_decodes_of_groups_in_front() -> None:
+    batch = chatting_batch()
+    rows = [StepRow(1, [7]), StepRow(3, [9, 10]), StepRow(0, [6]), StepRow(2, [15])]
+    packed = batch.pack(Step(rows, token_ids=[11, 31, 32, 1, 21]), as_it_is)
+    columns = columns_of(packed.inputs, packed.shape)
+
+    assert packed.shape == StepShape(5, 4, has_decodes=True, has_prompts=True, has_shared=True)
+    assert [req.req_id for req in packed.reqs] == [0, 2, 1, 3]
+    assert columns.tokens["slot"].tolist() == [6, 15, 7, 9, 10]
+    assert columns.tokens["token_id"].tolist() == [1, 21, 11, 31, 32]
+    assert columns.tokens["position"].tolist() == [6, 6, 6, 6, 7]
+    assert columns.reqs["start"].tolist() == [0, 1, 2, 3]
+    assert columns.reqs["seq_len"].tolist() == [7, 7, 7, 8]
+    assert columns.groups.tolist() == [[0, 2, 5, 0], *[[0] * 4] * 7]
+
+
+def test_a_captured_step_without_groups_reads_every_prefix() -> None:
+    def without_groups(shape: StepShape) -> StepShape:
+        return StepShape(8, 6, has_decodes=True, has_prompts=True)
+
+    batch = chatting_batch()
+    packed = batch.pack(Step([StepRow(0, [6]), StepRow(2, [15]), StepRow(3, [9, 10])]), without_groups)
+
+    assert columns_of(packed.inputs, packed.shape).groups is None
+    assert columns_of(packed.inputs, packed.shape).tokens["slot"].tolist()[:4] == [6, 15, 9, 10]
+
+
+def test_a_decode_step_names_its_groups_and_puts_their_rows_side_by_side() -> None:
+    batch = chatting_batch()
+    batch.pack(Step([StepRow(0, [6]), StepRow(1, [7]), StepRow(3, [9, 10, 16])]), as_it_is)
 
     packed = batch.pack(Step([StepRow(1, [11]), StepRow(2, [12]), StepRow(0, [13]), StepRow(3, [14])]), as_it_is)
     columns = columns_of(packed.inputs, packed.shape)
 
-    assert not mixed.shape.has_shared
     assert packed.shape == StepShape(4, 4, has_decodes=True, has_prompts=False, has_shared=True)
     assert [req.req_id for req in packed.reqs] == [0, 3, 2, 1]
     assert columns.tokens["slot"].tolist() == [13, 14, 12, 11]
@@ -236,14 +269,19 @@ def test_a_batch_that_is_to_share_nothing_keeps_its_order() -> None:
     assert not packed.shape.has_shared
 
 
-def test_only_decode_steps_of_some_size_are_captured_for_groups() -> None:
+def test_steps_of_some_size_are_captured_for_groups() -> None:
     shared = [shape for shape in graph_shapes(100, H200_GRAPHS) if shape.has_shared]
+    mixed = [shape for shape in shared if shape.has_prompts]
 
-    assert {shape.requests for shape in shared} == {4, 8, 16, 24, 32, 48, 64, 96, 128}
-    assert not any(shape.has_prompts for shape in shared)
+    assert {shape.requests for shape in shared if shape not in mixed} == {4, 8, 16, 24, 32, 48, 64, 96, 128}
+    assert {shape.tokens for shape in mixed} == {64, 128, 256, 384, 512}
+    assert all(shape.has_decodes for shape in mixed)
     assert not any(shape.has_shared for shape in graph_shapes(100, H200_GRAPHS, shares_prefixes=False))
     assert graph_shape_for(StepShape(17, 17, True, False, has_shared=True), H200_GRAPHS) == StepShape(
         24, 24, True, False, has_shared=True
+    )
+    assert graph_shape_for(StepShape(200, 60, True, True, has_shared=True), H200_GRAPHS) == StepShape(
+        256, 72, True, True, has_shared=True
     )
 
 

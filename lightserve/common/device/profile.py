@@ -31,6 +31,7 @@ class GraphRanges:
     max_launch_bound_tokens: int  # larger steps compute for longer than Python takes to launch them
     slow_launch_requests: int  # with more requests launching is so slow that larger steps are captured too
     max_padding: int  # in tokens: computing so many takes no longer than a graph saves
+    max_shared_tokens: int  # of steps with prompts that are captured for shared prefixes too: larger ones save little
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ H200_GRAPHS = GraphRanges(
     max_launch_bound_tokens=1024,
     slow_launch_requests=128,
     max_padding=256,
+    max_shared_tokens=512,
 )
 H200 = Profile(
     name="NVIDIA H200",
@@ -113,6 +115,7 @@ def gpu_profile(name: str, multiprocessors: int, shared_bytes: int) -> Profile:
             graphs,
             tokens=tuple(sorted({*graphs.tokens[:2], *sizes})),  # the scheduler's sizes, and two for short prompts
             max_launch_bound_tokens=_rounded(graphs.max_launch_bound_tokens * share, TILE_TOKENS),
+            max_shared_tokens=_rounded(graphs.max_shared_tokens * share, TILE_TOKENS),
         ),
     )
 
