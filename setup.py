@@ -6,11 +6,16 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 CSRC = "lightserve/common/cpu_kernel/csrc"
-# For each machine: name, macro and compiler flags of the variant that is chosen if the CPU has its instructions
+NEON_DOT = ("neon_dot", "LS_HAS_NEON_DOT", ["-march=armv8.2-a+dotprod"])
+AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
+# For each machine: name, macro and compiler flags of the variants that are chosen if the CPU has their instructions
 VARIANTS = {
-    "aarch64": ("neon_dot", "LS_HAS_NEON_DOT", ["-march=armv8.2-a+dotprod"]),
-    "arm64": ("neon_dot", "LS_HAS_NEON_DOT", ["-march=armv8.2-a+dotprod"]),
-    "x86_64": ("avx2", "LS_HAS_AVX2", ["-mavx2", "-mfma", "-mf16c"]),
+    "aarch64": [NEON_DOT],
+    "arm64": [NEON_DOT],
+    "x86_64": [
+        ("avx2", "LS_HAS_AVX2", AVX2_FLAGS),
+        ("avx512_vnni", "LS_HAS_AVX512_VNNI", [*AVX2_FLAGS, "-mavx512f", "-mavx512vl", "-mavx512vnni"]),
+    ],
 }
 FLAGS = ["-O3", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=off", "-fno-schedule-insns"]
 
@@ -21,8 +26,7 @@ class BuildCpuKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         objects = self._compile("plain", ["variant.cpp"], [("LS_VARIANT", "plain")], [])
         macros = []
-        if platform.machine() in VARIANTS:
-            name, has_variant, flags = VARIANTS[platform.machine()]
+        for name, has_variant, flags in VARIANTS.get(platform.machine(), []):
             objects += self._compile(name, ["variant.cpp"], [("LS_VARIANT", name)], flags)
             macros.append((has_variant, "1"))
         objects += self._compile("common", ["api.cpp", "threads.cpp"], macros, [])

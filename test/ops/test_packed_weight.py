@@ -44,14 +44,13 @@ def multiply(weight: QuantizedWeight, x: Tensor, bias: Tensor | None = None, bac
     return out
 
 
-@pytest.fixture(params=["best", "plain"])
+@pytest.fixture(params=range(0 if library is None else library.ls_num_variants()))
 def variant(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The instructions that the library uses: the best of this CPU, or none in particular."""
+    """The instructions that the library uses: the best of this CPU, others that it has, or none in particular."""
     assert library is not None
-    if request.param == "plain":
-        library.ls_use_plain()
-    yield request.param
-    library.ls_use_best()
+    library.ls_use_variant(request.param)
+    yield library.ls_variant().decode()
+    library.ls_use_variant(0)
 
 
 @pytest.mark.parametrize(("kind", "group", "has_offsets"), FORMATS)

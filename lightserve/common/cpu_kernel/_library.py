@@ -20,8 +20,7 @@ _WEIGHT = (c_void_p, c_int64, c_int64)  # address, rows, columns
 _CACHE = (c_void_p, c_int64, c_int64, c_int64)  # address, stride, kv heads, dim
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ls_set_threads": (c_int32,),
-    "ls_use_plain": (),
-    "ls_use_best": (),
+    "ls_use_variant": (c_int32,),
     "ls_linear_packed": (c_void_p, *_X, c_void_p, c_void_p),
     "ls_add_norm_linear_packed": (c_void_p, *_X, c_void_p, c_void_p, *_NORM, c_int32),
     "ls_linear_float": (*_WEIGHT, *_X, c_void_p, c_void_p),
@@ -66,6 +65,7 @@ def _load() -> ctypes.CDLL | None:
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
     loaded.ls_variant.restype = ctypes.c_char_p
+    loaded.ls_num_variants.restype = c_int32
     return loaded
 
 

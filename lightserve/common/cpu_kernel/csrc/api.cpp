@@ -15,28 +15,43 @@ extern const Kernels neon_dot;
 #if defined(LS_HAS_AVX2)
 extern const Kernels avx2;
 #endif
+#if defined(LS_HAS_AVX512_VNNI)
+extern const Kernels avx512_vnni;
+#endif
 
 namespace {
 
-struct Choice {
+struct Variant {
     const char* name;
     const Kernels* kernels;
 };
 
-Choice choose() {
+// The variants that this CPU can run, the best one first.
+struct Variants {
+    Variant all[4];
+    int count = 0;
+
+    Variants() {
 #if defined(LS_HAS_NEON_DOT) && defined(__linux__)
-    if (getauxval(AT_HWCAP) & (1 << 20)) return {"neon_dot", &neon_dot};  // HWCAP_ASIMDDP
+        if (getauxval(AT_HWCAP) & (1 << 20)) add("neon_dot", &neon_dot);  // HWCAP_ASIMDDP
 #elif defined(LS_HAS_NEON_DOT)
-    return {"neon_dot", &neon_dot};  // every ARM Mac has it
+        add("neon_dot", &neon_dot);  // every ARM Mac has it
+#endif
+#if defined(LS_HAS_AVX512_VNNI)
+        if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl")) add("avx512_vnni", &avx512_vnni);
 #endif
 #if defined(LS_HAS_AVX2)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-        return {"avx2", &avx2};
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+            add("avx2", &avx2);
 #endif
-    return {"plain", &plain};
-}
+        add("plain", &plain);
+    }
 
-Choice active = choose();
+    void add(const char* name, const Kernels* kernels) { all[count++] = {name, kernels}; }
+};
+
+const Variants variants;
+Variant active = variants.all[0];
 
 }  // namespace
 }  // namespace lightserve
@@ -49,10 +64,10 @@ extern "C" {
 
 LS_EXPORT const char* ls_variant() { return active.name; }
 
-// For tests: compute with the variant that needs no special instructions.
-LS_EXPORT void ls_use_plain() { active = {"plain", &plain}; }
+LS_EXPORT int ls_num_variants() { return variants.count; }
 
-LS_EXPORT void ls_use_best() { active = choose(); }
+// For tests: 0 is the best one, and the last one needs no special instructions.
+LS_EXPORT void ls_use_variant(int number) { active = variants.all[number]; }
 
 LS_EXPORT void ls_set_threads(int count) { set_threads(count); }
 

@@ -15,7 +15,6 @@ constexpr int64_t GROUP = 32;        // numbers of x with a scale of their own
 constexpr int64_t BLOCK = 8;         // rows of a packed weight that are computed together
 constexpr int64_t X_ROWS = 256;      // of x at a time, so that they stay in the L2 cache
 constexpr int64_t PANEL = 16;         // rows of x that stay in the L1 cache, in float32
-constexpr int64_t WIDEN_ROWS = 16;   // of x from which on it pays to unpack codes of 4 bits first
 constexpr int64_t GRAIN = 32 * 1024; // products of a chunk, at least: 1 to 3 us
 constexpr int64_t CHUNKS = 6;        // for each thread, so that the last ones end together
 
@@ -121,6 +120,9 @@ struct Format {
         for (int64_t g = 0; g < groups; g++, block += BYTES) {
             const Scale* scales = reinterpret_cast<const Scale*>(block);
             const uint8_t* codes = block + BYTES - CODE_BYTES;
+            if constexpr (M == 1 && PREFETCHED > 0) {
+                for (int64_t at = 0; at < BYTES; at += 64) __builtin_prefetch(block + PREFETCHED + at);
+            }
             LS_UNROLL
             for (int part = 0; part < SCALES; part++) {
                 I8 acc[M];
