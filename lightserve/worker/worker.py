@@ -64,7 +64,7 @@ class ModelWorker:
         rank = parallel.pp.rank * tp.size + tp.rank
         self._device = self._platform.torch_device(rank if device_index is None else device_index)
         self._platform.bind(self._device, config.deterministic)
-        is_packed = self._platform.keeps_gguf_packed and config.quantization_config is None
+        is_packed = self._platform.keeps_gguf_packed(config.deterministic) and config.quantization_config is None
         source = stored_as(source, config.quantization, packed_by_default=is_packed)
         self.model_config = read_model_config(
             source.hf_config(), config.model_type, config.quantization, config.quantization_config

@@ -309,10 +309,23 @@ def test_a_worker_says_how_a_gguf_file_is_computed(tmp_path: Path) -> None:
     assert expected in worker.dtype_and_device
 
 
+@pytest.mark.parametrize(("has_library", "deterministic"), [(True, False), (False, False), (True, True)])
+def test_a_gguf_file_stays_packed_where_products_with_it_are_fast(
+    has_library: bool, deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuDevice, "_has_library", lambda self: has_library)
+    path = save_llama(tmp_path / "model.gguf", lambda _: "Q4_0").path
+    config = WorkerConfig(model_dir=str(path), device="cpu", deterministic=deterministic, max_total_token_num=128)
+
+    worker = ModelWorker(config, resolve(str(path)), Parallel())
+
+    assert ("packed" in worker.dtype_and_device) == (has_library and not deterministic)
+
+
 def test_a_choice_by_module_expands_a_file_that_would_stay_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CpuDevice, "keeps_gguf_packed", True)
+    monkeypatch.setattr(CpuDevice, "_has_library", lambda self: True)
     path = save_llama(tmp_path / "model.gguf", lambda _: "Q4_0").path
     choices = tmp_path / "choices.json"
     choices.write_text('{"default": "int8"}')

@@ -51,8 +51,9 @@ class CpuDevice(Device):
     def set_current(self, device: torch.device) -> None:
         """Nothing to do: every thread runs on the CPU."""
 
-    # Packed products round their inputs to 8 bits, which changes greedy text: --quantization gguf asks for them.
-    keeps_gguf_packed = False
+    def keeps_gguf_packed(self, deterministic: bool) -> bool:
+        """Only the C library has fast products with packed weights."""
+        return not deterministic and self._has_library()
 
     def _has_library(self) -> bool:
         import_module(self.ops_module)

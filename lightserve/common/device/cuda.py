@@ -30,9 +30,11 @@ class CudaDevice(Device):
     dtypes = (torch.bfloat16, torch.float16)
     pipeline_depth = 2
     launches_async = True
-    keeps_gguf_packed = True
     step_timeout_s = 60.0  # 8192 tokens of a model of 70 billion weights take seconds; kernels compile before
     max_head_dim = 512  # as in triton_kernel/_attention.py
+
+    def keeps_gguf_packed(self, deterministic: bool) -> bool:
+        return True
 
     def unavailable_reason(self) -> str | None:
         if torch.cuda.is_available():
