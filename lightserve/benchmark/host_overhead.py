@@ -69,7 +69,7 @@ class Host:
         self.times: dict[str, list[float]] = defaultdict(list)
         self._reporter = Reporter(self.scheduler, EncodingSender())  # type: ignore[arg-type]
         self._batch = InferBatch(ReqManager(running, longest, CPU), pool, CPU)
-        self._sampler = Sampler(VOCAB_SIZE, CPU, self._batch.last_ids)
+        self._sampler = Sampler(VOCAB_SIZE, CPU, self._batch.last_ids, gather=lambda local: local)
         self._collector = StepCollector()
         self._in_flight: deque[GetResult] = deque()
         self._launch_s: deque[float] = deque()  # of the steps in flight: what launching them adds to "collect"

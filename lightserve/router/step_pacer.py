@@ -26,7 +26,7 @@ def kind_of(tokens: int, requests: int) -> StepKind:
 
 class StepPacer:
     def __init__(self, lead_s: float) -> None:
-        """``lead_s``: how long planning, sending and launching a step takes, until it was measured; 0: it has no lead."""
+        """``lead_s``: how long planning, sending and launching a step takes, until it was measured; 0: none."""
         self._lead_s = lead_s
         self._recent_leads_s: dict[StepKind, deque[float]] = {}
         self._recent_s: dict[StepKind, deque[float]] = {}  # durations

@@ -23,7 +23,7 @@ from lightserve.worker.step_input import StepColumns, StepShape, columns_of
 
 
 class StepOut(NamedTuple):
-    logits: Tensor  # [requests, vocab]
+    logits: Tensor  # [requests, tokens of this rank]: see TpPartBaseModel.gather_logits
     tokens: Tensor  # [requests] int64, sampled by temperature and masks alone
     columns: StepColumns  # of the input
 
@@ -103,7 +103,7 @@ class StepRunner:
         hidden = self._model.hidden_states(step)
         if prompts is not None:
             prompts.compute(partial(self._model.logits, hidden), self._model.config.vocab_size)
-        return self._model.logits(hidden), columns
+        return self._model.local_logits(hidden), columns
 
     def run_stage(self, inputs: np.ndarray, shape: StepShape) -> None:
         """Compute the layers of a pipeline stage that is not the last one."""
@@ -152,10 +152,21 @@ class StepRunner:
 
     def _sample(self, logits: Tensor, columns: StepColumns, masks: StepMasks | None = None) -> StepOut:
         reqs = columns.reqs
-        token_masks = None if masks is None else masks.for_step(len(logits))
-        sampled = ops.sample(logits, reqs["temperature"], reqs["seed"], reqs["seq_len"], token_masks)
+        rows = (reqs["temperature"], reqs["seed"], reqs["seq_len"])
+        if masks is not None:
+            sampled = ops.sample(self._model.gather_logits(logits), *rows, masks.for_step(len(logits)))
+        else:
+            sampled = self._sample_parts(logits, *rows)
         self._batch.last_ids.index_copy_(0, reqs["row"].long(), sampled)
         return StepOut(logits, sampled, columns)
+
+    def _sample_parts(self, logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor) -> Tensor:
+        """Every rank finds the best of its tokens. The ranks exchange those, not their logits."""
+        tp, head = self._model.tp, self._model.pre_post_weight.lm_head
+        if tp.size == 1:
+            return ops.sample(logits, b_temperature, b_seed, b_position)
+        part = ops.sample_part(logits[:, : head.count], b_temperature, b_seed, b_position, head.first_id)
+        return ops.best_of_parts(tp.all_gather(part).view(len(logits), tp.size, 2))
 
 
 def _lora_rows(columns: StepColumns, shape: StepShape) -> ops.LoraRows | None:

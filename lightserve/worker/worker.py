@@ -116,7 +116,9 @@ class ModelWorker:
 
     def _init_steps(self, source: ModelSource) -> None:
         """Create the parts that a step passes after the batch."""
-        self._sampler = Sampler(self.model_config.vocab_size, self._device, self._batch.last_ids)
+        self._sampler = Sampler(
+            self.model_config.vocab_size, self._device, self._batch.last_ids, self.model.gather_logits
+        )
         self._grammars = GrammarManager(source, self.model_config.vocab_size, self._device)
         self._masks = GrammarMaskBuilder(self._grammars, self._device, self._platform.launches_async)
         self._runner = StepRunner(self.model, self._batch, self._platform)

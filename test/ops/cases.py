@@ -461,6 +461,10 @@ def _sample_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     return logits.to(dtype), torch.arange(tokens, device=device) / 2, b_seed, b_position, ops.TokenMasks(rows, bitmask)
 
 
+def _sample_part_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
+    return (*_sample_args(tokens, dtype, device)[:4], 1000)
+
+
 def _place_args(tokens: int, dtype: torch.dtype, device: str) -> Args:
     columns = ints(list(range(tokens)), device)
     table = torch.zeros(tokens + 1, 20, dtype=torch.int32, device=device)
@@ -554,6 +558,7 @@ ARGS: dict[str, Callable[[int, torch.dtype, str], Args]] = {
     "add_watermark": _watermark_args,
     "apply_penalties": _penalties_args,
     "sample": _sample_args,
+    "sample_part": _sample_part_args,
     "context_attention": _context_attention_args,
     "experts": _experts_args,
     "typical_p": _typical_args,

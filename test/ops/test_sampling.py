@@ -295,6 +295,48 @@ def test_sample_matches_its_definition(backend: str, dtype: torch.dtype, vocab: 
     assert out == sample(ops.REFERENCE, logits, TEMPERATURES, SEEDS)
 
 
+def sample_in_parts(backend: str, logits: Tensor, temperatures: list[float], seeds: list[int], parts: int) -> list[int]:
+    device = str(logits.device)
+    rows = (torch.tensor(temperatures, device=device), ints(seeds, device, torch.int64))
+    b_position = ints([i * 1000 for i in range(len(seeds))], device)
+    width = -(-logits.shape[1] // parts)
+    best = [
+        ops.sample_part.impls[backend](logits[:, first : first + width], *rows, b_position, first)
+        for first in range(0, width * parts, width)
+    ]
+    return ops.best_of_parts(torch.stack(best, dim=1)).tolist()
+
+
+@each_backend_and_dtype(ops.sample_part)
+@pytest.mark.parametrize(("vocab", "parts"), [(20_000, 2), (5000, 3), (33, 4), (3, 4)])
+def test_the_best_of_all_parts_is_the_sample_of_the_vocabulary(
+    backend: str, dtype: torch.dtype, vocab: int, parts: int
+) -> None:
+    logits = strided(randn(6, vocab, dtype=dtype, device=device_of(backend)), poison=INF)
+    logits[0, [1, vocab - 1]] = 9.0  # the first of equals, in different parts
+
+    out = sample_in_parts(backend, logits, TEMPERATURES, SEEDS, parts)
+
+    assert out == sample(ops.REFERENCE, logits, TEMPERATURES, SEEDS)
+
+
+@pytest.mark.parametrize("backend", [ops.REFERENCE, *backends_of(ops.sample_part)])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_part_of_minus_infinity_is_no_error_but_nan_in_any_part_is(backend: str, temperature: float) -> None:
+    logits = randn(5, 60, device=device_of(backend))
+    logits[0, :30] = -INF
+    logits[1, 45] = float("nan")
+    logits[2, 3] = INF
+    logits[3] = -INF
+    seeds = list(range(5))
+
+    out = sample_in_parts(backend, logits, [temperature] * 5, seeds, 2)
+
+    assert out == sample(ops.REFERENCE, logits, [temperature] * 5, seeds)
+    assert out[1:4] == [ops.NO_TOKEN] * 3
+    assert out[0] >= 30
+
+
 CHOOSE_BACKENDS = pytest.mark.parametrize("backend", [ops.REFERENCE, *backends_of(ops.sample)])
 
 

@@ -43,6 +43,11 @@ def append(req: InferReq, token: int) -> None:
     req.total_len += 1
 
 
+def one_rank(local: Tensor) -> Tensor:
+    """It has the logits of all tokens."""
+    return local
+
+
 def logits_of(batch: int, device: str = "cpu", seed: int = 0) -> Tensor:
     return (torch.randn(batch, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.2).to(device)
 
@@ -133,7 +138,7 @@ def oracle_token(logits: Tensor, req: InferReq) -> int:
 
 
 def sampler_of(logits: Tensor) -> Sampler:
-    return Sampler(VOCAB, logits.device, torch.zeros(20_000, dtype=torch.int64, device=logits.device))
+    return Sampler(VOCAB, logits.device, torch.zeros(20_000, dtype=torch.int64, device=logits.device), one_rank)
 
 
 def sample(logits: Tensor, reqs: list[InferReq], sampler: Sampler | None = None) -> list[int]:
@@ -309,7 +314,7 @@ def test_a_token_that_only_the_device_knows_is_counted_once(feature: str) -> Non
     params = FEATURES[feature]
     early, late = req_of(3, **params), req_of(3, **params)
     last_ids = torch.zeros(64, dtype=torch.int64)
-    sampler = Sampler(VOCAB, last_ids.device, last_ids)
+    sampler = Sampler(VOCAB, last_ids.device, last_ids, one_rank)
     for step, token in enumerate((20, 21, 20, 40, 41, 42, 43)):
         sample(logits_of(1, seed=step), [early], sampler)
         last_ids[3] = token
@@ -530,7 +535,7 @@ def test_a_forbidden_logit_of_the_model_has_a_logprob_of_minus_infinity() -> Non
     logits = torch.tensor([[0.0, -INF, 1.0]])
     reqs = [req_of(logprobs=20, temperature=0)]
 
-    sampler = Sampler(3, logits.device, torch.zeros(1, dtype=torch.int64))
+    sampler = Sampler(3, logits.device, torch.zeros(1, dtype=torch.int64), one_rank)
     found = sampler.logprobs(sampler.prepare(reqs), torch.tensor([1]), logits)
     assert found is not None
     logprob, top = found.by_row()[0]

@@ -171,7 +171,7 @@ def make_batch(**options: bool) -> InferBatch:
 
 
 def chatting_batch() -> InferBatch:
-    """Requests 0 and 2 decode after the same 5 slots, and 1 after others; of request 3, which shares them, 3 are new."""
+    """Requests 0 and 2 decode after the same 5 slots, and 1 after others; request 3 shares them too."""
     batch = make_batch()
     batch.add(new(0, 6))
     batch.add(new(1, 6, [90]))

@@ -447,6 +447,15 @@ class TpPartBaseModel:
         Callers with little memory ask for a few rows at a time, and for the step's own rows at the end: ``hidden`` is
         not valid afterwards.
         """
+        return self.gather_logits(self.local_logits(hidden, rows))
+
+    def gather_logits(self, local: Tensor) -> Tensor:
+        """The logits of the whole vocabulary, from ``local_logits`` of all ranks."""
+        return self.pre_post_weight.lm_head.gather_logits(local)
+
+    @torch.inference_mode()
+    def local_logits(self, hidden: HiddenStates, rows: Tensor | None = None) -> Tensor:
+        """The logits of this rank's tokens; as for ``logits``. Those past ``lm_head.count`` mean nothing."""
         infer_state = hidden.infer_state
         if rows is not None:
             return self.post_infer.logits(hidden.output, infer_state, self.pre_post_weight, rows)
@@ -454,7 +463,7 @@ class TpPartBaseModel:
         forward = self.post_infer.context_forward if is_prefill else self.post_infer.token_forward
         logits = forward(hidden.output, infer_state, self.pre_post_weight)
         if self.observer is not None:
-            self.observer.observe("logits", logits)
+            self.observer.observe("logits", self.gather_logits(logits))
         return logits
 
     def _context_forward(self, input_ids: Tensor, infer_state: InferStateInfo) -> Tensor:

@@ -48,6 +48,33 @@ def sample(
     return torch.from_numpy(sampled)
 
 
+@ops.sample_part.impl("cpu")
+def sample_part(logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor, first_token: int) -> Tensor:
+    parts = np.full((len(logits), 2), (-np.inf, first_token), dtype=np.float32)
+    keys = noise_key(b_seed, b_position.long()).numpy().astype(np.uint32)
+    temperatures = b_temperature.numpy()
+    for row in range(len(logits) if logits.shape[1] else 0):
+        scores = logits[row].float().numpy()
+        if temperatures[row] > 0:
+            parts[row] = _best_with_noise(scores / temperatures[row], keys[row], first_token)
+        else:
+            token, score = _best(scores, None)
+            parts[row] = np.inf if np.isnan(score) else score, first_token + token
+    return torch.from_numpy(parts)
+
+
+def _best_with_noise(scores: np.ndarray, key: np.uint32, first_token: int) -> tuple[np.float32 | float, int]:
+    """The best score after noise by ``key`` is added, and the first token that has it."""
+    token, score = _best(scores, None)
+    if not np.isfinite(score):
+        return (-np.inf if np.isneginf(score) else np.inf), first_token + token
+    noise = _noise(key, np.array([first_token + token]))[0]
+    places = np.flatnonzero(scores >= score + noise - np.float32(MAX_NOISE))
+    noisy = scores[places] + _noise(key, first_token + places)
+    best = noisy.argmax()
+    return noisy[best], first_token + int(places[best])
+
+
 def _sample(scores: np.ndarray, key: np.uint32 | None, mask: np.ndarray | None) -> int:
     """The first token with the best score after noise by ``key`` is added.
 

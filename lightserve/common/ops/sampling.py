@@ -117,8 +117,33 @@ def sample(
     return sampled if masks is None else sampled.masked_fill(best.isneginf()[:, 0] & (masks.b_row >= 0), 0)
 
 
-def _noise(b_seed: Tensor, b_position: Tensor, scores: Tensor) -> Tensor:
-    tokens = torch.arange(scores.shape[1], device=scores.device)
+@op
+def sample_part(logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor, first_token: int) -> Tensor:
+    """The best token of each row among those of a part of the vocabulary, which begins with ``first_token``.
+
+    ``[batch, 2]`` float32: its score, with the noise of ``sample``, and its id. Of NaN and +inf the score is inf, of
+    nothing but -inf it is -inf. ``best_of_parts`` makes of all parts what ``sample`` gives for the whole vocabulary.
+    """
+    scores = logits.float().nan_to_num(float("inf"), float("inf"), float("-inf"))
+    rows = b_temperature.nonzero()[:, 0]
+    if len(rows):
+        noise = _noise(b_seed[rows], b_position[rows], scores, first_token)
+        scores[rows] = scores[rows] / b_temperature[rows, None] + noise
+    if not logits.shape[1]:  # a rank may have no token of a small vocabulary
+        scores = scores.new_full((len(scores), 1), float("-inf"))
+    best, token = scores.max(-1)
+    return torch.stack((best, (token + first_token).float()), dim=-1)
+
+
+def best_of_parts(parts: Tensor) -> Tensor:
+    """The token of each row, int64. ``parts`` ``[batch, parts, 2]``: results of ``sample_part``, in their order."""
+    best, part = parts[..., 0].max(-1)
+    tokens = parts[..., 1].gather(1, part[:, None])[:, 0].long()
+    return tokens.where(best.isfinite(), NO_TOKEN)
+
+
+def _noise(b_seed: Tensor, b_position: Tensor, scores: Tensor, first_token: int = 0) -> Tensor:
+    tokens = torch.arange(first_token, first_token + scores.shape[1], device=scores.device)
     return noise_of(counter_uniform(b_seed[:, None], b_position[:, None].long(), tokens))
 
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a rank has given to the collectives of a group. Replayed graphs are not counted."""
+
+    bytes: int = 0
+    calls: int = 0
+
+    def add(self, x: Tensor) -> None:
+        self.bytes += x.nbytes
+        self.calls += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +32,7 @@ class RankGroup:
     rank: int = 0
     size: int = 1
     process_group: dist.ProcessGroup | None = None
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -40,6 +53,7 @@ class RankGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the ranks, in place."""
         if self.size > 1:
+            self.traffic.add(x)
             dist.all_reduce(x, group=self._connected())
         return x
 
@@ -47,12 +61,14 @@ class RankGroup:
         """Concatenate the ``x`` of all ranks along the last dimension."""
         if self.size == 1:
             return x
+        self.traffic.add(x)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self._connected())
         return torch.cat(parts, dim=-1)
 
     def send_to_next(self, x: Tensor) -> dist.Work | None:
         """Start to send ``x`` to the next rank. Keep ``x`` as it is until the work is done."""
+        self.traffic.add(x)
         return dist.isend(x, group=self._connected(), group_dst=self.rank + 1)
 
     def receive_from_previous(self, into: Tensor) -> None:

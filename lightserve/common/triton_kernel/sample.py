@@ -46,6 +46,7 @@ def _sample_block_kernel(
     row_stride,
     bitmask_stride,
     n_cols,
+    first_token,
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -55,7 +56,7 @@ def _sample_block_kernel(
     temperature = tl.load(b_temperature_ptr + row)
     if temperature > 0:
         key = _noise_key(tl.load(b_seed_ptr + row).to(tl.int64), tl.load(b_position_ptr + row))
-        logits = logits / temperature + _gumbel(key, cols)
+        logits = logits / temperature + _gumbel(key, first_token + cols)
 
     logits = tl.where(logits == logits, logits, float("inf"))  # NaN: the row gives no token, whatever other blocks hold
     if bitmask_ptr is not None:
@@ -66,19 +67,31 @@ def _sample_block_kernel(
     best, lane = tl.max(logits, axis=0, return_indices=True)
     at = row * tl.num_programs(0) + block
     tl.store(best_ptr + at, best)
-    tl.store(best_token_ptr + at, block * BLOCK + lane)
+    tl.store(best_token_ptr + at, first_token + block * BLOCK + lane)
 
 
 @triton.jit
 def _sample_row_kernel(
-    best_ptr, best_token_ptr, mask_row_ptr, out_ptr, blocks, NONE: tl.constexpr, BLOCK: tl.constexpr
+    best_ptr,
+    best_token_ptr,
+    mask_row_ptr,
+    out_ptr,
+    blocks,
+    NONE: tl.constexpr,
+    HAS_SCORES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    """Write the token of each row, or its score and the token."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     best = tl.load(best_ptr + row * blocks + lanes, mask=lanes < blocks, other=float("-inf"))
     tokens = tl.load(best_token_ptr + row * blocks + lanes, mask=lanes < blocks, other=0)
     largest, winner = tl.max(best, axis=0, return_indices=True)
     token = tl.sum(tl.where(lanes == winner, tokens, 0), axis=0).to(tl.int64)
+    if HAS_SCORES:
+        tl.store(out_ptr + row * 2, largest)
+        tl.store(out_ptr + row * 2 + 1, token.to(tl.float32))
+        return
     token = tl.where(tl.abs(largest) < float("inf"), token, NONE)
     if mask_row_ptr is not None:  # a masked row may have no allowed token, which is no error
         is_masked = tl.load(mask_row_ptr + row) >= 0
@@ -90,14 +103,38 @@ def _sample_row_kernel(
 def sample(
     logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor, masks: ops.TokenMasks | None = None
 ) -> Tensor:
+    out = logits.new_empty((len(logits),), dtype=torch.int64)
+    _launch(logits, b_temperature, b_seed, b_position, masks, 0, out)
+    return out
+
+
+@ops.sample_part.impl("triton")
+def sample_part(logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor, first_token: int) -> Tensor:
+    out = logits.new_empty((len(logits), 2), dtype=torch.float32)
+    if not logits.shape[1]:
+        out[:, 0], out[:, 1] = float("-inf"), first_token
+        return out
+    _launch(logits, b_temperature, b_seed, b_position, None, first_token, out)
+    return out
+
+
+def _launch(
+    logits: Tensor,
+    b_temperature: Tensor,
+    b_seed: Tensor,
+    b_position: Tensor,
+    masks: ops.TokenMasks | None,
+    first_token: int,
+    out: Tensor,
+) -> None:
+    """Write tokens to ``out`` ``[rows]``, or scores and tokens to ``out`` ``[rows, 2]``."""
     check_last_contiguous("sample", logits=logits, b_temperature=b_temperature, b_seed=b_seed, b_position=b_position)
     rows, vocab = logits.shape
     if masks is not None:
         check_last_contiguous("sample", b_row=masks.b_row, bitmask=masks.bitmask)
         check_has_bits("sample", masks.bitmask, vocab)
-    out = logits.new_empty((rows,), dtype=torch.int64)
     if rows == 0:
-        return out
+        return
     blocks = cdiv(vocab, BLOCK)
     best = logits.new_empty((rows, blocks), dtype=torch.float32)
     best_token = logits.new_empty((rows, blocks), dtype=torch.int32)
@@ -114,10 +151,18 @@ def sample(
         logits.stride(0),
         0 if masks is None else masks.bitmask.stride(0),
         vocab,
+        first_token,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
     _sample_row_kernel[(rows,)](
-        best, best_token, mask_row, out, blocks, NONE=ops.NO_TOKEN, BLOCK=next_power_of_2(blocks), num_warps=1
+        best,
+        best_token,
+        mask_row,
+        out,
+        blocks,
+        NONE=ops.NO_TOKEN,
+        HAS_SCORES=out.ndim == 2,
+        BLOCK=next_power_of_2(blocks),
+        num_warps=1,
     )
-    return out

@@ -18,6 +18,7 @@ from lightserve.io_struct import PromptLogprobs
 PIECE = 2**25  # logits at once: 134 MB in float32, and still enough rows for a matmul that the weights do not dominate
 
 LogitsOf = Callable[[Tensor], Tensor]  # [rows] int64 of the step's tokens -> [rows, vocab]
+GatherLogits = Callable[[Tensor], Tensor]  # [rows, tokens of a rank] -> [rows, vocab]
 TopLogprobs = tuple[float | None, list[tuple[int, float]] | None]  # of the sampled token, and the most likely tokens
 NO_LOGPROBS: TopLogprobs = (None, None)
 RankedLogprobs = tuple[Tensor, Tensor, Tensor, Tensor]  # logprobs, ranks, top ids, their logprobs: see PromptLogprobs
@@ -26,13 +27,14 @@ RankedLogprobs = tuple[Tensor, Tensor, Tensor, Tensor]  # logprobs, ranks, top i
 class SampledLogprobs:
     """The logprobs of a step's sampled tokens, on their way to the host.
 
-    ``counts`` has, by row, how many of the most likely tokens a request wants. Other rows get nothing.
+    ``counts`` has, by row, how many of the most likely tokens a request wants. Other rows get nothing. ``logits`` are
+    those of a rank's tokens.
     """
 
-    def __init__(self, tokens: Tensor, logits: Tensor, counts: dict[int, int]) -> None:
+    def __init__(self, tokens: Tensor, logits: Tensor, counts: dict[int, int], gather: GatherLogits) -> None:
         self._counts = counts
         rows = to_device(np.array(list(counts), dtype=np.int64), logits.device)
-        logprobs = logits[rows].float().log_softmax(-1)
+        logprobs = gather(logits[rows]).float().log_softmax(-1)
         sampled = logprobs.gather(1, tokens[rows, None].clamp(min=0))[:, 0]
         values, token_ids = logprobs.topk(min(max(counts.values()), logprobs.shape[1]))
         self._to_host = copy_to_host(sampled, values, token_ids)

@@ -12,7 +12,7 @@ from lightserve.common import ops
 from lightserve.io_struct import INT32_MAX
 from lightserve.worker.infer_req import InferReq
 from lightserve.worker.sampling.logits import LogitRules, floats, int32s, int64s
-from lightserve.worker.sampling.logprobs import SampledLogprobs
+from lightserve.worker.sampling.logprobs import GatherLogits, SampledLogprobs
 from lightserve.worker.sampling.req_rules import Filters
 from lightserve.worker.sampling.step_masks import ConstrainedBatch, StepMasks
 from lightserve.worker.sampling.token_history import TokenHistory
@@ -125,7 +125,9 @@ class Sampler:
     It keeps the plan of the last batch, and the tokens that penalties and watermarks depend on.
     """
 
-    def __init__(self, vocab: int, device: torch.device, last_ids: Tensor) -> None:
+    def __init__(self, vocab: int, device: torch.device, last_ids: Tensor, gather: GatherLogits) -> None:
+        """``gather`` gives the logits of the whole vocabulary, from those of this rank's tokens."""
+        self._gather = gather
         self._vocab = vocab
         self._device = device
         self._plan: SamplingPlan | None = None
@@ -143,22 +145,22 @@ class Sampler:
     def sample(self, plan: SamplingPlan, logits: Tensor, tokens: Tensor, masks: StepMasks | None = None) -> Tensor:
         """Replace the tokens of the requests in ``plan.sampler_reqs``. ``tokens``: ``[batch]``, sampled by the step.
 
-        ``logits`` do not change. If the step found no token for a row, the row gets none here either: its logits are
-        not finite, which masks may hide.
+        ``logits``, of this rank's tokens, do not change. If the step found no token for a row, the row gets none here
+        either: its logits are not finite, which masks may hide.
         """
         if not plan.sampler_reqs:
             return tokens
         if masks is not None and not masks.has_sampler_rows:
             masks = None
         if plan.sampler_rows is None:
-            return _merge(tokens, self._sample(logits, plan, masks))
-        sampled = self._sample(logits[plan.sampler_rows], plan, masks)
+            return _merge(tokens, self._sample(self._gather(logits), plan, masks))
+        sampled = self._sample(self._gather(logits[plan.sampler_rows]), plan, masks)
         return tokens.index_copy(0, plan.sampler_rows, _merge(tokens[plan.sampler_rows], sampled))
 
     @torch.inference_mode()
     def logprobs(self, plan: SamplingPlan, tokens: Tensor, logits: Tensor) -> SampledLogprobs | None:
-        """``logits``: as the model computed them."""
-        return SampledLogprobs(tokens, logits, plan.logprobs) if plan.logprobs else None
+        """``logits``: of this rank's tokens, as the model computed them."""
+        return SampledLogprobs(tokens, logits, plan.logprobs, self._gather) if plan.logprobs else None
 
     def _sample(self, logits: Tensor, plan: SamplingPlan, masks: StepMasks | None) -> Tensor:
         """``logits``: rows of the requests that Sampler samples."""

@@ -50,7 +50,7 @@ class TransformerLayerInfer(BaseLayerInfer[InnerWeight, State]):
 
 
 class PostLayerInfer(BaseLayerInfer[OuterWeight, State]):
-    """Hidden states to logits. The two forwards compute those of ``infer_state.logit_rows()``."""
+    """Hidden states to the logits of this rank's tokens. The two forwards compute those of ``logit_rows()``."""
 
     def __init__(self, spec: ModelSpec, tp: RankGroup) -> None:
         self.spec = spec

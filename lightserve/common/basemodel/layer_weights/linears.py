@@ -54,7 +54,7 @@ class VocabWeight(LinearWeight):
         self._tp = context.tp
         rows = -(-vocab_size // self._tp.size)
         self.first_id = self._tp.rank * rows
-        count = max(min(vocab_size - self.first_id, rows), 0)
+        self.count = count = max(min(vocab_size - self.first_id, rows), 0)  # of the tokens from ``first_id`` on
         own = slice(self.first_id, self.first_id + count)
         part = LinearPart(prefix, vocab_size, own, padding=rows - count)
         columns = slice(0, hidden_size)
@@ -64,9 +64,13 @@ class VocabWeight(LinearWeight):
         """Hidden states of ``ids``, complete on every rank."""
         return self._tp.all_reduce(self.method.embed(ids, self.first_id))
 
-    def logits(self, x: Tensor) -> Tensor:
-        """The logits of the whole vocabulary, complete on every rank."""
-        return self._tp.all_gather(self.method.mm(x))[:, : self._vocab_size]
+    def local_logits(self, x: Tensor) -> Tensor:
+        """The logits of this rank's tokens; those past ``count`` mean nothing."""
+        return self.method.mm(x)
+
+    def gather_logits(self, local: Tensor) -> Tensor:
+        """The logits of the whole vocabulary, from ``local_logits`` of all ranks."""
+        return self._tp.all_gather(local)[:, : self._vocab_size]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

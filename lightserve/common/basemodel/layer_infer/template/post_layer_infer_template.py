@@ -16,7 +16,7 @@ class PostLayerInferTpl(PostLayerInfer[OuterWeight, State]):
         return self.logits(input, infer_state, layer_weight, infer_state.logit_rows())
 
     def logits(self, input: Tensor, infer_state: State, layer_weight: OuterWeight, rows: Tensor | None) -> Tensor:
-        logits = layer_weight.lm_head.logits(self.final_states(input, infer_state, layer_weight, rows))
+        logits = layer_weight.lm_head.local_logits(self.final_states(input, infer_state, layer_weight, rows))
         return self._scale_logits(logits)
 
     def final_states(self, input: Tensor, infer_state: State, layer_weight: OuterWeight, rows: Tensor | None) -> Tensor:
