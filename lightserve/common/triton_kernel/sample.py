@@ -103,6 +103,7 @@ def _sample_row_kernel(
 def sample(
     logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor, masks: ops.TokenMasks | None = None
 ) -> Tensor:
+    check_last_contiguous("sample", logits=logits, b_temperature=b_temperature, b_seed=b_seed, b_position=b_position)
     out = logits.new_empty((len(logits),), dtype=torch.int64)
     _launch(logits, b_temperature, b_seed, b_position, masks, 0, out)
     return out
@@ -110,6 +111,8 @@ def sample(
 
 @ops.sample_part.impl("triton")
 def sample_part(logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_position: Tensor, first_token: int) -> Tensor:
+    columns = {"b_temperature": b_temperature, "b_seed": b_seed, "b_position": b_position}
+    check_last_contiguous("sample_part", logits=logits, **columns)
     out = logits.new_empty((len(logits), 2), dtype=torch.float32)
     if not logits.shape[1]:
         out[:, 0], out[:, 1] = float("-inf"), first_token
@@ -128,7 +131,6 @@ def _launch(
     out: Tensor,
 ) -> None:
     """Write tokens to ``out`` ``[rows]``, or scores and tokens to ``out`` ``[rows, 2]``."""
-    check_last_contiguous("sample", logits=logits, b_temperature=b_temperature, b_seed=b_seed, b_position=b_position)
     rows, vocab = logits.shape
     if masks is not None:
         check_last_contiguous("sample", b_row=masks.b_row, bitmask=masks.bitmask)
