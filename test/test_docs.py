@@ -153,7 +153,7 @@ NOT_HOOKS = {
     *("_observe", "_observe_embedding", "_observe_layer", "use_pool_of", "logit_rows"),
 }
 HOOKED = (
-    (bm.TpPartBaseModel, NOT_HOOKS | {"logits", "final_states"}),
+    (bm.TpPartBaseModel, NOT_HOOKS | {"logits", "local_logits", "gather_logits", "final_states"}),
     (bm.TransformerLayerInferTpl, NOT_HOOKS),
     (bm.DecoderLayerInferTpl, NOT_HOOKS),
     (bm.PreLayerInferTpl, NOT_HOOKS),
