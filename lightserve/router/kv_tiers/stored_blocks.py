@@ -1,4 +1,4 @@
-"""Blocks of tokens that leave the prefix cache: they are stored in host memory on their way out."""
+"""Blocks of tokens that leave the prefix cache: they are stored in host memory on their way out, or shortly before."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from lightserve.router.kv_tiers.pool_blocks import PoolBlock, PoolBlocks
 from lightserve.router.req import Req
 from lightserve.utils.block_hash import BLOCK_TOKENS, block_keys
 
+RECENT = 0.5  # of the pool's blocks: so many that were computed last are not stored ahead of their eviction
+
 
 class Leaving(NamedTuple):
     """A block that a step stores."""
@@ -25,9 +27,21 @@ class Leaving(NamedTuple):
 
 
 class StoredBlocks:
-    def __init__(self, num_slots: int, host: HostBlocks, identity: str = "", lower: LowerTiers | None = None) -> None:
-        """``identity``: of everything that the KV depends on, besides tokens, salt and adapter."""
+    def __init__(
+        self,
+        num_slots: int,
+        host: HostBlocks,
+        identity: str = "",
+        lower: LowerTiers | None = None,
+        max_ahead: int = 0,
+    ) -> None:
+        """``identity``: of everything that the KV depends on, besides tokens, salt and adapter.
+
+        ``max_ahead``: blocks that a step stores before they are evicted.
+        """
         self.host = host
+        self._max_ahead = max_ahead
+        self._num_recent = int(num_slots // BLOCK_TOKENS * RECENT)
         self.num_stored = 0  # tokens
         self.num_clears = 0
         self._num_stores = 0
@@ -82,6 +96,18 @@ class StoredBlocks:
                 lower.save(block.key)
             else:
                 self._store(block, stays_in_pool=True)
+
+    def store_ahead(self) -> None:
+        """Store some of the oldest blocks with the next step: a load that evicts them later does not wait for that."""
+        most = len(self._leaving) + self._max_ahead
+        while len(self._new) > self._num_recent and len(self._leaving) < most:
+            block = self._pool.get(self._new.popleft())
+            if block is None:
+                continue
+            if block.key not in self.host:
+                self._store(block, stays_in_pool=True)
+            elif self._lower is not None and not block.is_local and not self._lower.is_saved(block.key):
+                self._lower.save(block.key)
 
     def _store(self, block: PoolBlock, stays_in_pool: bool = False) -> None:
         place = self.host.put(block.key)

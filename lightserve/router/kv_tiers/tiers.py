@@ -19,6 +19,7 @@ from lightserve.router.req import Req
 from lightserve.utils.block_hash import BLOCK_TOKENS
 
 MIN_TOKENS = 32  # of a load: fewer are computed beside other tokens in no time
+AHEAD_BYTES = 2**26  # of blocks that a step stores before they are evicted: they cross the bus while it computes
 ROOM_PER_REQ = 64  # slots that a load leaves to each running request
 
 
@@ -44,7 +45,8 @@ class KvTiers:
         self.lower: LowerTiers | None = None
         if size.lower_tiers:
             self.lower = LowerTiers(size.lower_tiers, host, size.block_bytes, computing)
-        self.stored = StoredBlocks(pool.size, host, identity, self.lower)
+        max_ahead = max(AHEAD_BYTES // size.block_bytes, 1)
+        self.stored = StoredBlocks(pool.size, host, identity, self.lower, max_ahead)
         self.num_loaded = 0  # tokens
         self.num_gated = 0  # tokens that were found, and computed because that is faster
         self.num_late = 0  # requests that did not wait until the end of their loads

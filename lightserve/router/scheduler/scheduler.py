@@ -175,7 +175,9 @@ class Scheduler:
         admitted = {req: req.as_new() for req in self._admission.admit(now_s)}
         planned = self._plan_rows()
         is_empty = not len(planned.rows) and not any(req in self._batch for req in admitted)
-        if self.tiers is not None and not len(self._batch) and not len(self._queue):
+        if self.tiers is not None and not is_empty:
+            self.tiers.stored.store_ahead()
+        elif self.tiers is not None and not len(self._batch) and not len(self._queue):
             self.tiers.stored.store_idle()
         has_copies = self.tiers is not None and self.tiers.has_copies
         if is_empty and not has_copies and (len(self._batch) or not self._batch.has_rows_to_free):

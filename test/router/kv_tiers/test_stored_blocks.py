@@ -1,0 +1,45 @@
+"""Blocks are stored in host memory before they are evicted, or at the latest then."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightserve.router.kv_tiers.host_blocks import HostBlocks
+from lightserve.router.kv_tiers.stored_blocks import StoredBlocks
+from lightserve.utils.block_hash import BLOCK_TOKENS
+
+SLOTS = np.arange(8 * BLOCK_TOKENS, dtype=np.int32)
+KEYS = [b"%d" % number for number in range(8)]
+
+
+def blocks(first: int, end: int) -> np.ndarray:
+    return SLOTS[first * BLOCK_TOKENS : end * BLOCK_TOKENS]
+
+
+def test_the_oldest_blocks_are_stored_a_few_at_a_time_before_they_are_evicted() -> None:
+    stored = StoredBlocks(len(SLOTS), HostBlocks(16), max_ahead=3)
+    stored.add(KEYS, SLOTS, is_local=False)
+    stores = []
+
+    for _ in range(4):
+        stored.store_ahead()
+        stores += stored.take_stores()
+
+    assert [store.slots.tolist() for store in stores] == [blocks(0, 3).tolist(), blocks(3, 4).tolist()]
+    stored.finish_stores(stores)
+    stored.evict(blocks(2, 4))
+    assert not stored.has_stores
+    stored.evict(blocks(0, 2))
+    stored.evict(blocks(4, 5))
+    assert [store.slots.tolist() for store in stored.take_stores()] == [blocks(4, 5).tolist()]
+
+
+def test_a_block_that_was_evicted_meanwhile_is_not_stored_again() -> None:
+    stored = StoredBlocks(len(SLOTS), HostBlocks(16), max_ahead=8)
+    stored.add(KEYS, SLOTS, is_local=False)
+    stored.evict(blocks(1, 2))
+    assert len(stored.take_stores()) == 1
+
+    stored.store_ahead()
+
+    assert [store.blocks.size for store in stored.take_stores()] == [3]
