@@ -26,4 +26,5 @@ def main(argv: Sequence[str]) -> int:
         print(path)
     print(f"engines need {keys.ENGINE_SECRET} and {keys.ALLOWED_GATEWAYS}")
     print(f"gateways need {keys.GATEWAY_SECRET} and {keys.ALLOWED_ENGINES}")
+    print(f"engines with --role prefill or decode need {keys.KV_SECRET} too")
     return 0
