@@ -562,9 +562,7 @@ class ServerConfig:
                 "kv_ram_gb keeps prefixes that the prefix cache evicts: not with disable_dynamic_prompt_cache"
             )
         if self.cluster.is_split and self.router.disable_dynamic_prompt_cache:
-            raise OptionError(
-                "roles: KV that is sent enters the prefix cache: not with disable_dynamic_prompt_cache"
-            )
+            raise OptionError("roles: KV that is sent enters the prefix cache: not with disable_dynamic_prompt_cache")
         if self.cluster.is_split and self.launch.null_worker:
             raise OptionError("roles: the null worker has no KV to send; leave out one of the flags")
 

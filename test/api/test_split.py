@@ -13,7 +13,6 @@ import pytest
 
 from test.api.server import ServerProcess, running_server
 from test.api.test_restart import KINDS, clients_of
-from test.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
