@@ -471,7 +471,7 @@ class ClusterConfig:
 
     def _check_roles(self) -> None:
         roles = self.engine_roles
-        if self.role != "both" and self.listen is None:
+        if self.role in ("prefill", "decode") and self.listen is None:
             remedy = "use --roles" if self.dp > 1 else "start `lightserve engine --listen`, or use --dp and --roles"
             raise OptionError(f"role={self.role}: for an engine of a gateway; {remedy}")
         if self.kv_listen is not None:

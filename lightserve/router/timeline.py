@@ -52,6 +52,10 @@ class Timeline:
         self._num_left_out = 0
         self.is_for_other_engine = False  # which has the rest of the request's events
 
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
     def queued(self) -> None:
         self._add(TimelineEvent("queued", time.monotonic()))
 
@@ -120,14 +124,14 @@ class TimelineRing:
         return timeline
 
     def answer(self, query: GetTimelines) -> Timelines:
-        found: Iterable[Timeline] = reversed(self._timelines)
+        found: Iterable[Timeline] = (timeline for timeline in reversed(self._timelines) if timeline.has_events)
         if query.request_id is not None:
             names = _names(query.request_id)
             found = (timeline for timeline in found if timeline.request_id in names)
         return Timelines(query.query_id, [timeline.snapshot() for timeline in islice(found, query.limit)])
 
     def snapshots(self) -> list[RequestTimeline]:
-        return [timeline.snapshot() for timeline in self._timelines]
+        return [timeline.snapshot() for timeline in self._timelines if timeline.has_events]
 
 
 def _names(given: str) -> set[str]:

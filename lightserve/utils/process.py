@@ -80,7 +80,8 @@ class ChildConfig(msgspec.Struct, frozen=True):
         if cluster.kv_listen is not None and cluster.kv_listen.startswith("unix://"):
             return f"{cluster.kv_listen}-{rank}" if rank else cluster.kv_listen
         host, port = parse_tcp(cluster.kv_listen or cluster.listen)
-        return f"tcp://{host}:{port + rank + (cluster.kv_listen is None)}"
+        port += rank + (cluster.kv_listen is None)
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
     def to_engine(self, engine: int, epoch: int) -> str:
         """Where the router of an engine receives. A router that replaces another one gets none of its messages."""

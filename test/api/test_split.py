@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,15 @@ from typing import Any
 import pytest
 
 from test.api.server import ServerProcess, running_server
+from test.api.test_dp import BACK_S, get
+from test.api.test_engines import serving
 from test.api.test_restart import KINDS, clients_of
+from test.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 PROMPT_TOKENS = 600
 KV_TOKENS = "16384"
-BACK_S = 120.0  # for an engine to come back on a loaded machine
 SPLIT = ("--dp", "3", "--roles", "prefill,decode,decode", "--min_split_tokens", "128")
 
 
@@ -60,20 +61,34 @@ def prompt(round_: int, number: int) -> list[int]:
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     """The responses of a single engine in each round."""
     with serve(model, tmp_path_factory.mktemp("one") / "log") as server, clients_of(server) as clients:
-        return [[answer.result() for answer in clients.ask(bodies(round_))] for round_ in range(5)]
+        return [[answer.result() for answer in clients.ask(bodies(round_))] for round_ in range(4)]
+
+
+def stop_prefill(server: ServerProcess) -> Any:
+    """The worker of the prefill engine hangs, so that requests wait for its KV."""
+    worker = server.processes()["ls-worker"][0]
+    worker.send_signal(signal.SIGSTOP)
+    return worker
 
 
 def kill(server: ServerProcess, name: str) -> None:
     server.processes()[name][0].send_signal(signal.SIGKILL)
 
 
-def events_of(server: ServerProcess, request_id: str) -> list[dict[str, Any]]:
-    with urllib.request.urlopen(f"{server.url}/debug/requests?id={request_id}") as response:
-        found: list[dict[str, Any]] = json.load(response)["requests"][0]["events"]
-        return found
+def wait_until_kv_is_wanted(server: ServerProcess, least: int) -> None:
+    def wanted() -> int:
+        ids = [one["request_id"] for one in get(server, "/debug/requests")["requests"] if one["state"] == "waiting"]
+        sequences = [one for name in dict.fromkeys(ids) for one in get(server, f"/debug/requests/{name}")["sequences"]]
+        return sum(any(event["event"] == "kv_wanted" for event in one["events"]) for one in sequences)
+
+    wait_until(lambda: wanted() >= least)
 
 
-def test_text_is_that_of_one_engine_and_prompts_are_computed_by_the_prefill_engine(
+def wait_until_all_serve(server: ServerProcess) -> None:
+    wait_until(lambda: serving(server) == 3, BACK_S)
+
+
+def test_text_is_that_of_one_engine_and_the_prefill_engine_computes_prompts(
     split: ServerProcess, expected: list[list[Any]]
 ) -> None:
     with clients_of(split) as clients:
@@ -81,5 +96,85 @@ def test_text_is_that_of_one_engine_and_prompts_are_computed_by_the_prefill_engi
 
     assert found == expected[0]
     metrics = split.settled_metrics()
-    print({k: v for k, v in metrics.items() if "kv_split" in k or "prefix" in k or "dp_" in k or "success" in k})
-    assert metrics["kv_split_received_tokens_total"] > 0
+    prompts = len(KINDS) - 1  # the logprobs of one are computed where it runs
+    assert metrics["kv_split_received_tokens_total"] == prompts * (PROMPT_TOKENS // 64) * 64
+    assert metrics["kv_split_sent_tokens_total"] == metrics["kv_split_received_tokens_total"]
+    assert metrics["kv_split_given_up_tokens_total"] == metrics["kv_split_recomputed_tokens_total"] == 0
+    assert metrics["num_requests_running"] == metrics["kv_used_tokens"] == 0
+
+
+def test_the_timeline_of_a_request_shows_both_engines(split: ServerProcess) -> None:
+    body = {"prompt": prompt(9, 0), "max_tokens": 4, "temperature": 0}
+
+    status, _ = split.post("/v1/completions", body, **{"X-Request-Id": "both"})
+
+    assert status == 200
+    (sequence,) = get(split, "/debug/requests/both")["sequences"]
+    kinds = [event["event"] for event in sequence["events"]]
+    assert kinds[:2] == ["queued", "kv_wanted"]
+    assert kinds[2:5] == ["prefill"] * 3  # of at most 256 tokens each
+    assert kinds[5:7] == ["kv_received", "admitted"]
+    assert sequence["cached_tokens"] == 576
+    assert sequence["prompt_tokens"] == PROMPT_TOKENS
+    assert sequence["max_new_tokens"] == sequence["output_tokens"] == 4
+
+
+def test_a_prompt_that_the_decode_engine_has_makes_no_trip(split: ServerProcess) -> None:
+    body = {"prompt": prompt(10, 0), "max_tokens": 4, "temperature": 0}
+    answers = [split.post("/v1/completions", body)[1]["choices"]]
+    before = split.settled_metrics()["kv_split_sent_tokens_total"]
+
+    answers.append(split.post("/v1/completions", body)[1]["choices"])
+
+    assert answers[0] == answers[1]
+    assert split.settled_metrics()["kv_split_sent_tokens_total"] == before
+
+
+def test_a_prefill_engine_that_dies_while_it_computes_changes_no_text(
+    split: ServerProcess, expected: list[list[Any]]
+) -> None:
+    stop_prefill(split)
+    with clients_of(split) as clients:
+        asked = clients.ask(bodies(1))
+        wait_until_kv_is_wanted(split, 3)
+
+        kill(split, "ls-worker")
+        found = [answer.result() for answer in asked]
+
+    assert found == expected[1]
+    assert split.settled_metrics()["kv_split_given_up_tokens_total"] > 0
+    wait_until_all_serve(split)
+
+
+def test_a_decode_engine_that_dies_while_it_waits_for_kv_changes_no_text(
+    split: ServerProcess, expected: list[list[Any]]
+) -> None:
+    prefill = stop_prefill(split)
+    with clients_of(split) as clients:
+        asked = clients.ask(bodies(2))
+        wait_until_kv_is_wanted(split, 5)  # both decode engines have some
+
+        kill(split, "ls-router-1")
+        prefill.send_signal(signal.SIGCONT)
+        found = [answer.result() for answer in asked]
+
+    assert found == expected[2]
+    wait_until(lambda: split.metrics()["dp_requests_moved_total"] > 0)
+    wait_until_all_serve(split)
+
+
+@pytest.mark.long
+def test_a_decode_worker_that_dies_while_it_generates_changes_no_text(
+    split: ServerProcess, expected: list[list[Any]]
+) -> None:
+    with clients_of(split) as clients:
+        asked = clients.ask(bodies(3))
+        wait_until(lambda: clients.events > 40)
+
+        kill(split, "ls-worker-2")
+        found = [answer.result() for answer in asked]
+
+    assert found == expected[3]
+    wait_until_all_serve(split)
+    metrics = split.settled_metrics()
+    assert metrics["request_failed_total"] == metrics["num_requests_running"] == metrics["kv_used_tokens"] == 0
