@@ -36,8 +36,9 @@ class KvInboxClient:
         self._cancels.call(_encode(ticket))
 
     def close(self) -> None:
-        for calls in (*self._ranks, self._cancels):
-            calls.close()
+        for rank in self._ranks:
+            rank.close()
+        self._cancels.close()
 
     def _wait(self, rank: RankCalls[list[KvReceived] | None]) -> None:
         rank.call(b"").add_done_callback(partial(self._on_reply, rank))

@@ -175,7 +175,7 @@ class KvReceiver:
             self._has_changed.wait_for(lambda: frame.ticket in self._tickets or frame.ticket in self._ended, EARLY_S)
             if not self._is_wanted(frame):
                 return None
-        blocks = self._staging.take(frame.count, STAGE_WAIT_S)
+        blocks = self._staging.take(frame.num_blocks, STAGE_WAIT_S)
         return None if blocks is None else Incoming(self._staging.data(blocks), partial(self._end, frame, blocks))
 
     def _end(self, frame: Frame, blocks: Sequence[int], is_whole: bool) -> None:
@@ -191,11 +191,11 @@ class KvReceiver:
 
     def _is_wanted(self, frame: Frame) -> bool:
         ticket = self._tickets.get(frame.ticket)
-        return ticket is not None and not ticket.is_over and frame.first + frame.count <= len(ticket.slots)
+        return ticket is not None and not ticket.is_over and frame.first + frame.num_blocks <= len(ticket.slots)
 
     def _copy(self, ticket: _Ticket, frame: Frame, blocks: Sequence[int]) -> None:
-        slots = ticket.slots[frame.first : frame.first + frame.count]
-        arrived: range = range(frame.first, frame.first + frame.count)
+        slots = ticket.slots[frame.first : frame.first + frame.num_blocks]
+        arrived: range = range(frame.first, frame.first + frame.num_blocks)
         try:
             hosts = [self._staging.kv[block] for block in blocks]
             self._copies.up(hosts, partial(self._scatter, slots), ticket.after).result()

@@ -15,7 +15,7 @@ class Frame(NamedTuple):
 
     ticket: int
     first: int  # number of the first block among those of the ticket
-    count: int
+    num_blocks: int
 
 
 class Outgoing(NamedTuple):

@@ -75,11 +75,11 @@ class SocketMover:
             self._senders.release()
 
     def _receive(self, stream: FrameStream, frame: Frame, mac: bytes, sink: KvSink) -> None:
-        if not 0 < frame.count <= self._max_count:
-            raise WireError(f"a frame has {frame.count} blocks; the limit is {self._max_count}")
+        if not 0 < frame.num_blocks <= self._max_count:
+            raise WireError(f"a frame has {frame.num_blocks} blocks; the limit is {self._max_count}")
         incoming = sink.begin(frame)
         if incoming is None:
-            stream.skip(frame.count * self._block_bytes)
+            stream.skip(frame.num_blocks * self._block_bytes)
             return
         is_whole = False
         try:
