@@ -13,7 +13,8 @@ With --dp, a dispatcher stands where the router stands, and speaks to the router
 
 With roles, a decode engine has prompts computed by a prefill engine, whose workers send the KV to its workers:
 
-    dispatcher ──DispatchedReq, KvCancel──▶ decode router ──KvWanted──▶ dispatcher ──DispatchedReq──▶ prefill router
+    dispatcher ──DispatchedReq, KvCancel──▶ decode router ──KvWanted, KvMissing──▶ dispatcher
+    dispatcher ──DispatchedReq──▶ prefill router
 
 With --engines, the dispatcher is in a gateway, and the routers are on other machines. The same messages cross TCP. The
 two introduce themselves first, and both send heartbeats:
@@ -821,7 +822,14 @@ class KvWanted(msgspec.Struct, frozen=True, tag=True):
     addresses: list[str] = []  # of its workers, by rank
 
 
-FromEngine = BatchTokenIdOut | RouterStats | QueryReply | KvNews | EngineDraining | KvWanted
+class KvMissing(msgspec.Struct, frozen=True, tag=True):
+    """The KV of a prompt has not come in time, though nobody has cancelled it: the engines may not reach each other."""
+
+    req_id: int
+    ticket: int
+
+
+FromEngine = BatchTokenIdOut | RouterStats | QueryReply | KvNews | EngineDraining | KvWanted | KvMissing
 
 
 # detokenization -> httpserver

@@ -30,6 +30,7 @@ from lightserve.io_struct import (
     EngineDraining,
     FromEngine,
     GenerateReq,
+    KvMissing,
     KvNews,
     KvWanted,
     MovedReqs,
@@ -188,6 +189,8 @@ class Dispatcher:
         elif isinstance(message, KvWanted):
             if message.req_id in engine.requests:  # else it has ended or left the engine
                 self._jobs.start(engine.requests[message.req_id], engine, message)
+        elif isinstance(message, KvMissing):
+            self._jobs.kv_is_missing(engine, message)
         elif isinstance(message, EngineDraining):
             logger.info("engine %d drains: %d requests finish there", engine.number, len(engine.requests))
             self.drain(engine.number)

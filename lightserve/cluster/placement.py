@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 
 from lightserve.cluster.engine import Engine
@@ -15,6 +16,8 @@ from lightserve.cluster.routing import Policy, RoutedRequest
 from lightserve.cluster.split import choose_prefill, for_generation, for_prefill, timeout_s
 from lightserve.io_struct import KvTicket
 
+APART_S = 60.0  # a prefill engine whose KV has not come gets no prompts of the same decode engine for so long
+
 
 class Placement:
     def __init__(self, policy: Policy, min_split_tokens: int = 1) -> None:
@@ -25,6 +28,7 @@ class Placement:
         self._rates = SharedRates()
         self._engines: dict[int, Engine] = {}
         self._engine_of: dict[int, Engine] = {}  # by req_id
+        self._apart_until_s: dict[tuple[int, int], float] = {}  # by decode and prefill engine
 
     def __iter__(self) -> Iterator[Engine]:
         """The engines whose router runs."""
@@ -32,6 +36,7 @@ class Placement:
 
     def join(self, number: int, link: EngineLink, role: str = "both") -> Engine:
         self.index.add_engine(number)
+        self._apart_until_s = {pair: until for pair, until in self._apart_until_s.items() if number not in pair}
         engine = self._engines[number] = Engine(number, link, self._rates, role)
         self._engines = dict(sorted(self._engines.items()))
         return engine
@@ -79,11 +84,22 @@ class Placement:
         """The engine that should compute the prompt for ``decode``, and how long that may take; None: itself."""
         if decode.role != "decode" or not req.may_split:
             return None
-        engines = for_prefill([one for one in self.accepting() if one.number not in req.leaving and one is not decode])
+        now_s = time.monotonic()
+        engines = [
+            one
+            for one in for_prefill(self.accepting())
+            if one is not decode
+            and one.number not in req.leaving
+            and self._apart_until_s.get((decode.number, one.number), now_s) <= now_s
+        ]
         routed = self._routed(req, self._cached(req, engines) | {decode.number: cached})
         routed.expected_output = 0.0
         best = choose_prefill(routed, decode.load, [engine.load for engine in engines], self._min_split_tokens)
         return None if best is None else (self._engines[best.engine], timeout_s(routed, best))
+
+    def keep_apart(self, decode: int, prefill: int) -> None:
+        """No prompts of the one for the other for a while: KV does not come."""
+        self._apart_until_s[decode, prefill] = time.monotonic() + APART_S
 
     def add_prefill(self, engine: Engine, job: OpenRequest) -> None:
         """Have this engine compute the prompt of a request that another one has."""

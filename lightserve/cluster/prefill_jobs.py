@@ -14,9 +14,12 @@ import msgspec
 from lightserve.cluster.engine import Engine
 from lightserve.cluster.open_request import OpenRequest
 from lightserve.cluster.placement import Placement
-from lightserve.io_struct import GenerationParams, KvCancel, KvTarget, KvWanted, MovedReqs
+from lightserve.io_struct import GenerationParams, KvCancel, KvMissing, KvTarget, KvWanted, MovedReqs
 from lightserve.utils.block_hash import BLOCK_TOKENS
 from lightserve.utils.int_arrays import int32s
+from lightserve.utils.logger import init_logger
+
+logger = init_logger(__name__)
 
 PARAMS = GenerationParams.of(max_new_tokens=1, temperature=0.0, seed=0)
 
@@ -25,6 +28,7 @@ class PrefillJobs:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._engine_of: dict[int, Engine] = {}  # by req_id
+        self._sent_by: dict[int, tuple[int, int]] = {}  # by req_id: the last ticket, and who got the prompt
 
     def start(self, req: OpenRequest, decode: Engine, wanted: KvWanted) -> None:
         """The decode engine of a request has slots for its prompt, or needs none."""
@@ -37,6 +41,7 @@ class PrefillJobs:
             return
         engine, _ = found
         self._engine_of[req.req_id] = engine
+        self._sent_by[req.req_id] = wanted.ticket, engine.number
         self._placement.add_prefill(engine, _job(req, wanted))
 
     def finish(self, engine: Engine, job: OpenRequest) -> None:
@@ -50,9 +55,17 @@ class PrefillJobs:
         if decode is not None and job.target is not None:
             decode.link.send(KvCancel(job.req_id, job.target.ticket))
 
+    def kv_is_missing(self, decode: Engine, missing: KvMissing) -> None:
+        """The decode engine has waited in vain. The two are left alone with each other for a while."""
+        ticket, number = self._sent_by.get(missing.req_id, (0, 0))
+        if ticket == missing.ticket:
+            logger.warning("KV of engine %d has not come to engine %d in time", number, decode.number)
+            self._placement.keep_apart(decode.number, number)
+
     def cancel(self, req: OpenRequest) -> None:
         """The request has ended, or leaves its decode engine."""
         req.ticket = None
+        self._sent_by.pop(req.req_id, None)
         engine = self._engine_of.get(req.req_id)
         if engine is None:
             return

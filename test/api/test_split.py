@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from test.api.server import ServerProcess, running_server
+from lightserve.cluster.tcp.keys import generate
+from test.api.server import STOP_S, ServerProcess, running_server, start_server
 from test.api.test_dp import BACK_S, get
-from test.api.test_engines import serving
+from test.api.test_engines import CLI, serving
 from test.api.test_restart import KINDS, clients_of
+from test.cluster.tcp_cluster import free_port
 from test.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -178,3 +182,46 @@ def test_a_decode_worker_that_dies_while_it_generates_changes_no_text(
     wait_until_all_serve(split)
     metrics = split.settled_metrics()
     assert metrics["request_failed_total"] == metrics["num_requests_running"] == metrics["kv_used_tokens"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("secrets", ["equal", "different"])
+def test_engines_of_a_gateway_send_kv_over_tcp_if_they_know_each_other(
+    model: Path, tmp_path: Path, expected: list[list[Any]], secrets: str
+) -> None:
+    """Without the same kv.secret, the decode engine computes all prompts itself."""
+    generate(tmp_path / "keys")
+    shutil.copytree(tmp_path / "keys", tmp_path / "other")
+    if secrets == "different":
+        (tmp_path / "other" / "kv.secret").write_text("x" * 40)
+    addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    kv = f"tcp://127.0.0.1:{free_port()}"
+    flags = ["--deterministic", "--max_total_token_num", KV_TOKENS, "--batch_max_tokens", "256"]
+    engines = [
+        ["--listen", addresses[0], "--cluster_keys", str(tmp_path / "keys"), "--run_mode", "prefill"],
+        ["--listen", addresses[1], "--cluster_keys", str(tmp_path / "other"), "--role", "decode", "--kv_listen", kv],
+    ]
+    gateway = ["--engines", ",".join(addresses), "--cluster_keys", str(tmp_path / "keys"), "--min_split_tokens", "128"]
+    with ExitStack() as running:
+        for number, own in enumerate(engines):
+            command = [*CLI, "engine", str(model), *flags, *own]
+            engine = start_server(tmp_path / f"engine-{number}.log", command)
+            running.callback(end, engine)
+        server = running.enter_context(running_server(tmp_path / "log", "--model_dir", str(model), *gateway))
+        wait_until(lambda: serving(server) == 2, BACK_S)
+        with clients_of(server) as clients:
+            found = [answer.result() for answer in clients.ask(bodies(0))]
+        metrics = server.settled_metrics()
+
+    assert found == expected[0]
+    if secrets == "equal":
+        assert metrics["kv_split_given_up_tokens_total"] == 0
+        assert metrics["kv_split_received_tokens_total"] > 0
+    else:
+        assert metrics["kv_split_received_tokens_total"] == 0
+        assert "another kv.secret" in (tmp_path / "engine-1.log").read_text()
+
+
+def end(server: ServerProcess) -> None:
+    server.process.kill()  # its child processes exit too
+    server.process.wait(STOP_S)

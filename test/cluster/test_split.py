@@ -167,9 +167,10 @@ def test_what_would_not_pay_or_cannot_be_shared_stays_on_the_decode_engine(optio
 
 def test_a_prompt_that_is_cached_on_the_decode_engine_makes_no_trip() -> None:
     async def scenario(cluster: LocalCluster) -> None:
-        for req_id in range(2):
-            cluster.send(req_id, list(range(1000)), 5, seed=1)
-            await cluster.until(lambda req_id=req_id: cluster.has_ended(req_id))
+        cluster.send(0, list(range(1000)), 5, seed=1)
+        await cluster.until(lambda: cluster.has_ended(0))
+        cluster.send(1, list(range(1000)), 5, seed=1)
+        await cluster.until(lambda: cluster.has_ended(1))
 
         assert cluster.engines[PREFILL].scheduler.num_pushed == 960
         assert cluster.cached_tokens[1] == 999
@@ -210,6 +211,24 @@ def test_a_lost_prefill_engine_is_noticed_at_once() -> None:
         assert received(cluster) == 960
 
     check(scenario, num_engines=3, roles=ROLES)
+
+
+def test_engines_that_cannot_reach_each_other_are_left_alone_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightserve.cluster.split.MIN_TIMEOUT_S", 0.1)
+
+    async def scenario(cluster: LocalCluster) -> None:
+        monkeypatch.setattr("test.cluster.local_cluster.FakeInbox.arrive", lambda *_: None)
+        cluster.send(0, list(range(1000)), 5, seed=1)
+        await cluster.until(lambda: cluster.has_ended(0))
+        sent = cluster.engines[PREFILL].scheduler.num_pushed
+        assert sent == 960
+        cluster.send(1, list(range(500, 1500)), 5, seed=1)
+        await cluster.until(lambda: cluster.has_ended(1))
+
+        assert cluster.tokens[0] == cluster.tokens[1] == tokens(1, 5)
+        assert cluster.engines[PREFILL].scheduler.num_pushed == sent
+
+    check(scenario, num_engines=2, roles=("prefill", "decode"))
 
 
 def test_decode_engines_that_are_all_lost_are_replaced_by_the_prefill_engine() -> None:

@@ -18,6 +18,7 @@ from lightserve.io_struct import (
     EngineDraining,
     FromEngine,
     KvCancel,
+    KvMissing,
     KvNews,
     KvWanted,
     MovedReqs,
@@ -52,7 +53,7 @@ def for_gateways(message: FromEngine, sessions: Iterable[int]) -> list[tuple[int
         return [(session, _stats_for(message, session)) for session in sessions]
     if isinstance(message, KvNews | EngineDraining):
         return [(session, message) for session in sessions]
-    if isinstance(message, KvWanted):
+    if isinstance(message, KvWanted | KvMissing):
         session = session_of(message.req_id)
         return [(session, replace(message, req_id=gateway_id(message.req_id)))] if session in sessions else []
     session = session_of(message.query_id)

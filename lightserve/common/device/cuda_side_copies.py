@@ -43,7 +43,7 @@ class CudaSideCopies:
             steps.wait_event(has_left)
             gather(part, place[: part.stop - part.start])
             self._down.wait_stream(steps)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a thread may wait long for it
             with torch.cuda.stream(self._down):
                 for host, block in zip(hosts[part], place, strict=False):
                     host.copy_(block, non_blocking=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from lightserve.io_struct import KvExpect, KvReceived, KvTicket, KvWanted
+from lightserve.io_struct import KvExpect, KvMissing, KvReceived, KvTicket, KvWanted
 from lightserve.router.kv_pool import KvPool, PrefixLoad, cacheable
 from lightserve.router.kv_tiers.tiers import ROOM_PER_REQ
 from lightserve.router.radix_cache import common_len
@@ -35,7 +35,7 @@ class OpenTicket(NamedTuple):
 
 
 class IncomingKv:
-    def __init__(self, pool: KvPool, send: Callable[[KvWanted], None]) -> None:
+    def __init__(self, pool: KvPool, send: Callable[[KvWanted | KvMissing], None]) -> None:
         """``send``: to the dispatcher."""
         self.num_wanted = 0  # tokens
         self.num_received = 0
@@ -48,6 +48,7 @@ class IncomingKv:
         self._waiting: dict[int, int] = {}  # by request: its ticket
         self._received: dict[int, int] = {}  # by request that is not admitted yet: tokens that should be cached
         self._expects: list[KvExpect] = []  # for the next step
+        self._cancelled: set[int] = set()  # open tickets that nobody sends KV for
 
     @property
     def num_given_up(self) -> int:
@@ -104,12 +105,17 @@ class IncomingKv:
         self._offers.pop(req_id, None)
         self._received.pop(req_id, None)
         ticket = self._waiting.pop(req_id, None)
-        if ticket is not None and self._inbox is not None:
-            self._inbox.cancel(ticket)
+        if ticket is not None:
+            self._cancel(ticket)
 
     def cancel(self, req_id: int, ticket: int) -> None:
         """No prefill engine computes the prompt. The request waits until the workers have ended the ticket."""
-        if self._waiting.get(req_id) == ticket and self._inbox is not None:
+        if self._waiting.get(req_id) == ticket:
+            self._cancel(ticket)
+
+    def _cancel(self, ticket: int) -> None:
+        self._cancelled.add(ticket)
+        if self._inbox is not None:
             self._inbox.cancel(ticket)
 
     def finish(self, received: KvReceived) -> None:
@@ -120,6 +126,9 @@ class IncomingKv:
         prefix = self._pool.shorten_load(opened.prefix, received.num_blocks * BLOCK_TOKENS)
         self._pool.finish_load(prefix, is_valid=True)
         self.num_received += len(prefix.slots)
+        if len(prefix.slots) < len(opened.prefix.slots) and received.ticket not in self._cancelled:
+            self._send(KvMissing(opened.req_id, received.ticket))
+        self._cancelled.discard(received.ticket)
         if self._waiting.pop(opened.req_id, None) is None:
             return  # it has ended meanwhile
         self._received[opened.req_id] = len(prefix.ids)
@@ -131,7 +140,7 @@ class IncomingKv:
         """All KV is lost. Requests that wait compute their prompts."""
         self._inbox = None
         self.num_wanted -= sum(len(ticket.prefix.slots) for ticket in self._open.values())
-        for part in (self._offers, self._open, self._waiting, self._received, self._expects):
+        for part in (self._offers, self._open, self._waiting, self._received, self._expects, self._cancelled):
             part.clear()
 
     def _start(self, req: Req, ticket: KvTicket, begin: int, end: int) -> None:

@@ -15,6 +15,7 @@ from lightserve.common.kv.token_slots import Slots
 from lightserve.io_struct import (
     FinishReason,
     HostKvSize,
+    KvMissing,
     KvPush,
     KvStore,
     KvTarget,
@@ -115,7 +116,7 @@ class Scheduler:
         self.num_pushed = 0  # tokens whose KV was sent to other engines
         self._pushing: dict[int, Req] = {}  # by id: requests whose KV another engine wants
 
-    def use_incoming(self, send: Callable[[KvWanted], None]) -> IncomingKv:
+    def use_incoming(self, send: Callable[[KvWanted | KvMissing], None]) -> IncomingKv:
         """Wait for KV that prefill engines send. ``send``: to the dispatcher."""
         self.incoming = self._admission.incoming = IncomingKv(self.pool, send)
         return self.incoming
