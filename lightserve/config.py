@@ -20,8 +20,8 @@ KvDtype = Literal["auto", "none", "fp8", "int8"]
 Task = Literal["generate", "embed", "classify", "score", "reward"]
 PoolingKind = Literal["cls", "mean", "last", "max"]
 Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
-Role = Literal["both", "prefill", "decode", "normal"]
-ROLES = ("prefill", "decode", "both")
+Role = Literal["normal", "prefill", "decode", "both"]
+ROLES = get_args(Role)
 
 # One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
 # the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
@@ -449,9 +449,11 @@ class ClusterConfig:
     roles: list[str] = option(
         [],
         "with --dp: what each engine is for, such as prefill,decode,decode; a prefill engine computes prompts and "
-        "sends their KV to decode engines, which generate; both does all",
+        "sends their KV to decode engines, which generate; both does that and generates too",
     )
-    role: Role = option("both", "the same of one engine, with --listen; normal is LightLLM's word for both", "run_mode")
+    role: Role = option(
+        "normal", "the same of one engine, with --listen; normal: it neither sends nor receives KV", "run_mode"
+    )
     kv_listen: str | None = option(
         None,
         "with --role decode: the address where prefill engines send KV, tcp://HOST:PORT or unix:///PATH; further "
@@ -471,7 +473,7 @@ class ClusterConfig:
 
     def _check_roles(self) -> None:
         roles = self.engine_roles
-        if self.role in ("prefill", "decode") and self.listen is None:
+        if self.role != "normal" and self.listen is None:
             remedy = "use --roles" if self.dp > 1 else "start `lightserve engine --listen`, or use --dp and --roles"
             raise OptionError(f"role={self.role}: for an engine of a gateway; {remedy}")
         if self.kv_listen is not None:
@@ -484,26 +486,23 @@ class ClusterConfig:
             raise OptionError(f"roles: {unknown!r} is none; a role is one of {', '.join(ROLES)}")
         if len(roles) != self.dp:
             raise OptionError(f"roles={','.join(roles)}: {len(roles)} roles for the {self.dp} engines of --dp")
-        if "decode" not in roles or set(roles) == {"decode"}:
+        if "decode" not in roles or not {"prefill", "both"} & set(roles):
             found = "no engine is decode" if "decode" not in roles else "no engine is prefill or both"
             raise OptionError(f"roles={','.join(roles)}: {found}, so no KV would be sent; leave out --roles")
 
     @property
     def engine_roles(self) -> list[str]:
-        """Of the engines of --dp; empty: both."""
-        names = [one.strip() for text in self.roles for one in text.split(",") if one.strip()]
-        return ["both" if name == "normal" else name for name in names]
+        """Of the engines of --dp; empty: normal."""
+        return [one.strip() for text in self.roles for one in text.split(",") if one.strip()]
 
     @property
     def is_split(self) -> bool:
         """Whether engines of this server have roles."""
-        return bool(self.roles) or self.role in ("prefill", "decode")
+        return bool(self.roles) or self.role != "normal"
 
     def role_of(self, engine: int) -> str:
         """Of an engine of this server, by its number."""
-        if self.roles:
-            return self.engine_roles[engine]
-        return "both" if self.role == "normal" else self.role
+        return self.engine_roles[engine] if self.roles else self.role
 
     def _check_remote(self) -> None:
         flags = [f"--{name}" for name in ("engines", "engines_file", "listen") if getattr(self, name)]

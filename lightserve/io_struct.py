@@ -1019,7 +1019,7 @@ class EngineHello(msgspec.Struct, frozen=True, tag=True):
     model_digest: str
     weights_digest: str  # all engines of a gateway must compute with the same weights
     ready: EngineReady
-    role: str = "both"  # --role
+    role: str = "normal"  # --role
 
 
 class LinkRefused(msgspec.Struct, frozen=True, tag=True):

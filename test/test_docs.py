@@ -264,7 +264,7 @@ def test_other_names_in_the_readme_set_the_same_flag() -> None:
     assert len(names) > 5
     for name, other in names:
         choices = {"data_type": "float16", "kv_dtype": "fp8", "router_policy": "fifo"}
-        value = (choices | {"cluster_policy": "prefix", "role": "both"}).get(name, "1")
+        value = (choices | {"cluster_policy": "prefix", "role": "normal"}).get(name, "1")
         assert str(value_of(parse_server([other, value]), name)).lstrip("['").startswith(value), other
 
 

@@ -84,7 +84,7 @@ class Dispatcher:
             self._tasks.create_task(self._send_heartbeats())
             self._tasks.create_task(self._watch())
 
-    def join(self, number: int, link: EngineLink, role: str = "both") -> None:
+    def join(self, number: int, link: EngineLink, role: str = "normal") -> None:
         """The router of an engine is ready."""
         if self._tasks is None:
             raise RuntimeError("an engine joined before the dispatcher ran")
@@ -233,7 +233,8 @@ class Dispatcher:
             return False
         if req.target is not None:  # the engine that wants the prompt computes it
             self._jobs.fail(engine, req)
-            self.metrics.values["request_refused_total"] -= failure.status == 429  # the engine has counted it
+            counted = "request_refused_total" if failure.status == 429 else "request_failed_total"
+            self.metrics.values[counted] -= 1  # by the engine
             return False
         if failure.status == 429:
             self._placement.remove(req)

@@ -13,7 +13,7 @@ from lightserve.io_struct import RouterStats, TokenIdOut
 
 
 class Engine:
-    def __init__(self, number: int, link: EngineLink, rates: SharedRates, role: str = "both") -> None:
+    def __init__(self, number: int, link: EngineLink, rates: SharedRates, role: str = "normal") -> None:
         self.number = number
         self.link = link
         self.role = role

@@ -34,7 +34,7 @@ class Placement:
         """The engines whose router runs."""
         return iter(self._engines.values())
 
-    def join(self, number: int, link: EngineLink, role: str = "both") -> Engine:
+    def join(self, number: int, link: EngineLink, role: str = "normal") -> Engine:
         self.index.add_engine(number)
         self._apart_until_s = {pair: until for pair, until in self._apart_until_s.items() if number not in pair}
         engine = self._engines[number] = Engine(number, link, self._rates, role)

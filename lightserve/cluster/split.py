@@ -1,8 +1,8 @@
 """Which engines generate, which ones compute prompts for others, and for which requests. Pure, as routing.py.
 
 A request first gets the engine that generates. If that is a decode engine, and much of the prompt is missing there, a
-prefill engine computes it and sends its KV. Engines of the role ``both`` do all. Every engine can: if none of the right
-role is left, another one takes its part.
+prefill engine computes it and sends its KV, or one of the role ``both``, which generates too. Every engine can generate
+and compute prompts: if none of the right role is left, another one takes its part.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def for_generation(engines: Sequence[E]) -> list[E]:
 
 def for_prefill(engines: Sequence[E]) -> list[E]:
     """Of these engines, those that compute prompts for decode engines."""
-    return [engine for engine in engines if engine.role != "decode"]
+    return [engine for engine in engines if engine.role in ("prefill", "both")]
 
 
 def choose_prefill(

@@ -238,7 +238,7 @@ def make_kv_split(args: KvSplitArgs, memory: MemoryManager, platform: Device, id
         )
     size = block_bytes(memory.layout, BLOCK_TOKENS)
     mover = SocketMover(identity, args.secret, size, frame_blocks(size))
-    if args.role != "decode":
+    if args.role in ("prefill", "both"):
         return KvSplit(sender=KvSender(memory, platform, mover, args.rank))
     receiver = KvReceiver(memory, platform)
     mover.listen(args.address, receiver)

@@ -43,7 +43,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend)
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
             worker.add_host_tier(config, child_config.config.cluster.dp)
-            if child_config.config.cluster.is_split:
+            if child_config.role != "normal":
                 worker.add_kv_split(config, _split_args(child_config))
         link = worker.model.hidden_state_link
         run_profile = _profiler(child_config, lambda: link.received_s)

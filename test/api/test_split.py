@@ -185,6 +185,19 @@ def test_a_decode_worker_that_dies_while_it_generates_changes_no_text(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("flag", ["--tp", "--pp"])
+def test_every_rank_sends_its_part(model: Path, tmp_path: Path, expected: list[list[Any]], flag: str) -> None:
+    split = ("--dp", "2", "--roles", "prefill,decode", "--min_split_tokens", "128", flag, "2")
+    with serve(model, tmp_path / "log", *split) as server, clients_of(server) as clients:
+        found = [answer.result() for answer in clients.ask(bodies(0))]
+        metrics = server.settled_metrics()
+
+    assert found == expected[0]
+    assert metrics["kv_split_received_tokens_total"] == (len(KINDS) - 1) * (PROMPT_TOKENS // 64) * 64
+    assert metrics["kv_split_given_up_tokens_total"] == 0
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("secrets", ["equal", "different"])
 def test_engines_of_a_gateway_send_kv_over_tcp_if_they_know_each_other(
     model: Path, tmp_path: Path, expected: list[list[Any]], secrets: str

@@ -135,7 +135,7 @@ def token_of(seed: int, position: int) -> int:
 
 
 class LocalEngine:
-    def __init__(self, config: RouterConfig, model: SeededModel, pool: int, role: str = "both") -> None:
+    def __init__(self, config: RouterConfig, model: SeededModel, pool: int, role: str = "normal") -> None:
         self.model = model
         self.pool = KvPool(pool)
         limits = SchedulerLimits(max_running=8, batch_max_tokens=256, chunk_size=128)
@@ -156,7 +156,7 @@ class LocalCluster:
     def __init__(
         self, policy: str, config: RouterConfig, num_engines: int, pool: int, roles: Sequence[str] = ()
     ) -> None:
-        self.roles = roles or ("both",) * num_engines
+        self.roles = roles or ("normal",) * num_engines
         self.network: dict[str, FakeInbox] = {}
         self.inbox, self._from_dispatcher = Channel(ToRouter), Channel(ToDetokenization)
         self.placement = Placement(make_policy(policy), MIN_SPLIT_TOKENS)

@@ -31,11 +31,11 @@ class Named:
 
 
 def test_prefill_engines_generate_only_if_no_other_is_left() -> None:
-    prefill, decode, both = Named("prefill"), Named("decode"), Named("both")
+    prefill, decode, both, normal = Named("prefill"), Named("decode"), Named("both"), Named("normal")
 
-    assert for_generation([prefill, decode, both]) == [decode, both]
+    assert for_generation([prefill, decode, both, normal]) == [decode, both, normal]
     assert for_generation([prefill]) == [prefill]
-    assert for_prefill([prefill, decode, both]) == [prefill, both]
+    assert for_prefill([prefill, decode, both, normal]) == [prefill, both]
     assert for_prefill([decode]) == []
 
 
@@ -243,6 +243,20 @@ def test_decode_engines_that_are_all_lost_are_replaced_by_the_prefill_engine() -
         assert cluster.tokens[0] == tokens(1, LONG)
 
     check(scenario, num_engines=3, roles=ROLES)
+
+
+def test_an_engine_of_both_roles_generates_and_computes_prompts_for_others() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        for req_id in range(8):
+            cluster.send(req_id, [req_id] * 1000, 5, seed=req_id)
+        await cluster.until(lambda: cluster.has_ended(*range(8)))
+
+        assert [cluster.tokens[req_id] for req_id in range(8)] == [tokens(req_id, 5) for req_id in range(8)]
+        both = cluster.engines[0]
+        assert both.scheduler.num_pushed == received(cluster) > 0
+        assert both.manager.metrics.values["generation_tokens_total"] > 0
+
+    check(scenario, num_engines=2, roles=("both", "decode"))
 
 
 def test_a_queue_that_is_full_leaves_the_prompt_to_the_decode_engine() -> None:

@@ -34,8 +34,9 @@ def refusal(*flags: str) -> str:
     [
         (("--roles=prefill,decode",), "roles=prefill,decode: 2 roles for the 1 engines of --dp"),
         (("--dp=2", "--roles=prefill,decode,decode"), "3 roles for the 2 engines of --dp"),
-        (("--dp=2", "--roles=prefill,guess"), "roles: 'guess' is none; a role is one of prefill, decode, both"),
+        (("--dp=2", "--roles=prefill,guess"), "roles: 'guess' is none; a role is one of normal, prefill, decode, both"),
         (("--dp=2", "--roles=decode,decode"), "no engine is prefill or both, so no KV would be sent"),
+        (("--dp=2", "--roles=decode,normal"), "no engine is prefill or both"),
         (("--dp=2", "--roles=prefill,both"), "no engine is decode, so no KV would be sent"),
         (("--role=prefill",), "role=prefill: for an engine of a gateway; start `lightserve engine --listen`"),
         (("--run_mode=decode", "--dp=2"), "role=decode: for an engine of a gateway; use --roles"),
@@ -83,7 +84,7 @@ def test_every_engine_has_its_role_and_its_addresses(keys: str) -> None:
     assert ChildConfig(split, "/run", engine=2).kv_address(1, 4) == "unix:///run/kv-1-4.2"
 
     normal = parse_server((keys, LISTEN, "--run_mode", "normal"))
-    assert normal.cluster.role_of(0) == "both"
+    assert normal.cluster.role_of(0) == "normal"
     assert not normal.cluster.is_split
 
     for flags, first, second in (
