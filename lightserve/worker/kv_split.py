@@ -6,6 +6,7 @@ while the next step computes, and the other side copies them into the slots that
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -35,6 +36,7 @@ FRAME_BYTES = 2**25  # a frame has so many at most, or one block
 STAGED_FRAMES = 16  # frames in host memory: on their way to the device or to the network
 STAGE_WAIT_S = 10.0  # a step waits so long for the network; then the rest of a prompt is not sent
 EARLY_S = 5.0  # the step that announces a ticket may come later than its first frame
+SWITCH_S = 0.0005  # a thread that moves KV would wait 5 ms for the one that launches steps, at every call
 MAX_ENDED = 4096  # tickets whose late frames are dropped at once
 
 
@@ -236,6 +238,7 @@ def make_kv_split(args: KvSplitArgs, memory: MemoryManager, platform: Device, id
             "role: this model has a second KV pool for layers with a sliding window, whose KV cannot be sent; "
             "add --max_windowed_token_num 0, or leave out the roles"
         )
+    sys.setswitchinterval(SWITCH_S)
     size = block_bytes(memory.layout, BLOCK_TOKENS)
     mover = SocketMover(identity, args.secret, size, frame_blocks(size))
     if args.role in ("prefill", "both"):

@@ -197,10 +197,10 @@ class _Replayed:
 
     def sendall(self, data: bytes) -> None: ...
 
-    def recv_into(self, into: memoryview) -> int:
-        count = min(len(into), len(self._left))
-        into[:count], self._left = self._left[:count], self._left[count:]
-        return count
+    def recvmsg_into(self, buffers: list[memoryview], *_: int) -> tuple[int, ...]:
+        count = min(len(buffers[0]), len(self._left))
+        buffers[0][:count], self._left = self._left[:count], self._left[count:]
+        return (count,)
 
 
 def test_changed_bytes_and_replayed_frames_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 from contextlib import suppress
@@ -13,7 +14,7 @@ from lightserve.errors import ServerError
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
 from lightserve.worker.kv_mover.base import Frame, KvSink, Outgoing
-from lightserve.worker.kv_mover.wire import FrameStream, WireError, greet_receiver, greet_sender
+from lightserve.worker.kv_mover.wire import ENDED, FrameStream, WireError, greet_receiver, greet_sender
 
 logger = init_logger(__name__)
 
@@ -22,6 +23,7 @@ TIMEOUT_S = 5.0  # of a handshake, a write, and of a read within a frame
 IDLE_CHECK_S = 1.0  # how often a sender without work looks whether the other side has closed the connection
 RETRY_S = 1.0  # an address that failed is left alone for so long
 MAX_SENDERS = 256  # connections of a receiver
+TIMEVAL = struct.pack("ll", int(TIMEOUT_S), 0)
 BUFFER_BYTES = 1 << 22
 LOG_INTERVAL_S = 60.0
 
@@ -63,12 +65,10 @@ class SocketMover:
             _prepare(sock)
             stream = greet_sender(sock, secret, self._identity)
             while True:
-                sock.settimeout(None)
                 frame, mac = stream.read_header()
-                sock.settimeout(TIMEOUT_S)
                 self._receive(stream, frame, mac, sink)
         except (WireError, OSError) as error:
-            if str(error) != "the connection ended":
+            if str(error) != ENDED:
                 self._log(f"KV of another engine was refused: {error}")
         finally:
             sock.close()
@@ -211,7 +211,10 @@ def _connect(address: str) -> socket.socket:
 
 
 def _prepare(sock: socket.socket) -> None:
-    sock.settimeout(TIMEOUT_S)
+    """The kernel has the timeout, not Python: then one call moves a whole frame."""
+    sock.settimeout(None)
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, TIMEVAL)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
     if sock.family != socket.AF_UNIX:
@@ -225,10 +228,8 @@ def _secret_for(address: str, secret: bytes) -> bytes:
 def _has_ended(sock: socket.socket) -> bool:
     """A receiver sends nothing after the handshake, so anything that can be read is the end."""
     try:
-        sock.setblocking(False)
-        sock.recv(1)
+        sock.recv(1, socket.MSG_DONTWAIT)
     except BlockingIOError:
-        sock.settimeout(TIMEOUT_S)
         return False
     except OSError:
         pass

@@ -20,11 +20,13 @@ from hashlib import blake2b
 from lightserve.worker.kv_mover.base import Frame
 
 MAGIC = b"LSKVMOV1"
+ENDED = "the connection ended"
 NONCE_BYTES = 32
 IDENTITY_BYTES = 32
 MAC_BYTES = 32
 _HEADER = struct.Struct(f"<qII{MAC_BYTES}s")
-MAX_READ = 1 << 24  # bytes of one call
+SKIP_BYTES = 1 << 20  # of one read that is dropped
+MAX_BUFFERS = 512  # of one call; the kernel takes 1024
 
 
 class WireError(Exception):
@@ -41,24 +43,29 @@ class FrameStream:
 
     def send(self, frame: Frame, blocks: Sequence[memoryview]) -> None:
         header = _HEADER.pack(*frame, self._mac(frame, blocks))
-        self.socket.sendall(header)
-        for block in blocks:
-            self.socket.sendall(block)
+        buffers = [memoryview(header), *blocks]
+        for begin in range(0, len(buffers), MAX_BUFFERS):
+            _send_all(self.socket, buffers[begin : begin + MAX_BUFFERS])
 
     def read_header(self) -> tuple[Frame, bytes]:
-        ticket, first, count, mac = _HEADER.unpack(read_exactly(self.socket, _HEADER.size))
-        return Frame(ticket, first, count), mac
+        """Waits until there is one."""
+        data = memoryview(bytearray(_HEADER.size))
+        while not (count := _read_or_idle(self.socket, data)):
+            pass
+        read_into(self.socket, [data[count:]])
+        ticket, first, num_blocks, mac = _HEADER.unpack(data)
+        return Frame(ticket, first, num_blocks), mac
 
     def read_blocks(self, blocks: Sequence[memoryview]) -> None:
-        for block in blocks:
-            read_into(self.socket, block)
+        for begin in range(0, len(blocks), MAX_BUFFERS):
+            read_into(self.socket, blocks[begin : begin + MAX_BUFFERS])
 
     def skip(self, size: int) -> None:
         """Drop the blocks of a frame. Its MAC is not checked: nothing of it is used."""
-        spare = memoryview(bytearray(min(size, MAX_READ)))
+        spare = memoryview(bytearray(min(size, SKIP_BYTES)))
         while size:
-            read_into(self.socket, spare[: min(size, len(spare))])
-            size -= min(size, len(spare))
+            read_into(self.socket, [spare[:size]])
+            size -= len(spare[:size])
         self._count += 1
 
     def check(self, frame: Frame, blocks: Sequence[memoryview], mac: bytes) -> None:
@@ -101,17 +108,45 @@ def greet_sender(sock: socket.socket, secret: bytes, identity: bytes) -> FrameSt
 
 def read_exactly(sock: socket.socket, size: int) -> bytes:
     data = bytearray(size)
-    read_into(sock, memoryview(data))
+    read_into(sock, [memoryview(data)])
     return bytes(data)
 
 
-def read_into(sock: socket.socket, into: memoryview) -> None:
-    done = 0
-    while done < len(into):
-        count = sock.recv_into(into[done : done + MAX_READ])
+def read_into(sock: socket.socket, buffers: Sequence[memoryview]) -> None:
+    """In one call of the kernel, mostly: between two, this thread might wait for those that launch steps."""
+    left = [buffer for buffer in buffers if len(buffer)]
+    while left:
+        count, *_ = sock.recvmsg_into(left, 0, socket.MSG_WAITALL)
         if not count:
-            raise WireError("the connection ended")
-        done += count
+            raise WireError(ENDED)
+        left = _after(left, count)
+
+
+def _send_all(sock: socket.socket, buffers: Sequence[memoryview]) -> None:
+    left = list(buffers)
+    while left:
+        left = _after(left, sock.sendmsg(left))
+
+
+def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of these after so many bytes."""
+    at = 0
+    while at < len(buffers) and count >= len(buffers[at]):
+        count -= len(buffers[at])
+        at += 1
+    left = buffers[at:]
+    return [left[0][count:], *left[1:]] if left else []
+
+
+def _read_or_idle(sock: socket.socket, into: memoryview) -> int:
+    """Bytes that were read; 0: there are none yet."""
+    try:
+        count = sock.recv_into(into)
+    except BlockingIOError:  # SO_RCVTIMEO
+        return 0
+    if not count:
+        raise WireError(ENDED)
+    return count
 
 
 def _read_nonce(sock: socket.socket) -> bytes:
