@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from lightserve.benchmark.cluster_path import _free_port as free_port
+from lightserve.benchmark.cluster_path import free_port
 from lightserve.benchmark.kv_tiers import START_S, Streams, ask as stream, prompt, show_itl, windows
 from lightserve.benchmark.models import LARGE, save_model
 from lightserve.benchmark.server import Server
