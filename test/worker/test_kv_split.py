@@ -225,6 +225,24 @@ def test_changed_bytes_and_replayed_frames_are_refused() -> None:
             receiver.check(got, [place], mac)
 
 
+def test_a_frame_with_a_wrong_mac_changes_no_slot_and_ends_the_connection() -> None:
+    pair = Pair(f"tcp://127.0.0.1:{free_port()}")
+    target = pair.slots(2)
+    before = kv(pair.target, target)
+    pair.expect(7, target)
+    stream = pair.movers[0].connect(pair.address)
+    stream._key = b"x" * 32
+
+    stream.send(Frame(7, 0, 1), [memoryview(bytearray(pair.movers[0]._block_bytes))])
+
+    assert stream.socket.recv(1) == b""
+    pair.receiver.cancel(7)
+    assert pair.receiver.next_received() == [KvReceived(7, 0)]
+    assert all(map(torch.equal, kv(pair.target, target), before))
+    stream.socket.close()
+    pair.close()
+
+
 def test_garbage_and_frames_beyond_the_limit_close_the_connection(pair: Pair) -> None:
     for garbage in (b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(200)):
         with sockets._connect(pair.address) as sock:
