@@ -39,6 +39,7 @@ class IncomingKv:
         """``send``: to the dispatcher."""
         self.num_wanted = 0  # tokens
         self.num_received = 0
+        self.num_given_up = 0  # tokens that were wanted and did not come
         self.num_recomputed = 0  # tokens that were received, and computed all the same
         self._pool = pool
         self._send = send
@@ -49,12 +50,6 @@ class IncomingKv:
         self._received: dict[int, int] = {}  # by request that is not admitted yet: tokens that should be cached
         self._expects: list[KvExpect] = []  # for the next step
         self._cancelled: set[int] = set()  # open tickets that nobody sends KV for
-
-    @property
-    def num_given_up(self) -> int:
-        """Tokens that were wanted and did not come."""
-        pending = sum(len(ticket.prefix.slots) for ticket in self._open.values())
-        return self.num_wanted - pending - self.num_received
 
     @property
     def is_open(self) -> bool:
@@ -71,6 +66,8 @@ class IncomingKv:
         """Whether a request may not be admitted yet, because its prompt comes from another engine."""
         if req.req_id in self._waiting:
             return True
+        if not self._open and req.req_id not in self._offers:
+            return False  # most requests end here
         cached = self._pool.cached_len(req)
         if self._is_coming(req, cached):
             return True
@@ -126,11 +123,14 @@ class IncomingKv:
         prefix = self._pool.shorten_load(opened.prefix, received.num_blocks * BLOCK_TOKENS)
         self._pool.finish_load(prefix, is_valid=True)
         self.num_received += len(prefix.slots)
-        if len(prefix.slots) < len(opened.prefix.slots) and received.ticket not in self._cancelled:
+        missing = len(opened.prefix.slots) - len(prefix.slots)
+        self.num_given_up += missing
+        if missing and received.ticket not in self._cancelled:
             self._send(KvMissing(opened.req_id, received.ticket))
         self._cancelled.discard(received.ticket)
-        if self._waiting.pop(opened.req_id, None) is None:
-            return  # it has ended meanwhile
+        if self._waiting.get(opened.req_id) != received.ticket:
+            return  # it has ended meanwhile, and may have come back with another ticket
+        del self._waiting[opened.req_id]
         self._received[opened.req_id] = len(prefix.ids)
         req, _ = self._offers.pop(opened.req_id)
         if req.timeline is not None:
@@ -139,7 +139,7 @@ class IncomingKv:
     def clear(self) -> None:
         """All KV is lost. Requests that wait compute their prompts."""
         self._inbox = None
-        self.num_wanted -= sum(len(ticket.prefix.slots) for ticket in self._open.values())
+        self.num_given_up += sum(len(ticket.prefix.slots) for ticket in self._open.values())
         for part in (self._offers, self._open, self._waiting, self._received, self._expects, self._cancelled):
             part.clear()
 
