@@ -53,8 +53,9 @@ class Timeline:
         self.is_for_other_engine = False  # which has the rest of the request's events
 
     @property
-    def has_events(self) -> bool:
-        return bool(self._events)
+    def is_shown(self) -> bool:
+        """Not before the first chunk of a prompt for another engine: then it has no events."""
+        return bool(self._events) or not self.is_for_other_engine
 
     def queued(self) -> None:
         self._add(TimelineEvent("queued", time.monotonic()))
@@ -124,14 +125,14 @@ class TimelineRing:
         return timeline
 
     def answer(self, query: GetTimelines) -> Timelines:
-        found: Iterable[Timeline] = (timeline for timeline in reversed(self._timelines) if timeline.has_events)
+        found: Iterable[Timeline] = (timeline for timeline in reversed(self._timelines) if timeline.is_shown)
         if query.request_id is not None:
             names = _names(query.request_id)
             found = (timeline for timeline in found if timeline.request_id in names)
         return Timelines(query.query_id, [timeline.snapshot() for timeline in islice(found, query.limit)])
 
     def snapshots(self) -> list[RequestTimeline]:
-        return [timeline.snapshot() for timeline in self._timelines if timeline.has_events]
+        return [timeline.snapshot() for timeline in self._timelines if timeline.is_shown]
 
 
 def _names(given: str) -> set[str]:
