@@ -20,6 +20,8 @@ KvDtype = Literal["auto", "none", "fp8", "int8"]
 Task = Literal["generate", "embed", "classify", "score", "reward"]
 PoolingKind = Literal["cls", "mean", "last", "max"]
 Quantization = Literal["fp8", "int8", "w4", "gguf", "none"]
+Role = Literal["normal", "prefill", "decode", "both"]
+ROLES = get_args(Role)
 
 # One HTTP process writes an event in about 25 us: 256 streams take it longer than a GPU needs for a step. The worker,
 # the router, the detokenizer and the clients need cores too, and four HTTP processes were enough for 37,000 tokens/s.
@@ -444,12 +446,63 @@ class ClusterConfig:
     cluster_keys: str | None = option(
         None, "folder with the keys of engines and gateways; `lightserve cluster keygen DIR` makes them"
     )
+    roles: list[str] = option(
+        [],
+        "with --dp: what each engine is for, such as prefill,decode,decode; a prefill engine computes prompts and "
+        "sends their KV to decode engines, which generate; both does that and generates too",
+    )
+    role: Role = option(
+        "normal", "the same of one engine, with --listen; normal: it neither sends nor receives KV", "run_mode"
+    )
+    kv_listen: str | None = option(
+        None,
+        "with --role decode: the address where prefill engines send KV, tcp://HOST:PORT or unix:///PATH; further "
+        "ranks listen on the ports after it; default: the port after that of --listen",
+    )
+    min_split_tokens: int = option(
+        256, "a decode engine computes a prompt itself if fewer of its tokens are missing there"
+    )
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "dp")
+        _at_least(self, 1, "min_split_tokens")
         if self.dp > MAX_ENGINES:
             raise OptionError(f"dp={self.dp}: must be at most {MAX_ENGINES}")
         self._check_remote()
+        self._check_roles()
+
+    def _check_roles(self) -> None:
+        roles = self.engine_roles
+        if self.role != "normal" and self.listen is None:
+            remedy = "use --roles" if self.dp > 1 else "start `lightserve engine --listen`, or use --dp and --roles"
+            raise OptionError(f"role={self.role}: for an engine of a gateway; {remedy}")
+        if self.kv_listen is not None:
+            if self.role != "decode":
+                raise OptionError(f"kv_listen={self.kv_listen}: only an engine with --role decode receives KV")
+            _check_kv_address(self.kv_listen)
+        if not roles:
+            return
+        if unknown := next((role for role in roles if role not in ROLES), None):
+            raise OptionError(f"roles: {unknown!r} is none; a role is one of {', '.join(ROLES)}")
+        if len(roles) != self.dp:
+            raise OptionError(f"roles={','.join(roles)}: {len(roles)} roles for the {self.dp} engines of --dp")
+        if "decode" not in roles or not {"prefill", "both"} & set(roles):
+            found = "no engine is decode" if "decode" not in roles else "no engine is prefill or both"
+            raise OptionError(f"roles={','.join(roles)}: {found}, so no KV would be sent; leave out --roles")
+
+    @property
+    def engine_roles(self) -> list[str]:
+        """Of the engines of --dp; empty: normal."""
+        return [one.strip() for text in self.roles for one in text.split(",") if one.strip()]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether engines of this server have roles."""
+        return bool(self.roles) or self.role != "normal"
+
+    def role_of(self, engine: int) -> str:
+        """Of an engine of this server, by its number."""
+        return self.engine_roles[engine] if self.roles else self.role
 
     def _check_remote(self) -> None:
         flags = [f"--{name}" for name in ("engines", "engines_file", "listen") if getattr(self, name)]
@@ -507,6 +560,10 @@ class ServerConfig:
             raise OptionError(
                 "kv_ram_gb keeps prefixes that the prefix cache evicts: not with disable_dynamic_prompt_cache"
             )
+        if self.cluster.is_split and self.router.disable_dynamic_prompt_cache:
+            raise OptionError("roles: KV that is sent enters the prefix cache: not with disable_dynamic_prompt_cache")
+        if self.cluster.is_split and self.launch.null_worker:
+            raise OptionError("roles: the null worker has no KV to send; leave out one of the flags")
 
     @property
     def num_cpu_parts(self) -> int:
@@ -540,6 +597,15 @@ def _check_address(source: str, text: str) -> None:
         parse_tcp(text)
     except ValueError as error:
         raise OptionError(f"{source}{text!r}: {error}; an address is tcp://HOST:PORT") from error
+
+
+def _check_kv_address(text: str) -> None:
+    if text.startswith("unix:///"):
+        return
+    try:
+        parse_tcp(text)
+    except ValueError as error:
+        raise OptionError(f"kv_listen={text!r}: {error}; an address is tcp://HOST:PORT or unix:///PATH") from error
 
 
 def _is_http_url(text: str) -> bool:

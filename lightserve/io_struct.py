@@ -11,6 +11,11 @@ With --dp, a dispatcher stands where the router stands, and speaks to the router
 
     dispatcher ──DispatchedReq, AbortReq, MovedReqs──▶ router ──BatchTokenIdOut, RouterStats, KvNews──▶ dispatcher
 
+With roles, a decode engine has prompts computed by a prefill engine, whose workers send the KV to its workers:
+
+    dispatcher ──DispatchedReq, KvCancel──▶ decode router ──KvWanted, KvMissing──▶ dispatcher
+    dispatcher ──DispatchedReq──▶ prefill router
+
 With --engines, the dispatcher is in a gateway, and the routers are on other machines. The same messages cross TCP. The
 two introduce themselves first, and both send heartbeats:
 
@@ -260,6 +265,23 @@ class KvLoad(msgspec.Struct, frozen=True, array_like=True):
     slots: Int32s  # of all tokens, block after block; no step uses them before the load has ended
 
 
+class KvPush(msgspec.Struct, frozen=True, array_like=True):
+    """Send blocks of tokens, which this step or an earlier one has computed, to a worker of another engine."""
+
+    ticket: int
+    addresses: list[str]  # of the workers there, by rank
+    first: int  # number of the first block among those of the ticket
+    slots: Int32s  # of all tokens, block after block
+
+
+class KvExpect(msgspec.Struct, frozen=True, array_like=True):
+    """Another engine sends the KV of these slots. No step uses them before the ticket has ended: see KvReceived."""
+
+    ticket: int
+    slots: Int32s  # of all tokens, block after block
+    timeout_s: float  # then the ticket ends with what has come
+
+
 class LoraPlace(msgspec.Struct, frozen=True, array_like=True):
     """Copy an adapter that is in the worker's host memory into a slot on the device."""
 
@@ -270,7 +292,8 @@ class LoraPlace(msgspec.Struct, frozen=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """One forward pass. The worker frees requests, adds new ones, copies adapters and KV, then computes the rows.
 
-    It stores KV in host memory before it computes anything. It only starts loads: see KvLoaded.
+    It stores KV in host memory before it computes anything. It only starts loads: see KvLoaded. It sends KV to other
+    engines after it has computed the rows.
 
     Requests that compute one token are columns, because there may be thousands: they come before ``chunks``.
     """
@@ -286,6 +309,8 @@ class Step(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     stores: list[KvStore] = []
     loads: list[KvLoad] = []
     token_ids: Int32s = NO_INT32  # of all tokens of the rows, in their order, if the first stage does not sample them
+    pushes: list[KvPush] = []
+    expects: list[KvExpect] = []
 
     @property
     def num_rows(self) -> int:
@@ -378,6 +403,16 @@ class KvLoaded(msgspec.Struct, frozen=True):
 
     seconds: float  # that copying took
     is_valid: bool = True  # if not, the slots hold anything
+
+
+KV_INBOX_METHODS = ("next_received", "cancel")  # of a worker; each has a connection of its own
+
+
+class KvReceived(msgspec.Struct, frozen=True, array_like=True):
+    """A KvExpect has ended: so many of its first blocks have come, and nothing writes to its slots any more."""
+
+    ticket: int
+    num_blocks: int
 
 
 class ProfileResult(msgspec.Struct, frozen=True):
@@ -557,6 +592,22 @@ ToRouter = (
 # dispatcher -> router of an engine
 
 
+class KvTicket(msgspec.Struct, frozen=True):
+    """A prefill engine may compute the prompt of this request. The engine reserves slots for it and sends KvWanted."""
+
+    id: int
+    timeout_s: float  # how long it waits for the KV from then on
+    min_tokens: int  # if fewer are missing, it computes them itself
+
+
+class KvTarget(msgspec.Struct, frozen=True):
+    """The request is a prompt to compute for another engine: its KV goes there, block by block."""
+
+    ticket: int
+    first_block: int  # of the prompt: those before it are not needed
+    addresses: list[str]  # of the workers there, by rank
+
+
 class DispatchedReq(msgspec.Struct, frozen=True, tag=True):
     """A request for one of several engines. It may have begun in another engine, and goes on from its tokens."""
 
@@ -566,6 +617,8 @@ class DispatchedReq(msgspec.Struct, frozen=True, tag=True):
     output_ids: list[int] = []  # tokens that the client has got already
     is_moved: bool = False  # another engine had accepted it
     runs_alone: bool = False  # it may have crashed the workers of another engine: see CrashIsolation
+    ticket: KvTicket | None = None
+    target: KvTarget | None = None
 
 
 class MovedReqs(msgspec.Struct, frozen=True, tag=True):
@@ -574,7 +627,14 @@ class MovedReqs(msgspec.Struct, frozen=True, tag=True):
     req_ids: list[int]
 
 
-ToEngine = DispatchedReq | AbortReq | MovedReqs | GetTimelines | StartProfile | StopProfile
+class KvCancel(msgspec.Struct, frozen=True, tag=True):
+    """No prefill engine computes the prompt of this request, or not any more."""
+
+    req_id: int
+    ticket: int
+
+
+ToEngine = DispatchedReq | AbortReq | MovedReqs | KvCancel | GetTimelines | StartProfile | StopProfile
 
 REQ_ID_BITS = 48  # low bits of an id count the requests of one HTTP process
 
@@ -671,6 +731,8 @@ TimelineEventKind = Literal[
     "preempted",
     "workers_lost",
     "moved",  # to another engine
+    "kv_wanted",  # from a prefill engine
+    "kv_received",
     "finished",
     "failed",
 ]
@@ -682,7 +744,9 @@ class TimelineEvent(msgspec.Struct, frozen=True, array_like=True):
     kind: TimelineEventKind
     at_s: float  # time.monotonic()
     duration_s: float = 0.0  # of a prefill chunk: from sending its step until the result is back
-    tokens: int = 0  # cached (admitted), computed (prefill), or generated so far (preempted, finished, failed)
+    # cached (admitted), computed (prefill), wanted or received of a prefill engine, or generated so far (preempted,
+    # finished, failed)
+    tokens: int = 0
     detail: str = ""  # finish reason, or status and message of a failure
 
 
@@ -748,7 +812,24 @@ class EngineDraining(msgspec.Struct, frozen=True, tag=True):
     """The engine ends when its requests have: send it no new ones."""
 
 
-FromEngine = BatchTokenIdOut | RouterStats | QueryReply | KvNews | EngineDraining
+class KvWanted(msgspec.Struct, frozen=True, tag=True):
+    """The engine has reserved slots for the prompt of a request with a KvTicket: let a prefill engine compute it."""
+
+    req_id: int
+    ticket: int
+    first_block: int = 0  # the engine has those before it
+    num_blocks: int = 0  # 0: it needs none
+    addresses: list[str] = []  # of its workers, by rank
+
+
+class KvMissing(msgspec.Struct, frozen=True, tag=True):
+    """The KV of a prompt has not come in time, though nobody has cancelled it: the engines may not reach each other."""
+
+    req_id: int
+    ticket: int
+
+
+FromEngine = BatchTokenIdOut | RouterStats | QueryReply | KvNews | EngineDraining | KvWanted | KvMissing
 
 
 # detokenization -> httpserver
@@ -918,7 +999,7 @@ ToChild = EngineReady | NewWorkers | EngineJoined | EngineLost | Drain | EngineD
 
 # gateway <-> engine over TCP, besides ToEngine and FromEngine
 
-LINK_PROTOCOL = 3  # increase it when a message between gateways and engines changes
+LINK_PROTOCOL = 4  # increase it when a message between gateways and engines changes
 
 
 class GatewayHello(msgspec.Struct, frozen=True, tag=True):
@@ -938,6 +1019,7 @@ class EngineHello(msgspec.Struct, frozen=True, tag=True):
     model_digest: str
     weights_digest: str  # all engines of a gateway must compute with the same weights
     ready: EngineReady
+    role: str = "normal"  # --role
 
 
 class LinkRefused(msgspec.Struct, frozen=True, tag=True):

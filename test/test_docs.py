@@ -51,6 +51,7 @@ OTHER_TOOLS = {
     "--backend",
     "--beside_sentence_transformers",
     "--clients",
+    "--compare",
     "--configs",
     "--core",
     "--curve",
@@ -61,9 +62,11 @@ OTHER_TOOLS = {
     "--ipc",
     "--long",
     "--minutes",
+    "--move",
     "--now",
     "--only",
     "--ops",
+    "--prompt",
     "--step_ms",
     "--policy",
     "--profile",
@@ -264,7 +267,7 @@ def test_other_names_in_the_readme_set_the_same_flag() -> None:
     assert len(names) > 5
     for name, other in names:
         choices = {"data_type": "float16", "kv_dtype": "fp8", "router_policy": "fifo"}
-        value = (choices | {"cluster_policy": "prefix"}).get(name, "1")
+        value = (choices | {"cluster_policy": "prefix", "role": "normal"}).get(name, "1")
         assert str(value_of(parse_server([other, value]), name)).lstrip("['").startswith(value), other
 
 

@@ -23,6 +23,7 @@ LAYERS: dict[str, set[str]] = {
     "utils": set(),
     "utils.channel": {"errors", "utils"},
     "utils.int_arrays": set(),
+    "utils.kv_secret": {"errors"},
     "utils.metrics": {"io_struct"},
     "utils.net": {"errors"},
     "utils.tls": {"errors"},

@@ -46,7 +46,7 @@ def running(engines: int, is_remote: bool, step_ms: float) -> Iterator[tuple[str
             if is_remote:
                 generate(Path(folder))
                 keys = ["--cluster_keys", folder]
-                addresses = [f"tcp://127.0.0.1:{_free_port()}" for _ in range(engines)]
+                addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(engines)]
                 servers += [Server([*null, *keys, "--listen", one], has_http=False) for one in addresses]
                 servers.append(Server([*keys, "--engines", ",".join(addresses)]))
             else:
@@ -89,7 +89,7 @@ def _cpu_s(servers: list[Server]) -> dict[str, float]:
     return used
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

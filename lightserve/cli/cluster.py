@@ -21,9 +21,11 @@ def arguments() -> Parser:
 def main(argv: Sequence[str]) -> int:
     args = arguments().parse(argv)
     from lightserve.cluster.tcp import keys  # here, because it imports zmq
+    from lightserve.utils.kv_secret import KV_SECRET
 
     for path in keys.generate(args.folder):
         print(path)
     print(f"engines need {keys.ENGINE_SECRET} and {keys.ALLOWED_GATEWAYS}")
     print(f"gateways need {keys.GATEWAY_SECRET} and {keys.ALLOWED_ENGINES}")
+    print(f"engines with --role prefill or decode need {KV_SECRET} too")
     return 0

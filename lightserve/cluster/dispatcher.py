@@ -18,6 +18,7 @@ from lightserve.cluster.engine import Engine
 from lightserve.cluster.link import EngineLink
 from lightserve.cluster.open_request import OpenRequest, open_request
 from lightserve.cluster.placement import Placement
+from lightserve.cluster.prefill_jobs import PrefillJobs
 from lightserve.cluster.queries import ClusterQueries
 from lightserve.config import RouterConfig
 from lightserve.io_struct import (
@@ -29,13 +30,16 @@ from lightserve.io_struct import (
     EngineDraining,
     FromEngine,
     GenerateReq,
+    KvMissing,
     KvNews,
+    KvWanted,
     MovedReqs,
     ReqFailed,
     RouterStats,
     SpanCounts,
     TextReq,
     ToDetokenization,
+    TokenIdOut,
     ToRouter,
 )
 from lightserve.utils.channel import Receiver, Sender
@@ -67,6 +71,7 @@ class Dispatcher:
         self._config = config
         self.addresses = dict.fromkeys(range(num_engines), "")  # of all engines, by number; "": on this machine
         self._queries = ClusterQueries()
+        self._jobs = PrefillJobs(placement)
         self._requests: dict[int, OpenRequest] = {}
         self._unplaced: dict[int, OpenRequest] = {}  # of these, the requests that no engine can take now
         self._readers: dict[int, asyncio.Task[None]] = {}
@@ -79,11 +84,11 @@ class Dispatcher:
             self._tasks.create_task(self._send_heartbeats())
             self._tasks.create_task(self._watch())
 
-    def join(self, number: int, link: EngineLink) -> None:
+    def join(self, number: int, link: EngineLink, role: str = "normal") -> None:
         """The router of an engine is ready."""
         if self._tasks is None:
             raise RuntimeError("an engine joined before the dispatcher ran")
-        engine = self._placement.join(number, link)
+        engine = self._placement.join(number, link, role)
         self._readers[number] = self._tasks.create_task(self._read(engine))
         self._place_all()
 
@@ -181,6 +186,11 @@ class Dispatcher:
             self._placement.index.apply(engine.number, message)
         elif isinstance(message, RouterStats):
             self._handle_stats(engine, message)
+        elif isinstance(message, KvWanted):
+            if message.req_id in engine.requests:  # else it has ended or left the engine
+                self._jobs.start(engine.requests[message.req_id], engine, message)
+        elif isinstance(message, KvMissing):
+            self._jobs.kv_is_missing(engine, message)
         elif isinstance(message, EngineDraining):
             logger.info("engine %d drains: %d requests finish there", engine.number, len(engine.requests))
             self.drain(engine.number)
@@ -193,6 +203,7 @@ class Dispatcher:
         outs = [out for out in batch.tokens if out.req_id in engine.requests]  # others have ended or left the engine
         if outs:
             engine.add_tokens(outs, time.monotonic())
+        outs = [out for out in outs if not self._is_of_job(engine, out)]
         for out in outs:
             if out.admission is not None:
                 missed = engine.requests[out.req_id].cached_tokens - out.admission.cached_tokens
@@ -207,10 +218,23 @@ class Dispatcher:
         for req_id in batch.aborted:
             self._confirm_left(engine, req_id)
 
+    def _is_of_job(self, engine: Engine, out: TokenIdOut) -> bool:
+        """Whether this is no token of a request, but the end of a prompt that another engine needs."""
+        job = engine.requests[out.req_id]
+        if job.target is None:
+            return False
+        self._jobs.finish(engine, job)
+        return True
+
     def _has_failed(self, engine: Engine, failure: ReqFailed) -> bool:
         """Whether the request ends. If the queue of the engine is full, another engine may take it."""
         req = engine.requests.get(failure.req_id)
         if req is None:
+            return False
+        if req.target is not None:  # the engine that wants the prompt computes it
+            self._jobs.fail(engine, req)
+            counted = "request_refused_total" if failure.status == 429 else "request_failed_total"
+            self.metrics.values[counted] -= 1  # by the engine
             return False
         if failure.status == 429:
             self._placement.remove(req)
@@ -257,13 +281,19 @@ class Dispatcher:
             return
         engine.link.send(MovedReqs([req.req_id for req in reqs]))
         for req in reqs:
-            req.leaving.add(engine.number)
-            self._move(req)
+            self._requests[req.req_id].leaving.add(engine.number)
+            if req.target is not None:
+                self._drop_job(engine, req)
+            else:
+                self._move(req)
         logger.warning("engine %d generates no tokens: %d requests go on in other engines", engine.number, len(reqs))
 
     def _recover(self, engine: Engine) -> None:
         """Continue the requests of an engine that died. One that always kills its engine must not kill all."""
         for req in list(engine.requests.values()):
+            if req.target is not None:
+                self._drop_job(engine, req)
+                continue
             req.crashes += not engine.is_draining  # one that drains was asked to end
             if req.crashes < MAX_CRASHES:
                 self._move(req)
@@ -271,7 +301,13 @@ class Dispatcher:
             self.metrics.values["request_failed_total"] += 1
             self._fail(req, 500, CRASHED)
 
+    def _drop_job(self, engine: Engine, job: OpenRequest) -> None:
+        """A prefill engine is lost. The prompt may be the cause: no other prefill engine gets it."""
+        self._jobs.fail(engine, job)
+        self._requests[job.req_id].may_split &= engine.is_draining
+
     def _move(self, req: OpenRequest) -> None:
+        self._jobs.cancel(req)
         self._placement.remove(req)
         req.is_moved = True
         req.refused_by.clear()
@@ -287,6 +323,7 @@ class Dispatcher:
         """The request has ended."""
         del self._requests[req.req_id]
         self._unplaced.pop(req.req_id, None)
+        self._jobs.cancel(req)
         self._placement.remove(req)
 
     # time

@@ -13,9 +13,10 @@ from lightserve.io_struct import RouterStats, TokenIdOut
 
 
 class Engine:
-    def __init__(self, number: int, link: EngineLink, rates: SharedRates) -> None:
+    def __init__(self, number: int, link: EngineLink, rates: SharedRates, role: str = "normal") -> None:
         self.number = number
         self.link = link
+        self.role = role
         self.requests: dict[int, OpenRequest] = {}
         self.stats: RouterStats | None = None
         self.has_workers = True

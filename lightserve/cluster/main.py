@@ -23,7 +23,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     config = child_config.config
     inbox: Receiver[ToRouter] = Receiver(child_config.address("router"), ToRouter)
     to_detokenization: Sender[ToDetokenization] = Sender(child_config.address("detokenization"))
-    placement = Placement(make_policy(config.cluster.cluster_policy))
+    placement = Placement(make_policy(config.cluster.cluster_policy), config.cluster.min_split_tokens)
     dispatcher = Dispatcher(placement, inbox, to_detokenization, config.router, config.cluster.num_engines)
     remote = _remote_engines(child_config, dispatcher, launcher) if config.cluster.is_gateway else None
     if remote is None:
@@ -50,7 +50,8 @@ async def _handle_launcher(child_config: ChildConfig, launcher: LauncherConnecti
         message = await launcher.recv()
         if isinstance(message, EngineJoined):
             place = message.engine, message.epoch
-            dispatcher.join(message.engine, IpcLink(child_config.to_engine(*place), child_config.from_engine(*place)))
+            link = IpcLink(child_config.to_engine(*place), child_config.from_engine(*place))
+            dispatcher.join(message.engine, link, child_config.config.cluster.role_of(message.engine))
         elif isinstance(message, EngineLost):
             dispatcher.leave(message.engine)
 

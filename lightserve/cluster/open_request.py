@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from lightserve.io_struct import DispatchedReq, GenerateReq
+from lightserve.io_struct import DispatchedReq, GenerateReq, KvTarget, KvTicket
 from lightserve.utils.block_hash import Hashes, block_hashes
 
 
@@ -27,6 +27,9 @@ class OpenRequest:
     crashes: int = 0  # of engines that had it, since its last token
     refused_by: set[int] = field(default_factory=set)  # engines whose queue was full
     leaving: set[int] = field(default_factory=set)  # engines that have not confirmed yet that it was moved
+    ticket: KvTicket | None = None  # its engine may want its prompt from a prefill engine
+    target: KvTarget | None = None  # it is the prompt of another request: its KV goes there
+    may_split: bool = True  # its prompt may be computed by a prefill engine
 
     @property
     def req_id(self) -> int:
@@ -46,7 +49,14 @@ class OpenRequest:
     def message(self) -> DispatchedReq:
         age_s = time.monotonic() - self.request.arrived_s
         return DispatchedReq(
-            self.request, age_s, self.hash_bytes, self.output_ids.copy(), self.is_moved, self.runs_alone
+            self.request,
+            age_s,
+            self.hash_bytes,
+            self.output_ids.copy(),
+            self.is_moved,
+            self.runs_alone,
+            self.ticket,
+            self.target,
         )
 
 
@@ -59,7 +69,9 @@ def open_request(message: GenerateReq, uses_cache: bool, timeout_s: float | None
         message = msgspec.structs.replace(
             message, scheduling=msgspec.structs.replace(message.scheduling, timeout_s=timeout_s)
         )
-    return OpenRequest(with_seed(message), hashes.tolist(), hashes.tobytes(), deadline_s)
+    opened = OpenRequest(with_seed(message), hashes.tolist(), hashes.tobytes(), deadline_s)
+    opened.may_split = uses_cache and message.scheduling.use_cache and message.params.sampling.prompt_logprobs is None
+    return opened
 
 
 def with_seed(message: GenerateReq) -> GenerateReq:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 
 from lightserve.cluster.engine import Engine
@@ -11,24 +13,31 @@ from lightserve.cluster.open_request import OpenRequest
 from lightserve.cluster.prefix_index import PrefixIndex
 from lightserve.cluster.rates import OutputLength
 from lightserve.cluster.routing import Policy, RoutedRequest
+from lightserve.cluster.split import choose_prefill, for_generation, for_prefill, timeout_s
+from lightserve.io_struct import KvTicket
+
+APART_S = 60.0  # a prefill engine whose KV has not come gets no prompts of the same decode engine for so long
 
 
 class Placement:
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, min_split_tokens: int = 1) -> None:
+        self._min_split_tokens = min_split_tokens
         self.index = PrefixIndex()
         self.output_length = OutputLength()
         self._policy = policy
         self._rates = SharedRates()
         self._engines: dict[int, Engine] = {}
         self._engine_of: dict[int, Engine] = {}  # by req_id
+        self._apart_until_s: dict[tuple[int, int], float] = {}  # by decode and prefill engine
 
     def __iter__(self) -> Iterator[Engine]:
         """The engines whose router runs."""
         return iter(self._engines.values())
 
-    def join(self, number: int, link: EngineLink) -> Engine:
+    def join(self, number: int, link: EngineLink, role: str = "normal") -> Engine:
         self.index.add_engine(number)
-        engine = self._engines[number] = Engine(number, link, self._rates)
+        self._apart_until_s = {pair: until for pair, until in self._apart_until_s.items() if number not in pair}
+        engine = self._engines[number] = Engine(number, link, self._rates, role)
         self._engines = dict(sorted(self._engines.items()))
         return engine
 
@@ -52,13 +61,14 @@ class Placement:
     def place(self, req: OpenRequest) -> bool:
         """Send the request to the best engine. Returns False if no engine can take it now."""
         excluded = req.refused_by | req.leaving
-        engines = [engine for engine in self.accepting() if engine.number not in excluded]
+        engines = for_generation([engine for engine in self.accepting() if engine.number not in excluded])
         if not engines:
             return False
-        cached = {engine.number: self.index.cached_tokens(engine.number, req.hashes) for engine in engines}
+        cached = self._cached(req, engines)
         number = self._policy.choose(self._routed(req, cached), [engine.load for engine in engines])
         engine = self._engines[number]
         self._engine_of[req.req_id] = engine
+        req.ticket = self._ticket(req, engine, cached[number])
         self.index.presume(number, req.hashes)
         engine.add(req, cached[number])
         return True
@@ -69,6 +79,44 @@ class Placement:
         if engine is not None:
             engine.remove(req)
             self.index.end_presumption(engine.number, req.hashes)
+
+    def choose_prefill(self, req: OpenRequest, decode: Engine, cached: int) -> tuple[Engine, float] | None:
+        """The engine that should compute the prompt for ``decode``, and how long that may take; None: itself."""
+        if decode.role != "decode" or not req.may_split:
+            return None
+        now_s = time.monotonic()
+        engines = [
+            one
+            for one in for_prefill(self.accepting())
+            if one is not decode
+            and one.number not in req.leaving
+            and self._apart_until_s.get((decode.number, one.number), now_s) <= now_s
+        ]
+        routed = self._routed(req, self._cached(req, engines) | {decode.number: cached})
+        routed.expected_output = 0.0
+        best = choose_prefill(routed, decode.load, [engine.load for engine in engines], self._min_split_tokens)
+        return None if best is None else (self._engines[best.engine], timeout_s(routed, best))
+
+    def keep_apart(self, decode: int, prefill: int) -> None:
+        """No prompts of the one for the other for a while: KV does not come."""
+        self._apart_until_s[decode, prefill] = time.monotonic() + APART_S
+
+    def add_prefill(self, engine: Engine, job: OpenRequest) -> None:
+        """Have this engine compute the prompt of a request that another one has."""
+        cached = self.index.cached_tokens(engine.number, job.hashes)
+        self.index.presume(engine.number, job.hashes)
+        engine.add(job, cached)
+
+    def remove_prefill(self, engine: Engine, job: OpenRequest) -> None:
+        engine.remove(job)
+        self.index.end_presumption(engine.number, job.hashes)
+
+    def _ticket(self, req: OpenRequest, engine: Engine, cached: int) -> KvTicket | None:
+        found = self.choose_prefill(req, engine, cached)
+        return None if found is None else KvTicket(random.getrandbits(63), found[1], self._min_split_tokens)
+
+    def _cached(self, req: OpenRequest, engines: list[Engine]) -> dict[int, int]:
+        return {engine.number: self.index.cached_tokens(engine.number, req.hashes) for engine in engines}
 
     def _routed(self, req: OpenRequest, cached: dict[int, int]) -> RoutedRequest:
         expected = min(self.output_length.tokens, req.request.params.stopping.max_new_tokens)

@@ -107,8 +107,8 @@ def _joined_timeline(one: RequestTimeline, other: RequestTimeline) -> RequestTim
         one.request_id,
         one.req_id,
         min(one.arrived_s, other.arrived_s),
-        one.prompt_tokens,
-        one.max_new_tokens,
+        max(one.prompt_tokens, other.prompt_tokens),  # a prefill engine has the first tokens only
+        max(one.max_new_tokens, other.max_new_tokens),
         sorted((*one.events, *other.events), key=lambda event: event.at_s),
         one.events_left_out + other.events_left_out,
     )

@@ -105,7 +105,7 @@ class RemoteEngines:
             self._check(hello)
             self._last_epochs[hello.engine_id] = hello.epoch
             self._connected[number] = hello
-            self._dispatcher.join(number, link)
+            self._dispatcher.join(number, link, hello.role)
             logger.info("engine %d (%s) joined", number, address)
             if self._first is None:
                 self._first = hello

@@ -16,6 +16,7 @@ from lightserve.server.cluster_checks import ENGINE_HTTP, GATEWAY_LAUNCH, GATEWA
 from lightserve.server.keys import with_keys
 
 OF_DEPLOY = ("dp", "engines", "engines_file", "listen", "cluster_keys")
+SPLIT = ("roles", "role", "kv_listen", "min_split_tokens")
 KEY_FILES = ("api_key_file", "admin_key_file")  # their keys go to the gateway's node, not the files
 
 
@@ -61,6 +62,9 @@ def check(config: ServerConfig) -> None:
     for name in OF_DEPLOY:
         if name in _set(config.cluster):
             raise OptionError(f"{name}: not with lightserve deploy, which sets it; use --replicas")
+    for name in SPLIT:
+        if name in _set(config.cluster):
+            raise OptionError(f"{name}: lightserve deploy has no roles yet; start engines with --role by hand")
     if config.http.ssl_ca_certs is not None:
         raise OptionError("ssl_ca_certs: lightserve deploy has no client certificate for the gateway's metrics")
 

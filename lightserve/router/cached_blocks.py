@@ -10,6 +10,7 @@ import numpy as np
 
 from lightserve.common.kv.token_slots import Slots
 from lightserve.io_struct import KvNews
+from lightserve.router.radix_cache import Ids
 from lightserve.router.req import Req
 from lightserve.utils.block_hash import BLOCK_TOKENS, Hashes, block_hashes
 
@@ -26,8 +27,15 @@ class CachedBlocks:
         first, last = begin // BLOCK_TOKENS, end // BLOCK_TOKENS
         if first == last:
             return
-        hashes = _hashes_of(req, last)[first:last]
         slots = np.array(req.slots[(first + 1) * BLOCK_TOKENS - 1 : last * BLOCK_TOKENS : BLOCK_TOKENS], dtype=np.int32)
+        self._add(_hashes_of(req, last)[first:last], slots, duplicates)
+
+    def add_loaded(self, ids: Ids, salt: str, slots: Slots, duplicates: Slots) -> None:
+        """The cache owns these slots of tokens, from the beginning of a prompt, but not those of ``duplicates``."""
+        hashes = block_hashes(ids, salt)
+        self._add(hashes, slots[BLOCK_TOKENS - 1 :: BLOCK_TOKENS][: len(hashes)], duplicates)
+
+    def _add(self, hashes: Hashes, slots: Slots, duplicates: Slots | None) -> None:
         if duplicates is not None and len(duplicates):
             is_owned = ~np.isin(slots, duplicates)
             hashes, slots = hashes[is_owned], slots[is_owned]

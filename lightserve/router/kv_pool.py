@@ -151,6 +151,14 @@ class KvPool:
             req.lora_id is not None,
         )
 
+    def shorten_load(self, load: PrefixLoad, count: int) -> PrefixLoad:
+        """Only the first ``count`` tokens of the part have come. The slots of the others are free."""
+        if count == len(load.slots):
+            return load
+        self._free(load.slots[count:])
+        ids = load.ids[: len(load.cached) + count]
+        return load._replace(ids=ids, slots=load.slots[:count], keys=load.keys[: len(ids) // BLOCK_TOKENS])
+
     def finish_load(self, load: PrefixLoad, is_valid: bool) -> None:
         """The slots of the load hold the KV of their tokens, if it ``is_valid``. From now on requests can share it."""
         self._cache.unlock(load.node)
@@ -159,6 +167,8 @@ class KvPool:
             return
         slots = np.concatenate((load.cached, load.slots))
         _, spare = self._cache.insert(load.ids, slots, load.salt)
+        if self.blocks is not None:
+            self.blocks.add_loaded(load.ids, load.salt, slots, spare)
         if self.stored is not None:
             cached = self._cache.find_slots(load.ids, load.salt)[len(load.cached) :]
             self.stored.add(load.keys[len(load.cached) // BLOCK_TOKENS :], cached, load.is_local)

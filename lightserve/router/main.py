@@ -40,6 +40,8 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     scheduler = Scheduler(KvPool(engine.max_total_token_num, engine.windowed), limits, policy, loras=loras)
     if engine.host_kv is not None:
         scheduler.use_tiers(engine.host_kv, await kv_identity(config, engine))
+    if child_config.role == "decode":
+        scheduler.use_incoming(outbox.send)
 
     def connect(generation: int) -> RpycModelClient:
         paths = [child_config.worker_path(rank, generation) for rank in range(config.worker.num_ranks)]
@@ -47,8 +49,8 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         def report_lost(reason: str, caused_by_request: bool) -> None:
             launcher.send(WorkersLost(generation, reason, caused_by_request))
 
-        rank = config.worker.answering_rank
-        return RpycModelClient(paths, report_lost, engine.lora_slots > 0, engine.host_kv, rank)
+        rank, addresses = config.worker.answering_rank, _kv_addresses(child_config, generation)
+        return RpycModelClient(paths, report_lost, engine.lora_slots > 0, engine.host_kv, rank, addresses)
 
     workers = connect(child_config.generation)
     manager = RouterManager(scheduler, workers, engine, inbox, outbox, config.router)
@@ -67,6 +69,13 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         tasks.create_task(_handle_launcher(launcher, manager, connect, profiled, server))
         if server is not None:
             tasks.create_task(server.run())
+
+
+def _kv_addresses(child_config: ChildConfig, generation: int) -> list[str]:
+    """Where the workers receive KV of prefill engines; empty: they do not."""
+    if child_config.role != "decode":
+        return []
+    return [child_config.kv_address(rank, generation) for rank in range(child_config.config.worker.num_ranks)]
 
 
 def _channels(child_config: ChildConfig, has_dispatcher: bool) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ from lightserve.io_struct import (
     EngineReady,
     GenerateReq,
     GetTimelines,
+    KvCancel,
     KvNews,
     MovedReqs,
     SpanCounts,
@@ -102,7 +103,7 @@ class RouterManager:
             message = await self._inbox.recv()
             if isinstance(message, GenerateReq):
                 self._accept(message)
-            elif isinstance(message, DispatchedReq | MovedReqs):
+            elif isinstance(message, DispatchedReq | MovedReqs | KvCancel):
                 self._handle_dispatcher(message)
             elif isinstance(message, AbortReq):
                 self._abort(message)
@@ -127,7 +128,11 @@ class RouterManager:
         blocks = self._scheduler.pool.blocks
         return None if blocks is None else blocks.all_blocks()
 
-    def _handle_dispatcher(self, message: DispatchedReq | MovedReqs) -> None:
+    def _handle_dispatcher(self, message: DispatchedReq | MovedReqs | KvCancel) -> None:
+        if isinstance(message, KvCancel):
+            if self._scheduler.incoming is not None:
+                self._scheduler.incoming.cancel(message.req_id, message.ticket)
+            return
         if isinstance(message, DispatchedReq):
             arrived_s = time.monotonic() - message.age_s
             self._accept(msgspec.structs.replace(message.request, arrived_s=arrived_s), message)
@@ -141,6 +146,8 @@ class RouterManager:
 
     def _accept(self, message: GenerateReq, dispatched: DispatchedReq | None = None) -> None:
         timeline = self.timelines.start(message)
+        if timeline is not None and dispatched is not None:
+            timeline.is_for_other_engine = dispatched.target is not None
         is_moved = dispatched is not None and dispatched.is_moved
         full = "" if is_moved else self._why_full(len(message.prompt_ids))
         if full:
@@ -185,6 +192,10 @@ class RouterManager:
             req.continue_from(dispatched.output_ids, time.monotonic())
         if dispatched.runs_alone:
             self._scheduler.isolate(req)
+        if dispatched.target is not None:
+            self._scheduler.push_to(req, dispatched.target)
+        if dispatched.ticket is not None and self._scheduler.incoming is not None:
+            self._scheduler.incoming.offer(req, dispatched.ticket)
 
     def _queue(self, req: Req, adapter: RegisteredAdapter | None) -> None:
         """A request may run once the workers have compiled its grammar and loaded its adapter: no step waits for that.

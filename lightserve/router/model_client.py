@@ -13,6 +13,7 @@ from lightserve.errors import WorkerDiedError
 from lightserve.io_struct import GrammarSpec, HostKvSize, KvLoaded, LoraLoad, LoraLoaded, Step, StepResult
 from lightserve.router.connection import close_all, connect
 from lightserve.router.grammar_client import GrammarClient
+from lightserve.router.kv_inbox_client import KvInboxClient
 from lightserve.router.kv_load_client import KvLoadClient
 from lightserve.router.kv_tiers.lower import LowerTierClient
 from lightserve.router.lora_client import LoraClient
@@ -41,6 +42,10 @@ class ModelClient(Protocol):
     def lower_tiers(self) -> LowerTierClient | None:
         """None: there are no KV tiers below host memory."""
 
+    @property
+    def kv_inbox(self) -> KvInboxClient | None:
+        """None: the workers receive no KV of other engines."""
+
     def request_restart(self, reason: str, caused_by_request: bool) -> None:
         """Close the connections and have the workers replaced: they are lost, or a step does not end.
 
@@ -65,6 +70,7 @@ class RpycModelClient:
         has_adapters: bool = False,
         host_kv: HostKvSize | None = None,
         answering_rank: int = 0,
+        kv_addresses: Sequence[str] = (),
     ) -> None:
         self.is_lost = False
         self._answering_rank = answering_rank
@@ -81,6 +87,7 @@ class RpycModelClient:
         self._kv_loads = None if host_kv is None else KvLoadClient(socket_paths)
         has_lower = host_kv is not None and bool(host_kv.lower_tiers)
         self.lower_tiers = RpycLowerTierClient(socket_paths) if has_lower else None
+        self.kv_inbox = KvInboxClient(socket_paths, list(kv_addresses)) if kv_addresses else None
 
     def compile_grammar(self, grammar: GrammarSpec, eos_ids: tuple[int, ...]) -> asyncio.Future[None]:
         """Have all ranks compile a grammar, so that the first step of a request with it does not wait.
@@ -129,6 +136,8 @@ class RpycModelClient:
             self._kv_loads.close()
         if self.lower_tiers is not None:
             self.lower_tiers.close()
+        if self.kv_inbox is not None:
+            self.kv_inbox.close()
 
     def _read(self, rank: int) -> None:
         connection = self._connections[rank]

@@ -95,6 +95,7 @@ class Reporter:
         if scheduler.tiers is not None:
             for tier, values in scheduler.tiers.metrics().items():
                 self.metrics.set_tier(tier, values)
+        self.metrics.set_split(scheduler.num_pushed, scheduler.incoming)
         self._send_news()
         suspects = [] if has_workers else scheduler.crash_suspects
         stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers, suspects)
@@ -135,7 +136,9 @@ class Reporter:
             if req is None:
                 continue
             admission = None
-            if req.output_len == 1:
+            if req.target is not None:  # the engine that wants its prompt counts the request
+                admission = Admission(req.admitted_s - req.arrived_s, req.cached_len)
+            elif req.output_len == 1:
                 admission = self._count_first_token(req, now)
             else:
                 gaps[req.last_token_s] = gaps.get(req.last_token_s, 0) + 1
@@ -181,6 +184,8 @@ class Reporter:
         return Admission(queue_s, req.cached_len)
 
     def _count_finished(self, req: Req, reason: FinishReason, now: float) -> None:
+        if req.target is not None:
+            return
         if req.timeline is not None:
             req.timeline.finished(reason, now, req.output_len)
         has_run = req.output_len > 0

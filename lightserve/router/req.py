@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from lightserve.io_struct import FinishReason, GenerationParams, NewReq, TokenOut
+from lightserve.io_struct import FinishReason, GenerationParams, KvPush, KvTarget, NewReq, TokenOut
 from lightserve.router.radix_cache import RadixNode
 from lightserve.router.req_columns import ReqColumns
 from lightserve.router.timeline import Timeline
-from lightserve.utils.block_hash import NO_HASHES, Hashes
+from lightserve.utils.block_hash import BLOCK_TOKENS, NO_HASHES, Hashes
 from lightserve.utils.int_arrays import GrowingArray, Int32Array, int32s
 
 
@@ -79,6 +79,8 @@ class Req(ReqProgress):
     timeline: Timeline | None = None  # None: it is not recorded
     block_hashes: Hashes = field(default_factory=lambda: NO_HASHES)  # of its first blocks, if a dispatcher wants them
     kv_keys: list[bytes] = field(default_factory=list)  # of its first blocks, if evicted KV is stored
+    target: KvTarget | None = None  # another engine wants the KV of its prompt
+    num_pushed: int = 0  # blocks of its prompt that were sent there, or are not needed
     loads_checked: int = -1  # ``num_admissions`` when the last load of its prefix was considered
 
     def __post_init__(self) -> None:
@@ -240,6 +242,15 @@ class Req(ReqProgress):
             self.stop_token = token_id
             return True
         return token_id in self.eos_ids and not self.params.stopping.ignore_eos
+
+    def take_push(self) -> KvPush | None:
+        """The blocks of its prompt that are planned and not sent yet, for the engine that wants them."""
+        end = min(self.planned_len, len(self.prompt_ids)) // BLOCK_TOKENS
+        if self.target is None or end <= self.num_pushed:
+            return None
+        begin, self.num_pushed = self.num_pushed, end
+        slots = self.slots[begin * BLOCK_TOKENS : end * BLOCK_TOKENS].copy()
+        return KvPush(self.target.ticket, self.target.addresses, begin - self.target.first_block, slots)
 
     def as_new(self) -> NewReq:
         """The message by which it enters the workers, for the first time or after a preemption."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightserve.io_struct import MetricsSnapshot
+from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.utils.metrics import Recorder
 
 
@@ -112,6 +113,15 @@ class RouterMetrics:
         """Present values of the metrics ``kv_tier_...`` of one tier."""
         for name, value in values.items():
             self._recorder.labelled[f"kv_tier_{name}"][tier] = value
+
+    def set_split(self, sent: int, incoming: IncomingKv | None) -> None:
+        """Present values of the metrics ``kv_split_...``."""
+        self.values["kv_split_sent_tokens_total"] = sent
+        if incoming is not None:
+            self.values["kv_split_waited_tokens_total"] = incoming.num_wanted
+            self.values["kv_split_received_tokens_total"] = incoming.num_received
+            self.values["kv_split_given_up_tokens_total"] = incoming.num_given_up
+            self.values["kv_split_recomputed_tokens_total"] = incoming.num_recomputed
 
     def snapshot(self) -> MetricsSnapshot:
         return self._recorder.snapshot()

@@ -8,7 +8,7 @@ from collections import deque
 from functools import partial
 from typing import NamedTuple
 
-from lightserve.io_struct import EngineReady, GrammarSpec, KvLoaded, Step, StepResult
+from lightserve.io_struct import EngineReady, GrammarSpec, KvLoaded, KvReceived, Step, StepResult
 from lightserve.router.model_client import ModelClient
 from lightserve.router.reporter import Reporter
 from lightserve.router.scheduler import Scheduler
@@ -47,6 +47,16 @@ class StepLoop:
     def _connect_tiers(self) -> None:
         if self._scheduler.tiers is not None:
             self._scheduler.tiers.connect(self._model.lower_tiers, self.wake)
+        incoming, inbox = self._scheduler.incoming, self._model.kv_inbox
+        if incoming is not None and inbox is not None:
+            incoming.connect(inbox)
+            inbox.on_received = self._on_received
+            inbox.start()
+
+    def _on_received(self, received: KvReceived) -> None:
+        if self._scheduler.incoming is not None:
+            self._scheduler.incoming.finish(received)
+            self.wake()
 
     async def run(self) -> None:
         """Keep up to ``pipeline_depth`` steps in flight, so that the workers never wait."""

@@ -31,7 +31,16 @@ RESPONSE_ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 class Timeline:
     """The events of one request. It holds numbers only, so it may outlive the request."""
 
-    __slots__ = ("_arrived_s", "_events", "_max_new_tokens", "_num_left_out", "_prompt_tokens", "_req_id", "request_id")
+    __slots__ = (
+        "_arrived_s",
+        "_events",
+        "_max_new_tokens",
+        "_num_left_out",
+        "_prompt_tokens",
+        "_req_id",
+        "is_for_other_engine",
+        "request_id",
+    )
 
     def __init__(self, message: GenerateReq) -> None:
         self.request_id = message.request_id
@@ -41,6 +50,12 @@ class Timeline:
         self._max_new_tokens = message.params.stopping.max_new_tokens
         self._events: list[TimelineEvent] = []
         self._num_left_out = 0
+        self.is_for_other_engine = False  # which has the rest of the request's events
+
+    @property
+    def is_shown(self) -> bool:
+        """Not before the first chunk of a prompt for another engine: then it has no events."""
+        return bool(self._events) or not self.is_for_other_engine
 
     def queued(self) -> None:
         self._add(TimelineEvent("queued", time.monotonic()))
@@ -54,6 +69,10 @@ class Timeline:
     def prefill(self, sent_s: float, now_s: float, tokens: int) -> None:
         """A chunk of the prompt is computed. After a preemption, a chunk may have output tokens too."""
         self._add(TimelineEvent("prefill", sent_s, now_s - sent_s, tokens))
+
+    def kv(self, kind: TimelineEventKind, tokens: int) -> None:
+        """KV of so many prompt tokens is wanted from a prefill engine, or has come."""
+        self._add(TimelineEvent(kind, time.monotonic(), tokens=tokens))
 
     def first_token(self, now_s: float) -> None:
         self._add(TimelineEvent("first_token", now_s, tokens=1))
@@ -81,6 +100,8 @@ class Timeline:
         )
 
     def _add(self, event: TimelineEvent) -> None:
+        if self.is_for_other_engine and event.kind != "prefill":
+            return
         if self._events and self._events[-1].kind in END_KINDS:
             return  # a step in flight has computed a chunk of a request that was aborted
         if len(self._events) >= MAX_EVENTS:
@@ -104,14 +125,14 @@ class TimelineRing:
         return timeline
 
     def answer(self, query: GetTimelines) -> Timelines:
-        found: Iterable[Timeline] = reversed(self._timelines)
+        found: Iterable[Timeline] = (timeline for timeline in reversed(self._timelines) if timeline.is_shown)
         if query.request_id is not None:
             names = _names(query.request_id)
             found = (timeline for timeline in found if timeline.request_id in names)
         return Timelines(query.query_id, [timeline.snapshot() for timeline in islice(found, query.limit)])
 
     def snapshots(self) -> list[RequestTimeline]:
-        return [timeline.snapshot() for timeline in self._timelines]
+        return [timeline.snapshot() for timeline in self._timelines if timeline.is_shown]
 
 
 def _names(given: str) -> set[str]:

@@ -8,9 +8,10 @@ from typing import Any
 from lightserve.cluster.tcp.engines_file import read_engines_file
 from lightserve.cluster.tcp.keys import read_engine_keys, read_gateway_keys
 from lightserve.cluster.tcp.request_ids import PROCESS_BITS
-from lightserve.config import ServerConfig
+from lightserve.config import ClusterConfig, ServerConfig
 from lightserve.errors import OptionError, ServerError
 from lightserve.utils import net
+from lightserve.utils.kv_secret import read_kv_secret
 
 # what both need, besides flags of the own part
 GATEWAY_WORKER = {"model_dir", "model_type", "task", "pooling", "trust_remote_code"}
@@ -23,6 +24,10 @@ def check_cluster(config: ServerConfig) -> None:
     cluster = config.cluster
     if not cluster.has_dispatcher and cluster.cluster_policy != "prefix":
         raise OptionError(f"cluster_policy={cluster.cluster_policy}: there is one engine; set --dp to 2 or more")
+    if not cluster.has_dispatcher and cluster.min_split_tokens != ClusterConfig().min_split_tokens:
+        raise OptionError(
+            f"min_split_tokens={cluster.min_split_tokens}: set it where requests are divided, with --roles or --engines"
+        )
     if config.cluster.is_gateway:
         _check_gateway(config)
     elif config.cluster.listen is not None:
@@ -57,6 +62,8 @@ def _check_engine(config: ServerConfig) -> None:
     if config.worker.num_loras:
         raise OptionError("listen: engines of a gateway do not serve LoRA adapters yet; --merge_lora serves one")
     read_engine_keys(config.cluster.cluster_keys or "")
+    if config.cluster.is_split:
+        read_kv_secret(config.cluster.cluster_keys or "")
     try:
         net.bind(*net.parse_tcp(config.cluster.listen or "")).close()
     except ServerError as error:

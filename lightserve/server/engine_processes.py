@@ -117,7 +117,11 @@ class EngineProcesses:
 
     async def reap_workers(self, timeout_s: float) -> bool:
         """Kill the remaining ranks after one died. Return whether all of them exited in time."""
-        socket_paths = [self._child_config().worker_path(rank, self.generation) for rank in range(len(self.workers))]
+        child_config, ranks = self._child_config(), range(len(self.workers))
+        socket_paths = [child_config.worker_path(rank, self.generation) for rank in ranks]
+        if child_config.role == "decode":
+            addresses = [child_config.kv_address(rank, self.generation) for rank in ranks]
+            socket_paths += [one.removeprefix("unix://") for one in addresses if one.startswith("unix://")]
         self.generation += 1
         self.kill_workers()
         try:

@@ -65,6 +65,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "listen",
         "cluster_keys",
         "cluster_policy",
+        "roles",
+        "role",
+        "kv_listen",
+        "min_split_tokens",
     ),
     "Scheduling": (
         "running_max_req_size",

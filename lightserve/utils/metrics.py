@@ -114,6 +114,19 @@ METRICS = (
             ("kv_tier_load_bytes_per_second", Kind.GAUGE, "Measured speed of loads from this tier; 0: none yet."),
         )
     ),
+    _counter("kv_split_sent_tokens_total", "With --roles: prompt tokens whose KV was sent to decode engines."),
+    _counter(
+        "kv_split_waited_tokens_total", "With --roles: prompt tokens for whose KV decode engines waited, or wait now."
+    ),
+    _counter("kv_split_received_tokens_total", "With --roles: of these, tokens whose KV has come."),
+    _counter(
+        "kv_split_given_up_tokens_total",
+        "With --roles: of these, tokens whose KV did not come in time; the decode engine computed them.",
+    ),
+    _counter(
+        "kv_split_recomputed_tokens_total",
+        "With --roles: prompt tokens that a decode engine computed although their KV had come.",
+    ),
     _engine_gauge("dp_engine_serving", "With --dp or --engines: 1 if the engine generates tokens now, else 0."),
     Metric(
         "engine_takes_requests",

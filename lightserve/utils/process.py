@@ -26,6 +26,7 @@ from lightserve.config import ServerConfig
 from lightserve.errors import LightserveError, with_docs
 from lightserve.io_struct import ChildFailed, FromChild, Ping, Pong, ToChild
 from lightserve.utils.logger import init_logger, is_json
+from lightserve.utils.net import parse_tcp
 
 logger = init_logger(__name__)
 
@@ -65,6 +66,22 @@ class ChildConfig(msgspec.Struct, frozen=True):
     def engine_path(self, name: str) -> str:
         """A path that no other engine uses."""
         return self.path(f"{name}.{self.engine}" if self.engine else name)
+
+    @property
+    def role(self) -> str:
+        """Of the engine."""
+        return self.config.cluster.role_of(self.engine)
+
+    def kv_address(self, rank: int, generation: int) -> str:
+        """Where a worker receives KV of prefill engines: on one machine a socket of its own, as ``worker_path``."""
+        cluster = self.config.cluster
+        if cluster.listen is None:
+            return f"unix://{self.engine_path(f'kv-{rank}-{generation}')}"
+        if cluster.kv_listen is not None and cluster.kv_listen.startswith("unix://"):
+            return f"{cluster.kv_listen}-{rank}" if rank else cluster.kv_listen
+        host, port = parse_tcp(cluster.kv_listen or cluster.listen)
+        port += rank + (cluster.kv_listen is None)
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
     def to_engine(self, engine: int, epoch: int) -> str:
         """Where the router of an engine receives. A router that replaces another one gets none of its messages."""

@@ -12,11 +12,12 @@ from typing import Any
 
 from lightserve.common.compile.cache import use_writable_cache
 from lightserve.common.compile.client import compile_server
-from lightserve.io_struct import LOWER_TIER_METHODS, EngineReady, StartupPhase, StartupProgress
+from lightserve.io_struct import KV_INBOX_METHODS, LOWER_TIER_METHODS, EngineReady, StartupPhase, StartupProgress
 from lightserve.model_files.source import resolve
+from lightserve.utils.kv_secret import read_kv_secret
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
-from lightserve.worker.rpc import KvLoadRpc, LowerTierRpc, RunProfile, StepServer
+from lightserve.worker.rpc import KvInboxRpc, KvLoadRpc, LowerTierRpc, RunProfile, StepServer
 
 GPU = "/dev/nvidiactl"  # a check with torch would take seconds
 
@@ -42,6 +43,8 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
             parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend)
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
             worker.add_host_tier(config, child_config.config.cluster.dp)
+            if child_config.role != "normal":
+                worker.add_kv_split(config, _split_args(child_config))
         link = worker.model.hidden_state_link
         run_profile = _profiler(child_config, lambda: link.received_s)
         with _phase(launcher, "warm up"):
@@ -68,7 +71,17 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     others: list[Any] = [] if worker.host_tier is None else [KvLoadRpc(worker.host_tier.wait)]
     if worker.lower_tiers is not None:
         others += [LowerTierRpc(worker.lower_tiers) for _ in LOWER_TIER_METHODS]
+    if worker.kv_split.receiver is not None:
+        others += [KvInboxRpc(worker.kv_split.receiver) for _ in KV_INBOX_METHODS]
     server.serve(worker.launch, worker.pipeline_depth, worker.compile_grammar, run_profile, load_lora, others)
+
+
+def _split_args(child_config: ChildConfig) -> Any:
+    from lightserve.worker.kv_split import KvSplitArgs
+
+    rank, keys = child_config.index, child_config.config.cluster.cluster_keys
+    address = child_config.kv_address(rank, child_config.generation)
+    return KvSplitArgs(child_config.role, address, b"" if keys is None else read_kv_secret(keys), rank)
 
 
 def _profiler(child_config: ChildConfig, last_wait: Callable[[], tuple[float, float] | None]) -> RunProfile | None:

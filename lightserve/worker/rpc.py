@@ -21,6 +21,7 @@ from lightserve.io_struct import (
     KvFlushed,
     KvLoaded,
     KvLookup,
+    KvReceived,
     LoraLoad,
     LoraLoaded,
     ProfileCommand,
@@ -47,12 +48,18 @@ class LowerTierCalls(Protocol):
     def flush(self, command: KvFlush) -> KvFlushed: ...
 
 
+class KvInboxCalls(Protocol):
+    def next_received(self) -> list[KvReceived]: ...
+
+    def cancel(self, ticket: int) -> None: ...
+
+
 RunProfile = Callable[["ModelRpc", ProfileCommand], ProfileResult]  # starts or ends a profile of these steps
 
 decode_step = make_decode(Step)
 _decode_profile = make_decode(ProfileCommand)
 _decode_lora = make_decode(LoraLoad)
-_decode_load_id = make_decode(int)
+_decode_load_id = _decode_ticket = make_decode(int)
 _decode_lookup, _decode_fetch, _decode_flush = make_decode(KvLookup), make_decode(KvFetch), make_decode(KvFlush)
 _decode_grammar = make_decode(tuple[GrammarSpec, tuple[int, ...]])
 
@@ -149,6 +156,20 @@ class LowerTierRpc(rpyc.Service):  # type: ignore[misc]
 
     def exposed_flush(self, command: bytes) -> bytes:
         return encode(self._tiers.flush(_decode_flush(command)))
+
+
+class KvInboxRpc(rpyc.Service):  # type: ignore[misc]
+    """Serves a connection for KV that other engines send. There is one for each method, so that none waits."""
+
+    def __init__(self, inbox: KvInboxCalls) -> None:
+        self._inbox = inbox
+
+    def exposed_next_received(self, _: bytes) -> bytes:
+        return encode(self._inbox.next_received())
+
+    def exposed_cancel(self, ticket: bytes) -> bytes:
+        self._inbox.cancel(_decode_ticket(ticket))
+        return b""
 
 
 class ProfileRpc(rpyc.Service):  # type: ignore[misc]

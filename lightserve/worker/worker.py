@@ -30,12 +30,15 @@ from lightserve.model_files.kv_dtype import resolve_kv_dtype
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.source import ModelSource, pooling_of, stored_as
 from lightserve.models.registry import get_model_class, read_model_config
+from lightserve.utils.block_hash import BLOCK_TOKENS
 from lightserve.utils.progress import Progress
+from lightserve.worker.block_store.frame import identity_of
 from lightserve.worker.collector import PendingStep, StepCollector
 from lightserve.worker.host_tier import HostTier, make_host_tier
 from lightserve.worker.infer_batch import InferBatch
 from lightserve.worker.kv_pools import kept_tokens
 from lightserve.worker.kv_size import kv_size
+from lightserve.worker.kv_split import KvSplit, KvSplitArgs, make_kv_split
 from lightserve.worker.lora import LoraCache, lora_args, merged_adapter
 from lightserve.worker.lower_tiers import LowerTiers, make_lower_tiers
 from lightserve.worker.rpc import GetResult
@@ -94,6 +97,7 @@ class ModelWorker:
         self._parallel = parallel
         self.host_tier: HostTier | None = None
         self.lower_tiers: LowerTiers | None = None
+        self.kv_split = KvSplit()
         self._init_steps(source)
         self._resize_kv_pool(config)  # it may run steps
 
@@ -106,6 +110,14 @@ class ModelWorker:
 
         layout, rank = self.model.mem_manager.layout, self._parallel.pp.rank * config.tp + self._parallel.tp.rank
         self.lower_tiers = make_lower_tiers(config, self.host_tier, layout, rank, num_engines)
+
+    def add_kv_split(self, config: WorkerConfig, args: KvSplitArgs) -> None:
+        """Send KV to decode engines, or receive it, as the role of the engine says."""
+        if self.pooling is not None:
+            raise ServerError("role: this model does not generate text; leave it out")
+        parts = self.model.mem_manager.layout, BLOCK_TOKENS, config.tp, config.pp, args.rank, self.dtype_and_device
+        identity = identity_of(*parts, sorted(self.model_config.hf.items(), key=str))
+        self.kv_split = make_kv_split(args, self.model.mem_manager, self._platform, identity)
 
     @property
     def host_kv(self) -> HostKvSize | None:
@@ -239,6 +251,13 @@ class ModelWorker:
 
         It returns a function that waits for the step's result. Any thread may call that function.
         """
+        get_result = self._launch(step)
+        if self.kv_split.sender is not None:
+            for push in step.pushes:
+                self.kv_split.sender.push(push)
+        return get_result
+
+    def _launch(self, step: Step) -> GetResult:
         self._platform.set_current(self._device)
         self._batch.apply(self._collector.take_updates())
         self._update_batch(step)
@@ -276,6 +295,9 @@ class ModelWorker:
                 self.host_tier.store(store)
             for load in step.loads:
                 self.host_tier.start_load(load)
+        if self.kv_split.receiver is not None:
+            for expect in step.expects:
+                self.kv_split.receiver.expect(expect)
 
     def _add(self, new: NewReq) -> None:
         if not self.model.pp.is_last:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightserve.io_struct import (
     FromEngine,
     GenerateReq,
     GenerationParams,
+    KvReceived,
     ReqFailed,
     RouterStats,
     Step,
@@ -32,12 +33,14 @@ from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
 from lightserve.router.stats import ThroughputLog
+from lightserve.utils.block_hash import BLOCK_TOKENS
 from lightserve.utils.channel import make_decoder
 from lightserve.utils.codec import encode
 from test.router.test_manager import FakeModel
 from test.waiting import DEADLINE_S
 
 POOL = 4096
+MIN_SPLIT_TOKENS = 100
 
 
 class Channel:
@@ -65,11 +68,42 @@ class Link:
         self.is_closed = True
 
 
+class FakeInbox:
+    """The workers of a decode engine: tickets end when all their blocks have come, or they are cancelled or late."""
+
+    def __init__(self, network: dict[str, FakeInbox]) -> None:
+        self.addresses = [f"inbox {len(network)}"]
+        self.on_received: Callable[[KvReceived], None] = lambda _: None
+        self._expected: dict[int, int] = {}  # blocks by ticket
+        self._arrived: dict[int, set[int]] = defaultdict(set)
+        network[self.addresses[0]] = self
+
+    def start(self) -> None: ...
+
+    def expect(self, ticket: int, blocks: int, timeout_s: float) -> None:
+        self._expected[ticket] = blocks
+        asyncio.get_running_loop().call_later(timeout_s, self.cancel, ticket)
+        self.arrive(ticket, range(0))
+
+    def arrive(self, ticket: int, blocks: range) -> None:
+        self._arrived[ticket].update(blocks)
+        if len(self._arrived[ticket]) == self._expected.get(ticket):
+            self.cancel(ticket)
+
+    def cancel(self, ticket: int) -> None:
+        blocks = self._expected.pop(ticket, None)
+        if blocks is not None:
+            come = next(i for i in range(blocks + 1) if i not in self._arrived[ticket])
+            self.on_received(KvReceived(ticket, come))
+
+
 class SeededModel(FakeModel):
     """The n-th token of a request depends on its seed and on n, as if it was sampled."""
 
-    def __init__(self, crashes_at: int | None = None) -> None:
+    def __init__(self, crashes_at: int | None = None, network: dict[str, FakeInbox] | None = None) -> None:
         super().__init__()
+        self.network = {} if network is None else network
+        self.inbox: FakeInbox | None = None
         self.crashes_at = crashes_at  # a token id in a prompt that kills the workers
         self._seeds: dict[int, int] = {}
 
@@ -78,7 +112,18 @@ class SeededModel(FakeModel):
             self._seeds[new.req_id] = new.seed
             if self.crashes_at is not None and new.token_ids[0] == self.crashes_at:
                 self.die()
-        return await super()._run(step)
+        result = await super()._run(step)
+        for expect in step.expects:
+            if self.inbox is not None:
+                self.inbox.expect(expect.ticket, len(expect.slots) // BLOCK_TOKENS, expect.timeout_s)
+        for push in step.pushes:
+            blocks = range(push.first, push.first + len(push.slots) // BLOCK_TOKENS)
+            self.network[push.addresses[0]].arrive(push.ticket, blocks)
+        return result
+
+    @property
+    def kv_inbox(self) -> Any:  # type: ignore[override]
+        return self.inbox
 
     def _token(self, req_id: int, is_forced: bool) -> TokenOut:
         self._made[req_id] += 1
@@ -90,7 +135,7 @@ def token_of(seed: int, position: int) -> int:
 
 
 class LocalEngine:
-    def __init__(self, config: RouterConfig, model: SeededModel, pool: int) -> None:
+    def __init__(self, config: RouterConfig, model: SeededModel, pool: int, role: str = "normal") -> None:
         self.model = model
         self.pool = KvPool(pool)
         limits = SchedulerLimits(max_running=8, batch_max_tokens=256, chunk_size=128)
@@ -99,15 +144,22 @@ class LocalEngine:
         ready = EngineReady(pool, pool, 32_000, 1)
         inbox: Any = self.to_engine
         outbox: Any = self.from_engine
+        self.role = role
+        if role == "decode":
+            self.scheduler.use_incoming(self.from_engine.send)
         self.manager = RouterManager(self.scheduler, model, ready, inbox, outbox, config)
         self.manager.report_cached_blocks(self.from_engine.send)
         self.task = asyncio.create_task(self.manager.run(ThroughputLog(self.manager.metrics, 0.0)))
 
 
 class LocalCluster:
-    def __init__(self, policy: str, config: RouterConfig, num_engines: int, pool: int) -> None:
+    def __init__(
+        self, policy: str, config: RouterConfig, num_engines: int, pool: int, roles: Sequence[str] = ()
+    ) -> None:
+        self.roles = roles or ("normal",) * num_engines
+        self.network: dict[str, FakeInbox] = {}
         self.inbox, self._from_dispatcher = Channel(ToRouter), Channel(ToDetokenization)
-        self.placement = Placement(make_policy(policy))
+        self.placement = Placement(make_policy(policy), MIN_SPLIT_TOKENS)
         inbox: Any = self.inbox
         outbox: Any = self._from_dispatcher
         self.dispatcher = Dispatcher(self.placement, inbox, outbox, config, num_engines)
@@ -125,9 +177,16 @@ class LocalCluster:
         self._pool = pool
 
     def start(self, number: int) -> LocalEngine:
-        engine = self.engines[number] = LocalEngine(self._config, SeededModel(self.crashes_at), self._pool)
-        self.dispatcher.join(number, Link(engine.to_engine, engine.from_engine))
+        role = self.roles[number]
+        engine = self.engines[number] = LocalEngine(self._config, self._model(number), self._pool, role)
+        self.dispatcher.join(number, Link(engine.to_engine, engine.from_engine), role)
         return engine
+
+    def _model(self, number: int) -> SeededModel:
+        model = SeededModel(self.crashes_at, self.network)
+        if self.roles[number] == "decode":
+            model.inbox = FakeInbox(self.network)
+        return model
 
     def kill_router(self, number: int) -> None:
         self.engines.pop(number).task.cancel()
@@ -139,7 +198,7 @@ class LocalCluster:
 
     def replace_workers(self, number: int) -> None:
         engine = self.engines[number]
-        engine.model = SeededModel(self.crashes_at)
+        engine.model = self._model(number)
         engine.manager.use_workers(engine.model)
 
     def send(self, req_id: int, prompt: list[int], max_new_tokens: int = 8, **options: Any) -> None:
@@ -176,9 +235,13 @@ class LocalCluster:
 
 @asynccontextmanager
 async def local_cluster(
-    num_engines: int = 2, policy: str = "prefix", config: RouterConfig | None = None, pool: int = POOL
+    num_engines: int = 2,
+    policy: str = "prefix",
+    config: RouterConfig | None = None,
+    pool: int = POOL,
+    roles: Sequence[str] = (),
 ) -> AsyncIterator[LocalCluster]:
-    cluster = LocalCluster(policy, config or RouterConfig(), num_engines, pool)
+    cluster = LocalCluster(policy, config or RouterConfig(), num_engines, pool, roles)
     running = asyncio.create_task(cluster.dispatcher.run())
     await asyncio.sleep(0)
     for number in range(num_engines):

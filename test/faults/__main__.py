@@ -25,11 +25,13 @@ from test.faults.cases import (
     CASES,
     CORE,
     CORE_STARTS,
+    SPLIT_CASES,
     STAGE_CASES,
     START_CASES,
     TIER_CASES,
     adapters,
     kv_tiers,
+    split,
     stages,
 )
 from test.faults.resource_snapshot import HAS_GPU
@@ -84,6 +86,8 @@ def run_all(args: argparse.Namespace) -> list[bool]:
             outcomes += run_cases(STAGE_CASES, stages.worker_flags(Path(base)), args)
         with tempfile.TemporaryDirectory() as base:
             outcomes += run_cases(TIER_CASES, kv_tiers.worker_flags(Path(base)), args)
+        with tempfile.TemporaryDirectory() as base:
+            outcomes += run_cases(SPLIT_CASES, split.worker_flags(Path(base)), args)
     for start in starts:
         if args.only in start.name:
             outcomes.append(attempt(start.name, start.reaction, partial(run_start, start, worker, args.slack)))

@@ -14,11 +14,13 @@ from test.faults.cases import (
     ADAPTER_CASES,
     CASES,
     CORE,
+    SPLIT_CASES,
     STAGE_CASES,
     START_CASES,
     TIER_CASES,
     adapters,
     kv_tiers,
+    split,
     stages,
 )
 from test.faults.server_pool import ServerPool
@@ -68,6 +70,12 @@ def tier_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
         yield pool
 
 
+@pytest.fixture(scope="module")
+def split_server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    with ServerPool(split.worker_flags(tmp_path_factory.mktemp("split"))) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("case", [param(case) for case in CASES])
 def test_a_fault_causes_its_reaction_and_leaves_nothing_behind(pool: ServerPool, case: Case) -> None:
     case.run(pool, SEED, SLACK)
@@ -87,6 +95,11 @@ def test_a_fault_of_adapters_causes_its_reaction(adapter_server_pool: ServerPool
 @pytest.mark.parametrize("case", [param(case) for case in TIER_CASES])
 def test_a_fault_of_kv_tiers_causes_its_reaction(tier_server_pool: ServerPool, case: Case) -> None:
     case.run(tier_server_pool, SEED, SLACK)
+
+
+@pytest.mark.parametrize("case", [param(case) for case in SPLIT_CASES])
+def test_a_fault_of_prefill_and_decode_engines_causes_its_reaction(split_server_pool: ServerPool, case: Case) -> None:
+    case.run(split_server_pool, SEED, SLACK)
 
 
 @pytest.mark.parametrize("case", [param(case) for case in STAGE_CASES])

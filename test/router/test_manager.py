@@ -79,6 +79,7 @@ class FakeModel:
         return self.compiled[-1]
 
     lower_tiers = None
+    kv_inbox = None
 
     def wait_for_load(self, load_id: int) -> asyncio.Future[KvLoaded | None]:
         raise AssertionError("there are no KV tiers")

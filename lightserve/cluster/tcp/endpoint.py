@@ -28,6 +28,7 @@ class EngineEndpoint:
             model_digest(source),
             weights_digest(source, config),
             ready,
+            config.cluster.role_of(0),
         )
         keys = read_engine_keys(config.cluster.cluster_keys or "")
         self._log = SeldomLog(logger)

@@ -2,6 +2,7 @@
 
     an engine needs     engine.secret    its secret key     gateways.allowed    public keys that it accepts
     a gateway needs     gateway.secret   its secret key     engines.allowed     public keys that it accepts
+    with roles, all engines need the same kv.secret too: see utils/kv_secret.py
 
 Keys are in ZMQ's Z85 text, one per line. A line of engines.allowed may have an address behind the key: then it is the
 key of that engine only.
@@ -18,6 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from lightserve.errors import OptionError
+from lightserve.utils.kv_secret import KV_SECRET
 
 KEY_LEN = 40  # characters of 32 bytes in Z85
 FOR_OTHER_USERS = 0o007
@@ -41,7 +43,10 @@ class GatewayKeys:
 
 
 def generate(folder: Path) -> list[Path]:
-    """Write a new pair for engines and one for gateways. Raises if one of the files exists."""
+    """Write a new pair for engines, one for gateways, and the secret of engines with roles.
+
+    Raises if one of the files exists.
+    """
     engine_public, engine_secret = zmq.curve_keypair()
     gateway_public, gateway_secret = zmq.curve_keypair()
     contents = {
@@ -49,6 +54,7 @@ def generate(folder: Path) -> list[Path]:
         ALLOWED_ENGINES: engine_public,
         GATEWAY_SECRET: gateway_secret,
         ALLOWED_GATEWAYS: gateway_public,
+        KV_SECRET: zmq.curve_keypair()[1],  # any random text
     }
     paths = [folder / name for name in contents]
     if existing := next((path for path in paths if path.exists()), None):

@@ -17,7 +17,10 @@ from lightserve.io_struct import (
     DispatchedReq,
     EngineDraining,
     FromEngine,
+    KvCancel,
+    KvMissing,
     KvNews,
+    KvWanted,
     MovedReqs,
     RequestTimeline,
     RouterStats,
@@ -35,7 +38,7 @@ def for_engine(session: int, message: ToEngine) -> ToEngine:
         request = message.request
         ids = {"req_id": engine_id(session, request.req_id), "group": engine_id(session, request.group)}
         return replace(message, request=replace(request, **ids))
-    if isinstance(message, AbortReq):
+    if isinstance(message, AbortReq | KvCancel):
         return replace(message, req_id=engine_id(session, message.req_id))
     if isinstance(message, MovedReqs):
         return MovedReqs([engine_id(session, one) for one in message.req_ids])
@@ -50,6 +53,9 @@ def for_gateways(message: FromEngine, sessions: Iterable[int]) -> list[tuple[int
         return [(session, _stats_for(message, session)) for session in sessions]
     if isinstance(message, KvNews | EngineDraining):
         return [(session, message) for session in sessions]
+    if isinstance(message, KvWanted | KvMissing):
+        session = session_of(message.req_id)
+        return [(session, replace(message, req_id=gateway_id(message.req_id)))] if session in sessions else []
     session = session_of(message.query_id)
     if session not in sessions:
         return []

@@ -28,27 +28,32 @@ class HostCopy(Protocol):
         """Wait for the copies, and return them."""
 
 
+Wait = Callable[[], None]  # returns when something has happened
 CopyPart = Callable[[slice, Tensor], None]  # which of the tensors in host memory, and so many on the device
 
 
 class SideCopies(Protocol):
     """Copies between device and host memory, beside the steps. Copies down and up happen in the order of the calls."""
 
-    def down(self, hosts: Sequence[Tensor], gather: CopyPart) -> None:
+    def down(self, hosts: Sequence[Tensor], gather: CopyPart) -> Wait:
         """Copy what ``gather`` writes for some of ``hosts``, which are of one shape, into one tensor on the device.
 
         It reads before the next step writes. The content of ``hosts`` is there for ``up``, and for the host itself
-        after ``finish_down``.
+        after ``finish_down``, or when the function that is returned has returned.
         """
 
     def finish_down(self) -> None:
         """Wait until the content of all copies down so far is in host memory. From any thread."""
 
-    def up(self, hosts: Sequence[Tensor], scatter: CopyPart) -> Future[float]:
+    def up(self, hosts: Sequence[Tensor], scatter: CopyPart, after: Wait | None = None) -> Future[float]:
         """Call ``scatter`` with copies of some of ``hosts`` on the device until it has had all, after the steps so far.
 
-        The result is the time in seconds that it took, when it is done.
+        ``after``: only after the steps before that mark. The result is the time in seconds that it took, when it is
+        done.
         """
+
+    def mark(self) -> Wait:
+        """A function that waits for the steps that were launched so far."""
 
 
 class Graphs(Protocol[Key, Result]):

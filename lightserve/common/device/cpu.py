@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
-from lightserve.common.device.base import CopyPart, Device
+from lightserve.common.device.base import CopyPart, Device, Wait
 from lightserve.common.device.profile import Profile
 from lightserve.io_struct import StepLimits
 from lightserve.utils.memory import free_ram
@@ -103,15 +103,19 @@ class CpuSideCopies:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "kv-copies")
 
-    def down(self, hosts: Sequence[Tensor], gather: CopyPart) -> None:
+    def down(self, hosts: Sequence[Tensor], gather: CopyPart) -> Wait:
         for i, host in enumerate(hosts):
             gather(slice(i, i + 1), host[None])
+        return self.finish_down
 
     def finish_down(self) -> None:
         """Nothing to do: they are made at once."""
 
-    def up(self, hosts: Sequence[Tensor], scatter: CopyPart) -> Future[float]:
+    def up(self, hosts: Sequence[Tensor], scatter: CopyPart, after: Wait | None = None) -> Future[float]:
         return self._thread.submit(self._copy, hosts, scatter)
+
+    def mark(self) -> Wait:
+        return self.finish_down  # steps are made at once too
 
     @staticmethod
     @torch.inference_mode()

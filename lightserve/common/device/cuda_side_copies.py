@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from lightserve.common.device.base import CopyPart
+from lightserve.common.device.base import CopyPart, Wait
 
 BATCH_BYTES = 2**27  # gathered or scattered at once: a launch for every block would take longer than its copy
 RING = 8  # batches whose copy down has not ended; steps wait for the oldest if there are more
@@ -35,29 +35,35 @@ class CudaSideCopies:
         total = torch.cuda.get_device_properties(device).total_memory
         self._batch_bytes = min(BATCH_BYTES, int(total * RING_SHARE) // RING)
 
-    def down(self, hosts: Sequence[Tensor], gather: CopyPart) -> None:
+    def down(self, hosts: Sequence[Tensor], gather: CopyPart) -> Wait:
+        arrived: torch.cuda.Event | None = None
         steps = torch.cuda.current_stream(self._device)
         for part in self._parts(hosts):
             place, has_left = self._place(hosts[0])
             steps.wait_event(has_left)
             gather(part, place[: part.stop - part.start])
             self._down.wait_stream(steps)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a thread may wait long for it
             with torch.cuda.stream(self._down):
                 for host, block in zip(hosts[part], place, strict=False):
                     host.copy_(block, non_blocking=True)
                     self._arrived[host.data_ptr()] = arrived
             has_left.record(self._down)
             arrived.record(self._down)
+        return _nothing if arrived is None else arrived.synchronize
 
     def finish_down(self) -> None:
         self._down.synchronize()
 
-    def up(self, hosts: Sequence[Tensor], scatter: CopyPart) -> Future[float]:
+    def up(self, hosts: Sequence[Tensor], scatter: CopyPart, after: Wait | None = None) -> Future[float]:
+        arrived = {self._arrived[host.data_ptr()] for host in hosts if host.data_ptr() in self._arrived}
+        before = [after or self.mark(), *(event.synchronize for event in arrived)]
+        return self._thread.submit(self._copy, before, hosts, scatter)
+
+    def mark(self) -> Wait:
         launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
         launched.record(torch.cuda.current_stream(self._device))
-        arrived = {self._arrived[host.data_ptr()] for host in hosts if host.data_ptr() in self._arrived}
-        return self._thread.submit(self._copy, [launched, *arrived], hosts, scatter)
+        return launched.synchronize
 
     def _parts(self, hosts: Sequence[Tensor]) -> Iterator[slice]:
         size = self._batch_size(hosts[0]) if hosts else 1
@@ -74,10 +80,10 @@ class CudaSideCopies:
         return self._ring[(self._num_batches - 1) % RING]
 
     @torch.inference_mode()
-    def _copy(self, before: Sequence[torch.cuda.Event], hosts: Sequence[Tensor], scatter: CopyPart) -> float:
+    def _copy(self, before: Sequence[Wait], hosts: Sequence[Tensor], scatter: CopyPart) -> float:
         torch.cuda.set_device(self._device)
-        for event in before:
-            event.synchronize()  # else the time would be that of the steps before, too
+        for wait in before:
+            wait()  # else the time would be that of the steps before, too
         begin = time.monotonic()
         with torch.cuda.stream(self._up):
             for part in self._parts(hosts):
@@ -87,3 +93,7 @@ class CudaSideCopies:
                 scatter(part, blocks)
         self._up.synchronize()
         return time.monotonic() - begin
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""

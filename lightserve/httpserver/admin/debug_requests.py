@@ -24,6 +24,8 @@ STATES = {
     "preempted": "waiting",
     "workers_lost": "waiting",
     "moved": "waiting",
+    "kv_wanted": "waiting",
+    "kv_received": "waiting",
     "refused": "failed",
     "failed": "failed",
     "finished": "finished",

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.radix_cache import common_len
 from lightserve.router.req import Req
@@ -44,6 +45,7 @@ class AdmissionControl:
         self._estimate = estimate
         self._blocked: BlockedReq | None = None
         self.tiers: KvTiers | None = None  # set if evicted KV is stored
+        self.incoming: IncomingKv | None = None  # set if prefill engines send KV
 
     def admit(self, now_s: float) -> list[Req]:
         """Move requests from the queue into the batch. They hold their cached tokens from now on."""
@@ -109,6 +111,8 @@ class AdmissionControl:
     def _is_coming(self, req: Req, prefilling: list[Req], now_s: float) -> bool:
         """Whether a part of this prompt will be in the cache soon."""
         if self._is_being_computed(req, prefilling):
+            return True
+        if self.incoming is not None and self.incoming.must_wait(req, len(self._batch)):
             return True
         return self.tiers is not None and self.tiers.must_wait(req, len(self._batch), now_s)
 
@@ -178,4 +182,6 @@ class AdmissionControl:
             req.cached_len = req.planned_len
         if req.timeline is not None:
             req.timeline.admitted(now_s, req.planned_len)
+        if self.incoming is not None:
+            self.incoming.admitted(req)
         self._batch.add(req)

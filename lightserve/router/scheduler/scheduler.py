@@ -15,7 +15,11 @@ from lightserve.common.kv.token_slots import Slots
 from lightserve.io_struct import (
     FinishReason,
     HostKvSize,
+    KvMissing,
+    KvPush,
     KvStore,
+    KvTarget,
+    KvWanted,
     LoraPlace,
     NewReq,
     ReqFailed,
@@ -26,6 +30,7 @@ from lightserve.io_struct import (
 )
 from lightserve.router.crash_isolation import CrashIsolation
 from lightserve.router.kv_pool import KvPool
+from lightserve.router.kv_tiers.incoming import IncomingKv
 from lightserve.router.kv_tiers.tiers import KvTiers
 from lightserve.router.policy import Fifo, Policy
 from lightserve.router.req import Req
@@ -107,6 +112,14 @@ class Scheduler:
         self._num_planned = 0  # steps so far
         self._admission = AdmissionControl(self._queue, self._batch, self._chunking, limits, self._estimate)
         self.tiers: KvTiers | None = None  # set by ``use_tiers``
+        self.incoming: IncomingKv | None = None  # set by ``use_incoming``
+        self.num_pushed = 0  # tokens whose KV was sent to other engines
+        self._pushing: dict[int, Req] = {}  # by id: requests whose KV another engine wants
+
+    def use_incoming(self, send: Callable[[KvWanted | KvMissing], None]) -> IncomingKv:
+        """Wait for KV that prefill engines send. ``send``: to the dispatcher."""
+        self.incoming = self._admission.incoming = IncomingKv(self.pool, send)
+        return self.incoming
 
     def use_tiers(self, size: HostKvSize, identity: str = "") -> KvTiers:
         """Store evicted KV in the host memory of the workers, and load it from there."""
@@ -153,6 +166,11 @@ class Scheduler:
     def add(self, req: Req) -> None:
         self._queue.add(req)
 
+    def push_to(self, req: Req, target: KvTarget) -> None:
+        """Another engine wants the KV of this prompt."""
+        req.target, req.num_pushed = target, target.first_block
+        self._pushing[req.req_id] = req
+
     def hold(self, req: Req) -> None:
         """Queue a request that may not be admitted before ``release``: the workers prepare its grammar or adapter."""
         self._queue.hold(req)
@@ -179,7 +197,7 @@ class Scheduler:
             self.tiers.stored.store_ahead()
         elif self.tiers is not None and not len(self._batch) and not len(self._queue):
             self.tiers.stored.store_idle()
-        has_copies = self.tiers is not None and self.tiers.has_copies
+        has_copies = self._has_copies
         if is_empty and not has_copies and (len(self._batch) or not self._batch.has_rows_to_free):
             return None  # freed rows can wait for the next step, unless there will be none
         new, free = self._batch.take_new_and_freed(admitted)
@@ -187,11 +205,28 @@ class Scheduler:
         loras = self.loras.take_copies()
         planned.loras.extend(place.lora_id for place in loras)
         step = planned.as_step([admitted[req] for req in new], free, loras)
+        if self._pushing:
+            step = msgspec.structs.replace(step, pushes=self._take_pushes())
+        if self.incoming is not None and self.incoming.has_expects:
+            step = msgspec.structs.replace(step, expects=self.incoming.take_expects())
         if not has_copies or self.tiers is None:
             return step
         stores, loads = self.tiers.take_copies()
         planned.stores.extend(stores)
         return msgspec.structs.replace(step, stores=stores, loads=loads)
+
+    @property
+    def _has_copies(self) -> bool:
+        """Whether the workers have something to copy, even if they compute nothing."""
+        if self.incoming is not None and self.incoming.has_expects:
+            return True
+        return self.tiers is not None and self.tiers.has_copies
+
+    def _take_pushes(self) -> list[KvPush]:
+        """What the next step sends to other engines, of requests that it computes."""
+        found = [push for req in self._pushing.values() if (push := req.take_push()) is not None]
+        self.num_pushed += sum(len(push.slots) for push in found)
+        return found
 
     def complete_step(self, seconds: float | None = None) -> list[PrefillChunk]:
         """The oldest step in flight is back: the KV that it computed is certain. Returns its prompt chunks.
@@ -322,7 +357,10 @@ class Scheduler:
         self._batch.clear()
         self._isolation.reset()
         self._in_flight.clear()
+        self._pushing.clear()
         self.pool.reset()
+        if self.incoming is not None:
+            self.incoming.clear()
 
     def recover_from_crash(self) -> Req | None:
         """The workers died. All requests continue from their tokens in new workers, which hold no KV.
@@ -332,6 +370,8 @@ class Scheduler:
         in_flight = {req_id for step in self._in_flight for req_id in step.req_ids.tolist()}
         self._in_flight.clear()
         self.pool.reset()
+        if self.incoming is not None:
+            self.incoming.clear()
         for req in self._batch.clear():
             self._queue.add_preempted(req)
             if req.timeline is not None:
@@ -345,6 +385,9 @@ class Scheduler:
 
     def _drop(self, req: Req) -> None:
         self._isolation.clear(req)
+        self._pushing.pop(req.req_id, None)
+        if self.incoming is not None:
+            self.incoming.drop(req.req_id)
         if req in self._batch:
             self._batch.release(req)
         else:
@@ -428,12 +471,17 @@ class Scheduler:
         unplanned = self._batch.columns.unplanned(rows)
         decodes = self._share_of_step(rows[unplanned == 1])
         prompts = self._batch.at(rows[unplanned > 1])
-        if self.tiers is not None and self.tiers.is_loading:  # loads hold slots that no preemption frees
+        if self._is_loading:  # loads hold slots that no preemption frees
             decodes = decodes[: self.pool.available]
         if not prompts:
             return decodes, []
         available = self.pool.available - len(decodes)
         return decodes, self._chunking.divide(prompts, len(decodes), len(self._queue), available)
+
+    @property
+    def _is_loading(self) -> bool:
+        is_coming = self.incoming is not None and self.incoming.is_open
+        return is_coming or (self.tiers is not None and self.tiers.is_loading)
 
     def _without_in_flight(self, rows: Int64Array) -> Int64Array:
         """The first stage of a pipeline needs the token of a request's last step, which the last stage samples.

@@ -22,6 +22,7 @@ from test.faults.cases import (
     processes,
     quantization,
     scheduling,
+    split,
     stages,
 )
 from test.faults.cases.processes import FAILING_SERVER, STEP
@@ -43,6 +44,7 @@ CASES: list[Case] = sorted(
 )
 ADAPTER_CASES: list[Case] = adapters.CASES  # on a server with adapters.worker_flags
 TIER_CASES: list[Case] = kv_tiers.CASES  # on a server with kv_tiers.worker_flags
+SPLIT_CASES: list[Case] = split.CASES  # on a server with split.worker_flags
 STAGE_CASES: list[Case] = stages.CASES  # on a server with stages.worker_flags
 START_CASES: list[StartCase] = [*hosts.CASES, *observability.START_CASES, *quantization.START_CASES]
 

@@ -1,0 +1,93 @@
+"""Prompts that prefill engines compute for the requests of decode engines.
+
+    dispatcher ──request with a ticket──▶ decode engine ──KvWanted, it has the slots──▶ dispatcher
+    dispatcher ──the prompt, where its KV goes──▶ prefill engine ──KV──▶ decode engine
+
+A job has the id of its request, in another engine. It ends with its only token, which nobody needs. If it cannot be
+started or its engine is lost, the decode engine gets KvCancel and computes what is missing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from lightserve.cluster.engine import Engine
+from lightserve.cluster.open_request import OpenRequest
+from lightserve.cluster.placement import Placement
+from lightserve.io_struct import GenerationParams, KvCancel, KvMissing, KvTarget, KvWanted, MovedReqs
+from lightserve.utils.block_hash import BLOCK_TOKENS
+from lightserve.utils.int_arrays import int32s
+from lightserve.utils.logger import init_logger
+
+logger = init_logger(__name__)
+
+PARAMS = GenerationParams.of(max_new_tokens=1, temperature=0.0, seed=0)
+
+
+class PrefillJobs:
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._engine_of: dict[int, Engine] = {}  # by req_id
+        self._sent_by: dict[int, tuple[int, int]] = {}  # by req_id: the last ticket, and who got the prompt
+
+    def start(self, req: OpenRequest, decode: Engine, wanted: KvWanted) -> None:
+        """The decode engine of a request has slots for its prompt, or needs none."""
+        ticket, req.ticket = req.ticket, None
+        if not wanted.num_blocks or ticket is None or ticket.id != wanted.ticket:
+            return
+        found = self._placement.choose_prefill(req, decode, wanted.first_block * BLOCK_TOKENS)
+        if found is None:
+            decode.link.send(KvCancel(req.req_id, wanted.ticket))
+            return
+        engine, _ = found
+        self._engine_of[req.req_id] = engine
+        self._sent_by[req.req_id] = wanted.ticket, engine.number
+        self._placement.add_prefill(engine, _job(req, wanted))
+
+    def finish(self, engine: Engine, job: OpenRequest) -> None:
+        """The prompt is computed; the last of its KV is on its way."""
+        self._remove(engine, job)
+
+    def fail(self, engine: Engine, job: OpenRequest) -> None:
+        """The engine refused it, lost it, or is lost."""
+        self._remove(engine, job)
+        decode = self._placement.engine_of(job.req_id)
+        if decode is not None and job.target is not None:
+            decode.link.send(KvCancel(job.req_id, job.target.ticket))
+
+    def kv_is_missing(self, decode: Engine, missing: KvMissing) -> None:
+        """The decode engine has waited in vain. The two are left alone with each other for a while."""
+        ticket, number = self._sent_by.get(missing.req_id, (0, 0))
+        if ticket == missing.ticket:
+            logger.warning("KV of engine %d has not come to engine %d in time", number, decode.number)
+            self._placement.keep_apart(decode.number, number)
+
+    def cancel(self, req: OpenRequest) -> None:
+        """The request has ended, or leaves its decode engine."""
+        req.ticket = None
+        self._sent_by.pop(req.req_id, None)
+        engine = self._engine_of.get(req.req_id)
+        if engine is None:
+            return
+        self._remove(engine, engine.requests[req.req_id])
+        engine.link.send(MovedReqs([req.req_id]))
+        req.leaving.add(engine.number)  # until it confirms that it has forgotten the job
+
+    def _remove(self, engine: Engine, job: OpenRequest) -> None:
+        del self._engine_of[job.req_id]
+        self._placement.remove_prefill(engine, job)
+
+
+def _job(req: OpenRequest, wanted: KvWanted) -> OpenRequest:
+    """Whole blocks only. The decode engine computes the tokens after them."""
+    request, end = req.request, wanted.first_block + wanted.num_blocks
+    known = [*int32s(request.prompt_ids).tolist(), *req.output_ids][: end * BLOCK_TOKENS]
+    request = msgspec.structs.replace(request, prompt_ids=int32s(known), params=PARAMS)
+    hashes = req.hashes[:end]  # of the prompt without output tokens
+    return OpenRequest(
+        request,
+        hashes,
+        req.hash_bytes[: 8 * len(hashes)],
+        req.deadline_s,
+        target=KvTarget(wanted.ticket, wanted.first_block, wanted.addresses),
+    )

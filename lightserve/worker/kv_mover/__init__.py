@@ -1,0 +1,1 @@
+"""Moves blocks of KV from the workers of one engine to those of another. ``base.py`` says what a mover must offer."""

@@ -1,0 +1,236 @@
+"""The mover for TCP between machines and for unix sockets on one. It is always there."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+
+from lightserve.errors import ServerError
+from lightserve.utils import net
+from lightserve.utils.logger import init_logger
+from lightserve.worker.kv_mover.base import Frame, KvSink, Outgoing
+from lightserve.worker.kv_mover.wire import ENDED, FrameStream, WireError, greet_receiver, greet_sender
+
+logger = init_logger(__name__)
+
+CONNECTIONS = 4  # to each worker: one core copies some GB/s through a socket
+TIMEOUT_S = 5.0  # of a handshake, a write, and of a read within a frame
+IDLE_CHECK_S = 1.0  # how often a sender without work looks whether the other side has closed the connection
+RETRY_S = 1.0  # an address that failed is left alone for so long
+MAX_SENDERS = 256  # connections of a receiver
+TIMEVAL = struct.pack("ll", int(TIMEOUT_S), 0)
+BUFFER_BYTES = 1 << 22
+LOG_INTERVAL_S = 60.0
+
+
+class SocketMover:
+    def __init__(self, identity: bytes, secret: bytes, block_bytes: int, max_count: int) -> None:
+        """``identity``: of what computes the KV, and of its layout. ``max_count``: blocks of a frame."""
+        self._identity = identity
+        self._secret = secret
+        self._block_bytes = block_bytes
+        self._max_count = max_count
+        self._peers: dict[str, _Peer] = {}
+        self._failed_s: dict[str, float] = {}  # by address
+        self._lock = threading.Lock()
+        self._senders = threading.Semaphore(MAX_SENDERS)
+        self._logged_s = float("-inf")
+        self._listener: socket.socket | None = None
+
+    # receive
+
+    def listen(self, address: str, sink: KvSink) -> None:
+        self._listener = _listener(address)
+        secret = _secret_for(address, self._secret)
+        threading.Thread(target=self._accept, args=(self._listener, secret, sink), daemon=True).start()
+
+    def _accept(self, listener: socket.socket, secret: bytes, sink: KvSink) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:  # closed
+                return
+            if not self._senders.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._serve, args=(sock, secret, sink), daemon=True).start()
+
+    def _serve(self, sock: socket.socket, secret: bytes, sink: KvSink) -> None:
+        try:
+            _prepare(sock)
+            stream = greet_sender(sock, secret, self._identity)
+            while True:
+                frame, mac = stream.read_header()
+                self._receive(stream, frame, mac, sink)
+        except (WireError, OSError) as error:
+            if str(error) != ENDED:
+                self._log(f"KV of another engine was refused: {error}")
+        finally:
+            sock.close()
+            self._senders.release()
+
+    def _receive(self, stream: FrameStream, frame: Frame, mac: bytes, sink: KvSink) -> None:
+        if not 0 < frame.num_blocks <= self._max_count:
+            raise WireError(f"a frame has {frame.num_blocks} blocks; the limit is {self._max_count}")
+        incoming = sink.begin(frame)
+        if incoming is None:
+            stream.skip(frame.num_blocks * self._block_bytes)
+            return
+        is_whole = False
+        try:
+            stream.read_blocks(incoming.blocks)
+            stream.check(frame, incoming.blocks, mac)
+            is_whole = True
+        finally:
+            incoming.end(is_whole)
+
+    # send
+
+    def push(self, address: str, outgoing: Outgoing) -> None:
+        with self._lock:
+            if time.monotonic() - self._failed_s.get(address, float("-inf")) < RETRY_S:
+                outgoing.done()
+                return
+            peer = self._peers.get(address)
+            if peer is None:
+                peer = self._peers[address] = _Peer(self, address)
+            peer.outbox.put(outgoing)
+
+    def connect(self, address: str) -> FrameStream:
+        sock = _connect(address)
+        try:
+            _prepare(sock)
+            return greet_receiver(sock, _secret_for(address, self._secret), self._identity)
+        except BaseException:
+            sock.close()
+            raise
+
+    def leave(self, peer: _Peer, error: Exception | None) -> None:
+        """A sender of this peer ends. So do the others, and what they have not sent is lost."""
+        with self._lock:
+            if self._peers.get(peer.address) is peer:
+                del self._peers[peer.address]
+                now_s = time.monotonic()
+                self._failed_s = {one: at_s for one, at_s in self._failed_s.items() if now_s - at_s < RETRY_S}
+                if error is not None:
+                    self._failed_s[peer.address] = now_s
+        peer.is_closed = True
+        with suppress(queue.Empty):
+            while True:
+                peer.outbox.get_nowait().done()
+        if error is not None:
+            self._log(f"KV cannot be sent to {peer.address}: {error}")
+
+    def close(self) -> None:
+        if self._listener is not None:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        for peer in list(self._peers.values()):
+            self.leave(peer, None)
+
+    def _log(self, message: str) -> None:
+        """Seldom: a sender that fails tries again with every request."""
+        now_s = time.monotonic()
+        if now_s - self._logged_s >= LOG_INTERVAL_S:
+            self._logged_s = now_s
+            logger.warning(message)
+
+
+class _Peer:
+    """A worker that gets frames, over several connections with a thread each."""
+
+    def __init__(self, mover: SocketMover, address: str) -> None:
+        self.address = address
+        self.outbox: queue.SimpleQueue[Outgoing] = queue.SimpleQueue()
+        self.is_closed = False
+        self._mover = mover
+        for _ in range(CONNECTIONS):
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        stream: FrameStream | None = None
+        error: Exception | None = None
+        try:
+            while not self.is_closed:
+                try:
+                    outgoing = self.outbox.get(timeout=IDLE_CHECK_S)
+                except queue.Empty:
+                    if stream is not None and _has_ended(stream.socket):
+                        break
+                    continue
+                try:
+                    stream = stream or self._mover.connect(self.address)
+                    outgoing.wait()
+                    stream.send(outgoing.frame, outgoing.blocks)
+                finally:
+                    outgoing.done()
+        except (WireError, OSError, ServerError, RuntimeError) as found:  # RuntimeError: of a device
+            error = found
+        finally:
+            self._mover.leave(self, error)
+            if stream is not None:
+                stream.socket.close()
+
+
+def _listener(address: str) -> socket.socket:
+    if address.startswith("unix://"):
+        path = address.removeprefix("unix://")
+        with suppress(FileNotFoundError):
+            os.unlink(path)  # of a worker that died
+        sock = socket.socket(socket.AF_UNIX)
+        mask = os.umask(0o077)
+        try:
+            sock.bind(path)
+        except OSError as error:
+            raise ServerError(f"kv_listen={address}: this engine cannot listen there ({error.strerror})") from error
+        finally:
+            os.umask(mask)
+    else:
+        sock = net.bind(*net.parse_tcp(address))
+    sock.listen()
+    return sock
+
+
+def _connect(address: str) -> socket.socket:
+    if not address.startswith("unix://"):
+        return socket.create_connection(net.parse_tcp(address), TIMEOUT_S)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(TIMEOUT_S)
+    try:
+        sock.connect(address.removeprefix("unix://"))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _prepare(sock: socket.socket) -> None:
+    """The kernel has the timeout, not Python: then one call moves a whole frame."""
+    sock.settimeout(None)
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, TIMEVAL)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _secret_for(address: str, secret: bytes) -> bytes:
+    return b"" if address.startswith("unix://") else secret
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    """A receiver sends nothing after the handshake, so anything that can be read is the end."""
+    try:
+        sock.recv(1, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

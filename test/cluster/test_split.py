@@ -1,0 +1,283 @@
+"""Prefill and decode engines: who computes a prompt, and that no failure loses a request or changes a token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from lightserve.cluster.routing import EngineLoad, RoutedRequest
+from lightserve.cluster.split import (
+    MAX_TIMEOUT_S,
+    MIN_TIMEOUT_S,
+    choose_prefill,
+    for_generation,
+    for_prefill,
+    timeout_s,
+)
+from lightserve.io_struct import AbortReq, GenerateReq, GenerationParams, SchedulingParams
+from test.cluster.local_cluster import MIN_SPLIT_TOKENS, LocalCluster
+from test.cluster.test_dispatcher import LONG, break_something, check, tokens
+from test.waiting import until
+
+ROLES = ("prefill", "decode", "decode")
+PREFILL, DECODE = 0, (1, 2)
+
+
+class Named:
+    def __init__(self, role: str) -> None:
+        self.role = role
+
+
+def test_prefill_engines_generate_only_if_no_other_is_left() -> None:
+    prefill, decode, both, normal = Named("prefill"), Named("decode"), Named("both"), Named("normal")
+
+    assert for_generation([prefill, decode, both, normal]) == [decode, both, normal]
+    assert for_generation([prefill]) == [prefill]
+    assert for_prefill([prefill, decode, both, normal]) == [prefill, both]
+    assert for_prefill([decode]) == []
+
+
+def load(engine: int, **values: float) -> EngineLoad:
+    return EngineLoad(engine, prefill_tokens_s=1000.0, **values)  # type: ignore[arg-type]
+
+
+def test_the_prefill_engine_that_is_done_first_is_chosen() -> None:
+    request = RoutedRequest(2000, cached_tokens={2: 1500})
+    engines = [load(1), load(2), load(3, waiting_tokens=5000)]
+
+    assert choose_prefill(request, load(0), engines, 256) == engines[1]
+    assert choose_prefill(request, load(0), [engines[0], engines[2]], 256) == engines[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "cached", "waiting", "is_split"),
+    [
+        (2000, 0, 0, True),
+        (255, 0, 0, False),  # short
+        (2000, 1800, 0, False),  # most of it is cached on the decode engine
+        (2000, 1700, 0, True),
+        (2000, 0, 100_000, False),  # the prefill engine is much later than the decode engine itself
+    ],
+)
+def test_a_prompt_is_sent_only_if_that_pays(prompt_len: int, cached: int, waiting: int, is_split: bool) -> None:
+    request = RoutedRequest(prompt_len, cached_tokens={0: cached})
+
+    chosen = choose_prefill(request, load(0), [load(1, waiting_tokens=waiting)], 256)
+
+    assert (chosen is not None) == is_split
+    assert choose_prefill(request, load(0), [], 256) is None
+
+
+def test_a_ticket_waits_for_a_multiple_of_the_expected_time_within_limits() -> None:
+    assert timeout_s(RoutedRequest(1), load(1)) == pytest.approx(MIN_TIMEOUT_S, rel=0.01)
+    assert timeout_s(RoutedRequest(2000), load(1)) == MIN_TIMEOUT_S + 8
+    assert timeout_s(RoutedRequest(1), load(1, waiting_tokens=10**6)) == MAX_TIMEOUT_S
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_failures_lose_no_request_and_change_no_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightserve.cluster.dispatcher.MAX_CRASHES", 1000)  # none of them is a request's fault
+    monkeypatch.setattr("lightserve.cluster.split.MIN_TIMEOUT_S", 0.3)
+    choice = random.Random(seed)
+
+    async def scenario(cluster: LocalCluster) -> None:
+        lengths: dict[int, int] = {}
+        aborted: set[int] = set()
+        for req_id in range(60):
+            lengths[req_id] = choice.randrange(1, 30)
+            prompt = [choice.randrange(3)] * choice.randrange(1, 300)
+            cluster.send(req_id, [*prompt, req_id % 5] * choice.randrange(1, 3), lengths[req_id], seed=req_id)
+            if choice.random() < 0.3:
+                await turns(choice.randrange(30))
+                break_something(cluster, choice)
+            if choice.random() < 0.1:
+                aborted.add(req_id)
+                cluster.inbox.send(AbortReq(req_id))
+        for number in range(3):
+            if number not in cluster.engines:
+                cluster.start(number)
+            elif not cluster.engines[number].manager.steps.has_workers:
+                cluster.replace_workers(number)
+
+        await cluster.until(lambda: cluster.has_ended(*(lengths.keys() - aborted)))
+
+        assert not cluster.failed
+        for req_id in lengths.keys() - aborted:
+            assert cluster.ended[req_id] == 1
+            assert cluster.tokens[req_id] == tokens(req_id, lengths[req_id])
+        await until(lambda: all(engine.pool.used == 0 for engine in cluster.engines.values()))
+        await until(lambda: not cluster.dispatcher._jobs._engine_of)
+        for number in DECODE:
+            incoming = cluster.engines[number].scheduler.incoming
+            assert incoming is not None
+            assert [*incoming._open, *incoming._offers, *incoming._waiting] == []
+            assert incoming.num_recomputed == 0
+
+    check(scenario, num_engines=3, roles=ROLES)
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def received(cluster: LocalCluster) -> int:
+    incoming = [cluster.engines[number].scheduler.incoming for number in DECODE if number in cluster.engines]
+    return sum(one.num_received for one in incoming if one is not None)
+
+
+def test_a_decode_engine_computes_the_last_tokens_only() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        cluster.send(0, list(range(1000)), 5, seed=1)
+        await cluster.until(lambda: cluster.has_ended(0))
+
+        assert cluster.tokens[0] == tokens(1, 5)
+        assert cluster.cached_tokens[0] == received(cluster) == 960
+        assert cluster.engines[PREFILL].scheduler.num_pushed == 960
+        assert cluster.engines[PREFILL].manager.metrics.values["generation_tokens_total"] == 0  # nobody asked for it
+        engine = next(one for number, one in cluster.engines.items() if one.pool.cached_tokens and number != PREFILL)
+        await cluster.until(lambda: cluster.stats is not None)
+        index = cluster.placement.index
+        assert max(index.num_blocks(number) for number in DECODE) == 15  # it may be found by the next request
+        assert engine.pool.used == 0
+
+    check(scenario, num_engines=3, roles=ROLES)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt": [7] * (MIN_SPLIT_TOKENS - 1)},
+        {"prompt": [7] * 500, "scheduling": SchedulingParams(use_cache=False)},
+    ],
+)
+def test_what_would_not_pay_or_cannot_be_shared_stays_on_the_decode_engine(options: dict[str, object]) -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        prompt: list[int] = options.pop("prompt")  # type: ignore[assignment]
+        cluster.send(0, prompt, 5, seed=1, **options)
+        await cluster.until(lambda: cluster.has_ended(0))
+
+        assert cluster.tokens[0] == tokens(1, 5)
+        assert not cluster.engines[PREFILL].model.steps
+
+    check(scenario, num_engines=3, roles=ROLES)
+
+
+def test_a_prompt_that_is_cached_on_the_decode_engine_makes_no_trip() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        cluster.send(0, list(range(1000)), 5, seed=1)
+        await cluster.until(lambda: cluster.has_ended(0))
+        cluster.send(1, list(range(1000)), 5, seed=1)
+        await cluster.until(lambda: cluster.has_ended(1))
+
+        assert cluster.engines[PREFILL].scheduler.num_pushed == 960
+        assert cluster.cached_tokens[1] == 999
+
+    check(scenario, num_engines=3, roles=ROLES)
+
+
+def test_requests_with_the_same_prompt_wait_for_the_same_kv() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        cluster.engines[PREFILL].model.may_run.clear()
+        for req_id in range(2):
+            cluster.send(req_id, list(range(1000)), 5, seed=req_id, group=0)
+        await until(lambda: bool(cluster.engines[PREFILL].model.steps))
+        cluster.engines[PREFILL].model.may_run.set()
+        await cluster.until(lambda: cluster.has_ended(0, 1))
+
+        assert cluster.cached_tokens[0] >= 960
+        assert cluster.cached_tokens[1] >= 960
+        assert [cluster.tokens[req_id] for req_id in range(2)] == [tokens(0, 5), tokens(1, 5)]
+
+    check(scenario, num_engines=2, roles=("prefill", "decode"))
+
+
+def test_a_lost_prefill_engine_is_noticed_at_once() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        cluster.engines[PREFILL].model.may_run.clear()
+        cluster.send(0, list(range(1000)), 5, seed=1)
+        await until(lambda: bool(cluster.engines[PREFILL].model.steps))
+
+        cluster.kill_router(PREFILL)
+        await cluster.until(lambda: cluster.has_ended(0))
+
+        assert cluster.tokens[0] == tokens(1, 5)
+        assert received(cluster) == 0
+        cluster.start(PREFILL)
+        cluster.send(1, list(range(500, 1500)), 5, seed=1)
+        await cluster.until(lambda: cluster.has_ended(1))
+        assert received(cluster) == 960
+
+    check(scenario, num_engines=3, roles=ROLES)
+
+
+def test_engines_that_cannot_reach_each_other_are_left_alone_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightserve.cluster.split.MIN_TIMEOUT_S", 0.1)
+
+    async def scenario(cluster: LocalCluster) -> None:
+        monkeypatch.setattr("test.cluster.local_cluster.FakeInbox.arrive", lambda *_: None)
+        cluster.send(0, list(range(1000)), 5, seed=1)
+        await cluster.until(lambda: cluster.has_ended(0))
+        sent = cluster.engines[PREFILL].scheduler.num_pushed
+        assert sent == 960
+        cluster.send(1, list(range(500, 1500)), 5, seed=1)
+        await cluster.until(lambda: cluster.has_ended(1))
+
+        assert cluster.tokens[0] == cluster.tokens[1] == tokens(1, 5)
+        assert cluster.engines[PREFILL].scheduler.num_pushed == sent
+
+    check(scenario, num_engines=2, roles=("prefill", "decode"))
+
+
+def test_decode_engines_that_are_all_lost_are_replaced_by_the_prefill_engine() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        cluster.send(0, list(range(1000)), LONG, seed=1)
+        await cluster.until(lambda: len(cluster.tokens[0]) > 3)
+
+        for number in DECODE:
+            cluster.kill_router(number)
+        await cluster.until(lambda: cluster.has_ended(0))
+
+        assert cluster.tokens[0] == tokens(1, LONG)
+
+    check(scenario, num_engines=3, roles=ROLES)
+
+
+def test_an_engine_of_both_roles_generates_and_computes_prompts_for_others() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        for req_id in range(8):
+            cluster.send(req_id, [req_id] * 1000, 5, seed=req_id)
+        await cluster.until(lambda: cluster.has_ended(*range(8)))
+
+        assert [cluster.tokens[req_id] for req_id in range(8)] == [tokens(req_id, 5) for req_id in range(8)]
+        both = cluster.engines[0]
+        assert both.scheduler.num_pushed == received(cluster) > 0
+        assert both.manager.metrics.values["generation_tokens_total"] > 0
+
+    check(scenario, num_engines=2, roles=("both", "decode"))
+
+
+def test_a_queue_that_is_full_leaves_the_prompt_to_the_decode_engine() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        manager = cluster.engines[PREFILL].manager
+        manager._why_full = lambda prompt_len: "full"  # type: ignore[method-assign]
+        cluster.send(0, list(range(1000)), 5, seed=1)
+        await cluster.until(lambda: cluster.has_ended(0))
+
+        assert cluster.tokens[0] == tokens(1, 5)
+        assert received(cluster) == 0
+
+    check(scenario, num_engines=3, roles=ROLES)
+
+
+def test_prompt_logprobs_are_computed_where_they_are_asked_for() -> None:
+    async def scenario(cluster: LocalCluster) -> None:
+        params = GenerationParams.of(max_new_tokens=5, seed=1, prompt_logprobs=1)
+        cluster.inbox.send(GenerateReq(0, list(range(1000)), params, 0.0))
+        await cluster.until(lambda: cluster.has_ended(0))
+
+        assert not cluster.engines[PREFILL].model.steps
+
+    check(scenario, num_engines=3, roles=ROLES)

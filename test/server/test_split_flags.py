@@ -1,0 +1,97 @@
+"""Flags of prefill and decode engines: what does not fit is refused in one line, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightserve.cluster.tcp.keys import generate
+from lightserve.errors import OptionError
+from lightserve.server.args import parse_server
+from lightserve.server.cluster_checks import check_cluster
+from lightserve.utils.process import ChildConfig
+
+LISTEN = "--listen=tcp://127.0.0.1:9000"
+SPLIT = ("--dp=3", "--roles=prefill,decode,decode")
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    generate(tmp_path / "keys")
+    return f"--cluster_keys={tmp_path / 'keys'}"
+
+
+def refusal(*flags: str) -> str:
+    with pytest.raises(OptionError) as error:
+        check_cluster(parse_server(flags))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        (("--roles=prefill,decode",), "roles=prefill,decode: 2 roles for the 1 engines of --dp"),
+        (("--dp=2", "--roles=prefill,decode,decode"), "3 roles for the 2 engines of --dp"),
+        (("--dp=2", "--roles=prefill,guess"), "roles: 'guess' is none; a role is one of normal, prefill, decode, both"),
+        (("--dp=2", "--roles=decode,decode"), "no engine is prefill or both, so no KV would be sent"),
+        (("--dp=2", "--roles=decode,normal"), "no engine is prefill or both"),
+        (("--dp=2", "--roles=prefill,both"), "no engine is decode, so no KV would be sent"),
+        (("--role=prefill",), "role=prefill: for an engine of a gateway; start `lightserve engine --listen`"),
+        (("--run_mode=decode", "--dp=2"), "role=decode: for an engine of a gateway; use --roles"),
+        (("--kv_listen=tcp://a:1",), "kv_listen=tcp://a:1: only an engine with --role decode receives KV"),
+        (("--min_split_tokens=9",), "min_split_tokens=9: set it where requests are divided"),
+        ((*SPLIT, "--min_split_tokens=0"), "min_split_tokens"),
+        ((*SPLIT, "--null_worker"), "roles: the null worker has no KV to send"),
+        ((*SPLIT, "--disable_dynamic_prompt_cache"), "not with disable_dynamic_prompt_cache"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused_by_name(flags: tuple[str, ...], found: str) -> None:
+    assert found in refusal(*flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        (("--role=prefill", "--kv_listen=tcp://a:1"), "only an engine with --role decode receives KV"),
+        (
+            ("--role=decode", "--kv_listen=a:1"),
+            "kv_listen='a:1': not tcp://HOST:PORT; an address is",
+        ),
+    ],
+)
+def test_flags_of_an_engine_that_do_not_fit_are_refused(keys: str, flags: tuple[str, ...], found: str) -> None:
+    assert found in refusal(keys, LISTEN, *flags)
+
+
+def test_engines_with_a_role_need_the_secret_of_the_cluster(keys: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys" / "kv.secret"
+    path.chmod(0o644)
+    assert "other users of this machine can read this secret key" in refusal(keys, LISTEN, "--role=decode")
+    path.chmod(0o600)
+    path.write_text("short")
+    assert "has 5 bytes, and must have 32 at least" in refusal(keys, LISTEN, "--role=prefill")
+    path.unlink()
+    assert "which engines with a role need" in refusal(keys, LISTEN, "--role=prefill")
+    check_cluster(parse_server((keys, LISTEN)))
+
+
+def test_every_engine_has_its_role_and_its_addresses(keys: str) -> None:
+    split = parse_server(SPLIT)
+    check_cluster(split)
+    assert [split.cluster.role_of(number) for number in range(3)] == ["prefill", "decode", "decode"]
+    assert ChildConfig(split, "/run", engine=2).kv_address(1, 4) == "unix:///run/kv-1-4.2"
+
+    normal = parse_server((keys, LISTEN, "--run_mode", "normal"))
+    assert normal.cluster.role_of(0) == "normal"
+    assert not normal.cluster.is_split
+
+    for flags, first, second in (
+        ((), "tcp://127.0.0.1:9001", "tcp://127.0.0.1:9002"),
+        (("--kv_listen=tcp://10.0.0.2:7000",), "tcp://10.0.0.2:7000", "tcp://10.0.0.2:7001"),
+        (("--kv_listen=tcp://[::1]:7000",), "tcp://[::1]:7000", "tcp://[::1]:7001"),
+        (("--kv_listen=unix:///run/kv",), "unix:///run/kv", "unix:///run/kv-1"),
+    ):
+        config = parse_server((keys, LISTEN, "--role=decode", *flags))
+        assert [ChildConfig(config, "/run").kv_address(rank, 3) for rank in range(2)] == [first, second]

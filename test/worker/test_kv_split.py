@@ -1,0 +1,299 @@
+"""KV from the pool of one worker to that of another, over real sockets: what comes, what does not, and strangers."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightserve.common.device import pick_device
+from lightserve.common.kv.host_kv import block_bytes
+from lightserve.common.kv.mem_manager import MemoryManager
+from lightserve.errors import ServerError
+from lightserve.io_struct import KvExpect, KvPush, KvReceived
+from lightserve.utils.block_hash import BLOCK_TOKENS
+from lightserve.worker import kv_split
+from lightserve.worker.kv_mover import sockets
+from lightserve.worker.kv_mover.base import Frame, Outgoing
+from lightserve.worker.kv_mover.sockets import SocketMover
+from lightserve.worker.kv_mover.wire import FrameStream, WireError, greet_receiver
+from lightserve.worker.kv_split import KvReceiver, KvSender, KvSplitArgs, make_kv_split
+from test.cluster.tcp_cluster import free_port
+from test.common.test_host_kv import LAYOUTS, filled
+from test.waiting import wait_until
+
+SECRET = b"s" * 40
+IDENTITY = b"i" * 32
+BLOCKS = 5
+LONG_S = 60.0
+LAYOUT = LAYOUTS["float32"]
+
+
+class Pair:
+    """A sender and a receiver with pools of the same layout."""
+
+    def __init__(self, address: str, layout: Any = LAYOUT, secret: bytes = SECRET, identity: bytes = IDENTITY) -> None:
+        platform = pick_device("cpu")
+        device = platform.torch_device(0)
+        self.address = address
+        self.source, self.target = filled(layout, device), filled(layout, device)
+        size = block_bytes(layout, BLOCK_TOKENS)
+        self.movers = [
+            SocketMover(identity, secret, size, kv_split.frame_blocks(size)),
+            SocketMover(IDENTITY, SECRET, size, kv_split.frame_blocks(size)),
+        ]
+        self.sender = KvSender(self.source, platform, self.movers[0], 0)
+        self.receiver = KvReceiver(self.target, platform)
+        self.movers[1].listen(address, self.receiver)
+
+    def slots(self, seed: int, blocks: int = BLOCKS) -> np.ndarray[Any, Any]:
+        return np.array(random.Random(seed).sample(range(self.source.size), blocks * BLOCK_TOKENS), dtype=np.int32)
+
+    def expect(self, ticket: int, slots: Any, timeout_s: float = LONG_S) -> None:
+        self.receiver.expect(KvExpect(ticket, slots, timeout_s))
+
+    def push(self, ticket: int, slots: Any, first: int = 0) -> None:
+        self.sender.push(KvPush(ticket, [self.address], first, slots))
+
+    def close(self) -> None:
+        for mover in self.movers:
+            mover.close()
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"unix://{tmp_path}/kv" if request.param == "unix" else f"tcp://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def pair(address: str) -> Iterator[Pair]:
+    made = Pair(address)
+    yield made
+    made.close()
+
+
+def kv(memory: MemoryManager, slots: Any) -> list[torch.Tensor]:
+    parts = [*memory.buffers, *memory.scale_buffers.values()]
+    return [part[:, torch.from_numpy(slots).long()].contiguous().view(torch.uint8) for part in parts]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_kv_of_every_layout_arrives_in_other_slots(
+    layout: Any, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_split, "FRAME_BYTES", 2 * block_bytes(layout, BLOCK_TOKENS))
+    pair = Pair(address, layout)
+    source, target = pair.slots(1), pair.slots(2)
+    others = np.setdiff1d(np.arange(pair.target.size, dtype=np.int32), target)
+    before = kv(pair.target, others)
+    pair.expect(7, target)
+
+    pair.push(7, source[: 2 * BLOCK_TOKENS])
+    pair.push(7, source[2 * BLOCK_TOKENS :], first=2)
+
+    assert pair.receiver.next_received() == [KvReceived(7, BLOCKS)]
+    assert all(map(torch.equal, kv(pair.target, target), kv(pair.source, source)))
+    assert all(map(torch.equal, kv(pair.target, others), before))
+    pair.close()
+
+
+def test_many_tickets_at_once_arrive_whole(pair: Pair) -> None:
+    pushed = {ticket: pair.slots(ticket, 2) for ticket in range(1, 4)}
+    free = np.random.default_rng(0).permutation(pair.target.size).astype(np.int32)[: 3 * 2 * BLOCK_TOKENS]
+    targets = dict(zip(pushed, free.reshape(3, -1), strict=True))
+    for ticket, slots in targets.items():
+        pair.expect(ticket, slots)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda ticket: pair.push(ticket, pushed[ticket]), pushed))
+    received: list[KvReceived] = []
+    while len(received) < len(targets):
+        received += pair.receiver.next_received()
+
+    assert {one.num_blocks for one in received} == {2}
+    for ticket, slots in targets.items():
+        assert all(map(torch.equal, kv(pair.target, slots), kv(pair.source, pushed[ticket])))
+
+
+def test_a_frame_may_come_before_its_ticket(pair: Pair) -> None:
+    source, target = pair.slots(1), pair.slots(2)
+
+    pair.push(7, source)
+    pair.expect(7, target)
+
+    assert pair.receiver.next_received() == [KvReceived(7, BLOCKS)]
+
+
+def test_a_ticket_ends_at_its_deadline_with_the_blocks_that_follow_each_other(pair: Pair) -> None:
+    source, target = pair.slots(1), pair.slots(2)
+    pair.expect(7, target)
+    pair.push(7, source[: 2 * BLOCK_TOKENS])
+    pair.push(7, source[3 * BLOCK_TOKENS : 4 * BLOCK_TOKENS], first=3)  # the one between is missing
+    wait_until(lambda: pair.receiver._tickets[7].arrived == {0, 1, 3})
+    pair.receiver._tickets[7].deadline_s = 0.0
+
+    assert pair.receiver.next_received() == [KvReceived(7, 2)]
+
+    before = kv(pair.target, target)
+    pair.push(7, source[2 * BLOCK_TOKENS :], first=2)  # late: the slots may be another request's
+    pair.expect(8, pair.slots(3, 1))
+    pair.push(8, source[:BLOCK_TOKENS])
+    assert pair.receiver.next_received() == [KvReceived(8, 1)]
+    wait_until(lambda: len(pair.receiver._staging._free) == len(pair.receiver._staging.kv))
+    untouched = np.setdiff1d(target, pair.slots(3, 1)).astype(np.int32)
+    is_kept = np.isin(target, untouched)
+    assert all(
+        torch.equal(a, b[:, torch.from_numpy(is_kept)])
+        for a, b in zip(kv(pair.target, target[is_kept]), before, strict=True)
+    )
+
+
+def test_a_cancelled_ticket_ends_at_once_even_before_it_was_expected(pair: Pair) -> None:
+    pair.receiver.cancel(7)
+    pair.expect(7, pair.slots(1))
+    assert pair.receiver.next_received() == [KvReceived(7, 0)]
+
+    pair.expect(8, pair.slots(1))
+    pair.receiver.cancel(8)
+    assert pair.receiver.next_received() == [KvReceived(8, 0)]
+
+    pair.receiver.cancel(8)  # it has ended meanwhile
+    assert not pair.receiver._cancelled
+
+
+@pytest.mark.parametrize("wrong", [{"secret": b"x" * 40}, {"identity": b"x" * 32}])
+def test_a_sender_with_another_secret_or_model_brings_nothing(wrong: Any) -> None:
+    pair = Pair(f"tcp://127.0.0.1:{free_port()}", **wrong)
+    pair.expect(7, pair.slots(2))
+
+    pair.push(7, pair.slots(1))
+
+    wait_until(lambda: pair.address in pair.movers[0]._failed_s)
+    wait_until(lambda: len(pair.sender._staging._free) == len(pair.sender._staging.kv))
+    pair.receiver.cancel(7)
+    assert pair.receiver.next_received() == [KvReceived(7, 0)]
+    pair.close()
+
+
+def test_a_receiver_without_the_secret_gets_nothing() -> None:
+    with pytest.raises(WireError, match="the receiver has another kv"):
+        greet_receiver(_Replayed(), SECRET, IDENTITY)  # type: ignore[arg-type]
+
+
+class _Replayed:
+    """A socket whose other side sends any bytes."""
+
+    def __init__(self) -> None:
+        self._left = b"LSKVMOV1" + bytes(64)
+
+    def sendall(self, data: bytes) -> None: ...
+
+    def recvmsg_into(self, buffers: list[memoryview], *_: int) -> tuple[int, ...]:
+        count = min(len(buffers[0]), len(self._left))
+        buffers[0][:count], self._left = self._left[:count], self._left[count:]
+        return (count,)
+
+
+def test_changed_bytes_and_replayed_frames_are_refused() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender, receiver = FrameStream(ours, b"k" * 32), FrameStream(theirs, b"k" * 32)
+        block, frame = memoryview(bytearray(b"a" * 100)), Frame(1, 0, 1)
+        place = memoryview(bytearray(100))
+        sender.send(frame, [block])
+        got, mac = receiver.read_header()
+        receiver.read_blocks([place])
+        receiver.check(got, [place], mac)
+        assert bytes(place) == bytes(block)
+
+        with pytest.raises(WireError, match="wrong MAC"):
+            receiver.check(got, [place], mac)  # the same frame again
+        sender.send(frame, [block])
+        got, mac = receiver.read_header()
+        receiver.read_blocks([place])
+        place[5] ^= 1
+        with pytest.raises(WireError, match="wrong MAC"):
+            receiver.check(got, [place], mac)
+
+
+def test_a_frame_with_a_wrong_mac_changes_no_slot_and_ends_the_connection() -> None:
+    pair = Pair(f"tcp://127.0.0.1:{free_port()}")
+    target = pair.slots(2)
+    before = kv(pair.target, target)
+    pair.expect(7, target)
+    stream = pair.movers[0].connect(pair.address)
+    stream._key = b"x" * 32
+
+    stream.send(Frame(7, 0, 1), [memoryview(bytearray(pair.movers[0]._block_bytes))])
+
+    assert stream.socket.recv(1) == b""
+    pair.receiver.cancel(7)
+    assert pair.receiver.next_received() == [KvReceived(7, 0)]
+    assert all(map(torch.equal, kv(pair.target, target), before))
+    stream.socket.close()
+    pair.close()
+
+
+def test_garbage_and_frames_beyond_the_limit_close_the_connection(pair: Pair) -> None:
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(200)):
+        with sockets._connect(pair.address) as sock:
+            sock.sendall(garbage)
+            with suppress(ConnectionResetError):  # it did not read all of it
+                while sock.recv(4096):
+                    pass
+    stream = pair.movers[0].connect(pair.address)
+    limit = pair.movers[1]._max_count
+    header = np.array([7], "<i8").tobytes() + np.array([0, limit + 1], "<u4").tobytes() + bytes(32)
+    stream.socket.sendall(header)
+    assert stream.socket.recv(1) == b""
+    stream.socket.close()
+
+    pair.expect(7, pair.slots(2))
+    pair.push(7, pair.slots(1))
+    assert pair.receiver.next_received() == [KvReceived(7, BLOCKS)]
+
+
+def test_a_frame_beyond_the_slots_of_its_ticket_is_dropped(pair: Pair) -> None:
+    pair.expect(7, pair.slots(2, 2))
+    pair.push(7, pair.slots(1, 2), first=1)
+    pair.push(7, pair.slots(1, 2))
+
+    assert pair.receiver.next_received() == [KvReceived(7, 2)]
+
+
+def test_a_receiver_that_dies_leaves_no_thread_and_no_memory_in_use(pair: Pair) -> None:
+    before = threading.active_count()
+    pair.expect(7, pair.slots(2))
+    pair.push(7, pair.slots(1))
+    pair.receiver.next_received()
+    dead = "unix:///no/such/socket" if pair.address.startswith("unix") else f"tcp://127.0.0.1:{free_port()}"
+
+    returned = threading.Event()
+    view = memoryview(bytearray(8))
+    pair.movers[0].push(dead, Outgoing(Frame(1, 0, 1), [view], lambda: None, returned.set))
+
+    assert returned.wait(LONG_S)
+    wait_until(lambda: dead not in pair.movers[0]._peers)
+    again = threading.Event()
+    pair.movers[0].push(dead, Outgoing(Frame(1, 0, 1), [view], lambda: None, again.set))
+    assert again.is_set()  # it is left alone for a while
+    pair.close()
+    wait_until(lambda: threading.active_count() <= before)
+
+
+def test_a_second_pool_of_layers_with_windows_is_refused() -> None:
+    platform = pick_device("cpu")
+    layout = LAYOUTS["two groups, one with a window"]
+    memory = MemoryManager(64, layout, platform.torch_device(0), windowed_size=32)
+
+    with pytest.raises(ServerError, match="max_windowed_token_num 0"):
+        make_kv_split(KvSplitArgs("prefill", "", b"", 0), memory, platform, IDENTITY)
