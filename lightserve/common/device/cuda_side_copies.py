@@ -14,6 +14,7 @@ from lightserve.common.device.base import CopyPart, Wait
 BATCH_BYTES = 2**27  # gathered or scattered at once: a launch for every block would take longer than its copy
 RING = 8  # batches whose copy down has not ended; steps wait for the oldest if there are more
 RING_SHARE = 1 / 128  # of the GPU's memory, at most
+QUEUED_BYTES = 2**24  # twice so many are queued on their way up: the input of a step waits behind them, 0.6 ms
 
 
 class CudaSideCopies:
@@ -29,6 +30,8 @@ class CudaSideCopies:
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(1, "kv-copies")
+        self._queued_bytes = 0  # on their way up, since the event
+        self._last_queued = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._ring: list[tuple[Tensor, torch.cuda.Event]] = []  # with an event: its data has left
         self._num_batches = 0  # that went down
         self._arrived: dict[int, torch.cuda.Event] = {}  # in host memory, by its address
@@ -90,9 +93,20 @@ class CudaSideCopies:
                 blocks = hosts[0].new_empty((part.stop - part.start, *hosts[0].shape), device=self._device)
                 for host, block in zip(hosts[part], blocks, strict=True):
                     block.copy_(host, non_blocking=True)
+                    self._bound_queue(block.nbytes)
                 scatter(part, blocks)
         self._up.synchronize()
         return time.monotonic() - begin
+
+    def _bound_queue(self, nbytes: int) -> None:
+        """Another copy up was queued. Wait until few enough are left: the bus carries them in their order."""
+        self._queued_bytes += nbytes
+        if self._queued_bytes < QUEUED_BYTES:
+            return
+        self._queued_bytes = 0
+        before, self._last_queued = self._last_queued, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._last_queued.record(self._up)
+        before.synchronize()
 
 
 def _nothing() -> None:
