@@ -105,6 +105,7 @@ NODES = ("--tp=2", "--nnodes=2", "--master_addr=127.0.0.1")
         (("--tp=3", "--nnodes=2", "--master_addr=h"), "nnodes=2: it does not divide the 3 ranks of --tp 3 --pp 1"),
         ((*NODES, "--dp=2"), "nnodes=2: not with --dp"),
         ((*NODES, ENGINES), "nnodes=2: not with --engines, a gateway has no ranks"),
+        ((*NODES, LISTEN, "--role=decode"), "nnodes=2: ranks on several nodes cannot send or receive KV yet"),
         ((*NODES, "--master_port=0"), "master_port=0: must be between 1 and 65535"),
         ((*NODES, "--node_timeout=0"), "node_timeout=0.0: must be at least 1"),
         ((*NODES, "--profile_dir=/tmp"), "profile_dir: profiles of ranks on several nodes cannot be taken yet"),
