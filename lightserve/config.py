@@ -444,7 +444,7 @@ class ClusterConfig:
         "needs --cluster_keys",
     )
     cluster_keys: str | None = option(
-        None, "folder with the keys of engines and gateways; `lightserve cluster keygen DIR` makes them"
+        None, "folder with the keys of engines, gateways and nodes; `lightserve cluster keygen DIR` makes them"
     )
     roles: list[str] = option(
         [],
@@ -462,12 +462,23 @@ class ClusterConfig:
     min_split_tokens: int = option(
         256, "a decode engine computes a prompt itself if fewer of its tokens are missing there"
     )
+    nnodes: int = option(
+        1,
+        "number of machines that share the ranks of --tp and --pp; start the server on each of them with the same "
+        "flags and its own --node_rank; needs --master_addr and --cluster_keys",
+    )
+    node_rank: int = option(0, "which of --nnodes this machine is; 0 has HTTP and the router, the others only ranks")
+    master_addr: str | None = option(
+        None, "address of node 0, which the other nodes connect to; the ranks use its network", "nccl_host"
+    )
+    master_port: int = option(28765, "port of node 0 for the other nodes", "nccl_port")
+    node_timeout: float = option(600.0, "seconds that nodes wait for each other, at the start and after a fault")
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "dp")
-        _at_least(self, 1, "min_split_tokens")
+        _at_least(self, 1, "dp", "min_split_tokens", "nnodes", "node_timeout")
         if self.dp > MAX_ENGINES:
             raise OptionError(f"dp={self.dp}: must be at most {MAX_ENGINES}")
+        self._check_nodes()
         self._check_remote()
         self._check_roles()
 
@@ -511,8 +522,10 @@ class ClusterConfig:
         if len(flags) > 1:
             name = flags[0].lstrip("-")
             raise OptionError(f"{name} and listen exclude each other: a process is a gateway or an engine")
-        if self.cluster_keys is not None and not flags:
-            raise OptionError("cluster_keys: there is no link to another machine; set --engines or --listen too")
+        if self.cluster_keys is not None and not flags and self.nnodes == 1:
+            raise OptionError(
+                "cluster_keys: there is no link to another machine; set --engines, --listen or --nnodes too"
+            )
         for flag in flags:
             if self.dp > 1:
                 raise OptionError(f"dp={self.dp}: not with {flag}; start one engine for each of {self.dp} ports")
@@ -527,6 +540,27 @@ class ClusterConfig:
         if self.listen:
             _check_address("listen=", self.listen)
         check_addresses("engines", addresses)
+
+    def _check_nodes(self) -> None:
+        if not 0 <= self.node_rank < self.nnodes:
+            raise OptionError(f"node_rank={self.node_rank}: must be between 0 and {self.nnodes - 1} (--nnodes)")
+        if self.nnodes == 1:
+            return
+        for name in ("engines", "engines_file"):
+            if getattr(self, name):
+                raise OptionError(f"nnodes={self.nnodes}: not with --{name}, a gateway has no ranks")
+        if self.dp > 1:
+            raise OptionError(f"nnodes={self.nnodes}: not with --dp; start engines with --listen and use --engines")
+        if self.is_split:
+            raise OptionError(f"nnodes={self.nnodes}: ranks on several nodes cannot send or receive KV yet (--role)")
+        if self.master_addr is None:
+            raise OptionError(f"nnodes={self.nnodes} needs --master_addr, the address of node 0")
+        if self.cluster_keys is None:
+            raise OptionError(
+                f"nnodes={self.nnodes} needs --cluster_keys DIR; `lightserve cluster keygen DIR` makes the keys"
+            )
+        if not 0 < self.master_port < 65536:
+            raise OptionError(f"master_port={self.master_port}: must be between 1 and 65535")
 
     @property
     def engine_addresses(self) -> list[str]:
@@ -564,11 +598,34 @@ class ServerConfig:
             raise OptionError("roles: KV that is sent enters the prefix cache: not with disable_dynamic_prompt_cache")
         if self.cluster.is_split and self.launch.null_worker:
             raise OptionError("roles: the null worker has no KV to send; leave out one of the flags")
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        nodes, ranks = self.cluster.nnodes, self.worker.num_ranks
+        if ranks % nodes:
+            raise OptionError(
+                f"nnodes={nodes}: it does not divide the {ranks} ranks of --tp {self.worker.tp} --pp {self.worker.pp}"
+            )
+        if nodes > 1 and self.launch.profile_dir is not None:
+            raise OptionError("profile_dir: profiles of ranks on several nodes cannot be taken yet; leave it out")
 
     @property
     def num_cpu_parts(self) -> int:
         """Engines and pipeline stages that compute at the same time, and share the cores and the RAM of a CPU."""
-        return self.cluster.dp * self.worker.pp
+        return self.cluster.dp * -(-self.worker.pp // self.cluster.nnodes)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """A node has consecutive ranks, so the ranks of a pipeline stage are on one node if they fit."""
+        return self.worker.num_ranks // self.cluster.nnodes
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    @property
+    def is_other_node(self) -> bool:
+        """Whether this machine has only ranks of a server on another one."""
+        return self.cluster.node_rank > 0
 
 
 @functools.lru_cache(maxsize=4)

@@ -119,8 +119,9 @@ LAYERS: dict[str, set[str]] = {
     "httpserver": {"config", "io_struct", "model_files", "utils"},
     "cluster.routing": {"errors"},
     "cluster.tcp": {*GROUND, "model_files"},
+    "cluster.nodes": {*GROUND, "cluster.tcp", "model_files"},
     "cluster": {*GROUND, "cluster.tcp", "model_files"},
-    "server": {*GROUND, "cluster.routing", "cluster.tcp", "model_files", "models.registry", "router"},
+    "server": {*GROUND, "cluster.nodes", "cluster.routing", "cluster.tcp", "model_files", "models.registry", "router"},
     "simulate": {*GROUND, "router", "cluster"},
     "llm": {
         *GROUND,
@@ -140,6 +141,7 @@ LAYERS: dict[str, set[str]] = {
     "tools": {*GROUND, "common", "model_files", "models.registry", "worker"},
     "benchmark": {
         *GROUND,
+        "cluster.nodes",
         "cluster.tcp",
         "common",
         "grammar",

@@ -1,4 +1,4 @@
-"""``lightserve cluster keygen DIR``: the keys with which gateways and engines on several machines know each other."""
+"""``lightserve cluster keygen DIR``: the keys with which gateways, engines and nodes of an engine know each other."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lightserve.server.args import Parser
 def arguments() -> Parser:
     parser = Parser(
         prog="lightserve cluster",
-        description="Make the keys of a cluster. Give DIR to engines and gateways as --cluster_keys.",
+        description="Make the keys of a cluster. Give DIR to engines, gateways and nodes as --cluster_keys.",
     )
-    parser.add_argument("action", choices=["keygen"], help="keygen: write a key pair for engines and one for gateways")
+    parser.add_argument("action", choices=["keygen"], help="keygen: write the keys of engines, gateways and nodes")
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder for the keys; it is created")
     return parser
 
@@ -28,4 +28,5 @@ def main(argv: Sequence[str]) -> int:
     print(f"engines need {keys.ENGINE_SECRET} and {keys.ALLOWED_GATEWAYS}")
     print(f"gateways need {keys.GATEWAY_SECRET} and {keys.ALLOWED_ENGINES}")
     print(f"engines with --role prefill or decode need {KV_SECRET} too")
+    print(f"nodes of one engine (--nnodes) need {keys.NODE_SECRET}")
     return 0

@@ -30,6 +30,7 @@ from lightserve.server.banner import banner, print_banner, print_error, print_li
 from lightserve.server.checks import ModelInfo, check, with_local_files
 from lightserve.server.engine_supervisor import supervise_engines
 from lightserve.server.keys import with_keys
+from lightserve.server.node_host import run_node
 from lightserve.server.process_group import Modules, ProcessGroup
 from lightserve.server.run_directory import run_directory
 from lightserve.server.shutdown import SIGNAL_EXIT_BASE, StopNowError, drain, drain_engine, report_failure, stop_signals
@@ -45,10 +46,13 @@ def main(argv: Sequence[str] | None = None, modules: Modules | None = None, prog
         config = parse_server(argv, prog)
         if config.launch.log_format is not None:
             set_log_format(config.launch.log_format)
-        config = with_keys(config)
+        if not config.is_other_node:  # it has no HTTP
+            config = with_keys(config)
         model = check(config)
         config = with_local_files(config, model)
         net.raise_fd_limit()
+        if config.is_other_node:
+            return asyncio.run(run_node(config, modules or Modules()))
         is_engine = config.cluster.listen is not None  # it has no HTTP
         sockets = [] if is_engine else net.listen(config.http.host, config.http.port, config.http.num_processes)
         return asyncio.run(launch(config, model, sockets, modules or Modules(), begin_s))

@@ -70,11 +70,7 @@ def banner(
     }
     if cluster.listen is not None:
         del rows["HTTP processes"]
-    if cluster.is_gateway:
-        rows["KV pool"] += " in each engine"
-        rows["engines"] = cluster.engines_file or ", ".join(cluster.engine_addresses)
-    elif cluster.dp > 1:
-        rows["KV pool"] += f" in {cluster.dp} engines"
+    _add_cluster(rows, cluster)
     if engine.pooling is not None:
         rows["task"] = engine.pooling.summary
         if not engine.pooling.has_kv:
@@ -87,3 +83,13 @@ def banner(
         if parts:
             rows[role] = ", ".join(f"{part.name} {part.seconds:.2f} s" for part in parts)
     return rows
+
+
+def _add_cluster(rows: dict[str, str], cluster: ClusterConfig) -> None:
+    if cluster.is_gateway:
+        rows["KV pool"] += " in each engine"
+        rows["engines"] = cluster.engines_file or ", ".join(cluster.engine_addresses)
+    elif cluster.dp > 1:
+        rows["KV pool"] += f" in {cluster.dp} engines"
+    if cluster.nnodes > 1:
+        rows["nodes"] = f"{cluster.nnodes}, connected at {cluster.master_addr}:{cluster.master_port}"

@@ -22,7 +22,7 @@ from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
 from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import read_model_config
-from lightserve.server.cluster_checks import check_cluster
+from lightserve.server.cluster_checks import check_cluster, check_nodes
 from lightserve.server.parallel_checks import check_rank_flags, check_ranks
 from lightserve.utils import net
 from lightserve.utils.logger import init_logger
@@ -46,7 +46,8 @@ class ModelInfo:
 def check(config: ServerConfig) -> ModelInfo:
     """Raise a LightserveError that says what the operator must change. Download the model if it is not there."""
     check_cluster(config)
-    if config.cluster.listen is None:
+    check_nodes(config)
+    if config.cluster.listen is None and not config.is_other_node:
         net.bind(config.http.host, config.http.port).close()
         _check_access(config.http)
     check_otlp(config.http)

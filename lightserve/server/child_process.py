@@ -13,6 +13,7 @@ import socket
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -44,11 +45,23 @@ class ChildDiedError(ServerError):
         self.exit_code = exit_code
 
 
+class ProcessHandle(Protocol):
+    """A process here or on another machine."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+
 class ChildProcess:
     """Create it with ``start``; end it with ``kill`` and ``wait``. The fields hold what the child has sent so far."""
 
     def __init__(
-        self, role: str, process: Process, connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+        self, role: str, process: ProcessHandle, connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]
     ) -> None:
         self.role = role
         self.pid = process.pid
@@ -59,6 +72,7 @@ class ChildProcess:
         self.show_progress: Callable[[StartupProgress], None] | None = None  # of its startup
         self.exit_message: str | None = None  # the child's own error, or the reason why the launcher killed it
         self.worker_failures: asyncio.Queue[WorkersLost] = asyncio.Queue()  # reported by the router
+        self.is_node_missing = False  # of a rank on another node: that did not come in time
         self.missed_heartbeats = 0  # pings without a pong
         self._pong_received = asyncio.Event()  # since the last ping
         self._process = process
@@ -67,23 +81,8 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, role: str, module: str, child_config: ChildConfig, env: Mapping[str, str]) -> ChildProcess:
-        ours, theirs = socket.socketpair()
-        with theirs, _stop_signals_blocked():
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", module, str(theirs.fileno())),
-                stdin=asyncio.subprocess.DEVNULL,
-                env={**env, **os.environ},  # the operator's environment takes precedence
-                pass_fds=[fd for fd in (theirs.fileno(), child_config.listen_fd) if fd is not None],
-                start_new_session=True,  # Ctrl-C reaches only the launcher, and killpg reaches the child's own children
-            )
-        try:
-            child = cls(role, process, await asyncio.open_connection(sock=ours))
-        except asyncio.CancelledError:  # a stop signal arrived, and nobody else has a reference to this process
-            process.kill()
-            await process.wait()
-            raise
-        child._write(child_config)
-        return child
+        process, reader, writer = await spawn(module, child_config, env)
+        return cls(role, process, (reader, writer))
 
     @property
     def exit_code(self) -> int | None:
@@ -122,8 +121,10 @@ class ChildProcess:
         """Kill the child and every process it started. ``reason`` is reported unless the child sent an error itself."""
         if reason is not None:
             self.exit_message = self.exit_message or f"it was killed: {reason}"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self._kill()
+
+    def _kill(self) -> None:
+        kill_group(self._process)
 
     async def wait(self) -> None:
         """Wait until a killed child has exited."""
@@ -164,9 +165,43 @@ class ChildProcess:
                 self.missed_heartbeats = 0
                 self._pong_received.set()
 
-    def _write(self, message: ChildConfig | ToChild) -> None:
+    def _write(self, message: ToChild) -> None:
         if not self._writer.is_closing():
-            self._writer.write(msgspec.json.encode(message) + b"\n")
+            self._writer.write(json_line(message))
+
+
+async def spawn(
+    module: str, child_config: ChildConfig, env: Mapping[str, str]
+) -> tuple[Process, asyncio.StreamReader, asyncio.StreamWriter]:
+    """A new process that runs ``module`` and has its config, and the control connection to it."""
+    ours, theirs = socket.socketpair()
+    with theirs, _stop_signals_blocked():
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module, str(theirs.fileno())),
+            stdin=asyncio.subprocess.DEVNULL,
+            env={**env, **os.environ},  # the operator's environment takes precedence
+            pass_fds=[fd for fd in (theirs.fileno(), child_config.listen_fd) if fd is not None],
+            start_new_session=True,  # Ctrl-C reaches only the launcher, and killpg reaches the child's own children
+        )
+    try:
+        reader, writer = await asyncio.open_connection(sock=ours)
+    except asyncio.CancelledError:  # a stop signal arrived, and nobody else has a reference to this process
+        process.kill()
+        await process.wait()
+        raise
+    writer.write(json_line(child_config))
+    return process, reader, writer
+
+
+def kill_group(process: ProcessHandle) -> None:
+    """Kill a process and every process it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def json_line(message: ChildConfig | ToChild | FromChild) -> bytes:
+    """A message as it crosses a control connection."""
+    return msgspec.json.encode(message) + b"\n"
 
 
 @contextlib.contextmanager

@@ -6,12 +6,15 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from lightserve.cluster.tcp.engines_file import read_engines_file
-from lightserve.cluster.tcp.keys import read_engine_keys, read_gateway_keys
+from lightserve.cluster.tcp.keys import read_engine_keys, read_gateway_keys, read_node_key
 from lightserve.cluster.tcp.request_ids import PROCESS_BITS
 from lightserve.config import ClusterConfig, ServerConfig
 from lightserve.errors import OptionError, ServerError
 from lightserve.utils import net
 from lightserve.utils.kv_secret import read_kv_secret
+from lightserve.utils.logger import init_logger
+
+logger = init_logger(__name__)
 
 # what both need, besides flags of the own part
 GATEWAY_WORKER = {"model_dir", "model_type", "task", "pooling", "trust_remote_code"}
@@ -30,8 +33,34 @@ def check_cluster(config: ServerConfig) -> None:
         )
     if config.cluster.is_gateway:
         _check_gateway(config)
-    elif config.cluster.listen is not None:
+    elif config.cluster.listen is not None and not config.is_other_node:
         _check_engine(config)
+
+
+def check_nodes(config: ServerConfig) -> None:
+    """Node 0 must be able to listen, and all nodes need the key."""
+    cluster = config.cluster
+    if cluster.nnodes == 1:
+        if cluster.master_addr is not None:  # LightLLM takes it on one machine too
+            logger.warning("master_addr=%s has no effect: there is one node (--nnodes)", cluster.master_addr)
+        return
+    read_node_key(cluster.cluster_keys or "")
+    host, port = cluster.master_addr or "", cluster.master_port
+    try:
+        net.interface_to(host)
+        if cluster.node_rank == 0:
+            net.bind(host, port).close()
+    except ServerError as error:
+        found = f"master_addr={host}, master_port={port}"
+        cause = getattr(error.__cause__, "strerror", None) or error
+        role = "node 0 cannot listen there" if cluster.node_rank == 0 else "node 0 cannot be reached there"
+        raise OptionError(f"{found}: {role} ({cause}); use an address of node 0 that all nodes reach") from error
+    if config.worker.tp > config.ranks_per_node and cluster.node_rank == 0:
+        logger.warning(
+            "tp=%d: %d of these ranks are on each node, and every layer waits for the network twice; "
+            "--pp %d --tp %d keeps them together",
+            *(config.worker.tp, config.ranks_per_node, cluster.nnodes, config.ranks_per_node),
+        )
 
 
 def _check_gateway(config: ServerConfig) -> None:

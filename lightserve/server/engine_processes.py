@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from lightserve.config import ServerConfig
-from lightserve.io_struct import EngineReady
+from lightserve.io_struct import EngineReady, StartRank
 from lightserve.server.child_process import ChildDiedError, ChildProcess
+from lightserve.server.remote_rank import RemoteRank
+from lightserve.utils import net
 from lightserve.utils.cpu import available_cores
 from lightserve.utils.process import ChildConfig
 
@@ -22,13 +25,28 @@ if TYPE_CHECKING:
 
 # A worker gets these before it imports torch. OpenMP threads that spin while they wait run 4x slower as soon as another
 # process needs a core, which is always the case here; threads that sleep at once run 1.3x slower. So they spin for
-# microseconds. NCCL and gloo would listen on the machine's own address; ranks on one machine need only loopback.
+# microseconds. NCCL and gloo would listen on the machine's own address; ranks on one machine need only loopback, and
+# those on several nodes only the network of --master_addr.
 WORKER_ENV = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "1000",
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
 }
+
+NODES_SOCKET = "nodes"  # where the nodes process listens for the launcher
+STORE_BACKLOG = 128  # each rank has a few connections
+
+
+def worker_env(config: ServerConfig) -> dict[str, str]:
+    """Engines and stages share the cores: threads of all of them at once would wait for one another."""
+    env, parts = dict(WORKER_ENV), config.num_cpu_parts
+    if parts > 1:
+        env["OMP_NUM_THREADS"] = str(max(available_cores() // parts, 1))
+    if config.cluster.nnodes > 1:
+        interface = net.interface_to(config.cluster.master_addr or "")
+        env |= {} if interface is None else {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+    return env
 
 
 class EngineProcesses:
@@ -45,6 +63,17 @@ class EngineProcesses:
         self._config = config
         self._run_dir = run_dir
 
+    @property
+    def node_timeout_s(self) -> float:
+        """How long new workers may wait for another node."""
+        cluster = self._config.cluster
+        return cluster.node_timeout if cluster.nnodes > 1 else 0.0
+
+    @property
+    def is_node_missing(self) -> bool:
+        """A node did not come in time: it is no use to wait for it again."""
+        return any(worker.is_node_missing for worker in self.workers)
+
     async def start_workers(self) -> None:
         """Start the model workers. Replacements get the KV sizes of the first ones: router and clients rely on them."""
         config = self._config
@@ -53,13 +82,36 @@ class EngineProcesses:
             windowed_size = 0 if windowed is None else windowed.size
             worker = replace(config.worker, max_total_token_num=size, max_windowed_token_num=windowed_size)
             config = replace(config, worker=worker)
-        module = self._group.worker_module
-        for rank in range(config.worker.num_ranks):
-            child_config = msgspec.structs.replace(self._child_config(), config=config, index=rank)
-            role = self._role(f"model worker {rank}")
-            self.workers.append(await self._group.start_child(role, module, child_config, self._worker_env()))
+        with contextlib.ExitStack() as exits:
+            store = exits.enter_context(_store_socket()) if config.cluster.nnodes > 1 else None
+            for rank in range(config.worker.num_ranks):
+                if config.node_of(rank) > 0 and store is not None:
+                    await self._start_remote(config, rank, store)
+                else:
+                    await self._start_local(config, rank, store)
         if self.index == 0:  # all workers do the same at about the same time
             self.workers[0].show_progress = self._group.show_progress
+
+    async def _start_local(self, config: ServerConfig, rank: int, store: socket.socket | None) -> None:
+        child_config = msgspec.structs.replace(self._child_config(), config=config, index=rank)
+        if store is not None:
+            listen_fd = store.fileno() if rank == 0 else None
+            port = store.getsockname()[1]
+            child_config = msgspec.structs.replace(child_config, listen_fd=listen_fd, store_port=port)
+        role = self._role(f"model worker {rank}")
+        module = self._group.worker_module
+        self.workers.append(await self._group.start_child(role, module, child_config, worker_env(config)))
+
+    async def _start_remote(self, config: ServerConfig, rank: int, store: socket.socket) -> None:
+        sizes: tuple[int | None, int | None] = (None, None)
+        if self.engine is not None:  # a replacement
+            sizes = (config.worker.max_total_token_num, config.worker.max_windowed_token_num)
+        start = StartRank(rank, self.generation, store.getsockname()[1], *sizes)
+        node = config.node_of(rank)
+        role = self._role(f"model worker {rank} on node {node}")
+        worker = await RemoteRank.start_at(self._child_config().path(NODES_SOCKET), role, node, start)
+        self._group.children.append(worker)
+        self.workers.append(worker)
 
     async def start_router(self) -> None:
         role = self._role("router")
@@ -143,13 +195,16 @@ class EngineProcesses:
     def _role(self, role: str) -> str:
         return f"{role} of engine {self.index}" if self._config.cluster.dp > 1 else role
 
-    def _worker_env(self) -> dict[str, str]:
-        """Engines and stages share the cores: threads of all of them at once would wait for one another."""
-        parts = self._config.num_cpu_parts
-        return WORKER_ENV | ({"OMP_NUM_THREADS": str(max(available_cores() // parts, 1))} if parts > 1 else {})
-
     def _child_config(self) -> ChildConfig:
         return ChildConfig(self._config, self._run_dir, generation=self.generation, engine=self.index, epoch=self.epoch)
+
+
+def _store_socket() -> socket.socket:
+    """Where the ranks of several nodes find each other. The nodes process brings those of other nodes here."""
+    store = socket.socket()
+    store.bind(("127.0.0.1", 0))
+    store.listen(STORE_BACKLOG)
+    return store
 
 
 def _unlink(path: str) -> None:

@@ -69,6 +69,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "role",
         "kv_listen",
         "min_split_tokens",
+        "nnodes",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "node_timeout",
     ),
     "Scheduling": (
         "running_max_req_size",

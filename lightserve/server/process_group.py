@@ -14,7 +14,7 @@ import msgspec
 from lightserve.config import ServerConfig
 from lightserve.io_struct import Drain, EngineJoined, EngineLost, EngineReady, ToChild
 from lightserve.server.child_process import ChildDiedError, ChildProcess
-from lightserve.server.engine_processes import EngineProcesses
+from lightserve.server.engine_processes import NODES_SOCKET, EngineProcesses
 from lightserve.server.start_display import StartDisplay
 from lightserve.utils.process import ChildConfig
 
@@ -33,6 +33,7 @@ class Modules:
     detokenizer: str = "lightserve.detokenization.main"
     httpserver: str = "lightserve.httpserver.main"
     dispatcher: str = "lightserve.cluster.main"
+    nodes: str = "lightserve.cluster.nodes.main"
 
 
 async def _wait_drained(children: Sequence[ChildProcess], timeout_s: float) -> bool:
@@ -85,6 +86,8 @@ class ProcessGroup:
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Start every process, the slowest to load first, and one HTTP process for each of ``sockets``."""
         modules = self._modules
+        if self._config.cluster.nnodes > 1:
+            await self._start_nodes()
         for engine in self.engines:
             await engine.start_workers()
         if self._config.cluster.listen is None:  # an engine has no text
@@ -98,6 +101,13 @@ class ProcessGroup:
                 child_config = self._child_config(index, sock.fileno())
                 child = await self.start_child(f"httpserver {index}", modules.httpserver, child_config)
                 self._httpservers.append(child)
+
+    async def _start_nodes(self) -> None:
+        """The process that starts ranks on other nodes. The launcher may connect to its socket at once."""
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(f"{self._run_dir}/{NODES_SOCKET}")
+            sock.listen(self._config.worker.num_ranks)
+            await self.start_child("nodes", self._modules.nodes, self._child_config(listen_fd=sock.fileno()))
 
     async def wait_ready(self) -> EngineReady:
         """Pass the workers' ready message to the router, then to the HTTP processes, which then accept requests."""

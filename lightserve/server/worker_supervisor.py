@@ -37,12 +37,17 @@ class WorkerSupervisor:
     @property
     def load_timeout_s(self) -> float:
         """For new workers to become ready."""
-        return max(MIN_LOAD_TIMEOUT_S, LOAD_TIMEOUT_FACTOR * (self._processes.ready_s - self._begin_s))
+        limit_s = max(MIN_LOAD_TIMEOUT_S, LOAD_TIMEOUT_FACTOR * (self._processes.ready_s - self._begin_s))
+        return limit_s + self._processes.node_timeout_s
+
+    @property
+    def _can_restart(self) -> bool:
+        return self._may_restart and self._processes.engine is not None and not self._processes.is_node_missing
 
     async def run(self) -> None:
         """Restart workers until a death that must end the server, and raise it as ChildDiedError."""
         died = await self._processes.wait_worker_death()
-        while self._may_restart and self._processes.engine is not None and not await self._must_give_up():
+        while self._can_restart and not await self._must_give_up():
             print_error(f"{died}; restarting the workers")
             since_s, self._ready_s = time.monotonic(), None
             if not await self._processes.reap_workers(REAP_TIMEOUT_S):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import ipaddress
 import os
 import resource
 import socket
+import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +24,7 @@ BACKLOG = 2048  # connections that wait to be accepted; the kernel refuses a bur
 KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 REDIS_PORT = 6379
 _LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:
@@ -70,6 +74,35 @@ def is_local(host: str) -> bool:
     """Whether the address is reachable from this machine only."""
     _, address = _resolve(host, 0)
     return ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface of this machine from which packets to ``host`` go; of its own address: where it is.
+
+    None if the system does not say it.
+    """
+    family, address = _resolve(host, 1)
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:  # connecting it sends nothing
+        try:
+            sock.connect(address)
+        except OSError as error:
+            raise ServerError(f"{host} cannot be reached from this machine ({error.strerror})") from error
+        own = ipaddress.ip_address(sock.getsockname()[0].partition("%")[0])
+    return next((name for name, found in _interface_addresses() if found == own), None)
+
+
+def _interface_addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    if sys.platform != "linux":
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                found = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                yield name, ipaddress.ip_address(found[20:24])
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.is_file() else ():
+        address, *_, name = line.split()
+        yield name, ipaddress.ip_address(bytes.fromhex(address))
 
 
 def raise_fd_limit() -> None:

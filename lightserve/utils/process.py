@@ -46,14 +46,20 @@ class ChildConfig(msgspec.Struct, frozen=True):
     config: ServerConfig
     run_dir: str  # for sockets; only this user can open it, and it is removed when the server ends
     index: int = 0  # among the processes of its role; the rank of a worker
-    listen_fd: int | None = None  # HTTP processes only
+    listen_fd: int | None = None  # a socket that listens: of HTTP processes, of the nodes process, and for the store
     generation: int = 0  # of the workers: how many times they were replaced before
     engine: int = 0  # of routers and workers: which of --dp
     epoch: int = 0  # of an engine: how many times its router was replaced before
+    store_port: int | None = None  # on loopback: where ranks on several nodes find each other
 
     @property
     def device(self) -> int:
-        """Number of a worker's device: its rank, after the ranks of the engines before it."""
+        """Number of a worker's device: its rank among those of this machine, after the engines before it."""
+        return self.engine * self.config.worker.num_ranks + self.index % self.config.ranks_per_node
+
+    @property
+    def number(self) -> int:
+        """Of this process among those with its role."""
         return self.engine * self.config.worker.num_ranks + self.index
 
     def path(self, name: str) -> str:
@@ -151,7 +157,7 @@ def run_child(role: str, main: Main) -> NoReturn:
         _exit(EXIT_CRASH)
     try:
         child_config = msgspec.json.decode(first, type=ChildConfig)
-        _prepare(role, child_config.engine if role == "router" else child_config.device)
+        _prepare(role, child_config.engine if role == "router" else child_config.number)
         _run(main, child_config, launcher, lines)
     except BaseException as error:
         _exit(_report(error, launcher))

@@ -19,6 +19,7 @@ from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.utils.progress import REDRAW_S, ProgressState, use_output
 from lightserve.worker.rpc import KvInboxRpc, KvLoadRpc, LowerTierRpc, RunProfile, StepServer
 
+STORE_GRACE_S = 60.0  # after --node_timeout the launcher says which node is missing; ranks wait longer
 GPU = "/dev/nvidiactl"  # a check with torch would take seconds
 
 
@@ -30,7 +31,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     with _compilers(config.device, compilers_path):
         with _phase(launcher, "import torch"):
             from lightserve.common.device import pick_device
-            from lightserve.common.parallel import ParallelSizes, connect_ranks
+            from lightserve.common.parallel import ParallelSizes, connect_ranks, tcp_store
             from lightserve.worker.select import worker_class
         server = StepServer(child_config.worker_path(child_config.index, child_config.generation))
         platform = pick_device(config.device)
@@ -38,9 +39,12 @@ def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         with _phase(launcher, "load and compile"):
             needs_weights = config.load_format == "auto"
             source = resolve(config.model_dir, needs_weights=needs_weights, trusts_code=config.trust_remote_code)
-            store = f"file://{child_config.engine_path('tp')}"
+            store: Any = f"file://{child_config.engine_path('tp')}"
+            timeout_s = child_config.config.cluster.node_timeout + STORE_GRACE_S
+            if child_config.store_port is not None:
+                store = tcp_store(child_config.store_port, child_config.listen_fd, timeout_s)
             sizes = ParallelSizes(tp=config.tp, pp=config.pp, ep=config.ep)
-            parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend)
+            parallel = connect_ranks(child_config.index, sizes, store, platform.comm_backend, timeout_s)
             worker = worker_class(config, source)(config, source, parallel, device_index=child_config.device)
             worker.add_host_tier(config, child_config.config.cluster.dp)
             if child_config.role != "normal":

@@ -197,7 +197,7 @@ class StepServer:
     def __init__(self, path: str) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
-        self._listener.listen(4)
+        self._listener.listen(16)  # more than the router has connections
 
     def serve(
         self,

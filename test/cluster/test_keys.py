@@ -25,7 +25,7 @@ def test_keygen_writes_keys_that_only_this_user_can_read_and_overwrites_none(
     assert main(["cluster", "keygen", str(folder)]) == 0
 
     files = sorted(folder.iterdir())
-    names = ["engine.secret", "engines.allowed", "gateway.secret", "gateways.allowed", "kv.secret"]
+    names = ["engine.secret", "engines.allowed", "gateway.secret", "gateways.allowed", "kv.secret", "node.secret"]
     assert [file.name for file in files] == names
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
     assert folder.stat().st_mode & 0o777 == 0o700

@@ -9,6 +9,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,12 @@ def test_a_killed_controller_finds_its_replicas_again(deployed: Gateway) -> None
 
 def controllers() -> set[int]:
     """Processes. Ray writes what an actor is into its command line."""
-    return {one.pid for one in psutil.process_iter() if "ray::Controller" in " ".join(one.cmdline() or [one.name()])}
+    found = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has just ended, or is a zombie
+            if "ray::Controller" in " ".join(process.cmdline() or [process.name()]):
+                found.add(process.pid)
+    return found
 
 
 def _answers(actor: Any) -> bool:

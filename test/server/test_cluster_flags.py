@@ -11,7 +11,8 @@ from lightserve.cli.main import main
 from lightserve.cluster.tcp.keys import generate
 from lightserve.errors import OptionError
 from lightserve.server.args import parse_server
-from lightserve.server.cluster_checks import check_cluster
+from lightserve.server.cluster_checks import check_cluster, check_nodes
+from lightserve.utils.process import ChildConfig
 
 LISTEN = "--listen=tcp://127.0.0.1:9000"
 ENGINES = "--engines=tcp://a:1,tcp://b:1"
@@ -87,3 +88,61 @@ def test_what_fits_is_accepted(keys: str) -> None:
 def test_an_engine_needs_an_address(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["engine", "some/model"]) == 2
     assert "--listen is missing" in capsys.readouterr().err
+
+
+NODES = ("--tp=2", "--nnodes=2", "--master_addr=127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        (("--nnodes=0",), "nnodes=0: must be at least 1"),
+        ((*NODES, "--node_rank=2"), "node_rank=2: must be between 0 and 1 (--nnodes)"),
+        ((*NODES, "--node_rank=-1"), "node_rank=-1: must be between 0 and 1 (--nnodes)"),
+        (("--node_rank=1",), "node_rank=1: must be between 0 and 0 (--nnodes)"),
+        (("--tp=2", "--nnodes=2"), "nnodes=2 needs --master_addr, the address of node 0"),
+        (("--nnodes=2", "--master_addr=h"), "nnodes=2: it does not divide the 1 ranks of --tp 1 --pp 1"),
+        (("--tp=3", "--nnodes=2", "--master_addr=h"), "nnodes=2: it does not divide the 3 ranks of --tp 3 --pp 1"),
+        ((*NODES, "--dp=2"), "nnodes=2: not with --dp"),
+        ((*NODES, ENGINES), "nnodes=2: not with --engines, a gateway has no ranks"),
+        ((*NODES, LISTEN, "--role=decode"), "nnodes=2: ranks on several nodes cannot send or receive KV yet"),
+        ((*NODES, "--master_port=0"), "master_port=0: must be between 1 and 65535"),
+        ((*NODES, "--node_timeout=0"), "node_timeout=0.0: must be at least 1"),
+        ((*NODES, "--profile_dir=/tmp"), "profile_dir: profiles of ranks on several nodes cannot be taken yet"),
+        (("--tp=2", "--nnodes=2", "--master_addr=no such host"), "master_addr=no such host, master_port=28765: node 0"),
+        (
+            ("--tp=2", "--nnodes=2", "--master_addr=192.0.2.1"),
+            "master_addr=192.0.2.1, master_port=28765: node 0 cannot",
+        ),
+    ],
+)
+def test_flags_of_nodes_that_do_not_fit_are_refused_by_name(keys: str, flags: tuple[str, ...], found: str) -> None:
+    with pytest.raises(OptionError) as error:
+        check_nodes(parse_server((keys, *flags)))
+    assert str(error.value).startswith(found)
+
+
+def test_the_address_of_a_server_with_one_node_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    check_nodes(parse_server(("--nccl_host=127.0.0.1", "--nccl_port=28766")))
+    assert "master_addr=127.0.0.1 has no effect: there is one node (--nnodes)" in caplog.text
+
+
+def test_nodes_need_a_key(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="nnodes=2 needs --cluster_keys DIR"):
+        parse_server(NODES)
+    with pytest.raises(OptionError, match=r"cannot read .*node\.secret"):
+        check_nodes(parse_server((*NODES, f"--cluster_keys={tmp_path}")))
+
+
+def test_a_stage_is_on_one_node_if_its_ranks_fit(keys: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = parse_server((keys, "--tp=2", "--pp=4", "--nnodes=2", "--nccl_host=127.0.0.1", "--nccl_port=1234"))
+    assert [config.node_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert config.num_cpu_parts == 2
+    devices = [ChildConfig(config, "", index=rank).device for rank in range(8)]
+    assert devices == [0, 1, 2, 3, 0, 1, 2, 3]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = f"--master_port={taken.getsockname()[1]}"
+        with pytest.raises(OptionError, match="node 0 cannot listen there"):
+            check_nodes(parse_server((keys, *NODES, port)))
+        check_nodes(parse_server((keys, *NODES, port, "--node_rank=1")))
+    assert "every layer waits" not in caplog.text

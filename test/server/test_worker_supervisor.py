@@ -170,7 +170,8 @@ class CrashingProcesses:
     def __init__(self, caused_by_request: set[int]) -> None:
         self.router = SimpleNamespace(worker_failures=asyncio.Queue[WorkersLost](), send=lambda message: None)
         self.engine = "engine"
-        self.ready_s = 0.0
+        self.ready_s = self.node_timeout_s = 0.0
+        self.is_node_missing = False
         self.generation = 0
         self._caused_by_request = caused_by_request
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,11 @@ def test_connections_detect_a_client_whose_machine_lost_power() -> None:
 )
 def test_only_loopback_is_local(host: str, is_local: bool) -> None:
     assert net.is_local(host) is is_local
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux' tables")
+def test_the_interface_to_an_address_is_found() -> None:
+    assert net.interface_to("127.0.0.1") == "lo"
+    assert net.interface_to("localhost") == "lo"
+    with pytest.raises(ServerError, match="no such host"):
+        net.interface_to("no such host")

@@ -3,6 +3,7 @@
     an engine needs     engine.secret    its secret key     gateways.allowed    public keys that it accepts
     a gateway needs     gateway.secret   its secret key     engines.allowed     public keys that it accepts
     with roles, all engines need the same kv.secret too: see utils/kv_secret.py
+    a node needs        node.secret      the key that all nodes of one engine (--nnodes) have
 
 Keys are in ZMQ's Z85 text, one per line. A line of engines.allowed may have an address behind the key: then it is the
 key of that engine only.
@@ -23,7 +24,7 @@ from lightserve.utils.kv_secret import KV_SECRET
 
 KEY_LEN = 40  # characters of 32 bytes in Z85
 FOR_OTHER_USERS = 0o007
-ENGINE_SECRET, GATEWAY_SECRET = "engine.secret", "gateway.secret"
+ENGINE_SECRET, GATEWAY_SECRET, NODE_SECRET = "engine.secret", "gateway.secret", "node.secret"
 ALLOWED_ENGINES, ALLOWED_GATEWAYS = "engines.allowed", "gateways.allowed"
 
 
@@ -43,7 +44,7 @@ class GatewayKeys:
 
 
 def generate(folder: Path) -> list[Path]:
-    """Write a new pair for engines, one for gateways, and the secret of engines with roles.
+    """Write new pairs for engines, gateways and nodes, and the secret of engines with roles.
 
     Raises if one of the files exists.
     """
@@ -55,6 +56,7 @@ def generate(folder: Path) -> list[Path]:
         GATEWAY_SECRET: gateway_secret,
         ALLOWED_GATEWAYS: gateway_public,
         KV_SECRET: zmq.curve_keypair()[1],  # any random text
+        NODE_SECRET: zmq.curve_keypair()[1],
     }
     paths = [folder / name for name in contents]
     if existing := next((path for path in paths if path.exists()), None):
@@ -82,6 +84,11 @@ def read_gateway_keys(folder: str) -> GatewayKeys:
             raise OptionError(f"{path}: {found}; write the address of its engine behind a key")
         engines[address] = key
     return GatewayKeys(_read_secret(Path(folder) / GATEWAY_SECRET), engines)
+
+
+def read_node_key(folder: str) -> bytes:
+    """The secret key of all nodes."""
+    return _read_secret(Path(folder) / NODE_SECRET)
 
 
 def _write(path: Path, key: bytes) -> None:

@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore  # where their types are known
 
 from lightserve.common.parallel.groups import ONE_RANK, Parallel, ParallelSizes, RankGroup
 
 
-def connect_ranks(rank: int, sizes: ParallelSizes, init_method: str, comm: str) -> Parallel:
-    """Join the other ranks at ``init_method`` (a file or a loopback port) with the device's collective library.
+def tcp_store(port: int, listen_fd: int | None, timeout_s: float) -> Store:
+    """Where ranks on several nodes find each other, at a port of loopback. ``listen_fd``: of the rank that serves it.
 
+    Such a store knows no keys. So it never listens on the network: a link with keys brings the other nodes there.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    is_master = listen_fd is not None
+    return TCPStore(
+        "127.0.0.1", port, is_master=is_master, wait_for_workers=False, timeout=timeout, master_listen_fd=listen_fd
+    )
+
+
+def connect_ranks(
+    rank: int, sizes: ParallelSizes, rendezvous: str | Store, comm: str, timeout_s: float | None = None
+) -> Parallel:
+    """Join the other ranks at ``rendezvous`` (a file or a store) with the device's collective library.
+
+    ``timeout_s``: for all ranks of a store to connect to each other; None: torch's own limit, half an hour for gloo.
     Every group has a process group of its own. A collective over torch's default group would reach all ranks.
     """
     if sizes.world == 1:
         return Parallel()
-    dist.init_process_group(comm, init_method=init_method, rank=rank, world_size=sizes.world)
+    if isinstance(rendezvous, str):
+        dist.init_process_group(comm, init_method=rendezvous, rank=rank, world_size=sizes.world)
+    else:  # the default group connects all ranks, so it is the one that finds a closed network
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        dist.init_process_group(comm, store=rendezvous, rank=rank, world_size=sizes.world, timeout=timeout)
     return Parallel(**{field.name: _own_group(rank, sizes.groups(field.name)) for field in fields(Parallel)})
 
 

@@ -16,6 +16,7 @@ from test.faults.cases import (
     engines,
     hosts,
     kv_tiers,
+    nodes,
     observability,
     ollama,
     pooling,
@@ -46,7 +47,12 @@ ADAPTER_CASES: list[Case] = adapters.CASES  # on a server with adapters.worker_f
 TIER_CASES: list[Case] = kv_tiers.CASES  # on a server with kv_tiers.worker_flags
 SPLIT_CASES: list[Case] = split.CASES  # on a server with split.worker_flags
 STAGE_CASES: list[Case] = stages.CASES  # on a server with stages.worker_flags
-START_CASES: list[StartCase] = [*hosts.CASES, *observability.START_CASES, *quantization.START_CASES]
+START_CASES: list[StartCase] = [
+    *hosts.CASES,
+    *observability.START_CASES,
+    *quantization.START_CASES,
+    *nodes.CASES,
+]
 
 
 def on_one_server(program: str, flags: tuple[str, ...], *names: str) -> list[Case]:

@@ -1,0 +1,208 @@
+"""The launcher of a node that is not the first (--node_rank): it starts ranks, and node 0 does the rest.
+
+connect to node 0 ─▶ introduce this node ─▶ start ranks, and connect the router of node 0 with them ─▶ link is lost
+        ▲                                                                                                   │
+        └──────────────────────────── kill all ranks, wait until they have exited ◀─────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from asyncio.subprocess import Process
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from lightserve.cluster.nodes.link import NodeLink, NodeRefusedError
+from lightserve.cluster.nodes.properties import node_properties
+from lightserve.cluster.nodes.streams import READ_BYTES, Endpoint, SocketEndpoint, Target
+from lightserve.cluster.tcp.gateway_link import LinkLostError
+from lightserve.cluster.tcp.keys import read_node_key
+from lightserve.config import ServerConfig
+from lightserve.errors import ServerError
+from lightserve.io_struct import NODE_PROTOCOL, ConnectRank, ConnectStore, NodeHello, RankExited, StartRank
+from lightserve.server.banner import print_error, print_line
+from lightserve.server.child_process import EXIT_GRACE_S, json_line, kill_group, spawn
+from lightserve.server.engine_processes import worker_env
+from lightserve.server.process_group import Modules
+from lightserve.server.run_directory import run_directory
+from lightserve.server.shutdown import stop_signals
+from lightserve.server.worker_supervisor import REAP_TIMEOUT_S
+from lightserve.utils.channel import MessageError
+from lightserve.utils.process import ChildConfig
+
+RETRY_S = 0.5
+
+
+class RankEndpoint:
+    """A rank's control connection. The end of the stream kills the rank, and its exit ends the stream."""
+
+    def __init__(self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.process = process
+        self._reader = reader
+        self._writer = writer
+        self._has_ended = False
+
+    async def read(self) -> bytes:
+        with contextlib.suppress(ConnectionError):
+            if data := await self._reader.read(READ_BYTES):
+                return data
+        if self._has_ended:
+            return b""
+        self._has_ended = True
+        return json_line(RankExited(await self._exit_code()))
+
+    async def write(self, data: bytes) -> None:
+        with contextlib.suppress(ConnectionError):  # it is exiting: ``read`` reports that
+            self._writer.write(data)
+            await self._writer.drain()
+
+    def end(self) -> None:
+        kill_group(self.process)
+
+    def close(self) -> None:
+        kill_group(self.process)
+        self._writer.close()
+
+    async def _exit_code(self) -> int:
+        try:
+            async with asyncio.timeout(EXIT_GRACE_S):
+                return await self.process.wait()
+        except TimeoutError:
+            kill_group(self.process)
+            return await self.process.wait()
+
+
+class NodeHost:
+    def __init__(self, config: ServerConfig, modules: Modules) -> None:
+        self._config = config
+        self._run_dir = ""  # of the present link: another node 0 counts its ranks' generations from 0 again
+        self._module = modules.null_worker if config.launch.null_worker else modules.worker
+        self._env = worker_env(config)
+        self._processes: list[Process] = []
+        self._orders: defaultdict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._link: NodeLink | None = None
+        self._store_port = 0
+
+    async def run(self) -> None:
+        """Until node 0 refuses this node or is away for too long: a ServerError."""
+        cluster = self._config.cluster
+        properties = await asyncio.to_thread(node_properties, self._config)
+        hello = NodeHello(NODE_PROTOCOL, cluster.node_rank, properties)
+        store = await asyncio.start_server(self._relay_store, "127.0.0.1", 0)
+        self._store_port = store.sockets[0].getsockname()[1]
+        async with store:
+            while True:
+                await self._connect(hello)
+                with run_directory() as self._run_dir:
+                    await self._serve()
+
+    async def _serve(self) -> None:
+        """Until node 0 is lost."""
+        assert self._link is not None
+        try:
+            await self._link.run()
+        except (LinkLostError, NodeRefusedError) as error:
+            print_error(f"node 0 is lost ({error}); the ranks of this node end")
+        finally:
+            await self._stop()
+
+    async def _stop(self) -> None:
+        """End the link and all ranks. New ones start only after the old ones have exited."""
+        if self._link is not None:
+            link, self._link = self._link, None
+            await link.close()
+        for process in self._processes:
+            kill_group(process)
+        try:
+            async with asyncio.timeout(REAP_TIMEOUT_S):
+                for process in self._processes:
+                    await process.wait()
+        except TimeoutError as error:
+            raise ServerError(f"a killed model worker did not exit within {REAP_TIMEOUT_S:.0f} s") from error
+        self._processes.clear()
+        self._orders.clear()
+
+    async def _connect(self, hello: NodeHello) -> None:
+        """Ask again and again for --node_timeout."""
+        cluster = self._config.cluster
+        where = f"node 0 at {cluster.master_addr}:{cluster.master_port}"
+        end_s, last = time.monotonic() + cluster.node_timeout, ""
+        secret = read_node_key(cluster.cluster_keys or "")
+        while True:
+            self._link = NodeLink((cluster.master_addr or "", cluster.master_port), secret, self._connector)
+            try:
+                await self._link.open(hello)
+                print_line(f"node {cluster.node_rank} of {cluster.nnodes} is connected to {where}")
+                return
+            except NodeRefusedError as error:
+                await self._link.close()
+                raise ServerError(f"{where} refuses this node: {error}") from error
+            except LinkLostError as error:
+                reason = str(error)
+            await self._link.close()
+            if time.monotonic() > end_s:
+                found = f"{where} was not there for {cluster.node_timeout:g} s (--node_timeout): {reason}"
+                raise ServerError(f"{found}; start it with --node_rank 0")
+            if reason != last:
+                print_line(f"waiting up to {cluster.node_timeout:g} s for {where}: {reason}")
+            last = reason
+            await asyncio.sleep(RETRY_S)
+
+    def _connector(self, target: Target) -> Callable[[], Awaitable[Endpoint]]:
+        match target:
+            case StartRank():
+                if self._config.node_of(target.rank) != self._config.cluster.node_rank:
+                    raise MessageError(f"rank {target.rank} is not on this node")
+                return lambda: self._start(target)
+            case ConnectRank():
+                return lambda: self._connect_rank(target)
+            case ConnectStore():
+                raise MessageError("the store is on node 0")
+
+    async def _start(self, start: StartRank) -> Endpoint:
+        config = self._config
+        worker = config.worker
+        if start.max_total_token_num is not None:  # a replacement
+            sizes = (start.max_total_token_num, start.max_windowed_token_num)
+            worker = replace(worker, max_total_token_num=sizes[0], max_windowed_token_num=sizes[1])
+        child_config = ChildConfig(
+            replace(config, worker=worker),
+            self._run_dir,
+            index=start.rank,
+            generation=start.generation,
+            store_port=self._store_port,
+        )
+        print_line(f"starting model worker {start.rank}")
+        process, reader, writer = await spawn(self._module, child_config, self._env)
+        self._processes = [one for one in self._processes if one.returncode is None] + [process]
+        return RankEndpoint(process, reader, writer)
+
+    async def _connect_rank(self, target: ConnectRank) -> Endpoint:
+        """One after the other: a rank knows by their order what its connections are for."""
+        path = ChildConfig(self._config, self._run_dir).worker_path(target.rank, target.generation)
+        async with self._orders[target.rank, target.generation]:
+            return SocketEndpoint(*await asyncio.open_unix_connection(path))
+
+    async def _relay_store(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A rank connects to the store, which is on node 0."""
+        if self._link is None:
+            writer.close()
+        else:
+            self._link.streams.open(ConnectStore(), SocketEndpoint(reader, writer))
+
+
+async def run_node(config: ServerConfig, modules: Modules) -> int:
+    """Serve ranks until a signal or a ServerError. Returns the exit code."""
+    signals = stop_signals()
+    serving = asyncio.create_task(NodeHost(config, modules).run())
+    stopping = asyncio.create_task(signals.get())
+    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (serving, stopping):
+        task.cancel()
+    (error,) = await asyncio.gather(serving, return_exceptions=True)
+    if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
+        raise error
+    return 0
