@@ -29,7 +29,11 @@ def setups(args: argparse.Namespace) -> Iterator[Setup]:
     combinations = itertools.product(args.policies, args.token_ratio, args.quantile, args.batch_max_tokens, args.chunk)
     for policy, ratio, share, batch, chunk in combinations:
         limits = SchedulerLimits(
-            args.max_running, batch, None if chunk < 0 else chunk or batch, tuple(args.sizes), ratio
+            args.max_running,
+            batch,
+            None if chunk < 0 else chunk or batch,
+            preferred_step_tokens=tuple(args.sizes),
+            token_ratio=ratio,
         )
         yield Setup(policy, limits, share, args.pool, args.depth)
 
