@@ -12,7 +12,6 @@ from lightserve.simulate.gpu import EOS
 from lightserve.simulate.load import URGENT, Load
 from lightserve.simulate.replica import EndedStep
 from lightserve.simulate.result import Result
-from lightserve.utils.int_arrays import int32s
 
 NewRequest = tuple[Req, int]  # with the tokens that the model will generate
 
@@ -68,5 +67,5 @@ class Client:
         if request is None:
             return []
         most = self._params.stopping.max_new_tokens
-        req = Req(next(self._ids), int32s(request.prompt_ids), self._params, most, (EOS,), now, request.priority)
+        req = Req(next(self._ids), request.prompt_ids, self._params, most, (EOS,), now, request.priority)
         return [(req, request.output_len)]
