@@ -410,9 +410,10 @@ class LaunchConfig:
         False, "run without a model: the worker returns made-up tokens, to measure the rest of the server"
     )
     null_step_ms: float = option(0.0, "milliseconds that a step of the null worker takes")
+    null_token_us: float = option(0.0, "microseconds that each token adds to a step of the null worker")
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "drain_timeout", "process_timeout", "null_step_ms")
+        _at_least(self, 0, "drain_timeout", "process_timeout", "null_step_ms", "null_token_us")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,6 +113,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Development": (
         "null_worker",
         "null_step_ms",
+        "null_token_us",
     ),
 }
 OTHERS = "Other flags"

@@ -10,14 +10,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightserve.cluster import routing as cluster_routing
+from lightserve.simulate.cells import processes
 from lightserve.simulate.load import LOADS, Load
 from lightserve.simulate.replica import LIMITS, Setup
 from lightserve.simulate.result import Result
@@ -126,6 +128,11 @@ def plot(path: Path, figures: Any, plans: Sequence[Plan], title: str) -> None:
     figure.savefig(path)
 
 
+def _apply(find: Callable[..., Plan], point: tuple[int, Slo]) -> Plan:
+    tp, slo = point
+    return find(tp=tp, slo=slo)
+
+
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lightserve.simulate.capacity",
@@ -156,9 +163,10 @@ def main() -> None:
     shape = SHAPES[args.shape]
     print(HEADER)
     plans = []
-    for tp in args.tp:
-        for itl_ms in args.itl_ms:
-            found = plan(shape, tp, Slo(args.ttft_ms / 1e3, itl_ms / 1e3), LOADS[args.load], args.rate, args.seconds)
+    find = partial(plan, shape, load=LOADS[args.load], rate=args.rate, seconds=args.seconds)
+    points = [(tp, Slo(args.ttft_ms / 1e3, itl_ms / 1e3)) for tp in args.tp for itl_ms in args.itl_ms]
+    with processes(len(points)) as run_all:
+        for found in run_all(partial(_apply, find), points):
             print(row_of(found), flush=True)
             plans.append(found)
     if args.plot:

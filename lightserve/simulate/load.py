@@ -37,6 +37,7 @@ class Load:
     rate: float | None = None
     streams: int = 64  # used without a rate
     max_new_tokens: int = 2048  # limit of every request; outputs are shorter
+    ends_by_length: bool = False  # a request's own limit is its output; else the model ends it
     num_prefixes: int = 0  # system prompts, all equally likely
     prefix_len: int = 0
     urgent: float = 0.0  # share of the requests that are urgent
