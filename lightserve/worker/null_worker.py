@@ -42,7 +42,8 @@ class NullWorker:
             self._missing[new.req_id] = len(new.token_ids) - len(new.cached_slots)
             self._last[new.req_id] = int(new.token_ids[-1])
         req_ids, token_ids, embeddings = [], [], []
-        time.sleep(self._step_s + self.token_s * step.num_tokens)
+        if step.num_tokens:  # others only free requests
+            time.sleep(self._step_s + self.token_s * step.num_tokens)
         for row in step.rows:
             self._missing[row.req_id] -= len(row.slots)
             if self._missing[row.req_id] == 0 and self.pooling is not None:
