@@ -59,6 +59,7 @@ LAYERS: dict[str, set[str]] = {
     "models": {"errors", "common.basemodel", "common.ops"},
     "models.registry": {"errors", "model_files", "common.basemodel"},
     "router.kv_identity": {*GROUND, "cluster.tcp", "model_files"},
+    "router.static_prompts": {*GROUND, "model_files"},
     "router": {*GROUND, "cluster.tcp", "common.kv.token_slots", "model_files.lora"},
     "worker": {*GROUND, "common", "grammar", "models", "model_files"},
     "detokenization": {*GROUND, "model_files"},
@@ -139,6 +140,7 @@ LAYERS: dict[str, set[str]] = {
     "tools": {*GROUND, "common", "model_files", "models.registry", "worker"},
     "benchmark": {
         *GROUND,
+        "cluster.routing",
         "cluster.tcp",
         "common",
         "grammar",
