@@ -263,6 +263,9 @@ class RouterConfig:
     disable_dynamic_prompt_cache: bool = option(
         False, "disable the prefix cache: requests share no prefixes", "no_enable_prefix_caching"
     )
+    static_prompts: str | None = option(
+        None, "JSON or YAML file of prompts by name; each stays in the prefix cache, and a request's task_id names one"
+    )
     request_timeout: float = option(0.0, "seconds after which a request ends with an error; 0: never")
     max_queue_size: int = option(
         2048, "maximum number of waiting requests; further ones get status 429", "max_queued_requests"

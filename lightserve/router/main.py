@@ -8,14 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 from lightserve.cluster.tcp.endpoint import EngineEndpoint
+from lightserve.config import ServerConfig
 from lightserve.io_struct import Drain, Drained, EngineReady, NewWorkers, Ready, ToEngine, ToRouter, WorkersLost
 from lightserve.router.kv_identity import kv_identity
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
 from lightserve.router.model_client import RpycModelClient
+from lightserve.router.pinned_prompts import check_room
 from lightserve.router.policy import make_policy
 from lightserve.router.profile_client import ProfileClient
 from lightserve.router.scheduler import LoraSlots, Scheduler, make_limits
+from lightserve.router.static_prompts import load_static_prompts
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger
@@ -58,6 +61,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         manager.report_cached_blocks(outbox.send)
     if server is not None:
         server.link.on_join = manager.cached_blocks
+    _pin_static_prompts(manager, config, engine)
     profiled = _ProfiledWorkers(child_config, manager)
     profiled.connect(child_config.generation)
     launcher.send(Ready())
@@ -67,6 +71,13 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         tasks.create_task(_handle_launcher(launcher, manager, connect, profiled, server))
         if server is not None:
             tasks.create_task(server.run())
+
+
+def _pin_static_prompts(manager: RouterManager, config: ServerConfig, engine: EngineReady) -> None:
+    prompts = load_static_prompts(config)
+    check_room(prompts, engine)
+    if prompts:
+        manager.pin(prompts)
 
 
 def _channels(child_config: ChildConfig, has_dispatcher: bool) -> tuple[Any, Any]:

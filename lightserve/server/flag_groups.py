@@ -49,6 +49,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "itl_target_ms",
         "disable_chunked_prefill",
         "disable_dynamic_prompt_cache",
+        "static_prompts",
         "deterministic",
     ),
     "LoRA adapters": (
