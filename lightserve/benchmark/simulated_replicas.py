@@ -71,10 +71,14 @@ def simulated(times: Times, load: Load, replicas: int, policy: str) -> Figures:
     setup = Setup("fifo", LIMITS, pool_size=POOL_SIZE, depth=1, lead_s=0.0, cost=times.cost)
     result = simulate(setup, load, replicas, policy)
     p50, p99 = np.percentile(result.ttft, [50, 99]) + times.way_s
-    itl = [result.itl(share) * 1e3 for share in (0.5, 0.99)]
-    begin = next(load.arrivals())
+    seconds = result.seconds - next(load.arrivals())
     return Figures(
-        result.output_tokens / (result.seconds - begin), float(p50) * 1e3, float(p99) * 1e3, *itl, 100 * result.hit_rate
+        tokens_s=result.output_tokens / seconds,
+        ttft_p50_ms=float(p50) * 1e3,
+        ttft_p99_ms=float(p99) * 1e3,
+        itl_p50_ms=result.itl(0.5) * 1e3,
+        itl_p99_ms=result.itl(0.99) * 1e3,
+        hit_rate=100 * result.hit_rate,
     )
 
 
@@ -85,7 +89,7 @@ def figures_of(records: list[Record]) -> Figures:
     cached = sum(record.cached_tokens for record in records) / sum(record.input_tokens or 0 for record in records)
     ttft, itl = (np.percentile(values, [50, 99]) * 1e3 for values in (ttfts, itls))
     tokens = sum(record.output_tokens or 0 for record in records)
-    return Figures(tokens / seconds, *ttft.tolist(), *itl.tolist(), 100 * cached)
+    return Figures(tokens / seconds, float(ttft[0]), float(ttft[1]), float(itl[0]), float(itl[1]), 100 * cached)
 
 
 async def send_all(target: Target, load: Load) -> list[Record]:
@@ -188,7 +192,7 @@ def table(real: Figures, fake: Figures) -> str:
     return "\n".join([*rows, f"{'':10} " + " ".join(f"{value:+8.1f}%" for value in changes) + f" {points:+9.1f}"])
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--cluster_policy", choices=POLICIES, default=DEFAULT_POLICY)
@@ -198,7 +202,11 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=LOAD.rate, help="requests per second")
     parser.add_argument("--runs", type=int, default=3, help="the table has the medians")
     parser.add_argument("--seed", type=int, default=0)
-    args, flags = parser.parse_known_args()
+    return parser
+
+
+def main() -> None:
+    args, flags = arguments().parse_known_args()
     times = Times(args.step_ms / 1e3, args.token_us / 1e6)
     load = replace(LOAD, count=args.requests, rate=args.rate, seed=args.seed)
     print(table(*compare(times, load, args.replicas, args.cluster_policy, args.runs, flags)))

@@ -46,8 +46,10 @@ class Load:
     def requests(self) -> Iterator[SimulatedRequest]:
         """Generated one by one, to save memory. Two requests share at most a system prompt."""
         rng = np.random.default_rng(self.seed)
-        text = int32s(rng.integers(FIRST_ID, VOCAB_SIZE, 1 << 17))
-        prefixes = [int32s(rng.integers(FIRST_ID, VOCAB_SIZE, self.prefix_len)) for _ in range(self.num_prefixes)]
+        text = rng.integers(FIRST_ID, VOCAB_SIZE, 1 << 17).astype(np.int32)
+        prefixes: list[Int32Array] = [
+            rng.integers(FIRST_ID, VOCAB_SIZE, self.prefix_len).astype(np.int32) for _ in range(self.num_prefixes)
+        ]
         prefixes = prefixes or [NO_INT32]
         rows = zip(
             self.prompt_len(rng, self.count).tolist(),

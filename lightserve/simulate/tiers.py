@@ -63,7 +63,7 @@ def rate_of(text: str) -> tuple[str, float]:
     return tier, float(rate)
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lightserve.simulate.tiers",
         description=__doc__,
@@ -80,6 +80,11 @@ def main() -> None:
         metavar="TIER=BYTES",
         help=f"bytes per second of ram (of each card), disk or remote; default: {RATES}",
     )
+    return parser
+
+
+def main() -> None:
+    parser = arguments()
     args = parser.parse_args()
     if min(*args.tp, *args.tokens) < 1:
         parser.error("--tp and --tokens: must be at least 1")

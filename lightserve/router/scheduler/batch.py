@@ -92,7 +92,8 @@ class RunningBatch:
         """Which of these tokens are end tokens. A request may ignore them."""
         if len(self._ends) != 1:
             return np.isin(token_ids, self._ends)
-        return token_ids == self._ends[0]  # 3 us instead of 50
+        ends: npt.NDArray[np.bool_] = token_ids == self._ends[0]  # 3 us instead of 50
+        return ends
 
     def release(self, req: Req) -> None:
         """Remove a request from the workers and free its KV."""
