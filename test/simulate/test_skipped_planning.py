@@ -12,13 +12,14 @@ from lightserve.io_struct import GenerationParams, Step, Token, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler, SchedulerLimits
-from lightserve.simulate.gpu import OTHER
+from lightserve.simulate.gpu import OTHER, CostModel
 from lightserve.simulate.load import Load, fixed, lognormal
-from lightserve.simulate.replica import Setup
+from lightserve.simulate.replica import Replica, Setup
 from lightserve.simulate.result import Result
 from lightserve.simulate.simulation import Failure, Simulation, simulate
 
 LOAD = Load(lognormal(30, 1.0, 300), lognormal(40, 1.0, 150), count=30, streams=6, max_new_tokens=150)
+FLAT = CostModel(matmul_ms=((1, 10.0), (1000, 10.0)), bytes_per_s=float("inf"), pairs_per_s=float("inf"), rest_s=(0, 0))
 LIMITS = SchedulerLimits(16, 512, 64, token_ratio=0.85)
 
 
@@ -94,6 +95,7 @@ def test_steps_in_flight_go_on_one_by_one_after_a_run() -> None:
     scheduler.process_tokens([TokenOut(7, Token(OTHER))])
     run = scheduler.begin_decodes()
     assert run is not None
+    assert run.max_steps == 48, "the first of 50 tokens is there, and the last one ends the request"
     for _ in range(5):
         assert run.plan()
 
@@ -108,6 +110,34 @@ def test_steps_in_flight_go_on_one_by_one_after_a_run() -> None:
     step = scheduler.next_step()
     assert step is not None
     assert list(step.decode_ids) == [7]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize(("arrived_s", "first_token_s"), [(0.046, 0.060), (0.048, 0.070)])
+def test_a_step_is_planned_three_milliseconds_before_the_last_one_ends(
+    skips: bool, arrived_s: float, first_token_s: float
+) -> None:
+    """Steps of 10 ms. One is planned at 47 ms and begins at 50: a request that comes later is in the next one."""
+    setup = Setup("fifo", SchedulerLimits(4, 64, 64), cost=FLAT, lead_s=3e-3, skips_planning=skips)
+    replica = Replica(setup)
+    params = GenerationParams.of(max_new_tokens=50, seed=0)
+    first_tokens: dict[int, float] = {}
+
+    def run_until(end_s: float) -> None:
+        while replica.due_s <= end_s:
+            now = replica.due_s
+            ended = replica.end_step(now)
+            assert ended is not None
+            first_tokens.update({req.req_id: now for req in ended.others})
+            replica.run(now)
+
+    for req_id, at in ((0, 0.0), (1, arrived_s)):
+        run_until(at)
+        replica.add(Req(req_id, np.arange(2, 10, dtype=np.int32) + req_id, params, 50, (0,)), 40, at)
+        replica.run(at)
+    run_until(0.1)
+
+    assert first_tokens == {0: pytest.approx(0.010), 1: pytest.approx(first_token_s)}
 
 
 def test_nothing_is_skipped_while_a_request_could_start() -> None:
