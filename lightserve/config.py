@@ -265,6 +265,9 @@ class RouterConfig:
     disable_dynamic_prompt_cache: bool = option(
         False, "disable the prefix cache: requests share no prefixes", "no_enable_prefix_caching"
     )
+    static_prompts: str | None = option(
+        None, "JSON or YAML file of prompts by name; each stays in the prefix cache, and a request's task_id names one"
+    )
     request_timeout: float = option(0.0, "seconds after which a request ends with an error; 0: never")
     max_queue_size: int = option(
         2048, "maximum number of waiting requests; further ones get status 429", "max_queued_requests"
@@ -412,9 +415,10 @@ class LaunchConfig:
         False, "run without a model: the worker returns made-up tokens, to measure the rest of the server"
     )
     null_step_ms: float = option(0.0, "milliseconds that a step of the null worker takes")
+    null_token_us: float = option(0.0, "microseconds that each token adds to a step of the null worker")
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "drain_timeout", "process_timeout", "null_step_ms")
+        _at_least(self, 0, "drain_timeout", "process_timeout", "null_step_ms", "null_token_us")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,7 @@ LAYERS: dict[str, set[str]] = {
     "models": {"errors", "common.basemodel", "common.ops"},
     "models.registry": {"errors", "model_files", "common.basemodel"},
     "router.kv_identity": {*GROUND, "cluster.tcp", "model_files"},
+    "router.static_prompts": {*GROUND, "model_files"},
     "router": {*GROUND, "cluster.tcp", "common.kv.token_slots", "model_files.lora"},
     "worker": {*GROUND, "common", "grammar", "models", "model_files"},
     "detokenization": {*GROUND, "model_files"},
@@ -142,6 +143,7 @@ LAYERS: dict[str, set[str]] = {
     "benchmark": {
         *GROUND,
         "cluster.nodes",
+        "cluster.routing",
         "cluster.tcp",
         "common",
         "grammar",

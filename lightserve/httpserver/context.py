@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from lightserve.httpserver.wire.unknown_fields import UnknownFields
 from lightserve.model_files.details import ModelDetails
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.sampling_defaults import SamplingDefaults
+from lightserve.model_files.static_prompts import after_static_prompt
 from lightserve.model_files.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class ServerContext:
     details: ModelDetails | None = None  # None in tests without a model's files
     export_trace: Export | None = None  # None: requests are not traced
     pooling: PoolingConfig | None = None  # what the model computes instead of text; None: it generates
+    static_prompts: Mapping[str, list[int]] = field(default_factory=dict)  # token ids by name: --static_prompts
     has_adapters: bool = False  # requests may name a LoRA adapter as the model
 
     @property
@@ -124,6 +126,20 @@ class ServerContext:
         names = ", ".join(map(repr, self.model_names))
         found = f"the model {name[:100]!r} does not exist; this server has {names} (--served-model-name adds names)"
         raise ModelNotFoundError(found, "model")
+
+    def with_static_prompt(self, name: str | int | None, ids: list[int]) -> list[int]:
+        """The prompt of a request whose task_id is ``name``."""
+        if name is None:
+            return ids
+        static_ids = self.static_prompts.get(str(name))
+        if static_ids is None:
+            names = ", ".join(map(repr, self.static_prompts)) or "none"
+            found = (
+                f"task_id: there is no static prompt {str(name)[:100]!r}; this server has {names} (--static_prompts)"
+            )
+            raise InvalidRequestError(found, "task_id")
+        bos_id = None if self.optional_tokenizer is None else self.optional_tokenizer.bos_id
+        return after_static_prompt(static_ids, ids, bos_id)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt."""

@@ -24,6 +24,7 @@ from lightserve.io_struct import Drain, Drained, EngineDied, EngineReady, Ready,
 from lightserve.model_files.details import read_details
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import pooling_of, resolve
+from lightserve.model_files.static_prompts import encode_static_prompts
 from lightserve.model_files.tokenizer import load_tokenizer_or_none
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
@@ -50,16 +51,18 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
     source = resolve(config.worker.model_dir, needs_weights=False, trusts_code=config.worker.trust_remote_code)
     name = config.http.first_model_name(source.name)
     exporter = start_exporter(config.http.otlp_endpoint, name, child_config.index)
+    tokenizer = load_tokenizer_or_none(source, config.http.chat_template)
     context = ServerContext(
         config.http,
         name,
         manager,
-        load_tokenizer_or_none(source, config.http.chat_template),
+        tokenizer,
         read_sampling_defaults(source, config.http.generation_config),
         run_dir=child_config.run_dir,
         details=read_details(source),
         export_trace=None if exporter is None else exporter.put,
         pooling=pooling_of(source, config.worker.model_type, config.worker.task, config.worker.pooling),
+        static_prompts=encode_static_prompts(config.router.static_prompts, tokenizer),
         has_adapters=config.worker.num_loras > 0,
     )
     context.warm_up()

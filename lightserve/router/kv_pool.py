@@ -53,6 +53,7 @@ class KvPool:
         self.slots = TokenSlots(size)
         self.windowed = None if windowed is None else WindowedPool(windowed, size)
         self._cache = RadixCache()
+        self.pinned_tokens = 0
         if self.blocks is not None:
             self.blocks.clear()
         if self.stored is not None:
@@ -235,6 +236,14 @@ class KvPool:
         if self.windowed is not None:
             self.windowed.let_go(req.windowed_slots[req.windowed_begin :])
         req.clear_slots()
+
+    def pin(self, ids: Ids, salt: str) -> int:
+        """Never evict what is cached of this prefix. Returns its number of tokens."""
+        referenced = self._cache.referenced_tokens
+        node, slots = self._cache.match(ids, salt)
+        self._cache.lock(node)
+        self.pinned_tokens += self._cache.referenced_tokens - referenced  # prompts may have beginnings in common
+        return len(slots)
 
     def discard(self, req: Req) -> None:
         """Remove the tokens of a released request from the cache, unless another request shares them.

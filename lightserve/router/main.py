@@ -8,14 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 from lightserve.cluster.tcp.endpoint import EngineEndpoint
+from lightserve.config import ServerConfig
 from lightserve.io_struct import Drain, Drained, EngineReady, NewWorkers, Ready, ToEngine, ToRouter, WorkersLost
 from lightserve.router.kv_identity import kv_identity
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.manager import RouterManager
 from lightserve.router.model_client import RpycModelClient
+from lightserve.router.pinned_prompts import check_room
 from lightserve.router.policy import make_policy
 from lightserve.router.profile_client import ProfileClient
 from lightserve.router.scheduler import LoraSlots, Scheduler, make_limits
+from lightserve.router.static_prompts import load_static_prompts
 from lightserve.router.stats import ThroughputLog
 from lightserve.utils.channel import Receiver, Sender
 from lightserve.utils.logger import init_logger
@@ -60,6 +63,7 @@ async def main(child_config: ChildConfig, launcher: LauncherConnection) -> None:
         manager.report_cached_blocks(outbox.send)
     if server is not None:
         server.link.on_join = manager.cached_blocks
+    _pin_static_prompts(manager, config, engine)
     profiled = _ProfiledWorkers(child_config, manager)
     profiled.connect(child_config.generation)
     launcher.send(Ready())
@@ -76,6 +80,13 @@ def _kv_addresses(child_config: ChildConfig, generation: int) -> list[str]:
     if child_config.role != "decode":
         return []
     return [child_config.kv_address(rank, generation) for rank in range(child_config.config.worker.num_ranks)]
+
+
+def _pin_static_prompts(manager: RouterManager, config: ServerConfig, engine: EngineReady) -> None:
+    prompts = load_static_prompts(config)
+    check_room(prompts, engine)
+    if prompts:
+        manager.pin(prompts)
 
 
 def _channels(child_config: ChildConfig, has_dispatcher: bool) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -36,6 +36,7 @@ from lightserve.router.adapter_control import AdapterControl
 from lightserve.router.adapter_loader import AdapterWorkers
 from lightserve.router.adapter_registry import RegisteredAdapter
 from lightserve.router.model_client import ModelClient
+from lightserve.router.pinned_prompts import PinnedPrompts
 from lightserve.router.profile_control import ProfileControl
 from lightserve.router.reporter import Reporter
 from lightserve.router.req import Req
@@ -91,6 +92,22 @@ class RouterManager:
         """Continue with new workers in place of lost ones."""
         self.steps.use_workers(model)
         self.metrics.workers_restarted()
+        self._compute_pinned()
+
+    def pin(self, prompts: Mapping[str, Sequence[int]]) -> None:
+        """Compute these prompts, and keep them in the prefix cache."""
+        self._reporter.pinned = PinnedPrompts(self._scheduler, prompts)
+        self._compute_pinned()
+
+    def _compute_pinned(self) -> None:
+        if self._reporter.pinned is not None:
+            self._reporter.pinned.compute(self._make_internal, time.monotonic())
+            self.steps.wake()
+
+    def _make_internal(self, message: GenerateReq) -> Req:
+        req = self._make_req(message, None)
+        req.is_internal, req.deadline_s = True, None
+        return req
 
     def reload_adapters(self, workers: AdapterWorkers) -> None:
         """Load the adapters of waiting requests into new workers. The requests wait for that."""

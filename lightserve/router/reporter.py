@@ -22,6 +22,7 @@ from lightserve.io_struct import (
     TokenIdOut,
     TokenOut,
 )
+from lightserve.router.pinned_prompts import PinnedPrompts
 from lightserve.router.req import Req
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.stats import RouterMetrics
@@ -35,6 +36,7 @@ class Reporter:
         self._scheduler = scheduler
         self._to_detokenization = to_detokenization
         self._aborted: list[int] = []  # requests aborted since the last message
+        self.pinned: PinnedPrompts | None = None  # set if there are static prompts
         self.send_news: Callable[[KvNews], None] | None = None  # set if there is a dispatcher
 
     def announce(self, req_id: int, params: TextParams) -> None:
@@ -47,6 +49,7 @@ class Reporter:
 
     def fail(self, reqs: list[Req], status: int, message_of: Callable[[Req], str]) -> None:
         """Requests failed outside of a step."""
+        reqs = [req for req in reqs if not self._end_internal(req, has_failed=True)]
         failed = [ReqFailed(req.req_id, status, message_of(req)) for req in reqs]
         for req, failure in zip(reqs, failed, strict=True):
             _record_failure(req, failure)
@@ -90,6 +93,7 @@ class Reporter:
         waiting = scheduler.num_waiting + scheduler.num_held
         pool, windowed = scheduler.pool, scheduler.pool.windowed
         self.metrics.set_load(scheduler.num_running, waiting, pool.used, pool.size)
+        self.metrics.values["kv_pinned_tokens"] = pool.pinned_tokens
         if windowed is not None:
             self.metrics.set_windowed_load(windowed.used, windowed.size)
         if scheduler.tiers is not None:
@@ -97,7 +101,7 @@ class Reporter:
                 self.metrics.set_tier(tier, values)
         self.metrics.set_split(scheduler.num_pushed, scheduler.incoming)
         self._send_news()
-        suspects = [] if has_workers else scheduler.crash_suspects
+        suspects = [] if has_workers else [req_id for req_id in scheduler.crash_suspects if req_id >= 0]
         stats = RouterStats(step_age_s, self.metrics.snapshot(), has_workers, suspects)
         self._to_detokenization.send(stats)
 
@@ -112,9 +116,16 @@ class Reporter:
     def _has_failed(self, failure: ReqFailed) -> bool:
         """Whether the request ends now. Otherwise it ended before."""
         req = self._scheduler.fail(failure)
-        if req is not None:
-            _record_failure(req, failure)
-        return req is not None
+        if req is None or self._end_internal(req, has_failed=True):
+            return False
+        _record_failure(req, failure)
+        return True
+
+    def _end_internal(self, req: Req, has_failed: bool = False) -> bool:
+        """Whether the request was the router's own."""
+        if req.is_internal and self.pinned is not None:
+            self.pinned.end(req, has_failed)
+        return req.is_internal
 
     def _process_plain(self, result: StepResult, now: float) -> tuple[Int64Array, Int32Array, list[TokenOut]]:
         """The plain tokens that only have to be sent on, as columns, and the others."""
@@ -134,6 +145,9 @@ class Reporter:
         for out in tokens:
             req = self._scheduler.process_token(out)
             if req is None:
+                continue
+            if req.is_internal:
+                self._end_internal(req)
                 continue
             admission = None
             if req.target is not None:  # the engine that wants its prompt counts the request

@@ -58,6 +58,7 @@ class Req(ReqProgress):
     keeps_kv_cached: bool = True  # if not, its KV is freed when it leaves the workers
     shares_prefix: bool = True  # if not, its whole prompt is computed, and no other request uses its KV
     lora_id: int | None = None  # its adapter
+    is_internal: bool = False  # the router's own: no client waits for it
 
     finish_reason: FinishReason | None = None
     ends_in_text: bool = False  # its last token is text, not an end token

@@ -20,6 +20,7 @@ from lightserve.model_files.model_config import ModelConfig
 from lightserve.model_files.pooling import PoolingConfig
 from lightserve.model_files.sampling_defaults import read_sampling_defaults
 from lightserve.model_files.source import ModelSource, pooling_of, require_weights, resolve, stored_as
+from lightserve.model_files.static_prompts import encode_static_prompts
 from lightserve.model_files.tokenizer import Tokenizer, load_tokenizer_or_none
 from lightserve.models.registry import read_model_config
 from lightserve.server.cluster_checks import check_cluster, check_nodes
@@ -65,6 +66,7 @@ def check(config: ServerConfig) -> ModelInfo:
         _check_pooling(pooling, config)
     if not is_weightless:
         require_weights(source)  # after the checks, because a download may take long
+    _check_static_prompts(config, tokenizer, pooling)
     if pooling is None:
         _warn_about_missing_parts(source, config, tokenizer)
     architectures = source.hf_config().get("architectures") or [source.hf_config().get("model_type")]
@@ -78,6 +80,17 @@ def with_local_files(config: ServerConfig, model: ModelInfo) -> ServerConfig:
         return config
     worker = replace(config.worker, model_dir=str(model.path))
     return replace(config, worker=worker, http=replace(config.http, model_name=config.http.model_name or [model.name]))
+
+
+def _check_static_prompts(config: ServerConfig, tokenizer: Tokenizer | None, pooling: PoolingConfig | None) -> None:
+    path = config.router.static_prompts
+    if path is None:
+        return
+    if pooling is not None:
+        raise OptionError(f"static_prompts={path}: this model generates no text")
+    if config.router.disable_dynamic_prompt_cache:
+        raise OptionError(f"static_prompts={path}: leave out --disable_dynamic_prompt_cache, which keeps no prefix")
+    encode_static_prompts(path, tokenizer)
 
 
 def _check_access(http: HttpConfig) -> None:

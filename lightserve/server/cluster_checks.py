@@ -18,7 +18,7 @@ logger = init_logger(__name__)
 
 # what both need, besides flags of the own part
 GATEWAY_WORKER = {"model_dir", "model_type", "task", "pooling", "trust_remote_code"}
-GATEWAY_ROUTER = {"request_timeout", "max_queue_size", "disable_dynamic_prompt_cache"}
+GATEWAY_ROUTER = {"request_timeout", "max_queue_size", "disable_dynamic_prompt_cache", "static_prompts"}
 GATEWAY_LAUNCH = {"drain_timeout", "process_timeout", "log_format"}
 ENGINE_HTTP = {"model_name"}  # for the banner
 

@@ -49,6 +49,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "itl_target_ms",
         "disable_chunked_prefill",
         "disable_dynamic_prompt_cache",
+        "static_prompts",
         "deterministic",
     ),
     "LoRA adapters": (
@@ -122,6 +123,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Development": (
         "null_worker",
         "null_step_ms",
+        "null_token_us",
     ),
 }
 OTHERS = "Other flags"

@@ -3,6 +3,8 @@
 python -m lightserve.simulate --load shared --policies fifo cache_aware --batch_max_tokens 512 2048
 
 python -m lightserve.simulate --load shared --policies fifo --rate 60 --replicas 4 8 --cluster_policy prefix session
+
+python -m lightserve.simulate --policies fifo --requests 1000000 --rate 800 --replicas 8 --cells 2
 """
 
 from __future__ import annotations
@@ -19,17 +21,22 @@ from lightserve.cluster import routing as cluster_routing
 from lightserve.router.policy import POLICIES
 from lightserve.router.scheduler import SchedulerLimits
 from lightserve.router.token_budget import QUANTILE
+from lightserve.simulate.cells import simulate_cells
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed
 from lightserve.simulate.replica import LIMITS, Setup
 from lightserve.simulate.report import header, legend, plot, row_of
-from lightserve.simulate.simulation import Failure, simulate
+from lightserve.simulate.simulation import Failure
 
 
 def setups(args: argparse.Namespace) -> Iterator[Setup]:
     combinations = itertools.product(args.policies, args.token_ratio, args.quantile, args.batch_max_tokens, args.chunk)
     for policy, ratio, share, batch, chunk in combinations:
         limits = SchedulerLimits(
-            args.max_running, batch, None if chunk < 0 else chunk or batch, tuple(args.sizes), ratio
+            args.max_running,
+            batch,
+            None if chunk < 0 else chunk or batch,
+            preferred_step_tokens=tuple(args.sizes),
+            token_ratio=ratio,
         )
         yield Setup(policy, limits, share, args.pool, args.depth)
 
@@ -110,6 +117,12 @@ def arguments() -> argparse.ArgumentParser:
     add("--replicas", type=int, nargs="+", default=[1], help="servers behind one gateway")
     add("--cluster_policy", nargs="+", choices=cluster_routing.POLICIES, default=[cluster_routing.DEFAULT_POLICY])
     add(
+        "--cells",
+        type=int,
+        default=1,
+        help="so many such clusters, each with a gateway, a seed and its share of the load",
+    )
+    add(
         "--fail",
         type=failure,
         nargs="+",
@@ -130,6 +143,8 @@ def main() -> None:
         parser.error(f"--fail: the replicas are 0 to {min(args.replicas) - 1}")
     if args.fail and min(args.replicas) == 1:
         parser.error("--fail: needs at least 2 replicas")
+    if not 1 <= args.cells <= args.requests:
+        parser.error("--cells: must be at least 1, and at most --requests")
     figures = None
     if args.plots:
         try:
@@ -141,9 +156,10 @@ def main() -> None:
     runs = []
     for setup in setups(args):
         for replicas, policy in clusters(args):
-            result = simulate(setup, load, replicas, policy, args.fail)
+            result = simulate_cells(setup, load, args.cells, replicas, policy, args.fail)
             runs.append((setup, result))
             name = "" if policy is None else f"  {replicas} replicas, {policy}"
+            name += f", {args.cells} cells" if args.cells > 1 else ""
             print(row_of(setup, result) + name, flush=True)
     print(f"\ncolumns:\n{legend()}")
     if args.plots:

@@ -10,24 +10,28 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightserve.cluster import routing as cluster_routing
+from lightserve.simulate.cells import processes
 from lightserve.simulate.load import LOADS, Load
 from lightserve.simulate.replica import LIMITS, Setup
 from lightserve.simulate.result import Result
 from lightserve.simulate.shapes import SHAPES, Shape
-from lightserve.simulate.simulation import simulate
+from lightserve.simulate.simulation import Failure, simulate
 
 PRECISION = 1.15  # of a rate: the next one that is tried is so many times as high
 MIN_RATE = 1 / 8  # requests per second: a server that does not keep up with it is of no use
 MIN_REQUESTS = 20  # of a simulation
+TARGET = 0.9  # of the longest time between two tokens: steps take a little longer than the scheduler estimates
 MAX_CARDS = 64
+NEVER_S = 1e9  # until a dead server comes back
 
 
 class Slo(NamedTuple):
@@ -38,6 +42,19 @@ class Slo(NamedTuple):
 
     def is_met(self, result: Result) -> bool:
         return float(np.percentile(result.ttft, 99)) <= self.ttft_s and result.itl(0.99) <= self.itl_s
+
+
+class Demand(NamedTuple):
+    """What all servers have to serve together."""
+
+    load: Load
+    rate: float  # requests per second
+    seconds: float  # of arrivals that are simulated
+    lost: int = 0  # servers that die after a third of that time, and do not come back
+
+    @property
+    def failures(self) -> list[Failure]:
+        return [Failure(self.seconds / 3, number, NEVER_S) for number in range(self.lost)]
 
 
 class Plan(NamedTuple):
@@ -53,8 +70,9 @@ class Plan(NamedTuple):
 
 
 def setup_of(shape: Shape, tp: int, itl_s: float) -> Setup:
-    """A server with ``--tp`` and ``--itl_target_ms``."""
-    limits = replace(LIMITS, long_prompt_step_s=itl_s, max_step_s=itl_s)
+    """A server with ``--tp`` and ``--itl_target_ms``, a little below what 99 of 100 must not exceed."""
+    target_s = TARGET * itl_s
+    limits = replace(LIMITS, long_prompt_step_s=target_s, max_step_s=target_s)
     return Setup("priority", limits, pool_size=shape.pool_size(tp), cost=shape.cost(tp))
 
 
@@ -84,15 +102,16 @@ def highest_rate(setup: Setup, load: Load, slo: Slo, seconds: float) -> float:
     return low
 
 
-def plan(shape: Shape, tp: int, slo: Slo, load: Load, rate: float, seconds: float) -> Plan:
-    """As many servers as ``rate`` needs; more if they do not keep up, because they share the load unevenly."""
+def plan(shape: Shape, tp: int, slo: Slo, demand: Demand) -> Plan:
+    """As many servers as the rate needs; more if they do not keep up, because they share the load unevenly or die."""
+    load, rate, seconds, lost = demand
     setup = setup_of(shape, tp, slo.itl_s)
     if not setup.pool_size or not (of_one := highest_rate(setup, load, slo, seconds)):
         return Plan(tp, slo, 0.0, 0, None)
-    servers = math.ceil(rate / of_one)
+    servers = max(math.ceil(rate / of_one), lost + 1)
     while servers * tp <= MAX_CARDS:
         policy = cluster_routing.DEFAULT_POLICY if servers > 1 else None
-        result = simulate(setup, load_of(load, rate, seconds), servers, policy)
+        result = simulate(setup, load_of(load, rate, seconds), servers, policy, demand.failures)
         if slo.is_met(result):
             return Plan(tp, slo, of_one, servers, result)
         servers += 1
@@ -126,6 +145,11 @@ def plot(path: Path, figures: Any, plans: Sequence[Plan], title: str) -> None:
     figure.savefig(path)
 
 
+def _apply(find: Callable[..., Plan], point: tuple[int, Slo]) -> Plan:
+    tp, slo = point
+    return find(tp=tp, slo=slo)
+
+
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lightserve.simulate.capacity",
@@ -140,6 +164,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--itl_ms", type=float, nargs="+", default=[50.0], help="99 of 100 further tokens come so long after the last")
     add("--tp", type=int, nargs="+", default=[1, 2, 4, 8], help="cards of a server")
     add("--seconds", type=float, default=30.0, help="simulated time in which requests arrive")
+    add("--lost", type=int, default=0, help="so many servers die after a third of that time, and the others must do")
     add("--plot", type=Path, metavar="FILE", help="write cards against ITL as a picture")
     return parser
 
@@ -147,6 +172,8 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     parser = arguments()
     args = parser.parse_args()
+    if args.lost < 0:
+        parser.error("--lost: must be at least 0")
     figures = None
     if args.plot:
         try:
@@ -156,13 +183,15 @@ def main() -> None:
     shape = SHAPES[args.shape]
     print(HEADER)
     plans = []
-    for tp in args.tp:
-        for itl_ms in args.itl_ms:
-            found = plan(shape, tp, Slo(args.ttft_ms / 1e3, itl_ms / 1e3), LOADS[args.load], args.rate, args.seconds)
+    find = partial(plan, shape, demand=Demand(LOADS[args.load], args.rate, args.seconds, args.lost))
+    points = [(tp, Slo(args.ttft_ms / 1e3, itl_ms / 1e3)) for tp in args.tp for itl_ms in args.itl_ms]
+    with processes(len(points)) as run_all:
+        for found in run_all(partial(_apply, find), points):
             print(row_of(found), flush=True)
             plans.append(found)
     if args.plot:
-        plot(args.plot, figures, plans, f"{args.shape}, {args.rate:g} requests/s, TTFT p99 {args.ttft_ms:g} ms")
+        title = f"{args.shape}, {args.rate:g} requests/s, TTFT p99 {args.ttft_ms:g} ms (simulated, estimated costs)"
+        plot(args.plot, figures, plans, title)
 
 
 if __name__ == "__main__":

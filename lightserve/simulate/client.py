@@ -12,7 +12,6 @@ from lightserve.simulate.gpu import EOS
 from lightserve.simulate.load import URGENT, Load
 from lightserve.simulate.replica import EndedStep
 from lightserve.simulate.result import Result
-from lightserve.utils.int_arrays import int32s
 
 NewRequest = tuple[Req, int]  # with the tokens that the model will generate
 
@@ -26,6 +25,7 @@ class Client:
         self._arrivals = load.arrivals()
         self.next_s = next(self._arrivals, math.inf)  # of the next arrival that does not depend on an answer
         self._is_closed = load.rate is None  # a client sends its next request when the last one ends
+        self._ends_by_length = load.ends_by_length
         self._ids = itertools.count()
         self._params = GenerationParams.of(max_new_tokens=load.max_new_tokens, seed=0)
 
@@ -67,6 +67,6 @@ class Client:
         request = next(self._requests, None)
         if request is None:
             return []
-        most = self._params.stopping.max_new_tokens
-        req = Req(next(self._ids), int32s(request.prompt_ids), self._params, most, (EOS,), now, request.priority)
+        most = request.output_len if self._ends_by_length else self._params.stopping.max_new_tokens
+        req = Req(next(self._ids), request.prompt_ids, self._params, most, (EOS,), now, request.priority)
         return [(req, request.output_len)]

@@ -77,6 +77,18 @@ class Worker:
             self._left, self._computed, self._todo = arrays
         self._left[req_id] = output_len
 
+    def plain_steps(self, req_ids: Int64Array) -> int:
+        """In so many further steps that decode these requests, none of them ends."""
+        return int(self._left[req_ids].min()) - 1
+
+    def kv_len(self, req_ids: Int64Array) -> int:
+        return int(self._computed[req_ids].sum())
+
+    def decode(self, req_ids: Int64Array, steps: int) -> None:
+        """``run`` with so many steps that decode these requests and no others."""
+        self._computed[req_ids] += steps
+        self._left[req_ids] -= steps
+
     def run(self, step: Step) -> tuple[float, StepTokens]:
         for new in step.new:
             self._computed[new.req_id] = len(new.cached_slots)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from lightserve.utils.int_arrays import NO_INT32, Int32Array, int32s
 
 VOCAB_SIZE = 32_000
 FIRST_ID = 2  # smallest id in prompts: the simulated model generates the ids below
@@ -19,7 +22,7 @@ SampleLengths = Callable[[np.random.Generator, int], Lengths]
 
 
 class SimulatedRequest(NamedTuple):
-    prompt_ids: list[int]
+    prompt_ids: Int32Array
     output_len: int  # the model returns EOS after so many tokens
     priority: int
 
@@ -34,6 +37,7 @@ class Load:
     rate: float | None = None
     streams: int = 64  # used without a rate
     max_new_tokens: int = 2048  # limit of every request; outputs are shorter
+    ends_by_length: bool = False  # a request's own limit is its output; else the model ends it
     num_prefixes: int = 0  # system prompts, all equally likely
     prefix_len: int = 0
     urgent: float = 0.0  # share of the requests that are urgent
@@ -42,10 +46,11 @@ class Load:
     def requests(self) -> Iterator[SimulatedRequest]:
         """Generated one by one, to save memory. Two requests share at most a system prompt."""
         rng = np.random.default_rng(self.seed)
-        text: list[int] = rng.integers(FIRST_ID, VOCAB_SIZE, 1 << 17).tolist()
-        prefixes = [rng.integers(FIRST_ID, VOCAB_SIZE, self.prefix_len).tolist() for _ in range(self.num_prefixes)] or [
-            []
+        text = rng.integers(FIRST_ID, VOCAB_SIZE, 1 << 17).astype(np.int32)
+        prefixes: list[Int32Array] = [
+            rng.integers(FIRST_ID, VOCAB_SIZE, self.prefix_len).astype(np.int32) for _ in range(self.num_prefixes)
         ]
+        prefixes = prefixes or [NO_INT32]
         rows = zip(
             self.prompt_len(rng, self.count).tolist(),
             np.minimum(self.output_len(rng, self.count), self.max_new_tokens).tolist(),
@@ -55,8 +60,9 @@ class Load:
             strict=True,
         )
         for number, (prompt_len, output_len, at, prefix, is_urgent) in enumerate(rows):
-            own = [VOCAB_SIZE + number, *text[at : at + prompt_len - 1]]
-            yield SimulatedRequest(prefixes[prefix] + own, output_len, URGENT if is_urgent else 0)
+            own = text[at : at + prompt_len - 1]
+            prompt_ids = np.concatenate((prefixes[prefix], int32s([VOCAB_SIZE + number]), own))
+            yield SimulatedRequest(prompt_ids, output_len, URGENT if is_urgent else 0)
 
     def arrivals(self) -> Iterator[float]:
         """Arrival times. With streams, only those of the first request of each stream."""
@@ -68,16 +74,28 @@ class Load:
 
 
 def fixed(length: int) -> SampleLengths:
-    return lambda rng, count: np.full(count, length)
+    return partial(_fixed, length)
 
 
 def lognormal(median: float, sigma: float, most: int) -> SampleLengths:
-    return lambda rng, count: np.clip(rng.lognormal(np.log(median), sigma, count), 1, most).astype(np.int64)
+    return partial(_lognormal, median, sigma, most)
 
 
 def mixed(common: SampleLengths, rare: SampleLengths, share: float) -> SampleLengths:
     """``share`` of the lengths are sampled from ``rare``."""
-    return lambda rng, count: np.where(rng.random(count) < share, rare(rng, count), common(rng, count))
+    return partial(_mixed, common, rare, share)
+
+
+def _fixed(length: int, rng: np.random.Generator, count: int) -> Lengths:
+    return np.full(count, length)
+
+
+def _lognormal(median: float, sigma: float, most: int, rng: np.random.Generator, count: int) -> Lengths:
+    return np.clip(rng.lognormal(np.log(median), sigma, count), 1, most).astype(np.int64)
+
+
+def _mixed(common: SampleLengths, rare: SampleLengths, share: float, rng: np.random.Generator, count: int) -> Lengths:
+    return np.where(rng.random(count) < share, rare(rng, count), common(rng, count))
 
 
 CHAT_PROMPT = lognormal(90, 1.3, 4000)  # like ShareGPT: 200 tokens on average

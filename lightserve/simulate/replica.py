@@ -7,13 +7,19 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from lightserve.io_struct import Token, TokenOut
 from lightserve.router.kv_pool import KvPool
 from lightserve.router.policy import make_policy
 from lightserve.router.req import Req
-from lightserve.router.scheduler import Scheduler, SchedulerLimits
+from lightserve.router.scheduler import DecodeRun, Scheduler, SchedulerLimits
 from lightserve.router.token_budget import QUANTILE, OutputEstimate
-from lightserve.simulate.gpu import H200, CostModel, StepTokens, Worker
+from lightserve.simulate.gpu import H200, OTHER, CostModel, StepTokens, Worker
+from lightserve.utils.int_arrays import NO_INT32, NO_INT64
+
+MIN_DECODES = 2  # steps: fewer are planned one by one
+NO_TOKENS = StepTokens(NO_INT64, NO_INT32)
 
 LIMITS = SchedulerLimits(  # on a GPU
     256,
@@ -36,6 +42,7 @@ class Setup:
     depth: int = 2  # steps in flight at once
     lead_s: float = 3e-3  # the next step is sent so long before the end of a step: the launch lead of an H200
     cost: CostModel = H200
+    skips_planning: bool = True  # of steps that only decode; the figures are the same without it, and take longer
 
     def scheduler(self) -> Scheduler:
         estimate = OutputEstimate(self.quantile)  # a constant in the server, an option here
@@ -50,31 +57,56 @@ class EndedStep(NamedTuple):
     others: list[Req]  # requests that got their first token, or perhaps their last
 
 
+class _InFlight(NamedTuple):
+    end_s: float
+    seconds: float
+    tokens: StepTokens | None  # None: the step belongs to the run of decodes
+
+
 class Replica:
     """Call ``run`` when a request was added, and at ``due_s``."""
 
     def __init__(self, setup: Setup) -> None:
         self.scheduler = setup.scheduler()
-        self.due_s = math.inf  # when something happens next, if no request is added
+        self.due_s = math.inf  # when a step ends next, if no request is added
         self.steps = 0
         self.peak_used = 0
         self._worker = Worker(setup.cost)
+        self._cost = setup.cost
         self._depth = setup.depth
         self._lead_s = setup.lead_s
-        self._in_flight: deque[tuple[float, float, StepTokens]] = deque()  # end of each step, duration and tokens
+        self._skips = setup.skips_planning
+        self._in_flight: deque[_InFlight] = deque()
         self._free_s = 0.0  # when the worker finishes its last step
         self._was_full = False
+        self._decodes: DecodeRun | None = None  # steps that the scheduler and the worker do not know of yet
+        self._max_decodes = 0  # so many such steps end no request
+        self._ended_decodes = 0
+        self._kv_read = 0  # by the next one of them
+        self._last_end_s = 0.0  # of a step
 
-    def add(self, req: Req, output_len: int) -> None:
+    def add(self, req: Req, output_len: int, now: float) -> None:
         """The simulated model generates ``output_len`` more tokens."""
+        self.settle(now)
         self._worker.add(req.req_id, output_len)
         self.scheduler.add(req)
 
+    def settle(self, now: float) -> None:
+        """Let the scheduler know all that has happened until now."""
+        self._plan_until(now)
+        self._end_decodes()
+
     def end_step(self, now: float) -> EndedStep | None:
         """Give the tokens of the step that ends now to their requests; None: no step does."""
-        if not self._in_flight or self._in_flight[0][0] != now:
+        self._plan_until(now)
+        if not self._in_flight or self._in_flight[0].end_s != now:
             return None
-        _, seconds, (req_ids, token_ids) = self._in_flight.popleft()
+        _, seconds, tokens = self._in_flight.popleft()
+        last_end_s, self._last_end_s = self._last_end_s, now
+        if tokens is None and self._decodes is not None:
+            self._ended_decodes += 1
+            return EndedStep([now - last_end_s], [len(self._decodes.rows)], [])
+        req_ids, token_ids = tokens or NO_TOKENS
         self.scheduler.complete_step(seconds)
         is_known = self.scheduler.process_plain(req_ids, token_ids)
         gaps = self.scheduler.observe_gaps(req_ids[is_known], now)
@@ -85,18 +117,62 @@ class Replica:
     def run(self, now: float) -> None:
         """Plan the steps that may be planned now."""
         while len(self._in_flight) < self._depth and not self._is_early(now):
-            step = self.scheduler.next_step(now)
-            if step is None:
+            if not (self._plan_decode(now) or self._plan(now)):
                 break
-            seconds, outs = self._worker.run(step)
-            self._free_s = max(now, self._free_s) + seconds
-            self._in_flight.append((self._free_s, seconds, outs))
-            self._was_full = self.scheduler.num_waiting > 0
-            self.steps += 1
-            self.peak_used = max(self.peak_used, self.scheduler.pool.used)
-        self.due_s = self._in_flight[0][0] if self._in_flight else math.inf
-        if len(self._in_flight) < self._depth and self._is_early(now):
-            self.due_s = min(self.due_s, self._free_s - self._lead_s)
+        self.due_s = self._in_flight[0].end_s if self._in_flight else math.inf
+
+    def _plan_until(self, now: float) -> None:
+        """Plan the steps that were due before now. Nothing has happened here since then."""
+        while self._in_flight and len(self._in_flight) < self._depth and not self._was_full:
+            due_s = self._free_s - self._lead_s
+            before = len(self._in_flight)
+            if due_s < now:
+                self.run(due_s)
+            if len(self._in_flight) == before:
+                return
+
+    def _plan(self, now: float) -> bool:
+        self._end_decodes()
+        step = self.scheduler.next_step(now)
+        if step is None:
+            return False
+        self._send(now, *self._worker.run(step))
+        return True
+
+    def _plan_decode(self, now: float) -> bool:
+        """Plan a step that decodes all requests, if it is clear that nothing else happens in it."""
+        run = self._decodes or self._begin_decodes()
+        if run is None or len(run) == self._max_decodes or not run.plan():
+            return False
+        self._send(now, self._cost.step_s(len(run.rows), self._kv_read, 0.0), None)
+        self._kv_read += len(run.rows)
+        return True
+
+    def _send(self, now: float, seconds: float, tokens: StepTokens | None) -> None:
+        self._free_s = max(now, self._free_s) + seconds
+        self._in_flight.append(_InFlight(self._free_s, seconds, tokens))
+        self._was_full = self.scheduler.num_waiting > 0
+        self.steps += 1
+        self.peak_used = max(self.peak_used, self.scheduler.pool.used)
+
+    def _begin_decodes(self) -> DecodeRun | None:
+        run = self.scheduler.begin_decodes() if self._skips else None
+        if run is None:
+            return None
+        self._max_decodes = min(run.max_steps, self._worker.plain_steps(run.req_ids))
+        if self._max_decodes < MIN_DECODES:
+            return None
+        self._decodes, self._ended_decodes, self._kv_read = run, 0, self._worker.kv_len(run.req_ids)
+        return run
+
+    def _end_decodes(self) -> None:
+        run, self._decodes = self._decodes, None
+        if run is None or not len(run):
+            return
+        self._worker.decode(run.req_ids, len(run))
+        self.scheduler.end_decodes(run, [OTHER] * self._ended_decodes, self._last_end_s)
+        tokens = StepTokens(run.req_ids, np.full(len(run.rows), OTHER, dtype=np.int32))
+        self._in_flight = deque(step if step.tokens else step._replace(tokens=tokens) for step in self._in_flight)
 
     def _is_early(self, now: float) -> bool:
         """Whether it is too early for the next step: the simulator knows what StepPacer estimates."""

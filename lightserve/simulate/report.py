@@ -29,7 +29,7 @@ RESULTS = (
     ("KV %", 5, "largest share of the KV pool in use"),
     ("preempt", 7, "preemptions: requests that lost their KV and computed it again"),
     ("hit %", 5, "share of prompt tokens that were in the prefix cache"),
-    ("sim req/s", 9, "requests per second of real time: the speed of the simulator, not of the policy"),
+    ("sim req/s", 9, "requests per second of CPU time: the speed of the simulator, not of the policy"),
 )
 URGENT = "urgent TTFT"
 

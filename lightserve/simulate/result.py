@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+SUMS = (
+    "cpu_s", "steps", "requests", "output_tokens", "prompt_tokens", "cached_tokens", "preemptions", "ttft",
+    "urgent_ttft", "gaps", "gap_counts",
+)  # fmt: skip
+
 
 @dataclass(slots=True)
 class Result:
     seconds: float = 0.0  # simulated
-    cpu_s: float = 0.0  # real time that the simulation took
+    cpu_s: float = 0.0  # CPU time that the simulation took
     steps: int = 0
     requests: int = 0  # finished requests
     output_tokens: int = 0
@@ -32,6 +38,17 @@ class Result:
     def itl(self, share: float) -> float:
         """The inter-token latency that ``share`` of the gaps do not exceed."""
         return quantile(np.array(self.gaps), np.array(self.gap_counts), share)
+
+
+def merged(results: Sequence[Result]) -> Result:
+    """Of clusters that served at the same time."""
+    whole = Result()
+    for result in results:
+        whole.seconds = max(whole.seconds, result.seconds)
+        whole.peak_used = max(whole.peak_used, result.peak_used)
+        for name in SUMS:
+            setattr(whole, name, getattr(whole, name) + getattr(result, name))
+    return whole
 
 
 def quantile(values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64], share: float) -> float:

@@ -124,7 +124,7 @@ class Simulation:
             return set()
         req, output_len = self._reqs[req_id]
         number = 0 if self._gateway is None else self._gateway.choose(req, now)
-        self.replicas[number].add(req, output_len - req.output_len)
+        self.replicas[number].add(req, output_len - req.output_len, now)
         return {number}
 
     def _change(self, now: float, number: int, down_s: float) -> set[int]:
@@ -135,6 +135,7 @@ class Simulation:
             return {chosen for req_id in waiting for chosen in self._place(req_id, now)}
         if number not in self.replicas:
             return set()
+        self.replicas[number].settle(now)
         self._dead.append(self.replicas.pop(number))
         heapq.heappush(self._changes, Failure(now + down_s, number, 0.0))
         lost = [] if self._gateway is None else self._gateway.leave(number)

@@ -87,6 +87,17 @@ class Tails:
         self._values[rows, at] = values
         self._lens[rows] = at + 1
 
+    def short_of(self, rows: Int64Array, count: int) -> list[int]:
+        """Those of ``rows`` that must be taken before ``count`` more values are appended."""
+        short: list[int] = rows[self._lens[rows] + count > BLOCK].tolist()
+        return short
+
+    def extend(self, rows: Int64Array, values: npt.NDArray[np.int32]) -> None:
+        """Several values to each of ``rows``: a row of ``values``. At most BLOCK."""
+        at = self._lens[rows]
+        self._values[rows[:, None], at[:, None] + np.arange(values.shape[1])] = values
+        self._lens[rows] = at + values.shape[1]
+
     def take(self, row: int) -> Int32Array:
         """The values of a row, which is empty afterwards. They are valid until the next call."""
         count, self._lens[row] = int(self._lens[row]), 0

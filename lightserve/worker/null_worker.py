@@ -28,6 +28,7 @@ class NullWorker:
         self._first_id = min(FIRST_TEXT_ID, vocab_size // 2)
         self._missing: dict[int, int] = {}  # tokens of a request that are not computed yet
         self._last: dict[int, int] = {}  # token of a request
+        self.token_s = 0.0  # that each token adds to a step
         self.pooling: PoolingLimits | None = None  # a result has the request's last token in every place
 
     def launch(self, step: Step) -> GetResult:
@@ -41,7 +42,8 @@ class NullWorker:
             self._missing[new.req_id] = len(new.token_ids) - len(new.cached_slots)
             self._last[new.req_id] = int(new.token_ids[-1])
         req_ids, token_ids, embeddings = [], [], []
-        time.sleep(self._step_s)
+        if step.num_tokens:  # others only free requests
+            time.sleep(self._step_s + self.token_s * step.num_tokens)
         for row in step.rows:
             self._missing[row.req_id] -= len(row.slots)
             if self._missing[row.req_id] == 0 and self.pooling is not None:
@@ -92,6 +94,7 @@ def main(child_config: ChildConfig, launcher: LauncherConnection, worker_class: 
     launch_config = child_config.config.launch
     profiler = None if launch_config.profile_dir is None else WorkerProfiler(child_config.index)
     worker = worker_class(launch_config.null_step_ms / 1e3, vocab_size)
+    worker.token_s = launch_config.null_token_us / 1e6
     worker.pooling = pooling_limits
     server.serve(worker.launch, run_profile=None if profiler is None else profiler.run)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightserve.simulate import capacity
-from lightserve.simulate.capacity import PRECISION, Slo, highest_rate, plan
+from lightserve.simulate.capacity import PRECISION, Demand, Slo, highest_rate, plan
 from lightserve.simulate.gpu import H200, CostModel
 from lightserve.simulate.load import Load, fixed
 from lightserve.simulate.replica import Setup
@@ -54,13 +54,25 @@ def test_servers_are_added_until_all_keep_up(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(capacity, "setup_of", lambda shape, tp, itl_s: Setup(cost=LINEAR))
     slo = Slo(ttft_s=1.0, itl_s=1.0)
 
-    found = plan(LLAMA_8B, 4, slo, SHORT, rate=250.0, seconds=5)
+    found = plan(LLAMA_8B, 4, slo, Demand(SHORT, rate=250.0, seconds=5))
 
     assert found.result is not None
     assert slo.is_met(found.result)
     assert found.servers >= 250 / found.rate
     assert found.cards == 4 * found.servers
-    assert not plan(LLAMA_8B, 32, slo, SHORT, rate=1000.0, seconds=5).cards, "more than 64 cards"
+    assert not plan(LLAMA_8B, 32, slo, Demand(SHORT, rate=1000.0, seconds=5)).cards, "more than 64 cards"
+
+
+def test_servers_that_die_need_others_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "setup_of", lambda shape, tp, itl_s: Setup(cost=LINEAR))
+    slo = Slo(ttft_s=1.0, itl_s=1.0)
+
+    whole, lost = (plan(LLAMA_8B, 1, slo, Demand(SHORT, 60.0, 3, lost)) for lost in (0, 1))
+
+    assert whole.servers == 1
+    assert lost.servers == 2
+    assert lost.result is not None
+    assert lost.result.requests == 180
 
 
 def test_the_command_prints_and_plots(

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from lightserve.cluster.routing import POLICIES
 from lightserve.router.scheduler import SchedulerLimits
 from lightserve.simulate.__main__ import main
+from lightserve.simulate.cells import share_of, simulate_cells
 from lightserve.simulate.load import Load, fixed, lognormal
 from lightserve.simulate.replica import Setup
 from lightserve.simulate.simulation import Failure, Simulation, simulate
@@ -88,6 +89,22 @@ def test_a_request_that_cannot_end_is_reported() -> None:
         simulation.run()
 
 
+def test_cells_serve_their_shares_of_the_load_apart() -> None:
+    load = replace(SHARED, count=31, rate=60.0)
+
+    both = simulate_cells(SMALL, load, 2, 2, "prefix")
+
+    shares = [share_of(load, cell, 2) for cell in range(2)]
+    alone = [simulate(SMALL, share, 2, "prefix") for share in shares]
+    assert [share.count for share in shares] == [16, 15]
+    assert shares[0].rate == shares[1].rate == 30.0
+    assert list(shares[0].arrivals())[:15] != list(shares[1].arrivals())
+    assert both.requests == 31
+    assert both.ttft == alone[0].ttft + alone[1].ttft
+    assert both.output_tokens == alone[0].output_tokens + alone[1].output_tokens
+    assert both.seconds == max(alone[0].seconds, alone[1].seconds)
+
+
 def test_clusters_run_from_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,7 +117,7 @@ def test_clusters_run_from_the_command_line(
 
 
 @pytest.mark.parametrize(
-    "flags", ["--fail 1:2:3", "--replicas 2 --fail 1:2:3", "--replicas 2 --fail 1:0:0", "--replicas 0"]
+    "flags", ["--fail 1:2:3", "--replicas 2 --fail 1:2:3", "--replicas 2 --fail 1:0:0", "--replicas 0", "--cells 0"]
 )
 def test_wrong_figures_are_refused(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["simulate", *flags.split()])

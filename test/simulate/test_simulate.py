@@ -11,7 +11,7 @@ import pytest
 
 from lightserve.router.policy import POLICIES
 from lightserve.router.scheduler import SchedulerLimits
-from lightserve.simulate.__main__ import main
+from lightserve.simulate.__main__ import arguments, main, setups
 from lightserve.simulate.gpu import CostModel
 from lightserve.simulate.load import LOADS, URGENT, Load, fixed, lognormal
 from lightserve.simulate.replica import Setup
@@ -154,6 +154,16 @@ def test_every_named_load_runs_from_the_command_line(
     table, _, columns = capsys.readouterr().out.partition("\n\ncolumns:\n")
     assert [line.split()[0] for line in table.splitlines()] == ["policy", *POLICIES]
     assert columns.rstrip() == legend()
+
+
+def test_flags_reach_the_scheduler() -> None:
+    flags = "--policies fifo --token_ratio 0.5 --sizes 64 128 --chunk 32 --batch_max_tokens 256 --max_running 8"
+
+    (setup,) = setups(arguments().parse_args(flags.split()))
+
+    assert setup.limits == SchedulerLimits(
+        max_running=8, batch_max_tokens=256, chunk_size=32, preferred_step_tokens=(64, 128), token_ratio=0.5
+    )
 
 
 def test_the_legend_has_every_column() -> None:

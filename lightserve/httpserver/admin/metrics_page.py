@@ -29,6 +29,7 @@ DERIVED = (
 
 _NOT_IN_VLLM = {
     "kv_used_tokens",
+    "kv_pinned_tokens",
     "kv_windowed_used_tokens",
     "forced_tokens_total",
     "request_refused_total",

@@ -16,7 +16,7 @@ from lightserve.httpserver.chat.template_fields import TemplateFields
 from lightserve.httpserver.fields.generation import TokenRuleFields, validate_supported
 from lightserve.httpserver.fields.grammar import GrammarFactory
 from lightserve.httpserver.fields.sampling import PARAM_NAMES
-from lightserve.httpserver.fields.scheduling import SchedulingFields
+from lightserve.httpserver.fields.scheduling import PromptFields
 from lightserve.httpserver.fields.unsupported import UNSUPPORTED
 
 C = TypeVar("C", bound="TranslatedChat")
@@ -26,7 +26,7 @@ TOKEN_ID_FIELDS = ("return_token_ids", "return_tokens_as_token_ids")  # these AP
 EXTRA_FIELDS = frozenset(
     {
         *PARAM_NAMES,
-        *SchedulingFields.model_fields,
+        *PromptFields.model_fields,
         *TokenRuleFields.model_fields,
         *TemplateFields.model_fields,
         *UNSUPPORTED,

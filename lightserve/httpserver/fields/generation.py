@@ -15,7 +15,7 @@ from lightserve.errors import InvalidRequestError
 from lightserve.httpserver.context import ServerContext
 from lightserve.httpserver.fields.beam_fields import BeamFields
 from lightserve.httpserver.fields.grammar import GrammarFields
-from lightserve.httpserver.fields.scheduling import SchedulingFields
+from lightserve.httpserver.fields.scheduling import PromptFields
 from lightserve.httpserver.fields.stopping import StopStrings
 from lightserve.httpserver.fields.unsupported import UNSUPPORTED, refuse_unsupported
 from lightserve.httpserver.wire.body import Body, at_most, validate
@@ -80,7 +80,7 @@ class TokenRuleFields(Body):
         return {name: value for name, value in rules.items() if value is not None}
 
 
-class GenerationBody(SchedulingFields, BeamFields, GrammarFields, TokenRuleFields):
+class GenerationBody(PromptFields, BeamFields, GrammarFields, TokenRuleFields):
     """What chat and completions take."""
 
     other_fields: ClassVar[frozenset[str]] = frozenset({*UNSUPPORTED, "chat_template", "token_healing"})

@@ -32,6 +32,12 @@ class SchedulingFields(Body):
         )
 
 
+class PromptFields(SchedulingFields):
+    """Of requests that generate text."""
+
+    task_id: Annotated[str, Field(min_length=1, max_length=256)] | int | None = None  # RTP-LLM's: a static prompt
+
+
 def _session_key(name: Any) -> str:
     """The same for the same name, and short."""
     return blake2b(str(name).encode(errors="replace"), digest_size=8).hexdigest() if name else ""

@@ -50,6 +50,7 @@ LIGHTLLM_ONLY = frozenset(
         "skip_special_tokens",
         "stop_sequences",
         "suggested_dp_index",
+        "task_id",
         "timeout",
     }
 )

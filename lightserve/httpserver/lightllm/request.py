@@ -14,7 +14,7 @@ from lightserve.httpserver.fields.beam_fields import BeamFields, not_with_beam_s
 from lightserve.httpserver.fields.generation import MAX_ALLOWED_IDS, TokenRuleFields
 from lightserve.httpserver.fields.grammar import GuidedFields, requested_grammar
 from lightserve.httpserver.fields.inputs import check_input_ids, refuse_media
-from lightserve.httpserver.fields.scheduling import SchedulingFields
+from lightserve.httpserver.fields.scheduling import PromptFields
 from lightserve.httpserver.fields.stopping import check_stop_strings
 from lightserve.httpserver.fields.token_healing import heal, healing_error
 from lightserve.httpserver.manager import PromptRequest
@@ -51,7 +51,7 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 StopSequences = Annotated[list[str | Ids], Field(fail_fast=True)]
 
 
-class LightllmParameters(SchedulingFields, BeamFields, GuidedFields, TokenRuleFields):
+class LightllmParameters(PromptFields, BeamFields, GuidedFields, TokenRuleFields):
     """null means absent. Unknown parameters are allowed and have no effect."""
 
     other_fields: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
@@ -113,6 +113,7 @@ async def lightllm_request(context: ServerContext, body: LightllmBody, streams: 
     _refuse_unsupported(body, parameters)
     n, best_of = _choices(context, parameters, streams)
     prompt_ids = await _prompt_ids(context, body.inputs, parameters.add_special_tokens)
+    prompt_ids = context.with_static_prompt(parameters.task_id, prompt_ids)
     details = bool(parameters.return_details)
     needs_logprobs = streams or details or n < best_of
     params = GenerationParams.of(

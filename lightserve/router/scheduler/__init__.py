@@ -5,6 +5,7 @@
     chunking.py       how those tokens are divided among the prompts
     preemption.py     which requests make room when KV memory runs out
     lora_slots.py     which adapters are on the device
+    decode_run.py     many steps at once that only decode, for the simulator
     batch.py          the requests that run
     scheduler.py      composes them into steps
 
@@ -15,8 +16,9 @@ may be planned before the tokens of the first are back: workers run steps in ord
 earlier step in flight still reads.
 """
 
+from lightserve.router.scheduler.decode_run import DecodeRun
 from lightserve.router.scheduler.limits import SchedulerLimits, make_limits
 from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.scheduler import Scheduler
 
-__all__ = ["LoraSlots", "Scheduler", "SchedulerLimits", "make_limits"]
+__all__ = ["DecodeRun", "LoraSlots", "Scheduler", "SchedulerLimits", "make_limits"]

@@ -38,6 +38,7 @@ from lightserve.router.req_queue import ReqQueue
 from lightserve.router.scheduler.admission import AdmissionControl
 from lightserve.router.scheduler.batch import RunningBatch
 from lightserve.router.scheduler.chunking import Chunk, Chunking
+from lightserve.router.scheduler.decode_run import DecodeRun, find_decode_run
 from lightserve.router.scheduler.limits import SchedulerLimits
 from lightserve.router.scheduler.lora_slots import LoraSlots
 from lightserve.router.scheduler.preemption import Preemption
@@ -216,6 +217,11 @@ class Scheduler:
         return msgspec.structs.replace(step, stores=stores, loads=loads)
 
     @property
+    def _has_transfers(self) -> bool:
+        """Whether KV may come or go beside the steps."""
+        return self.tiers is not None or self.incoming is not None or bool(self._pushing)
+
+    @property
     def _has_copies(self) -> bool:
         """Whether the workers have something to copy, even if they compute nothing."""
         if self.incoming is not None and self.incoming.has_expects:
@@ -227,6 +233,28 @@ class Scheduler:
         found = [push for req in self._pushing.values() if (push := req.take_push()) is not None]
         self.num_pushed += sum(len(push.slots) for push in found)
         return found
+
+    def begin_decodes(self) -> DecodeRun | None:
+        """The next steps, if nothing but decoding happens in them. Then ``next_step`` must not be called before
+        ``end_decodes``. The workers free requests with a later step. None: it may be otherwise, or is not simple."""
+        is_simple = self.limits.num_stages == 1 and self.pool.windowed is None and not self._has_transfers
+        is_full = len(self._batch) >= self.limits.max_running
+        if not is_simple or self._isolation.is_active or (len(self._queue) and not is_full):
+            return None
+        return find_decode_run(self._batch, self._num_planned)
+
+    def end_decodes(self, run: DecodeRun, token_ids: list[int], last_token_s: float) -> None:
+        """Go on with ``next_step``. The first steps of the run have ended with these tokens, the last of them at
+        ``last_token_s``; the others are in flight."""
+        columns, rows = self._batch.columns, run.rows
+        self._num_planned += len(run)
+        columns.planned_step[rows] = self._num_planned
+        admissions, counts = columns.admission[rows], np.ones(len(rows), dtype=np.int64)
+        for slots, planned_len in run.apply(token_ids, last_token_s):
+            planned = PlannedStep(
+                len(rows), run.req_ids, rows, admissions, counts, planned_len, slots, NO_INT32, [], [], []
+            )
+            self._in_flight.append(planned)
 
     def complete_step(self, seconds: float | None = None) -> list[PrefillChunk]:
         """The oldest step in flight is back: the KV that it computed is certain. Returns its prompt chunks.
@@ -280,8 +308,11 @@ class Scheduler:
     def observe_gaps(self, req_ids: Int64Array, now: float) -> tuple[list[float], list[int]]:
         """These requests, which run, have got a token now. Returns the times since their last ones, and how often."""
         columns, rows = self._batch.columns, self._batch.rows_of(req_ids)
-        last_s, counts = np.unique(columns.last_token_s[rows], return_counts=True)
+        last_s = columns.last_token_s[rows]
         columns.last_token_s[rows] = now
+        if len(last_s) and bool((last_s == last_s[0]).all()):  # as usual: 5 us instead of 30
+            return [now - last_s.item(0)], [len(last_s)]
+        last_s, counts = np.unique(last_s, return_counts=True)
         return (now - last_s).tolist(), counts.tolist()
 
     def process_token(self, out: TokenOut) -> Req | None:

@@ -1,0 +1,75 @@
+"""Static prompts (--static_prompts): the router computes each once, and the prefix cache never evicts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from lightserve.errors import OptionError
+from lightserve.io_struct import EngineReady, GenerateReq, GenerationParams
+from lightserve.router.req import Req
+from lightserve.router.scheduler import Scheduler
+from lightserve.utils.int_arrays import int32s
+from lightserve.utils.logger import init_logger
+
+logger = init_logger(__name__)
+
+MAX_SHARE = 0.5  # of the KV pool
+LEAST_OWN = 2  # tokens that a request adds: one of its prompt, and one of output
+ONE_TOKEN = GenerationParams.of(max_new_tokens=1, seed=0, temperature=0.0)
+
+
+def check_room(prompts: Mapping[str, Sequence[int]], engine: EngineReady) -> None:
+    """Requests must have room beside the pinned prompts, also the longest one."""
+    tokens, pool = sum(map(len, prompts.values())), engine.max_total_token_num
+    if not tokens:
+        return
+    if engine.windowed is not None:
+        raise OptionError(
+            "static_prompts: not with a model whose layers have sliding windows and a KV pool of their own"
+        )
+    name, longest = max(((name, len(ids)) for name, ids in prompts.items()), key=lambda pair: pair[1])
+    if longest + LEAST_OWN > engine.max_req_total_len:
+        raise OptionError(
+            f"static_prompts: {name!r} has {longest} tokens, and a request may have {engine.max_req_total_len} with "
+            "its own prompt and output (--max_req_total_len)"
+        )
+    if tokens > MAX_SHARE * pool:
+        raise OptionError(
+            f"static_prompts: {tokens} tokens would be pinned; the limit is {MAX_SHARE:.0%} of the KV pool of {pool} "
+            "tokens; use shorter prompts, or more memory (--max_total_token_num)"
+        )
+    if tokens + engine.max_req_total_len > pool:
+        raise OptionError(
+            f"static_prompts: {tokens} pinned tokens leave {pool - tokens} of the KV pool, and a request may have "
+            f"{engine.max_req_total_len}; set --max_req_total_len to {pool - tokens} or less"
+        )
+
+
+class PinnedPrompts:
+    """Makes requests of its own, with negative ids. The reporter tells nobody of them but this."""
+
+    def __init__(self, scheduler: Scheduler, prompts: Mapping[str, Sequence[int]]) -> None:
+        self._scheduler = scheduler
+        self._prompts = {-1 - at: (name, int32s(ids)) for at, (name, ids) in enumerate(prompts.items())}
+        self._computing: set[int] = set()
+        self._failed: set[int] = set()  # not tried again: it may be what made the workers die
+
+    def compute(self, make_req: Callable[[GenerateReq], Req], now_s: float) -> None:
+        """Queue what is neither pinned nor being computed: at the start, and when new workers have no KV."""
+        if self._scheduler.pool.pinned_tokens:
+            return
+        for req_id, (_, ids) in self._prompts.items():
+            if req_id not in self._computing | self._failed:
+                self._computing.add(req_id)
+                self._scheduler.add(make_req(GenerateReq(req_id, ids, ONE_TOKEN, now_s)))
+
+    def end(self, req: Req, has_failed: bool = False) -> None:
+        """One of them has ended."""
+        self._computing.discard(req.req_id)
+        name, ids = self._prompts[req.req_id]
+        if has_failed:
+            self._failed.add(req.req_id)
+            logger.error("the static prompt %r could not be computed: it is not pinned, and works as any other", name)
+            return
+        pinned = self._scheduler.pool.pin(ids, req.salt)
+        logger.info("static prompt %r: %d tokens pinned in the prefix cache", name, pinned)

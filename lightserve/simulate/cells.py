@@ -1,0 +1,62 @@
+"""Several clusters beside each other, each with a gateway of its own, simulated in processes of their own.
+
+A gateway knows the load of all its servers, so servers behind one gateway cannot be simulated apart. Clusters that
+share nothing can.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lightserve.simulate.load import Load
+from lightserve.simulate.replica import Setup
+from lightserve.simulate.result import Result, merged
+from lightserve.simulate.simulation import Failure, simulate
+
+SEEDS = 2  # of a load: for its requests, and for its arrivals
+
+Map = Callable[[Callable[..., Any], Iterable[Any]], Iterator[Any]]
+
+
+@contextmanager
+def processes(count: int) -> Iterator[Map]:
+    """A ``map`` that runs in so many processes, or as many as there are cores; with one, in this process."""
+    count = min(count, os.cpu_count() or 1)
+    if count <= 1:
+        yield map
+        return
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+        yield pool.map
+
+
+def share_of(load: Load, cell: int, cells: int) -> Load:
+    """The part of the load that one of the clusters gets."""
+    return replace(
+        load,
+        count=(load.count + cells - 1 - cell) // cells,
+        rate=None if load.rate is None else load.rate / cells,
+        streams=(load.streams + cells - 1 - cell) // cells,
+        seed=load.seed + SEEDS * cell,
+    )
+
+
+def simulate_cells(
+    setup: Setup,
+    load: Load,
+    cells: int,
+    replicas: int = 1,
+    policy: str | None = None,
+    failures: Sequence[Failure] = (),
+) -> Result:
+    """``replicas``, ``policy`` and ``failures`` are those of every cluster."""
+    run = partial(simulate, setup, replicas=replicas, policy=policy, failures=failures)
+    loads = [share_of(load, cell, cells) for cell in range(cells)]
+    with processes(cells) as run_all:
+        return merged(list(run_all(run, loads)))

@@ -1,0 +1,130 @@
+"""Static prompts are computed once, never evicted, and computed again by new workers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightserve.errors import OptionError
+from lightserve.io_struct import EngineReady, GenerateReq, GenerationParams, Token, TokenOut, WindowedKv
+from lightserve.router.kv_pool import KvPool
+from lightserve.router.pinned_prompts import PinnedPrompts, check_room
+from lightserve.router.req import Req
+from lightserve.router.scheduler import Scheduler, SchedulerLimits
+
+PROMPTS = {"a": list(range(10, 30)), "b": [*range(10, 20), *range(50, 60)]}  # 10 tokens in common
+SALT = "salt "
+
+
+def make_req(message: GenerateReq) -> Req:
+    req = Req(message.req_id, message.prompt_ids, message.params, 1, (), salt=message.prefix_salt(True))
+    req.is_internal = True
+    return req
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler(KvPool(100), SchedulerLimits(4, 64, 64))
+
+
+def serve(scheduler: Scheduler, pinned: PinnedPrompts | None = None) -> int:
+    """Run until nothing is left. Returns the tokens that were computed."""
+    tokens = 0
+    while (step := scheduler.next_step()) is not None:
+        tokens += step.num_tokens
+        ids = [*np.asarray(step.decode_ids).tolist(), *(row.req_id for row in step.chunks)]
+        for req, _ in scheduler.process_tokens([TokenOut(req_id, Token(9)) for req_id in ids]):
+            if pinned is not None and req.is_internal:
+                pinned.end(req)
+    return tokens
+
+
+def ask(scheduler: Scheduler, req_id: int, ids: list[int]) -> Req:
+    params = GenerationParams.of(max_new_tokens=1, seed=0)
+    req = Req(req_id, np.array(ids, dtype=np.int32), params, 1, (), salt=SALT)
+    scheduler.add(req)
+    return req
+
+
+def test_prompts_are_computed_once_and_pinned(scheduler: Scheduler) -> None:
+    pinned = PinnedPrompts(scheduler, PROMPTS)
+
+    pinned.compute(make_req, 0.0)
+    serve(scheduler, pinned)
+    pinned.compute(make_req, 0.0)
+
+    assert scheduler.num_waiting == 0, "nothing is computed again"
+    assert scheduler.pool.pinned_tokens == scheduler.pool.used == 30
+    assert scheduler.pool.cached_tokens == 0
+
+
+def test_nothing_evicts_a_pinned_prompt(scheduler: Scheduler) -> None:
+    pinned = PinnedPrompts(scheduler, PROMPTS)
+    pinned.compute(make_req, 0.0)
+    serve(scheduler, pinned)
+
+    for number in range(10):  # more than the pool holds
+        ask(scheduler, number, [1000 + number, *range(200, 240)])
+        serve(scheduler)
+    late = ask(scheduler, 99, [*PROMPTS["b"], 7, 8])
+    serve(scheduler)
+
+    assert scheduler.pool.num_evicted > 100
+    assert late.cached_len == len(PROMPTS["b"])
+    assert scheduler.pool.used == 30
+
+
+def test_new_workers_compute_them_again(scheduler: Scheduler) -> None:
+    pinned = PinnedPrompts(scheduler, PROMPTS)
+    pinned.compute(make_req, 0.0)
+    serve(scheduler, pinned)
+
+    scheduler.recover_from_crash()
+    assert scheduler.pool.pinned_tokens == 0
+    pinned.compute(make_req, 0.0)
+    serve(scheduler, pinned)
+
+    assert scheduler.pool.pinned_tokens == scheduler.pool.used == 30
+
+
+def test_workers_that_die_meanwhile_compute_each_once(scheduler: Scheduler) -> None:
+    pinned = PinnedPrompts(scheduler, PROMPTS)
+    pinned.compute(make_req, 0.0)
+    scheduler.next_step()
+
+    scheduler.recover_from_crash()
+    pinned.compute(make_req, 0.0)
+
+    assert scheduler.num_waiting == 2
+    serve(scheduler, pinned)
+    assert scheduler.pool.pinned_tokens == 30
+
+
+def test_a_prompt_that_fails_is_not_tried_again(scheduler: Scheduler, caplog: pytest.LogCaptureFixture) -> None:
+    pinned = PinnedPrompts(scheduler, {"a": PROMPTS["a"]})
+    pinned.compute(make_req, 0.0)
+    scheduler.next_step()
+    scheduler.recover_from_crash()
+    (req,) = scheduler.drop(lambda _: True)
+
+    pinned.end(req, has_failed=True)
+    pinned.compute(make_req, 0.0)
+
+    assert scheduler.num_waiting == 0
+
+
+def engine(pool: int, longest: int, windowed: WindowedKv | None = None) -> EngineReady:
+    return EngineReady(pool, longest, vocab_size=100, pipeline_depth=1, windowed=windowed)
+
+
+def test_pins_leave_room_for_requests() -> None:
+    check_room(PROMPTS, engine(100, 60))
+    check_room({}, engine(100, 100))
+    with pytest.raises(OptionError, match="'a' has 20 tokens, and a request may have 21"):
+        check_room(PROMPTS, engine(100, 21))
+    with pytest.raises(OptionError, match="40 tokens would be pinned; the limit is 50% of the KV pool of 79"):
+        check_room(PROMPTS, engine(79, 22))
+    with pytest.raises(OptionError, match="set --max_req_total_len to 60 or less"):
+        check_room(PROMPTS, engine(100, 61))
+    with pytest.raises(OptionError, match="sliding windows"):
+        check_room(PROMPTS, engine(100, 30, WindowedKv(50, 10, 10)))
