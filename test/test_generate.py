@@ -17,7 +17,7 @@ def lightserve(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_prompt_gets_a_response_and_its_speed_on_stderr() -> None:
-    run = lightserve("What is the capital of France?", "--max-new-tokens", "20")
+    run = lightserve("What is the capital of France?", "--max-new-tokens", "20", "--quantization", "none")
 
     assert run.returncode == 0, run.stderr
     assert run.stdout == "> What is the capital of France?\nThe capital of France is Paris.\n"

@@ -202,7 +202,7 @@ def test_preemption_and_batching_do_not_change_the_output() -> None:
         for i, schema in enumerate(schemas)
     ]
     prompts = [[rng.randrange(40_000) for _ in range(rng.randint(3, 30))] for _ in wanted]
-    small = LLM(max_total_token_num=500, device="cpu")
+    small = LLM(max_total_token_num=500, device="cpu", quantization="none")
     small.generate(
         [[5]] * 40, GenerationParams.of(max_new_tokens=4, ignore_eos=True)
     )  # so that it takes answers to be short
@@ -210,7 +210,7 @@ def test_preemption_and_batching_do_not_change_the_output() -> None:
     generations = small.generate(prompts, wanted)
 
     assert small._scheduler.num_preemptions > 0
-    large = LLM(max_total_token_num=8000, device="cpu").generate(prompts, wanted)
+    large = LLM(max_total_token_num=8000, device="cpu", quantization="none").generate(prompts, wanted)
     assert [one.token_ids for one in generations] == [one.token_ids for one in large]
     for schema, generation in zip(schemas, generations, strict=True):
         if schema is not None and generation.finish_reason is FinishReason.STOP:

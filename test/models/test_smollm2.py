@@ -24,7 +24,7 @@ def hf() -> Any:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(max_total_token_num=16384, device="cpu")
+    return LLM(max_total_token_num=16384, device="cpu", quantization="none")
 
 
 def test_greedy_text_of_varied_prompts_is_that_of_transformers(llm: LLM) -> None:
