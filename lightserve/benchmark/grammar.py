@@ -67,7 +67,7 @@ def remove_forward_pass(llm: LLM) -> None:
     logits = torch.randn(rows, model.config.vocab_size, generator=torch.Generator().manual_seed(0))
     logits = logits.to(model.device, model.args.dtype)
     model.hidden_states = lambda step: step  # type: ignore
-    model.logits = lambda step, rows=None: logits[: len(step.attn.b_req_idx)]  # type: ignore
+    model.local_logits = lambda step, rows=None: logits[: len(step.attn.b_req_idx)]  # type: ignore
     llm.worker.capture()
 
 

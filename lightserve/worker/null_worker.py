@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from lightserve.io_struct import Embedding, EngineReady, PoolingLimits, Step, StepResult
+from lightserve.io_struct import Embedding, EngineReady, PoolingLimits, Step, StepResult, Token, TokenOut
 from lightserve.model_files.source import ModelSource, pooling_of, resolve
 from lightserve.utils.process import ChildConfig, LauncherConnection, run_child
 from lightserve.worker.profiler import WorkerProfiler
@@ -28,6 +28,7 @@ class NullWorker:
         self._first_id = min(FIRST_TEXT_ID, vocab_size // 2)
         self._missing: dict[int, int] = {}  # tokens of a request that are not computed yet
         self._last: dict[int, int] = {}  # token of a request
+        self._num_top: dict[int, int] = {}  # logprobs that a request wants, if it wants any
         self.token_s = 0.0  # that each token adds to a step
         self.pooling: PoolingLimits | None = None  # a result has the request's last token in every place
 
@@ -38,10 +39,13 @@ class NullWorker:
         for req_id in step.free:
             self._missing.pop(req_id, None)
             self._last.pop(req_id, None)
+            self._num_top.pop(req_id, None)
         for new in step.new:
+            if new.sampling.logprobs is not None:
+                self._num_top[new.req_id] = new.sampling.logprobs
             self._missing[new.req_id] = len(new.token_ids) - len(new.cached_slots)
             self._last[new.req_id] = int(new.token_ids[-1])
-        req_ids, token_ids, embeddings = [], [], []
+        req_ids, token_ids, embeddings, detailed = [], [], [], []
         if step.num_tokens:  # others only free requests
             time.sleep(self._step_s + self.token_s * step.num_tokens)
         for row in step.rows:
@@ -52,13 +56,25 @@ class NullWorker:
             elif self._missing[row.req_id] == 0:
                 self._missing[row.req_id] = 1
                 self._last[row.req_id] = self._after(self._last[row.req_id])
+                if row.req_id in self._num_top:
+                    detailed.append(TokenOut(row.req_id, self._with_logprobs(row.req_id)))
+                    continue
                 req_ids.append(row.req_id)
                 token_ids.append(self._last[row.req_id])
         return StepResult(
+            detailed,
             embeddings=embeddings,
             plain_req_ids=np.array(req_ids, dtype=np.int64),
             plain_token_ids=np.array(token_ids, dtype=np.int32),
         )
+
+    def _with_logprobs(self, req_id: int) -> Token:
+        """The tokens after it are less and less likely."""
+        top = [self._last[req_id]]
+        count = min(self._num_top[req_id], self._vocab_size - self._first_id)
+        while len(top) < count:
+            top.append(self._after(top[-1]))
+        return Token(top[0], -1.0, [(token_id, -1.0 - place) for place, token_id in enumerate(top[:count])])
 
     def _after(self, token_id: int) -> int:
         return token_id + 1 if self._first_id <= token_id + 1 < self._vocab_size else self._first_id

@@ -67,7 +67,9 @@ class ModelWorker:
         rank = parallel.pp.rank * tp.size + tp.rank
         self._device = self._platform.torch_device(rank if device_index is None else device_index)
         self._platform.bind(self._device, config.deterministic)
-        is_packed = self._platform.keeps_gguf_packed(config.deterministic) and config.quantization_config is None
+        num_ranks = tp.size * parallel.pp.size
+        is_packed = self._platform.keeps_gguf_packed(num_ranks, config.deterministic)
+        is_packed = is_packed and config.quantization_config is None
         source = stored_as(source, config.quantization, packed_by_default=is_packed)
         self.model_config = read_model_config(
             source.hf_config(), config.model_type, config.quantization, config.quantization_config
@@ -78,7 +80,6 @@ class ModelWorker:
         dtype = _dtype(config, self.model_config, self._platform)
         self._kv_dtype = resolve_kv_dtype(config.kv_dtype, self.model_config)
         self._platform.check_kv_dtype(self._kv_dtype, self._device)
-        num_ranks = tp.size * parallel.pp.size
         ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
         self.dtype_and_device = f"{self._computed_how(dtype)} on {self._platform.name}{ranks}"
         self.model = self._load_model(config, source, parallel, dtype)

@@ -57,3 +57,13 @@ def test_a_part_of_a_prompt_brings_no_token() -> None:
     rest = tokens_of(worker, Step([StepRow(1, [2])]))
 
     assert (part, rest) == ({}, {1: 2008})
+
+
+def test_a_request_that_wants_logprobs_gets_as_many_as_it_wants() -> None:
+    worker = NullWorker(step_s=0.0, vocab_size=2000)
+    new = NewReq(1, [1500], SamplingParams(logprobs=3), seed=0)
+
+    [out] = worker.launch(Step([StepRow(1, [0])], [new]))().detailed
+
+    assert out.token.id == 1501
+    assert [token_id for token_id, _ in out.token.top_logprobs or []] == [1501, 1502, 1503]

@@ -51,9 +51,9 @@ class CpuDevice(Device):
     def set_current(self, device: torch.device) -> None:
         """Nothing to do: every thread runs on the CPU."""
 
-    def keeps_gguf_packed(self, deterministic: bool) -> bool:
-        """Only the C library has fast products with packed weights."""
-        return not deterministic and self._has_library()
+    def keeps_gguf_packed(self, num_ranks: int, deterministic: bool) -> bool:
+        """Only the C library has fast products with packed weights. Its threads and those of other ranks would spin."""
+        return num_ranks == 1 and not deterministic and self._has_library()
 
     def _has_library(self) -> bool:
         import_module(self.ops_module)

@@ -33,7 +33,7 @@ class CudaDevice(Device):
     step_timeout_s = 60.0  # 8192 tokens of a model of 70 billion weights take seconds; kernels compile before
     max_head_dim = 512  # as in triton_kernel/_attention.py
 
-    def keeps_gguf_packed(self, deterministic: bool) -> bool:
+    def keeps_gguf_packed(self, num_ranks: int, deterministic: bool) -> bool:
         return True
 
     def unavailable_reason(self) -> str | None:
