@@ -79,7 +79,8 @@ class HostTier:
             return KvLoaded(0.0, is_valid=False)
 
     def _by_block(self, slots: Int32s) -> Tensor:
-        return to_device(int32s(slots), self._device).long().view(-1, BLOCK_TOKENS)
+        # a copy: torch warns of arrays that are views of a message
+        return to_device(int32s(slots).copy(), self._device).long().view(-1, BLOCK_TOKENS)
 
 
 def make_host_tier(

@@ -214,7 +214,8 @@ class KvReceiver:
 
 
 def _by_block(slots: Int32s, device: torch.device) -> Tensor:
-    return to_device(int32s(slots), device).long().view(-1, BLOCK_TOKENS)
+    # a copy: torch warns of arrays that are views of a message
+    return to_device(int32s(slots).copy(), device).long().view(-1, BLOCK_TOKENS)
 
 
 class KvSplit(NamedTuple):
