@@ -82,8 +82,8 @@ class WorkerConfig:
     quantization: Quantization | None = option(
         None,
         "quantise float weights while they are loaded: fp8, int8, or w4 (4 bits, groups of 32); "
-        "gguf: keep the weights of a GGUF file packed; none: expand them; default: packed on a GPU, expanded on a "
-        "CPU",
+        "gguf: keep the weights of a GGUF file packed; none: expand them; default: packed on a GPU, and on a CPU with "
+        "one rank and the C library",
     )
     quantization_config: str | None = option(
         None,
