@@ -39,13 +39,16 @@ def small_tokenizer() -> Tokenizer:
     return Tokenizer(small_backend(), SpecialTokens(eos=EOS), None)
 
 
-def save_small_model(folder: Path) -> str:
-    """Random weights, and more logits than the tokenizer has tokens."""
+def save_small_model(folder: Path, context_len: int | None = None) -> str:
+    """Random weights, and more logits than the tokenizer has tokens. ``context_len``: None keeps it."""
     build_hf("llama-gqa").save_pretrained(folder)
     backend = small_backend()
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": backend.token_to_id(EOS)}))
+    config["eos_token_id"] = backend.token_to_id(EOS)
+    if context_len is not None:
+        config["max_position_embeddings"] = context_len
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").unlink(missing_ok=True)
     return str(folder)

@@ -72,7 +72,8 @@ class StepRunner:
         """The captured shape to pad this one to, or this shape if there is none."""
         if self._graphs is None or self._ranges is None:
             return shape
-        for wanted in (shape, shape._replace(has_shared=False)):  # a graph saves more than reading a prefix once
+        # a graph saves more than reading a prefix once
+        for wanted in (shape, shape._replace(has_shared=False)) if shape.has_shared else (shape,):
             larger = graph_shape_for(wanted, self._ranges)
             if larger is not None and larger in self._graphs:
                 return larger

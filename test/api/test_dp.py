@@ -29,10 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose context has room for responses that can be interrupted."""
     from test.small_text import save_small_model  # here, because it imports transformers
 
-    folder = Path(save_small_model(tmp_path_factory.mktemp("model")))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
-    return folder
+    return Path(save_small_model(tmp_path_factory.mktemp("model"), context_len=2048))
 
 
 def serve(folder: Path, log: Path, *flags: str) -> Any:

@@ -28,10 +28,7 @@ LENGTH = 450  # of a prompt: the pool holds two
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from test.small_text import save_small_model  # here, because it imports transformers
 
-    folder = Path(save_small_model(tmp_path_factory.mktemp("model")))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-    return folder
+    return Path(save_small_model(tmp_path_factory.mktemp("model"), context_len=1024))
 
 
 def serve(folder: Path, log: Path, *flags: str) -> Any:

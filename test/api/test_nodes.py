@@ -16,7 +16,7 @@ import pytest
 from test.api.nodes import Nodes, nodes_in
 from test.api.server import ServerProcess, running_server
 from test.api.test_kv_tiers import KV_TOKENS, ask, ask_after_eviction
-from test.api.test_restart import clients_of, kill_worker, sixteen
+from test.api.test_restart import answers, clients_of, kill_worker, sixteen
 from test.cluster.tcp_cluster import free_port
 from test.small_text import save_small_model
 from test.test_numerics import save_spoilt_model
@@ -55,11 +55,6 @@ def stages(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         stages = TwoStages(nodes)
         nodes.wait_ready(stages.first)
         yield stages
-
-
-def answers(server: ServerProcess) -> list[Any]:
-    with clients_of(server) as clients:
-        return [response.result() for response in clients.ask(sixteen())]
 
 
 def answers_despite(server: ServerProcess, fault: Callable[[], None]) -> list[Any]:

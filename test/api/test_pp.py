@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from test.api.server import ServerProcess, running_server
-from test.api.test_restart import clients_of, kill_worker, restarted, sixteen
+from test.api.test_restart import answers, clients_of, kill_worker, restarted, sixteen
 from test.test_numerics import save_spoilt_model
 from test.waiting import wait_until
 
@@ -39,11 +39,6 @@ def two_stages(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     flags = (*FLAGS, "--model_dir", model_dir, "--pp", "2", "--profile_dir", str(folder / "profiles"))
     with running_server(folder / "log", *flags) as server:
         yield server
-
-
-def answers(server: ServerProcess) -> list[Any]:
-    with clients_of(server) as clients:
-        return [response.result() for response in clients.ask(sixteen())]
 
 
 def answers_although_killed(server: ServerProcess, worker: str) -> list[Any]:

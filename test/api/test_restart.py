@@ -131,6 +131,12 @@ def sixteen() -> list[dict[str, Any]]:
     return [{**common, **KINDS[i % len(KINDS)], "prompt": [*PROMPT[: 3 + i % 6], i]} for i in range(16)]
 
 
+def answers(server: ServerProcess) -> list[Any]:
+    """Of requests that nothing interrupts."""
+    with clients_of(server) as clients:
+        return [response.result() for response in clients.ask(sixteen())]
+
+
 def test_sixteen_streams_end_with_the_same_text_when_their_worker_is_killed(small: ServerProcess) -> None:
     with clients_of(small) as clients:
         whole = [response.result() for response in clients.ask(sixteen())]

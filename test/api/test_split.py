@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 from collections.abc import Iterator
@@ -32,10 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose context has room for long prompts."""
     from test.small_text import save_small_model  # here, because it imports transformers
 
-    folder = Path(save_small_model(tmp_path_factory.mktemp("model")))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-    return folder
+    return Path(save_small_model(tmp_path_factory.mktemp("model"), context_len=4096))
 
 
 def serve(folder: Path, log: Path, *flags: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -12,7 +11,7 @@ from zmq.utils.monitor import parse_monitor_message
 from lightserve.cluster.nodes.first_node import SILENT_TICKS, TICK_S
 from lightserve.cluster.nodes.streams import Endpoint, Streams, Target
 from lightserve.cluster.tcp.curve import node_socket, try_send
-from lightserve.cluster.tcp.gateway_link import ENDED, HELLO_TIMEOUT_S, LinkLostError
+from lightserve.cluster.tcp.gateway_link import ENDED, HELLO_TIMEOUT_S, LinkLostError, first_of
 from lightserve.cluster.tcp.keys import NODE_SECRET
 from lightserve.io_struct import Heartbeat, NodeAccepted, NodeHello, NodeRefused, OpenStream, ToFirstNode, ToNode
 from lightserve.utils import net
@@ -49,32 +48,19 @@ class NodeLink:
     async def open(self, hello: NodeHello) -> None:
         """Raises LinkLostError if node 0 cannot be reached, and NodeRefusedError if it refuses this node."""
         self._send(hello)  # it waits in the socket for the connection
-        reply = await self._first_of(HELLO_TIMEOUT_S, self._next(), self._watch_connection())
+        reply = await first_of(HELLO_TIMEOUT_S, self._next(), self._watch_connection())
         if not isinstance(reply, NodeAccepted):
             raise LinkLostError(f"its first message was {type(reply).__name__}")
 
     async def run(self) -> None:
         """Raises LinkLostError at the end of the link."""
-        await self._first_of(None, self._read(), self._watch_connection(), self._watch_silence())
+        await first_of(None, self._read(), self._watch_connection(), self._watch_silence())
 
     async def close(self) -> None:
         await self.streams.close()
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._socket.close(linger=0)
-
-    async def _first_of(self, timeout_s: float | None, *works: Any) -> Any:
-        """The result of the first of them that ends. One that has read a message goes before the others."""
-        tasks = [asyncio.ensure_future(work) for work in works]
-        try:
-            async with asyncio.timeout(timeout_s):
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return next(task for task in tasks if task in done).result()
-        except TimeoutError as error:
-            raise LinkLostError(f"no answer within {timeout_s:g} s") from error
-        finally:
-            for task in tasks:
-                task.cancel()
 
     async def _next(self) -> ToNode:
         try:

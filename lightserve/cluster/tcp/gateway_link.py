@@ -48,6 +48,20 @@ class LinkLostError(Exception):
     """Why an engine cannot be used now."""
 
 
+async def first_of(timeout_s: float | None, *works: Any) -> Any:
+    """The result of the first of them that ends. One that has read a message goes before those after it."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        async with asyncio.timeout(timeout_s):
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task in done).result()
+    except TimeoutError as error:
+        raise LinkLostError(f"no answer within {timeout_s:g} s") from error
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 class GatewayLink:
     """``open`` it, give it to the dispatcher, and ``run`` it until it is lost."""
 
@@ -90,16 +104,7 @@ class GatewayLink:
 
     async def _first_of(self, work: Any, timeout_s: float | None = None) -> Any:
         """The result of ``work``, unless the link ends before."""
-        tasks = [asyncio.ensure_future(one) for one in (work, self._watch_connection(), self._watch_silence())]
-        try:
-            async with asyncio.timeout(timeout_s):
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return next(task for task in tasks if task in done).result()
-        except TimeoutError as error:
-            raise LinkLostError(f"no answer within {timeout_s:g} s") from error
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await first_of(timeout_s, work, self._watch_connection(), self._watch_silence())
 
     async def _next(self) -> FromEngine | EngineHello | Heartbeat:
         try:

@@ -56,23 +56,10 @@ def sample_part(logits: Tensor, b_temperature: Tensor, b_seed: Tensor, b_positio
     for row in range(len(logits) if logits.shape[1] else 0):
         scores = logits[row].float().numpy()
         if temperatures[row] > 0:
-            parts[row] = _best_with_noise(scores / temperatures[row], keys[row], first_token)
+            parts[row] = _best_with_noise(scores / temperatures[row], keys[row], first_token=first_token)
         else:
-            token, score = _best(scores, None)
-            parts[row] = np.inf if np.isnan(score) else score, first_token + token
+            parts[row] = _best_with_noise(scores, None, first_token=first_token)
     return torch.from_numpy(parts)
-
-
-def _best_with_noise(scores: np.ndarray, key: np.uint32, first_token: int) -> tuple[np.float32 | float, int]:
-    """The best score after noise by ``key`` is added, and the first token that has it."""
-    token, score = _best(scores, None)
-    if not np.isfinite(score):
-        return (-np.inf if np.isneginf(score) else np.inf), first_token + token
-    noise = _noise(key, np.array([first_token + token]))[0]
-    places = np.flatnonzero(scores >= score + noise - np.float32(MAX_NOISE))
-    noisy = scores[places] + _noise(key, first_token + places)
-    best = noisy.argmax()
-    return noisy[best], first_token + int(places[best])
 
 
 def _sample(scores: np.ndarray, key: np.uint32 | None, mask: np.ndarray | None) -> int:
@@ -80,15 +67,31 @@ def _sample(scores: np.ndarray, key: np.uint32 | None, mask: np.ndarray | None) 
 
     NO_TOKEN if the best score without noise is infinite or NaN, and 0 if a mask allows no token.
     """
-    token, score = _best(scores, mask)
-    if not np.isfinite(score):
-        return 0 if mask is not None and np.isneginf(score) else ops.NO_TOKEN
-    if key is None:
+    score, token = _best_with_noise(scores, key, mask)
+    if np.isfinite(score):
         return token
-    tokens = np.flatnonzero(scores >= score + _noise(key, np.array([token]))[0] - np.float32(MAX_NOISE))
+    return 0 if mask is not None and np.isneginf(score) else ops.NO_TOKEN
+
+
+def _best_with_noise(
+    scores: np.ndarray, key: np.uint32 | None, mask: np.ndarray | None = None, first_token: int = 0
+) -> tuple[np.float32 | float, int]:
+    """The best score after noise by ``key`` is added, and the first token that has it; NaN counts as inf.
+
+    ``first_token``: the token of the first score. It is 0 if there is a mask.
+    """
+    place, score = _best(scores, mask)
+    if not np.isfinite(score):
+        return (-np.inf if np.isneginf(score) else np.inf), first_token + place
+    if key is None:
+        return score, first_token + place
+    noise = _noise(key, np.array([first_token + place]))[0]
+    places = np.flatnonzero(scores >= score + noise - np.float32(MAX_NOISE))
     if mask is not None:
-        tokens = tokens[_has_bits(mask, tokens)]
-    return int(tokens[(scores[tokens] + _noise(key, tokens)).argmax()])
+        places = places[_has_bits(mask, places)]
+    noisy = scores[places] + _noise(key, first_token + places)
+    best = noisy.argmax()
+    return noisy[best], first_token + int(places[best])
 
 
 def _best(scores: np.ndarray, mask: np.ndarray | None) -> tuple[int, np.float32]:
