@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,19 @@ import torch
 from torch import Tensor
 
 from lightserve.common import ops
+from lightserve.common.device.profile import H200
+from lightserve.common.triton_kernel import _gpu
+from lightserve.common.triton_kernel._context_tiles import (
+    FIRST_PART,
+    FIRST_TOKEN,
+    Q_LEN,
+    REQ_IDX,
+    SPLIT,
+    SPLITS,
+    SplitTiles,
+    list_split_tiles,
+    tiling_of,
+)
 from test.ops.cases import (
     HEAD_DIMS,
     NAN,
@@ -193,3 +207,72 @@ def test_triton_refuses_heads_that_are_not_side_by_side() -> None:
 
     with pytest.raises(ValueError, match="the heads of q must lie side by side"):
         ops.context_attention.impls["triton"](apart, kv, cache, batch, options)
+
+
+LONG = [(2600, 9), (0, 3), (130, 1), (70, 40)]  # few new tokens, so that keys are split
+
+
+@each_backend_and_dtype(ops.context_attention)
+@pytest.mark.parametrize(("window", "has_decodes"), [(None, True), (1700, False)])
+def test_context_attention_merges_the_splits_of_keys(
+    backend: str, dtype: torch.dtype, window: int | None, has_decodes: bool
+) -> None:
+    device = device_of(backend)
+    q, kv, cache, batch, options = context_attention_args(LONG, (4, 2), 64, dtype, device)
+    sinks = randn(4, device=device, seed=6)
+    options = replace(options, window=window, sinks=sinks, alibi_slopes=alibi_slopes(4, device))
+    step = replace(batch, has_decodes=has_decodes, plans={})
+
+    outs = [ops.context_attention.impls[backend](q, kv, cache, step, options) for _ in range(2)]
+
+    assert_close(outs[0], defined(q, kv, cache, batch, options), dtype)
+    assert torch.equal(outs[0], outs[1])  # the counters of finished splits are 0 again
+    if backend == "triton":
+        assert max_splits(step) > 1
+
+
+def max_splits(batch: ops.AttnBatch) -> int:
+    (plan,) = (plan for plan in batch.plans.values() if isinstance(plan, SplitTiles))
+    return int(plan.tiles[plan.tiles[:, Q_LEN.value] > 0, SPLITS.value].max())
+
+
+@pytest.mark.parametrize(
+    ("lens", "splits"),
+    [
+        ([(5000, 64)], 6),  # few tiles
+        ([(0, 700)], 1),  # merging would take longer than the second wave
+        ([(9000, 700)], 3),  # one wave and a third
+        ([(9000, 8192)], 1),
+        ([(100_000, 32)] + [(0, 1024)] * 4, 20),  # a long one among many short ones
+    ],
+)
+def test_keys_are_split_so_that_a_step_ends_sooner(monkeypatch: pytest.MonkeyPatch, lens: Lens, splits: int) -> None:
+    monkeypatch.setattr(_gpu, "active", H200)
+    batch = batch_of(lens)
+    rows = sum(new for _, new in lens)
+
+    plan = list_split_tiles(batch, rows, tiling_of(2, 128, 4 * 128), 4, 8, 128, 1, None)
+
+    tiles = plan.tiles[plan.tiles[:, Q_LEN.value] > 0]
+    assert int(tiles[:, SPLITS.value].max()) == splits
+    expected = Counter[tuple[int, int, int]]()
+    for row in tiles.tolist():
+        expected[row[REQ_IDX.value], row[FIRST_TOKEN.value], row[SPLITS.value]] += 1
+    assert all(count == parts for (_, _, parts), count in expected.items())
+    tokens = 128 // 4
+    assert {(req, first) for req, first, _ in expected} == {
+        (req, first) for req, (_, new) in enumerate(lens) for first in range(0, new, tokens)
+    }
+    parts = tiles[tiles[:, SPLITS.value] > 1]
+    places = (parts[:, FIRST_PART.value] + parts[:, SPLIT.value]).tolist()
+    assert sorted(places) == list(range(len(places)))
+    assert plan.done_counts is not None
+    assert len(places) <= len(plan.done_counts)
+
+
+def batch_of(lens: Lens) -> ops.AttnBatch:
+    """A batch that only its lengths matter of."""
+    ready, new = torch.tensor(lens, dtype=torch.int32).T.contiguous()
+    none = torch.zeros(1, 1, dtype=torch.int32)
+    starts = (new.cumsum(0) - new).to(torch.int32)
+    return ops.AttnBatch(none, torch.arange(len(lens), dtype=torch.int32), starts, (ready + new).contiguous(), ready)

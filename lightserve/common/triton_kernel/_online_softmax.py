@@ -172,12 +172,12 @@ def attend_cached_prefix(
     DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend to the tokens from ``begin`` on that were in the cache before the step, in blocks."""
+    """Attend to the cached tokens ``begin`` .. ``ready_len``, if any, in blocks."""
     whole = ready_len // BLOCK_N * BLOCK_N
     softmax = attend_cached_blocks(
         q, softmax, cache, begin, whole, q_positions, slopes, scale, softcap, WINDOW, DIM, BLOCK_N
     )
-    if whole < ready_len:
+    if tl.maximum(begin, whole) < ready_len:
         keys = whole + tl.arange(0, BLOCK_N)
         is_key = keys < ready_len
         softmax = _update_from_cache(
@@ -237,6 +237,7 @@ def attend_new_tokens(
     v_col,
     first_token,
     q_len,
+    begin,
     end,
     q_tokens,
     slopes,
@@ -247,8 +248,8 @@ def attend_new_tokens(
     DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend to the new tokens of the request up to ``end``. Without a window, the blocks that every row sees whole,
-    those before ``first_token`` or, if not causal, all, need no mask.
+    """Attend to the new tokens ``begin`` .. ``end`` of the request, if any; ``begin`` is that of a block. Without a
+    window, the blocks that every row sees whole, those before ``first_token`` or, if not causal, all, need no mask.
 
     A block that reaches past the request is loaded under a mask too: the rows of other requests may hold NaN.
     """
@@ -257,20 +258,20 @@ def attend_new_tokens(
     no_scales = (None, None, None)
     whole = q_len // BLOCK_N * BLOCK_N
     diagonal = first_token // BLOCK_N * BLOCK_N if CAUSAL else whole
-    for start in range(first_block(first_token, WINDOW, BLOCK_N), diagonal, BLOCK_N):
+    for start in range(begin, tl.minimum(end, diagonal) if CAUSAL else tl.minimum(end, whole), BLOCK_N):
         k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
         v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
         keys = start + block
         is_seen = _seen_keys(keys, q_tokens, False, WINDOW)
         softmax = _update(q, k, v, no_scales, softmax, keys, q_tokens, is_seen, slopes, scale, softcap)
     if CAUSAL:
-        for start in range(diagonal, tl.minimum(end, whole), BLOCK_N):
+        for start in range(tl.maximum(begin, diagonal), tl.minimum(end, whole), BLOCK_N):
             keys = start + block
             k = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, k_col, DIM, BLOCK_N, BLOCK_D)
             v = _load_block(kv_desc, kv_ptr, token_stride, start_loc + start, v_col, DIM, BLOCK_N, BLOCK_D)
             is_seen = _seen_keys(keys, q_tokens, CAUSAL, WINDOW)
             softmax = _update(q, k, v, no_scales, softmax, keys, q_tokens, is_seen, slopes, scale, softcap)
-    if whole < end:
+    if tl.maximum(begin, whole) < end:
         keys = whole + block
         rows_ptr = kv_ptr + (start_loc + whole).to(tl.int64) * token_stride
         k = load_rows(rows_ptr + k_col, block * token_stride, tl.arange(0, BLOCK_D), keys < end, DIM)

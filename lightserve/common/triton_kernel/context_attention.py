@@ -1,8 +1,9 @@
 """Attention of prompts: one program for each tile of a request's tokens, with all query heads that share a kv head.
 
 A program attends to the cached prefix, gathered slot by slot, then to the step's new tokens in ``kv`` up to its
-diagonal. The tiles of a step are listed once, on the device, and the grid depends on shapes alone. So nothing waits for
-the host, and a CUDA graph can hold the launch.
+diagonal. If there are few tiles, each has several programs, for parts of its keys; the one that finishes last merges
+their partial results, always in the same order. The tiles of a step are listed once, on the device, and the grid
+depends on shapes alone. So nothing waits for the host, and a CUDA graph can hold the launch.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from lightserve.common.triton_kernel import token_attention
 from lightserve.common.triton_kernel._attention import LOG2_E, head_block, score_factors
 from lightserve.common.triton_kernel._check import check_heads_side_by_side
 from lightserve.common.triton_kernel._context_tiles import (
+    FIRST_PART,
     FIRST_TOKEN,
     Q_LEN,
     READY_LEN,
     REQ_IDX,
+    SPLIT,
+    SPLITS,
     START_LOC,
     TILE_FIELDS,
+    SplitTiles,
+    list_split_tiles,
     list_tiles,
     packed_heads,
     tiling_of,
@@ -44,6 +50,74 @@ COPY_ALIGNMENT = 16  # bytes: the copy engine (TMA) wants the address and the ro
 
 
 @triton.jit
+def _keys_of(
+    fields,
+    first_token,
+    q_len,
+    ready_len,
+    TOKENS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Where the cached tokens begin and end that a program attends to, and where the new ones do, in whole blocks."""
+    begin, new_begin = first_block(ready_len + first_token, WINDOW, BLOCK_N), first_block(first_token, WINDOW, BLOCK_N)
+    ready_end = ready_len
+    end = tl.minimum(first_token + TOKENS, q_len) if CAUSAL else q_len  # no row of this tile sees a later key
+    if IS_SPLIT:
+        begin = tl.minimum(begin, tl.cdiv(ready_len, BLOCK_N) * BLOCK_N)
+        cached = tl.cdiv(ready_len - begin, BLOCK_N)
+        blocks = cached + tl.cdiv(end - new_begin, BLOCK_N)
+        split, splits = tl.load(fields + SPLIT), tl.load(fields + SPLITS)
+        first, last = blocks * split // splits, blocks * (split + 1) // splits
+        ready_end = tl.minimum(begin + last * BLOCK_N, ready_len)
+        end = tl.minimum(new_begin + tl.maximum(last - cached, 0) * BLOCK_N, end)
+        begin += first * BLOCK_N
+        new_begin += tl.maximum(first - cached, 0) * BLOCK_N
+    return begin, ready_end, new_begin, end
+
+
+@triton.jit
+def _merge_splits(softmax, partials, fields, is_row, group, GROUPS: tl.constexpr):
+    """The softmax of the whole tile, and the rows that this program writes: none if it is not the last of the tile.
+
+    ``softmax``: of this program's split; ``partials``: pointers to those of all splits, and to how many have finished.
+    The loads bypass the L1 cache, which does not see what other programs have written.
+    """
+    sums_ptr, peaks_ptr, totals_ptr, done_counts_ptr = partials
+    acc, peak, total = softmax
+    ROWS: tl.constexpr = acc.shape[0]
+    COLS: tl.constexpr = acc.shape[1]
+    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
+    splits = tl.load(fields + SPLITS)
+    if splits > 1:
+        first = tl.load(fields + FIRST_PART).to(tl.int64)
+        own = ((first + tl.load(fields + SPLIT)) * GROUPS + group) * ROWS + rows
+        tl.store(sums_ptr + own[:, None] * COLS + cols[None, :], acc)
+        tl.store(peaks_ptr + own, peak)
+        tl.store(totals_ptr + own, total)
+        tl.debug_barrier()  # all threads have stored before the program is counted as done
+        done_ptr = done_counts_ptr + first * GROUPS + group
+        is_last = tl.atomic_add(done_ptr, 1, sem="acq_rel") == splits - 1
+        is_row = is_row & is_last
+        if is_last:
+            tl.store(done_ptr, 0)  # for the next layer
+            acc, peak, total = empty_softmax(ROWS, COLS)
+            for split in range(splits):
+                part = ((first + split) * GROUPS + group) * ROWS + rows
+                part_peak = tl.load(peaks_ptr + part, cache_modifier=".cg")
+                part_total = tl.load(totals_ptr + part, cache_modifier=".cg")
+                part_acc = tl.load(sums_ptr + part[:, None] * COLS + cols[None, :], cache_modifier=".cg")
+                new_peak = tl.maximum(peak, part_peak)
+                decay, weight = tl.exp2(peak - new_peak), tl.exp2(part_peak - new_peak)
+                acc = acc * decay[:, None] + part_acc * weight[:, None]
+                total = total * decay + part_total * weight
+                peak = new_peak
+    return acc, peak, total, is_row
+
+
+@triton.jit
 def _context_attention_kernel(
     q_ptr,
     kv_desc,
@@ -55,6 +129,10 @@ def _context_attention_kernel(
     sinks_ptr,
     req_to_token_ptr,
     tiles_ptr,
+    sums_ptr,
+    peaks_ptr,
+    totals_ptr,
+    done_counts_ptr,
     q_token_stride,
     kv_token_stride,
     slot_stride,
@@ -74,15 +152,15 @@ def _context_attention_kernel(
     WINDOW: tl.constexpr,
     FIXED_ORDER: tl.constexpr,
 ):
-    first_head = (tl.program_id(0) % (HEADS // PACKED)) * PACKED
-    fields = tiles_ptr + (tl.program_id(0) // (HEADS // PACKED)) * TILE_FIELDS
+    GROUPS: tl.constexpr = HEADS // PACKED
+    group = tl.program_id(0) % GROUPS
+    first_head = group * PACKED
+    fields = tiles_ptr + (tl.program_id(0) // GROUPS) * TILE_FIELDS
     q_len = tl.load(fields + Q_LEN)
     if q_len == 0:
         return
-    req_idx = tl.load(fields + REQ_IDX).to(tl.int64)
-    start_loc = tl.load(fields + START_LOC)
-    first_token = tl.load(fields + FIRST_TOKEN)
-    ready_len = tl.load(fields + READY_LEN)
+    req_idx, start_loc = tl.load(fields + REQ_IDX).to(tl.int64), tl.load(fields + START_LOC)
+    first_token, ready_len = tl.load(fields + FIRST_TOKEN), tl.load(fields + READY_LEN)
 
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     heads = first_head + rows % PACKED
@@ -96,12 +174,12 @@ def _context_attention_kernel(
 
     softmax = empty_softmax(BLOCK_M, BLOCK_D)
     kv_head = first_head // (HEADS // KV_HEADS)
-    k_head = kv_head * DIM
-    v_head = k_head + KV_HEADS * DIM
+    k_head, v_head = kv_head * DIM, (KV_HEADS + kv_head) * DIM
     slots_ptr = req_to_token_ptr + req_idx * req_stride
     q_positions = ready_len + q_tokens
-    end = tl.minimum(first_token + TOKENS, q_len) if CAUSAL else q_len  # no row of this tile sees a later key
-    begin = first_block(ready_len + first_token, WINDOW, BLOCK_N)
+    begin, ready_end, new_begin, end = _keys_of(
+        fields, first_token, q_len, ready_len, TOKENS, CAUSAL, WINDOW, not FIXED_ORDER, BLOCK_N
+    )
     k_ptr, v_ptr = cache_ptr + k_head, cache_ptr + v_head
     cache = (k_ptr, v_ptr, slots_ptr, slot_stride, scales_ptr, scale_stride, kv_head, KV_HEADS + kv_head)
     cached_q, cached_scale = for_codes(q, scales_ptr), score_factor(scale, cache)
@@ -122,7 +200,7 @@ def _context_attention_kernel(
         )
     else:
         softmax = attend_cached_prefix(
-            cached_q, softmax, cache, begin, ready_len, q_positions, slopes, cached_scale, softcap, WINDOW, DIM, BLOCK_N
+            cached_q, softmax, cache, begin, ready_end, q_positions, slopes, cached_scale, softcap, WINDOW, DIM, BLOCK_N
         )
     acc, peak, total = softmax
     acc = scale_values(acc, cache)  # before the new tokens, whose values have no scale
@@ -138,6 +216,7 @@ def _context_attention_kernel(
             v_head,
             first_token,
             q_len,
+            new_begin,
             end,
             q_tokens,
             slopes,
@@ -148,6 +227,8 @@ def _context_attention_kernel(
             DIM,
             BLOCK_N,
         )
+        partials = (sums_ptr, peaks_ptr, totals_ptr, done_counts_ptr)
+        acc, peak, total, is_row = _merge_splits((acc, peak, total), partials, fields, is_row, group, GROUPS)
     if sinks_ptr is not None:
         total += tl.exp2(tl.load(sinks_ptr + heads) * LOG2_E - peak)
     out_ptrs = out_ptr + (q_rows * HEADS + heads)[:, None] * DIM + cols[None, :]
@@ -188,17 +269,23 @@ def _launch(
     cache, scales, scale_stride = parts_of(kv_cache)
     heads, kv_heads, dim = q.shape[1], cache.shape[1] // 2, q.shape[2]
     block_d = head_block(dim)
-    tiling = tiling_of(q.element_size(), block_d)
     packed = packed_heads(heads, kv_heads)
-    tokens = tiling.rows // packed
+    rows_per_request = packed * len(q) // len(batch.b_req_idx) if kv is not None else 0
+    tiling = tiling_of(q.element_size(), block_d, rows_per_request)
+    tokens, groups = tiling.rows // packed, heads // packed
     min_new_tokens = 2 if batch.has_decodes and kv is not None else 1
-    key = ("context_attention", tokens, min_new_tokens, options.key)  # layers of other head shapes have other tiles
-    tiles = batch.plans.get(key)
-    if tiles is None:
+    key = ("context_attention", tokens, groups, block_d, min_new_tokens, kv is None, options.key)
+    plan: SplitTiles | None = batch.plans.get(key)  # layers of other head shapes have others
+    if plan is None:
         options.check_supported("triton", *(OPTIONS if kv is not None else OPTIONS_IN_ORDER))
-        tiles = batch.plans[key] = list_tiles(batch, len(q), tokens, min_new_tokens)
+        if kv is None:
+            plan = SplitTiles(list_tiles(batch, len(q), tokens, min_new_tokens))
+        else:
+            window = options.window if options.causal else None
+            plan = list_split_tiles(batch, len(q), tiling, packed, groups, block_d, min_new_tokens, window)
+        batch.plans[key] = plan
     scale, softcap = score_factors(options.scale, options.softcap)
-    _context_attention_kernel[(tiles.shape[0] * (heads // packed),)](
+    _context_attention_kernel[(plan.tiles.shape[0] * groups,)](
         q,
         None if kv is None else _descriptor(kv, tiling.keys, block_d),
         kv,
@@ -208,7 +295,11 @@ def _launch(
         options.alibi_slopes,
         options.sinks,
         batch.req_to_token,
-        tiles,
+        plan.tiles,
+        plan.sums,
+        plan.peaks,
+        plan.totals,
+        plan.done_counts,
         q.stride(0),
         0 if kv is None else kv.stride(0),
         cache.stride(0),
