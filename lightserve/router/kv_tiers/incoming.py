@@ -55,6 +55,11 @@ class IncomingKv:
     def is_open(self) -> bool:
         return bool(self._open)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not admitted before their tickets end."""
+        return len(self._waiting)
+
     def connect(self, inbox: KvInbox | None) -> None:
         self._inbox = inbox
 

@@ -6,13 +6,12 @@ faster than computing, and from there they are loaded like others. It waits for 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from lightserve.io_struct import KvFetch, KvFetched, KvFlush, KvFlushed, KvLookup
 from lightserve.router.kv_tiers.gate import LoadGate, Rate
@@ -26,14 +25,25 @@ LOOKUP_S = 1.0  # a request does not wait longer for a lookup
 MAX_SAVED = 1 << 20  # keys that are remembered as written
 
 
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Reply(Protocol[T_co]):
+    """A future, as far as it is used here."""
+
+    def result(self) -> T_co: ...
+
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> None: ...
+
+
 class LowerTierClient(Protocol):
-    """A future resolves to None if the workers are lost."""
+    """A reply is None if the workers are lost. It never comes before its callback is added."""
 
-    def lookup(self, command: KvLookup) -> asyncio.Future[list[int] | None]: ...
+    def lookup(self, command: KvLookup) -> Reply[list[int] | None]: ...
 
-    def fetch(self, command: KvFetch) -> asyncio.Future[KvFetched | None]: ...
+    def fetch(self, command: KvFetch) -> Reply[KvFetched | None]: ...
 
-    def flush(self, command: KvFlush) -> asyncio.Future[KvFlushed | None]: ...
+    def flush(self, command: KvFlush) -> Reply[KvFlushed | None]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +89,7 @@ class LowerTiers:
     computing: Rate
     wake: Callable[[], None] = lambda: None  # something has changed for waiting requests
     client: LowerTierClient | None = None  # None: the workers are lost
+    clock: Callable[[], float] = time.monotonic
     tiers: list[Tier] = field(init=False)
     last_store: int = 0  # that is known to be made by a rank
     _waits: dict[int, Wait] = field(default_factory=dict)  # by request
@@ -136,7 +147,7 @@ class LowerTiers:
         reply.add_done_callback(partial(self._on_lookup, self._epoch, wait, keys))
         return wait
 
-    def _on_lookup(self, epoch: int, wait: Wait, keys: list[bytes], reply: asyncio.Future[list[int] | None]) -> None:
+    def _on_lookup(self, epoch: int, wait: Wait, keys: list[bytes], reply: Reply[list[int] | None]) -> None:
         found = reply.result()
         if epoch != self._epoch or found is None or self.client is None:
             return
@@ -151,7 +162,7 @@ class LowerTiers:
         return key not in self.host and key not in self._fetching
 
     def _start_fetch(self, wait: Wait, store: int, keys: list[bytes]) -> bool:
-        tier, now_s = self.tiers[store], time.monotonic()
+        tier, now_s = self.tiers[store], self.clock()
         tokens = len(keys) * BLOCK_TOKENS
         if not tier.gate.allows(tokens, tier.queued, now_s):
             tier.num_gated += tokens
@@ -168,7 +179,7 @@ class LowerTiers:
         reply.add_done_callback(partial(self._on_fetched, self._epoch, wait, command))
         return True
 
-    def _on_fetched(self, epoch: int, wait: Wait, command: KvFetch, reply: asyncio.Future[KvFetched | None]) -> None:
+    def _on_fetched(self, epoch: int, wait: Wait, command: KvFetch, reply: Reply[KvFetched | None]) -> None:
         fetched = reply.result()
         if epoch != self._epoch or fetched is None:
             return
@@ -177,7 +188,7 @@ class LowerTiers:
         tier.queued -= len(command.keys) * BLOCK_TOKENS
         tier.num_errors += len(command.keys) - count
         tier.num_fetched += count * BLOCK_TOKENS
-        tier.gate.observe_load(len(command.keys) * BLOCK_TOKENS, fetched.seconds, time.monotonic())
+        tier.gate.observe_load(len(command.keys) * BLOCK_TOKENS, fetched.seconds, self.clock())
         for key, block, is_valid in zip(command.keys, command.blocks, are_valid, strict=True):
             del self._fetching[key]
             is_wanted = is_valid and key not in self._discarded
@@ -228,7 +239,7 @@ class LowerTiers:
             return
 
     def _on_flushed(
-        self, epoch: int, command: KvFlush, are_in_pool: dict[bytes, bool], reply: asyncio.Future[KvFlushed | None]
+        self, epoch: int, command: KvFlush, are_in_pool: dict[bytes, bool], reply: Reply[KvFlushed | None]
     ) -> None:
         flushed = reply.result()
         if epoch != self._epoch or flushed is None:

@@ -57,7 +57,14 @@ class KvTiers:
         self._waiting: dict[int, Load] = {}  # by request
         self._started: list[KvLoad] = []  # that the next step begins
         self._num_clears = 0
+        self._clock: Callable[[], float] = time.monotonic
         pool.store_evicted(self.stored)
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Of the simulator, whose time is not that of the machine."""
+        self._clock = clock
+        if self.lower is not None:
+            self.lower.clock = clock
 
     def connect(self, client: LowerTierClient | None, wake: Callable[[], None]) -> None:
         """The workers that copy to and from lower tiers. ``wake``: something has changed for waiting requests."""
@@ -112,7 +119,7 @@ class KvTiers:
             return
         load = self._loads.pop(load_id)
         if reply.is_valid:
-            self.gate.observe_load(len(load.prefix.slots), reply.seconds, time.monotonic())
+            self.gate.observe_load(len(load.prefix.slots), reply.seconds, self._clock())
         self._waiting = {req_id: other for req_id, other in self._waiting.items() if other is not load}
         host = self.stored.host
         is_kept = [host.get(key) for key in load.keys] == load.blocks  # if not, it was discarded meanwhile

@@ -218,8 +218,9 @@ class Scheduler:
 
     @property
     def _has_transfers(self) -> bool:
-        """Whether KV may come or go beside the steps."""
-        return self.tiers is not None or self.incoming is not None or bool(self._pushing)
+        """Whether steps may have more to do than to compute: to copy KV, or to expect it."""
+        is_expecting = self.incoming is not None and self.incoming.has_expects
+        return self.tiers is not None or is_expecting or bool(self._pushing)
 
     @property
     def _has_copies(self) -> bool:
@@ -239,7 +240,8 @@ class Scheduler:
         ``end_decodes``. The workers free requests with a later step. None: it may be otherwise, or is not simple."""
         is_simple = self.limits.num_stages == 1 and self.pool.windowed is None and not self._has_transfers
         is_full = len(self._batch) >= self.limits.max_running
-        if not is_simple or self._isolation.is_active or (len(self._queue) and not is_full):
+        may_start = len(self._queue) - (0 if self.incoming is None else self.incoming.num_waiting)
+        if not is_simple or self._isolation.is_active or (may_start and not is_full):
             return None
         return find_decode_run(self._batch, self._num_planned)
 
